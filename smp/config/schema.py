@@ -1,0 +1,239 @@
+"""Every setting of a run: one tree of dataclasses, no torch import.
+
+Flags, YAML keys, ``--help`` and the table in ``docs/configuration.md`` are generated from these fields, so a field's
+docstring is its documentation. Names are flat: a field name is unique over all groups, ``--kebab-case`` on the command
+line and ``snake_case`` in YAML. They are Megatron's names wherever Megatron has one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work. The message is one line and names the flag to change."""
+
+
+@dataclass
+class ModelConfig:
+    """Architecture. ``--model`` picks a named size; any flag given beside it overrides that size."""
+
+    model: str = "debug"
+    """Named size to start from, such as llama3-8b (--dry-run prints what it resolves to)."""
+    num_layers: int = 4
+    """Number of transformer blocks."""
+    hidden_size: int = 128
+    """Width of the residual stream."""
+    ffn_hidden_size: int | None = None
+    """Width of the MLP. Default: 4 x hidden, or 8/3 x hidden rounded down to a multiple of 64 with SwiGLU."""
+    num_attention_heads: int = 4
+    """Number of query heads."""
+    num_query_groups: int | None = None
+    """Number of key/value heads (grouped-query attention). Default: one per query head."""
+    kv_channels: int | None = None
+    """Width of one attention head. Default: hidden size / number of heads."""
+    max_position_embeddings: int = 2048
+    """Longest sequence the model takes; also the size of the table when positions are learned."""
+    vocab_size: int | None = None
+    """Number of token ids. Default: the tokenizer's."""
+    make_vocab_size_divisible_by: int = 128
+    """Embedding rows per tensor-parallel rank are padded to this multiple. The padding never reaches a checkpoint."""
+    position_embedding_type: Literal["rope", "learned_absolute", "none"] = "rope"
+    """How positions enter the model."""
+    rotary_base: float = 10000.0
+    """RoPE base frequency (theta)."""
+    rotary_percent: float = 1.0
+    """Fraction of each head that RoPE rotates."""
+    use_rope_scaling: bool = False
+    """Llama 3.1 frequency scaling of RoPE."""
+    rope_scaling_factor: float = 8.0
+    """Llama 3.1 RoPE scaling: how much the low frequencies are slowed down."""
+    rope_low_freq_factor: float = 1.0
+    """Llama 3.1 RoPE scaling: wavelengths above original length / this are scaled fully."""
+    rope_high_freq_factor: float = 4.0
+    """Llama 3.1 RoPE scaling: wavelengths below original length / this are left alone."""
+    rope_original_max_position: int = 8192
+    """Llama 3.1 RoPE scaling: context length before the scaling."""
+    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
+    """Kind of normalization."""
+    norm_epsilon: float = 1e-5
+    """Added to the variance inside a normalization."""
+    swiglu: bool = True
+    """Gated SiLU MLP with three matrices; --no-swiglu is a plain MLP with GELU."""
+    squared_relu: bool = False
+    """Squared ReLU in the plain MLP instead of GELU (needs --no-swiglu)."""
+    tanh_gelu: bool = False
+    """GPT-2's tanh approximation of GELU in the plain MLP (needs --no-swiglu)."""
+    untie_embeddings_and_output_weights: bool = True
+    """Give the output layer a matrix of its own; --no-untie-embeddings-and-output-weights shares the embedding's."""
+    disable_bias_linear: bool = True
+    """No bias in linear layers; --no-disable-bias-linear adds them."""
+    add_qkv_bias: bool = False
+    """Bias on the query, key and value projections even when other biases are off (Qwen 2.5)."""
+    qk_layernorm: bool = False
+    """Normalize queries and keys per head before RoPE (Qwen 3)."""
+    window_size: int | None = None
+    """Sliding-window attention: a token sees itself and the window_size - 1 tokens before it. Default: all of them."""
+    parallel_residual: bool = False
+    """Attention and MLP read the same input and are added together (GPT-NeoX)."""
+    init_method_std: float = 0.02
+    """Standard deviation of initial weights; matrices that write to the residual stream get it / sqrt(2 x layers)."""
+    hidden_dropout: float = 0.0
+    """Dropout on the embedding and on what attention and MLP add to the residual stream."""
+    attention_dropout: float = 0.0
+    """Dropout on attention probabilities. Above 0 the probabilities are materialised (memory grows with length squared)."""
+
+
+@dataclass
+class ParallelConfig:
+    """Layout over processes, precision, recompute and compilation."""
+
+    tensor_model_parallel_size: int = 1
+    """Processes that share every matrix (TP)."""
+    sequence_parallel: bool = False
+    """Split norms, dropout and the residual stream over the TP processes along the tokens."""
+    hybrid_shard_degree: int = 0
+    """Processes over which hybrid FSDP shards weights, gradients and optimizer state. 0: all data-parallel ones;
+    1: none (replicas only); n: groups of n, replicated."""
+    bf16: bool = False
+    """Compute in bfloat16; master weights, gradient reduction and optimizer stay in fp32."""
+    recompute_granularity: Literal["none", "selective", "full"] = "none"
+    """Activations to recompute in the backward pass. selective keeps matrix products, attention and communication
+    results; full keeps only each block's input."""
+    compile: bool = False
+    """Compile each block and the loss with torch.compile."""
+    distributed_timeout_minutes: float = 10.0
+    """A collective that waits longer ends the run; each waiting rank dumps its stack first."""
+
+
+@dataclass
+class DataConfig:
+    """What is trained on."""
+
+    data_path: str | None = None
+    """Prefix of a .bin/.idx pair (Megatron's indexed dataset)."""
+    mock_data: bool = False
+    """Train on synthetic tokens that are a function of (seed, sample index). Needs only --vocab-size."""
+    split: str = "969,30,1"
+    """Relative sizes of the train, validation and test parts of the documents."""
+    tokenizer_model: str | None = None
+    """Sentencepiece model file. Gives the vocabulary size and checks it against the model's."""
+    seq_length: int | None = None
+    """Tokens per sample. Default: --max-position-embeddings, at most 8192."""
+    micro_batch_size: int = 1
+    """Samples in one forward pass of one data-parallel process."""
+    global_batch_size: int | None = None
+    """Samples per optimizer step. Default: micro batch x data-parallel processes (no accumulation)."""
+
+
+@dataclass
+class OptimizerConfig:
+    """Optimizer, learning-rate schedule and clipping."""
+
+    optimizer: Literal["adam", "apex-adam", "sgd"] = "adam"
+    """adam is torch's fused AdamW, apex-adam is apex's FusedAdam (must be installed)."""
+    lr: float = 3e-4
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    lr_decay_style: Literal["cosine", "linear", "WSD", "constant"] = "cosine"
+    """Shape of the decay after the warm-up. WSD stays at the peak and decays at the end."""
+    lr_decay_iters: int | None = None
+    """Iteration at which the decay ends. Default: the last one."""
+    lr_warmup_iters: int = 0
+    """Iterations of linear warm-up."""
+    lr_warmup_fraction: float | None = None
+    """Warm-up as a fraction of the decay iterations, instead of --lr-warmup-iters."""
+    lr_wsd_decay_iters: int | None = None
+    """WSD: length of the final decay. Default: a tenth of the decay iterations."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay; never on biases and norms (tensors with one dimension)."""
+    adam_beta1: float = 0.9
+    """Decay rate of Adam's first moment."""
+    adam_beta2: float = 0.95
+    """Decay rate of Adam's second moment."""
+    adam_eps: float = 1e-8
+    """Added to Adam's denominator."""
+    sgd_momentum: float = 0.0
+    """Momentum of --optimizer sgd."""
+    clip_grad: float = 1.0
+    """Largest global L2 norm of the gradient; 0 switches clipping off."""
+
+
+@dataclass
+class TrainingConfig:
+    """Length of the run, evaluation, what ends it and how it is observed."""
+
+    train_iters: int | None = None
+    """Optimizer steps to train for. One of --train-iters and --train-samples is needed."""
+    train_samples: int | None = None
+    """Samples to train for, instead of --train-iters (rounded up to whole steps)."""
+    seed: int = 1234
+    """Initial weights, data order and dropout are functions of it."""
+    eval_interval: int | None = None
+    """Evaluate on the validation split every so many iterations, and at the end. Default: never."""
+    eval_iters: int = 10
+    """Global batches per evaluation."""
+    exit_interval: int | None = None
+    """Save and stop after an iteration that is a multiple of this."""
+    exit_duration_in_mins: float | None = None
+    """Save and stop once the run has lasted this long."""
+    max_skipped_steps: int = 10
+    """Steps with a NaN or infinite loss or gradient norm are skipped; so many in a row end the run."""
+    deterministic_mode: bool = False
+    """Use only deterministic algorithms; an operation that has none is an error."""
+    profile: bool = False
+    """Record a torch profiler trace and a memory snapshot into --log-dir."""
+    profile_step_start: int = 3
+    """First iteration that --profile records."""
+    profile_step_end: int = 5
+    """Iteration before which --profile stops."""
+    dry_run: bool = False
+    """Print the resolved settings, the mesh, parameters per rank and a memory estimate, then exit."""
+
+
+@dataclass
+class CheckpointConfig:
+    """Saving and resuming."""
+
+    save: str | None = None
+    """Folder that checkpoints are saved under."""
+    load: str | None = None
+    """Checkpoint folder to resume from; auto: what --save holds, or a fresh start when it holds nothing."""
+    save_interval: int | None = None
+    """Save every so many iterations. The end of a run is saved in any case."""
+
+
+@dataclass
+class LoggingConfig:
+    """Logs, metrics and where they go."""
+
+    log_dir: str = "runs/pretrain"
+    """Folder of metrics.jsonl, status.json, TensorBoard events and profiles."""
+    log_interval: int = 10
+    """Iterations between log lines and records."""
+    tensorboard: bool = True
+    """Write TensorBoard events to <log-dir>/tensorboard."""
+    wandb_project: str | None = None
+    """Also log to this Weights & Biases project (wandb must be installed)."""
+    wandb_exp_name: str | None = None
+    """Name of the Weights & Biases run."""
+    progress_bar: bool = True
+    """Show a progress bar on rank 0's stderr."""
+    status_file: str | None = None
+    """File that says why the run ended: done, requeue, failed or bad_config. Default: <log-dir>/status.json, where a
+    run that never started writes nothing."""
+
+
+@dataclass
+class Config:
+    """The whole tree."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimizerConfig = field(default_factory=OptimizerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -1,0 +1,36 @@
+"""Parallel layers for anyone's ``nn.Module``: a plain 1-D DeviceMesh in, no config, no trainer, no global state."""
+
+from smp.layers.attention import SelfAttention, SequenceInfo
+from smp.layers.block import TransformerBlock
+from smp.layers.cross_entropy import IGNORE_INDEX, VocabShard, linear_cross_entropy, vocab_parallel_cross_entropy
+from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
+from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
+from smp.layers.mlp import MLP
+from smp.layers.norm import LayerNorm, RMSNorm
+from smp.layers.parameter import Constant, Normal, init_weights
+from smp.layers.rope import RopeScaling, apply_rope, rope_frequencies, rope_table
+
+__all__ = [
+    "IGNORE_INDEX",
+    "MLP",
+    "ColumnParallelLinear",
+    "Constant",
+    "LayerNorm",
+    "Normal",
+    "PositionEmbedding",
+    "RMSNorm",
+    "RopeScaling",
+    "RowParallelLinear",
+    "SelfAttention",
+    "SequenceInfo",
+    "TransformerBlock",
+    "VocabParallelEmbedding",
+    "VocabShard",
+    "apply_rope",
+    "column_parallel",
+    "init_weights",
+    "linear_cross_entropy",
+    "rope_frequencies",
+    "rope_table",
+    "vocab_parallel_cross_entropy",
+]

@@ -1,0 +1,166 @@
+"""Causal self-attention with grouped key/value heads, split over the TP ranks by heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
+from smp.layers.norm import RMSNorm
+from smp.layers.rope import apply_rope
+from smp.parallel.rng import keyed_dropout
+
+
+@dataclass
+class SequenceInfo:
+    """What a block has to know about the tokens it gets. Activations are (tokens, hidden), batch-major and flattened.
+
+    Attributes:
+        batch, length: number and length of the sequences.
+        tokens: rows after padding; rows from batch x length on are padding.
+        rope: cos and sin tables, fp32 (tokens, 1, rotated channels), or None.
+        numbers: int64 (tokens,) global token numbers that dropout is keyed by, or None without dropout.
+        local_numbers: this rank's part of ``numbers`` under sequence parallelism, else the same.
+    """
+
+    batch: int
+    length: int
+    tokens: int
+    rope: tuple[torch.Tensor, torch.Tensor] | None = None
+    numbers: torch.Tensor | None = None
+    local_numbers: torch.Tensor | None = None
+
+
+class SelfAttention(nn.Module):
+    """Query, key and value projections, RoPE, scaled dot-product attention and the output projection.
+
+    Args:
+        hidden_size: width of the residual stream.
+        num_heads, num_groups: query heads, key/value heads (global). Heads must be divisible by the mesh size; groups by
+            the mesh size, or the mesh size by groups: then neighbouring ranks share a key/value head.
+        head_dim: width of a head.
+        mesh: 1-D tensor-parallel mesh.
+        bias, qkv_bias: bias on the output projection, on the others.
+        qk_norm_eps: when given, RMS-normalize queries and keys per head with this epsilon before RoPE.
+        window: a token sees itself and the window - 1 tokens before it; None: all before it.
+        causal: a token does not see later ones.
+        dropout: on attention probabilities; above 0 they are materialised.
+        sequence_parallel: input and output are split along dim 0.
+        init_std, output_std: standard deviations of the initial weights, inner and last.
+        device, dtype: of the parameters.
+
+    Shapes: (tokens [/p], hidden) -> the same.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        mesh: DeviceMesh,
+        *,
+        num_groups: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = False,
+        qkv_bias: bool = False,
+        qk_norm_eps: float | None = None,
+        window: int | None = None,
+        causal: bool = True,
+        dropout: float = 0.0,
+        sequence_parallel: bool = False,
+        init_std: float = 0.02,
+        output_std: float = 0.02,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        groups = num_groups or num_heads
+        self.head_dim = head_dim or hidden_size // num_heads
+        if num_heads % mesh.size() or num_heads % groups:
+            raise ValueError(f"{num_heads} heads do not split over {mesh.size()} ranks and {groups} key/value heads")
+        if window is not None and not causal:
+            raise ValueError("a sliding window needs causal attention")
+        self.window, self.causal, self.dropout = window, causal, dropout
+        place = {"device": device, "dtype": dtype, "sequence_parallel": sequence_parallel}
+        column = {**place, "bias": qkv_bias, "init_std": init_std}
+        self.query = ColumnParallelLinear(hidden_size, num_heads * self.head_dim, mesh, **column)  # type: ignore[arg-type]
+        column["parts"] = groups
+        self.key = ColumnParallelLinear(hidden_size, groups * self.head_dim, mesh, **column)  # type: ignore[arg-type]
+        self.value = ColumnParallelLinear(hidden_size, groups * self.head_dim, mesh, **column)  # type: ignore[arg-type]
+        row = {**place, "bias": bias, "init_std": output_std}
+        self.output = RowParallelLinear(num_heads * self.head_dim, hidden_size, mesh, **row)  # type: ignore[arg-type]
+        self.query_norm = self.key_norm = None
+        if qk_norm_eps is not None:
+            norm = {"eps": qk_norm_eps, "split": True, "device": device, "dtype": dtype}
+            self.query_norm = RMSNorm(self.head_dim, mesh, **norm)  # type: ignore[arg-type]
+            self.key_norm = RMSNorm(self.head_dim, mesh, **norm)  # type: ignore[arg-type]
+        self.first_head = self.query.group.rank * (num_heads // mesh.size())
+
+    def forward(self, x: torch.Tensor, info: SequenceInfo, key: torch.Tensor | None = None) -> torch.Tensor:
+        """(tokens [/p], hidden) -> (tokens [/p], hidden); ``key`` is the dropout key of this layer's probabilities."""
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in column_parallel(x, [self.query, self.key, self.value]))
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        if info.rope is not None:
+            q, k = apply_rope(q, *info.rope), apply_rope(k, *info.rope)
+        out = self._attend(_unfold(q, info), _unfold(k, info), _unfold(v, info), info, key)
+        return self.output(_fold(out, info))
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, info: SequenceInfo, key: torch.Tensor | None
+    ) -> torch.Tensor:
+        """(batch, heads/p, length, head_dim) -> the same."""
+        k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
+        dropout = self.dropout if self.training and info.numbers is not None else 0.0
+        if dropout > 0.0:
+            return self._attend_with_dropout(q, k, v, info, key, dropout)
+        if self.window is None or self.window >= info.length:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(info.length, q.device))
+
+    def _mask(self, length: int, device: torch.device) -> torch.Tensor:
+        """Boolean (length, length), True where row may see column."""
+        distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
+        mask = distance >= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
+        return mask if self.window is None else mask & (distance < self.window)
+
+    def _attend_with_dropout(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        info: SequenceInfo,
+        key: torch.Tensor | None,
+        dropout: float,
+    ) -> torch.Tensor:
+        """Attention with materialised probabilities, so that dropout can be keyed by (token, global head, position)."""
+        assert key is not None and info.numbers is not None
+        batch, heads, length, _ = q.shape
+        scores = (q @ k.transpose(-1, -2)).float() * self.head_dim**-0.5  # (batch, heads/p, length, length)
+        scores = scores.masked_fill(~self._mask(length, q.device), -torch.inf)
+        probabilities = scores.softmax(dim=-1)
+        tokens = info.numbers[: batch * length].view(batch, 1, length)
+        head = self.first_head + torch.arange(heads, device=q.device)
+        rows = (tokens * (1 << 16) + head[None, :, None]).flatten()  # a number per (token, global head)
+        dropped = keyed_dropout(probabilities.flatten(0, 2), key, rows, dropout)
+        return dropped.view_as(probabilities).to(v.dtype) @ v
+
+
+def _repeat_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """(batch, groups, length, head_dim) -> (batch, heads, length, head_dim), each key/value head for its query heads."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def _unfold(x: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
+    """(tokens, heads, head_dim) -> (batch, heads, length, head_dim), without the padding."""
+    return x[: info.batch * info.length].view(info.batch, info.length, *x.shape[1:]).transpose(1, 2)
+
+
+def _fold(x: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
+    """(batch, heads, length, head_dim) -> (tokens, heads x head_dim), padded with zeros."""
+    flat = x.transpose(1, 2).reshape(info.batch * info.length, -1)
+    padding = info.tokens - flat.shape[0]
+    return F.pad(flat, (0, 0, 0, padding)) if padding else flat

@@ -1,0 +1,63 @@
+"""One transformer block: what the pipeline splits between, FSDP shards, recompute repeats and compile compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from smp.layers.attention import SelfAttention, SequenceInfo
+from smp.layers.mlp import MLP
+from smp.parallel.rng import keyed_dropout
+
+Run = Callable[[torch.Tensor, SequenceInfo, torch.Tensor | None], torch.Tensor]
+
+
+class TransformerBlock(nn.Module):
+    """Pre-norm attention and MLP with residual connections, one after the other or side by side.
+
+    Args:
+        attention, mlp: the two parts.
+        attention_norm, mlp_norm: the normalizations in front of them.
+        parallel_residual: both read the block's input and are added to it together (GPT-NeoX).
+        dropout: on what each part adds to the residual stream.
+
+    Shapes: (tokens [/p], hidden) -> the same.
+    """
+
+    def __init__(
+        self,
+        attention: SelfAttention,
+        mlp: MLP,
+        attention_norm: nn.Module,
+        mlp_norm: nn.Module,
+        *,
+        parallel_residual: bool = False,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = attention_norm, attention
+        self.mlp_norm, self.mlp = mlp_norm, mlp
+        self.parallel_residual, self.dropout = parallel_residual, dropout
+        self.run: Run = self._run
+
+    def forward(self, x: torch.Tensor, info: SequenceInfo, keys: torch.Tensor | None = None) -> torch.Tensor:
+        """Apply the block; ``keys`` are its three dropout keys, int64 (3,).
+
+        Goes through ``self.run``: recompute and compile wrap that, inside of FSDP's hooks, which stay on ``forward``.
+        """
+        return self.run(x, info, keys)
+
+    def _run(self, x: torch.Tensor, info: SequenceInfo, keys: torch.Tensor | None) -> torch.Tensor:
+        attended = self.attention(self.attention_norm(x), info, None if keys is None else keys[0])
+        attended = self._drop(attended, info, keys, 1)
+        if self.parallel_residual:
+            return x + attended + self._drop(self.mlp(self.mlp_norm(x)), info, keys, 2)
+        x = x + attended
+        return x + self._drop(self.mlp(self.mlp_norm(x)), info, keys, 2)
+
+    def _drop(self, x: torch.Tensor, info: SequenceInfo, keys: torch.Tensor | None, site: int) -> torch.Tensor:
+        if self.dropout == 0.0 or not self.training or keys is None or info.local_numbers is None:
+            return x
+        return keyed_dropout(x, keys[site], info.local_numbers, self.dropout)

@@ -1,0 +1,157 @@
+"""Vocabulary-parallel cross-entropy: no rank ever holds a full row of logits.
+
+:func:`vocab_parallel_cross_entropy` takes local logits and returns a loss per token. :func:`linear_cross_entropy` also makes
+the logits, a chunk of tokens at a time, and computes the gradients on the way: the logits of one chunk are all that exists
+(compare Liger's fused linear cross-entropy, arXiv 2410.10989).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from smp.kernels.cross_entropy import combine_stats, logits_gradient, softmax_stats
+from smp.parallel.collectives import Group, start_all_gather, wait
+
+IGNORE_INDEX = -100
+"""Label of a token that does not count."""
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """This rank's columns: the first token id, how many are real, and the group that holds the others."""
+
+    start: int
+    valid: int
+    group: Group
+
+    @staticmethod
+    def of(group: Group, rows_per_rank: int, vocab_size: int) -> VocabShard:
+        """The shard of rank ``group.rank`` when each rank holds ``rows_per_rank`` rows, padding included."""
+        start = group.rank * rows_per_rank
+        return VocabShard(start, min(max(vocab_size - start, 0), rows_per_rank), group)
+
+
+def _losses(logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, ...]:
+    """Loss per token (n,), and (exps, factor, columns) from which the gradient follows. One exchange of 3 floats a token."""
+    columns = labels - shard.start
+    exps, stats = softmax_stats(logits, columns, shard.valid)
+    everyone = wait(start_all_gather(stats, shard.group), shard.group).view(shard.group.size, 3, -1)
+    peak, total, target = combine_stats(everyone)
+    factor = (stats[0] - peak).exp() / total
+    return peak + total.log() - target, exps, factor, columns
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+        counts = labels != IGNORE_INDEX
+        losses, exps, factor, columns = _losses(logits.clone(), labels, shard)
+        ctx.save_for_backward(exps, factor, columns, counts)
+        ctx.valid, ctx.dtype = shard.valid, logits.dtype
+        return torch.where(counts, losses, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        exps, factor, columns, counts = ctx.saved_tensors
+        weights = torch.where(counts, grad, 0.0)
+        return logits_gradient(exps.clone(), factor, columns, ctx.valid, weights).to(ctx.dtype), None, None
+
+
+def vocab_parallel_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    """Loss per token in nats, fp32 (n,); 0 where the label is ``IGNORE_INDEX``.
+
+    Args:
+        logits: this rank's columns, (n, rows per rank).
+        labels: int64 (n,), global token ids.
+        shard: which columns these are.
+    """
+    return _CrossEntropy.apply(logits, labels, shard)
+
+
+def chunk_loss(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, token_weights: torch.Tensor, shard: VocabShard
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weighted loss of a chunk of tokens (0-dim fp32) and its gradient by the local logits (n, rows per rank).
+
+    Tokens with weight 0 add nothing, whatever their label. This is the function that ``--compile`` compiles.
+    """
+    logits = hidden @ weight.t()  # (n, rows per rank)
+    losses, exps, factor, columns = _losses(logits, labels, shard)
+    loss = torch.where(token_weights != 0, losses * token_weights, 0.0).sum()
+    return loss, logits_gradient(exps, factor, columns, shard.valid, token_weights).to(hidden.dtype)
+
+
+ChunkLoss = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        token_weights: torch.Tensor,
+        shard: VocabShard,
+        chunk_tokens: int,
+        chunk_fn: ChunkLoss,
+        with_gradient: bool,
+    ) -> torch.Tensor:
+        total = torch.zeros((), device=hidden.device)
+        dhidden = torch.empty_like(hidden) if with_gradient else None
+        dweight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if with_gradient else None
+        for start in range(0, hidden.shape[0], chunk_tokens):
+            part = slice(start, start + chunk_tokens)
+            loss, dlogits = chunk_fn(hidden[part], weight, labels[part], token_weights[part], shard)
+            total += loss
+            if dhidden is not None and dweight is not None:
+                torch.mm(dlogits, weight, out=dhidden[part])
+                _accumulate(dweight, dlogits, hidden[part])
+        if dhidden is not None and dweight is not None:
+            ctx.save_for_backward(dhidden, dweight.to(weight.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        dhidden, dweight = ctx.saved_tensors
+        return (dhidden * grad).to(dhidden.dtype), (dweight * grad).to(dweight.dtype), *([None] * 6)
+
+
+def _accumulate(total: torch.Tensor, dlogits: torch.Tensor, hidden: torch.Tensor) -> None:
+    """total += dlogits^T hidden, kept in fp32 so that the number of chunks does not show in bf16."""
+    if hidden.dtype == torch.float32:
+        torch.addmm(total, dlogits.t(), hidden, out=total)
+    else:
+        total += dlogits.t() @ hidden
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    token_weights: torch.Tensor,
+    shard: VocabShard,
+    *,
+    chunk_tokens: int,
+    chunk_fn: ChunkLoss = chunk_loss,
+) -> torch.Tensor:
+    """Sum over tokens of ``token_weights`` x cross-entropy of ``hidden @ weight^T``; 0-dim fp32, equal on all ranks.
+
+    Args:
+        hidden: (n, h), all tokens, equal on every rank of the group. Its gradient is this rank's part of a sum: pass it
+            through ``copy_to_group`` or ``gather_tokens`` first.
+        weight: this rank's rows of the output matrix, (rows per rank, h).
+        labels: int64 (n,). Tokens that do not count have weight 0; their label may be anything.
+        token_weights: fp32 (n,), no gradient.
+        shard: which rows these are.
+        chunk_tokens: tokens per chunk; bounds the memory at chunk_tokens x rows per rank.
+        chunk_fn: :func:`chunk_loss` or its compiled form.
+    """
+    with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    return _LinearCrossEntropy.apply(
+        hidden, weight, labels, token_weights, shard, chunk_tokens, chunk_fn, with_gradient
+    )

@@ -1,0 +1,111 @@
+"""Vocabulary-parallel token embedding and output layer, and learned positions.
+
+The rows of both matrices are cut over the TP ranks. Their number is padded so that every rank holds an aligned, equal count:
+whatever the vocabulary, ranks agree and matrix products run on round sizes. The padding is zero, is left out of the loss,
+gets no gradient, and is cut off in checkpoints (``logical_rows`` says how many rows are real).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from smp.layers.parameter import REPLICATE, SHARD_ROWS, Initializer, Normal, local, tp_parameter
+from smp.parallel.collectives import Group, reduce_from_group, reduce_scatter_tokens, split_tokens, sum_gradient
+
+
+def padded_vocab_size(vocab_size: int, divisible_by: int, tp: int) -> int:
+    """The smallest multiple of ``divisible_by * tp`` that holds the vocabulary."""
+    multiple = divisible_by * tp
+    return -(-vocab_size // multiple) * multiple
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Token embedding with the vocabulary split over the TP ranks.
+
+    Args:
+        vocab_size: number of token ids, any number.
+        hidden_size: width of a row.
+        mesh: 1-D tensor-parallel mesh.
+        sequence_parallel: return only this rank's part of the tokens (dim 0).
+        divisible_by: rows per rank are padded to this multiple.
+        init_std: standard deviation of the initial rows.
+        device, dtype: of the parameter.
+
+    Shapes: ids (tokens, ...) -> (tokens [/p], ..., hidden). Each output element is nonzero on one rank only, so the sum over
+    the ranks is exact in any precision.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        mesh: DeviceMesh,
+        *,
+        sequence_parallel: bool = False,
+        divisible_by: int = 128,
+        init_std: float = 0.02,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.group = Group.of(mesh)
+        self.vocab_size, self.sequence_parallel = vocab_size, sequence_parallel
+        rows = padded_vocab_size(vocab_size, divisible_by, self.group.size)
+        self.weight = tp_parameter((rows, hidden_size), SHARD_ROWS, mesh, device, dtype)
+        self.initializers: dict[str, Initializer] = {"weight": Normal(init_std)}
+        self.logical_rows = {"weight": vocab_size}
+        self.rows_per_rank = rows // self.group.size
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids (tokens, ...) int64 -> (tokens [/p], ..., hidden)."""
+        weight = local(self.weight)
+        if self.group.size == 1:
+            return F.embedding(ids, weight)
+        row = ids - self.group.rank * self.rows_per_rank
+        elsewhere = (row < 0) | (row >= self.rows_per_rank)
+        partial = F.embedding(row.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        if self.sequence_parallel:
+            return reduce_scatter_tokens(partial, self.group)
+        return reduce_from_group(partial, self.group)
+
+
+class PositionEmbedding(nn.Module):
+    """Learned absolute positions, the whole table on every TP rank.
+
+    Args:
+        max_positions: rows of the table.
+        hidden_size: width of a row.
+        mesh: 1-D tensor-parallel mesh.
+        sequence_parallel: return only this rank's part of the tokens (dim 0).
+        init_std: standard deviation of the initial rows.
+        device, dtype: of the parameter.
+
+    Shapes: positions (tokens,) -> (tokens [/p], hidden).
+    """
+
+    def __init__(
+        self,
+        max_positions: int,
+        hidden_size: int,
+        mesh: DeviceMesh,
+        *,
+        sequence_parallel: bool = False,
+        init_std: float = 0.02,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.group, self.sequence_parallel = Group.of(mesh), sequence_parallel
+        self.weight = tp_parameter((max_positions, hidden_size), REPLICATE, mesh, device, dtype)
+        self.initializers: dict[str, Initializer] = {"weight": Normal(init_std)}
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        """positions (tokens,) int64 -> (tokens [/p], hidden)."""
+        if not self.sequence_parallel:
+            return F.embedding(positions, local(self.weight))
+        return F.embedding(split_tokens(positions, self.group), sum_gradient(local(self.weight), self.group))
+
+

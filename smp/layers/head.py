@@ -1,0 +1,89 @@
+"""The output layer: hidden states to a loss, or to logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from smp.layers.cross_entropy import ChunkLoss, VocabShard, chunk_loss, linear_cross_entropy
+from smp.layers.embedding import padded_vocab_size
+from smp.layers.parameter import SHARD_ROWS, Initializer, Normal, local, tp_parameter
+from smp.parallel.collectives import Group, copy_to_group, gather_tokens, start_all_gather, wait
+
+CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
+"""Size of one chunk of fp32 logits. On a CPU it should stay in the last-level cache; a GPU wants large matrix products."""
+
+
+class VocabParallelHead(nn.Module):
+    """Output matrix with the vocabulary split over the TP ranks, and the cross-entropy on top of it.
+
+    Args:
+        vocab_size: number of token ids, any number.
+        hidden_size: width of the input.
+        mesh: 1-D tensor-parallel mesh.
+        tied: own no matrix; the embedding's is passed to ``forward``.
+        sequence_parallel: the input is split along dim 0.
+        divisible_by: rows per rank are padded to this multiple.
+        init_std: standard deviation of the initial rows.
+        device, dtype: of the parameter.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        mesh: DeviceMesh,
+        *,
+        tied: bool = False,
+        sequence_parallel: bool = False,
+        divisible_by: int = 128,
+        init_std: float = 0.02,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.group = Group.of(mesh)
+        self.vocab_size, self.sequence_parallel = vocab_size, sequence_parallel
+        rows = padded_vocab_size(vocab_size, divisible_by, self.group.size)
+        self.weight = None if tied else tp_parameter((rows, hidden_size), SHARD_ROWS, mesh, device, dtype)
+        self.initializers: dict[str, Initializer] = {"weight": Normal(init_std)}
+        self.logical_rows = {} if tied else {"weight": vocab_size}
+        self.shard = VocabShard.of(self.group, rows // self.group.size, vocab_size)
+        self.chunk_fn: ChunkLoss = chunk_loss
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        token_weights: torch.Tensor | None = None,
+        tied_weight: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Weighted loss sum (0-dim fp32, equal on all ranks), or without labels the logits (tokens, vocab).
+
+        Args:
+            x: (tokens [/p], hidden).
+            labels: int64 (tokens,).
+            token_weights: fp32 (tokens,), what each token's loss counts.
+            tied_weight: the embedding's parameter when tied.
+        """
+        parameter = tied_weight if self.weight is None else self.weight
+        assert parameter is not None
+        weight = local(parameter)
+        if self.sequence_parallel:
+            hidden = gather_tokens(x, self.group)  # (tokens, hidden)
+        else:
+            hidden = copy_to_group(x, self.group)
+        if labels is None or token_weights is None:
+            return self._logits(hidden, weight)
+        chunk = max(1, CHUNK_BYTES.get(x.device.type, CHUNK_BYTES["cuda"]) // (4 * weight.shape[0]))
+        return linear_cross_entropy(
+            hidden, weight, labels, token_weights, self.shard, chunk_tokens=chunk, chunk_fn=self.chunk_fn
+        )
+
+    def _logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """All logits on every rank, for generation and comparison (not differentiable across ranks)."""
+        if torch.is_grad_enabled() and self.group.size > 1:
+            raise RuntimeError("logits of a tensor-parallel model have no gradient here: use torch.no_grad()")
+        columns = weight @ hidden.t()  # (rows per rank, tokens)
+        return wait(start_all_gather(columns, self.group), self.group).t()[:, : self.vocab_size]

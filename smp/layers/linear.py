@@ -1,0 +1,184 @@
+"""Column- and row-parallel linear layers.
+
+With weights (out, in) and p ranks, a column-parallel layer holds rows ``out/p`` of the weight and makes columns ``out/p`` of
+the result; a row-parallel one holds columns ``in/p``, takes such a result and sums the partial products. One after the other
+they need one collective each way (Shoeybi et al. 2019, arXiv 1909.08053). With sequence parallelism (Korthikanti et al. 2022,
+arXiv 2205.05198) what enters and leaves the pair is split along dim 0 of the input: the sum becomes a reduce-scatter, and an
+all-gather precedes the column-parallel layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from smp.layers.parameter import (
+    REPLICATE,
+    SHARD_COLUMNS,
+    SHARD_ROWS,
+    Constant,
+    Initializer,
+    Normal,
+    local,
+    tp_parameter,
+)
+from smp.parallel.collectives import (
+    Group,
+    reduce_from_group,
+    reduce_scatter_tokens,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+    sum_gradient,
+    wait,
+)
+
+
+class _ColumnParallel(torch.autograd.Function):
+    """Products of one input with several column-parallel weights; one gather and one reduction serve them all.
+
+    The backward pass keeps the links busy under the matrix products: the all-gather of the input runs under the
+    input-gradient product, and the reduction of the input gradient under the weight-gradient products. Only this rank's
+    part of the input is saved.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, group: Group, sequence_parallel: bool, *weights: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        ctx.save_for_backward(x, *weights)
+        full = wait(start_all_gather(x, group), group) if sequence_parallel else x
+        return tuple(F.linear(full, w) for w in weights)  # (tokens, ..., out/p) each
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        group: Group = ctx.group
+        gathering = start_all_gather(x, group) if ctx.sequence_parallel else x
+        dx = grads[0] @ weights[0]  # (tokens, ..., in), this rank's part of the sum
+        for grad, weight in zip(grads[1:], weights[1:], strict=True):
+            dx = dx + grad @ weight
+        full = wait(gathering, group) if ctx.sequence_parallel else x
+        reducing = start_reduce_scatter(dx, group) if ctx.sequence_parallel else start_all_reduce(dx, group)
+        flat = full.flatten(0, -2)
+        dws = [g.flatten(0, -2).t() @ flat for g in grads]
+        return wait(reducing, group), None, None, *dws
+
+
+class ColumnParallelLinear(nn.Module):
+    """``y = x W^T + b`` with the output features split over the TP ranks.
+
+    Args:
+        in_features, out_features: global sizes.
+        mesh: 1-D tensor-parallel mesh.
+        bias: add a bias, split like the output.
+        sequence_parallel: dim 0 of the input is split over the ranks.
+        parts: into how many parts the output may be cut (key/value heads). With fewer parts than ranks, neighbouring
+            ranks hold the whole weight and compute the same part; the gradient is their sum.
+        init_std: standard deviation of the initial weight.
+        device, dtype: of the parameters.
+
+    Shapes: (tokens, ..., in) -> (tokens, ..., out / max-parts-per-rank); under sequence parallelism the input's dim 0 is
+    tokens / p and the output's is tokens.
+
+    Raises:
+        ValueError: when out_features cannot be cut evenly.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        mesh: DeviceMesh,
+        *,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        parts: int | None = None,
+        init_std: float = 0.02,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.group = Group.of(mesh)
+        self.sequence_parallel = sequence_parallel
+        self.replicated = parts is not None and parts < self.group.size
+        if self.replicated and (self.group.size % parts or out_features % parts):  # type: ignore[operator]
+            raise ValueError(f"{out_features} outputs in {parts} parts cannot be shared by {self.group.size} ranks")
+        self.part_features = out_features // (parts if self.replicated and parts else self.group.size)
+        placement = REPLICATE if self.replicated else SHARD_ROWS
+        self.weight = tp_parameter((out_features, in_features), placement, mesh, device, dtype)
+        self.bias = tp_parameter((out_features,), placement, mesh, device, dtype) if bias else None
+        self.initializers: dict[str, Initializer] = {"weight": Normal(init_std), "bias": Constant(0.0)}
+        shared_by = self.group.size // parts if self.replicated and parts else 1
+        self._first_row = (self.group.rank // shared_by) * self.part_features
+
+    def _own(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The rows that this rank computes with."""
+        if not self.replicated:
+            return local(parameter)
+        return sum_gradient(local(parameter), self.group).narrow(0, self._first_row, self.part_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(tokens [/p], ..., in) -> (tokens, ..., this rank's outputs)."""
+        return column_parallel(x, [self])[0]
+
+
+def column_parallel(x: torch.Tensor, layers: Sequence[ColumnParallelLinear]) -> list[torch.Tensor]:
+    """Apply several column-parallel layers to one input, with one collective in each direction for all of them."""
+    first = layers[0]
+    weights = [layer._own(layer.weight) for layer in layers]
+    outputs = _ColumnParallel.apply(x, first.group, first.sequence_parallel, *weights)
+    biases = [layer.bias for layer in layers]
+    return [y if b is None else y + m._own(b) for y, b, m in zip(outputs, biases, layers, strict=True)]
+
+
+class RowParallelLinear(nn.Module):
+    """``y = x W^T + b`` with the input features split over the TP ranks.
+
+    Args:
+        in_features, out_features: global sizes; in_features must be divisible by the mesh size.
+        mesh: 1-D tensor-parallel mesh.
+        bias: add a bias, once, after the sum.
+        sequence_parallel: split dim 0 of the output over the ranks instead of giving all of it to each.
+        init_std: standard deviation of the initial weight.
+        device, dtype: of the parameters.
+
+    Shapes: (tokens, ..., in / p) -> (tokens, ..., out), or (tokens / p, ..., out) under sequence parallelism.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        mesh: DeviceMesh,
+        *,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        init_std: float = 0.02,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.group = Group.of(mesh)
+        self.sequence_parallel = sequence_parallel
+        self.weight = tp_parameter((out_features, in_features), SHARD_COLUMNS, mesh, device, dtype)
+        self.bias = tp_parameter((out_features,), REPLICATE, mesh, device, dtype) if bias else None
+        self.initializers: dict[str, Initializer] = {"weight": Normal(init_std), "bias": Constant(0.0)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(tokens, ..., in/p) -> (tokens [/p], ..., out)."""
+        partial = F.linear(x, local(self.weight))  # (tokens, ..., out), summed below
+        if self.sequence_parallel:
+            y = reduce_scatter_tokens(partial, self.group)
+        else:
+            y = reduce_from_group(partial, self.group)
+        if self.bias is None:
+            return y
+        bias = local(self.bias)
+        return y + (sum_gradient(bias, self.group) if self.sequence_parallel else bias)

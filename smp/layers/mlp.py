@@ -1,0 +1,78 @@
+"""The feed-forward part of a block."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
+
+Activation = Literal["swiglu", "gelu", "tanh_gelu", "squared_relu"]
+
+
+def _activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    if activation == "gelu":
+        return F.gelu(x)
+    if activation == "tanh_gelu":
+        return F.gelu(x, approximate="tanh")
+    return F.relu(x).square()
+
+
+class MLP(nn.Module):
+    """Column-parallel in, activation, row-parallel out.
+
+    The gate and up projections of SwiGLU (Shazeer 2020) are two parameters: one fused matrix cut by rows would change its
+    meaning with the number of ranks. They share one gather of the input.
+
+    Args:
+        hidden_size, ffn_hidden_size: global sizes; ffn must be divisible by the mesh size.
+        mesh: 1-D tensor-parallel mesh.
+        activation: see :data:`Activation`.
+        bias: biases on all projections.
+        sequence_parallel: input and output are split along dim 0.
+        init_std, output_std: standard deviations of the initial weights, inner and last.
+        device, dtype: of the parameters.
+
+    Shapes: (tokens [/p], hidden) -> the same.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        mesh: DeviceMesh,
+        *,
+        activation: Activation = "swiglu",
+        bias: bool = False,
+        sequence_parallel: bool = False,
+        init_std: float = 0.02,
+        output_std: float = 0.02,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation: Activation = activation
+        column = {
+            "bias": bias,
+            "sequence_parallel": sequence_parallel,
+            "init_std": init_std,
+            "device": device,
+            "dtype": dtype,
+        }
+        self.gate: ColumnParallelLinear | None = None
+        if activation == "swiglu":
+            self.gate = ColumnParallelLinear(hidden_size, ffn_hidden_size, mesh, **column)  # type: ignore[arg-type]
+        self.up = ColumnParallelLinear(hidden_size, ffn_hidden_size, mesh, **column)  # type: ignore[arg-type]
+        row = {**column, "init_std": output_std}
+        self.down = RowParallelLinear(ffn_hidden_size, hidden_size, mesh, **row)  # type: ignore[arg-type]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(tokens [/p], hidden) -> (tokens [/p], hidden)."""
+        if self.gate is None:
+            return self.down(_activate(self.up(x), self.activation))
+        gate, up = column_parallel(x, [self.gate, self.up])  # (tokens, ffn/p) each
+        return self.down(F.silu(gate) * up)

@@ -1,0 +1,116 @@
+"""Parameters that rest as DTensors on the tensor-parallel mesh, and their first values.
+
+A parameter's global shape and placement go with it, so FSDP2, gradient norms and checkpoints need no bookkeeping of ours.
+Layers compute on plain local tensors: :func:`local` is the one way from the one to the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from smp.parallel.boxes import local_box
+from smp.parallel.rng import keyed_normal
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Independent N(0, std^2) elements keyed by (seed, parameter name)."""
+
+    std: float
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Every element has this value."""
+
+    value: float
+
+
+Initializer = Normal | Constant
+
+
+def tp_parameter(
+    shape: tuple[int, ...],
+    placement: Placement,
+    mesh: DeviceMesh,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> nn.Parameter:
+    """A parameter of global ``shape`` placed on the 1-D ``mesh``.
+
+    Outside the meta device its elements are NaN until :func:`init_weights`: forgetting that shows in the first loss.
+
+    Raises:
+        ValueError: when the sharded dimension is not divisible by the mesh size.
+    """
+    local_shape = list(shape)
+    if isinstance(placement, Shard):
+        size = mesh.size()
+        if shape[placement.dim] % size:
+            raise ValueError(f"dimension {placement.dim} of {shape} is not divisible by tensor-parallel size {size}")
+        local_shape[placement.dim] //= size
+    data = torch.full(local_shape, float("nan"), device=device, dtype=dtype)
+    stride = torch.empty(shape, device="meta").stride()
+    whole = DTensor.from_local(data, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride)
+    return nn.Parameter(whole)
+
+
+def local(parameter: torch.Tensor) -> torch.Tensor:
+    """The local part of a DTensor parameter, differentiable: the gradient comes back with the parameter's own placement.
+
+    A layer that uses a replicated parameter on different data on each rank sums the gradient itself, in fp32, with
+    ``smp.parallel.collectives.sum_gradient``; so a gradient is never ``Partial`` and any optimizer can use it.
+    """
+    dtensor = cast(DTensor, parameter)
+    return dtensor.to_local(grad_placements=dtensor.placements)
+
+
+def init_weights(model: nn.Module, seed: int) -> None:
+    """Fill every parameter of our layers in ``model``, in place, from (seed, parameter name) alone.
+
+    Works before and after ``fully_shard`` and after ``to_empty``; every layout gets the same bits. Modules state their
+    first values in an attribute ``initializers`` (parameter name -> :class:`Normal` or :class:`Constant`); modules without
+    one are left as they are. A tied parameter takes the first name it is found under.
+
+    Raises:
+        ValueError: for a parameter on the meta device, or one of a module that says nothing about it.
+    """
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            full_name = f"{prefix}.{name}" if prefix else name
+            if parameter.is_meta:
+                raise ValueError(f"{full_name} is on the meta device: call model.to_empty(device=...) first")
+            initializers = getattr(module, "initializers", None)
+            if initializers is not None:
+                rows = getattr(module, "logical_rows", {}).get(name, parameter.shape[0])
+                _fill(parameter, full_name, initializers[name], seed, rows)
+
+
+@torch.no_grad()
+def _fill(parameter: torch.Tensor, name: str, initializer: Initializer, seed: int, logical_rows: int) -> None:
+    """Fill the local part. Rows past ``logical_rows`` are vocabulary padding and zero."""
+    data = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if isinstance(initializer, Constant):
+        data.fill_(initializer.value)
+        return
+    box = local_box(parameter)
+    if box.empty:
+        return
+    data.copy_(keyed_normal(seed, name, tuple(parameter.shape), box, initializer.std))
+    real = min(max(logical_rows - box.offsets[0], 0), box.sizes[0])
+    data[real:].zero_()
+
+
+SHARD_ROWS = Shard(0)
+SHARD_COLUMNS = Shard(1)
+REPLICATE = Replicate()

@@ -1,0 +1,220 @@
+"""The decoder: one class, configured, for the whole Llama/GPT family."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from smp.config import ModelConfig
+from smp.layers.attention import SelfAttention, SequenceInfo
+from smp.layers.block import TransformerBlock
+from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
+from smp.layers.head import VocabParallelHead
+from smp.layers.mlp import MLP, Activation
+from smp.layers.norm import LayerNorm, RMSNorm
+from smp.layers.rope import RopeScaling, rope_frequencies, rope_table
+from smp.parallel.collectives import Group
+from smp.parallel.rng import dropout_keys, keyed_dropout
+
+SITES_PER_BLOCK = 3
+"""Dropout sites of a block: attention probabilities, attention output, MLP output."""
+
+
+def activation_of(config: ModelConfig) -> Activation:
+    """The MLP's activation that the three switches name."""
+    if config.swiglu:
+        return "swiglu"
+    if config.squared_relu:
+        return "squared_relu"
+    return "tanh_gelu" if config.tanh_gelu else "gelu"
+
+
+class GPT(nn.Module):
+    """Embedding, blocks, final norm and vocabulary-parallel loss.
+
+    Args:
+        config: resolved architecture (no field left to its default rule); ``vocab_size`` set.
+        mesh: 1-D tensor-parallel mesh.
+        sequence_parallel: split the residual stream over the TP ranks along the tokens.
+        seed: keys dropout.
+        device: of the parameters; ``"meta"`` defers them.
+
+    Blocks live in a ModuleDict under their global number, so a part of the model keeps the whole model's names.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        mesh: DeviceMesh,
+        *,
+        sequence_parallel: bool = False,
+        seed: int = 0,
+        device: torch.device | str = "meta",
+    ) -> None:
+        super().__init__()
+        assert config.vocab_size is not None
+        self.config, self.seed = config, seed
+        self.group, self.sequence_parallel = Group.of(mesh), sequence_parallel
+        place: dict[str, Any] = {"sequence_parallel": sequence_parallel, "device": device}
+        vocab = {**place, "divisible_by": config.make_vocab_size_divisible_by, "init_std": config.init_method_std}
+        self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, mesh, **vocab)
+        self.positions: PositionEmbedding | None = None
+        if config.position_embedding_type == "learned_absolute":
+            self.positions = PositionEmbedding(
+                config.max_position_embeddings, config.hidden_size, mesh, init_std=config.init_method_std, **place
+            )
+        self.layers = nn.ModuleDict({str(i): _block(config, mesh, place) for i in range(config.num_layers)})
+        self.final_norm = _norm(config, mesh, place)
+        tied = not config.untie_embeddings_and_output_weights
+        self.head = VocabParallelHead(config.vocab_size, config.hidden_size, mesh, tied=tied, **vocab)
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output layer shares the embedding's matrix."""
+        return not self.config.untie_embeddings_and_output_weights
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        token_weights: torch.Tensor | None = None,
+        sample_index: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Loss of a micro-batch, or its logits.
+
+        Args:
+            tokens: int64 (batch, length).
+            labels: int64 (batch, length), the token that follows each; without them logits are returned.
+            token_weights: fp32 (batch, length): what each token's loss counts. 1 / (valid tokens of the global batch)
+                makes the sum over micro-batches and ranks the mean loss; 0 leaves a token out.
+            sample_index: int64 (batch,), global numbers of the samples. Dropout is keyed by them; needed in training
+                mode when dropout is on.
+
+        Returns:
+            0-dim fp32, equal on all TP ranks; without labels (batch, length, vocab).
+        """
+        batch, length = tokens.shape
+        padding = -(batch * length) % self.group.size if self.sequence_parallel else 0
+        info = self._sequence_info(tokens, padding, sample_index)
+        keys = self._dropout_keys(info, tokens.device)
+        x = self._embed(_flat(tokens, padding), info, keys)
+        for i, block in enumerate(self.layers.values()):
+            x = block(x, info, None if keys is None else keys[SITES_PER_BLOCK * i : SITES_PER_BLOCK * (i + 1)])
+        x = self.final_norm(x)
+        tied_weight = self.embedding.weight if self.tied else None
+        if labels is None or token_weights is None:
+            logits = self.head(x, tied_weight=tied_weight)
+            return logits[: batch * length].view(batch, length, -1)
+        return self.head(x, _flat(labels, padding), _flat(token_weights, padding), tied_weight)
+
+    def _sequence_info(self, tokens: torch.Tensor, padding: int, sample_index: torch.Tensor | None) -> SequenceInfo:
+        """Positions, rotary tables and, when dropout needs them, global token numbers."""
+        batch, length = tokens.shape
+        info = SequenceInfo(batch, length, batch * length + padding)
+        c = self.config
+        if c.position_embedding_type == "rope":
+            scaling = None
+            if c.use_rope_scaling:
+                scaling = RopeScaling(
+                    c.rope_scaling_factor,
+                    c.rope_low_freq_factor,
+                    c.rope_high_freq_factor,
+                    c.rope_original_max_position,
+                )
+            assert c.kv_channels is not None
+            freqs = rope_frequencies(int(c.kv_channels * c.rotary_percent), c.rotary_base, scaling, tokens.device)
+            info.rope = rope_table(self._position_ids(info, tokens.device), freqs)
+        if self.training and (c.hidden_dropout > 0 or c.attention_dropout > 0):
+            if sample_index is None:
+                raise ValueError("dropout needs sample_index: masks are keyed by the global number of each sample")
+            numbers = sample_index[:, None] * length + torch.arange(length, device=tokens.device)
+            info.numbers = _flat(numbers, padding)
+            info.local_numbers = self._own(info.numbers)
+        return info
+
+    def _position_ids(self, info: SequenceInfo, device: torch.device) -> torch.Tensor:
+        """int64 (tokens,); padding continues at 0."""
+        ids = torch.arange(info.length, device=device).repeat(info.batch)
+        return F.pad(ids, (0, info.tokens - ids.shape[0]))
+
+    def _own(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a per-token tensor."""
+        if not self.sequence_parallel:
+            return x
+        rows = x.shape[0] // self.group.size
+        return x.narrow(0, self.group.rank * rows, rows)
+
+    def _dropout_keys(self, info: SequenceInfo, device: torch.device) -> torch.Tensor | None:
+        """Keys of all sites; the last is the embedding's."""
+        if info.numbers is None:
+            return None
+        return dropout_keys(self.seed, SITES_PER_BLOCK * self.config.num_layers + 1, device)
+
+    def _embed(self, flat: torch.Tensor, info: SequenceInfo, keys: torch.Tensor | None) -> torch.Tensor:
+        """ids (tokens,) -> (tokens [/p], hidden)."""
+        x = self.embedding(flat)
+        if self.positions is not None:
+            x = x + self.positions(self._position_ids(info, flat.device))
+        if keys is None or info.local_numbers is None:
+            return x
+        return keyed_dropout(x, keys[-1], info.local_numbers, self.config.hidden_dropout)
+
+
+def _flat(x: torch.Tensor, padding: int) -> torch.Tensor:
+    """(batch, length) -> (batch x length + padding,), zeros at the end. A weight of 0 keeps the padding out of the loss."""
+    return F.pad(x.reshape(-1), (0, padding)) if padding else x.reshape(-1)
+
+
+def _norm(config: ModelConfig, mesh: DeviceMesh, place: dict[str, Any]) -> nn.Module:
+    kind = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
+    return kind(
+        config.hidden_size,
+        mesh,
+        eps=config.norm_epsilon,
+        split=place["sequence_parallel"],
+        device=place["device"],
+    )
+
+
+def _block(config: ModelConfig, mesh: DeviceMesh, place: dict[str, Any]) -> TransformerBlock:
+    assert config.ffn_hidden_size is not None
+    bias = not config.disable_bias_linear
+    std: dict[Literal["init_std", "output_std"], float] = {
+        "init_std": config.init_method_std,
+        "output_std": config.init_method_std / (2 * config.num_layers) ** 0.5,
+    }
+    attention = SelfAttention(
+        config.hidden_size,
+        config.num_attention_heads,
+        mesh,
+        num_groups=config.num_query_groups,
+        head_dim=config.kv_channels,
+        bias=bias,
+        qkv_bias=bias or config.add_qkv_bias,
+        qk_norm_eps=config.norm_epsilon if config.qk_layernorm else None,
+        window=config.window_size,
+        dropout=config.attention_dropout,
+        **place,
+        **std,
+    )
+    mlp = MLP(
+        config.hidden_size,
+        config.ffn_hidden_size,
+        mesh,
+        activation=activation_of(config),
+        bias=bias,
+        **place,
+        **std,
+    )
+    return TransformerBlock(
+        attention,
+        mlp,
+        _norm(config, mesh, place),
+        _norm(config, mesh, place),
+        parallel_residual=config.parallel_residual,
+        dropout=config.hidden_dropout,
+    )

@@ -1,0 +1,1 @@
+"""Mesh, collectives and layout-independent random numbers."""

@@ -1,0 +1,105 @@
+"""From a model to a trainable, sharded one, in one order.
+
+TP and SP come with the layers -> (a pipeline will split here) -> recompute -> compile -> hybrid FSDP. Recompute wraps the
+compiled function, so what is replayed is compiled too; FSDP comes last, so that its hooks stay outside of both and a replay
+finds the weights already gathered.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from smp.config import ParallelConfig
+from smp.layers.block import TransformerBlock
+from smp.layers.cross_entropy import chunk_loss
+from smp.models.gpt import GPT
+from smp.parallel.mesh import data_mesh
+
+_aten = torch.ops.aten
+_KEPT = {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops._c10d_functional.all_gather_into_tensor.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops._c10d_functional.all_reduce.default,
+    torch.ops._c10d_functional.wait_tensor.default,
+}
+
+
+def parallelize(model: GPT, mesh: DeviceMesh, config: ParallelConfig) -> GPT:
+    """Apply recompute, compile and hybrid FSDP to ``model`` (built on the meta device or not), in place.
+
+    Build the optimizer afterwards: FSDP replaces the parameters.
+    """
+    blocks = [b for b in model.layers.values() if isinstance(b, TransformerBlock)]
+    for block in blocks:
+        run = torch.compile(block.run, fullgraph=True) if config.compile else block.run
+        block.run = _recomputed(run, config.recompute_granularity)
+    if config.compile:
+        model.head.chunk_fn = torch.compile(chunk_loss, fullgraph=True)
+    shard(model, [*blocks, *_ends(model)], data_mesh(mesh), bf16=config.bf16)
+    return model
+
+
+def _ends(model: GPT) -> list[nn.Module | list[nn.Module]]:
+    """FSDP units before and after the blocks. A tied matrix is used at both ends: it stays in the root unit."""
+    return [] if model.tied else [model.embedding, [model.final_norm, model.head]]
+
+
+def _recomputed(run: Callable[..., torch.Tensor], granularity: str) -> Callable[..., torch.Tensor]:
+    """``run`` with its activations recomputed in the backward pass. There is no RNG state to restore: dropout is keyed."""
+    if granularity == "none":
+        return run
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if granularity == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_expensive)
+    return functools.partial(checkpoint, run, **options)
+
+
+def _keep_expensive(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep what is expensive to redo or crosses a link; norms, activations, RoPE and casts are cheap."""
+    return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def shard(model: nn.Module, units: list[Any], mesh: DeviceMesh, *, bf16: bool = False) -> nn.Module:
+    """Hybrid FSDP (FSDP2) over ``mesh``: shard within ``dp_shard``, replicate over ``dp_replicate`` if it is there.
+
+    Gradients are summed, never averaged: the loss is already divided by the global number of valid tokens.
+
+    Args:
+        model: anything whose parameters are DTensors on the TP mesh of the same parent mesh.
+        units: submodules (or lists of them) that are gathered and freed together; the rest of ``model`` is one more unit.
+        mesh: 1-D ``dp_shard`` or 2-D ``(dp_replicate, dp_shard)``, see ``smp.parallel.mesh.data_mesh``.
+        bf16: compute in bfloat16 with fp32 master weights; gradients are reduced in fp32.
+    """
+    precision = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for unit in units:
+        fully_shard(unit, mesh=mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+    return model
+
+
+def last_micro_batch(model: nn.Module, last: bool) -> None:
+    """Reduce gradients over the replicas in the coming backward pass only if it is the last of the step."""
+    assert isinstance(model, FSDPModule)
+    model.set_requires_all_reduce(last)
+    model.set_is_last_backward(last)

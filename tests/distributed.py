@@ -1,0 +1,86 @@
+"""Run one function on N ranks of a gloo process group, each rank a spawned process.
+
+A FileStore replaces a TCP port, so tests can run side by side without agreeing on port numbers.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+def _worker(rank: int, world_size: int, store: str, results: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=120),
+        )
+        results.put((rank, True, fn(rank, world_size, *args)))
+        dist.destroy_process_group()
+    except BaseException:
+        results.put((rank, False, traceback.format_exc()))
+        raise SystemExit(1) from None
+
+
+def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 280.0) -> list[Any]:
+    """Call ``fn(rank, world_size, *args)`` on every rank and return the results in rank order.
+
+    Args:
+        fn: a module-level function (it is pickled by reference); its result must be picklable.
+        world_size: number of processes.
+        timeout: seconds until all processes are killed.
+
+    Raises:
+        RuntimeError: with the traceback of every rank that failed, or naming the ranks that never answered.
+    """
+    context = multiprocessing.get_context("spawn")
+    results: Any = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        workers = [
+            context.Process(target=_worker, args=(r, world_size, f"{folder}/store", results, fn, args), daemon=True)
+            for r in range(world_size)
+        ]
+        for w in workers:
+            w.start()
+        outcome = _collect(results, workers, time.monotonic() + timeout)
+        for w in workers:
+            w.join(timeout=10)
+            w.kill()
+    failures = [f"rank {r}:\n{text}" for r, (ok, text) in sorted(outcome.items()) if not ok]
+    missing = sorted(set(range(world_size)) - set(outcome))
+    if failures or missing:
+        silent = [f"ranks without an answer: {missing}"] if missing else []
+        raise RuntimeError("\n".join(failures + silent))
+    return [outcome[r][1] for r in range(world_size)]
+
+
+def _collect(results: Any, workers: list[Any], deadline: float) -> dict[int, tuple[bool, Any]]:
+    """Answers by rank, until all are in, time is up, or one failed (the others then hang in a collective)."""
+    outcome: dict[int, tuple[bool, Any]] = {}
+    while len(outcome) < len(workers) and time.monotonic() < deadline:
+        try:
+            rank, ok, value = results.get(timeout=0.2)
+        except queue.Empty:
+            if all(not w.is_alive() for w in workers) and results.empty():
+                break
+            continue
+        outcome[rank] = (ok, value)
+        if not ok:  # a moment for the other ranks to report their own error, then stop waiting
+            deadline = min(deadline, time.monotonic() + 5)
+    return outcome
