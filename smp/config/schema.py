@@ -82,7 +82,7 @@ class ModelConfig:
     hidden_dropout: float = 0.0
     """Dropout on the embedding and on what attention and MLP add to the residual stream."""
     attention_dropout: float = 0.0
-    """Dropout on attention probabilities. Above 0 the probabilities are materialised (memory grows with length squared)."""
+    """Dropout on attention probabilities. Above 0 they are materialised (memory grows with length squared)."""
 
 
 @dataclass

@@ -1,0 +1,189 @@
+"""What a config must satisfy: ranges of single values, then how values fit together."""
+
+from __future__ import annotations
+
+import re
+
+from smp.config.fields import settings
+from smp.config.layout import Layout
+from smp.config.schema import (
+    CheckpointConfig,
+    Config,
+    ConfigError,
+    DataConfig,
+    LoggingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainingConfig,
+)
+
+# Every number is above zero, except these: at least 0 and below 1 ...
+_FRACTIONS = {
+    *("hidden_dropout", "attention_dropout"),
+    *("lr_warmup_fraction", "adam_beta1", "adam_beta2", "sgd_momentum"),
+}
+# ... and these: at least 0.
+_FROM_ZERO = {"hybrid_shard_degree", "lr_warmup_iters", "min_lr", "weight_decay", "clip_grad", "seed"}
+
+
+def _require(fits: bool, message: str) -> None:
+    if not fits:
+        raise ConfigError(message)
+
+
+def check_ranges(config: Config) -> None:
+    """Check each number on its own."""
+    for name, setting in settings().items():
+        value = getattr(getattr(config, setting.group), name)
+        if setting.type not in (int, float) or value is None:
+            continue
+        if name in _FRACTIONS:
+            _require(0 <= value < 1, f"{setting.flag} {value} must be at least 0 and below 1")
+        elif name in _FROM_ZERO:
+            _require(value >= 0, f"{setting.flag} {value} must not be negative")
+        else:
+            _require(value > 0, f"{setting.flag} {value} must be above 0")
+
+
+def check_combinations(config: Config, layout: Layout) -> None:
+    """Check what a config with its defaults filled in says as a whole."""
+    _check_heads_and_widths(config.model, layout.tp)
+    _check_mlp_activation(config.model)
+    _check_positions(config.model)
+    _check_data_source(config.data, config.model, config.training)
+    _check_batch(config.data, config.model, layout)
+    _check_schedule(config.optim)
+    _check_training(config.training)
+    _check_checkpoint(config.checkpoint)
+    _check_logging(config.logging)
+
+
+def _check_heads_and_widths(model: ModelConfig, tp: int) -> None:
+    heads, groups, ffn = model.num_attention_heads, model.num_query_groups, model.ffn_hidden_size
+    assert groups is not None and ffn is not None, "filled in before"
+    _require(
+        heads % groups == 0,
+        f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}; change one of them",
+    )
+    for flag, size in (("--num-attention-heads", heads), ("--ffn-hidden-size", ffn)):
+        _require(
+            size % tp == 0, f"{flag} {size} is not divisible by --tensor-model-parallel-size {tp}; change one of them"
+        )
+    _require(
+        groups % tp == 0 or tp % groups == 0,
+        f"--num-query-groups {groups} and --tensor-model-parallel-size {tp}: one must divide the other; change one",
+    )
+
+
+def _check_mlp_activation(model: ModelConfig) -> None:
+    for flag, chosen in (("--squared-relu", model.squared_relu), ("--tanh-gelu", model.tanh_gelu)):
+        _require(not (chosen and model.swiglu), f"{flag} is for the plain MLP: add --no-swiglu or leave it out")
+    _require(
+        not (model.squared_relu and model.tanh_gelu), "--squared-relu and --tanh-gelu exclude each other; give one"
+    )
+
+
+def _check_positions(model: ModelConfig) -> None:
+    kind = model.position_embedding_type
+    _require(
+        kind == "rope" or not model.use_rope_scaling,
+        f"--use-rope-scaling needs --position-embedding-type rope, not {kind}",
+    )
+    _require(
+        not model.use_rope_scaling or model.rope_low_freq_factor < model.rope_high_freq_factor,
+        f"--rope-low-freq-factor {model.rope_low_freq_factor} must be below "
+        f"--rope-high-freq-factor {model.rope_high_freq_factor}",
+    )
+    assert model.kv_channels is not None, "filled in before"
+    rotated = int(model.kv_channels * model.rotary_percent)
+    _require(
+        kind != "rope" or (rotated > 0 and rotated % 2 == 0 and model.rotary_percent <= 1),
+        f"--rotary-percent {model.rotary_percent} of --kv-channels {model.kv_channels} rotates {rotated} channels: "
+        "RoPE needs an even number above 0 and at most all of them; change one of the two",
+    )
+
+
+def _check_data_source(data: DataConfig, model: ModelConfig, training: TrainingConfig) -> None:
+    _require(not (data.data_path and data.mock_data), f"--data-path {data.data_path} and --mock-data: give one")
+    _require(
+        bool(data.data_path) or data.mock_data or training.dry_run,
+        "what to train on is missing: give --data-path or --mock-data (or --dry-run)",
+    )
+    _require(model.vocab_size is not None or not data.mock_data, "--mock-data needs --vocab-size")
+    _require(
+        model.vocab_size is not None or data.tokenizer_model is not None,
+        "the number of token ids is unknown: give --tokenizer-model or --vocab-size",
+    )
+    train, validation, _ = parse_split(data.split)
+    _require(train > 0, f"--split {data.split} leaves nothing to train on; its first number is the training part")
+    _require(
+        validation > 0 or training.eval_interval is None,
+        f"--eval-interval {training.eval_interval} needs a validation part, the second number of --split {data.split}",
+    )
+
+
+def parse_split(split: str) -> tuple[float, float, float]:
+    """Fractions of the documents for training, validation and test, from text such as ``"969,30,1"``.
+
+    Raises:
+        ConfigError: not three non-negative numbers with a sum above zero.
+    """
+    parts = [part.strip() for part in split.split(",")]
+    numbers = [float(part) for part in parts if re.fullmatch(r"\d+(\.\d*)?|\.\d+", part)]
+    if len(parts) != 3 or len(numbers) != 3 or sum(numbers) <= 0:
+        raise ConfigError(f"--split {split!r} is not three non-negative numbers with a sum above 0, such as 969,30,1")
+    train, validation, test = (number / sum(numbers) for number in numbers)
+    return train, validation, test
+
+
+def _check_batch(data: DataConfig, model: ModelConfig, layout: Layout) -> None:
+    length, batch, micro = data.seq_length, data.global_batch_size, data.micro_batch_size
+    assert length is not None and batch is not None, "filled in before"
+    _require(
+        length <= model.max_position_embeddings,
+        f"--seq-length {length} is above --max-position-embeddings {model.max_position_embeddings}; change one of them",
+    )
+    _require(
+        batch % (micro * layout.data_parallel) == 0,
+        f"--global-batch-size {batch} is not divisible by --micro-batch-size {micro} x {layout.data_parallel} "
+        f"data-parallel processes = {micro * layout.data_parallel}; change one of them",
+    )
+
+
+def _check_schedule(optim: OptimizerConfig) -> None:
+    _require(optim.min_lr <= optim.lr, f"--min-lr {optim.min_lr} is above --lr {optim.lr}")
+    warmup, decay, final = optim.lr_warmup_iters, optim.lr_decay_iters, optim.lr_wsd_decay_iters
+    _require(
+        final is None or optim.lr_decay_style == "WSD",
+        f"--lr-wsd-decay-iters {final} needs --lr-decay-style WSD, not {optim.lr_decay_style}",
+    )
+    if decay is None:
+        return
+    _require(warmup < decay, f"--lr-warmup-iters {warmup} must be below --lr-decay-iters {decay} (the run)")
+    _require(
+        final is None or warmup + final <= decay,
+        f"--lr-warmup-iters {warmup} + --lr-wsd-decay-iters {final} is above --lr-decay-iters {decay} (the run)",
+    )
+
+
+def _check_training(training: TrainingConfig) -> None:
+    start, end, iters = training.profile_step_start, training.profile_step_end, training.train_iters
+    if not training.profile:
+        return
+    _require(start < end, f"--profile-step-start {start} must be below --profile-step-end {end}")
+    _require(iters is None or start <= iters, f"--profile-step-start {start} is after the last iteration, {iters}")
+
+
+def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
+    _require(checkpoint.load != "auto" or checkpoint.save is not None, "--load auto resumes from --save: give --save")
+    _require(
+        checkpoint.save_interval is None or checkpoint.save is not None,
+        f"--save-interval {checkpoint.save_interval} needs --save, the folder to save under",
+    )
+
+
+def _check_logging(logging: LoggingConfig) -> None:
+    _require(
+        logging.wandb_exp_name is None or logging.wandb_project is not None,
+        f"--wandb-exp-name {logging.wandb_exp_name} needs --wandb-project",
+    )

@@ -1,0 +1,107 @@
+"""Derived defaults. The order is: layout, ranges of single values, defaults, how values fit together.
+
+No torch and no file is touched, so a bad run ends within a second on a login node.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from smp.config.checks import check_combinations, check_ranges
+from smp.config.layout import Layout
+from smp.config.schema import Config, ConfigError, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
+
+
+def resolve(config: Config, world_size: int) -> Config:
+    """A copy of ``config`` with every derived default filled in and every check passed.
+
+    Alternatives are brought to one form: ``train_samples`` becomes ``train_iters`` and ``lr_warmup_fraction`` becomes
+    ``lr_warmup_iters`` (the first of each is then ``None``), so a resolved config resolves to itself.
+
+    Args:
+        config: what ``load_config`` returned; left as it is.
+        world_size: number of processes of the run.
+
+    Raises:
+        ConfigError: settings that cannot work; one line that names the flags to change.
+    """
+    layout = Layout.from_config(config.parallel, world_size)
+    check_ranges(config)
+    data = _data(config.data, config.model, layout)
+    training = _training(config.training, data)
+    optim = _optim(config.optim, training.train_iters)
+    resolved = replace(config, model=_model(config.model), data=data, training=training, optim=optim)
+    check_combinations(resolved, layout)
+    return resolved
+
+
+def _model(model: ModelConfig) -> ModelConfig:
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    if model.kv_channels is None and hidden % heads:
+        raise ConfigError(
+            f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; "
+            "change one of them or give --kv-channels"
+        )
+    # Megatron's rule: 8/3 keeps a three-matrix MLP the size of a two-matrix one; multiples of 64 fill tensor cores.
+    ffn = max(64, 8 * hidden // 3 // 64 * 64) if model.swiglu else 4 * hidden
+    return replace(
+        model,
+        ffn_hidden_size=model.ffn_hidden_size or ffn,
+        kv_channels=model.kv_channels or hidden // heads,
+        num_query_groups=model.num_query_groups or heads,
+    )
+
+
+def _data(data: DataConfig, model: ModelConfig, layout: Layout) -> DataConfig:
+    return replace(
+        data,
+        seq_length=data.seq_length or min(model.max_position_embeddings, 8192),
+        global_batch_size=data.global_batch_size or data.micro_batch_size * layout.data_parallel,
+    )
+
+
+def _training(training: TrainingConfig, data: DataConfig) -> TrainingConfig:
+    iters, samples = training.train_iters, training.train_samples
+    if iters is not None and samples is not None:
+        raise ConfigError(f"--train-iters {iters} and --train-samples {samples} are both given; give one")
+    if iters is None and samples is None and not training.dry_run:
+        raise ConfigError("how long to train is missing: give --train-iters or --train-samples (or --dry-run)")
+    if samples is not None:
+        assert data.global_batch_size is not None, "filled in before"
+        iters = -(-samples // data.global_batch_size)
+    return replace(training, train_iters=iters, train_samples=None)
+
+
+def _optim(optim: OptimizerConfig, train_iters: int | None) -> OptimizerConfig:
+    """Fill in the schedule's iterations; in a dry run of unknown length they stay unknown."""
+    fraction, decay = optim.lr_warmup_fraction, optim.lr_decay_iters or train_iters
+    if fraction is not None and optim.lr_warmup_iters:
+        raise ConfigError(
+            f"--lr-warmup-iters {optim.lr_warmup_iters} and --lr-warmup-fraction {fraction} are both given; give one"
+        )
+    if decay is None:
+        return optim
+    warmup = optim.lr_warmup_iters if fraction is None else round(fraction * decay)
+    final = optim.lr_wsd_decay_iters
+    if optim.lr_decay_style == "WSD" and final is None:
+        final = max(1, decay // 10)
+    return replace(
+        optim, lr_decay_iters=decay, lr_warmup_iters=warmup, lr_warmup_fraction=None, lr_wsd_decay_iters=final
+    )
+
+
+def check_files(config: Config) -> None:
+    """Check that the files the run reads exist, without reading them.
+
+    Raises:
+        ConfigError: one is missing; one line with its flag and path.
+    """
+    data, load = config.data, config.checkpoint.load
+    for suffix in (".bin", ".idx"):
+        if data.data_path is not None and not os.path.isfile(data.data_path + suffix):
+            raise ConfigError(f"--data-path {data.data_path}: there is no file {data.data_path}{suffix}")
+    if data.tokenizer_model is not None and not os.path.isfile(data.tokenizer_model):
+        raise ConfigError(f"--tokenizer-model {data.tokenizer_model}: there is no such file")
+    if load not in (None, "auto") and not os.path.isdir(load):
+        raise ConfigError(f"--load {load}: there is no such folder")
