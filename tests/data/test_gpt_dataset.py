@@ -1,0 +1,146 @@
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smp.data.gpt_dataset import GPTDataset, split_documents
+from smp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+
+PINNED = [21, 82, 91, 19, 64, 39, 48, 14, 55, 30, 73, 49, 40, 89, 72, 81, 9, 22, 31, 18, 98, 0]
+
+
+def write(prefix: Path, lengths: list[int], dtype: type = np.int32) -> IndexedDataset:
+    """Documents of the given lengths whose tokens number the whole dataset: 0, 1, 2, ..."""
+    ends = np.cumsum([0, *lengths])
+    with IndexedDatasetWriter(prefix, dtype) as writer:
+        for start, end in zip(ends[:-1], ends[1:], strict=True):
+            writer.add_document(np.arange(start, end))
+    return IndexedDataset(prefix)
+
+
+def reference_stream(data: GPTDataset, epoch: int) -> list[int]:
+    """An epoch's tokens before the cut, found by joining samples at the token they share."""
+    n = data.samples_per_epoch
+    samples = [data[epoch * n + i].tolist() for i in range(n)]
+    followers = {sample[0]: sample for sample in samples}
+    start = next(s[0] for s in samples if s[0] not in {other[-1] for other in samples})
+    stream = [start]
+    for _ in range(n):
+        stream += followers[stream[-1]][1:]
+    assert len(stream) == n * data.seq_length + 1
+    return stream
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> IndexedDataset:
+    return write(tmp_path / "data", [7, 0, 12, 1, 30, 5, 0, 9, 22, 14])
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 5])
+def test_an_epoch_is_whole_documents_cut_with_one_token_overlap(dataset: IndexedDataset, epoch: int) -> None:
+    data = GPTDataset(dataset, range(10), seq_length=9, seed=1)
+    assert data.samples_per_epoch == 11
+    stream = reference_stream(data, epoch)
+    position = 0
+    starts = {int(document[0]): document.tolist() for document in map(dataset.document, range(10)) if len(document)}
+    while position < len(stream):
+        document = starts.pop(stream[position])
+        assert stream[position : position + len(document)] == document[: len(stream) - position]
+        position += len(document)
+    left_out = sum(map(len, starts.values())) + position - len(stream)
+    assert left_out == 0  # 100 tokens = 11 x 9 + 1
+
+
+def test_each_sample_once_per_epoch_and_epochs_differ(dataset: IndexedDataset) -> None:
+    data = GPTDataset(dataset, range(10), seq_length=9, seed=1)
+    epochs = [[tuple(data[e * 11 + i].tolist()) for i in range(11)] for e in range(3)]
+    for epoch in epochs:
+        assert Counter(token for sample in epoch for token in sample[:-1]).most_common(1)[0][1] == 1
+    assert len(set(map(tuple, epochs))) == 3
+    assert set(epochs[0]) != set(epochs[1])  # the documents are shuffled too, not only the cuts
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=30), st.randoms(use_true_random=False))
+def test_any_access_order_gives_the_same_samples(
+    tmp_path_factory: pytest.TempPathFactory, indices: list[int], random: object
+) -> None:
+    dataset = write(tmp_path_factory.mktemp("order") / "data", [7, 12, 1, 30, 50])
+    one = GPTDataset(dataset, range(5), seq_length=9, seed=3)
+    for index in indices:
+        fresh = GPTDataset(dataset, range(5), seq_length=9, seed=3)
+        assert one[index].tolist() == fresh[index].tolist()
+
+
+def test_the_seed_and_the_split_key_the_order(dataset: IndexedDataset) -> None:
+    def order(seed: int, documents: range) -> list[int]:
+        data = GPTDataset(dataset, documents, seq_length=4, seed=seed)
+        return [int(data[i][0]) for i in range(data.samples_per_epoch)]
+
+    assert order(1, range(10)) == order(1, range(10))
+    assert order(1, range(10)) != order(2, range(10))
+    tail = order(1, range(5, 10))
+    assert min(tail) >= 50  # documents 0..4 hold tokens 0..49
+
+
+def test_the_order_never_changes(dataset: IndexedDataset) -> None:
+    """Pinned: a resumed run must go on with the samples it would have read."""
+    data = GPTDataset(dataset, range(10), seq_length=9, seed=1234)
+    assert [int(data[i][0]) for i in range(22)] == PINNED
+    assert data[0].dtype == np.int64 and data[0].shape == (10,)
+
+
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=12), st.integers(1, 15), st.integers(0, 2))
+def test_every_layout_of_documents(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_length: int, epoch: int
+) -> None:
+    dataset = write(tmp_path_factory.mktemp("layout") / "data", lengths)
+    data = GPTDataset(dataset, range(len(lengths)), seq_length, seed=0)
+    n = max(0, sum(lengths) - 1) // seq_length
+    assert data.samples_per_epoch == n
+    seen = [token for i in range(n) for token in data[epoch * n + i].tolist()[:-1]]
+    assert len(seen) == len(set(seen)) == n * seq_length
+
+
+def test_split_documents() -> None:
+    assert split_documents(1000, "969,30,1") == (range(0, 969), range(969, 999), range(999, 1000))
+    assert split_documents(7, "1,1") == (range(0, 4), range(4, 7), range(7, 7))  # Python rounds 3.5 to 4, as Megatron
+    assert split_documents(5, "100") == (range(0, 5), range(5, 5), range(5, 5))
+    assert split_documents(10, "0.5,0.25,0.25") == (range(0, 5), range(5, 8), range(8, 10))
+
+
+@given(st.integers(0, 10**6), st.lists(st.floats(0, 1e6), min_size=1, max_size=3).filter(any))
+def test_splits_cover_every_document_once(count: int, weights: list[float]) -> None:
+    parts = split_documents(count, ",".join(map(str, weights)))
+    assert parts[0].start == 0 and parts[0].stop == parts[1].start and parts[1].stop == parts[2].start
+    assert parts[2].stop == count and sum(map(len, parts)) == count
+
+
+@pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "-1,2", "0,0,0", "nan", "inf,1"])
+def test_bad_split(split: str) -> None:
+    with pytest.raises(ValueError, match="relative sizes such as 969,30,1"):
+        split_documents(10, split)
+
+
+def test_a_split_without_a_sample(dataset: IndexedDataset) -> None:
+    data = GPTDataset(dataset, range(3, 4), seq_length=9, seed=0)
+    assert data.samples_per_epoch == 0
+    with pytest.raises(ValueError, match=r"documents 3 to 4 hold 1 tokens, one sample needs 10"):
+        data[0]
+
+
+@pytest.mark.parametrize(("bad", "vocab_size"), [(77, 50), (50, 50), (-1, 50), (-1, None)])
+def test_token_outside_the_vocabulary(tmp_path: Path, bad: int, vocab_size: int | None) -> None:
+    with IndexedDatasetWriter(tmp_path / "data", np.int32) as writer:
+        for document in ([1, 2, 3], [], [4, 49, bad, 5], [6, 7, 8]):
+            writer.add_document(document)
+    data = GPTDataset(IndexedDataset(tmp_path / "data"), range(4), 9, seed=0, vocab_size=vocab_size)
+    with pytest.raises(ValueError, match=rf"data\.bin: token id {bad} in document 2 at offset 2"):
+        data[0]
+
+
+def test_tokens_must_be_integers(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds float32, token ids are integers"):
+        GPTDataset(write(tmp_path / "data", [5], np.float32), range(1), 2, seed=0)

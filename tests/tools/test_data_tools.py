@@ -1,0 +1,165 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from smp.data.indexed_dataset import IndexedDataset
+from smp.data.tokenizer import SentencePieceTokenizer
+from tools.preprocess_data import Chunk, Encoded, encode_all
+from tools.train_tokenizer import sample
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(tool: str, *args: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools" / f"{tool}.py"), *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def error_of(tool: str, *args: object) -> str:
+    """The one line a user sees; progress bars end in a carriage return."""
+    last = run(tool, *args, code=2).stderr.strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    return last
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with corpus.jsonl, tok.model and data_text_document.{bin,idx}."""
+    folder = tmp_path_factory.mktemp("demo")
+    run("demo_corpus", "--output", folder / "corpus.jsonl", "--max-mb", 2)
+    run("train_tokenizer", "--input", folder / "corpus.jsonl", "--model-prefix", folder / "tok", "--vocab-size", 800)
+    tokenize(folder, "data", "--append-eod", "--workers", 1)
+    return folder
+
+
+def tokenize(folder: Path, name: str, *flags: object) -> subprocess.CompletedProcess[str]:
+    files = ("--input", folder / "corpus.jsonl", "--tokenizer-model", folder / "tok.model")
+    return run("preprocess_data", *files, "--output-prefix", folder / name, *flags)
+
+
+def records(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_demo_corpus_is_deterministic_and_real(demo: Path, tmp_path: Path) -> None:
+    run("demo_corpus", "--output", tmp_path / "again.jsonl", "--max-mb", 2)
+    assert (tmp_path / "again.jsonl").read_bytes() == (demo / "corpus.jsonl").read_bytes()
+    documents = records(demo / "corpus.jsonl")
+    assert 1e6 < sum(len(document["text"].encode()) for document in documents) <= 2e6
+    paths = [document["path"] for document in documents]
+    assert len(set(paths)) == len(paths) and paths != sorted(paths)
+    assert not any({"test", "tests", "site-packages"} & set(path.split("/")) for path in paths)
+    run("demo_corpus", "--output", tmp_path / "other.jsonl", "--max-mb", 2, "--seed", 1)
+    assert [document["path"] for document in records(tmp_path / "other.jsonl")] != paths
+
+
+def test_tokens_decode_to_the_documents(demo: Path) -> None:
+    tokenizer = SentencePieceTokenizer(demo / "tok.model")
+    dataset = IndexedDataset(demo / "data_text_document")
+    texts = [document["text"] for document in records(demo / "corpus.jsonl")]
+    assert dataset.num_documents == len(dataset) == len(texts) and dataset.dtype == np.uint16
+    for index, text in enumerate(texts):
+        ids = dataset.document(index).tolist()
+        assert ids[-1] == tokenizer.eod and tokenizer.decode(ids) == text
+
+
+def test_any_number_of_workers_writes_the_same_bytes(demo: Path) -> None:
+    report = tokenize(demo, "three", "--append-eod", "--workers", 3).stdout
+    for suffix in ("bin", "idx"):
+        one, three = (demo / f"{name}_text_document.{suffix}" for name in ("data", "three"))
+        assert one.read_bytes() == three.read_bytes()
+    dataset = IndexedDataset(demo / "data_text_document")
+    assert f"{dataset.num_documents} documents, {dataset.num_tokens} tokens, " in report
+
+
+def test_keys_empty_texts_and_several_files(demo: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"q": "one", "a": ""}\n{"q": "", "a": "two  \\n"}\n')
+    (tmp_path / "b.jsonl").write_text('{"q": "three", "a": "four"}')
+    files = ("--input", tmp_path / "b.jsonl", tmp_path / "[a].jsonl", "--json-keys", "q", "a", "--workers", 1)
+    model = ("--tokenizer-model", demo / "tok.model")
+    done = run("preprocess_data", *files, *model, "--output-prefix", tmp_path / "out")
+    tokenizer = SentencePieceTokenizer(demo / "tok.model")
+    for key, texts in (("q", ["three", "one", ""]), ("a", ["four", "", "two  \n"])):
+        dataset = IndexedDataset(tmp_path / f"out_{key}_document")
+        assert [tokenizer.decode(dataset.document(i).tolist()) for i in range(3)] == texts
+        assert len(dataset) == 2  # the empty document has no sequence
+        assert f"out_{key}_document: 3 documents, {dataset.num_tokens} tokens" in done.stdout
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_broken_line_is_named_and_nothing_is_left(demo: Path, tmp_path: Path, workers: int) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"text": "ok"}\n' * 4 + '{"text": "cut\n')
+    files = ("--input", tmp_path / "bad.jsonl", "--tokenizer-model", demo / "tok.model")
+    flags = ("--output-prefix", tmp_path / "out", "--workers", workers)
+    assert "bad.jsonl:5: not valid JSON" in error_of("preprocess_data", *files, *flags)
+    (tmp_path / "bad.jsonl").write_text('{"text": "ok"}\n{"text": "\\ud800"}\n')
+    assert "bad.jsonl:2: character 0 of the text is a lone surrogate" in error_of("preprocess_data", *files, *flags)
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.jsonl"]
+
+
+def test_bad_arguments_are_one_line(demo: Path, tmp_path: Path) -> None:
+    corpus, model = demo / "corpus.jsonl", demo / "tok.model"
+    output = ("--output-prefix", tmp_path / "x")
+    assert "no such file" in error_of("preprocess_data", "--input", "nothing", "--tokenizer-model", model, *output)
+    no_model = ("--tokenizer-model", tmp_path / "no.model")
+    assert "no such tokenizer model" in error_of("preprocess_data", "--input", corpus, *no_model, *output)
+    files = ("--input", corpus, "--tokenizer-model", model)
+    assert "--workers 0" in error_of("preprocess_data", *files, *output, "--workers", 0)
+    train = ("--input", corpus, "--model-prefix", tmp_path / "t", "--vocab-size")
+    assert "sentencepiece cannot train a bpe model of 10" in error_of("train_tokenizer", *train, 10)
+    assert "string under 'x'" in error_of("train_tokenizer", *train, 500, "--json-key", "x")
+    assert "--max-mb" in error_of("demo_corpus", "--output", tmp_path / "c.jsonl", "--max-mb", 0)
+    assert "no such file" in error_of("bigram_baseline", "--data-path", tmp_path / "x", "--vocab-size", 9)
+    data = ("--data-path", demo / "data_text_document")
+    assert "outside a vocabulary of 9" in error_of("bigram_baseline", *data, "--vocab-size", 9)
+    assert not list(tmp_path.iterdir())
+
+
+def test_train_tokenizer_is_deterministic(demo: Path, tmp_path: Path) -> None:
+    flags = ("--input", demo / "corpus.jsonl", "--vocab-size", 800, "--model-prefix")
+    run("train_tokenizer", *flags, tmp_path / "again")
+    assert (tmp_path / "again.model").read_bytes() == (demo / "tok.model").read_bytes()
+    for name in ("one", "two"):
+        run("train_tokenizer", *flags, tmp_path / name, "--model-type", "unigram", "--input-sentence-size", 5000)
+    assert (tmp_path / "one.model").read_bytes() == (tmp_path / "two.model").read_bytes()
+    run("train_tokenizer", *flags, tmp_path / "all", "--model-type", "unigram")
+    assert (tmp_path / "one.model").read_bytes() != (tmp_path / "all.model").read_bytes()
+
+
+def test_a_sample_of_lines_is_fair_and_in_order() -> None:
+    lines = [str(number) for number in range(1000)]
+    chosen = [int(line) for line in sample(lines, 100)]
+    assert chosen == sorted(set(chosen)) and len(chosen) == 100
+    assert 400 < sum(chosen) / 100 < 600
+    assert list(sample(lines, 2000)) == lines
+
+
+class Killed:
+    """Stands in for an encoder whose process the system kills."""
+
+    def __call__(self, chunk: Chunk) -> Encoded:
+        os._exit(9)
+
+
+def test_a_killed_worker_is_an_error_and_no_hang() -> None:
+    with pytest.raises(ValueError, match="worker process was killed"):
+        list(encode_all(Killed(), [Chunk("f", 1, [b"{}"])] * 20, workers=2))
+
+
+def test_bigram_baseline(demo: Path) -> None:
+    data = ("--data-path", demo / "data_text_document", "--split", "9,1")
+    with_tokenizer = run("bigram_baseline", *data, "--tokenizer-model", demo / "tok.model").stdout
+    nats = float(with_tokenizer.split()[1])
+    assert 2.0 < nats < np.log(800) - 1
+    assert "bits per byte" in with_tokenizer
+    plain = run("bigram_baseline", *data, "--vocab-size", 800).stdout
+    assert float(plain.split()[1]) == nats and "bits per byte" not in plain
+    bits = run("bigram_baseline", *data, "--vocab-size", 800, "--bytes-per-token", 2).stdout
+    assert f"{nats / np.log(2) / 2:.3f}" in bits

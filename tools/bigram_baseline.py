@@ -1,0 +1,63 @@
+"""Held-out cross-entropy of a bigram model: what a language model must beat to have learned from context.
+
+    python tools/bigram_baseline.py --data-path corpus_text_document --tokenizer-model tokenizer.model
+
+Learns from the training documents of --split and prints nats per token of the validation documents.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from smp.data.bigram import bigram_cross_entropy
+from smp.data.gpt_dataset import split_documents
+from smp.data.indexed_dataset import IndexedDataset
+from smp.data.tokenizer import SentencePieceTokenizer
+
+
+def documents(dataset: IndexedDataset, part: range) -> np.ndarray:
+    """Tokens of a range of documents, back to back."""
+    return dataset.tokens[dataset.document_offsets[part.start] : dataset.document_offsets[part.stop]]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-path", required=True, help="prefix of the .bin/.idx pair")
+    parser.add_argument("--split", default="969,30,1", help="relative sizes of the splits (default: 969,30,1)")
+    size = parser.add_mutually_exclusive_group(required=True)
+    size.add_argument("--vocab-size", type=int, help="number of token ids")
+    size.add_argument("--tokenizer-model", help="gives the vocabulary size and the bytes per token")
+    parser.add_argument("--bytes-per-token", type=float, help="report bits per byte too (default: from the tokenizer)")
+    return parser
+
+
+def report(args: argparse.Namespace) -> str:
+    tokenizer = SentencePieceTokenizer(args.tokenizer_model) if args.tokenizer_model else None
+    dataset = IndexedDataset(args.data_path)
+    train_part, valid_part, _ = split_documents(dataset.num_documents, args.split)
+    train, valid = documents(dataset, train_part), documents(dataset, valid_part)
+    nats, discount = bigram_cross_entropy(train, valid, tokenizer.vocab_size if tokenizer else args.vocab_size)
+    line = f"bigram: {nats:.4f} nats per token over {len(valid)} validation tokens"
+    bytes_per_token = args.bytes_per_token
+    if bytes_per_token is None and tokenizer:
+        bytes_per_token = len(tokenizer.decode(valid.tolist()).encode()) / len(valid)
+    if bytes_per_token is not None:
+        line += f", {nats / math.log(2) / bytes_per_token:.4f} bits per byte at {bytes_per_token:.4f} bytes per token"
+    return f"{line} (Kneser-Ney discount {discount}, {len(train)} training tokens)"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    try:
+        print(report(args))
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"error: {error}\n")
+
+
+if __name__ == "__main__":
+    main()
