@@ -1,0 +1,340 @@
+"""One folder, one process: round trips, damage, edits, crashes, replacement, `latest`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from smp.checkpoint import (
+    CheckpointError,
+    Shard,
+    TensorEntry,
+    commit_latest,
+    iteration_folder,
+    latest,
+    load,
+    read_manifest,
+    save,
+)
+from smp.checkpoint.manifest import DTYPES, Manifest, check_manifest, write_manifest
+from tests.checkpoint.plain_reader import read_checkpoint
+
+FILE = "shard_00000.safetensors"
+
+
+def example() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    values = {name: torch.randint(0, 2, (3, 4), generator=generator).to(dtype) for name, dtype in DTYPES.items()}
+    return values | {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4), "view": torch.arange(6.0).view(2, 3).t()}
+
+
+def zeros(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    target = tmp_path / "iter_0000010"
+    save(example(), target, extra={"iteration": 10})
+    return target
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], None], sign: bool = True) -> None:
+    """Edit the manifest; with ``sign`` the editor also knows how to compute the checksum."""
+    content = json.loads((folder / "manifest.json").read_text())
+    change(content)
+    if sign:
+        content["checksum"] = "0" * 16
+        digest = xxhash.xxh3_64_hexdigest(json.dumps(content).encode())
+        content["checksum"] = digest
+    (folder / "manifest.json").write_text(json.dumps(content))
+
+
+def test_round_trip_of_every_dtype(folder: Path) -> None:
+    state = example()
+    loaded = zeros(state)
+    assert load(loaded, folder) == {"iteration": 10}
+    for name, tensor in state.items():
+        assert loaded[name].dtype == tensor.dtype and torch.equal(loaded[name].float(), tensor.float()), name
+    assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", FILE]
+
+
+def test_stranger_reads_it(tmp_path: Path) -> None:
+    state = {"a": torch.arange(12.0).view(3, 4), "b": torch.tensor([1, 2])}
+    save(state, tmp_path / "x", extra={"note": "hi"})
+    tensors, extra = read_checkpoint(tmp_path / "x")
+    assert extra == {"note": "hi"}
+    assert all(torch.equal(torch.from_numpy(tensors[name]), tensor) for name, tensor in state.items())
+    repository = Path(__file__).parents[2]
+    code = (repository / "tests/checkpoint/plain_reader.py").read_text().split("import json")[1]
+    assert code.strip() in (repository / "docs/checkpoint-format.md").read_text()
+
+
+def test_load_never_unpickles(folder: Path) -> None:
+    """In a fresh process in which every way to unpickle raises."""
+    code = f"""
+import io, pickle, torch
+from smp.checkpoint import load
+def refuse(*args, **kwargs): raise SystemExit("unpickled")
+pickle.load = pickle.loads = pickle.Unpickler = pickle._Unpickler = torch.load = refuse
+state = {{"F32": torch.zeros(3, 4)}}
+load(state, {str(folder)!r}, allow_unread=True)
+assert state["F32"].any()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_padding_is_neither_written_nor_touched(tmp_path: Path) -> None:
+    save({"w": torch.arange(10.0).view(5, 2)}, tmp_path / "x", extra={}, logical_rows={"w": 3})
+    assert read_manifest(tmp_path / "x").tensors["w"].shape == (3, 2)
+    wider = torch.full((8, 2), -1.0)
+    load({"w": wider}, tmp_path / "x", logical_rows={"w": 3})
+    assert torch.equal(wider, torch.cat([torch.arange(6.0).view(3, 2), torch.full((5, 2), -1.0)]))
+    with pytest.raises(CheckpointError, match="cannot have 9 logical rows"):
+        load({"w": wider}, tmp_path / "x", logical_rows={"w": 9})
+    with pytest.raises(CheckpointError, match="not in the state: v"):
+        load({"w": wider}, tmp_path / "x", logical_rows={"v": 3})
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_flipped_bit_is_found(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("flip") / "x"
+    state = {"a": torch.arange(12.0).view(3, 4), "b": torch.tensor([1, 2])}
+    save(state, folder, extra={"lr": 0.5})
+    path = folder / data.draw(st.sampled_from(["manifest.json", FILE]))
+    content = bytearray(path.read_bytes())
+    content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=path.name):
+        load(zeros(state), folder)
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b[:20], lambda b: b"", lambda b: b + b"\0"])
+def test_wrong_length_is_found(folder: Path, damage: Callable[[bytes], bytes]) -> None:
+    (folder / FILE).write_bytes(damage((folder / FILE).read_bytes()))
+    with pytest.raises(CheckpointError, match=rf"{FILE} has \d+ bytes instead of"):
+        load(zeros(example()), folder)
+
+
+def test_missing_data_file_is_found(folder: Path) -> None:
+    (folder / FILE).unlink()
+    with pytest.raises(CheckpointError, match=FILE):
+        load(zeros(example()), folder)
+
+
+def test_exchanged_data_file_is_found(folder: Path) -> None:
+    """Same size, valid safetensors, other tensor under the key."""
+    tensors = load_file(folder / FILE)
+    tensors["F32"], tensors["I32"] = tensors["I32"], tensors["F32"]
+    save_file(tensors, folder / FILE)
+    with pytest.raises(CheckpointError, match=r"tensor F32 is torch\.int32"):
+        load(zeros(example()), folder)
+
+
+def test_edit_without_checksum_is_found(folder: Path) -> None:
+    rewrite(folder, lambda content: content["extra"].update(iteration=11), sign=False)
+    with pytest.raises(CheckpointError, match="does not match its checksum"):
+        load(zeros(example()), folder)
+    rewrite(folder, lambda content: None)
+    assert read_manifest(folder).extra == {"iteration": 11}
+
+
+EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "newer": (lambda c: c.update(version=2), "version 2"),
+    "foreign": (lambda c: c.update(format="other"), "format is not"),
+    "no tensors": (lambda c: c.pop("tensors"), "KeyError"),
+    "tensors is a list": (lambda c: c.update(tensors=[]), "not a readable manifest"),
+    "extra is a list": (lambda c: c.update(extra=[]), "extra is not"),
+    "unlisted file": (lambda c: c["tensors"]["F32"]["shards"][0].update(file="b.safetensors"), "not listed"),
+    "parent": (lambda c: c["files"].update({"../x.safetensors": 1}), "not a plain"),
+    "absolute": (lambda c: c["files"].update({"/etc/x.safetensors": 1}), "not a plain"),
+    "other suffix": (lambda c: c["files"].update({"x.pkl": 1}), "not a plain"),
+    "negative size": (lambda c: c["files"].update({FILE: -1}), "size -1"),
+    "key": (lambda c: c["tensors"]["F32"]["shards"][0].update(key=7), "without a key"),
+    "dtype": (lambda c: c["tensors"]["F32"].update(dtype="OBJECT"), "unknown dtype"),
+    "negative": (lambda c: c["tensors"]["F32"]["shards"][0].update(offsets=[-1, 0]), "impossible"),
+    "outside": (lambda c: c["tensors"]["F32"]["shards"][0].update(offsets=[1, 0]), "impossible"),
+    "rank": (lambda c: c["tensors"]["F32"]["shards"][0].update(offsets=[0]), "impossible"),
+    "float": (lambda c: c["tensors"]["F32"].update(shape=[3.0, 4]), "impossible"),
+    "hole": (lambda c: c["tensors"]["F32"]["shards"][0].update(sizes=[2, 4]), "exactly once"),
+    "grown": (lambda c: c["tensors"]["F32"].update(shape=[4, 4]), "exactly once"),
+    "no shard": (lambda c: c["tensors"]["F32"].update(shards=[]), "exactly once"),
+    "twice": (lambda c: c["tensors"]["F32"]["shards"].append(c["tensors"]["F32"]["shards"][0]), "exactly once"),
+    "unknown field": (lambda c: c["tensors"]["F32"]["shards"][0].update(loader="os.system"), "TypeError"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_signed_edit_is_refused(folder: Path, edit: str) -> None:
+    change, message = EDITS[edit]
+    rewrite(folder, lambda content: (change(content), None)[1])
+    with pytest.raises(CheckpointError, match=message):
+        load(zeros(example()), folder)
+
+
+def test_signed_edit_of_a_key_cannot_be_read(folder: Path) -> None:
+    rewrite(folder, lambda content: content["tensors"]["F32"]["shards"][0].update(key="I32"))
+    with pytest.raises(CheckpointError, match=r"tensor F32 is torch\.int32"):
+        load(zeros(example()), folder)
+    rewrite(folder, lambda content: content["tensors"]["F32"]["shards"][0].update(key="absent"))
+    with pytest.raises(CheckpointError, match=f"{FILE} cannot be read"):
+        load(zeros(example()), folder)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, "\xff"])
+def test_what_is_not_a_manifest_is_refused(folder: Path, text: str) -> None:
+    (folder / "manifest.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        read_manifest(folder)
+
+
+def test_link_out_of_the_folder_is_refused(folder: Path) -> None:
+    (folder / FILE).rename(folder.parent / "elsewhere")
+    (folder / FILE).symlink_to(folder.parent / "elsewhere")
+    with pytest.raises(CheckpointError, match="leads out of the checkpoint folder"):
+        load(zeros(example()), folder)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    columns=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    spoil=st.integers(0, 3),
+    data=st.data(),
+)
+def test_coverage(rows: list[int], columns: list[int], spoil: int, data: st.DataObject) -> None:
+    """Any tiling passes; one with a tile missing, doubled or shortened does not."""
+    tiles = [
+        Shard(FILE, "w", (sum(rows[:i]), sum(columns[:j])), (r, c), "0" * 16)
+        for i, r in enumerate(rows)
+        for j, c in enumerate(columns)
+    ]
+    victim = data.draw(st.integers(0, len(tiles) - 1))
+    tile = tiles[victim]
+    short = Shard(tile.file, tile.key, tile.offsets, (tile.sizes[0] - 1, tile.sizes[1]), tile.xxh3_64)
+    replacement = [[tile], [], [tile, tile], [short]][spoil]
+    tiles[victim : victim + 1] = replacement
+    manifest = Manifest({"w": TensorEntry((sum(rows), sum(columns)), "F32", tuple(tiles))}, {FILE: 1}, {})
+    if spoil:
+        with pytest.raises(CheckpointError, match="exactly once"):
+            check_manifest(manifest, Path("anywhere"))
+    else:
+        check_manifest(manifest, Path("anywhere"))
+
+
+def test_state_that_does_not_fit(folder: Path) -> None:
+    state = zeros(example())
+    state["F32"] = torch.zeros(4, 3)
+    state["F64"] = torch.zeros(3, 4)
+    state["new"] = torch.zeros(1)
+    del state["I64"]
+    with pytest.raises(CheckpointError) as caught:
+        load(state, folder)
+    message = str(caught.value)
+    assert "F32 (shape (3, 4) in the checkpoint, (4, 3) here)" in message
+    assert "F64 (dtype torch.float64 in the checkpoint, torch.float32 here)" in message
+    assert "new (missing in the checkpoint)" in message and "I64 (in the checkpoint but not expected)" in message
+    assert "\n" not in message and not any(tensor.any() for tensor in state.values())
+
+
+def test_long_lists_of_misfits_are_cut(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="and 92 more"):
+        load({f"new{i}": torch.zeros(1) for i in range(100)}, folder, allow_unread=True)
+
+
+@pytest.mark.parametrize("extra", [{"a": (1, 2)}, {1: "a"}, {"a": float("nan")}, {"a": {1, 2}}, {"a": torch.ones(1)}])
+def test_extra_that_json_would_change_is_refused(tmp_path: Path, extra: dict[Any, Any]) -> None:
+    with pytest.raises(TypeError, match="extra"):
+        save({"w": torch.zeros(2)}, tmp_path / "x", extra=extra)
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    "value", [3, 1.5, "text", None, {"nested": torch.zeros(1)}, torch.zeros(2, dtype=torch.complex64)]
+)
+def test_only_tensors_go_into_state(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(TypeError, match="value"):
+        save({"value": value}, tmp_path / "x", extra={})
+    assert not (tmp_path / "x").exists()
+
+
+def test_meta_tensor_is_refused(folder: Path, tmp_path: Path) -> None:
+    meta = {"F32": torch.zeros(3, 4, device="meta")}
+    with pytest.raises(CheckpointError, match="F32 is on the meta device"):
+        save(meta, tmp_path / "x", extra={})
+    with pytest.raises(CheckpointError, match="F32 is on the meta device"):
+        load(meta, folder, allow_unread=True)
+
+
+def test_crash_before_the_commit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that dies between data and manifest leaves what was there: nothing, or the old checkpoint."""
+
+    def die(*_: object) -> None:
+        raise OSError("power cut")
+
+    new = folder.parent / "iter_0000020"
+    with monkeypatch.context() as patch:
+        patch.setattr("smp.checkpoint.storage.write_manifest", die)
+        for target in (new, folder):
+            with pytest.raises(CheckpointError, match="OSError: power cut"):
+                save({"w": torch.ones(2)}, target, extra={})
+    assert (new / FILE).exists() and (folder / "shard_00000.1.safetensors").exists()
+    with pytest.raises(
+        CheckpointError, match=r"has no manifest\.json: it is not a checkpoint, or one whose save did not"
+    ):
+        load({"w": torch.zeros(2)}, new)
+    with pytest.raises(CheckpointError, match="never names an incomplete"):
+        commit_latest(folder.parent, new)
+    assert load(zeros(example()), folder) == {"iteration": 10}
+
+    save({"w": torch.ones(2)}, new, extra={})
+    save({"w": torch.ones(2)}, folder, extra={"iteration": 11})
+    assert sorted(path.name for path in new.iterdir()) == ["manifest.json", "shard_00000.1.safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "shard_00000.2.safetensors"]
+    assert load({"w": torch.zeros(2)}, folder) == {"iteration": 11}
+
+
+def test_no_manifest_is_committed_that_load_would_refuse(tmp_path: Path) -> None:
+    hole = Manifest({"w": TensorEntry((2,), "F32", ())}, {}, {})
+    with pytest.raises(CheckpointError, match="exactly once"):
+        write_manifest(tmp_path, hole)
+    assert not list(tmp_path.iterdir())
+
+
+def test_latest(folder: Path) -> None:
+    root = folder.parent
+    assert latest(root / "absent") is None and iteration_folder(root, 10) == folder
+    with pytest.raises(CheckpointError, match=r"no 'latest' file but complete checkpoints, such as iter_0000010"):
+        latest(root)
+    commit_latest(root, folder)
+    assert latest(root) == folder and (root / "latest").read_text() == "iter_0000010\n"
+    save({"w": torch.ones(2)}, iteration_folder(root, 20), extra={})
+    assert latest(root) == folder
+    commit_latest(root, iteration_folder(root, 20))
+    assert latest(root) == iteration_folder(root, 20)
+    with pytest.raises(CheckpointError, match="not directly inside"):
+        commit_latest(root / "other", folder)
+
+
+@pytest.mark.parametrize("name", ["", "iter_0000099", "../x/iter_0000010", "/", "."])
+def test_latest_that_names_nothing_is_an_error(folder: Path, name: str) -> None:
+    (folder.parent / "latest").write_text(name)
+    with pytest.raises(CheckpointError, match="which is not a complete checkpoint"):
+        latest(folder.parent)
+
+
+def test_empty_root_has_no_latest(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000010").mkdir()
+    assert latest(tmp_path) is None
