@@ -1,0 +1,148 @@
+"""Optimizers over DTensor parameters, and gradient clipping over the whole mesh."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from smp.config import ConfigError, OptimizerConfig
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer that ``config`` names, over all trainable parameters of a parallelized model.
+
+    Weight decay skips tensors with one dimension (biases, norms).
+
+    Raises:
+        ConfigError: for ``apex-adam`` without apex or without a GPU.
+        ValueError: when the model is not parallelized yet: FSDP would replace the parameters and nothing would train.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not all(isinstance(p, DTensor) for p in parameters):
+        raise ValueError("build the optimizer after parallelize(): FSDP replaces the model's parameters")
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    groups = [g for g in groups if g["params"]]
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.sgd_momentum)
+    options: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": config.adam_eps,
+    }
+    if config.optimizer == "apex-adam":
+        return _apex_adam(groups, options)
+    return torch.optim.AdamW(groups, fused=True, **options)
+
+
+def _apex_adam(groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.optim.Optimizer:
+    try:
+        from apex.optimizers import FusedAdam
+    except ImportError:
+        raise ConfigError(
+            "--optimizer apex-adam needs apex with its CUDA extensions, which is not installed; "
+            "--optimizer adam is torch's fused AdamW"
+        ) from None
+
+    class LocalFusedAdam(FusedAdam):  # type: ignore[misc]
+        """apex's kernel works on raw pointers: during a step each DTensor stands aside for its local shard.
+
+        Between steps parameters and moments are DTensors, as every other part of the program expects.
+        """
+
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:
+            groups, states = [g["params"] for g in self.param_groups], self.state
+            local = {p: _local_twin(p) for group in groups for p in group}
+            self.state = defaultdict(dict, {local[p]: _map_tensors(s, _to_local) for p, s in states.items()})
+            for group in self.param_groups:
+                group["params"] = [local[p] for p in group["params"]]
+            super().step(closure)
+            inner = self.state
+            self.state = states
+            for group, params in zip(self.param_groups, groups, strict=True):
+                group["params"] = params
+                for p in params:
+                    self.state[p] = _map_tensors(inner[local[p]], partial(_like, p))
+
+    return LocalFusedAdam(groups, adam_w_mode=True, **options)
+
+
+def _local_twin(parameter: torch.Tensor) -> torch.Tensor:
+    """A plain parameter on the memory of ``parameter``'s local shard, with its gradient."""
+    twin = nn.Parameter(_to_local(parameter.detach()))
+    twin.grad = None if parameter.grad is None else _to_local(parameter.grad)
+    return twin
+
+
+def _to_local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, one rank's shard, as a DTensor placed like ``parameter``."""
+    if not isinstance(parameter, DTensor) or tensor.ndim == 0:
+        return tensor
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(
+        tensor, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+def _map_tensors(state: dict[str, Any], fn: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    return {key: fn(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Use ``lr`` for the next step, in every group."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+@torch.no_grad()
+def global_norm(grads: list[torch.Tensor]) -> torch.Tensor:
+    """L2 norm of gradients spread over all ranks, 0-dim fp32, the same on each.
+
+    Every rank adds the squares of its local elements, divided by the number of ranks that hold a copy of them, and one
+    all-reduce over the whole world sums it all. (torch's ``get_total_norm`` runs one all-reduce per mesh dimension, in turn.)
+    """
+    if not grads:
+        return torch.zeros(())
+    local = [_to_local(g) for g in grads]
+    copies = torch.tensor([_copies(g) for g in grads], dtype=torch.float32, device=local[0].device)
+    squares = (torch.stack(torch._foreach_norm(local)).float().square() / copies).sum()
+    dist.all_reduce(squares)
+    return squares.sqrt()
+
+
+def _copies(tensor: torch.Tensor) -> int:
+    """Number of ranks that hold the same elements as this one."""
+    if not isinstance(tensor, DTensor):
+        return dist.get_world_size()
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in sizes if isinstance(placement, Replicate))
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """Scale all gradients so that their global L2 norm is at most ``max_norm``; 0 only measures.
+
+    Returns:
+        The norm before clipping, see :func:`global_norm`.
+    """
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norm = global_norm(grads)
+    if max_norm > 0:
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_([_to_local(g) for g in grads], scale)
+    return norm

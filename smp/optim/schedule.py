@@ -1,0 +1,46 @@
+"""The learning rate as a function of the iteration: no state, so nothing to save and nothing to lose on a resume."""
+
+from __future__ import annotations
+
+import math
+
+from smp.config import OptimizerConfig
+
+
+def learning_rate(optim: OptimizerConfig, iteration: int) -> float:
+    """The rate of the step that makes iteration ``iteration``; the first is 1.
+
+    Linear warm-up to ``lr`` over w iterations, lr x i / w at the i-th, so that no step is wasted at rate 0 (Megatron's first step
+    has it). Then from w to ``lr_decay_iters`` down to ``min_lr``, which is kept from there on, with p in [0, 1] the
+    fraction of the way:
+
+    - cosine: (1 + cos(pi p)) / 2 of the way back up to ``lr`` (Loshchilov & Hutter 2017).
+    - linear: 1 - p.
+    - WSD: ``lr`` until ``lr_wsd_decay_iters`` before the end, then 2 x 0.5^p - 1 with p counted over these
+      (Megatron's default shape; Hu et al. 2024, arXiv 2404.06395).
+    - constant: ``lr`` for ever.
+
+    Args:
+        optim: resolved.
+        iteration: at least 1.
+    """
+    assert iteration >= 1, "iterations count from 1"
+    warmup = optim.lr_warmup_iters
+    if iteration <= warmup:
+        return optim.lr * (iteration / warmup)
+    if optim.lr_decay_style == "constant":
+        return optim.lr
+    assert optim.lr_decay_iters is not None, "resolved before"
+    if iteration >= optim.lr_decay_iters:
+        return optim.min_lr
+    return optim.min_lr + (optim.lr - optim.min_lr) * _height(optim, iteration, warmup, optim.lr_decay_iters)
+
+
+def _height(optim: OptimizerConfig, iteration: int, warmup: int, end: int) -> float:
+    """Where between ``min_lr`` (0) and ``lr`` (1) the rate is, after the warm-up and before the end."""
+    if optim.lr_decay_style == "WSD":
+        assert optim.lr_wsd_decay_iters is not None, "resolved before"
+        done = 1 - (end - iteration) / optim.lr_wsd_decay_iters
+        return 2 * 0.5 ** max(0.0, done) - 1
+    done = (iteration - warmup) / (end - warmup)
+    return (1 + math.cos(math.pi * done)) / 2 if optim.lr_decay_style == "cosine" else 1 - done

@@ -1,0 +1,115 @@
+"""What a run tells its user: log lines, a progress bar, and records for the metric sinks. Rank 0 speaks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from smp.config import Config, Layout
+from smp.models.arithmetic import peak_flops, training_flops_per_token
+from smp.training.metrics import MetricsLog, log_line
+from smp.training.trainer import Progress, StepResult
+
+
+class Console:
+    """Reports steps and evaluations; on ranks other than 0 it does nothing.
+
+    Args:
+        config: resolved settings.
+        layout: degrees, for the number of processes that share the work.
+        rank: of this process.
+        device: whose memory and peak rate are reported.
+        iteration: where the run starts; records after it are left-overs of a lost part and dropped.
+    """
+
+    def __init__(self, config: Config, layout: Layout, rank: int, device: torch.device, iteration: int) -> None:
+        self.config, self.layout, self.device = config, layout, device
+        self._speaks = rank == 0
+        self._window: list[StepResult] = []
+        if not self._speaks:
+            return
+        assert config.model.vocab_size is not None and config.data.seq_length is not None
+        self._tokens = (config.data.global_batch_size or 0) * config.data.seq_length
+        flops = training_flops_per_token(config.model, config.data.seq_length, config.model.vocab_size)
+        self._tflop_per_rank = flops * self._tokens / layout.world_size / 1e12
+        self._metrics = MetricsLog(Path(config.logging.log_dir), config.logging, iteration)
+        self._bar = tqdm(
+            total=config.training.train_iters,
+            initial=iteration,
+            disable=not config.logging.progress_bar,
+            desc="training",
+            unit="it",
+            dynamic_ncols=True,
+            mininterval=1.0,
+        )
+
+    def say(self, line: str) -> None:
+        """Print one line above the progress bar."""
+        if self._speaks:
+            tqdm.write(line)
+
+    def step(self, progress: Progress, result: StepResult) -> None:
+        """Note a step; every --log-interval iterations, and at a skipped step, write a line and a record."""
+        if not self._speaks:
+            return
+        self._bar.update(1)
+        self._window.append(result)
+        if result.skipped:
+            self.say(
+                f"iteration {progress.iteration}: loss {result.loss} or grad norm {result.grad_norm} is not finite; step skipped"
+            )
+        if progress.iteration % self.config.logging.log_interval == 0:
+            self._report(progress)
+
+    def _report(self, progress: Progress) -> None:
+        finite = [r for r in self._window if not r.skipped]
+        last = finite[-1] if finite else self._window[-1]
+        seconds = sum(r.seconds for r in self._window) / len(self._window)
+        record = {
+            "lm loss": sum(r.loss for r in finite) / len(finite) if finite else last.loss,
+            "learning rate": last.learning_rate,
+            "grad norm": last.grad_norm,
+            "consumed samples": progress.consumed_samples,
+            "skipped iterations": progress.skipped_iterations,
+            "nan iterations": progress.nan_iterations,
+            "seconds per iteration": seconds,
+            "tokens/s": self._tokens / seconds,
+            "TFLOP/s per process": self._tflop_per_rank / seconds,
+            **self._device_record(seconds),
+        }
+        self._window.clear()
+        self._metrics.log(progress.iteration, record)
+        self.say(log_line(self.config, progress.iteration, record))
+
+    def _device_record(self, seconds: float) -> dict[str, float]:
+        """Memory, and the fraction of the peak rate where that is known."""
+        if self.device.type != "cuda":
+            return {"peak memory (GB)": _peak_resident_bytes() / 1e9}
+        record = {"peak memory (GB)": torch.cuda.max_memory_allocated() / 1e9}
+        peak = peak_flops(torch.cuda.get_device_name(), "bf16" if self.config.parallel.bf16 else "fp32")
+        return record | ({"MFU": self._tflop_per_rank * 1e12 / seconds / peak} if peak else {})
+
+    def evaluation(self, iteration: int, loss: float) -> None:
+        """Report a validation loss in nats per token."""
+        if not self._speaks:
+            return
+        perplexity = float(torch.tensor(loss).exp())
+        self._metrics.log(iteration, {"validation loss": loss, "validation perplexity": perplexity})
+        self.say(
+            f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
+        )
+
+    def close(self) -> None:
+        """Flush and close the sinks."""
+        if self._speaks:
+            self._bar.close()
+            self._metrics.close()
+
+
+def _peak_resident_bytes() -> int:
+    """Largest resident size of this process so far (Linux counts it in KiB)."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

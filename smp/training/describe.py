@@ -1,0 +1,34 @@
+"""--dry-run: what a command line resolves to."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from smp.config import Config, Layout, to_yaml
+from smp.layers.head import CHUNK_BYTES
+from smp.models.arithmetic import count_parameters, estimate_memory, training_flops_per_token
+from smp.parallel.mesh import MESH_DIMS
+
+
+def describe(config: Config, world_size: int) -> str:
+    """Settings, mesh, parameters and memory, as text."""
+    layout = Layout.from_config(config.parallel, world_size)
+    vocab, length = config.model.vocab_size, config.data.seq_length
+    assert vocab is not None and length is not None
+    count = count_parameters(config.model, vocab)
+    memory = estimate_memory(config, layout, CHUNK_BYTES["cuda"])
+    mesh = " x ".join(f"{name} {getattr(layout, name)}" for name in MESH_DIMS)
+    tflop = training_flops_per_token(config.model, length, vocab) / 1e12
+    lines = [
+        to_yaml(config).rstrip(),
+        "",
+        f"mesh: {mesh} = {layout.world_size} processes, tp fastest",
+        f"parameters: {count.total:,} (embedding {count.embedding:,}, output layer {count.head:,}, "
+        f"{config.model.num_layers} blocks of {count.layer:,})",
+        f"parameters per rank: {memory.master_weights // 4:,}",
+        f"training: {tflop:.6f} TFLOP per token, {(config.data.global_batch_size or 0) * length:,} tokens per step",
+        "memory per rank, estimated:",
+        *(f"  {f.name.replace('_', ' '):18s}{getattr(memory, f.name) / 2**30:10.3f} GiB" for f in fields(memory)),
+        f"  {'total':18s}{memory.total / 2**30:10.3f} GiB",
+    ]
+    return "\n".join(lines)

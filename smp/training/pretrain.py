@@ -1,0 +1,226 @@
+"""A pretraining run from resolved settings to its last checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from smp.checkpoint import CheckpointError
+from smp.config import Config, ConfigError, Layout
+from smp.data.build import build_datasets
+from smp.data.gpt_dataset import SampleDataset
+from smp.data.loader import BatchLoader
+from smp.layers import init_weights
+from smp.models.gpt import GPT
+from smp.optim.optimizer import build_optimizer
+from smp.parallel.mesh import build_mesh, data_rank
+from smp.sharding.parallelize import parallelize
+from smp.training.console import Console
+from smp.training.describe import describe
+from smp.training.persistence import find_checkpoint, load_training, save_training
+from smp.training.process import Process, Status, write_status
+from smp.training.profiler import Profiler
+from smp.training.runtime import StopSignal, Watchdog, start_process_group
+from smp.training.settings import report
+from smp.training.trainer import Progress, Trainer, TrainingError
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    status: Status
+    reason: str
+    iteration: int
+
+
+class Pretraining:
+    """Everything of one run, built in the order in which the parts need each other.
+
+    Args:
+        config: resolved settings.
+        process: this process's place; the process group exists.
+        device: what to train on.
+    """
+
+    def __init__(self, config: Config, process: Process, device: torch.device) -> None:
+        self.config, self.process = config, process
+        self.started = time.monotonic()
+        self.stop = StopSignal()
+        self.watchdog = Watchdog(process, config.parallel.distributed_timeout_minutes)
+        self.layout = Layout.from_config(config.parallel, process.world_size)
+        self.mesh = build_mesh(self.layout, device.type)
+        train, self.valid = self._datasets()
+        folder = find_checkpoint(config)
+        model = self._model(device)
+        optimizer = build_optimizer(model, config.optim)
+        progress, notes = load_training(folder, config, model, optimizer) if folder else (Progress(), [])
+        self.trainer = Trainer(config, model, optimizer, self.mesh, device, progress)
+        self.batches = self._loader(train, progress.consumed_samples)
+        self.console = Console(config, self.layout, process.rank, device, progress.iteration)
+        for line in [f"resumed from {folder} at iteration {progress.iteration}", *notes] if folder else []:
+            self.console.say(line)
+
+    def _datasets(self) -> tuple[SampleDataset, SampleDataset]:
+        config = self.config
+        assert config.model.vocab_size is not None
+        try:
+            train, valid = build_datasets(config.data, config.model.vocab_size, config.training.seed)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        if config.training.eval_interval is not None and valid.samples_per_epoch == 0:
+            raise ConfigError(
+                f"--eval-interval: the validation part of --split {config.data.split} holds less than one sample of "
+                f"{config.data.seq_length} tokens"
+            )
+        return train, valid
+
+    def _model(self, device: torch.device) -> GPT:
+        """Built without memory, sharded, and only then filled: no rank ever holds more than its part."""
+        config = self.config
+        model = GPT(
+            config.model,
+            self.mesh["tp"],
+            sequence_parallel=config.parallel.sequence_parallel,
+            seed=config.training.seed,
+            device="meta",
+        )
+        parallelize(model, self.mesh, config.parallel)
+        model.to_empty(device=device)
+        init_weights(model, config.training.seed)
+        return model
+
+    def _loader(self, dataset: SampleDataset, start_sample: int) -> BatchLoader:
+        data, ranks = self.config.data, self.layout.data_parallel
+        assert data.global_batch_size is not None
+        return BatchLoader(
+            dataset,
+            micro_batch_size=data.micro_batch_size,
+            num_microbatches=data.global_batch_size // (data.micro_batch_size * ranks),
+            dp_rank=data_rank(self.mesh),
+            dp_size=ranks,
+            start_sample=start_sample,
+        )
+
+    def run(self) -> Outcome:
+        """Train until the last iteration or a reason to stop; evaluate and save on the way."""
+        training, progress = self.config.training, self.trainer.progress
+        last = training.train_iters
+        assert last is not None
+        outcome = Outcome("done", f"{last} iterations trained", last)
+        saved_at = evaluated_at = progress.iteration
+        with Profiler(training, Path(self.config.logging.log_dir), self.process.rank) as profiler:
+            while progress.iteration < last:
+                profiler.step(progress.iteration + 1)
+                result = self.trainer.train_step(next(self.batches))
+                self.console.step(progress, result)
+                if _due(progress.iteration, training.eval_interval):
+                    self.evaluate()
+                    evaluated_at = progress.iteration
+                if _due(progress.iteration, self.config.checkpoint.save_interval):
+                    self.save()
+                    saved_at = progress.iteration
+                self.watchdog.progress()
+                if (reason := self._reason_to_stop()) is not None and progress.iteration < last:
+                    outcome = Outcome("requeue", reason, progress.iteration)
+                    break
+        if outcome.status == "done" and training.eval_interval is not None and evaluated_at != progress.iteration:
+            self.evaluate()
+        if saved_at != progress.iteration:
+            self.save()
+        if outcome.status == "requeue" and self.config.checkpoint.save is None:
+            return Outcome("failed", f"{outcome.reason}; nothing was saved: --save is not given", progress.iteration)
+        return outcome
+
+    def evaluate(self) -> None:
+        """Validation loss from the start of the validation split: the same samples every time."""
+        batches = self._loader(self.valid, 0)
+        try:
+            loss = self.trainer.evaluate(batches, self.config.training.eval_iters)
+        finally:
+            batches.close()
+        self.console.evaluation(self.trainer.progress.iteration, loss)
+        self.watchdog.progress()
+
+    def save(self) -> None:
+        """Write a checkpoint if --save is given."""
+        if self.config.checkpoint.save is None:
+            return
+        started = time.perf_counter()
+        trainer = self.trainer
+        folder = save_training(
+            Path(self.config.checkpoint.save), self.config, trainer.model, trainer.optimizer, trainer.progress
+        )
+        self.console.say(f"saved {folder} in {time.perf_counter() - started:.1f} s")
+        self.watchdog.progress()
+
+    def _reason_to_stop(self) -> str | None:
+        """Why to end early, agreed upon by all ranks: a signal or a clock may reach one before the others."""
+        training = self.config.training
+        minutes, limit = (time.monotonic() - self.started) / 60, training.exit_duration_in_mins
+        flags = torch.tensor([self.stop.name is not None, limit is not None and minutes >= limit], dtype=torch.int32)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        signalled, timed_out = flags.tolist()
+        if signalled:
+            return f"stopped by {self.stop.name or 'a signal to another rank'}"
+        if timed_out:
+            return f"--exit-duration-in-mins {limit} reached"
+        if _due(self.trainer.progress.iteration, training.exit_interval):
+            return f"--exit-interval {training.exit_interval} reached"
+        return None
+
+    def close(self) -> None:
+        """Stop background threads and close the logs."""
+        self.batches.close()
+        self.console.close()
+        self.watchdog.close()
+
+
+def _due(iteration: int, interval: int | None) -> bool:
+    return interval is not None and iteration % interval == 0
+
+
+def launch(config: Config, process: Process) -> int:
+    """Run, report why it ended, and return the exit code: 0, 1 when it failed, 2 when it could not start."""
+    if config.training.dry_run:
+        if process.rank == 0:
+            print(describe(config, process.world_size))
+        return 0
+    parallel = config.parallel
+    device = start_process_group(process, parallel.distributed_timeout_minutes, config.training.deterministic_mode)
+    run: Pretraining | None = None
+    try:
+        run = Pretraining(config, process, device)
+        outcome = run.run()
+    except (ConfigError, CheckpointError) as error:
+        report(str(error), process.rank)
+        outcome = Outcome("bad_config" if run is None else "failed", str(error), 0)
+    except TrainingError as error:
+        report(str(error), process.rank)
+        outcome = Outcome("failed", str(error), run.trainer.progress.iteration if run else 0)
+    except BaseException as error:
+        iteration = run.trainer.progress.iteration if run else 0
+        _write_outcome(
+            config, process, Outcome("failed", f"{type(error).__name__}: {error}", iteration), run is not None
+        )
+        raise
+    finally:
+        if run is not None:
+            run.close()
+    _write_outcome(config, process, outcome, run is not None)
+    dist.destroy_process_group()
+    return {"done": 0, "requeue": 0, "failed": 1, "bad_config": 2}[outcome.status]
+
+
+def _write_outcome(config: Config, process: Process, outcome: Outcome, started: bool) -> None:
+    """Rank 0 writes the status file. A run that never started writes one only where it was asked to."""
+    logging = config.logging
+    if process.rank != 0 or (logging.status_file is None and not started):
+        return
+    path = Path(logging.status_file or Path(logging.log_dir) / "status.json")
+    write_status(path, outcome.status, outcome.reason, outcome.iteration)
+    print(f"{outcome.status}: {outcome.reason}", flush=True)

@@ -1,0 +1,64 @@
+"""--profile: a torch profiler trace and a memory snapshot of a few iterations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from smp.config import TrainingConfig
+
+
+class Profiler:
+    """Records the iterations from ``profile_step_start`` up to, but not including, ``profile_step_end``.
+
+    Each rank writes ``<log-dir>/profile/rank_NNNNN.trace.json`` (Chrome trace: chrome://tracing, Perfetto) and a memory
+    snapshot: on CUDA torch's own (``rank_NNNNN.memory.pickle``, for pytorch.org/memory_viz), elsewhere the profiler's table
+    of operators by memory (``rank_NNNNN.memory.txt``). Without --profile it does nothing.
+    """
+
+    def __init__(self, config: TrainingConfig, log_dir: Path, rank: int) -> None:
+        self._config = config
+        self._stem = log_dir / "profile" / f"rank_{rank:05d}"
+        self._profile: profile | None = None
+
+    def __enter__(self) -> Profiler:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._finish()
+
+    def step(self, iteration: int) -> None:
+        """Call before iteration ``iteration`` starts."""
+        if not self._config.profile:
+            return
+        if self._profile is not None and iteration >= self._config.profile_step_end:
+            self._finish()
+        elif self._profile is None and iteration == self._config.profile_step_start:
+            self._start()
+
+    def _start(self) -> None:
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+            torch.cuda.memory._record_memory_history()
+        self._profile = profile(activities=activities, profile_memory=True, record_shapes=True)
+        self._profile.start()
+
+    def _finish(self) -> None:
+        if self._profile is None:
+            return
+        self._profile.stop()
+        self._stem.parent.mkdir(parents=True, exist_ok=True)
+        self._profile.export_chrome_trace(f"{self._stem}.trace.json")
+        if torch.cuda.is_available():
+            torch.cuda.memory._dump_snapshot(f"{self._stem}.memory.pickle")
+            torch.cuda.memory._record_memory_history(enabled=None)
+        else:
+            table = self._profile.key_averages().table(sort_by="self_cpu_memory_usage", row_limit=50)
+            Path(f"{self._stem}.memory.txt").write_text(table)
+        self._profile = None

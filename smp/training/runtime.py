@@ -1,0 +1,89 @@
+"""Starting and ending a process: devices, process group, signals and hang reports."""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from smp.training.process import Process
+
+
+def start_process_group(process: Process, timeout_minutes: float, deterministic: bool) -> torch.device:
+    """Pick this process's device and join the default process group.
+
+    CUDA tensors go through NCCL and CPU tensors through gloo, so small control messages never wait for the GPU.
+
+    Returns:
+        The device to train on.
+    """
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", process.local_rank) if cuda else torch.device("cpu")
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("NCCL_ALGO", "Ring")
+        torch.use_deterministic_algorithms(True)
+    if cuda:
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        store=None if process.under_launcher else dist.HashStore(),
+        rank=process.rank,
+        world_size=process.world_size,
+        timeout=datetime.timedelta(minutes=timeout_minutes),
+    )
+    return device
+
+
+class StopSignal:
+    """Remembers SIGTERM and SIGINT instead of dying of them; a second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._remember)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        if self.name is not None:
+            raise SystemExit(128 + number)
+        self.name = signal.Signals(number).name
+
+
+class Watchdog:
+    """Dumps all Python stacks of a process that makes no progress, before its collective times out.
+
+    The process that hangs is not the one at fault: the ranks whose dumps show a collective wait for one that shows
+    something else, or nothing.
+    """
+
+    def __init__(self, process: Process, timeout_minutes: float) -> None:
+        self._title = f"rank {process.rank} of {process.world_size} has made no progress for"
+        self._limit = 0.9 * 60 * timeout_minutes
+        self._last = time.monotonic()
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def progress(self) -> None:
+        """Something was finished: start counting anew."""
+        self._last = time.monotonic()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closed.set()
+
+    def _watch(self) -> None:
+        reported = 0.0
+        while not self._closed.wait(min(1.0, self._limit / 4)):
+            if time.monotonic() - self._last > self._limit and reported != self._last:
+                reported = self._last
+                print(f"{self._title} {self._limit:.0f} s; its stacks:", file=sys.stderr, flush=True)
+                faulthandler.dump_traceback(file=sys.stderr)

@@ -1,0 +1,57 @@
+"""From a command line to settings that can work, before torch is imported or anything is written."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from smp.config import Config, ConfigError, check_files, load_config, resolve
+from smp.data.tokenizer import SentencePieceTokenizer
+
+
+def read_settings(argv: list[str], presets: Mapping[str, Mapping[str, Any]], world_size: int) -> Config:
+    """Parse, fill in defaults and check everything that can be checked without a process group.
+
+    Raises:
+        ConfigError: one line that names the flag to change.
+    """
+    config = load_config(argv, presets)
+    check_files(config)
+    return resolve(_with_vocabulary(config), world_size)
+
+
+def _with_vocabulary(config: Config) -> Config:
+    """Take the vocabulary size from the tokenizer, or check that the model's holds it."""
+    path, size = config.data.tokenizer_model, config.model.vocab_size
+    if path is None:
+        if size is None:
+            raise ConfigError("the vocabulary size is unknown: give --vocab-size, or --tokenizer-model to take it from")
+        return config
+    try:
+        known = SentencePieceTokenizer(path).vocab_size
+    except ValueError as error:
+        raise ConfigError(f"--tokenizer-model {error}") from None
+    if size is not None and known > size:
+        raise ConfigError(
+            f"--tokenizer-model {path} has {known} token ids but the model's vocabulary holds {size}: "
+            f"give --vocab-size {known}"
+        )
+    return replace(config, model=replace(config.model, vocab_size=size or known))
+
+
+def status_file_in(argv: list[str]) -> str | None:
+    """The value of --status-file, found without parsing: the other flags may be wrong."""
+    for i, word in enumerate(argv):
+        if word.startswith("--status-file="):
+            return word.partition("=")[2]
+        if word == "--status-file" and i + 1 < len(argv):
+            return argv[i + 1]
+    return None
+
+
+def report(message: str, rank: int) -> None:
+    """Say on rank 0's stderr what all ranks found out alike."""
+    if rank == 0:
+        print(f"error: {message}", file=sys.stderr, flush=True)

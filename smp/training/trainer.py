@@ -1,0 +1,148 @@
+"""The training loop. ``Trainer.train_step`` is the way from a batch to new weights, on one screen."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from smp.config import Config
+from smp.data.loader import BatchLoader, GlobalBatch
+from smp.layers.cross_entropy import IGNORE_INDEX
+from smp.optim.optimizer import clip_gradients, set_learning_rate
+from smp.optim.schedule import learning_rate
+from smp.parallel.mesh import all_reduce_data
+from smp.sharding.parallelize import last_micro_batch
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the message says why in one line."""
+
+
+@dataclass
+class Progress:
+    """What a resumed run continues from."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    skipped_iterations: int = 0
+    nan_iterations: int = 0
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step measured; the same on every rank.
+
+    Attributes:
+        loss: mean loss per valid token of the global batch, in nats.
+        grad_norm: global L2 norm before clipping.
+        learning_rate: the rate of this step.
+        skipped: loss or norm was not finite, so the weights were left alone.
+        seconds: wall time.
+    """
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    skipped: bool
+    seconds: float
+
+
+class Trainer:
+    """Runs optimizer steps and evaluations of a parallelized model.
+
+    Args:
+        config: resolved settings.
+        model: after ``parallelize``, weights initialized.
+        optimizer: over the model's parameters.
+        mesh: the run's mesh.
+        device: where batches go.
+        progress: where to start.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        mesh: DeviceMesh,
+        device: torch.device,
+        progress: Progress,
+    ) -> None:
+        self.config, self.model, self.optimizer = config, model, optimizer
+        self.mesh, self.device, self.progress = mesh, device, progress
+        self.skipped_in_a_row = 0
+        self._counts_tokens = mesh.get_local_rank("tp") == 0  # each token is counted by one rank
+
+    def train_step(self, batch: GlobalBatch) -> StepResult:
+        """One optimizer step on the global batch of which ``batch`` is this rank's share."""
+        started = time.perf_counter()
+        lr = learning_rate(self.config.optim, self.progress.iteration + 1)
+        set_learning_rate(self.optimizer, lr)
+        loss = self._forward_backward(batch, self._valid_tokens(batch))
+        norm = clip_gradients(self.model.parameters(), self.config.optim.clip_grad)
+        loss_value, norm_value = torch.stack((loss, norm)).tolist()
+        finite = math.isfinite(loss_value) and math.isfinite(norm_value)
+        if finite:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._advance(finite, math.isnan(loss_value) or math.isnan(norm_value))
+        return StepResult(loss_value, norm_value, lr, not finite, time.perf_counter() - started)
+
+    def _forward_backward(self, batch: GlobalBatch, valid_tokens: int) -> torch.Tensor:
+        """Accumulate the gradient of the mean loss over all micro-batches; returns the loss, 0-dim fp32."""
+        total = torch.zeros((), device=self.device)
+        count = len(batch.tokens)
+        for i in range(count):
+            last_micro_batch(self.model, i == count - 1)
+            loss = self._loss(batch, i, valid_tokens)
+            loss.backward()
+            total += loss.detach()
+        return all_reduce_data(total, self.mesh)
+
+    def _loss(self, batch: GlobalBatch, i: int, valid_tokens: int) -> torch.Tensor:
+        """Micro-batch ``i``'s part of the mean loss: its sum over tokens / valid tokens of the whole global batch."""
+        labels = batch.labels[i].to(self.device, non_blocking=True)
+        weights = (labels != IGNORE_INDEX).float() / max(valid_tokens, 1)
+        tokens = batch.tokens[i].to(self.device, non_blocking=True)
+        return self.model(tokens, labels, weights, batch.sample_index[i].to(self.device, non_blocking=True))
+
+    def _valid_tokens(self, batch: GlobalBatch) -> int:
+        """Tokens of the global batch that count, over all ranks; a host-side message."""
+        count = (batch.labels != IGNORE_INDEX).sum() if self._counts_tokens else torch.zeros((), dtype=torch.int64)
+        dist.all_reduce(count)
+        return int(count)
+
+    def _advance(self, finite: bool, nan: bool) -> None:
+        self.progress.iteration += 1
+        self.progress.consumed_samples += self.config.data.global_batch_size or 0
+        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
+        self.progress.skipped_iterations += not finite
+        self.progress.nan_iterations += nan
+        limit = self.config.training.max_skipped_steps
+        if self.skipped_in_a_row >= limit:
+            raise TrainingError(
+                f"{limit} steps in a row had a NaN or infinite loss or gradient norm, the last at iteration "
+                f"{self.progress.iteration}: lower --lr, or look at the data (--max-skipped-steps {limit})"
+            )
+
+    @torch.no_grad()
+    def evaluate(self, batches: BatchLoader, iterations: int) -> float:
+        """Mean loss per valid token over ``iterations`` global batches, in nats; the same on every rank."""
+        self.model.eval()
+        total, tokens = 0.0, 0
+        for _ in range(iterations):
+            batch = next(batches)
+            valid = self._valid_tokens(batch)
+            loss = sum(
+                (self._loss(batch, i, valid) for i in range(len(batch.tokens))), torch.zeros((), device=self.device)
+            )
+            total += all_reduce_data(loss, self.mesh).item() * valid
+            tokens += valid
+        self.model.train()
+        return total / max(tokens, 1)
