@@ -15,7 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 
-def _worker(rank: int, world_size: int, store: str, results: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _worker(
+    rank: int, world_size: int, store: str, results: Any, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     import datetime
 
     import torch

@@ -107,5 +107,3 @@ class PositionEmbedding(nn.Module):
         if not self.sequence_parallel:
             return F.embedding(positions, local(self.weight))
         return F.embedding(split_tokens(positions, self.group), sum_gradient(local(self.weight), self.group))
-
-

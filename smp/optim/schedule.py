@@ -10,9 +10,9 @@ from smp.config import OptimizerConfig
 def learning_rate(optim: OptimizerConfig, iteration: int) -> float:
     """The rate of the step that makes iteration ``iteration``; the first is 1.
 
-    Linear warm-up to ``lr`` over w iterations, lr x i / w at the i-th, so that no step is wasted at rate 0 (Megatron's first step
-    has it). Then from w to ``lr_decay_iters`` down to ``min_lr``, which is kept from there on, with p in [0, 1] the
-    fraction of the way:
+    Linear warm-up to ``lr`` over w iterations, lr x i / w at the i-th, so that no step is wasted at rate 0
+    (Megatron's first step has it). Then from w to ``lr_decay_iters`` down to ``min_lr``, which is kept from there on,
+    with p in [0, 1] the fraction of the way:
 
     - cosine: (1 + cos(pi p)) / 2 of the way back up to ``lr`` (Loshchilov & Hutter 2017).
     - linear: 1 - p.
@@ -41,6 +41,6 @@ def _height(optim: OptimizerConfig, iteration: int, warmup: int, end: int) -> fl
     if optim.lr_decay_style == "WSD":
         assert optim.lr_wsd_decay_iters is not None, "resolved before"
         done = 1 - (end - iteration) / optim.lr_wsd_decay_iters
-        return 2 * 0.5 ** max(0.0, done) - 1
+        return 2 * math.pow(0.5, max(0.0, done)) - 1
     done = (iteration - warmup) / (end - warmup)
     return (1 + math.cos(math.pi * done)) / 2 if optim.lr_decay_style == "cosine" else 1 - done

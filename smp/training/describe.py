@@ -23,9 +23,9 @@ def describe(config: Config, world_size: int) -> str:
         to_yaml(config).rstrip(),
         "",
         f"mesh: {mesh} = {layout.world_size} processes, tp fastest",
-        f"parameters: {count.total:,} (embedding {count.embedding:,}, output layer {count.head:,}, "
-        f"{config.model.num_layers} blocks of {count.layer:,})",
-        f"parameters per rank: {memory.master_weights // 4:,}",
+        f"parameters: {count.total:,} (vocabulary and positions {count.embedding:,}, "
+        f"{config.model.num_layers} blocks of {count.per_layer:,})",
+        f"parameters per rank: {memory.parameters // 4:,}",
         f"training: {tflop:.6f} TFLOP per token, {(config.data.global_batch_size or 0) * length:,} tokens per step",
         "memory per rank, estimated:",
         *(f"  {f.name.replace('_', ' '):18s}{getattr(memory, f.name) / 2**30:10.3f} GiB" for f in fields(memory)),

@@ -1,107 +1,73 @@
-"""Where measurements go: a log line that scripts can parse, and records for JSONL, TensorBoard and Weights & Biases."""
+"""What a run reports: a log line that scripts can parse, and records for JSONL, TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
-import json
-import math
-import os
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
-from smp.config import Config, ConfigError, LoggingConfig
+from smp.config import Config, LoggingConfig
+from smp.training.sinks import JsonlSink, Sink, TensorBoardSink, WandbSink
 
 
 def log_line(config: Config, iteration: int, record: Mapping[str, float]) -> str:
-    """The line of an iteration in Megatron's format, which people's scripts parse; what is ours follows at the end."""
-    line = (
-        f" [{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {iteration:8d}/{config.training.train_iters:8d} |"
-        f" consumed samples: {record['consumed samples']:12d} |"
-        f" elapsed time per iteration (ms): {1000 * record['seconds per iteration']:.1f} |"
-        f" throughput per GPU (TFLOP/s/GPU): {record['TFLOP/s per process']:.1f} |"
-        f" learning rate: {record['learning rate']:.6E} |"
-        f" global batch size: {config.data.global_batch_size:5d} |"
-        f" lm loss: {record['lm loss']:.6E} |"
-        f" loss scale: {1.0:.1f} |"
-        f" grad norm: {record['grad norm']:.3f} |"
-        f" number of skipped iterations: {record['skipped iterations']:3d} |"
-        f" number of nan iterations: {record['nan iterations']:3d} |"
-        f" tokens/s: {record['tokens/s']:.0f} |"
-        f" peak memory (GB): {record['peak memory (GB)']:.2f} |"
-    )
-    return line + (f" MFU: {record['MFU']:.3f} |" if "MFU" in record else "")
+    """The line of an iteration: Megatron's up to the nan iterations, for the scripts that parse it, then ours.
+
+    There is no fp16, so the loss scale is always 1.
+
+    Args:
+        config: resolved settings.
+        iteration: the one the line is about.
+        record: what was measured, by the names of ``metrics.jsonl``; "MFU", in [0, 1], only where the device's peak
+            is known.
+    """
+    parts = [
+        f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {iteration:8d}/{config.training.train_iters:8d}",
+        f"consumed samples: {record['consumed samples']:12d}",
+        f"elapsed time per iteration (ms): {1000 * record['seconds per iteration']:.1f}",
+        f"throughput per GPU (TFLOP/s/GPU): {record['TFLOP/s per process']:.1f}",
+        f"learning rate: {record['learning rate']:.6E}",
+        f"global batch size: {config.data.global_batch_size:5d}",
+        f"lm loss: {record['lm loss']:.6E}",
+        f"loss scale: {1.0:.1f}",
+        f"grad norm: {record['grad norm']:.3f}",
+        f"number of skipped iterations: {record['skipped iterations']:3d}",
+        f"number of nan iterations: {record['nan iterations']:3d}",
+        f"tokens/s: {record['tokens/s']:.0f}",
+        f"peak memory (GB): {record['peak memory (GB)']:.2f}",
+    ]
+    parts += [f"MFU: {record['MFU']:.3f}"] if "MFU" in record else []
+    return " | ".join(parts) + " |"
 
 
 class MetricsLog:
-    """Sends records to every sink that the settings ask for. One process of a run has one.
+    """All the places that records go to, each fed the same. One process of a run has one.
 
-    ``metrics.jsonl`` is always written, one JSON object per line with its ``iteration``. A resumed run drops the records
-    after its starting point first: they belong to a part of the run that was lost, and the file reads as one run.
+    ``metrics.jsonl`` always; TensorBoard unless it is switched off; W&B when a project is named.
 
     Args:
         log_dir: folder of the files, created when missing.
-        config: which sinks.
-        iteration: where the run starts.
+        config: what goes where.
+        iteration: where the run starts: 0, or the checkpoint's. What an earlier run logged after it is superseded.
 
     Raises:
-        ConfigError: W&B is asked for and not installed.
+        ConfigError: a destination that was asked for is not installed; metrics.jsonl is untouched then.
     """
 
     def __init__(self, log_dir: Path, config: LoggingConfig, iteration: int) -> None:
-        wandb = _import_wandb() if config.wandb_project else None
-        log_dir.mkdir(parents=True, exist_ok=True)
-        path = log_dir / "metrics.jsonl"
-        _drop_after(path, iteration)
-        self._jsonl = path.open("a")
-        self._board: Any = None
+        self._sinks: list[Sink] = []
+        if config.wandb_project is not None:
+            self._sinks.append(WandbSink(log_dir, config.wandb_project, config.wandb_exp_name, iteration))
         if config.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(log_dir / "tensorboard"), purge_step=iteration + 1)
-        self._wandb: Any = None
-        if wandb is not None:
-            self._wandb = wandb.init(project=config.wandb_project, name=config.wandb_exp_name, dir=str(log_dir))
+            self._sinks.append(TensorBoardSink(log_dir / "tensorboard", iteration))
+        self._sinks.append(JsonlSink(log_dir / "metrics.jsonl", iteration))
 
     def log(self, iteration: int, record: Mapping[str, float]) -> None:
-        """Write one record; NaN and infinity become null in JSON, which has no word for them."""
-        clean = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in record.items()}
-        self._jsonl.write(json.dumps({"iteration": iteration, **clean}) + "\n")
-        self._jsonl.flush()
-        if self._board is not None:
-            for name, value in record.items():
-                self._board.add_scalar(name, value, iteration)
-        if self._wandb is not None:
-            self._wandb.log(dict(record), step=iteration)
+        """Write one record of scalars."""
+        for sink in self._sinks:
+            sink.log(iteration, record)
 
     def close(self) -> None:
-        """Flush and close everything."""
-        self._jsonl.close()
-        if self._board is not None:
-            self._board.close()
-        if self._wandb is not None:
-            self._wandb.finish()
-
-
-def _drop_after(path: Path, iteration: int) -> None:
-    """Remove records past ``iteration``, and a last line that a crash cut short."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text().splitlines(keepends=True):
-        try:
-            keep = line.endswith("\n") and json.loads(line)["iteration"] <= iteration
-        except (ValueError, KeyError):
-            keep = False
-        kept += [line] if keep else []
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(kept))
-    os.replace(temporary, path)
-
-
-def _import_wandb() -> Any:
-    try:
-        import wandb
-    except ImportError:
-        raise ConfigError('--wandb-project needs wandb, which is not installed: pip install "smp[wandb]"') from None
-    return wandb
+        """Write what is buffered and close everything."""
+        for sink in self._sinks:
+            sink.close()

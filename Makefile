@@ -1,0 +1,59 @@
+# make env      .venv with everything, once; other targets do it for you
+# make demo     corpus, tokenizer, training on two processes, a loss curve and a sample, in minutes on a CPU
+# make test     tests; make test-slow: the long ones; make check: lint, format, types, import directions
+# make bench    benchmarks of this machine
+# make gpu      all that needs a GPU, with the machine's own python; installs nothing
+#
+# Which torch: the default index has a CUDA build for Linux, so a machine with an NVIDIA GPU needs no more than "make env".
+# Without a GPU a CPU build saves gigabytes: name its index (pytorch.org/get-started shows the address), for example
+#     make env TORCH_INDEX=<address of the CPU builds>
+# TORCH_INSTALL chooses another version or a wheel file, PIP_ARGS is passed to every pip command.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INSTALL ?= torch==2.13.0
+TORCH_INDEX ?=
+PIP_ARGS ?=
+BIN = $(VENV)/bin
+PIP = $(BIN)/python -m pip
+READY = $(VENV)/.ready
+
+.PHONY: env demo test test-slow check bench gpu clean
+.DELETE_ON_ERROR:
+
+env: $(READY)
+
+# torch comes first and alone, because only torch is to come from TORCH_INDEX; what it needs follows with the rest.
+$(READY): setup.py constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install $(PIP_ARGS) $(if $(TORCH_INDEX),-i $(TORCH_INDEX)) --no-deps "$(TORCH_INSTALL)"
+	$(PIP) install $(PIP_ARGS) -c constraints.txt -e ".[test,plot,dev]"
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/python tools/demo.py
+
+test: $(READY)
+	$(BIN)/python -m pytest -m "not gpu and not slow"
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m "slow and not gpu"
+
+check: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(READY)
+	$(BIN)/python benchmarks/run.py
+
+gpu: export PYTHONPATH = $(CURDIR)
+gpu:
+	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu: torch sees no CUDA device")'
+	$(PYTHON) -m pytest -m gpu
+	$(if $(wildcard benchmarks/gpu.py),$(PYTHON) benchmarks/gpu.py)
+
+clean:
+	rm -rf build dist *.egg-info demo .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +

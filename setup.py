@@ -1,0 +1,67 @@
+"""Packaging. The wheel holds the package ``smp``: layers, models and training for one's own scripts.
+
+The entry points (pretrain_gpt.py and tools/) are scripts of the checkout, not commands of the wheel: they are short,
+meant to be read and changed, and torchrun wants a file.
+"""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+
+def version() -> str:
+    """``__version__`` of the package, read without importing it: torch may not be installed yet."""
+    source = (HERE / "smp" / "__init__.py").read_text(encoding="utf-8")
+    match = re.search(r'^__version__ = "(.+)"$', source, re.MULTILINE)
+    assert match is not None, "smp/__init__.py has no __version__"
+    return match[1]
+
+
+BASE = [
+    "torch>=2.11",
+    "numpy>=2",
+    "einops",
+    "safetensors",
+    "sentencepiece>=0.2",
+    "tensorboard",
+    "PyYAML>=6",
+    "tqdm",
+    "xxhash>=3",
+]
+HF = ["transformers>=5"]
+EXTRAS = {
+    "hf": HF,
+    "wandb": ["wandb"],
+    "plot": ["matplotlib"],
+    # setuptools builds the wheel that the packaging test installs; since 70.1 it needs no "wheel" for that.
+    "test": ["pytest>=8", "pytest-timeout", "hypothesis", "packaging", "setuptools>=77", *HF],
+    "dev": ["ruff", "mypy", "import-linter>=2", "pre-commit"],
+}
+
+readme = HERE / "README.md"
+setup(
+    name="smp",
+    version=version(),
+    description="An open training stack for Llama/GPT-family language models: tensor, sequence and hybrid-sharded data "
+    "parallelism that never changes the math",
+    long_description=readme.read_text(encoding="utf-8") if readme.exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    packages=find_packages(include=["smp", "smp.*"]),
+    install_requires=BASE,
+    extras_require=EXTRAS,
+    classifiers=[
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

@@ -1,0 +1,110 @@
+"""Named sizes: the architecture of published models as values of ``ModelConfig`` fields. Imports nothing.
+
+Each is what the model's authors released: GPT-2's and GPT-3's papers, and the ``config.json`` of the Hugging Face
+repository of the same name for the rest: the base models of Llama and Qwen 2.5 (whose instruct variants have other
+epsilons and lengths), the hybrid ones of Qwen 3, version 0.1 of Mistral 7B.
+
+Two things differ on purpose. Dropout, 0.1 in GPT-2's recipe, is a setting of the run and stays off. GPT-3 used banded
+sparse attention in every other layer; here every layer is dense, as in all later models.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Preset = dict[str, Any]
+
+
+def _size(layers: int, hidden: int, heads: int, groups: int, ffn: int) -> Preset:
+    return {
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_query_groups": groups,
+        "ffn_hidden_size": ffn,
+    }
+
+
+_TIED: Preset = {"untie_embeddings_and_output_weights": False}
+_GPT2: Preset = _TIED | {
+    "vocab_size": 50257,
+    "max_position_embeddings": 1024,
+    "position_embedding_type": "learned_absolute",
+    "normalization": "LayerNorm",
+    "norm_epsilon": 1e-5,
+    "swiglu": False,
+    "tanh_gelu": True,
+    "disable_bias_linear": False,
+}
+# RMSNorm, SwiGLU, RoPE, no biases and an output matrix of its own are ModelConfig's defaults: they are Llama's.
+_LLAMA2: Preset = {
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "norm_epsilon": 1e-5,
+    "rotary_base": 10000.0,
+}
+_LLAMA3: Preset = _LLAMA2 | {"vocab_size": 128256, "max_position_embeddings": 8192, "rotary_base": 500000.0}
+_LLAMA31: Preset = _LLAMA3 | {
+    "max_position_embeddings": 131072,
+    "use_rope_scaling": True,
+    "rope_scaling_factor": 8.0,
+    "rope_low_freq_factor": 1.0,
+    "rope_high_freq_factor": 4.0,
+    "rope_original_max_position": 8192,
+}
+_LLAMA32: Preset = _LLAMA31 | _TIED | {"rope_scaling_factor": 32.0}
+_MISTRAL: Preset = _LLAMA2 | {"max_position_embeddings": 32768, "window_size": 4096}
+_QWEN25: Preset = {
+    "vocab_size": 152064,
+    "max_position_embeddings": 131072,
+    "norm_epsilon": 1e-6,
+    "rotary_base": 1000000.0,
+    "add_qkv_bias": True,
+}
+_QWEN25_SMALL: Preset = _QWEN25 | _TIED | {"vocab_size": 151936}
+_QWEN25_BIG: Preset = _QWEN25 | {"norm_epsilon": 1e-5}
+_32K: Preset = {"max_position_embeddings": 32768}
+_QWEN3: Preset = {
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "norm_epsilon": 1e-6,
+    "rotary_base": 1000000.0,
+    "kv_channels": 128,
+    "qk_layernorm": True,
+}
+
+#                          layers, hidden, heads, kv heads, ffn
+PRESETS: dict[str, Preset] = {
+    "debug": _size(4, 128, 4, 2, 384) | {"max_position_embeddings": 2048},
+    "gpt2": _GPT2 | _size(12, 768, 12, 12, 3072),
+    "gpt2-medium": _GPT2 | _size(24, 1024, 16, 16, 4096),
+    "gpt2-large": _GPT2 | _size(36, 1280, 20, 20, 5120),
+    "gpt2-xl": _GPT2 | _size(48, 1600, 25, 25, 6400),
+    "gpt3-175b": _GPT2 | _size(96, 12288, 96, 96, 49152) | {"max_position_embeddings": 2048},
+    "llama2-7b": _LLAMA2 | _size(32, 4096, 32, 32, 11008),
+    "llama2-13b": _LLAMA2 | _size(40, 5120, 40, 40, 13824),
+    "llama2-70b": _LLAMA2 | _size(80, 8192, 64, 8, 28672),
+    "llama3-8b": _LLAMA3 | _size(32, 4096, 32, 8, 14336),
+    "llama3-70b": _LLAMA3 | _size(80, 8192, 64, 8, 28672),
+    "llama3.1-8b": _LLAMA31 | _size(32, 4096, 32, 8, 14336),
+    "llama3.1-70b": _LLAMA31 | _size(80, 8192, 64, 8, 28672),
+    # 8 kv heads as in the paper; the first upload to Hugging Face had 16.
+    "llama3.1-405b": _LLAMA31 | _size(126, 16384, 128, 8, 53248),
+    "llama3.2-1b": _LLAMA32 | _size(16, 2048, 32, 8, 8192),
+    "llama3.2-3b": _LLAMA32 | _size(28, 3072, 24, 8, 8192),
+    "mistral-7b": _MISTRAL | _size(32, 4096, 32, 8, 14336),
+    "qwen2.5-0.5b": _QWEN25_SMALL | _size(24, 896, 14, 2, 4864) | _32K,
+    "qwen2.5-1.5b": _QWEN25_SMALL | _size(28, 1536, 12, 2, 8960),
+    "qwen2.5-3b": _QWEN25_SMALL | _size(36, 2048, 16, 2, 11008) | _32K,
+    "qwen2.5-7b": _QWEN25 | _size(28, 3584, 28, 4, 18944),
+    "qwen2.5-14b": _QWEN25_BIG | _size(48, 5120, 40, 8, 13824),
+    "qwen2.5-32b": _QWEN25_BIG | _size(64, 5120, 40, 8, 27648),
+    "qwen2.5-72b": _QWEN25_BIG | _size(80, 8192, 64, 8, 29568),
+    "qwen3-0.6b": _QWEN3 | _TIED | _size(28, 1024, 16, 8, 3072),
+    "qwen3-1.7b": _QWEN3 | _TIED | _size(28, 2048, 16, 8, 6144),
+    "qwen3-4b": _QWEN3 | _TIED | _size(36, 2560, 32, 8, 9728),
+    "qwen3-8b": _QWEN3 | _size(36, 4096, 32, 8, 12288),
+    "qwen3-14b": _QWEN3 | _size(40, 5120, 40, 8, 17408),
+    "qwen3-32b": _QWEN3 | _size(64, 5120, 64, 8, 25600),
+}
+"""``--model`` name -> ``ModelConfig`` field -> value. ``debug`` leaves the vocabulary to the tokenizer."""

@@ -1,0 +1,173 @@
+"""What people install: the wheel, the pinned versions and the Makefile."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from email import message_from_bytes
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import smp
+
+ROOT = Path(__file__).parents[1]
+PYPI_NAMES = {"yaml": "pyyaml"}
+NOT_PINNED = {"wandb"}  # an extra that no test needs
+NOT_ON_AN_INDEX = {"apex"}  # used where it is installed
+
+IMPORT_ALL = """
+import importlib, pkgutil, smp
+for module in pkgutil.walk_packages(smp.__path__, "smp."):
+    importlib.import_module(module.name)
+    print(module.name)
+print(smp.__file__)
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy: setuptools leaves a build folder beside the sources."""
+    source, output = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    shutil.copytree(ROOT / "smp", source / "smp", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", output, source)
+    (path,) = output.glob("*.whl")
+    return path
+
+
+def pip(*words: object) -> None:
+    done = subprocess.run([sys.executable, "-m", "pip", *map(str, words)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def requirements(wheel: Path) -> list[Requirement]:
+    """Requires-Dist of the wheel, extras included."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = message_from_bytes(archive.read(name))
+    assert metadata["Name"] == "smp" and metadata["Version"] == smp.__version__
+    return [Requirement(text) for text in metadata.get_all("Requires-Dist")]
+
+
+def pins() -> dict[str, str]:
+    """Canonical name -> version, of constraints.txt."""
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    return {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
+
+
+def test_the_wheel_works_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    pip("install", "--no-deps", "--no-index", "--target", site, wheel)
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    *modules, location = done.stdout.split()
+    assert Path(location) == site / "smp" / "__init__.py"
+    sources = (ROOT / "smp").rglob("*.py")
+    dotted = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in sources}
+    assert set(modules) == dotted - {"smp"}
+
+
+def test_the_wheel_holds_the_package_and_the_license_only(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert {name.split("/")[0] for name in names} == {"smp", f"smp-{smp.__version__}.dist-info"}
+    assert any(name.endswith("LICENSE") for name in names)
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """Top-level names of imported modules, and whether a function imports them only when it is called."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        lazy = node not in tree.body
+        if isinstance(node, ast.Import):
+            yield from ((alias.name.split(".")[0], lazy) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield node.module.split(".")[0], lazy
+
+
+def test_what_is_imported_is_declared(requirements: list[Requirement]) -> None:
+    base = {canonicalize_name(r.name) for r in requirements if r.marker is None}
+    optional = {canonicalize_name(r.name) for r in requirements} | NOT_ON_AN_INDEX
+    files = [ROOT / "pretrain_gpt.py", *(ROOT / "smp").rglob("*.py"), *(ROOT / "tools").glob("*.py")]
+    found = [(path, name, lazy) for path in files for name, lazy in imports(path)]
+    own = {"smp", "tools", *sys.stdlib_module_names}
+    undeclared = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path, name, lazy in found
+        if name not in own and canonicalize_name(PYPI_NAMES.get(name, name)) not in (optional if lazy else base)
+    ]
+    assert not undeclared
+    assert {"torch", "safetensors"} <= {name for _, name, _ in found}
+
+
+def test_every_direct_dependency_is_pinned_to_a_version_that_it_allows(requirements: list[Requirement]) -> None:
+    wanted = [r for r in requirements if r.name not in NOT_PINNED]
+    wrong = [str(r) for r in wanted if not r.specifier.contains(pins().get(canonicalize_name(r.name), "0"))]
+    assert not wrong
+
+
+def test_what_pinned_packages_need_is_pinned() -> None:
+    """Only packages installed at their pinned version can say what they need. What they pin themselves is theirs."""
+    missing = []
+    for name, version in pins().items():
+        try:
+            installed = distribution(name)
+        except PackageNotFoundError:
+            continue
+        if installed.version.split("+")[0] != version:
+            continue
+        for needed in map(Requirement, installed.requires or []):
+            applies = needed.marker is None or needed.marker.evaluate({"extra": ""})
+            exact = any(s.operator == "==" and not s.version.endswith("*") for s in needed.specifier)
+            if applies and not exact and canonicalize_name(needed.name) not in pins():
+                missing.append(f"{name} needs {needed.name}")
+    assert not missing
+
+
+def test_constraints_leave_the_choice_of_a_build_open() -> None:
+    assert not [name for name in pins() if name.startswith(("nvidia", "cuda")) or name in ("triton", "pip")]
+    assert not [version for version in pins().values() if not re.fullmatch(r"\d+(\.\d+)*(\.post\d+)?", version)]
+
+
+def make(*words: str) -> list[str]:
+    """The commands that make would run."""
+    command = ["make", "--dry-run", "--always-make", "--no-print-directory", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def test_make_env_takes_torch_alone_from_its_index() -> None:
+    installs = [line for line in make("env", "TORCH_INDEX=cpu.example", "PIP_ARGS=--retries=9") if "install" in line]
+    assert [("cpu.example" in line, "--no-deps" in line) for line in installs] == [(True, True), (False, False)]
+    assert all("--retries=9" in line for line in installs)
+    assert f'"torch=={pins()["torch"]}"' in installs[0] and "-c constraints.txt" in installs[1]
+
+
+def test_make_gpu_uses_the_python_it_is_given_and_installs_nothing() -> None:
+    lines = make("gpu", "PYTHON=machine-python")
+    assert lines and all("machine-python" in line and "install" not in line for line in lines if line.strip())
+
+
+@pytest.mark.parametrize("target", ["test", "check", "demo"])
+def test_targets_bring_their_environment(target: str) -> None:
+    assert any("-m venv" in line for line in make(target, "VENV=not-there"))
+
+
+def test_ci_runs_the_commands_that_contributors_run() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert [line for line in script.read_text().splitlines() if line.startswith("make")] == ["make check", "make test"]

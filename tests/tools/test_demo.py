@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.demo import Runner, bigram_figures, last_validation_loss, layout, summary
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(("gpus", "processes"), [(0, 2), (1, 1), (2, 2), (8, 2)])
+def test_every_process_has_a_gpu_or_none_has(gpus: int, processes: int) -> None:
+    count, flags = layout(gpus)
+    assert count == processes
+    assert ("--sequence-parallel" in flags) == (processes == 2)
+    assert ("--bf16" in flags) == (gpus > 0)
+
+
+def test_figures_are_those_of_the_printed_line() -> None:
+    line = (
+        "bigram: 4.2487 nats per token over 12 validation tokens, 1.9478 bits per byte at 3.1470 bytes per token (...)"
+    )
+    assert bigram_figures(line) == (4.2487, 3.147)
+
+
+@pytest.mark.parametrize(("loss", "word"), [(3.0, "below"), (4.25, "not below"), (4.3, "not below")])
+def test_summary_compares_with_the_bigram_model(loss: float, word: str) -> None:
+    text = summary(loss, 4.25, 3.0)
+    assert f": {word} what" in text
+    assert f"{4.25 / 3 / 0.6931471805599453:.3f} bits per byte" in text
+
+
+def test_the_last_evaluation_counts(tmp_path: Path) -> None:
+    records = [{"validation loss": 5.0}, {"validation loss": 4.0}, {"lm loss": 3.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert last_validation_loss(tmp_path / "metrics.jsonl") == 4.0
+
+
+def test_a_failed_step_ends_the_demo(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        Runner(2).python("-c", "import sys; print('so far'); sys.exit(7)")
+    assert ended.value.code == 7
+    shown = capfd.readouterr().out.splitlines()
+    assert shown[1].startswith("$ ") and shown[2] == "so far"
+
+
+def test_demo_twice_from_corpus_to_sample(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    small = ["--train-iters", "3", "--eval-iters", "1", "--num-layers", "1", "--seq-length", "32"]
+    for _ in range(2):  # the second replaces the first
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "tools" / "demo.py"), "--folder", str(tmp_path), *small],
+            cwd=tmp_path,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.count("\n$ ") == 7 and "--tensor-model-parallel-size 2 --sequence-parallel" in done.stdout
+        assert "validation loss" in done.stdout and "what the last token alone can tell" in done.stdout
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "logs" / "status.json").read_text())["iteration"] == 3

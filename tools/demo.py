@@ -1,0 +1,144 @@
+"""The whole way in minutes, on a CPU or on GPUs: corpus, tokenizer, training on two processes, loss curve, sample.
+
+    python tools/demo.py
+    python tools/demo.py --folder /tmp/demo --train-iters 20
+
+Every command is printed before it runs, so each can be repeated alone. Flags that this tool does not know go to
+pretrain_gpt.py. What an earlier demo left in --folder is replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from math import log
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PROMPT = "class Parser:\n    def __init__(self"
+LINE = "{:28}{:8.3f} nats per token{:8.3f} bits per byte"
+
+
+def layout(gpus: int) -> tuple[int, list[str]]:
+    """Processes to start, and how pretrain_gpt.py uses them. One GPU takes one process: NCCL wants a GPU for each."""
+    processes = min(2, gpus) or 2
+    flags = ["--tensor-model-parallel-size", "2", "--sequence-parallel"] if processes == 2 else []
+    return processes, flags + (["--bf16"] if gpus else [])
+
+
+class Runner:
+    """Runs commands from the root of the repository.
+
+    Args:
+        processes: how many the training gets; they share the cores.
+    """
+
+    def __init__(self, processes: int) -> None:
+        threads = max(1, (os.cpu_count() or 1) // processes)
+        path = os.pathsep.join(
+            [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )  # runs without an installation
+        self._environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": path}
+
+    def python(self, *words: object) -> str:
+        """Print a command, run it, show its output and return it.
+
+        Raises:
+            SystemExit: the command failed; its message is on the screen already.
+        """
+        command = [_relative(sys.executable), *map(str, words)]
+        print(f"\n$ {shlex.join(command)}", flush=True)
+        output = []
+        with subprocess.Popen(command, cwd=ROOT, env=self._environment, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                output.append(line)
+        if process.returncode:
+            raise SystemExit(process.returncode)
+        return "".join(output)
+
+
+def _relative(path: str | Path) -> str:
+    """Shorter where it lies in the repository: the commands are there to be read."""
+    path = Path(os.path.abspath(path))  # not resolved: an environment's python is a link
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+
+
+def run(folder: Path, processes: int, flags: Sequence[str]) -> None:
+    """All steps, then the summary."""
+    corpus, tokenizer, data = folder / "corpus.jsonl", folder / "tokenizer.model", folder / "corpus_text_document"
+    checkpoints, logs, picture = folder / "checkpoints", folder / "logs", folder / "loss.png"
+    for old in (checkpoints, logs):
+        shutil.rmtree(ROOT / old, ignore_errors=True)
+    python = Runner(processes).python
+    with_tokenizer = ("--tokenizer-model", tokenizer)
+
+    python("tools/demo_corpus.py", "--output", corpus)
+    python(
+        "tools/train_tokenizer.py", "--input", corpus, "--model-prefix", tokenizer.with_suffix(""), "--vocab-size", 4096
+    )
+    python(
+        *("tools/preprocess_data.py", "--input", corpus, "--output-prefix", folder / "corpus"),
+        *(*with_tokenizer, "--append-eod"),
+    )
+    python(
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes),
+        *("pretrain_gpt.py", "--config", "recipes/quickstart.yaml", "--data-path", data, *with_tokenizer),
+        *("--save", checkpoints, "--log-dir", logs, *flags),
+    )
+    bigram = python("tools/bigram_baseline.py", "--data-path", data, *with_tokenizer)
+    nats, bytes_per_token = bigram_figures(bigram)
+    python(
+        *("tools/plot_loss.py", "--metrics", logs / "metrics.jsonl", "--output", picture),
+        *("--baseline", nats, "--baseline-label", "bigram"),
+    )
+    python("tools/generate.py", "--load", checkpoints, *with_tokenizer, "--prompt", PROMPT)
+    print("\n" + summary(last_validation_loss(ROOT / logs / "metrics.jsonl"), nats, bytes_per_token))
+    print(f"loss curve: {picture}")
+
+
+def bigram_figures(output: str) -> tuple[float, float]:
+    """Nats per token of the bigram model and bytes per token, from what bigram_baseline.py prints."""
+    match = re.search(r"bigram: ([\d.]+) nats per token .* at ([\d.]+) bytes per token", output)
+    assert match is not None, output
+    return float(match[1]), float(match[2])
+
+
+def last_validation_loss(metrics: Path) -> float:
+    """Of the last evaluation, in nats per token."""
+    records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    return float([record["validation loss"] for record in records if "validation loss" in record][-1])
+
+
+def summary(model: float, bigram: float, bytes_per_token: float) -> str:
+    """Both models on the validation split, per token and per byte of text."""
+    lines = [
+        LINE.format(name, nats, nats / log(2) / bytes_per_token)
+        for name, nats in (("validation loss", model), ("bigram model (Kneser-Ney)", bigram))
+    ]
+    verdict = "learned from context: below" if model < bigram else "has not learned from context yet: not below"
+    return "\n".join([*lines, f"the model {verdict} what the last token alone can tell"])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--folder", default=ROOT / "demo", type=Path, help="where everything goes (default: demo)")
+    args, extra = parser.parse_known_args(argv)
+    import torch  # after --help
+
+    processes, flags = layout(torch.cuda.device_count())
+    run(Path(_relative(args.folder)), processes, [*flags, *extra])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Plot the loss curves of a run.
+
+    python tools/plot_loss.py --metrics runs/pretrain/metrics.jsonl --output loss.png
+    python tools/plot_loss.py --metrics metrics.jsonl --output loss.png --baseline 3.2 --baseline-label bigram
+
+Reads the "lm loss" and "validation loss" of the records. The suffix of --output is the format: png, svg or pdf.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Curve = tuple[list[int], list[float]]
+
+TRAINING, VALIDATION, BASELINE, TEXT = "#4477aa", "#cc3311", "#777777", "#333333"
+
+
+def read_curve(path: Path, name: str) -> Curve:
+    """Iterations and values of the records that have ``name``; records without a finite value are left out.
+
+    Raises:
+        ValueError: a line is not a record.
+    """
+    iterations: list[int] = []
+    values: list[float] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            record = json.loads(line)
+            iteration, value = int(record["iteration"]), record.get(name)
+            value = math.nan if value is None else float(value)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(f"{path}:{number} is not a record with an iteration: {line[:60]!r}") from None
+        if math.isfinite(value):
+            iterations.append(iteration)
+            values.append(value)
+    return iterations, values
+
+
+def draw(training: Curve, validation: Curve, baseline: float | None, baseline_label: str) -> Any:
+    """A matplotlib figure of the curves."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    _curve(axes, training, "training", color=TRAINING, linewidth=1.2)
+    _curve(axes, validation, "validation", color=VALIDATION, linewidth=1.8, marker="o", markersize=4)
+    if baseline is not None:
+        label = f"{baseline_label} {baseline:.3f}"
+        axes.axhline(baseline, color=BASELINE, linestyle="--", linewidth=1.2, label=label)
+    axes.set_xlabel("iteration", color=TEXT)
+    axes.set_ylabel("loss (nats per token)", color=TEXT)
+    axes.grid(axis="y", color="#dddddd", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=TEXT)
+    axes.margins(x=0.02)
+    axes.legend(frameon=False, labelcolor=TEXT)
+    return figure
+
+
+def _curve(axes: Any, curve: Curve, label: str, **style: Any) -> None:
+    """One line, its last value in the legend."""
+    iterations, values = curve
+    if values:
+        axes.plot(iterations, values, label=f"{label} {values[-1]:.3f}", **style)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--metrics", required=True, type=Path, help="metrics.jsonl of a run")
+    parser.add_argument("--output", required=True, type=Path, help="picture to write")
+    parser.add_argument("--baseline", type=float, help="loss to draw as a horizontal line")
+    parser.add_argument("--baseline-label", default="baseline", help="its name (default: baseline)")
+    return parser
+
+
+def plot(args: argparse.Namespace) -> str:
+    training, validation = (read_curve(args.metrics, name) for name in ("lm loss", "validation loss"))
+    if not training[0] and not validation[0]:
+        raise ValueError(f'{args.metrics} has no record with an "lm loss" or a "validation loss"')
+    draw(training, validation, args.baseline, args.baseline_label).savefig(args.output, dpi=150)
+    return f"wrote {args.output}: {len(training[0])} training and {len(validation[0])} validation records"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    try:
+        print(plot(args))
+    except ImportError:
+        parser.exit(2, "error: plots need matplotlib: pip install matplotlib\n")
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"error: {error}\n")
+
+
+if __name__ == "__main__":
+    main()
