@@ -7,7 +7,7 @@
 # Which torch: the default index has a CUDA build for Linux, so a machine with an NVIDIA GPU needs no more than "make env".
 # Without a GPU a CPU build saves gigabytes: name its index (pytorch.org/get-started shows the address), for example
 #     make env TORCH_INDEX=<address of the CPU builds>
-# TORCH_INSTALL chooses another version or a wheel file, PIP_ARGS is passed to every pip command.
+# TORCH_INSTALL chooses another version or a wheel file, PIP_ARGS is passed to every pip command that installs.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -23,11 +23,13 @@ READY = $(VENV)/.ready
 
 env: $(READY)
 
-# torch comes first and alone, because only torch is to come from TORCH_INDEX; what it needs follows with the rest.
+# torch comes first and alone, because only torch is to come from TORCH_INDEX. What it needs follows with the rest, whose
+# constraints leave out torch: it is there, in the version that was asked for.
 $(READY): setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install $(PIP_ARGS) $(if $(TORCH_INDEX),-i $(TORCH_INDEX)) --no-deps "$(TORCH_INSTALL)"
-	$(PIP) install $(PIP_ARGS) -c constraints.txt -e ".[test,plot,dev]"
+	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	$(PIP) install $(PIP_ARGS) -c $(VENV)/constraints.txt -e ".[test,plot,dev]"
 	@touch $@
 
 demo: $(READY)

@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 pretrain_gpt.py --model debug --mock-data --vocab-size 1000 --train-iters 20
 
-``--help`` lists every setting, ``--dry-run`` shows what a command line resolves to. The last line of defence against a wrong
-run is this order: settings are read and checked before torch is imported, and nothing is written until they fit together.
+``--help`` lists every setting, ``--dry-run`` shows what a command line resolves to. The last line of defence against a
+wrong run is this order: settings are read and checked before torch is imported, and nothing is written until they fit
+together.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from smp.models.presets import PRESETS
-
 from smp.config import ConfigError
+from smp.models.presets import PRESETS
 from smp.training.process import Process, write_status
 from smp.training.settings import read_settings, report, status_file_in
 

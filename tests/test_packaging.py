@@ -154,7 +154,7 @@ def test_make_env_takes_torch_alone_from_its_index() -> None:
     installs = [line for line in make("env", "TORCH_INDEX=cpu.example", "PIP_ARGS=--retries=9") if "install" in line]
     assert [("cpu.example" in line, "--no-deps" in line) for line in installs] == [(True, True), (False, False)]
     assert all("--retries=9" in line for line in installs)
-    assert f'"torch=={pins()["torch"]}"' in installs[0] and "-c constraints.txt" in installs[1]
+    assert f'"torch=={pins()["torch"]}"' in installs[0] and "constraints.txt" in installs[1]
 
 
 def test_make_gpu_uses_the_python_it_is_given_and_installs_nothing() -> None:

@@ -2,7 +2,8 @@
 
     python tools/generate.py --load checkpoints --tokenizer-model tokenizer.model --prompt "def main("
 
-Reads the model from the checkpoint alone: its settings are in the manifest. Works on any machine whatever the layout was.
+Reads the model from the checkpoint alone: its settings are in the manifest. Works on any machine whatever the layout
+was.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Cross-entropy over one rank's columns of the logits.
 
-With local logits z (n, v), the softmax over the whole vocabulary needs from each rank only m = max z, s = sum exp(z - m) and
-the target's logit: three floats per token. From the ranks' (m, s) follow M = max m and S = sum s exp(m - M), and the gradient
-of the loss is exp(z - m) exp(m - M) / S minus one at the target. So exp(z - m) is kept and scaled in place: the logits are
-read once and written twice.
+With local logits z (n, v), the softmax over the whole vocabulary needs from each rank only m = max z, s = sum exp(z -
+m) and the target's logit: three floats per token. From the ranks' (m, s) follow M = max m and S = sum s exp(m - M), and
+the gradient of the loss is exp(z - m) exp(m - M) / S minus one at the target. So exp(z - m) is kept and scaled in
+place: the logits are read once and written twice.
 """
 
 from __future__ import annotations

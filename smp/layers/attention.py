@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,8 +41,8 @@ class SelfAttention(nn.Module):
 
     Args:
         hidden_size: width of the residual stream.
-        num_heads, num_groups: query heads, key/value heads (global). Heads must be divisible by the mesh size; groups by
-            the mesh size, or the mesh size by groups: then neighbouring ranks share a key/value head.
+        num_heads, num_groups: query heads, key/value heads (global). Heads must be divisible by the mesh size; groups
+            by the mesh size, or the mesh size by groups: then neighbouring ranks share a key/value head.
         head_dim: width of a head.
         mesh: 1-D tensor-parallel mesh.
         bias, qkv_bias: bias on the output projection, on the others.
@@ -84,19 +85,20 @@ class SelfAttention(nn.Module):
         if window is not None and not causal:
             raise ValueError("a sliding window needs causal attention")
         self.window, self.causal, self.dropout = window, causal, dropout
-        place = {"device": device, "dtype": dtype, "sequence_parallel": sequence_parallel}
+        place: dict[str, Any] = {"device": device, "dtype": dtype, "sequence_parallel": sequence_parallel}
         column = {**place, "bias": qkv_bias, "init_std": init_std}
-        self.query = ColumnParallelLinear(hidden_size, num_heads * self.head_dim, mesh, **column)  # type: ignore[arg-type]
+        width, kv_width = num_heads * self.head_dim, groups * self.head_dim
+        self.query = ColumnParallelLinear(hidden_size, width, mesh, **column)
         column["parts"] = groups
-        self.key = ColumnParallelLinear(hidden_size, groups * self.head_dim, mesh, **column)  # type: ignore[arg-type]
-        self.value = ColumnParallelLinear(hidden_size, groups * self.head_dim, mesh, **column)  # type: ignore[arg-type]
+        self.key = ColumnParallelLinear(hidden_size, kv_width, mesh, **column)
+        self.value = ColumnParallelLinear(hidden_size, kv_width, mesh, **column)
         row = {**place, "bias": bias, "init_std": output_std}
-        self.output = RowParallelLinear(num_heads * self.head_dim, hidden_size, mesh, **row)  # type: ignore[arg-type]
+        self.output = RowParallelLinear(width, hidden_size, mesh, **row)
         self.query_norm = self.key_norm = None
         if qk_norm_eps is not None:
-            norm = {"eps": qk_norm_eps, "split": True, "device": device, "dtype": dtype}
-            self.query_norm = RMSNorm(self.head_dim, mesh, **norm)  # type: ignore[arg-type]
-            self.key_norm = RMSNorm(self.head_dim, mesh, **norm)  # type: ignore[arg-type]
+            norm: dict[str, Any] = {"eps": qk_norm_eps, "split": True, "device": device, "dtype": dtype}
+            self.query_norm = RMSNorm(self.head_dim, mesh, **norm)
+            self.key_norm = RMSNorm(self.head_dim, mesh, **norm)
         self.first_head = self.query.group.rank * (num_heads // mesh.size())
 
     def forward(self, x: torch.Tensor, info: SequenceInfo, key: torch.Tensor | None = None) -> torch.Tensor:
@@ -150,7 +152,8 @@ class SelfAttention(nn.Module):
 
 
 def _repeat_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """(batch, groups, length, head_dim) -> (batch, heads, length, head_dim), each key/value head for its query heads."""
+    """(batch, groups, length, head_dim) -> (batch, heads, length, head_dim), each key/value head for its query
+    heads."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 

@@ -1,8 +1,8 @@
 """Vocabulary-parallel cross-entropy: no rank ever holds a full row of logits.
 
-:func:`vocab_parallel_cross_entropy` takes local logits and returns a loss per token. :func:`linear_cross_entropy` also makes
-the logits, a chunk of tokens at a time, and computes the gradients on the way: the logits of one chunk are all that exists
-(compare Liger's fused linear cross-entropy, arXiv 2410.10989).
+:func:`vocab_parallel_cross_entropy` takes local logits and returns a loss per token. :func:`linear_cross_entropy` also
+makes the logits, a chunk of tokens at a time, and computes the gradients on the way: the logits of one chunk are all
+that exists (compare Liger's fused linear cross-entropy, arXiv 2410.10989).
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class VocabShard:
 
 
 def _losses(logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, ...]:
-    """Loss per token (n,), and (exps, factor, columns) from which the gradient follows. One exchange of 3 floats a token."""
+    """Loss per token (n,), and (exps, factor, columns) from which the gradient follows. One exchange of 3 floats a
+    token."""
     columns = labels - shard.start
     exps, stats = softmax_stats(logits, columns, shard.valid)
     everyone = wait(start_all_gather(stats, shard.group), shard.group).view(shard.group.size, 3, -1)

@@ -1,8 +1,8 @@
 """Vocabulary-parallel token embedding and output layer, and learned positions.
 
-The rows of both matrices are cut over the TP ranks. Their number is padded so that every rank holds an aligned, equal count:
-whatever the vocabulary, ranks agree and matrix products run on round sizes. The padding is zero, is left out of the loss,
-gets no gradient, and is cut off in checkpoints (``logical_rows`` says how many rows are real).
+The rows of both matrices are cut over the TP ranks. Their number is padded so that every rank holds an aligned, equal
+count: whatever the vocabulary, ranks agree and matrix products run on round sizes. The padding is zero, is left out of
+the loss, gets no gradient, and is cut off in checkpoints (``logical_rows`` says how many rows are real).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class VocabParallelEmbedding(nn.Module):
         init_std: standard deviation of the initial rows.
         device, dtype: of the parameter.
 
-    Shapes: ids (tokens, ...) -> (tokens [/p], ..., hidden). Each output element is nonzero on one rank only, so the sum over
-    the ranks is exact in any precision.
+    Shapes: ids (tokens, ...) -> (tokens [/p], ..., hidden). Each output element is nonzero on one rank only, so the sum
+    over the ranks is exact in any precision.
     """
 
     def __init__(

@@ -12,7 +12,8 @@ from smp.layers.parameter import SHARD_ROWS, Initializer, Normal, local, tp_para
 from smp.parallel.collectives import Group, copy_to_group, gather_tokens, start_all_gather, wait
 
 CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
-"""Size of one chunk of fp32 logits. On a CPU it should stay in the last-level cache; a GPU wants large matrix products."""
+"""Size of one chunk of fp32 logits. On a CPU it should stay in the last-level cache; a GPU wants large matrix
+products."""
 
 
 class VocabParallelHead(nn.Module):

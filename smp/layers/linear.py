@@ -1,10 +1,10 @@
 """Column- and row-parallel linear layers.
 
-With weights (out, in) and p ranks, a column-parallel layer holds rows ``out/p`` of the weight and makes columns ``out/p`` of
-the result; a row-parallel one holds columns ``in/p``, takes such a result and sums the partial products. One after the other
-they need one collective each way (Shoeybi et al. 2019, arXiv 1909.08053). With sequence parallelism (Korthikanti et al. 2022,
-arXiv 2205.05198) what enters and leaves the pair is split along dim 0 of the input: the sum becomes a reduce-scatter, and an
-all-gather precedes the column-parallel layer.
+With weights (out, in) and p ranks, a column-parallel layer holds rows ``out/p`` of the weight and makes columns
+``out/p`` of the result; a row-parallel one holds columns ``in/p``, takes such a result and sums the partial products.
+One after the other they need one collective each way (Shoeybi et al. 2019, arXiv 1909.08053). With sequence parallelism
+(Korthikanti et al. 2022, arXiv 2205.05198) what enters and leaves the pair is split along dim 0 of the input: the sum
+becomes a reduce-scatter, and an all-gather precedes the column-parallel layer.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class ColumnParallelLinear(nn.Module):
         init_std: standard deviation of the initial weight.
         device, dtype: of the parameters.
 
-    Shapes: (tokens, ..., in) -> (tokens, ..., out / max-parts-per-rank); under sequence parallelism the input's dim 0 is
-    tokens / p and the output's is tokens.
+    Shapes: (tokens, ..., in) -> (tokens, ..., out / max-parts-per-rank); under sequence parallelism the input's dim 0
+    is tokens / p and the output's is tokens.
 
     Raises:
         ValueError: when out_features cannot be cut evenly.

@@ -25,8 +25,8 @@ def _activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
 class MLP(nn.Module):
     """Column-parallel in, activation, row-parallel out.
 
-    The gate and up projections of SwiGLU (Shazeer 2020) are two parameters: one fused matrix cut by rows would change its
-    meaning with the number of ranks. They share one gather of the input.
+    The gate and up projections of SwiGLU (Shazeer 2020) are two parameters: one fused matrix cut by rows would change
+    its meaning with the number of ranks. They share one gather of the input.
 
     Args:
         hidden_size, ffn_hidden_size: global sizes; ffn must be divisible by the mesh size.

@@ -1,7 +1,7 @@
 """Parameters that rest as DTensors on the tensor-parallel mesh, and their first values.
 
-A parameter's global shape and placement go with it, so FSDP2, gradient norms and checkpoints need no bookkeeping of ours.
-Layers compute on plain local tensors: :func:`local` is the one way from the one to the other.
+A parameter's global shape and placement go with it, so FSDP2, gradient norms and checkpoints need no bookkeeping of
+ours. Layers compute on plain local tensors: :func:`local` is the one way from the one to the other.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def tp_parameter(
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
-    """The local part of a DTensor parameter, differentiable: the gradient comes back with the parameter's own placement.
+    """The local part of a DTensor parameter, differentiable: the gradient comes back with the parameter's own
+    placement.
 
     A layer that uses a replicated parameter on different data on each rank sums the gradient itself, in fp32, with
     ``smp.parallel.collectives.sum_gradient``; so a gradient is never ``Partial`` and any optimizer can use it.
@@ -75,8 +76,8 @@ def init_weights(model: nn.Module, seed: int) -> None:
     """Fill every parameter of our layers in ``model``, in place, from (seed, parameter name) alone.
 
     Works before and after ``fully_shard`` and after ``to_empty``; every layout gets the same bits. Modules state their
-    first values in an attribute ``initializers`` (parameter name -> :class:`Normal` or :class:`Constant`); modules without
-    one are left as they are. A tied parameter takes the first name it is found under.
+    first values in an attribute ``initializers`` (parameter name -> :class:`Normal` or :class:`Constant`); modules
+    without one are left as they are. A tied parameter takes the first name it is found under.
 
     Raises:
         ValueError: for a parameter on the meta device, or one of a module that says nothing about it.

@@ -1,4 +1,5 @@
-"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864), in the half-rotation order of Hugging Face and Megatron."""
+"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864), in the half-rotation order of Hugging Face and
+Megatron."""
 
 from __future__ import annotations
 

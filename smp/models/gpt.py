@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -165,7 +165,8 @@ class GPT(nn.Module):
 
 
 def _flat(x: torch.Tensor, padding: int) -> torch.Tensor:
-    """(batch, length) -> (batch x length + padding,), zeros at the end. A weight of 0 keeps the padding out of the loss."""
+    """(batch, length) -> (batch x length + padding,), zeros at the end. A weight of 0 keeps the padding out of the
+    loss."""
     return F.pad(x.reshape(-1), (0, padding)) if padding else x.reshape(-1)
 
 
@@ -183,7 +184,7 @@ def _norm(config: ModelConfig, mesh: DeviceMesh, place: dict[str, Any]) -> nn.Mo
 def _block(config: ModelConfig, mesh: DeviceMesh, place: dict[str, Any]) -> TransformerBlock:
     assert config.ffn_hidden_size is not None
     bias = not config.disable_bias_linear
-    std: dict[Literal["init_std", "output_std"], float] = {
+    std: dict[str, Any] = {
         "init_std": config.init_method_std,
         "output_std": config.init_method_std / (2 * config.num_layers) ** 0.5,
     }

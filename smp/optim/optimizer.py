@@ -62,18 +62,18 @@ def _apex_adam(groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.o
 
         @torch.no_grad()
         def step(self, closure: None = None) -> None:
-            groups, states = [g["params"] for g in self.param_groups], self.state
+            this: Any = self
+            groups, states = [g["params"] for g in this.param_groups], this.state
             local = {p: _local_twin(p) for group in groups for p in group}
-            self.state = defaultdict(dict, {local[p]: _map_tensors(s, _to_local) for p, s in states.items()})
-            for group in self.param_groups:
+            this.state = defaultdict(dict, {local[p]: _map_tensors(s, _to_local) for p, s in states.items()})
+            for group in this.param_groups:
                 group["params"] = [local[p] for p in group["params"]]
             super().step(closure)
-            inner = self.state
-            self.state = states
-            for group, params in zip(self.param_groups, groups, strict=True):
+            inner, this.state = this.state, states
+            for group, params in zip(this.param_groups, groups, strict=True):
                 group["params"] = params
                 for p in params:
-                    self.state[p] = _map_tensors(inner[local[p]], partial(_like, p))
+                    states[p] = _map_tensors(inner[local[p]], partial(_like, p))
 
     return LocalFusedAdam(groups, adam_w_mode=True, **options)
 
@@ -114,7 +114,8 @@ def global_norm(grads: list[torch.Tensor]) -> torch.Tensor:
     """L2 norm of gradients spread over all ranks, 0-dim fp32, the same on each.
 
     Every rank adds the squares of its local elements, divided by the number of ranks that hold a copy of them, and one
-    all-reduce over the whole world sums it all. (torch's ``get_total_norm`` runs one all-reduce per mesh dimension, in turn.)
+    all-reduce over the whole world sums it all. (torch's ``get_total_norm`` runs one all-reduce per mesh dimension, in
+    turn.)
     """
     if not grads:
         return torch.zeros(())

@@ -32,9 +32,9 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
 def local_box(tensor: torch.Tensor) -> Box:
     """The box of the global tensor that this rank's local part covers.
 
-    FSDP2 cuts the local rows of a tensor that TP has cut before, and notes that as ``_StridedShard``: its mesh dimension
-    stands to the left of TP's, but was applied after it. torch's own offset arithmetic assumes even shards there; this one
-    repeats the cuts in the order in which they were made, so uneven and empty shards come out right.
+    FSDP2 cuts the local rows of a tensor that TP has cut before, and notes that as ``_StridedShard``: its mesh
+    dimension stands to the left of TP's, but was applied after it. torch's own offset arithmetic assumes even shards
+    there; this one repeats the cuts in the order in which they were made, so uneven and empty shards come out right.
 
     Raises:
         ValueError: for a placement that is neither a shard nor a replica.

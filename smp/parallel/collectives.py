@@ -14,8 +14,8 @@ concat_tokens           all-gather of dim 0            split_tokens
 ======================  =============================  =====================
 
 ``gather_tokens`` and ``concat_tokens`` run the same forward. They differ in what follows: after ``gather_tokens`` each
-rank does different work on the whole (its columns of a matrix), so gradients are summed; after ``concat_tokens`` all ranks
-do the same work, so each keeps its part.
+rank does different work on the whole (its columns of a matrix), so gradients are summed; after ``concat_tokens`` all
+ranks do the same work, so each keeps its part.
 
 All are built on torch's functional collectives, which trace under ``torch.compile(fullgraph=True)``. The ``start_*``
 functions return at once and ``wait`` finishes them: layers put a matrix product in between.
@@ -34,7 +34,8 @@ _ops = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class Group:
-    """A process group as constants that a compiled graph can hold: its registered name, its size and this rank's place."""
+    """A process group as constants that a compiled graph can hold: its registered name, its size and this rank's
+    place."""
 
     name: str
     size: int
@@ -193,14 +194,16 @@ def split_tokens(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def concat_tokens(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """All ranks' rows, (n, ...) -> (n * size, ...), for work that every rank repeats; each rank's gradient keeps its part."""
+    """All ranks' rows, (n, ...) -> (n * size, ...), for work that every rank repeats; each rank's gradient keeps its
+    part."""
     return x if group.size == 1 else _ConcatTokens.apply(x, group)
 
 
 def sum_gradient(parameter: torch.Tensor, group: Group) -> torch.Tensor:
-    """Identity for a weight that all ranks hold but use on different data; its gradient is summed over the group in fp32.
+    """Identity for a weight that all ranks hold but use on different data; its gradient is summed over the group in
+    fp32.
 
-    The same as :func:`copy_to_group` except for the precision: a bf16 sum would round once per rank, and the ranks' number
-    would show in the result.
+    The same as :func:`copy_to_group` except for the precision: a bf16 sum would round once per rank, and the ranks'
+    number would show in the result.
     """
     return parameter if group.size == 1 else _SumGradient.apply(parameter, group)

@@ -1,8 +1,8 @@
 """The one device mesh of a run.
 
-Dimensions, slowest first: ``(pp, dp_replicate, dp_shard, cp, tp)``. Neighbouring ranks share a TP group, so the chattiest
-traffic stays inside a node. Hybrid FSDP shards over ``dp_shard`` (and ``cp``) and replicates over ``dp_replicate``.
-Dimensions of size one keep their place: code that looks one up never asks whether it exists.
+Dimensions, slowest first: ``(pp, dp_replicate, dp_shard, cp, tp)``. Neighbouring ranks share a TP group, so the
+chattiest traffic stays inside a node. Hybrid FSDP shards over ``dp_shard`` (and ``cp``) and replicates over
+``dp_replicate``. Dimensions of size one keep their place: code that looks one up never asks whether it exists.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def build_mesh(layout: Degrees, device_type: str) -> DeviceMesh:
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The sub-mesh that FSDP works on: ``(dp_shard)`` alone, or ``(dp_replicate, dp_shard)`` with replicas.
 
-    A replicate dimension of size one is left out: FSDP2 would run its all-reduce path, one copy per gradient, for nothing.
+    A replicate dimension of size one is left out: FSDP2 would run its all-reduce path, one copy per gradient, for
+    nothing.
     """
     if mesh["dp_replicate"].size() == 1:
         return mesh["dp_shard"]

@@ -2,9 +2,11 @@
 
 Two kinds, neither with a state that could be lost:
 
-* Initial weights: a block of rows is drawn from a generator seeded by (seed, parameter name, block number). A rank draws
+* Initial weights: a block of rows is drawn from a generator seeded by (seed, parameter name, block number). A rank
+draws
   the blocks it owns rows of and nothing else, and every layout starts from the same bits.
-* Dropout: each element's decision is a hash of (seed, layer, site, global token, channel). The same in every layout, under
+* Dropout: each element's decision is a hash of (seed, layer, site, global token, channel). The same in every layout,
+under
   recompute and after a resume.
 """
 

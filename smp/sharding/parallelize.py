@@ -1,8 +1,8 @@
 """From a model to a trainable, sharded one, in one order.
 
-TP and SP come with the layers -> (a pipeline will split here) -> recompute -> compile -> hybrid FSDP. Recompute wraps the
-compiled function, so what is replayed is compiled too; FSDP comes last, so that its hooks stay outside of both and a replay
-finds the weights already gathered.
+TP and SP come with the layers -> (a pipeline will split here) -> recompute -> compile -> hybrid FSDP. Recompute wraps
+the compiled function, so what is replayed is compiled too; FSDP comes last, so that its hooks stay outside of both and
+a replay finds the weights already gathered.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def _ends(model: GPT) -> list[nn.Module | list[nn.Module]]:
 
 
 def _recomputed(run: Callable[..., torch.Tensor], granularity: str) -> Callable[..., torch.Tensor]:
-    """``run`` with its activations recomputed in the backward pass. There is no RNG state to restore: dropout is keyed."""
+    """``run`` with its activations recomputed in the backward pass. There is no RNG state to restore: dropout is
+    keyed."""
     if granularity == "none":
         return run
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
@@ -81,8 +82,8 @@ def shard(model: nn.Module, units: list[Any], mesh: DeviceMesh, *, bf16: bool = 
 
     Args:
         model: anything whose parameters are DTensors on the TP mesh of the same parent mesh.
-        units: submodules (or lists of them) that are gathered and freed together; the rest of ``model`` is one more unit.
-        mesh: 1-D ``dp_shard`` or 2-D ``(dp_replicate, dp_shard)``, see ``smp.parallel.mesh.data_mesh``.
+        units: submodules (or lists of them) that are gathered and freed together; the rest of ``model`` is one more
+        unit. mesh: 1-D ``dp_shard`` or 2-D ``(dp_replicate, dp_shard)``, see ``smp.parallel.mesh.data_mesh``.
         bf16: compute in bfloat16 with fp32 master weights; gradients are reduced in fp32.
     """
     precision = MixedPrecisionPolicy(

@@ -58,7 +58,8 @@ class Console:
         self._window.append(result)
         if result.skipped:
             self.say(
-                f"iteration {progress.iteration}: loss {result.loss} or grad norm {result.grad_norm} is not finite; step skipped"
+                f"iteration {progress.iteration}: loss {result.loss} or grad norm {result.grad_norm} is not finite; "
+                "step skipped"
             )
         if progress.iteration % self.config.logging.log_interval == 0:
             self._report(progress)

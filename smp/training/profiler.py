@@ -15,8 +15,8 @@ class Profiler:
     """Records the iterations from ``profile_step_start`` up to, but not including, ``profile_step_end``.
 
     Each rank writes ``<log-dir>/profile/rank_NNNNN.trace.json`` (Chrome trace: chrome://tracing, Perfetto) and a memory
-    snapshot: on CUDA torch's own (``rank_NNNNN.memory.pickle``, for pytorch.org/memory_viz), elsewhere the profiler's table
-    of operators by memory (``rank_NNNNN.memory.txt``). Without --profile it does nothing.
+    snapshot: on CUDA torch's own (``rank_NNNNN.memory.pickle``, for pytorch.org/memory_viz), elsewhere the profiler's
+    table of operators by memory (``rank_NNNNN.memory.txt``). Without --profile it does nothing.
     """
 
     def __init__(self, config: TrainingConfig, log_dir: Path, rank: int) -> None:

@@ -1,3 +1,4 @@
+import itertools
 import math
 from collections import Counter, defaultdict
 
@@ -8,7 +9,7 @@ from smp.data.bigram import UNSEEN_COUNT, BigramModel, bigram_cross_entropy
 
 
 def slow_probability(train: list[int], vocab: int, discount: float, x: int, y: int) -> float:
-    pairs = Counter(zip(train, train[1:], strict=False))
+    pairs = Counter(itertools.pairwise(train))
     successors, predecessors = defaultdict(set), defaultdict(set)
     for a, b in pairs:
         successors[a].add(b)

@@ -1,3 +1,4 @@
+import itertools
 from collections import Counter
 from pathlib import Path
 
@@ -16,7 +17,7 @@ def write(prefix: Path, lengths: list[int], dtype: type = np.int32) -> IndexedDa
     """Documents of the given lengths whose tokens number the whole dataset: 0, 1, 2, ..."""
     ends = np.cumsum([0, *lengths])
     with IndexedDatasetWriter(prefix, dtype) as writer:
-        for start, end in zip(ends[:-1], ends[1:], strict=True):
+        for start, end in itertools.pairwise(ends):
             writer.add_document(np.arange(start, end))
     return IndexedDataset(prefix)
 

@@ -33,7 +33,9 @@ def prefix(tmp_path: Path) -> Path:
 def test_bytes_are_megatrons(prefix: Path) -> None:
     assert len(MEGATRON_IDX) == 102
     assert Path(f"{prefix}.idx").read_bytes() == MEGATRON_IDX
-    assert Path(f"{prefix}.bin").read_bytes() == struct.pack("<13H", *sum(DOCUMENTS, []))
+    assert Path(f"{prefix}.bin").read_bytes() == struct.pack(
+        "<13H", *(token for document in DOCUMENTS for token in document)
+    )
     assert sorted(path.name for path in prefix.parent.iterdir()) == ["three.documents.bin", "three.documents.idx"]
 
 
