@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from smp.config import Layout, ModelConfig, OptimizerConfig, ParallelConfig
 from smp.layers import init_weights
 from smp.models.gpt import GPT
 from smp.optim.optimizer import build_optimizer, clip_gradients
-from smp.parallel.mesh import build_mesh
+from smp.parallel.mesh import MESH_DIMS, build_mesh
 from smp.sharding.parallelize import parallelize
 
 MODEL = ModelConfig(
@@ -50,7 +50,7 @@ class Entry:
 
 
 def smp_step(mesh: DeviceMesh, **parallel: Any) -> Step:
-    """A training step of our model: loss, backward, clip, AdamW."""
+    """A training step of our model without data parallelism: loss, backward, clip, AdamW."""
     config = ParallelConfig(**parallel)
     model = GPT(MODEL, mesh["tp"], sequence_parallel=config.sequence_parallel, device="meta")
     parallelize(model, mesh, config)
@@ -63,7 +63,7 @@ def smp_step(mesh: DeviceMesh, **parallel: Any) -> Step:
     def step() -> float:
         loss = model(tokens, labels, weights)
         loss.backward()
-        clip_gradients(model.parameters(), 1.0)
+        clip_gradients(model.parameters(), 1.0, mesh.get_group("tp"))
         optimizer.step()
         optimizer.zero_grad()
         return loss.item()
@@ -138,26 +138,46 @@ def _print(title: str, entries: list[Entry]) -> None:
         print(f"  {name:32s} {rate:8.0f} tokens/s  {ratio:.3f} x", flush=True)
 
 
+def beside_transformers(rounds: int) -> None:
+    """One process, two threads: transformers, ours, ours compiled; fp32 and bf16."""
+    mesh = build_mesh(Layout(), "cpu")
+    for bf16 in (False, True):
+        entries = [
+            Entry("transformers", transformers_step(bf16), 2, []),
+            Entry("smp", smp_step(mesh, bf16=bf16), 2, []),
+            Entry("smp --compile", smp_step(mesh, bf16=bf16, compile=True), 2, []),
+        ]
+        interleave(entries, rounds)
+        _print("one step, bf16" if bf16 else "one step, fp32", entries)
+
+
+def beside_one_process(rounds: int) -> None:
+    """Tensor and sequence parallelism over two processes with a thread each, beside rank 0 alone with two threads."""
+    alone = init_device_mesh("cpu", (2, 1, 1, 1, 1, 1), mesh_dim_names=("copy", *MESH_DIMS))[MESH_DIMS]
+    both = build_mesh(Layout(tp=2), "cpu")
+    single = smp_step(alone) if dist.get_rank() == 0 else _nothing
+    entries = [
+        Entry("smp TP=1", single, 2, []),
+        Entry("smp TP=2 --sequence-parallel", smp_step(both, sequence_parallel=True), 1, []),
+    ]
+    interleave(entries, rounds)
+    if dist.get_rank() == 0:
+        _print("one step, fp32, two cores", entries)
+
+
+def _nothing() -> float:
+    """The other rank waits at the next barrier while rank 0 works alone."""
+    return 0.0
+
+
 def main() -> None:
-    """Run under plain python for the comparison with transformers, under torchrun with 2 processes for TP."""
+    """Under plain python the comparison with transformers, under torchrun with 2 processes that with TP."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--which", default="fp32,bf16,tp")
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each entry")
     args = parser.parse_args()
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    rank = int(os.environ.get("RANK", 0))
+    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     dist.init_process_group("gloo", store=None if world > 1 else dist.HashStore(), rank=rank, world_size=world)
-    if world == 1:
-        mesh = build_mesh(Layout(), "cpu")
-        for precision in args.which.split(","):
-            bf16 = precision == "bf16"
-            entries = [
-                Entry("transformers", transformers_step(bf16), 2, []),
-                Entry("smp", smp_step(mesh, bf16=bf16), 2, []),
-                Entry("smp --compile", smp_step(mesh, bf16=bf16, compile=True), 2, []),
-            ]
-            interleave(entries, args.rounds)
-            _print(precision, entries)
+    (beside_transformers if world == 1 else beside_one_process)(args.rounds)
     dist.destroy_process_group()
 
 

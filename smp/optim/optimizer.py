@@ -110,8 +110,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 @torch.no_grad()
-def global_norm(grads: list[torch.Tensor]) -> torch.Tensor:
-    """L2 norm of gradients spread over all ranks, 0-dim fp32, the same on each.
+def global_norm(grads: list[torch.Tensor], group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """L2 norm of gradients spread over the ranks of ``group`` (by default all), 0-dim fp32, the same on each.
 
     Every rank adds the squares of its local elements, divided by the number of ranks that hold a copy of them, and one
     all-reduce over the whole world sums it all. (torch's ``get_total_norm`` runs one all-reduce per mesh dimension, in
@@ -120,29 +120,36 @@ def global_norm(grads: list[torch.Tensor]) -> torch.Tensor:
     if not grads:
         return torch.zeros(())
     local = [_to_local(g) for g in grads]
-    copies = torch.tensor([_copies(g) for g in grads], dtype=torch.float32, device=local[0].device)
+    copies = torch.tensor([_copies(g, group) for g in grads], dtype=torch.float32, device=local[0].device)
     squares = (torch.stack(torch._foreach_norm(local)).float().square() / copies).sum()
-    dist.all_reduce(squares)
+    dist.all_reduce(squares, group=group)
     return squares.sqrt()
 
 
-def _copies(tensor: torch.Tensor) -> int:
+def _copies(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> int:
     """Number of ranks that hold the same elements as this one."""
     if not isinstance(tensor, DTensor):
-        return dist.get_world_size()
+        return dist.get_world_size(group)
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
     return math.prod(size for placement, size in sizes if isinstance(placement, Replicate))
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+def clip_gradients(
+    parameters: Iterable[torch.Tensor], max_norm: float, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
     """Scale all gradients so that their global L2 norm is at most ``max_norm``; 0 only measures.
+
+    Args:
+        parameters: of the whole model.
+        max_norm: upper bound.
+        group: the ranks that the model is spread over; by default all.
 
     Returns:
         The norm before clipping, see :func:`global_norm`.
     """
     grads = [p.grad for p in parameters if p.grad is not None]
-    norm = global_norm(grads)
+    norm = global_norm(grads, group)
     if max_norm > 0:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_([_to_local(g) for g in grads], scale)

@@ -19,7 +19,9 @@ TWO = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 
 
 def command(*flags: str, processes: int = 1) -> list[str]:
-    launcher = [] if processes == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    launcher = (
+        [] if processes == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    )
     return [sys.executable, *launcher, str(ROOT / "pretrain_gpt.py"), *flags]
 
 

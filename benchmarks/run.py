@@ -1,0 +1,36 @@
+"""``make bench``: run the CPU benchmarks and write their table to ``benchmarks/results/``."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main() -> None:
+    """One process with two threads beside transformers, then two processes with one thread each beside one process."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    script = str(ROOT / "benchmarks/training_step.py")
+    commands = [
+        [sys.executable, script],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script],
+    ]
+    outputs = [subprocess.run(c, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout for c in commands]
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout
+    header = f"{date.today()}, commit {commit.strip()}, torch {torch.__version__}, {platform.machine()}, CPU\n\n"
+    text = header + "\n".join(outputs)
+    print(text)
+    path = ROOT / "benchmarks/results/training_step_cpu.txt"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
