@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import queue
 import tempfile
 import time
@@ -33,7 +34,8 @@ def _worker(
             world_size=world_size,
             timeout=datetime.timedelta(seconds=120),
         )
-        results.put((rank, True, fn(rank, world_size, *args)))
+        value = fn(rank, world_size, *args)
+        results.put((rank, True, pickle.dumps(value)))  # by value: shared memory would die with this process
         dist.destroy_process_group()
     except BaseException:
         results.put((rank, False, traceback.format_exc()))
@@ -69,7 +71,7 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
     if failures or missing:
         silent = [f"ranks without an answer: {missing}"] if missing else []
         raise RuntimeError("\n".join(failures + silent))
-    return [outcome[r][1] for r in range(world_size)]
+    return [pickle.loads(outcome[r][1]) for r in range(world_size)]
 
 
 def _collect(results: Any, workers: list[Any], deadline: float) -> dict[int, tuple[bool, Any]]:
