@@ -45,7 +45,11 @@ def start_process_group(process: Process, timeout_minutes: float, deterministic:
 
 
 class StopSignal:
-    """Remembers SIGTERM and SIGINT instead of dying of them; a second one ends the process at once."""
+    """Remembers SIGTERM and SIGINT instead of dying of them.
+
+    A second SIGINT ends the process at once: somebody is at the keyboard. More SIGTERMs change nothing, because
+    launchers and schedulers both send one, and the checkpoint is being written.
+    """
 
     def __init__(self) -> None:
         self.name: str | None = None
@@ -53,9 +57,9 @@ class StopSignal:
             signal.signal(number, self._remember)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        if self.name is not None:
+        if self.name is not None and number == signal.SIGINT:
             raise SystemExit(128 + number)
-        self.name = signal.Signals(number).name
+        self.name = self.name or signal.Signals(number).name
 
 
 class Watchdog:

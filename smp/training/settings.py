@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -52,6 +53,11 @@ def status_file_in(argv: list[str]) -> str | None:
 
 
 def report(message: str, rank: int) -> None:
-    """Say on rank 0's stderr what all ranks found out alike."""
+    """Say on rank 0's stderr what all ranks found out alike.
+
+    The others wait a moment: when a process ends, torchrun stops the rest, and rank 0 should have spoken by then.
+    """
     if rank == 0:
         print(f"error: {message}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(1)

@@ -1,0 +1,61 @@
+"""Vocabulary-parallel cross-entropy against torch's on the whole vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.distributed import run_distributed
+
+TOKENS, HIDDEN, ROWS = 11, 6, 8
+
+
+def compare(rank: int, world: int, vocab: int) -> dict[str, float]:
+    """Largest errors of losses and gradients."""
+    from smp.config import Layout
+    from smp.layers import IGNORE_INDEX, VocabShard, linear_cross_entropy, vocab_parallel_cross_entropy
+    from smp.parallel.collectives import Group, copy_to_group
+    from smp.parallel.mesh import build_mesh
+
+    group = Group.of(build_mesh(Layout(tp=world), "cpu")["tp"])
+    shard = VocabShard.of(group, ROWS, vocab)
+    generator = torch.Generator().manual_seed(0)
+    hidden = (30 * torch.randn(TOKENS, HIDDEN, generator=generator)).requires_grad_()
+    weight = torch.randn(vocab, HIDDEN, generator=generator).requires_grad_()
+    labels = torch.randint(0, vocab, (TOKENS,), generator=generator)
+    labels[3] = IGNORE_INDEX
+    counts = (labels != IGNORE_INDEX).float() / (TOKENS - 1)
+    want = F.cross_entropy(hidden @ weight.t(), labels, reduction="none", ignore_index=IGNORE_INDEX)
+    (want * counts).sum().backward()
+    assert hidden.grad is not None and weight.grad is not None
+
+    padded = F.pad(weight.detach(), (0, 0, 0, world * ROWS - vocab))
+    mine: Any = padded[rank * ROWS : (rank + 1) * ROWS].clone().requires_grad_()
+    grad = F.pad(weight.grad, (0, 0, 0, world * ROWS - vocab))[rank * ROWS : (rank + 1) * ROWS]
+    errors = {}
+    for chunk in (1, 4, TOKENS):
+        x: Any = hidden.detach().clone().requires_grad_()
+        mine.grad = None
+        loss = linear_cross_entropy(copy_to_group(x, group), mine, labels, counts, shard, chunk_tokens=chunk)
+        loss.backward()
+        errors[f"loss, chunks of {chunk}"] = abs(loss.item() / (want * counts).sum().item() - 1)
+        errors[f"dx, chunks of {chunk}"] = ((x.grad - hidden.grad).norm() / hidden.grad.norm()).item()
+        errors[f"dw, chunks of {chunk}"] = ((mine.grad - grad).norm() / weight.grad.norm()).item()
+    x, mine.grad = hidden.detach().clone().requires_grad_(), None
+    per_token = vocab_parallel_cross_entropy(copy_to_group(x, group) @ mine.t(), labels, shard)
+    (per_token * counts).sum().backward()
+    errors["per token"] = ((per_token - want).norm() / want.norm()).item()
+    errors["dx per token"] = ((x.grad - hidden.grad).norm() / hidden.grad.norm()).item()
+    errors["dw per token"] = ((mine.grad - grad).norm() / weight.grad.norm()).item()
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("world", "vocab"), [(1, 7), (3, 24), (3, 17), (3, 13)]
+)  # 13: the last rank holds padding only
+def test_equals_cross_entropy_of_the_whole_vocabulary(world: int, vocab: int) -> None:
+    for errors in run_distributed(compare, world, vocab):
+        assert {name: e for name, e in errors.items() if e > 1e-5} == {}

@@ -1,0 +1,56 @@
+"""Every differentiable collective's backward pass is its adjoint: <A x, y> = <x, A^T y>, summed over the ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.distributed import run_distributed
+
+# name -> rows in and out per rank, on 3 ranks; whether the input, the output is one tensor that all ranks hold
+PAIRS = {
+    "copy_to_group": (6, 6, True, False),
+    "reduce_from_group": (6, 6, False, True),
+    "gather_tokens": (2, 6, False, False),
+    "reduce_scatter_tokens": (6, 2, False, False),
+    "split_tokens": (6, 2, True, False),
+    "concat_tokens": (2, 6, False, True),
+}
+
+
+def inner_products(rank: int, world: int) -> dict[str, tuple[float, float]]:
+    """(<A x, y>, <x, A^T y>) by name."""
+    import torch.distributed as dist
+
+    from smp.config import Layout
+    from smp.parallel import collectives
+    from smp.parallel.mesh import build_mesh
+
+    group = collectives.Group.of(build_mesh(Layout(tp=world), "cpu")["tp"])
+    out = {}
+    for name, (rows_in, rows_out, same_in, same_out) in PAIRS.items():
+        mine, shared = torch.Generator().manual_seed(rank), torch.Generator().manual_seed(99)
+        x = torch.randn(rows_in, 4, generator=shared if same_in else mine, dtype=torch.float64, requires_grad=True)
+        y = torch.randn(rows_out, 4, generator=shared if same_out else mine, dtype=torch.float64)
+        result = getattr(collectives, name)(x, group)
+        result.backward(y)
+        assert x.grad is not None
+        # a tensor that all ranks hold is one vector: it counts once
+        left = (result.detach() * y).sum() / (world if same_out else 1)
+        right = (x.detach() * x.grad).sum() / (world if same_in else 1)
+        sums = torch.stack((left, right))
+        dist.all_reduce(sums)
+        out[name] = (sums[0].item(), sums[1].item())
+    return out
+
+
+@pytest.fixture(scope="module")
+def products() -> dict[str, tuple[float, float]]:
+    return run_distributed(inner_products, 3)[0]
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_backward_is_the_adjoint(products: dict[str, tuple[float, float]], name: str) -> None:
+    left, right = products[name]
+    assert left == pytest.approx(right, rel=1e-12)
+    assert abs(left) > 1e-3
