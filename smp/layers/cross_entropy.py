@@ -7,13 +7,12 @@ that exists (compare Liger's fused linear cross-entropy, arXiv 2410.10989).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from smp.kernels.cross_entropy import combine_stats, logits_gradient, softmax_stats
+from smp.kernels.cross_entropy import combine_stats, logits_to_gradient, softmax_stats
 from smp.parallel.collectives import Group, start_all_gather, wait
 
 IGNORE_INDEX = -100
@@ -36,30 +35,29 @@ class VocabShard:
 
 
 def _losses(logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, ...]:
-    """Loss per token (n,), and (exps, factor, columns) from which the gradient follows. One exchange of 3 floats a
+    """Loss per token (n,), and (log_total, columns) from which the gradient follows. One exchange of 3 floats a
     token."""
     columns = labels - shard.start
-    exps, stats = softmax_stats(logits, columns, shard.valid)
+    stats = softmax_stats(logits, columns, shard.valid)
     everyone = wait(start_all_gather(stats, shard.group), shard.group).view(shard.group.size, 3, -1)
-    peak, total, target = combine_stats(everyone)
-    factor = (stats[0] - peak).exp() / total
-    return peak + total.log() - target, exps, factor, columns
+    log_total, target = combine_stats(everyone)
+    return log_total - target, log_total, columns
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard) -> torch.Tensor:
         counts = labels != IGNORE_INDEX
-        losses, exps, factor, columns = _losses(logits.clone(), labels, shard)
-        ctx.save_for_backward(exps, factor, columns, counts)
-        ctx.valid, ctx.dtype = shard.valid, logits.dtype
+        losses, log_total, columns = _losses(logits, labels, shard)
+        ctx.save_for_backward(logits, log_total, columns, counts)
+        ctx.valid = shard.valid
         return torch.where(counts, losses, 0.0)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        exps, factor, columns, counts = ctx.saved_tensors
+        logits, log_total, columns, counts = ctx.saved_tensors
         weights = torch.where(counts, grad, 0.0)
-        return logits_gradient(exps.clone(), factor, columns, ctx.valid, weights).to(ctx.dtype), None, None
+        return logits_to_gradient(logits.clone(), log_total, columns, ctx.valid, weights), None, None
 
 
 def vocab_parallel_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard) -> torch.Tensor:
@@ -73,20 +71,17 @@ def vocab_parallel_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, sha
     return _CrossEntropy.apply(logits, labels, shard)
 
 
-def chunk_loss(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, token_weights: torch.Tensor, shard: VocabShard
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weighted loss of a chunk of tokens (0-dim fp32) and its gradient by the local logits (n, rows per rank).
+def _chunk_loss(
+    logits: torch.Tensor, labels: torch.Tensor, token_weights: torch.Tensor, shard: VocabShard, with_gradient: bool
+) -> torch.Tensor:
+    """Weighted loss of a chunk of tokens, 0-dim fp32; ``logits`` become its gradient by them if that is asked for.
 
-    Tokens with weight 0 add nothing, whatever their label. This is the function that ``--compile`` compiles.
+    Tokens with weight 0 add nothing, whatever their label.
     """
-    logits = hidden @ weight.t()  # (n, rows per rank)
-    losses, exps, factor, columns = _losses(logits, labels, shard)
-    loss = torch.where(token_weights != 0, losses * token_weights, 0.0).sum()
-    return loss, logits_gradient(exps, factor, columns, shard.valid, token_weights).to(hidden.dtype)
-
-
-ChunkLoss = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    losses, log_total, columns = _losses(logits, labels, shard)
+    if with_gradient:
+        logits_to_gradient(logits, log_total, columns, shard.valid, token_weights)
+    return torch.where(token_weights != 0, losses * token_weights, 0.0).sum()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -99,35 +94,40 @@ class _LinearCrossEntropy(torch.autograd.Function):
         token_weights: torch.Tensor,
         shard: VocabShard,
         chunk_tokens: int,
-        chunk_fn: ChunkLoss,
         with_gradient: bool,
     ) -> torch.Tensor:
         total = torch.zeros((), device=hidden.device)
+        logits = hidden.new_empty(min(chunk_tokens, hidden.shape[0]), weight.shape[0])  # one buffer for all chunks
         dhidden = torch.empty_like(hidden) if with_gradient else None
-        dweight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if with_gradient else None
+        dweight = torch.empty(weight.shape, dtype=torch.float32, device=weight.device) if with_gradient else None
         for start in range(0, hidden.shape[0], chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            loss, dlogits = chunk_fn(hidden[part], weight, labels[part], token_weights[part], shard)
-            total += loss
+            buffer = logits[: hidden[part].shape[0]]
+            torch.mm(hidden[part], weight.t(), out=buffer)
+            total += _chunk_loss(buffer, labels[part], token_weights[part], shard, with_gradient)
             if dhidden is not None and dweight is not None:
-                torch.mm(dlogits, weight, out=dhidden[part])
-                _accumulate(dweight, dlogits, hidden[part])
+                torch.mm(buffer, weight, out=dhidden[part])
+                _accumulate(dweight, buffer, hidden[part], first=start == 0)
         if dhidden is not None and dweight is not None:
             ctx.save_for_backward(dhidden, dweight.to(weight.dtype))
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Scales in place, to touch no new memory; autograd refuses a second backward pass through it."""
         dhidden, dweight = ctx.saved_tensors
-        return (dhidden * grad).to(dhidden.dtype), (dweight * grad).to(dweight.dtype), *([None] * 6)
+        return dhidden.mul_(grad), dweight.mul_(grad), *([None] * 5)
 
 
-def _accumulate(total: torch.Tensor, dlogits: torch.Tensor, hidden: torch.Tensor) -> None:
+def _accumulate(total: torch.Tensor, dlogits: torch.Tensor, hidden: torch.Tensor, first: bool) -> None:
     """total += dlogits^T hidden, kept in fp32 so that the number of chunks does not show in bf16."""
-    if hidden.dtype == torch.float32:
-        torch.addmm(total, dlogits.t(), hidden, out=total)
+    if hidden.dtype != torch.float32:
+        product = dlogits.t() @ hidden
+        total.copy_(product) if first else total.add_(product)
+    elif first:
+        torch.mm(dlogits.t(), hidden, out=total)
     else:
-        total += dlogits.t() @ hidden
+        torch.addmm(total, dlogits.t(), hidden, out=total)
 
 
 def linear_cross_entropy(
@@ -138,7 +138,6 @@ def linear_cross_entropy(
     shard: VocabShard,
     *,
     chunk_tokens: int,
-    chunk_fn: ChunkLoss = chunk_loss,
 ) -> torch.Tensor:
     """Sum over tokens of ``token_weights`` x cross-entropy of ``hidden @ weight^T``; 0-dim fp32, equal on all ranks.
 
@@ -150,9 +149,6 @@ def linear_cross_entropy(
         token_weights: fp32 (n,), no gradient.
         shard: which rows these are.
         chunk_tokens: tokens per chunk; bounds the memory at chunk_tokens x rows per rank.
-        chunk_fn: :func:`chunk_loss` or its compiled form.
     """
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return _LinearCrossEntropy.apply(
-        hidden, weight, labels, token_weights, shard, chunk_tokens, chunk_fn, with_gradient
-    )
+    return _LinearCrossEntropy.apply(hidden, weight, labels, token_weights, shard, chunk_tokens, with_gradient)

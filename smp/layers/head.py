@@ -6,14 +6,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from smp.layers.cross_entropy import ChunkLoss, VocabShard, chunk_loss, linear_cross_entropy
+from smp.layers.cross_entropy import VocabShard, linear_cross_entropy
 from smp.layers.embedding import padded_vocab_size
 from smp.layers.parameter import SHARD_ROWS, Initializer, Normal, local, tp_parameter
 from smp.parallel.collectives import Group, copy_to_group, gather_tokens, start_all_gather, wait
 
-CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
-"""Size of one chunk of fp32 logits. On a CPU it should stay in the last-level cache; a GPU wants large matrix
-products."""
+CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
+"""Size of one chunk of logits in fp32 (half of it in bf16): large enough for efficient matrix products (512 tokens of 32,000 logits ran at 95 %
+of the CPU's best rate, 256 at 85 %)."""
 
 
 class VocabParallelHead(nn.Module):
@@ -51,7 +51,6 @@ class VocabParallelHead(nn.Module):
         self.initializers: dict[str, Initializer] = {"weight": Normal(init_std)}
         self.logical_rows = {} if tied else {"weight": vocab_size}
         self.shard = VocabShard.of(self.group, rows // self.group.size, vocab_size)
-        self.chunk_fn: ChunkLoss = chunk_loss
 
     def forward(
         self,
@@ -78,9 +77,7 @@ class VocabParallelHead(nn.Module):
         if labels is None or token_weights is None:
             return self._logits(hidden, weight)
         chunk = max(1, CHUNK_BYTES.get(x.device.type, CHUNK_BYTES["cuda"]) // (4 * weight.shape[0]))
-        return linear_cross_entropy(
-            hidden, weight, labels, token_weights, self.shard, chunk_tokens=chunk, chunk_fn=self.chunk_fn
-        )
+        return linear_cross_entropy(hidden, weight, labels, token_weights, self.shard, chunk_tokens=chunk)
 
     def _logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """All logits on every rank, for generation and comparison (not differentiable across ranks)."""

@@ -108,7 +108,7 @@ class ColumnParallelLinear(nn.Module):
         self.group = Group.of(mesh)
         self.sequence_parallel = sequence_parallel
         self.replicated = parts is not None and parts < self.group.size
-        if self.replicated and (self.group.size % parts or out_features % parts):  # type: ignore[operator]
+        if parts and (out_features % parts or (parts % self.group.size and self.group.size % parts)):
             raise ValueError(f"{out_features} outputs in {parts} parts cannot be shared by {self.group.size} ranks")
         self.part_features = out_features // (parts if self.replicated and parts else self.group.size)
         placement = REPLICATE if self.replicated else SHARD_ROWS

@@ -214,9 +214,8 @@ def _optimizer_bytes(config: Config) -> int:
 
 
 def _logits_bytes(tokens: int, rows: int, chunk_bytes: int, b: int) -> int:
-    """A chunk of logits: in fp32 they turn into their gradient in place, in bf16 there is a copy before and after."""
-    chunk = min(tokens, max(1, chunk_bytes // (4 * rows)))
-    return chunk * rows * (4 if b == 4 else 4 + 2 * b)
+    """A chunk of logits, which turn into their gradient in place."""
+    return min(tokens, max(1, chunk_bytes // (4 * rows))) * rows * b
 
 
 def _activations_per_token(config: Config, layout: Layout, b: int) -> int:

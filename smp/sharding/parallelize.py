@@ -19,7 +19,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from smp.config import ParallelConfig
 from smp.layers.block import TransformerBlock
-from smp.layers.cross_entropy import chunk_loss
 from smp.models.gpt import GPT
 from smp.parallel.mesh import data_mesh
 
@@ -48,8 +47,6 @@ def parallelize(model: GPT, mesh: DeviceMesh, config: ParallelConfig) -> GPT:
     for block in blocks:
         run = torch.compile(block.run, fullgraph=True) if config.compile else block.run
         block.run = _recomputed(run, config.recompute_granularity)
-    if config.compile:
-        model.head.chunk_fn = torch.compile(chunk_loss, fullgraph=True)
     shard(model, [*blocks, *_ends(model)], data_mesh(mesh), bf16=config.bf16)
     return model
 
@@ -93,7 +90,9 @@ def shard(model: nn.Module, units: list[Any], mesh: DeviceMesh, *, bf16: bool = 
         fully_shard(unit, mesh=mesh, mp_policy=precision)
     fully_shard(model, mesh=mesh, mp_policy=precision)
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if (
+            isinstance(module, FSDPModule) and mesh.size() > 1
+        ):  # for one rank FSDP2 would divide by 1.0: a pass for nothing
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
     return model
