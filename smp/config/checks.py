@@ -110,6 +110,7 @@ def _check_data_source(data: DataConfig, model: ModelConfig, training: TrainingC
         "what to train on is missing: give --data-path or --mock-data (or --dry-run)",
     )
     _require(model.vocab_size is not None or not data.mock_data, "--mock-data needs --vocab-size")
+    _require((model.vocab_size or 2) > 1 or not data.mock_data, "--mock-data needs a --vocab-size of at least 2")
     _require(
         model.vocab_size is not None or data.tokenizer_model is not None,
         "the number of token ids is unknown: give --tokenizer-model or --vocab-size",

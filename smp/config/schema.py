@@ -102,7 +102,7 @@ class ParallelConfig:
     """Activations to recompute in the backward pass. selective keeps matrix products, attention and communication
     results; full keeps only each block's input."""
     compile: bool = False
-    """Compile each block and the loss with torch.compile."""
+    """Compile each block with torch.compile."""
     distributed_timeout_minutes: float = 10.0
     """A collective that waits longer ends the run; each waiting rank dumps its stack first."""
 

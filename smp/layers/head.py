@@ -12,8 +12,8 @@ from smp.layers.parameter import SHARD_ROWS, Initializer, Normal, local, tp_para
 from smp.parallel.collectives import Group, copy_to_group, gather_tokens, start_all_gather, wait
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
-"""Size of one chunk of logits in fp32 (half of it in bf16): large enough for efficient matrix products (512 tokens of 32,000 logits ran at 95 %
-of the CPU's best rate, 256 at 85 %)."""
+"""Size of one chunk of logits in fp32 (half of it in bf16), large enough for efficient matrix products: 512 tokens of
+32,000 logits ran at 95 % of the CPU's best rate, 256 at 85 %."""
 
 
 class VocabParallelHead(nn.Module):

@@ -80,7 +80,7 @@ def init_weights(model: nn.Module, seed: int) -> None:
     without one are left as they are. A tied parameter takes the first name it is found under.
 
     Raises:
-        ValueError: for a parameter on the meta device, or one of a module that says nothing about it.
+        ValueError: for a parameter on the meta device.
     """
     seen: set[int] = set()
     for prefix, module in model.named_modules():

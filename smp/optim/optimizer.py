@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from smp.config import ConfigError, OptimizerConfig
@@ -25,9 +26,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
         ConfigError: for ``apex-adam`` without apex or without a GPU.
         ValueError: when the model is not parallelized yet: FSDP would replace the parameters and nothing would train.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if not all(isinstance(p, DTensor) for p in parameters):
+    if not isinstance(model, FSDPModule):
         raise ValueError("build the optimizer after parallelize(): FSDP replaces the model's parameters")
+    parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
@@ -150,7 +151,7 @@ def clip_gradients(
     """
     grads = [p.grad for p in parameters if p.grad is not None]
     norm = global_norm(grads, group)
-    if max_norm > 0:
+    if max_norm > 0 and grads:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_([_to_local(g) for g in grads], scale)
     return norm

@@ -7,10 +7,13 @@ chattiest traffic stays inside a node. Hybrid FSDP shards over ``dp_shard`` (and
 
 from __future__ import annotations
 
+import math
+from datetime import timedelta
 from typing import Protocol
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -30,15 +33,25 @@ class Degrees(Protocol):
     def tp(self) -> int: ...
 
 
-def build_mesh(layout: Degrees, device_type: str) -> DeviceMesh:
+def build_mesh(layout: Degrees, device_type: str, timeout: timedelta | None = None) -> DeviceMesh:
     """The mesh for ``layout`` over all ranks of the default process group.
 
     Args:
         layout: degrees; their product is the world size (checked with a readable error in ``smp.config`` before).
         device_type: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL).
+        timeout: of every group's collectives; by default torch's. (``init_device_mesh`` knows no timeout.)
     """
     sizes = tuple(int(getattr(layout, name)) for name in MESH_DIMS)
-    return init_device_mesh(device_type, sizes, mesh_dim_names=MESH_DIMS)
+    ranks = torch.arange(math.prod(sizes)).view(sizes)
+    groups = [_own_group(ranks, dim, timeout) for dim in range(len(sizes))]
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=MESH_DIMS)
+
+
+def _own_group(ranks: torch.Tensor, dim: int, timeout: timedelta | None) -> dist.ProcessGroup:
+    """Make the groups of ranks that differ in ``dim`` only; this rank's own."""
+    members = ranks.movedim(dim, -1).flatten(0, -2).tolist()
+    group, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout)
+    return group
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import datetime
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -45,15 +48,16 @@ class Pretraining:
         config: resolved settings.
         process: this process's place; the process group exists.
         device: what to train on.
+        stop: told of signals that ask for an end.
     """
 
-    def __init__(self, config: Config, process: Process, device: torch.device) -> None:
-        self.config, self.process = config, process
+    def __init__(self, config: Config, process: Process, device: torch.device, stop: StopSignal) -> None:
+        self.config, self.process, self.stop = config, process, stop
         self.started = time.monotonic()
-        self.stop = StopSignal()
         self.watchdog = Watchdog(process, config.parallel.distributed_timeout_minutes)
         self.layout = Layout.from_config(config.parallel, process.world_size)
-        self.mesh = build_mesh(self.layout, device.type)
+        timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
+        self.mesh = build_mesh(self.layout, device.type, timeout)
         train, self.valid = self._datasets()
         folder = find_checkpoint(config)
         model = self._model(device)
@@ -61,7 +65,11 @@ class Pretraining:
         progress, notes = load_training(folder, config, model, optimizer) if folder else (Progress(), [])
         self.trainer = Trainer(config, model, optimizer, self.mesh, device, progress)
         self.batches = self._loader(train, progress.consumed_samples)
-        self.console = Console(config, self.layout, process.rank, device, progress.iteration)
+        if config.checkpoint.save is not None:
+            with _blamed_on("--save", config.checkpoint.save):
+                Path(config.checkpoint.save).mkdir(parents=True, exist_ok=True)
+        with _blamed_on("--log-dir", config.logging.log_dir):
+            self.console = Console(config, self.layout, process.rank, device, progress.iteration)
         for line in [f"resumed from {folder} at iteration {progress.iteration}", *notes] if folder else []:
             self.console.say(line)
 
@@ -112,12 +120,16 @@ class Pretraining:
         last = training.train_iters
         assert last is not None
         outcome = Outcome("done", f"{last} iterations trained", last)
+        if progress.iteration >= last:
+            nothing = f"nothing left to train: at iteration {progress.iteration} of {last}"
+            outcome = Outcome("done", nothing, progress.iteration)
         saved_at = evaluated_at = progress.iteration
         with Profiler(training, Path(self.config.logging.log_dir), self.process.rank) as profiler:
             while progress.iteration < last:
                 profiler.step(progress.iteration + 1)
                 result = self.trainer.train_step(next(self.batches))
                 self.console.step(progress, result)
+                self.trainer.check_skipped()
                 if _due(progress.iteration, training.eval_interval):
                     self.evaluate()
                     evaluated_at = progress.iteration
@@ -180,6 +192,15 @@ class Pretraining:
         self.watchdog.close()
 
 
+@contextlib.contextmanager
+def _blamed_on(flag: str, value: str) -> Iterator[None]:
+    """An error of the file system becomes one line that names the flag."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{flag} {value}: {error}") from None
+
+
 def _due(iteration: int, interval: int | None) -> bool:
     return interval is not None and iteration % interval == 0
 
@@ -192,21 +213,17 @@ def launch(config: Config, process: Process) -> int:
         return 0
     parallel = config.parallel
     device = start_process_group(process, parallel.distributed_timeout_minutes, config.training.deterministic_mode)
+    stop = StopSignal()
     run: Pretraining | None = None
     try:
-        run = Pretraining(config, process, device)
+        run = Pretraining(config, process, device, stop)
         outcome = run.run()
-    except (ConfigError, CheckpointError) as error:
-        report(str(error), process.rank)
-        outcome = Outcome("bad_config" if run is None else "failed", str(error), 0)
-    except TrainingError as error:
-        report(str(error), process.rank)
-        outcome = Outcome("failed", str(error), run.trainer.progress.iteration if run else 0)
+    except (ConfigError, CheckpointError, TrainingError) as error:
+        report(str(error), process.rank, lambda: stop.name is not None)
+        outcome = Outcome("bad_config" if run is None else "failed", str(error), _iteration(run))
     except BaseException as error:
-        iteration = run.trainer.progress.iteration if run else 0
-        _write_outcome(
-            config, process, Outcome("failed", f"{type(error).__name__}: {error}", iteration), run is not None
-        )
+        outcome = Outcome("failed", f"{type(error).__name__}: {error}", _iteration(run))
+        _write_outcome(config, process, outcome, run is not None)
         raise
     finally:
         if run is not None:
@@ -214,6 +231,10 @@ def launch(config: Config, process: Process) -> int:
     _write_outcome(config, process, outcome, run is not None)
     dist.destroy_process_group()
     return {"done": 0, "requeue": 0, "failed": 1, "bad_config": 2}[outcome.status]
+
+
+def _iteration(run: Pretraining | None) -> int:
+    return 0 if run is None else run.trainer.progress.iteration
 
 
 def _write_outcome(config: Config, process: Process, outcome: Outcome, started: bool) -> None:

@@ -86,7 +86,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         reported = 0.0
-        while not self._closed.wait(min(1.0, self._limit / 4)):
+        while not self._closed.wait(min(1.0, self._limit / 20)):  # well within the tenth that is left
             if time.monotonic() - self._last > self._limit and reported != self._last:
                 reported = self._last
                 print(f"{self._title} {self._limit:.0f} s; its stacks:", file=sys.stderr, flush=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -52,12 +52,15 @@ def status_file_in(argv: list[str]) -> str | None:
     return None
 
 
-def report(message: str, rank: int) -> None:
-    """Say on rank 0's stderr what all ranks found out alike.
+def report(message: str, rank: int, stopped: Callable[[], bool] = lambda: False) -> None:
+    """Say on stderr why this process ends: rank 0 at once, any other rank only if it is still there a moment later.
 
-    The others wait a moment: when a process ends, torchrun stops the rest, and rank 0 should have spoken by then.
+    What all ranks found out alike is said once: rank 0 speaks and ends, and torchrun stops the rest (``stopped`` tells
+    a process that handles the signal). What another rank alone saw it says itself.
     """
     if rank == 0:
         print(f"error: {message}", file=sys.stderr, flush=True)
-    else:
-        time.sleep(1)
+        return
+    time.sleep(2)
+    if not stopped():
+        print(f"error: rank {rank}: {message}", file=sys.stderr, flush=True)

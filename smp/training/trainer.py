@@ -124,6 +124,9 @@ class Trainer:
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
         self.progress.skipped_iterations += not finite
         self.progress.nan_iterations += nan
+
+    def check_skipped(self) -> None:
+        """Raise TrainingError when too many steps in a row were skipped."""
         limit = self.config.training.max_skipped_steps
         if self.skipped_in_a_row >= limit:
             raise TrainingError(

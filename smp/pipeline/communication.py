@@ -1,0 +1,118 @@
+"""The one pass that turns an order of computations into a complete schedule.
+
+A schedule function decides only what is computed when; the rest follows. Rank 0 of two with 1F1B:
+
+    computation   F0                         F1        B0                 F2        ...  B7
+    complete      unshard F0 send0 receive0  F1 send1  B0        receive1 F2 send2  ...  B7 reduce reshard
+
+- A result that another rank needs is sent right after it is computed.
+- A receive is posted ``prefetch`` computations before the one that reads it, so that the message travels meanwhile, and
+  in the order in which the other rank sends, because messages do not overtake each other.
+- Parameters are unsharded ``prefetch`` computations before their first use and resharded after the last one, or around
+  every use with ``reshard_after_use`` (computations that follow each other on one micro-batch share a use).
+- The gradients of a stage are reduced once, right after its last backward.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate, groupby
+
+from smp.pipeline.actions import RECEIVE, Action, Op, Schedule, counterpart, needs, parts
+
+
+class _Rank:
+    """The computations of one rank and what is inserted before and after each of them."""
+
+    def __init__(self, compute: tuple[Action, ...]) -> None:
+        self.compute = compute
+        self.before: defaultdict[int, list[Action]] = defaultdict(list)
+        self.after: defaultdict[int, list[Action]] = defaultdict(list)
+
+    def actions(self) -> Iterator[Action]:
+        for index, action in enumerate(self.compute):
+            yield from (*self.before[index], action, *self.after[index])
+
+
+def add_communication(schedule: Schedule, prefetch: int = 1, reshard_after_use: bool = False) -> Schedule:
+    """The schedule with its sends, receives, unshards, reshards and reduces.
+
+    Args:
+        schedule: computation only.
+        prefetch: computations by which receives and unshards stand ahead of their use. More hides longer messages and
+            holds more buffers. Paired sends need 0, because there a receive blocks.
+        reshard_after_use: free the parameters between micro-batches: less memory, more all-gathers.
+
+    Raises:
+        ValueError: ``prefetch`` is negative, or a computation needs a result that no rank computes.
+    """
+    if prefetch < 0:
+        raise ValueError(f"prefetch is a number of computations, at least 0, not {prefetch}")
+    ranks = [_Rank(compute) for compute in schedule.actions]
+    for rank in ranks:
+        _unshard(rank, prefetch, reshard_after_use)
+    _send_and_receive(schedule, ranks, prefetch)
+    for rank in ranks:
+        _reduce(rank)
+        _reshard(rank, reshard_after_use)
+    return replace(schedule, actions=tuple(tuple(rank.actions()) for rank in ranks))
+
+
+def _send_and_receive(schedule: Schedule, ranks: list[_Rank], prefetch: int) -> None:
+    for (source, destination), messages in _channels(schedule).items():
+        # A receive stands no later than any receive behind it in the channel: a minimum from the end.
+        posts = accumulate((max(0, reader - prefetch) for _, reader, _ in reversed(messages)), min)
+        for (writer, _, receive), post in zip(messages, reversed(list(posts)), strict=True):
+            ranks[source].after[writer].append(counterpart(receive))
+            ranks[destination].before[post].append(receive)
+
+
+def _channels(schedule: Schedule) -> dict[tuple[int, int], list[tuple[int, int, Action]]]:
+    """Messages (index of the computation that writes, index of the one that reads, receive) by (source, destination).
+
+    In a channel they are in the order of their writers, which is the order of the sends.
+    """
+    done = {
+        part: index for compute in schedule.actions for index, action in enumerate(compute) for part in parts(action)
+    }
+    channels: defaultdict[tuple[int, int], list[tuple[int, int, Action]]] = defaultdict(list)
+    for rank, compute in enumerate(schedule.actions):
+        for reader, action in enumerate(compute):
+            for receive in (need for need in needs(schedule, action) if need.op in RECEIVE):
+                (result,) = needs(schedule, counterpart(receive))
+                if result not in done:
+                    raise ValueError(f"{schedule.name}: {action} of rank {rank} needs {result}, which no rank computes")
+                channels[schedule.peer(receive), rank].append((done[result], reader, receive))
+    return {channel: sorted(messages, key=lambda message: message[0]) for channel, messages in channels.items()}
+
+
+def _uses(rank: _Rank, reshard_after_use: bool) -> list[tuple[int, int, int]]:
+    """(stage, first, last index) of the stretches over which the parameters of a stage stay unsharded."""
+    indexed = list(enumerate(rank.compute))
+    if reshard_after_use:
+        runs = [list(run) for _, run in groupby(indexed, key=lambda item: (item[1].stage, item[1].micro_batch))]
+        return [(run[0][1].stage, run[0][0], run[-1][0]) for run in runs]
+    last = {action.stage: index for index, action in indexed}
+    first = {action.stage: index for index, action in reversed(indexed)}
+    return [(stage, first[stage], last[stage]) for stage in sorted(last, key=first.__getitem__)]
+
+
+def _unshard(rank: _Rank, prefetch: int, reshard_after_use: bool) -> None:
+    free: dict[int, int] = {}  # index from which a stage is sharded again
+    for stage, first, last in _uses(rank, reshard_after_use):
+        rank.before[max(free.get(stage, 0), first - prefetch)].append(Action(Op.UNSHARD, stage))
+        free[stage] = last + 1
+
+
+def _reshard(rank: _Rank, reshard_after_use: bool) -> None:
+    for stage, _, last in _uses(rank, reshard_after_use):
+        rank.after[last].append(Action(Op.RESHARD, stage))
+
+
+def _reduce(rank: _Rank) -> None:
+    weights = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
+    last = {action.stage: index for index, action in enumerate(rank.compute) if action.op in weights}
+    for stage, index in last.items():
+        rank.after[index].append(Action(Op.REDUCE, stage))

@@ -1,0 +1,144 @@
+"""Which layers a stage holds: balanced by cost, or as the user says.
+
+    balance      [e | 1 2 3 | 4 5 6 | ... | 30 31 h]    the slowest stage as fast as it can be
+    parse_layout "Et*3|(tt|)*14tL"                      Megatron's notation
+
+Stages are numbered along the way of a token. The embedding is in the first stage and the head (final norm, output
+matrix, loss) in the last; other stages may be empty: they pass on what they get.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import inf
+
+from smp.config import ConfigError
+
+FLAG = "--pipeline-model-parallel-layout"
+
+
+@dataclass(frozen=True)
+class StageLayers:
+    """Layers ``first`` to ``first + count - 1``, and what else the stage holds."""
+
+    first: int
+    count: int
+    embedding: bool = False
+    head: bool = False
+
+    def __str__(self) -> str:
+        names = ["embedding"] * self.embedding
+        names += [f"layers {self.first}-{self.first + self.count - 1}"] if self.count > 1 else []
+        names += [f"layer {self.first}"] if self.count == 1 else []
+        names += ["head"] * self.head
+        return ", ".join(names) or "nothing"
+
+
+def balance(
+    layer_costs: Sequence[float], stages: int, embedding_cost: float = 0, head_cost: float = 0
+) -> tuple[StageLayers, ...]:
+    """Consecutive layers for each stage so that the most expensive stage is as cheap as possible.
+
+    Among the placements with the same most expensive stage the one with the smallest sum of squares is taken, that is
+    the most even; among those the one with fewer layers in front, where most activations wait.
+
+    Args:
+        layer_costs: cost of each layer in any unit, such as seconds or FLOPs of a forward and backward.
+        stages: pipeline ranks x chunks.
+        embedding_cost: added to the first stage.
+        head_cost: added to the last stage.
+
+    Raises:
+        ValueError: no stage, or a cost is negative.
+    """
+    costs = [*layer_costs, embedding_cost, head_cost]
+    if stages < 1 or min(costs) < 0:
+        raise ValueError(f"balance needs a stage and costs of at least 0, not {stages} stages with costs {costs}")
+    before = [0, *accumulate(layer_costs)]
+
+    def cost(stage: int, start: int, end: int) -> float:
+        return before[end] - before[start] + embedding_cost * (stage == 0) + head_cost * (stage == stages - 1)
+
+    bound, _ = _cheapest(cost, len(layer_costs), stages, max)
+    _, counts = _cheapest(cost, len(layer_costs), stages, lambda total, one: total + one**2 if one <= bound else inf)
+    return _from_counts(counts)
+
+
+def _cheapest(
+    cost: Callable[[int, int, int], float], layers: int, stages: int, add: Callable[[float, float], float]
+) -> tuple[float, tuple[int, ...]]:
+    """Lowest value, joined by ``add`` over stages, and its layers per stage: dynamic programming over how many layers
+    the stages so far hold. ``cost(stage, start, end)`` is that of layers start to end - 1 in a stage."""
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, ())}
+    for stage in range(stages):
+        best = {
+            end: min(
+                (add(value, cost(stage, start, end)), (*counts, end - start))
+                for start, (value, counts) in best.items()
+                if start <= end
+            )
+            for end in range(layers + 1)
+        }
+    return best[layers]
+
+
+def _from_counts(counts: Sequence[int]) -> tuple[StageLayers, ...]:
+    firsts = [0, *accumulate(counts)]
+    last = len(counts) - 1
+    return tuple(StageLayers(firsts[s], count, embedding=s == 0, head=s == last) for s, count in enumerate(counts))
+
+
+def stage_costs(
+    placement: Sequence[StageLayers], layer_costs: Sequence[float], embedding_cost: float = 0, head_cost: float = 0
+) -> tuple[float, ...]:
+    """What each stage costs, in the unit of the layers."""
+    return tuple(
+        sum(layer_costs[stage.first : stage.first + stage.count])
+        + embedding_cost * stage.embedding
+        + head_cost * stage.head
+        for stage in placement
+    )
+
+
+def parse_layout(layout: str, num_layers: int, stages: int) -> tuple[StageLayers, ...]:
+    """A placement in Megatron's notation, ``--pipeline-model-parallel-layout``.
+
+    E is the embedding, t a transformer layer, L the head with the loss, | begins the next stage; ``x*n`` repeats a
+    character and ``(...)*n`` a group; commas do nothing. ``Et*3|(tt|)*14tL`` has 3 layers, 14 times 2, 1.
+
+    Raises:
+        ConfigError: not of this form, or of another size than ``num_layers`` and ``stages`` (ranks x chunks).
+    """
+    rows = _repeat(layout.replace(",", "")).split("|")
+    text = "".join(rows)
+    unknown = set(text) - set("EtL")
+    if unknown:
+        known = "E, t, L, |, x*n and (...)*n"
+        raise ConfigError(f"{FLAG} {layout!r} has {', '.join(sorted(unknown))}; it is made of {known}")
+    if len(rows) != stages:
+        raise ConfigError(
+            f"{FLAG} {layout!r} names {len(rows)} stages, but --pipeline-model-parallel-size x "
+            f"--num-virtual-stages-per-pipeline-rank is {stages}"
+        )
+    if text.count("t") != num_layers:
+        raise ConfigError(f"{FLAG} {layout!r} names {text.count('t')} layers of {num_layers} (--num-layers)")
+    if text.count("E") != 1 or text.count("L") != 1 or not rows[0].startswith("E") or not rows[-1].endswith("L"):
+        raise ConfigError(f"{FLAG} {layout!r} has to begin with its one E and to end with its one L")
+    return _from_counts([row.count("t") for row in rows])
+
+
+def _repeat(layout: str) -> str:
+    """Write out repetitions: groups first, so that a group may hold repetitions."""
+    for pattern in (r"\(([^()]*)\)\*(\d+)", r"([^*])\*(\d+)"):
+        layout = re.sub(pattern, lambda match: match[1] * int(match[2]), layout)
+    return layout
+
+
+def format_layout(placement: Sequence[StageLayers]) -> str:
+    """The notation of ``parse_layout`` for a placement."""
+    layers = ("" if stage.count == 0 else "t" if stage.count == 1 else f"t*{stage.count}" for stage in placement)
+    rows = ("E" * stage.embedding + text + "L" * stage.head for stage, text in zip(placement, layers, strict=True))
+    return "|".join(rows)

@@ -1,0 +1,38 @@
+"""GPipe: all forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965).
+
+    rank 0  F0 F1 F2 F3                   B0... B1... B2... B3...
+    rank 1     F0 F1 F2 F3          B0... B1... B2... B3...
+    rank 2        F0 F1 F2 F3 B0... B1... B2... B3...
+
+Phases: m forwards; m backwards.
+Bubble: (p - 1)(F + B), at the turn, where the first rank waits for the last one.
+Peak activations: all m micro-batches on every rank. Prefer 1f1b: the same bubble and at most p of them.
+It is the one schedule here that also runs with paired sends (and no prefetch): all messages go one way, then the other.
+"""
+
+from __future__ import annotations
+
+from smp.pipeline.actions import Op, Schedule
+from smp.pipeline.schedules.order import check_sizes, ordered
+
+CHUNKS = 1
+
+F, B = (Op.FORWARD, 0), (Op.BACKWARD, 0)
+
+
+def schedule(ranks: int, micro_batches: int, chunks: int = CHUNKS) -> Schedule:
+    """Computation of GPipe. Raises ConfigError unless ``chunks`` is 1."""
+    check_sizes("gpipe", ranks, micro_batches, chunks, most_chunks=1)
+    return ordered("gpipe", ranks, micro_batches, chunks, lambda rank: [F] * micro_batches + [B] * micro_batches)
+
+
+def step_time(
+    ranks: int, micro_batches: int, chunks: int, forward: float, backward_input: float, backward_weight: float
+) -> float:
+    """(m + p - 1)(F + B) for equal stages and free messages, any m."""
+    return (micro_batches + ranks - 1) * (forward + backward_input + backward_weight)
+
+
+def peak_activations(ranks: int, micro_batches: int, chunks: int) -> tuple[int, ...]:
+    """m on every rank."""
+    return (micro_batches,) * ranks

@@ -1,0 +1,123 @@
+"""When every action of a step ran: predicted by ``simulate`` or measured by a runner, in one form and one file format.
+
+The file is Chrome's trace event format (chrome://tracing, ui.perfetto.dev), one complete event per action:
+
+    {"ph": "X", "name": "F3", "cat": "forward", "pid": RANK, "tid": ENGINE, "ts": START, "dur": DURATION,
+     "args": {"stage": 1, "micro_batch": 3}}
+
+``cat`` is the value of the ``Op``; times are microseconds. ``micro_batch`` is null for actions on parameters. ``tid``
+only separates what overlaps on a rank and is not read back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from smp.pipeline.actions import COMPUTE, Action, Op
+
+MICROSECONDS = 1_000_000
+_LETTERS = {Op.FORWARD: "F", Op.BACKWARD: "B", Op.BACKWARD_INPUT: "I", Op.BACKWARD_WEIGHT: "W"}
+_ENGINES = ("compute", *(op.value for op in Op if op not in COMPUTE))
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One action on one rank, in seconds (or the unit of the costs). A message spans its way over the link."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """All spans of one step."""
+
+    ranks: int
+    spans: tuple[Span, ...]
+
+    @cached_property
+    def step_time(self) -> float:
+        """From the first start to the last end."""
+        return max(span.end for span in self.spans) - min(span.start for span in self.spans)
+
+    @cached_property
+    def work(self) -> tuple[float, ...]:
+        """Time that each rank computes."""
+        totals: list[float] = [0] * self.ranks
+        for span in self.spans:
+            if span.action.op in COMPUTE:
+                totals[span.rank] += span.end - span.start
+        return tuple(totals)
+
+    @property
+    def bubble(self) -> tuple[float, ...]:
+        """Time that each rank does not compute: step time minus work."""
+        return tuple(self.step_time - work for work in self.work)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of all ranks' time that is bubble."""
+        return sum(self.bubble) / (self.ranks * self.step_time)
+
+
+def label(action: Action) -> str:
+    """Short name for pictures: F3 is the forward of micro-batch 3."""
+    suffix = "" if action.micro_batch is None else str(action.micro_batch)
+    return f"{_LETTERS[action.op]}{suffix}" if action.op in COMPUTE else f"{action.op.value} {suffix}".rstrip()
+
+
+def to_trace(timeline: Timeline, title: str) -> dict[str, Any]:
+    """The timeline as a Chrome trace, ready for ``json.dump``."""
+    names = [
+        {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
+        for rank in range(timeline.ranks)
+    ]
+    threads = [
+        {"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": engine}}
+        for rank in range(timeline.ranks)
+        for tid, engine in enumerate(_ENGINES)
+    ]
+    events = names + threads + [_event(span) for span in timeline.spans]
+    return {"displayTimeUnit": "ms", "otherData": {"title": title}, "traceEvents": events}
+
+
+def _event(span: Span) -> dict[str, Any]:
+    op = span.action.op
+    return {
+        "ph": "X",
+        "name": label(span.action),
+        "cat": op.value,
+        "pid": span.rank,
+        "tid": 0 if op in COMPUTE else _ENGINES.index(op.value),
+        "ts": float(span.start * MICROSECONDS),
+        "dur": float((span.end - span.start) * MICROSECONDS),
+        "args": {"stage": span.action.stage, "micro_batch": span.action.micro_batch},
+    }
+
+
+def from_trace(trace: dict[str, Any]) -> Timeline:
+    """The timeline of a Chrome trace. Events of other kinds, such as a profiler's, are left out.
+
+    Raises:
+        ValueError: the trace is not one, or no event of it is an action of a pipeline.
+    """
+    ops = {op.value for op in Op}
+    try:
+        events = [event for event in trace["traceEvents"] if event["ph"] == "X" and event.get("cat") in ops]
+        spans = tuple(_span(event) for event in events)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"not a trace of a pipeline: {error!r}") from None
+    if not any(span.action.op in COMPUTE for span in spans):
+        raise ValueError("not a trace of a pipeline: no forward or backward in it")
+    return Timeline(ranks=max(span.rank for span in spans) + 1, spans=spans)
+
+
+def _span(event: dict[str, Any]) -> Span:
+    arguments = event["args"]
+    action = Action(Op(event["cat"]), int(arguments["stage"]), arguments["micro_batch"])
+    start = event["ts"] / MICROSECONDS
+    return Span(int(event["pid"]), action, start, start + event["dur"] / MICROSECONDS)

@@ -1,0 +1,116 @@
+"""Proof that a schedule is right, whoever wrote it.
+
+1. Every rank by itself: each micro-batch runs forward and backward (in one piece, or input part and weight part)
+   exactly once through each stage of the rank; every action comes after what it needs; parameters are unsharded where
+   they are used and sharded at the end; the gradients of each stage are reduced once, after its last backward.
+2. Every channel by itself: what rank a sends to rank b is what b receives from a, in the same order.
+3. All ranks together: nobody waits forever, under the semantics of sends that the schedule declares.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from itertools import accumulate, zip_longest
+
+from smp.pipeline.actions import COMPUTE, PARAMETERS, RECEIVE, SEND, Action, Op, Schedule, counterpart, needs, parts
+from smp.pipeline.execute import ScheduleError, at, execution_order
+
+
+def validate(schedule: Schedule) -> None:
+    """Raise ScheduleError, which names rank, position and action, unless the schedule is right."""
+    for rank in range(schedule.ranks):
+        _check_rank(schedule, rank)
+    _check_channels(schedule)
+    deque(execution_order(schedule), maxlen=0)  # to the end, or it raises
+
+
+def peak_activations(schedule: Schedule) -> tuple[int, ...]:
+    """Most activations that each rank holds at once, in micro-batches of one stage.
+
+    They live from the forward to the end of the (weight part of the) backward. A stage is 1 / chunks of a rank's
+    layers: peaks of schedules with different chunks compare after division by chunks.
+    """
+    change = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.BACKWARD_WEIGHT: -1}
+    return tuple(
+        max(accumulate((change.get(action.op, 0) for action in actions), initial=0)) for actions in schedule.actions
+    )
+
+
+def _check_rank(schedule: Schedule, rank: int) -> None:
+    done: set[Action] = set()
+    unsharded: set[int] = set()
+    for position, action in enumerate(schedule.actions[rank]):
+        problem = _misplaced(schedule, rank, action) or _premature(schedule, action, done, unsharded)
+        if problem:
+            raise ScheduleError(f"{schedule.name}: {at(schedule, rank, position)}: {problem}")
+        done.update(parts(action))
+        if action.op is Op.UNSHARD:
+            unsharded.add(action.stage)
+        elif action.op is Op.RESHARD:
+            unsharded.remove(action.stage)
+    missing = [f"{action} never runs" for action in _expected(schedule, rank) if action not in done]
+    problems = missing + [f"stage {stage} is still unsharded" for stage in sorted(unsharded)]
+    if problems:
+        raise ScheduleError(f"{schedule.name}: {at(schedule, rank, len(schedule.actions[rank]))}: {problems[0]}")
+
+
+def _expected(schedule: Schedule, rank: int) -> Iterator[Action]:
+    ops = [Op.FORWARD] if schedule.forward_only else [Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT]
+    for stage in schedule.stages_of(rank):
+        yield from (Action(op, stage, index) for index in range(schedule.micro_batches) for op in ops)
+        if not schedule.forward_only:
+            yield Action(Op.REDUCE, stage)
+
+
+def _misplaced(schedule: Schedule, rank: int, action: Action) -> str | None:
+    """Why an action has no place on a rank at all, or None."""
+    if not 0 <= action.stage < schedule.stages or schedule.rank_of(action.stage) != rank:
+        return f"the rank owns stages {', '.join(map(str, schedule.stages_of(rank)))}"
+    allowed = [None] if action.op in PARAMETERS else range(schedule.micro_batches)
+    if action.micro_batch not in allowed:
+        return f"there are {schedule.micro_batches} micro-batches"
+    if action.op in SEND | RECEIVE:
+        neighbour = counterpart(action).stage
+        if not 0 <= neighbour < schedule.stages or schedule.rank_of(neighbour) == rank:
+            return "no other rank is at the other end"
+    if schedule.forward_only and action.op not in {Op.FORWARD, Op.SEND_ACTIVATION, Op.RECEIVE_ACTIVATION} | PARAMETERS:
+        return "the schedule is forward only"
+    return None
+
+
+def _premature(schedule: Schedule, action: Action, done: set[Action], unsharded: set[int]) -> str | None:
+    """Why an action cannot come here, after ``done`` and with the ``unsharded`` stages, or None."""
+    held = action.stage in unsharded
+    if action.op is Op.UNSHARD:
+        return "its parameters are already unsharded" if held else None
+    if action.op in COMPUTE | {Op.RESHARD} and not held:
+        return "its parameters are not unsharded"
+    if action.op is Op.RESHARD:
+        return None
+    again = [part for part in parts(action) if part in done]
+    if again:
+        return f"{again[0]} runs a second time"
+    missing = [need for need in needs(schedule, action) if need not in done]
+    return f"needs {missing[0]} before it" if missing else None
+
+
+def _check_channels(schedule: Schedule) -> None:
+    """The k-th message that a rank sends to another one is the k-th that the other one receives from it."""
+    sends: defaultdict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
+    receives: defaultdict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
+    for rank, actions in enumerate(schedule.actions):
+        for position, action in enumerate(actions):
+            if action.op in SEND:
+                sends[rank, schedule.peer(action)].append((position, action))
+            elif action.op in RECEIVE:
+                receives[schedule.peer(action), rank].append((position, action))
+    for channel in sorted(sends.keys() | receives.keys()):
+        for index, (send, receive) in enumerate(zip_longest(sends[channel], receives[channel])):
+            if send is None or receive is None or counterpart(send[1]) != receive[1]:
+                ends = [_end(schedule, *end) for end in zip(channel, (send, receive), strict=True)]
+                raise ScheduleError(f"{schedule.name}: message {index} is sent by {ends[0]} but received by {ends[1]}")
+
+
+def _end(schedule: Schedule, rank: int, end: tuple[int, Action] | None) -> str:
+    return at(schedule, rank, len(schedule.actions[rank]) if end is None else end[0])

@@ -1,0 +1,240 @@
+"""The validator accepts what is right (test_schedules) and rejects every kind of mistake."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from smp.pipeline.actions import COMPUTE, SEND, Action, Op, Schedule, Sends, needs, parts
+from smp.pipeline.communication import add_communication
+from smp.pipeline.execute import ScheduleError
+from smp.pipeline.schedules import SCHEDULES, build_forward_schedule, build_schedule
+from smp.pipeline.validate import peak_activations, validate
+from tests.pipeline.strategies import Sizes, sizes
+
+F, B, I, W = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT  # noqa: E741
+Edit = Callable[[list[Action]], None]
+
+
+def edited(schedule: Schedule, rank: int, edit: Edit) -> Schedule:
+    """The schedule with an edit of one rank's list."""
+    actions = [list(rank_actions) for rank_actions in schedule.actions]
+    edit(actions[rank])
+    return replace(schedule, actions=tuple(map(tuple, actions)))
+
+
+def move(action: Action, to: Action) -> Edit:
+    """Take an action out and put it back in front of another one."""
+
+    def edit(actions: list[Action]) -> None:
+        actions.remove(action)
+        actions.insert(actions.index(to), action)
+
+    return edit
+
+
+def double(action: Action) -> Edit:
+    return lambda actions: actions.insert(actions.index(action) + 1, action)
+
+
+def drop(action: Action) -> Edit:
+    return lambda actions: actions.remove(action)
+
+
+def swap(one: Action, other: Action) -> Edit:
+    def edit(actions: list[Action]) -> None:
+        i, j = actions.index(one), actions.index(other)
+        actions[i], actions[j] = actions[j], actions[i]
+
+    return edit
+
+
+def add(action: Action, at: int = 0) -> Edit:
+    return lambda actions: actions.insert(at, action)
+
+
+SEND_0, SEND_1 = (Action(Op.SEND_ACTIVATION, 0, index) for index in (0, 1))
+RECEIVE_0, RECEIVE_1 = (Action(Op.RECEIVE_ACTIVATION, 1, index) for index in (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("rank", "edit", "place", "problem"),
+    [
+        (0, drop(Action(F, 0, 3)), "rank 0, position 12, send_activation(stage 0, micro-batch 3)", "needs forward"),
+        (1, drop(Action(B, 1, 3)), "send_gradient(stage 1, micro-batch 3)", "needs backward_input(stage 1, micro"),
+        (
+            0,
+            drop(Action(B, 0, 3)),
+            "rank 0, position 16, reduce(stage 0)",
+            "needs backward_weight(stage 0, micro-batch 3)",
+        ),
+        (0, double(Action(B, 0, 1)), "rank 0, position 11, backward(stage 0, micro-batch 1)", "runs a second time"),
+        (0, double(Action(F, 0, 1)), "rank 0, position 5, forward(stage 0, micro-batch 1)", "runs a second time"),
+        (0, double(SEND_0), "position 3, send_activation(stage 0, micro-batch 0)", "runs a second time"),
+        (0, double(Action(Op.REDUCE, 0)), "reduce(stage 0)", "runs a second time"),
+        (0, drop(Action(Op.REDUCE, 0)), "rank 0, position 18, end of the step", "reduce(stage 0) never runs"),
+        (
+            0,
+            move(Action(Op.REDUCE, 0), Action(B, 0, 3)),
+            "reduce(stage 0)",
+            "needs backward_weight(stage 0, micro-batch 3)",
+        ),
+        (
+            1,
+            swap(Action(F, 1, 1), Action(B, 1, 1)),
+            "backward(stage 1, micro-batch 1)",
+            "needs forward(stage 1, micro-ba",
+        ),
+        (
+            0,
+            move(SEND_0, Action(F, 0, 0)),
+            "rank 0, position 1, send_activation",
+            "needs forward(stage 0, micro-batch 0)",
+        ),
+        (1, drop(RECEIVE_0), "rank 1, position 1, forward(stage 1, micro-batch 0)", "needs receive_activation(stage 1"),
+        (
+            0,
+            drop(SEND_0),
+            "rank 0, position 4, send_activation(stage 0, micro-batch 1)",
+            "received by rank 1, position",
+        ),
+        (
+            1,
+            swap(RECEIVE_0, RECEIVE_1),
+            "forward(stage 1, micro-batch 0)",
+            "needs receive_activation(stage 1, micro-batch 0)",
+        ),
+        (0, drop(Action(Op.UNSHARD, 0)), "rank 0, position 0, forward(stage 0, micro-batch 0)", "not unsharded"),
+        (0, add(Action(Op.UNSHARD, 0)), "rank 0, position 1, unshard(stage 0)", "already unsharded"),
+        (0, add(Action(Op.RESHARD, 0)), "rank 0, position 0, reshard(stage 0)", "not unsharded"),
+        (0, drop(Action(Op.RESHARD, 0)), "rank 0, position 18, end of the step", "stage 0 is still unsharded"),
+        (0, add(Action(F, 1, 0)), "rank 0, position 0, forward(stage 1, micro-batch 0)", "the rank owns stages 0"),
+        (0, add(Action(F, 7, 0)), "rank 0, position 0, forward(stage 7, micro-batch 0)", "the rank owns stages 0"),
+        (0, add(Action(F, 0, 4)), "rank 0, position 0, forward(stage 0, micro-batch 4)", "there are 4 micro-batches"),
+        (0, add(Action(F, 0)), "rank 0, position 0, forward(stage 0)", "there are 4 micro-batches"),
+        (
+            0,
+            add(Action(Op.REDUCE, 0, 1)),
+            "rank 0, position 0, reduce(stage 0, micro-batch 1)",
+            "there are 4 micro-batches",
+        ),
+        (0, add(Action(Op.SEND_GRADIENT, 0, 0)), "send_gradient(stage 0, micro-batch 0)", "no other rank"),
+        (1, add(Action(Op.RECEIVE_GRADIENT, 1, 0)), "receive_gradient(stage 1, micro-batch 0)", "no other rank"),
+    ],
+)
+def test_mistakes_in_1f1b_are_named(rank: int, edit: Edit, place: str, problem: str) -> None:
+    schedule = build_schedule("1f1b", 2, 4)
+    validate(schedule)
+    with pytest.raises(ScheduleError) as error:
+        validate(edited(schedule, rank, edit))
+    assert place in str(error.value) and problem in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("rank", "edit", "problem"),
+    [
+        (0, move(Action(W, 0, 2), Action(I, 0, 2)), "needs backward_input(stage 0, micro-batch 2) before it"),
+        (0, drop(Action(W, 0, 3)), "needs backward_weight(stage 0, micro-batch 3) before it"),
+        (1, drop(Action(I, 1, 3)), "needs backward_input(stage 1, micro-batch 3) before it"),
+        (0, add(Action(B, 0, 3), at=-3), "backward_input(stage 0, micro-batch 3) runs a second time"),
+    ],
+)
+def test_mistakes_in_a_split_backward_are_named(rank: int, edit: Edit, problem: str) -> None:
+    with pytest.raises(ScheduleError, match=problem.replace("(", r"\(").replace(")", r"\)")):
+        validate(edited(build_schedule("zb-h1", 2, 4), rank, edit))
+
+
+def test_a_stage_takes_its_input_from_a_neighbour_on_the_same_rank() -> None:
+    """At the turn of the V stages 1 and 2 are both on rank 1."""
+    with pytest.raises(ScheduleError, match="needs forward.stage 1, micro-batch 0. before it"):
+        validate(edited(build_schedule("zb-v", 2, 4), 1, swap(Action(F, 1, 0), Action(F, 2, 0))))
+
+
+def test_forward_only_has_no_backward() -> None:
+    with pytest.raises(ScheduleError, match="the schedule is forward only"):
+        validate(edited(build_forward_schedule("1f1b", 2, 4), 1, add(Action(B, 1, 0), at=4)))
+    with pytest.raises(ScheduleError, match="backward_input.stage 0, micro-batch 0. never runs"):
+        validate(replace(build_forward_schedule("1f1b", 2, 4), forward_only=False))
+
+
+def test_messages_may_not_overtake() -> None:
+    """Both receives stand before both forwards, but not in the order of the sends."""
+    schedule = build_schedule("gpipe", 2, 4, prefetch=2)
+    validate(schedule)
+    with pytest.raises(ScheduleError, match="message 0 is sent by rank 0, position 2") as error:
+        validate(edited(schedule, 1, swap(RECEIVE_0, RECEIVE_1)))
+    assert "received by rank 1, position 1, receive_activation(stage 1, micro-batch 1)" in str(error.value)
+
+
+def test_what_no_rank_computes_cannot_be_sent() -> None:
+    order = SCHEDULES["1f1b"].schedule(2, 4, 1)
+    with pytest.raises(ValueError, match="needs forward.stage 0, micro-batch 2., which no rank computes"):
+        add_communication(edited(order, 0, drop(Action(F, 0, 2))))
+
+
+@settings(max_examples=150, deadline=None)
+@given(sizes(most_ranks=6, most_micro_batches=12), st.data())
+def test_random_mutations_are_rejected(size: Sizes, data: st.DataObject) -> None:
+    """Drop or double anything, or move an action in front of one that it needs."""
+    schedule = build_schedule(*size)
+    rank = data.draw(st.integers(0, schedule.ranks - 1))
+    action = data.draw(st.sampled_from(schedule.actions[rank]))
+    edit = data.draw(st.sampled_from(["drop", "double", "early"]))
+    if edit == "early":
+        causes = [cause for cause in schedule.actions[rank] if set(parts(cause)) & set(needs(schedule, action))]
+        assume(causes)
+        mutated = edited(schedule, rank, move(action, data.draw(st.sampled_from(causes))))
+    else:
+        mutated = edited(schedule, rank, {"drop": drop, "double": double}[edit](action))
+    with pytest.raises(ScheduleError):
+        validate(mutated)
+
+
+def paired(name: str, ranks: int, micro_batches: int) -> Schedule:
+    return replace(build_schedule(name, ranks, micro_batches, prefetch=0), sends=Sends.PAIRED)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_gpipe_runs_with_paired_sends(ranks: int) -> None:
+    validate(paired("gpipe", ranks, 8))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "zb-v"])
+def test_textbook_schedules_deadlock_with_paired_sends(name: str) -> None:
+    with pytest.raises(ScheduleError, match="deadlock with paired sends: rank 0, position"):
+        validate(paired(name, 4, 8))
+
+
+def test_a_deadlock_names_where_every_rank_stands() -> None:
+    with pytest.raises(ScheduleError) as error:
+        validate(paired("1f1b", 2, 4))
+    assert "rank 0, position 4, send_activation(stage 0, micro-batch 1)" in str(error.value)
+    assert "rank 1, position 4, send_gradient(stage 1, micro-batch 0)" in str(error.value)
+
+
+def test_ranks_that_wait_for_each_other_deadlock_with_posted_sends_too() -> None:
+    """Rank 0 wants the gradient of micro-batch 0 before it runs micro-batch 1, rank 1 the other way round."""
+    ranks = [[(F, 0), (B, 0), (F, 1), (B, 1)], [(F, 0), (F, 1), (B, 0), (B, 1)]]
+    actions = tuple(tuple(Action(op, stage, index) for op, index in rank) for stage, rank in enumerate(ranks))
+    schedule = add_communication(Schedule("hand-made", 2, 2, 1, actions), prefetch=0)
+    with pytest.raises(ScheduleError) as error:
+        validate(schedule)
+    assert "deadlock with posted sends" in str(error.value)
+    assert "backward(stage 0, micro-batch 0)" in str(error.value) and "forward(stage 1, micro-batch 1)" in str(
+        error.value
+    )
+
+
+def test_a_schedule_made_by_hand_is_completed_and_valid() -> None:
+    """Any order will do, here backwards in the reverse order of forwards, whole on one rank and split on the other."""
+    first = [(F, 0), (F, 1), (F, 2), (B, 2), (B, 1), (B, 0)]
+    last = [(F, 0), (F, 1), (F, 2), (I, 2), (I, 1), (W, 2), (I, 0), (W, 0), (W, 1)]
+    actions = tuple(tuple(Action(op, stage, index) for op, index in rank) for stage, rank in enumerate([first, last]))
+    schedule = add_communication(Schedule("hand-made", 2, 3, 1, actions))
+    validate(schedule)
+    assert peak_activations(schedule) == (3, 3)
+    assert sum(action.op in SEND for rank in schedule.actions for action in rank) == 6
+    assert sum(action.op in COMPUTE for rank in schedule.actions for action in rank) == 15

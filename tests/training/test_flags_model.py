@@ -1,0 +1,225 @@
+"""Every setting of the model changes a real run, in the way its name says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from tests.training.flag_runs import Run, Runs, Watched, proves
+
+Check = Callable[[Run, Run], object]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    yield Runs(tmp_path_factory.mktemp("model"))
+
+
+def with_suffix(expected: dict[str, tuple[int, ...]]) -> Check:
+    """Shapes by the end of a parameter's name; ``()`` means that it is not there. The training is another one.
+
+    (Not its first loss: biases start at zero.)
+    """
+
+    def check(got: Run, base: Run) -> None:
+        assert got.losses[-1] != base.losses[-1]
+        for end, shape in expected.items():
+            have = {name: s for name, s in got.shapes.items() if name.endswith(end)}
+            had = {name: s for name, s in base.shapes.items() if name.endswith(end)}
+            assert set(have.values()) == ({shape} if shape else set()), end
+            assert have != had, end
+
+    return check
+
+
+def other_math(got: Run, base: Run) -> None:
+    """The same parameters, bit for bit, but another function of them from the first step on."""
+    assert got.shapes == base.shapes
+    assert all(torch.equal(p, base.initial[name]) for name, p in got.initial.items())
+    assert got.losses[0] != base.losses[0]
+
+
+def same_run(got: Run, base: Run) -> None:
+    assert got.losses == pytest.approx(base.losses, rel=1e-6)
+
+
+def no_signal(got: Run, base: Run) -> None:
+    """Normalized by something enormous, every logit is zero and every token equally likely."""
+    other_math(got, base)
+    assert got.losses[0] == pytest.approx(math.log(97), rel=1e-6)
+
+
+def more_blocks(got: Run, base: Run) -> None:
+    blocks = {name.split(".")[1] for name in got.shapes if name.startswith("layers.")}
+    assert blocks == {"0", "1", "2"} and got.losses != base.losses
+
+
+def tied(got: Run, base: Run) -> None:
+    assert set(base.shapes) - set(got.shapes) == {"head.weight"}
+    assert got.losses[0] != base.losses[0]
+
+
+def padded_rows(got: Run, base: Run) -> None:
+    """100 rows instead of 128 in memory, and not a bit of the training is another."""
+    assert (got.shapes["embedding.weight"], base.shapes["embedding.weight"]) == ((100, 32), (128, 32))
+    assert got.losses == pytest.approx(base.losses, rel=1e-6)
+
+
+def shorter_table(got: Run, base: Run) -> None:
+    """Rows that no sample reaches: the table is another, the training is not."""
+    assert (got.shapes["positions.weight"], base.shapes["positions.weight"]) == ((20, 32), (2048, 32))
+    assert got.losses == base.losses
+
+
+def larger_weights(got: Run, base: Run) -> None:
+    """Every weight is the baseline's x 2: the numbers are the same, only their deviation is not."""
+    for name, p in got.initial.items():
+        factor = 1 if "norm" in name else 2
+        assert torch.allclose(p, factor * base.initial[name], rtol=1e-6), name
+    assert got.losses != base.losses
+
+
+ROPE = "--rotary-base 10 --use-rope-scaling --rope-original-max-position 16 "
+"""Wavelengths 6.3, 11.2, 19.9 and 35.3 tokens: two of them below the original context, two above."""
+PLAIN_MLP = "--no-swiglu "
+QKV_BIAS = dict.fromkeys(("query.bias",), (32,)) | dict.fromkeys(("key.bias", "value.bias"), (16,))
+ALL_BIASES = QKV_BIAS | {"output.bias": (32,), "gate.bias": (64,), "up.bias": (64,), "down.bias": (32,)}
+
+# setting, flags, flags of what it is compared with, check
+TABLE: list[tuple[str, str, str, Check]] = [
+    ("num_layers", "--num-layers 3", "", more_blocks),
+    ("hidden_size", "--hidden-size 48", "", with_suffix({"up.weight": (64, 48), "query.weight": (48, 48)})),
+    ("ffn_hidden_size", "--ffn-hidden-size 96", "", with_suffix({"up.weight": (96, 32), "down.weight": (32, 96)})),
+    ("num_attention_heads", "--num-attention-heads 2 --num-query-groups 1", "", other_math),
+    ("num_query_groups", "--num-query-groups 4", "", with_suffix({"key.weight": (32, 32), "value.weight": (32, 32)})),
+    ("num_query_groups", "--num-query-groups 1", "", with_suffix({"key.weight": (8, 32), "value.weight": (8, 32)})),
+    ("kv_channels", "--kv-channels 4", "", with_suffix({"query.weight": (16, 32), "output.weight": (32, 16)})),
+    (
+        "max_position_embeddings",
+        "--position-embedding-type learned_absolute --max-position-embeddings 20",
+        "--position-embedding-type learned_absolute",
+        shorter_table,
+    ),
+    ("make_vocab_size_divisible_by", "--make-vocab-size-divisible-by 10", "", padded_rows),
+    (
+        "position_embedding_type",
+        "--position-embedding-type learned_absolute",
+        "",
+        with_suffix({"positions.weight": (2048, 32)}),
+    ),
+    ("position_embedding_type", "--position-embedding-type none", "", other_math),
+    ("rotary_base", "--rotary-base 10", "", other_math),
+    ("rotary_percent", "--rotary-percent 0.5", "", other_math),
+    ("use_rope_scaling", ROPE, "--rotary-base 10", other_math),
+    ("rope_scaling_factor", ROPE + "--rope-scaling-factor 2", ROPE, other_math),
+    ("rope_scaling_factor", ROPE + "--rope-scaling-factor 1", "--rotary-base 10", same_run),
+    ("rope_low_freq_factor", ROPE + "--rope-low-freq-factor 2", ROPE, other_math),
+    ("rope_high_freq_factor", ROPE + "--rope-high-freq-factor 2", ROPE, other_math),
+    (
+        "rope_high_freq_factor",  # 16 / 0.2 = 80: all wavelengths are below, so all are left alone
+        ROPE + "--rope-low-freq-factor 0.1 --rope-high-freq-factor 0.2",
+        "--rotary-base 10",
+        same_run,
+    ),
+    ("rope_original_max_position", ROPE + "--rope-original-max-position 32", ROPE, other_math),
+    ("rope_original_max_position", ROPE + "--rope-original-max-position 8192", "--rotary-base 10", same_run),
+    ("normalization", "--normalization LayerNorm", "", with_suffix({"norm.bias": (32,)})),
+    ("norm_epsilon", "--norm-epsilon 1e30", "", no_signal),
+    ("swiglu", PLAIN_MLP, "", with_suffix({"gate.weight": ()})),
+    ("squared_relu", PLAIN_MLP + "--squared-relu", PLAIN_MLP, other_math),
+    ("tanh_gelu", PLAIN_MLP + "--tanh-gelu", PLAIN_MLP, other_math),
+    ("untie_embeddings_and_output_weights", "--no-untie-embeddings-and-output-weights", "", tied),
+    ("disable_bias_linear", "--no-disable-bias-linear", "", with_suffix(ALL_BIASES)),
+    ("add_qkv_bias", "--add-qkv-bias", "", with_suffix(QKV_BIAS)),
+    ("qk_layernorm", "--qk-layernorm", "", with_suffix({"query_norm.weight": (8,), "key_norm.weight": (8,)})),
+    ("window_size", "--window-size 4", "", other_math),
+    ("window_size", "--window-size 17", "", same_run),
+    ("parallel_residual", "--parallel-residual", "", other_math),
+    ("init_method_std", "--init-method-std 0.4", "", larger_weights),
+]
+
+
+@proves(*{row[0] for row in TABLE})
+@pytest.mark.parametrize(("name", "flags", "base", "check"), TABLE, ids=[f"{r[0]}: {r[1]}"[:60] for r in TABLE])
+def test_a_setting_of_the_model(runs: Runs, name: str, flags: str, base: str, check: Check) -> None:
+    check(runs(flags), runs(base))
+
+
+@proves("model")
+def test_a_named_size_is_its_settings(runs: Runs) -> None:
+    """GPT-2 written out by hand gives the same numbers; the flags beside --model override it."""
+    by_hand = (
+        "--position-embedding-type learned_absolute --max-position-embeddings 1024 --normalization LayerNorm "
+        "--no-swiglu --tanh-gelu --no-disable-bias-linear --no-untie-embeddings-and-output-weights "
+        "--num-query-groups 4"
+    )
+    named, written = runs("--model gpt2 --num-query-groups 4"), runs(by_hand)
+    assert named.losses == written.losses != runs().losses
+    assert named.shapes["positions.weight"] == (1024, 32)
+
+
+def test_a_sequence_beyond_the_longest_is_refused(runs: Runs) -> None:
+    run = runs.fresh("--max-position-embeddings 16")
+    assert run.code == 2 and "--max-position-embeddings 16" in run.errors[0]
+
+
+@proves("vocab_size")
+def test_the_vocabulary(runs: Runs) -> None:
+    """More token ids: they come in the data, in the checkpoint, and in the loss of knowing nothing."""
+    run = runs("--vocab-size 211 --norm-epsilon 1e30")
+    assert run.losses[0] == pytest.approx(math.log(211), rel=1e-6)
+    assert run.shapes["embedding.weight"] == (256, 32)
+    assert max(t.max().item() for t in run.tokens) > 97 > max(t.max().item() for t in runs().tokens)
+
+
+@proves("hidden_dropout", "attention_dropout")
+@pytest.mark.parametrize("flag", ["--hidden-dropout", "--attention-dropout"])
+def test_dropout_is_in_training_alone(runs: Runs, flag: str) -> None:
+    """At a rate of next to nothing the weights stay, so validation shows that only training drops."""
+    still = "--optimizer sgd --lr 1e-30 --weight-decay 0 --eval-interval 3 --eval-iters 1 "
+    base, low, high = runs(still), runs(still + f"{flag} 0.1"), runs(still + f"{flag} 0.5")
+    assert len({base.losses[0], low.losses[0], high.losses[0]}) == 3
+    assert base.records("validation loss") == low.records("validation loss") == high.records("validation loss")
+    change = [abs(run.losses[0] - base.losses[0]) for run in (low, high)]
+    assert change[0] < change[1]
+
+
+def last_logits_after_reversing_the_rest(run: Watched) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of the last token, and again when the tokens before it come in reverse."""
+    tokens = torch.arange(17)[None]
+    model = run.trainer.model.eval()
+    with torch.no_grad():
+        straight, turned = model(tokens), model(torch.cat((tokens[:, :-1].flip(1), tokens[:, -1:]), dim=1))
+    return straight[0, -1], turned[0, -1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sees_order"),
+    [("--position-embedding-type none", False), ("", True), ("--position-embedding-type learned_absolute", True)],
+)
+def test_without_positions_one_block_sees_a_set(runs: Runs, flags: str, sees_order: bool) -> None:
+    run = runs.fresh("--num-layers 1 " + flags, probe=last_logits_after_reversing_the_rest)
+    straight, turned = run.probed
+    assert (not torch.allclose(straight, turned, atol=1e-5)) == sees_order
+
+
+def reach(run: Watched) -> list[int]:
+    """Positions whose logits change with the first token."""
+    tokens = torch.arange(17)[None]
+    other = tokens.clone()
+    other[0, 0] = 50
+    model = run.trainer.model.eval()
+    with torch.no_grad():
+        change = (model(tokens) - model(other)).abs().amax(dim=-1)[0]
+    return (change > 0).nonzero().flatten().tolist()
+
+
+def test_a_window_of_w_sees_itself_and_the_w_minus_1_before(runs: Runs) -> None:
+    one = "--num-layers 1 --window-size "
+    assert runs.fresh(one + "1", probe=reach).probed == [0]
+    assert runs.fresh(one + "4", probe=reach).probed == [0, 1, 2, 3]
+    assert runs.fresh(one + "none", probe=reach).probed == list(range(17))
+    assert runs.fresh("--num-layers 2 --window-size 4", probe=reach).probed == list(range(7))  # two blocks look twice

@@ -1,0 +1,142 @@
+"""Every setting of the optimizer and its schedule: each run is compared with arithmetic on its own gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.training.flag_runs import Run, Runs, Tensors, proves
+
+DECAY = "--train-iters 8 --lr 0.008 "
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    yield Runs(tmp_path_factory.mktemp("optim"))
+
+
+def adamw_by_hand(run: Run, beta1: float, beta2: float, eps: float, decay: float) -> Tensors:
+    """Final weights after the run's gradients at the run's rates (Loshchilov & Hutter 2019, algorithm 2)."""
+    out = {}
+    for name, start in run.initial.items():
+        w, m, v = start.double(), torch.zeros(()), torch.zeros(())
+        for t, (grads, lr) in enumerate(zip(run.grads, run.rates, strict=True), 1):
+            g = grads[name].double()
+            m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+            w = w * (1 - lr * (decay if w.ndim > 1 else 0.0))
+            w = w - lr * (m / (1 - beta1**t)) / ((v / (1 - beta2**t)).sqrt() + eps)
+        out[name] = w
+    return out
+
+
+def sgd_by_hand(run: Run, momentum: float) -> Tensors:
+    """Final weights of SGD without decay."""
+    out = {}
+    for name, start in run.initial.items():
+        w, buffer = start.double(), torch.zeros(())
+        for grads, lr in zip(run.grads, run.rates, strict=True):
+            buffer = momentum * buffer + grads[name].double()
+            w = w - lr * buffer
+        out[name] = w
+    return out
+
+
+def distance(got: Tensors, want: Tensors) -> float:
+    """Largest difference of any weight."""
+    return max((got[name].double() - w).abs().max().item() for name, w in want.items())
+
+
+# setting -> flags and (beta1, beta2, eps, weight decay) that they mean; the baseline's are 0.9, 0.95, 1e-8, 0.1
+ADAM = {
+    "weight_decay": ("--weight-decay 0.9", (0.9, 0.95, 1e-8, 0.9)),
+    "adam_beta1": ("--adam-beta1 0.5", (0.5, 0.95, 1e-8, 0.1)),
+    "adam_beta2": ("--adam-beta2 0.5", (0.9, 0.5, 1e-8, 0.1)),
+    "adam_eps": ("--adam-eps 0.01", (0.9, 0.95, 0.01, 0.1)),
+}
+
+
+@proves(*ADAM)
+@pytest.mark.parametrize("name", ADAM)
+def test_adamw_is_what_its_settings_say(runs: Runs, name: str) -> None:
+    flags, values = ADAM[name]
+    run = runs(flags)
+    assert distance(run.final, adamw_by_hand(run, *values)) < 2e-6
+    assert distance(run.final, adamw_by_hand(run, 0.9, 0.95, 1e-8, 0.1)) > 1e-4
+
+
+@proves("optimizer", "sgd_momentum")
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_is_what_its_settings_say(runs: Runs, momentum: float) -> None:
+    flags = "--optimizer sgd --weight-decay 0 --save ck"
+    run = runs(f"{flags} --sgd-momentum {momentum}" if momentum else flags)
+    assert distance(run.final, sgd_by_hand(run, momentum)) < 1e-6
+    assert distance(run.final, sgd_by_hand(run, 0.9 - momentum)) > 1e-4
+    assert set(run.state) == ({"momentum_buffer"} if momentum else set())
+    assert set(runs().state) == {"exp_avg", "exp_avg_sq", "step"}
+
+
+def test_apex_adam_without_apex_is_refused(runs: Runs) -> None:
+    run = runs.fresh("--optimizer apex-adam")
+    assert run.code == 2 and len(run.errors) == 1 and "apex" in run.errors[0]
+    assert not run.files
+
+
+@proves("lr")
+def test_adams_first_step_is_the_learning_rate(runs: Runs) -> None:
+    """m / sqrt(v) is the gradient's sign then, wherever the gradient is far above epsilon."""
+    for lr in (0.01, 0.002):
+        run = runs(f"--train-iters 1 --lr-decay-style constant --weight-decay 0 --lr {lr}")
+        assert run.rates == [lr]
+        assert distance(run.final, run.initial) == pytest.approx(lr, rel=1e-3)
+
+
+def cosine(top: float, low: float, done: float) -> float:
+    return low + (top - low) * (1 + math.cos(math.pi * done)) / 2
+
+
+# setting -> flags, rates of the 8 iterations
+RATES: dict[str, tuple[str, list[float]]] = {
+    "baseline": ("", [cosine(0.008, 0, i / 8) for i in range(1, 9)]),
+    "min_lr": ("--min-lr 0.002", [cosine(0.008, 0.002, i / 8) for i in range(1, 9)]),
+    "lr_decay_iters": ("--lr-decay-iters 4", [cosine(0.008, 0, min(1, i / 4)) for i in range(1, 9)]),
+    "lr_warmup_iters": (
+        "--lr-warmup-iters 4",
+        [0.002, 0.004, 0.006, 0.008, *(cosine(0.008, 0, i / 4) for i in range(1, 5))],
+    ),
+    "lr_warmup_fraction": (
+        "--lr-warmup-fraction 0.25",
+        [0.004, 0.008, *(cosine(0.008, 0, i / 6) for i in range(1, 7))],
+    ),
+    "linear": ("--lr-decay-style linear", [0.008 - 0.001 * i for i in range(1, 9)]),
+    "constant": ("--lr-decay-style constant", [0.008] * 8),
+    "WSD": ("--lr-decay-style WSD", [0.008] * 7 + [0.0]),
+    "lr_wsd_decay_iters": (
+        "--lr-decay-style WSD --lr-wsd-decay-iters 4",
+        [0.008] * 4 + [0.008 * (2 * 0.5 ** (i / 4) - 1) for i in range(1, 5)],
+    ),
+}
+
+
+@proves("min_lr", "lr_decay_style", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction", "lr_wsd_decay_iters")
+@pytest.mark.parametrize("name", RATES)
+def test_the_schedule_is_what_was_asked_for_and_what_the_weights_got(runs: Runs, name: str) -> None:
+    flags, rates = RATES[name]
+    run = runs(DECAY + flags)
+    assert run.rates == pytest.approx(rates, abs=1e-12)
+    assert distance(run.final, adamw_by_hand(run, 0.9, 0.95, 1e-8, 0.1)) < 2e-6
+
+
+@proves("clip_grad")
+def test_clipping_bounds_what_is_applied_not_what_is_reported(runs: Runs) -> None:
+    def applied(run: Run) -> list[float]:
+        return [torch.stack([g.norm() for g in grads.values()]).norm().item() for grads in run.grads]
+
+    tight, off = runs("--clip-grad 0.25"), runs("--clip-grad 0")
+    assert min(tight.records("grad norm")) > 0.25
+    assert applied(tight) == pytest.approx([0.25] * 3, rel=1e-4)
+    assert applied(off) == pytest.approx(off.records("grad norm"), rel=1e-4)
+    assert tight.records("grad norm")[0] == off.records("grad norm")[0]
+    assert tight.losses != off.losses

@@ -1,0 +1,259 @@
+"""How a run ends: signals, hangs, steps that are skipped, and what the status file says of each."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from smp.training.process import Process
+from smp.training.runtime import Watchdog
+from tests.training.flag_runs import TINY, Hook, Run, Runs, Watched, proves
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    yield Runs(tmp_path_factory.mktemp("runtime"))
+
+
+def at_iteration(numbers: set[int], action: Hook) -> Hook:
+    """``action`` before each forward pass of these iterations, which count from 1."""
+
+    def hook(run: Watched) -> None:
+        if run.trainer.progress.iteration + 1 in numbers:
+            action(run)
+
+    return hook
+
+
+def send(number: int, times: int = 1) -> Hook:
+    def action(run: Watched) -> None:
+        for _ in range(times):
+            os.kill(os.getpid(), number)
+
+    return action
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_finishes_the_step_saves_and_asks_to_be_requeued(runs: Runs, name: str) -> None:
+    stop = at_iteration({2}, send(getattr(signal, name)) if name == "SIGTERM" else send_once(signal.SIGINT))
+    run = runs.fresh("--train-iters 9 --save ck", each_step=stop)
+    assert run.code == 0 and len(run.grads) == 2
+    assert run.status == {"status": "requeue", "reason": f"stopped by {name}", "iteration": 2}
+    resumed = runs(f"--train-iters 9 --load {run.folder}/ck")
+    assert run.losses + resumed.losses == runs("--train-iters 9").losses
+
+
+def send_once(number: int) -> Hook:
+    """Once in all: a second SIGINT would be somebody at the keyboard."""
+    left = [number]
+    return lambda run: os.kill(os.getpid(), left.pop()) if left else None
+
+
+def test_many_sigterms_are_one(runs: Runs) -> None:
+    run = runs.fresh("--train-iters 9 --save ck", each_step=at_iteration({2}, send(signal.SIGTERM, 3)))
+    assert run.code == 0 and run.status["status"] == "requeue" and run.status["iteration"] == 2
+
+
+def test_a_second_sigint_ends_at_once_and_saves_nothing(runs: Runs, tmp_path: Path) -> None:
+    flags = f"--train-iters 9 --save {tmp_path}/ck --status-file {tmp_path}/why.json"
+    with pytest.raises(SystemExit) as stopped:
+        runs.fresh(flags, each_step=at_iteration({2}, send(signal.SIGINT, 2)))
+    assert stopped.value.code == 128 + signal.SIGINT
+    assert not list((tmp_path / "ck").iterdir())
+    status = json.loads((tmp_path / "why.json").read_text())
+    assert (status["status"], status["iteration"]) == ("failed", 1)
+
+
+def test_a_signal_without_a_place_to_save_is_a_failure(runs: Runs) -> None:
+    """Requeued it would start over, again and again."""
+    run = runs.fresh("--train-iters 9", each_step=at_iteration({2}, send(signal.SIGTERM)))
+    assert run.code == 1 and run.status["status"] == "failed"
+    assert "SIGTERM" in run.status["reason"] and "--save" in run.status["reason"]
+
+
+def poison(value: float) -> Hook:
+    """Makes the loss of a forward pass ``value``: infinity with gradients that are fine, NaN with NaNs."""
+
+    def action(run: Watched) -> None:
+        def spoil(module: torch.nn.Module, args: object, loss: torch.Tensor) -> torch.Tensor:
+            handle.remove()
+            return loss + value if math.isinf(value) else loss * value
+
+        handle = run.trainer.model.register_forward_hook(spoil)
+
+    return action
+
+
+@pytest.mark.parametrize(("value", "nans"), [(math.nan, 1), (math.inf, 0)])
+def test_a_bad_step_is_skipped_and_counted(runs: Runs, value: float, nans: int) -> None:
+    """The weights stay as they were, the data move on, and the next step is a good one."""
+    run = runs.fresh("--train-iters 4 --lr-decay-style constant", each_step=at_iteration({2}, poison(value)))
+    assert run.code == 0 and run.status["status"] == "done"
+    assert run.records("skipped iterations") == [0, 1, 1, 1]
+    assert run.records("nan iterations") == [0, nans, nans, nans]
+    assert run.records("consumed samples") == [4, 8, 12, 16]
+    assert [math.isfinite(loss or math.nan) for loss in run.losses] == [True, False, True, True]
+    assert len(run.grads) == 3 and float(run.state["step"]["head.weight"]) == 3
+    assert (
+        len([line for line in run.out.splitlines() if line.startswith("iteration 2:") and "step skipped" in line]) == 1
+    )
+    alone = runs("--train-iters 1 --lr-decay-style constant")
+    stopped = runs.fresh("--train-iters 2 --lr-decay-style constant", each_step=at_iteration({2}, poison(value)))
+    assert all(torch.equal(p, alone.final[name]) for name, p in stopped.final.items())
+
+
+def test_a_mean_over_several_steps_leaves_bad_ones_out(runs: Runs) -> None:
+    run = runs.fresh("--train-iters 2 --log-interval 2", each_step=at_iteration({2}, poison(math.nan)))
+    assert run.losses == runs("--train-iters 2").losses[:1]
+
+
+def test_only_bad_steps_in_a_row_end_the_run(runs: Runs) -> None:
+    bad = at_iteration({1, 2, 4, 5, 7, 8, 9}, poison(math.nan))
+    run = runs.fresh("--train-iters 20 --max-skipped-steps 3 --save ck", each_step=bad)
+    assert run.code == 1 and run.errors == [f"error: {run.status['reason']}"]
+    assert run.status["status"] == "failed" and run.status["iteration"] == 9
+    assert "3 steps in a row" in run.errors[0] and "--max-skipped-steps 3" in run.errors[0]
+    assert runs.fresh("--train-iters 8 --max-skipped-steps 3", each_step=bad).status["status"] == "done"
+
+
+def test_skips_are_counted_on_after_a_resume(runs: Runs) -> None:
+    first = runs.fresh("--exit-interval 2 --save ck", each_step=at_iteration({1}, poison(math.nan)))
+    assert runs(f"--load {first.folder}/ck").records("skipped iterations") == [1]
+
+
+def test_an_unexpected_error_is_in_the_status_file_too(runs: Runs, tmp_path: Path) -> None:
+    def fail(run: Watched) -> None:
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        runs.fresh(f"--status-file {tmp_path}/why.json", each_step=at_iteration({3}, fail))
+    expected = {"status": "failed", "reason": "OSError: the disk is gone", "iteration": 2}
+    assert json.loads((tmp_path / "why.json").read_text()) == expected
+
+
+def test_a_checkpoint_that_cannot_be_written_is_one_line(runs: Runs, tmp_path: Path) -> None:
+    def replace_by_a_file(_: object) -> None:
+        if (tmp_path / "ck").is_dir():
+            (tmp_path / "ck").rmdir()
+            (tmp_path / "ck").touch()
+
+    flags = f"--train-iters 9 --save {tmp_path}/ck --save-interval 2"
+    run = runs.fresh(flags, each_step=at_iteration({2}, replace_by_a_file))
+    assert run.code == 1 and len(run.errors) == 1 and run.errors[0].startswith("error: cannot save ")
+    assert (run.status["status"], run.status["iteration"]) == ("failed", 2)
+
+
+def test_folders_that_cannot_be_written_are_found_at_the_start(runs: Runs, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for flag in ("--save", "--log-dir"):
+        run = runs.fresh(f"--train-iters 9 {flag} {tmp_path}/file/x")
+        assert run.code == 2 and len(run.errors) == 1 and run.errors[0].startswith(f"error: {flag} {tmp_path}/file/x")
+
+
+def bad_config(runs: Runs, flags: str) -> Run:
+    run = runs.fresh(flags)
+    assert run.code == 2 and len(run.errors) == 1
+    return run
+
+
+@pytest.mark.parametrize("flags", ["--hiden-size 8", "--num-attention-heads 5", "--load .", "--optimizer apex-adam"])
+def test_bad_config_is_in_the_status_file_only_where_it_was_asked_for(runs: Runs, flags: str) -> None:
+    """The last two are found after the process group exists."""
+    assert not bad_config(runs, flags).files
+    run = bad_config(runs, flags + " --status-file why.json")
+    assert run.files == {"why.json"}
+    status = json.loads((run.folder / "why.json").read_text())
+    assert status == {"status": "bad_config", "reason": run.errors[0].removeprefix("error: "), "iteration": 0}
+
+
+def test_the_watchdog_dumps_all_stacks_once_per_hang(capfd: pytest.CaptureFixture[str]) -> None:
+    watchdog = Watchdog(Process(3, 8, 0), 1 / 54)  # 0.9 x 60 x 1/54: a limit of one second
+    seen = ""
+
+    def dumps(at_least: int = 0) -> int:
+        """Their number so far, once there are so many."""
+        nonlocal seen
+        deadline = time.monotonic() + 60
+        while True:
+            seen += capfd.readouterr().err
+            if (count := seen.count("rank 3 of 8 has made no progress for 1 s")) >= at_least:
+                return count
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    for _ in range(12):
+        time.sleep(0.1)
+        watchdog.progress()
+    assert dumps() == 0
+    assert dumps(at_least=1) == 1
+    time.sleep(0.5)
+    assert dumps() == 1
+    assert "test_the_watchdog_dumps_all_stacks_once_per_hang" in seen and "in _watch" in seen
+    watchdog.progress()
+    assert dumps(at_least=2) == 2
+    watchdog.progress()
+    watchdog.close()
+    time.sleep(1.5)
+    assert dumps() == 2
+
+
+HANGS = """
+import os, sys, time
+import pretrain_gpt
+from smp.training import trainer
+
+step = trainer.Trainer.train_step
+
+def train_step(self, batch):
+    if self.progress.iteration == 2 and os.environ["RANK"] == "1":
+        hang()
+    return step(self, batch)
+
+def hang():
+    time.sleep(100)
+
+trainer.Trainer.train_step = train_step
+sys.exit(pretrain_gpt.main(sys.argv[1:]))
+"""
+
+
+@proves("distributed_timeout_minutes")
+def test_a_rank_that_hangs_ends_the_run_and_the_stacks_say_which(tmp_path: Path) -> None:
+    """Rank 0 waits in a collective for rank 1, which sleeps: both dump their stacks, then rank 0 gives up."""
+    flags = f"{TINY} --train-iters 9 --distributed-timeout-minutes 0.1"
+    (tmp_path / "hangs.py").write_text(HANGS)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {**os.environ, "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = []
+    for rank in ("0", "1"):
+        environment = {**common, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
+        with (tmp_path / f"err{rank}").open("w") as err:
+            words = [sys.executable, "hangs.py", *flags.split()]
+            ranks.append(subprocess.Popen(words, cwd=tmp_path, env=environment, stderr=err, stdout=subprocess.DEVNULL))
+    try:
+        assert ranks[0].wait(timeout=120) == 1
+        errors = [(tmp_path / f"err{rank}").read_text() for rank in (0, 1)]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    dumps = [text.partition("of 2 has made no progress for")[2].partition("Traceback")[0] for text in errors]
+    assert "in all_reduce" in dumps[0] and "in train_step" in dumps[0] and "in hang" not in dumps[0]
+    assert "in hang" in dumps[1] and "in all_reduce" not in dumps[1]
+    status = json.loads((tmp_path / "logs/status.json").read_text())
+    assert status["status"] == "failed" and status["iteration"] == 2 and "6000ms" in status["reason"]

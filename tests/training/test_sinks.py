@@ -1,0 +1,126 @@
+"""Where a real run's numbers go: the same to the metrics file, TensorBoard and Weights & Biases, after a resume too."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training.flag_runs import Run, Runs, run_here
+
+EVERYWHERE = "--tensorboard --wandb-project p --wandb-exp-name n --train-iters 4 --eval-interval 2 --eval-iters 1 "
+
+
+class FakeRun:
+    """A run of Weights & Biases, as far as we use one."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options, self.id = options, options["id"] or "made-up"
+        self.records: list[dict[str, float]] = []
+        self.metrics: list[tuple[str, str]] = []
+        self.finished = False
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        self.metrics.append((name, step_metric))
+
+    def log(self, record: dict[str, float]) -> None:
+        assert not self.finished
+        self.records.append(dict(record))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Runs]:
+    yield Runs(tmp_path)
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> list[FakeRun]:
+    """Stands for the module; holds the runs that were started."""
+    started: list[FakeRun] = []
+    module = types.ModuleType("wandb")
+
+    def init(**options: Any) -> FakeRun:
+        started.append(FakeRun(options))
+        return started[-1]
+
+    module.init = init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return started
+
+
+def metrics(run: Run) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run.folder / "logs/metrics.jsonl").read_text().splitlines()]
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """TensorBoard's points by name, as its own reader shows them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "logs/tensorboard"))
+    events.Reload()
+    return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
+def test_three_sinks_get_the_same(runs: Runs, wandb: list[FakeRun]) -> None:
+    run = runs(EVERYWHERE)
+    rows = metrics(run)
+    assert [row["iteration"] for row in rows if "lm loss" in row] == [1, 2, 3, 4]
+    assert [row["iteration"] for row in rows if "validation loss" in row] == [2, 4]
+    for row in rows:
+        if "validation loss" in row:
+            assert row["validation perplexity"] == pytest.approx(math.exp(row["validation loss"]), rel=1e-5)
+    (theirs,) = wandb
+    assert theirs.records == rows
+    assert theirs.metrics == [("*", "iteration")] and theirs.finished
+    points = scalars(run.folder)
+    assert set(points) == {name for row in rows for name in row} - {"iteration"}
+    for name, values in points.items():
+        expected = [(row["iteration"], row[name]) for row in rows if name in row]
+        assert [step for step, _ in values] == [step for step, _ in expected]
+        assert [value for _, value in values] == pytest.approx([value for _, value in expected], rel=1e-6)
+
+
+def test_a_resume_continues_all_of_them(runs: Runs, wandb: list[FakeRun], tmp_path: Path) -> None:
+    """Saved at 2, lost after 3: iteration 3 is made again, and nowhere is it there twice."""
+    whole = runs(EVERYWHERE)
+    folder = tmp_path / "resumed"
+    run_here(folder, EVERYWHERE + "--save ck --exit-interval 2")
+    run_here(folder, EVERYWHERE + "--load ck --exit-interval 3")
+    last = run_here(folder, EVERYWHERE + "--load ck")
+    assert last.losses == whole.losses
+    assert [step for step, _ in scalars(folder)["lm loss"]] == [1, 2, 3, 4]
+    lost = [
+        json.loads(line)["iteration"] for line in (folder / "logs/metrics.superseded.jsonl").read_text().splitlines()
+    ]
+    assert lost == [3]
+    assert [theirs.options["id"] for theirs in wandb] == [None, None, "made-up", "made-up"]
+    assert all(theirs.finished for theirs in wandb)
+
+
+def test_wandb_is_finished_when_the_run_fails(runs: Runs, wandb: list[FakeRun]) -> None:
+    run = runs.fresh("--wandb-project p --lr 1e30 --max-skipped-steps 2 --train-iters 9")
+    assert run.code == 1 and wandb[0].finished
+    assert [record["iteration"] for record in wandb[0].records] == run.records("iteration") != []
+
+
+def test_a_missing_wandb_is_one_line_and_nothing_is_written(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    run = runs.fresh("--wandb-project p")
+    assert run.code == 2 and not run.files
+    assert run.errors == ['error: --wandb-project p needs wandb: pip install "smp[wandb]"']
+
+
+def test_a_missing_tensorboard_is_one_line_and_nothing_is_written(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    run = runs.fresh("--tensorboard")
+    assert run.code == 2 and not run.files
+    assert len(run.errors) == 1 and "--no-tensorboard" in run.errors[0]
