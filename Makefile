@@ -1,6 +1,7 @@
 # make env      .venv with everything, once; other targets do it for you
 # make demo     corpus, tokenizer, training on two processes, a loss curve and a sample, in minutes on a CPU
 # make test     tests; make test-slow: the long ones; make check: lint, format, types, import directions
+# make parity   the errors of the parity matrix, written to docs/parity.md
 # make bench    benchmarks of this machine
 # make gpu      all that needs a GPU, with the machine's own python; installs nothing
 #
@@ -18,7 +19,7 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip
 READY = $(VENV)/.ready
 
-.PHONY: env demo test test-slow check bench gpu clean
+.PHONY: env demo test test-slow parity check bench gpu clean
 .DELETE_ON_ERROR:
 
 env: $(READY)
@@ -40,6 +41,9 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m "slow and not gpu"
+
+parity: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity.table
 
 check: $(READY)
 	$(BIN)/ruff check

@@ -1,0 +1,31 @@
+"""One process that plays a rank of any world: groups exist, collectives do nothing.
+
+Enough for what a rank decides alone (which part it holds, which values that starts from, which error it raises), and
+for whole models on a world of one. Costs milliseconds where real processes cost seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from smp.config import Layout
+from smp.parallel.mesh import build_mesh
+
+
+@contextmanager
+def fake_mesh(layout: Layout | None = None, rank: int = 0) -> Iterator[DeviceMesh]:
+    """The mesh of ``layout`` (by default one rank) as ``rank`` sees it, inside a process group that ends with the
+    block."""
+    layout = layout or Layout()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
+    _clear_sharding_prop_cache()  # its entries hold meshes of an earlier rank, which compare equal
+    try:
+        yield build_mesh(layout, "cpu")
+    finally:
+        dist.destroy_process_group()

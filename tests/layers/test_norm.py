@@ -1,0 +1,69 @@
+"""Normalizations against their formulas, and the sum of their gradients over ranks that see different data."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from smp.config import Layout
+from smp.layers import LayerNorm, RMSNorm
+from smp.parallel.mesh import build_mesh
+from tests.distributed import run_distributed
+from tests.layers.whole import beyond, draw, error, gradient, leaf, load_all, part
+
+TOKENS, FEATURES, EPS = 10, 12, 0.1  # an epsilon that shows
+KINDS = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
+
+
+def formula(kind: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """As the docstrings of the layers state it."""
+    if bias is None:
+        return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + EPS).sqrt() * weight + bias
+
+
+def errors_of(mesh: Any, kind: str, split: bool, dtype: torch.dtype) -> dict[str, float]:
+    layer = KINDS[kind](FEATURES, mesh, eps=EPS, split=split, dtype=dtype)
+    wholes = {name: leaf(w.double()) for name, w in load_all(layer).items()}
+    x, target = draw(TOKENS, 3, FEATURES, seed=1, dtype=dtype), draw(TOKENS, 3, FEATURES, seed=2, dtype=dtype)
+    exact = leaf(x.double())
+    want = formula(kind, exact, wholes["weight"], wholes.get("bias"))
+    want.backward(target.double())
+    mine = leaf(part(x, mesh, split=split))
+    got = layer(mine)
+    got.backward(part(target, mesh, split=split))
+    assert got.dtype == dtype and exact.grad is not None
+    errors = {
+        "y": error(got, part(want, mesh, split=split)),
+        "dx": error(mine.grad, part(exact.grad, mesh, split=split)),
+    }
+    return errors | {f"d{name}": error(gradient(layer.get_parameter(name)), w.grad) for name, w in wholes.items()}
+
+
+def measure(rank: int, world: int) -> dict[str, float]:
+    out = {}
+    for tp, kind, split, dtype in itertools.product((1, 2), KINDS, (False, True), (torch.float32, torch.bfloat16)):
+        mesh = build_mesh(Layout(dp_replicate=world // tp, tp=tp), "cpu")["tp"]
+        errors = errors_of(mesh, kind, split, dtype)
+        out |= {f"{kind}, tp {tp}, {'split, ' if split else ''}{dtype}, {name}": e for name, e in errors.items()}
+    return out
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[dict[str, float]]:
+    return run_distributed(measure, 2)
+
+
+# one rounding of bf16 is 2^-9; torch's LayerNorm on a CPU adds up its bias gradient in bf16
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 5e-7), ("bfloat16", 2.0**-6)])
+def test_values_and_gradients_are_those_of_the_formula(
+    measured: list[dict[str, float]], dtype: str, bound: float
+) -> None:
+    for errors in measured:
+        chosen = {name: e for name, e in errors.items() if dtype in name}
+        assert len(chosen) == 4 * (3 + 4)
+        assert beyond(chosen, bound) == {}

@@ -1,0 +1,153 @@
+"""Parameters on the mesh and their first values, which are the same bits in every layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from smp.config import Layout, ModelConfig, ParallelConfig
+from smp.layers import ColumnParallelLinear, RMSNorm, VocabParallelEmbedding, init_weights
+from smp.models.gpt import GPT
+from smp.sharding.parallelize import parallelize
+from tests.fake_group import fake_mesh
+from tests.layers.whole import load
+
+LLAMA = ModelConfig(
+    num_layers=2,
+    hidden_size=10,
+    ffn_hidden_size=12,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=6,
+    vocab_size=37,
+    make_vocab_size_divisible_by=1,
+    qk_layernorm=True,
+)
+GPT2 = ModelConfig(
+    num_layers=1,
+    hidden_size=10,
+    ffn_hidden_size=12,
+    num_attention_heads=4,
+    num_query_groups=4,
+    kv_channels=6,
+    vocab_size=33,
+    make_vocab_size_divisible_by=4,
+    max_position_embeddings=7,
+    normalization="LayerNorm",
+    swiglu=False,
+    position_embedding_type="learned_absolute",
+    disable_bias_linear=False,
+    untie_embeddings_and_output_weights=False,
+)
+MODELS = {"llama, odd vocabulary": LLAMA, "gpt2, tied": GPT2}
+LAYOUTS = [
+    Layout(tp=2),
+    Layout(tp=4),  # more ranks than key/value heads
+    Layout(dp_shard=2),
+    Layout(dp_shard=3),  # uneven shards
+    Layout(dp_shard=8),  # some are empty
+    Layout(dp_replicate=2, dp_shard=2),
+    Layout(dp_shard=3, tp=2),
+    Layout(dp_replicate=2, dp_shard=2, tp=2),
+]
+
+
+def sharding_of(layout: Layout) -> ParallelConfig:
+    return ParallelConfig(tensor_model_parallel_size=layout.tp, hybrid_shard_degree=layout.dp_shard)
+
+
+def whole_weights(config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
+    """Initial values of one rank without FSDP, vocabulary padding cut off."""
+    with fake_mesh() as mesh:
+        model = GPT(config, mesh["tp"], device="cpu")
+        init_weights(model, seed)
+        wholes = {name: p.detach().to_local().clone() for name, p in model.named_parameters()}
+    padded = ("embedding.weight", "head.weight")
+    return {name: w[: config.vocab_size] if name in padded else w for name, w in wholes.items()}
+
+
+def shards(
+    config: ModelConfig, layout: Layout, rank: int, wholes: dict[str, torch.Tensor] | None
+) -> dict[str, torch.Tensor]:
+    """What ``rank`` holds: of ``wholes``, as FSDP cuts them, or drawn into memory that FSDP has laid out."""
+    with fake_mesh(layout, rank) as mesh:
+        model = GPT(config, mesh["tp"], device="meta" if wholes is None else "cpu")
+        for name, parameter in model.named_parameters() if wholes else []:
+            load(parameter, wholes[name])
+        parallelize(model, mesh, sharding_of(layout))
+        if wholes is None:
+            model.to_empty(device="cpu")
+            init_weights(model, seed=3)
+        return {name: p.detach().to_local().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_initial_weights_are_the_same_bits_in_every_layout(config: ModelConfig, layout: Layout) -> None:
+    wholes = whole_weights(config, seed=3)
+    for rank in range(layout.world_size):
+        want, got = shards(config, layout, rank, wholes), shards(config, layout, rank, None)
+        assert set(got) == set(want)
+        assert [name for name in want if not torch.equal(got[name], want[name])] == []
+
+
+def test_initial_values_have_their_meaning() -> None:
+    weights = whole_weights(LLAMA, seed=3) | {f"gpt2 {n}": w for n, w in whole_weights(GPT2, seed=3).items()}
+    for name, w in weights.items():
+        if w.ndim == 1:
+            assert torch.equal(w, torch.full_like(w, "norm.weight" in name)), name
+        else:  # matrices that write to the residual stream are smaller
+            layers = 1 if name.startswith("gpt2") else 2
+            std = 0.02 / (2 * layers) ** 0.5 if name.endswith(("output.weight", "down.weight")) else 0.02
+            assert w.std().item() == pytest.approx(std, rel=0.25), name
+    assert not torch.equal(weights["layers.0.mlp.up.weight"], weights["layers.1.mlp.up.weight"])
+    assert not torch.equal(weights["layers.0.mlp.up.weight"], weights["layers.0.mlp.gate.weight"])
+
+
+def test_another_seed_changes_every_matrix() -> None:
+    a, b = whole_weights(LLAMA, seed=3), whole_weights(LLAMA, seed=4)
+    assert not any(torch.equal(a[name], b[name]) for name in a if a[name].ndim > 1)
+
+
+def test_vocabulary_padding_is_zero() -> None:
+    with fake_mesh() as mesh:
+        layer = VocabParallelEmbedding(5, 4, mesh["tp"], divisible_by=8)
+        init_weights(layer, 0)
+        rows = layer.weight.to_local()
+    assert torch.equal(rows[5:], torch.zeros(3, 4))
+    assert (rows[:5] != 0).all()
+
+
+def test_values_are_nan_until_they_are_drawn() -> None:
+    with fake_mesh(Layout(tp=2)) as mesh:
+        layer = ColumnParallelLinear(4, 6, mesh["tp"])
+        for parameter in layer.parameters():
+            assert parameter.to_local().isnan().all()
+        init_weights(layer, 0)
+        assert not any(p.to_local().isnan().any() for p in layer.parameters())
+
+
+def test_shape_is_global_and_placement_goes_with_it() -> None:
+    with fake_mesh(Layout(tp=2), rank=1) as mesh:
+        weight = ColumnParallelLinear(4, 6, mesh["tp"], device="meta").weight
+        assert isinstance(weight, DTensor)
+        assert (tuple(weight.shape), weight.placements, tuple(weight.to_local().shape)) == ((6, 4), (Shard(0),), (3, 4))
+        assert weight.is_meta
+
+
+def test_forgotten_memory_is_an_error() -> None:
+    with fake_mesh() as mesh:
+        model = nn.Sequential(RMSNorm(4, mesh["tp"]), ColumnParallelLinear(4, 6, mesh["tp"], device="meta"))
+        with pytest.raises(ValueError, match=r"1\.weight is on the meta device: call model\.to_empty"):
+            init_weights(model, 0)
+
+
+def test_modules_of_others_are_left_alone() -> None:
+    with fake_mesh() as mesh:
+        model = nn.Sequential(nn.Linear(4, 4), RMSNorm(4, mesh["tp"]))
+        before = [p.detach().clone() for p in model[0].parameters()]
+        init_weights(model, 0)
+        assert all(torch.equal(a, b) for a, b in zip(before, model[0].parameters(), strict=True))
+        assert (model[1].weight.to_local() == 1).all()

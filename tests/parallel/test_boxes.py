@@ -1,0 +1,76 @@
+"""The box of a shard holds the elements that torch really put there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, Replicate
+
+from smp.config import Layout
+from smp.layers.parameter import tp_parameter
+from smp.parallel.boxes import Box, chunk, local_box
+from smp.parallel.mesh import data_mesh
+from smp.sharding.parallelize import shard
+from tests.fake_group import fake_mesh
+from tests.layers.whole import load
+
+DEGREES = st.integers(1, 4)
+
+
+@given(st.integers(0, 50), st.integers(1, 12))
+def test_chunk_cuts_like_torch(size: int, parts: int) -> None:
+    pieces = torch.arange(size).chunk(parts)
+    for index in range(parts):
+        start, length = chunk(size, parts, index)
+        want = pieces[index].tolist() if index < len(pieces) else []
+        assert list(range(start, start + length)) == want
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    rows=st.integers(1, 9),
+    columns=st.integers(1, 3),
+    placement=st.sampled_from([Shard(0), Shard(1), Replicate()]),
+    degrees=st.tuples(st.integers(1, 2), DEGREES, DEGREES),
+    data=st.data(),
+)
+def test_box_of_a_sharded_parameter_holds_its_elements(
+    rows: int, columns: int, placement: Placement, degrees: tuple[int, int, int], data: st.DataObject
+) -> None:
+    """Elements are their own numbers; FSDP and TP cut them, evenly or not."""
+    replicate, shards, tp = degrees
+    layout = Layout(dp_replicate=replicate, dp_shard=shards, tp=tp)
+    shape = (rows * tp, columns * tp)
+    whole = torch.arange(float(shape[0] * shape[1])).view(shape)
+    with fake_mesh(layout, rank=data.draw(st.integers(0, layout.world_size - 1))) as mesh:
+        model = nn.Module()
+        model.weight = tp_parameter(shape, placement, mesh["tp"], "cpu", None)
+        load(model.weight, whole)
+        shard(model, [], data_mesh(mesh))
+        assert isinstance(model.weight, DTensor)
+        box, held = local_box(model.weight), model.weight.to_local()
+    (top, left), (height, width) = box.offsets, box.sizes
+    assert torch.equal(whole[top : top + height, left : left + width], held)
+    assert box.empty == (held.numel() == 0)
+
+
+def test_box_of_a_plain_tensor_is_all_of_it() -> None:
+    assert local_box(torch.zeros(3, 4)) == Box((0, 0), (3, 4))
+    assert local_box(torch.zeros(())) == Box((), ())
+
+
+def test_both_dimensions_may_be_cut() -> None:
+    with fake_mesh(Layout(dp_shard=2, tp=2), rank=3) as mesh:
+        x = distribute_tensor(torch.zeros(5, 6), mesh["dp_shard", "tp"], [Shard(0), Shard(1)], src_data_rank=None)
+        assert local_box(x) == Box((3, 3), (2, 3))
+
+
+def test_a_partial_sum_has_no_box() -> None:
+    with fake_mesh(Layout(tp=2)) as mesh:
+        x = DTensor.from_local(torch.zeros(3), mesh["tp"], [Partial()])
+        with pytest.raises(ValueError, match="has no box"):
+            local_box(x)

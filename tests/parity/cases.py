@@ -1,0 +1,319 @@
+"""What the parity matrix runs: a problem (the math) and a layout (how it is spread), and sets of them that cover pairs.
+
+A problem has one right answer, whatever the layout. Sizes are small and awkward on purpose: a width that 4 does not
+divide, a vocabulary of 33, an odd number of tokens per micro-batch, so that shards are uneven and everything is padded.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from smp.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from smp.config.resolve import resolve
+
+STEPS = 10
+SEED = 7
+MAX_WORLD = 8
+CLIP = 0.2
+"""Below the gradient norm of every step of every problem (tested), so that clipping bites."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Model, data and optimizer.
+
+    Attributes:
+        style: "llama" (RMSNorm, RoPE, SwiGLU) or "gpt2" (LayerNorm, learned positions, GELU, biases).
+        tied: the output layer shares the embedding's matrix.
+        vocab: number of token ids, and what the rows per rank are padded to a multiple of.
+        heads, kv_heads: query heads and key/value heads.
+        extra: a bundle of less common switches, see ``_EXTRAS``.
+        dropout: on the residual stream and on attention probabilities.
+        unequal: labels left out at random, and all labels of one micro-batch of one rank in each step.
+        clip: clipping that bites.
+        length: tokens per sample.
+        micro_batch: samples of one micro-batch in the layout that the problem was made for.
+        micro_batches: their number over all ranks in one step.
+    """
+
+    style: str = "llama"
+    tied: bool = False
+    vocab: tuple[int, int] = (33, 8)
+    heads: int = 4
+    kv_heads: int = 4
+    extra: str = "plain"
+    dropout: bool = False
+    unequal: bool = False
+    clip: bool = False
+    length: int = 15
+    micro_batch: int = 1
+    micro_batches: int = 1
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one step."""
+        return self.micro_batch * self.micro_batches
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Layout, accumulation, recompute, precision and compilation: none of it may change the answer (bf16 rounds)."""
+
+    tp: int = 1
+    sp: bool = False
+    shard: int = 1
+    replicate: int = 1
+    accumulation: int = 1
+    recompute: str = "none"
+    bf16: bool = False
+    compile: bool = False
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that see different samples."""
+        return self.shard * self.replicate
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.tp * self.data_parallel
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: a problem, its layout, and for the negative control what is broken in it."""
+
+    problem: Problem
+    spread: Spread
+    sabotage: str = ""
+
+    @property
+    def one_rank(self) -> Case:
+        """The run that this one is compared with: one process, one micro-batch, nothing recomputed or compiled."""
+        return Case(self.problem, Spread(bf16=self.spread.bf16))
+
+    @property
+    def one_rank_fp32(self) -> Case:
+        """The same in fp32."""
+        return Case(self.problem, Spread())
+
+    def __str__(self) -> str:
+        """Name of the test, every setting spelled out."""
+        p, s = self.problem, self.spread
+        words = [
+            f"tp{s.tp}{'sp' if s.sp else ''}-shard{s.shard}-rep{s.replicate}-acc{s.accumulation}",
+            f"{p.style}-{p.extra}-{'tied' if p.tied else 'untied'}-vocab{p.vocab[0]}by{p.vocab[1]}-kv{p.kv_heads}of{p.heads}",
+            f"{p.micro_batches}x{p.micro_batch}x{p.length}",
+            "" if s.recompute == "none" else s.recompute,
+            *(name for name in ("dropout", "unequal", "clip") if getattr(p, name)),
+            *(name for name in ("bf16", "compile") if getattr(s, name)),
+            self.sabotage,
+        ]
+        return "-".join(word for word in words if word)
+
+
+_STYLES: dict[str, dict[str, Any]] = {
+    "llama": {"rotary_base": 100.0},
+    "gpt2": {
+        "normalization": "LayerNorm",
+        "swiglu": False,
+        "position_embedding_type": "learned_absolute",
+        "disable_bias_linear": False,
+    },
+}
+_EXTRAS: dict[str, dict[str, dict[str, Any]]] = {
+    "plain": {"llama": {}, "gpt2": {"tanh_gelu": True}},
+    "window": {"llama": {"window_size": 3, "add_qkv_bias": True}, "gpt2": {"window_size": 3, "squared_relu": True}},
+    "parallel": {"llama": {"parallel_residual": True, "rotary_percent": 0.5}, "gpt2": {"parallel_residual": True}},
+    "qknorm": {
+        "llama": {"qk_layernorm": True, "use_rope_scaling": True, "rope_original_max_position": 64},
+        "gpt2": {"qk_layernorm": True, "tanh_gelu": True},
+    },
+}
+
+
+def model_config(problem: Problem) -> ModelConfig:
+    """Two blocks, 18 wide. Large weights (std 0.1), so that ten steps do something; larger ones make training chaotic."""
+    return ModelConfig(
+        num_layers=2,
+        hidden_size=18,
+        ffn_hidden_size=36 if problem.heads % 3 else 72,
+        num_attention_heads=problem.heads,
+        num_query_groups=problem.kv_heads,
+        kv_channels=8,
+        max_position_embeddings=problem.length + 2,
+        vocab_size=problem.vocab[0],
+        make_vocab_size_divisible_by=problem.vocab[1],
+        untie_embeddings_and_output_weights=not problem.tied,
+        init_method_std=0.1,
+        hidden_dropout=0.1 if problem.dropout else 0.0,
+        attention_dropout=0.2 if problem.dropout else 0.0,
+        **_STYLES[problem.style],
+        **_EXTRAS[problem.extra][problem.style],
+    )
+
+
+def config_of(case: Case) -> Config:
+    """Resolved settings, as a user's command line would give them."""
+    problem, spread = case.problem, case.spread
+    config = Config(
+        model=model_config(problem),
+        parallel=ParallelConfig(
+            tensor_model_parallel_size=spread.tp,
+            sequence_parallel=spread.sp,
+            hybrid_shard_degree=spread.shard,
+            bf16=spread.bf16,
+            recompute_granularity=spread.recompute,  # type: ignore[arg-type]
+            compile=spread.compile,
+        ),
+        data=DataConfig(
+            mock_data=True,
+            seq_length=problem.length,
+            micro_batch_size=problem.global_batch // (spread.data_parallel * spread.accumulation),
+            global_batch_size=problem.global_batch,
+        ),
+        optim=OptimizerConfig(
+            optimizer="sgd",
+            lr=0.1,
+            lr_decay_style="constant",
+            weight_decay=0.1,
+            clip_grad=CLIP if problem.clip else 0.0,
+        ),
+        training=TrainingConfig(train_iters=STEPS, seed=SEED),
+    )
+    return resolve(config, spread.world_size)
+
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "tensor": ((1, False), (1, True), (2, False), (2, True), (4, False), (4, True)),
+    "shard": (1, 2, 4),
+    "replicate": (1, 2),
+    "accumulation": (1, 4),
+    "recompute": ("none", "selective", "full"),
+    "style": ("llama", "gpt2"),
+    "tied": (False, True),
+    "vocab": ((33, 8), (33, 1), (32, 8)),
+    "kv_heads": (1, 2, 4),
+    "extra": tuple(_EXTRAS),
+    "dropout": (False, True),
+    "unequal": (False, True),
+    "clip": (False, True),
+    "length": (15, 16),
+    "micro_batch": (1, 3),
+}
+"""The matrix. "tensor" is tensor-parallel size and sequence parallelism in one, so that every other value meets both at
+once. Sequence parallelism on one rank stays in: groups of one are a classic source of bugs."""
+
+_SPREAD = tuple(f.name for f in fields(Spread))
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+
+
+def fits(values: dict[str, Any]) -> bool:
+    """Whether a (partial) choice of factor values leaves a layout of at most 8 ranks."""
+    return values.get("tensor", (1, False))[0] * values.get("shard", 1) * values.get("replicate", 1) <= MAX_WORLD
+
+
+def case_of(values: dict[str, Any]) -> Case:
+    """The case with these values of factors, or of fields of a problem or a layout; the rest has its default."""
+    values = dict(values)
+    if "tensor" in values:
+        values["tp"], values["sp"] = values.pop("tensor")
+    spread = Spread(**{name: value for name, value in values.items() if name in _SPREAD})
+    problem = Problem(**{name: value for name, value in values.items() if name not in _SPREAD})
+    return Case(replace(problem, micro_batches=spread.data_parallel * spread.accumulation), spread)
+
+
+def valid_pairs() -> set[Pair]:
+    """Every pair of values of two factors that some layout has."""
+    choices = [[(name, value) for value in values] for name, values in FACTORS.items()]
+    pairs = (pair for a, b in itertools.combinations(choices, 2) for pair in itertools.product(a, b))
+    return {pair for pair in pairs if fits(dict(pair))}
+
+
+def pairs_of(values: dict[str, Any]) -> set[Pair]:
+    """The pairs that a choice of values covers."""
+    return set(itertools.combinations([(name, values[name]) for name in FACTORS if name in values], 2))
+
+
+def pairwise_cases() -> list[Case]:
+    """A small set of cases in which every valid pair of factor values occurs; the same on every call.
+
+    Greedy: begin with the first pair not covered yet, then give each other factor the value that covers most new pairs.
+    Ties are drawn, so that the last cases, which have few pairs left to cover, still differ from each other.
+    """
+    left, cases, draw = valid_pairs(), [], random.Random(0)
+    while left:
+        values: dict[str, Any] = dict(min(left, key=repr))
+        for name in sorted(FACTORS, key=lambda name: -len(FACTORS[name])):
+            if name not in values:
+                options = [{**values, name: value} for value in FACTORS[name]]
+                values = max(
+                    (option for option in options if fits(option)),
+                    key=lambda option: (len(pairs_of(option) & left), draw.random()),
+                )
+        left -= pairs_of(values)
+        cases.append(case_of(values))
+    return cases
+
+
+def product_cases() -> list[Case]:
+    """The whole product of the factors that spread the work, with style and dropout; the other factors are drawn.
+
+    (The product of all factors has over 700,000 members.)
+    """
+    crossed = ("tensor", "shard", "replicate", "accumulation", "recompute", "style", "dropout")
+    draw = random.Random(0)
+    return [case_of(_drawn(values, draw)) for values in _product(crossed) if fits(values)]
+
+
+def _product(names: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    for values in itertools.product(*(FACTORS[name] for name in names)):
+        yield dict(zip(names, values, strict=True))
+
+
+def _drawn(values: dict[str, Any], draw: random.Random) -> dict[str, Any]:
+    return {name: values[name] if name in values else draw.choice(options) for name, options in FACTORS.items()}
+
+
+def bf16_cases() -> list[Case]:
+    """Layouts in bf16."""
+    spreads: list[dict[str, Any]] = [
+        {"tensor": (2, True), "style": "llama", "extra": "qknorm", "unequal": True},
+        {"tensor": (4, True), "style": "gpt2", "kv_heads": 2, "recompute": "full", "tied": True},
+        {"tensor": (4, False), "style": "llama", "kv_heads": 1, "clip": True},
+        {"shard": 4, "style": "gpt2", "extra": "window", "dropout": True},
+        {"shard": 2, "replicate": 2, "accumulation": 4, "style": "llama", "extra": "parallel", "unequal": True},
+        {"tensor": (2, False), "shard": 2, "accumulation": 4, "style": "gpt2", "recompute": "selective", "clip": True},
+    ]
+    return [case_of({**values, "bf16": True, "micro_batch": 3}) for values in spreads]
+
+
+def compiled_cases() -> list[Case]:
+    """Layouts under ``--compile``, in which recompute and bf16 take other ways."""
+    spreads: list[dict[str, Any]] = [
+        {"tensor": (2, True), "style": "llama", "unequal": True, "clip": True},
+        {"shard": 2, "accumulation": 4, "style": "gpt2", "tied": True, "dropout": True},
+        {"tensor": (4, True), "style": "gpt2", "kv_heads": 2, "extra": "qknorm", "recompute": "selective"},
+        {"tensor": (2, False), "shard": 2, "style": "llama", "extra": "window", "recompute": "full", "dropout": True},
+        {"tensor": (2, True), "style": "llama", "kv_heads": 1, "extra": "parallel", "bf16": True},
+    ]
+    return [case_of({**values, "compile": True, "micro_batch": 3}) for values in spreads]
+
+
+def sabotaged_cases() -> list[tuple[Case, str]]:
+    """Each bug of the negative control in a layout where it shows, and the kind of error that must show it."""
+    chosen: list[tuple[str, str, dict[str, Any]]] = [
+        ("sum_gradient", "copies", {"tensor": (2, True)}),
+        ("copy_to_group", "copies", {"tensor": (2, False)}),
+        ("gather_tokens", "gradient", {"tensor": (2, True)}),
+        ("average_gradients", "gradient", {"shard": 2}),
+        ("count_own_tokens", "loss", {"shard": 2, "unequal": True}),
+        ("count_copies", "norm", {"tensor": (2, False)}),
+        ("number_tokens_per_rank", "loss", {"tensor": (2, True), "dropout": True}),
+    ]
+    made = [(case_of({**values, "style": "gpt2", "micro_batch": 3}), bug, error) for bug, error, values in chosen]
+    return [(replace(case, sabotage=bug), error) for case, bug, error in made]

@@ -1,0 +1,33 @@
+"""The global batches of a problem, and a rank's share of them."""
+
+from __future__ import annotations
+
+import torch
+
+from smp.data.loader import IGNORED_LABEL, GlobalBatch
+from tests.parity.cases import Problem, Spread
+
+
+def global_batch(problem: Problem, step: int) -> GlobalBatch:
+    """All samples of a step as one micro-batch, tensors (1, global batch, length)."""
+    generator = torch.Generator().manual_seed(100 + step)
+    rows = torch.randint(0, problem.vocab[0], (problem.global_batch, problem.length + 1), generator=generator)
+    labels = rows[:, 1:].clone()
+    if problem.unequal:
+        left_out = torch.rand(labels.shape, generator=generator) < 0.4
+        left_out[:, -1] = False  # so that some token of the step counts
+        labels[left_out] = IGNORED_LABEL
+        if problem.micro_batches > 1:
+            labels.view(problem.micro_batches, -1)[step % problem.micro_batches] = IGNORED_LABEL
+    index = step * problem.global_batch + torch.arange(problem.global_batch)
+    return GlobalBatch(rows[None, :, :-1].contiguous(), labels[None], index[None])
+
+
+def share(problem: Problem, spread: Spread, data_rank: int, step: int) -> GlobalBatch:
+    """The part of data-parallel rank ``data_rank``, in the order that ``BatchLoader`` states."""
+    whole, ranks, count = global_batch(problem, step), spread.data_parallel, spread.accumulation
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        return x[0].view(count, ranks, -1, *x.shape[2:])[:, data_rank]  # (micro-batches, micro-batch, ...)
+
+    return GlobalBatch(part(whole.tokens), part(whole.labels), part(whole.sample_index))

@@ -1,0 +1,165 @@
+"""The same training in plain torch: one process, float64, whole tensors, autograd, full logits, no accumulation.
+
+Nothing of the package's layers, sharding, loss or optimizer is used. What is shared is what the package defines and no
+book does: parameter names, initial weights (an argument) and which element a dropout key drops.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from smp.config import ModelConfig
+from smp.data.loader import GlobalBatch
+from smp.parallel.rng import dropout_keys, keyed_dropout
+from tests.parity.cases import SEED, STEPS, Case, config_of
+from tests.parity.data import global_batch
+from tests.parity.result import RECORDED_STEPS, Result
+
+Weights = dict[str, torch.Tensor]
+
+
+class Dropout:
+    """Masks of one forward pass: three sites per block (probabilities, attention, MLP), then the embedding's."""
+
+    def __init__(self, config: ModelConfig, sample_index: torch.Tensor, length: int) -> None:
+        self.hidden, self.attention = config.hidden_dropout, config.attention_dropout
+        self.keys = dropout_keys(SEED, 3 * config.num_layers + 1, torch.device("cpu"))
+        self.numbers = sample_index[:, None] * length + torch.arange(length)  # (batch, length)
+
+    def of_stream(self, x: torch.Tensor, site: int) -> torch.Tensor:
+        """x (batch, length, hidden)."""
+        return keyed_dropout(x.flatten(0, 1), self.keys[site], self.numbers.flatten(), self.hidden).view_as(x)
+
+    def of_probabilities(self, x: torch.Tensor, site: int) -> torch.Tensor:
+        """x (batch, heads, length, length)."""
+        rows = self.numbers[:, None, :] * 65536 + torch.arange(x.shape[1])[:, None]  # (batch, heads, length)
+        return keyed_dropout(x.flatten(0, 2), self.keys[site], rows.flatten(), self.attention).view_as(x)
+
+
+def norm(x: torch.Tensor, weights: Weights, name: str, config: ModelConfig) -> torch.Tensor:
+    """LayerNorm when there is a bias, else RMSNorm."""
+    bias = weights.get(f"{name}.bias")
+    if bias is not None:
+        x = x - x.mean(-1, keepdim=True)
+    x = x / (x.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt() * weights[f"{name}.weight"]
+    return x if bias is None else x + bias
+
+
+def linear(x: torch.Tensor, weights: Weights, name: str) -> torch.Tensor:
+    """x W^T + b."""
+    return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+
+def frequencies(config: ModelConfig) -> torch.Tensor:
+    """RoPE's, with Llama 3.1's scaling written as its three cases."""
+    dim = int((config.kv_channels or 0) * config.rotary_percent)
+    out = []
+    for i in range(0, dim, 2):
+        f = config.rotary_base ** (-i / dim)
+        if config.use_rope_scaling:
+            wavelength, original = 2 * math.pi / f, config.rope_original_max_position
+            low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+            if wavelength > original / low:
+                f /= config.rope_scaling_factor
+            elif wavelength > original / high:
+                smooth = (original / wavelength - low) / (high - low)
+                f = (1 - smooth) * f / config.rope_scaling_factor + smooth * f
+        out.append(f)
+    return torch.tensor(out, dtype=torch.float64)
+
+
+def rotate(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+    """RoPE as a product of complex numbers; channel i pairs with channel i + dim / 2. x (batch, heads, length, dim)."""
+    half = len(freqs)
+    angles = torch.arange(x.shape[2], dtype=torch.float64)[:, None] * freqs
+    pairs = torch.complex(x[..., :half].contiguous(), x[..., half : 2 * half].contiguous())
+    turned = pairs * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat((turned.real, turned.imag, x[..., 2 * half :]), dim=-1)
+
+
+def attention(x: torch.Tensor, weights: Weights, layer: int, config: ModelConfig, dropout: Dropout) -> torch.Tensor:
+    """Explicit softmax over a full (length, length) score matrix."""
+    batch, length, _ = x.shape
+    name, heads = f"layers.{layer}.attention", config.num_attention_heads
+
+    def split(part: str) -> torch.Tensor:
+        return linear(x, weights, f"{name}.{part}").view(batch, length, -1, config.kv_channels or 0).transpose(1, 2)
+
+    q, k, v = split("query"), split("key"), split("value")
+    if config.qk_layernorm:
+        q, k = norm(q, weights, f"{name}.query_norm", config), norm(k, weights, f"{name}.key_norm", config)
+    if config.position_embedding_type == "rope":
+        q, k = rotate(q, frequencies(config)), rotate(k, frequencies(config))
+    shared = torch.arange(heads) // (heads // k.shape[1])  # the key/value head of each query head
+    scores = q @ k[:, shared].transpose(-1, -2) / math.sqrt(config.kv_channels or 0)
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    visible = (distance >= 0) & (distance < (config.window_size or length))
+    probabilities = dropout.of_probabilities(scores.masked_fill(~visible, -math.inf).softmax(-1), 3 * layer)
+    merged = (probabilities @ v[:, shared]).transpose(1, 2).flatten(2)
+    return dropout.of_stream(linear(merged, weights, f"{name}.output"), 3 * layer + 1)
+
+
+def mlp(x: torch.Tensor, weights: Weights, layer: int, config: ModelConfig, dropout: Dropout) -> torch.Tensor:
+    """SwiGLU, squared ReLU or GELU."""
+    name = f"layers.{layer}.mlp"
+    up = linear(x, weights, f"{name}.up")
+    if config.swiglu:
+        inner = F.silu(linear(x, weights, f"{name}.gate")) * up
+    elif config.squared_relu:
+        inner = F.relu(up) ** 2
+    else:
+        inner = F.gelu(up, approximate="tanh" if config.tanh_gelu else "none")
+    return dropout.of_stream(linear(inner, weights, f"{name}.down"), 3 * layer + 2)
+
+
+def mean_loss(weights: Weights, config: ModelConfig, batch: GlobalBatch) -> torch.Tensor:
+    """Mean cross-entropy over the valid tokens of the global batch."""
+    tokens, labels = batch.tokens[0], batch.labels[0]
+    dropout = Dropout(config, batch.sample_index[0], tokens.shape[1])
+    x = weights["embedding.weight"][tokens]
+    if config.position_embedding_type == "learned_absolute":
+        x = x + weights["positions.weight"][: tokens.shape[1]]
+    x = dropout.of_stream(x, -1)
+    for layer in range(config.num_layers):
+        attended = attention(
+            norm(x, weights, f"layers.{layer}.attention_norm", config), weights, layer, config, dropout
+        )
+        inner = x if config.parallel_residual else x + attended
+        x = (
+            x
+            + attended
+            + mlp(norm(inner, weights, f"layers.{layer}.mlp_norm", config), weights, layer, config, dropout)
+        )
+    head = weights["head.weight"] if config.untie_embeddings_and_output_weights else weights["embedding.weight"]
+    logits = norm(x, weights, "final_norm", config) @ head.t()
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())  # its default leaves out -100
+
+
+def train(case: Case, initial: Weights) -> Result:
+    """Ten steps of SGD with weight decay and clipping, starting from ``initial``."""
+    config = config_of(case.one_rank_fp32)
+    weights = {name: w.double().requires_grad_() for name, w in initial.items()}
+    matrices, vectors = ([w for w in weights.values() if (w.ndim > 1) == wanted] for wanted in (True, False))
+    decayed = [{"params": matrices, "weight_decay": config.optim.weight_decay}, {"params": vectors}]
+    optimizer = torch.optim.SGD(decayed, lr=config.optim.lr)
+    losses, norms, gradients = [], [], {}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = mean_loss(weights, config.model, global_batch(case.problem, step))
+        loss.backward()
+        if step in RECORDED_STEPS:
+            gradients[step] = {name: _gradient(w) for name, w in weights.items()}
+        limit = config.optim.clip_grad or math.inf
+        norms.append(torch.nn.utils.clip_grad_norm_(list(weights.values()), limit).item())
+        losses.append(loss.item())
+        optimizer.step()
+    final = {name: w.detach() for name, w in weights.items()}
+    return Result(losses, norms, initial, gradients, final)
+
+
+def _gradient(weight: torch.Tensor) -> torch.Tensor:
+    assert weight.grad is not None
+    return weight.grad.clone()
