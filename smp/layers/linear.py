@@ -5,6 +5,10 @@ With weights (out, in) and p ranks, a column-parallel layer holds rows ``out/p``
 One after the other they need one collective each way (Shoeybi et al. 2019, arXiv 1909.08053). With sequence parallelism
 (Korthikanti et al. 2022, arXiv 2205.05198) what enters and leaves the pair is split along dim 0 of the input: the sum
 becomes a reduce-scatter, and an all-gather precedes the column-parallel layer.
+
+Product and collective are one operator, opaque to whoever rewrites graphs: torch.compile would otherwise keep the
+gathered input for the backward pass and wait for the reduction too early, and selective recompute would keep both the
+partial products and their sum.
 """
 
 from __future__ import annotations
@@ -29,8 +33,6 @@ from smp.layers.parameter import (
 )
 from smp.parallel.collectives import (
     Group,
-    reduce_from_group,
-    reduce_scatter_tokens,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
@@ -39,36 +41,110 @@ from smp.parallel.collectives import (
 )
 
 
-class _ColumnParallel(torch.autograd.Function):
-    """Products of one input with several column-parallel weights; one gather and one reduction serve them all.
+@torch.library.custom_op("smp::column_parallel", mutates_args=())
+def _column_forward(
+    x: torch.Tensor, weights: list[torch.Tensor], name: str, size: int, rank: int, sequence_parallel: bool
+) -> list[torch.Tensor]:
+    """Products of one input with several weights, after one gather for all of them: (tokens, ..., out/p) each."""
+    group = Group(name, size, rank)
+    full = wait(start_all_gather(x, group), group) if sequence_parallel else x
+    return [F.linear(full, w) for w in weights]
 
-    The backward pass keeps the links busy under the matrix products: the all-gather of the input runs under the
-    input-gradient product, and the reduction of the input gradient under the weight-gradient products. Only this rank's
-    part of the input is saved.
-    """
+
+@_column_forward.register_fake
+def _(
+    x: torch.Tensor, weights: list[torch.Tensor], name: str, size: int, rank: int, sequence_parallel: bool
+) -> list[torch.Tensor]:
+    tokens = x.shape[0] * (size if sequence_parallel else 1)
+    return [x.new_empty(tokens, *x.shape[1:-1], w.shape[0]) for w in weights]
+
+
+@torch.library.custom_op("smp::column_parallel_backward", mutates_args=())
+def _column_backward(
+    grads: list[torch.Tensor],
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    name: str,
+    size: int,
+    rank: int,
+    sequence_parallel: bool,
+) -> list[torch.Tensor]:
+    """Gradients of the input and of each weight. The links are kept busy under the matrix products: the all-gather of
+    the input runs under the input-gradient product, the reduction of the input gradient under the weight-gradient
+    products."""
+    group = Group(name, size, rank)
+    gathering = start_all_gather(x, group) if sequence_parallel else x
+    dx = grads[0] @ weights[0]  # (tokens, ..., in), this rank's part of the sum
+    for grad, weight in zip(grads[1:], weights[1:], strict=True):
+        dx = dx + grad @ weight
+    full = wait(gathering, group) if sequence_parallel else x
+    reducing = start_reduce_scatter(dx, group) if sequence_parallel else start_all_reduce(dx, group)
+    flat = full.flatten(0, -2)
+    dws = [g.flatten(0, -2).t() @ flat for g in grads]
+    return [wait(reducing, group), *dws]
+
+
+@_column_backward.register_fake
+def _(
+    grads: list[torch.Tensor],
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    name: str,
+    size: int,
+    rank: int,
+    sequence_parallel: bool,
+) -> list[torch.Tensor]:
+    return [x.new_empty(x.shape), *(w.new_empty(w.shape) for w in weights)]
+
+
+class _ColumnParallel(torch.autograd.Function):
+    """Saves only this rank's part of the input; the backward pass gathers it again."""
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, group: Group, sequence_parallel: bool, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        ctx.where = (group.name, group.size, group.rank, sequence_parallel)
         ctx.save_for_backward(x, *weights)
-        full = wait(start_all_gather(x, group), group) if sequence_parallel else x
-        return tuple(F.linear(full, w) for w in weights)  # (tokens, ..., out/p) each
+        return tuple(_column_forward(x, list(weights), *ctx.where))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        group: Group = ctx.group
-        gathering = start_all_gather(x, group) if ctx.sequence_parallel else x
-        dx = grads[0] @ weights[0]  # (tokens, ..., in), this rank's part of the sum
-        for grad, weight in zip(grads[1:], weights[1:], strict=True):
-            dx = dx + grad @ weight
-        full = wait(gathering, group) if ctx.sequence_parallel else x
-        reducing = start_reduce_scatter(dx, group) if ctx.sequence_parallel else start_all_reduce(dx, group)
-        flat = full.flatten(0, -2)
-        dws = [g.flatten(0, -2).t() @ flat for g in grads]
-        return wait(reducing, group), None, None, *dws
+        dx, *dws = _column_backward(list(grads), x, weights, *ctx.where)
+        return dx, None, None, *dws
+
+
+@torch.library.custom_op("smp::row_parallel", mutates_args=())
+def _row_forward(
+    x: torch.Tensor, weight: torch.Tensor, name: str, size: int, rank: int, sequence_parallel: bool
+) -> torch.Tensor:
+    """The product summed over the ranks, (tokens, ..., out) or each rank's (tokens / p, ..., out)."""
+    group = Group(name, size, rank)
+    partial = F.linear(x, weight)
+    start = start_reduce_scatter if sequence_parallel else start_all_reduce
+    return wait(start(partial, group), group)
+
+
+@_row_forward.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, name: str, size: int, rank: int, sequence_parallel: bool) -> torch.Tensor:
+    tokens = x.shape[0] // (size if sequence_parallel else 1)
+    return x.new_empty(tokens, *x.shape[1:-1], weight.shape[0])
+
+
+class _RowParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: Group, sequence_parallel: bool) -> torch.Tensor:
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        ctx.save_for_backward(x, weight)
+        return _row_forward(x, weight, group.name, group.size, group.rank, sequence_parallel)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        if ctx.sequence_parallel:
+            grad = wait(start_all_gather(grad, ctx.group), ctx.group)  # (tokens, ..., out)
+        return grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2), None, None
 
 
 class ColumnParallelLinear(nn.Module):
@@ -133,7 +209,10 @@ def column_parallel(x: torch.Tensor, layers: Sequence[ColumnParallelLinear]) -> 
     """Apply several column-parallel layers to one input, with one collective in each direction for all of them."""
     first = layers[0]
     weights = [layer._own(layer.weight) for layer in layers]
-    outputs = _ColumnParallel.apply(x, first.group, first.sequence_parallel, *weights)
+    if first.group.size == 1:
+        outputs = tuple(F.linear(x, w) for w in weights)
+    else:
+        outputs = _ColumnParallel.apply(x, first.group, first.sequence_parallel, *weights)
     biases = [layer.bias for layer in layers]
     return [y if b is None else y + m._own(b) for y, b, m in zip(outputs, biases, layers, strict=True)]
 
@@ -173,11 +252,10 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(tokens, ..., in/p) -> (tokens [/p], ..., out)."""
-        partial = F.linear(x, local(self.weight))  # (tokens, ..., out), summed below
-        if self.sequence_parallel:
-            y = reduce_scatter_tokens(partial, self.group)
+        if self.group.size == 1:
+            y = F.linear(x, local(self.weight))
         else:
-            y = reduce_from_group(partial, self.group)
+            y = _RowParallel.apply(x, local(self.weight), self.group, self.sequence_parallel)
         if self.bias is None:
             return y
         bias = local(self.bias)

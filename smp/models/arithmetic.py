@@ -237,9 +237,8 @@ def _kept_per_token(config: Config, tp: int, b: int, recompute: Literal["none", 
       attention 4 q; MLP 4 f with SwiGLU (gate, up, SiLU, product), else 2 f; with qk-norm its inputs q + k;
       log-sum-exp, 4 bytes per head, or with attention dropout per head and position the probabilities in fp32, the mask
       in one byte and the dropped probabilities in compute precision.
-    - selective: input h_l; results of matrix products q + 2 k + (2 or 1) f + 2 h and of attention q; of collectives
-      with tp > 1: 2 h + 2 h_l under sequence parallelism (gathers, reduce-scatters), else 2 h (all-reduces);
-      log-sum-exp, or with attention dropout the scores in compute precision.
+    - selective: input h_l; results of matrix products q + 2 k + (2 or 1) f + 2 h_l (the last after their reduction)
+      and of attention q; log-sum-exp, or with attention dropout the scores in compute precision.
     - full: input h_l.
     """
     model, s, parallel = config.model, _sizes(config.model, tp), config.parallel
@@ -247,8 +246,7 @@ def _kept_per_token(config: Config, tp: int, b: int, recompute: Literal["none", 
     if recompute == "full":
         return b * h_l
     if recompute == "selective":
-        links = 0 if tp == 1 else 2 * s.h + (2 * h_l if parallel.sequence_parallel else 0)
-        elements = h_l + 2 * s.q + 2 * s.k + (2 if s.gated else 1) * s.f + 2 * s.h + links
+        elements = 3 * h_l + 2 * s.q + 2 * s.k + (2 if s.gated else 1) * s.f
         return b * elements + _attention_extra(config, s.heads, b)
     elements = 4 * h_l + 4 * s.q + (4 if s.gated else 2) * s.f + (s.q + s.k if model.qk_layernorm else 0)
     return b * elements + _attention_extra(config, s.heads, 4 + 1 + b)

@@ -2,18 +2,17 @@
 
 Two kinds, neither with a state that could be lost:
 
-* Initial weights: a block of rows is drawn from a generator seeded by (seed, parameter name, block number). A rank
-draws
+* Initial weights: a block of rows is drawn from a generator keyed by (seed, parameter name, block number). A rank draws
   the blocks it owns rows of and nothing else, and every layout starts from the same bits.
 * Dropout: each element's decision is a hash of (seed, layer, site, global token, channel). The same in every layout,
-under
-  recompute and after a resume.
+  under recompute and after a resume.
 """
 
 from __future__ import annotations
 
 import hashlib
 
+import numpy as np
 import torch
 
 from smp.parallel.boxes import Box
@@ -39,14 +38,21 @@ def keyed_normal(seed: int, name: str, shape: torch.Size | tuple[int, ...], box:
     out = torch.empty(box.sizes)
     for index in range(first // block, -(-last // block) if last > first else 0):
         start, stop = index * block, min((index + 1) * block, shape[0])
-        generator = torch.Generator().manual_seed(stable_hash(seed, name, index))
-        drawn = torch.empty((block, *shape[1:])).normal_(std=std, generator=generator)
+        drawn = _normal_block(seed, name, index, block * columns).mul_(std).view(block, *shape[1:])
         low, high = max(start, first), min(stop, last)
         rows = drawn[low - start : high - start]
         for dim in range(1, len(shape)):
             rows = rows.narrow(dim, box.offsets[dim], box.sizes[dim])
         out[low - first : high - first] = rows
     return out
+
+
+def _normal_block(seed: int, name: str, index: int, elements: int) -> torch.Tensor:
+    """N(0, 1) numbers of one block. numpy's Philox takes the whole 128-bit key; torch's CPU generator uses 32 bits of a
+    seed, so that a model of 2^36 elements would have blocks that are equal."""
+    digest = hashlib.blake2b(f"{seed}\x1f{name}\x1f{index}".encode(), digest_size=16).digest()
+    generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+    return torch.from_numpy(generator.standard_normal(elements, dtype=np.float32))
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

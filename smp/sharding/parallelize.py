@@ -1,14 +1,12 @@
 """From a model to a trainable, sharded one, in one order.
 
-TP and SP come with the layers -> (a pipeline will split here) -> recompute -> compile -> hybrid FSDP. Recompute wraps
-the compiled function, so what is replayed is compiled too; FSDP comes last, so that its hooks stay outside of both and
-a replay finds the weights already gathered.
+TP and SP come with the layers -> (a pipeline will split here) -> recompute and compile -> hybrid FSDP. FSDP comes last,
+so that its hooks stay outside of both and a replay finds the weights already gathered.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from smp.config import ParallelConfig
-from smp.layers.block import TransformerBlock
+from smp.layers.block import Run, TransformerBlock
 from smp.models.gpt import GPT
 from smp.parallel.mesh import data_mesh
 
@@ -31,10 +29,8 @@ _KEPT = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops._c10d_functional.all_gather_into_tensor.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
-    torch.ops._c10d_functional.all_reduce.default,
-    torch.ops._c10d_functional.wait_tensor.default,
+    torch.ops.smp.column_parallel.default,
+    torch.ops.smp.row_parallel.default,
 }
 
 
@@ -45,8 +41,7 @@ def parallelize(model: GPT, mesh: DeviceMesh, config: ParallelConfig) -> GPT:
     """
     blocks = [b for b in model.layers.values() if isinstance(b, TransformerBlock)]
     for block in blocks:
-        run = torch.compile(block.run, fullgraph=True) if config.compile else block.run
-        block.run = _recomputed(run, config.recompute_granularity)
+        block.run = _wrapped(block.run, config)
     shard(model, [*blocks, *_ends(model)], data_mesh(mesh), bf16=config.bf16)
     return model
 
@@ -56,15 +51,21 @@ def _ends(model: GPT) -> list[nn.Module | list[nn.Module]]:
     return [] if model.tied else [model.embedding, [model.final_norm, model.head]]
 
 
-def _recomputed(run: Callable[..., torch.Tensor], granularity: str) -> Callable[..., torch.Tensor]:
-    """``run`` with its activations recomputed in the backward pass. There is no RNG state to restore: dropout is
-    keyed."""
-    if granularity == "none":
-        return run
+def _wrapped(run: Run, config: ParallelConfig) -> Run:
+    """``run`` with its activations recomputed in the backward pass, and compiled. There is no RNG state to restore:
+    dropout is keyed.
+
+    Selective recompute goes inside of the compiler, which then keeps what it names; from outside it would keep the
+    compiled code's buffers, and that code overwrites them: wrong gradients. Full recompute stays outside: it replays
+    the compiled block, and torch 2.13 cannot save the device mesh that the parameters bring into a replayed graph.
+    """
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if granularity == "selective":
+    if config.recompute_granularity == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_expensive)
-    return functools.partial(checkpoint, run, **options)
+        run = functools.partial(checkpoint, run, **options)
+    if config.compile:
+        run = torch.compile(run, fullgraph=True)
+    return functools.partial(checkpoint, run, **options) if config.recompute_granularity == "full" else run
 
 
 def _keep_expensive(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

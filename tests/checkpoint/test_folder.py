@@ -124,7 +124,7 @@ def test_any_flipped_bit_is_found(data: st.DataObject, tmp_path_factory: pytest.
 @pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b[:20], lambda b: b"", lambda b: b + b"\0"])
 def test_wrong_length_is_found(folder: Path, damage: Callable[[bytes], bytes]) -> None:
     (folder / FILE).write_bytes(damage((folder / FILE).read_bytes()))
-    with pytest.raises(CheckpointError, match=rf"{FILE} has \d+ bytes instead of"):
+    with pytest.raises(CheckpointError, match=rf"{FILE}: has \d+ bytes instead of"):
         load(zeros(example()), folder)
 
 
@@ -139,7 +139,8 @@ def test_exchanged_data_file_is_found(folder: Path) -> None:
     tensors = load_file(folder / FILE)
     tensors["F32"], tensors["I32"] = tensors["I32"], tensors["F32"]
     save_file(tensors, folder / FILE)
-    with pytest.raises(CheckpointError, match=r"tensor F32 is torch\.int32"):
+    rewrite(folder, lambda content: content["files"].update({FILE: (folder / FILE).stat().st_size}))
+    with pytest.raises(CheckpointError, match=r"tensor F32 is I32"):
         load(zeros(example()), folder)
 
 
@@ -186,10 +187,10 @@ def test_signed_edit_is_refused(folder: Path, edit: str) -> None:
 
 def test_signed_edit_of_a_key_cannot_be_read(folder: Path) -> None:
     rewrite(folder, lambda content: content["tensors"]["F32"]["shards"][0].update(key="I32"))
-    with pytest.raises(CheckpointError, match=r"tensor F32 is torch\.int32"):
+    with pytest.raises(CheckpointError, match=r"tensor F32 is I32"):
         load(zeros(example()), folder)
     rewrite(folder, lambda content: content["tensors"]["F32"]["shards"][0].update(key="absent"))
-    with pytest.raises(CheckpointError, match=f"{FILE} cannot be read"):
+    with pytest.raises(CheckpointError, match=f"{FILE}: has no tensor 'absent'"):
         load(zeros(example()), folder)
 
 
@@ -226,7 +227,7 @@ def test_coverage(rows: list[int], columns: list[int], spoil: int, data: st.Data
     short = Shard(tile.file, tile.key, tile.offsets, (tile.sizes[0] - 1, tile.sizes[1]), tile.xxh3_64)
     replacement = [[tile], [], [tile, tile], [short]][spoil]
     tiles[victim : victim + 1] = replacement
-    manifest = Manifest({"w": TensorEntry((sum(rows), sum(columns)), "F32", tuple(tiles))}, {FILE: 1}, {})
+    manifest = Manifest({"w": TensorEntry((sum(rows), sum(columns)), "F32", tuple(tiles))}, {FILE: 10**6}, {})
     if spoil:
         with pytest.raises(CheckpointError, match="exactly once"):
             check_manifest(manifest, Path("anywhere"))
@@ -287,6 +288,7 @@ def test_crash_before_the_commit(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     new = folder.parent / "iter_0000020"
     with monkeypatch.context() as patch:
         patch.setattr("smp.checkpoint.storage.write_manifest", die)
+        patch.setattr("smp.checkpoint.api.discard_unfinished", lambda folder: None)  # whoever died cleans nothing
         for target in (new, folder):
             with pytest.raises(CheckpointError, match="OSError: power cut"):
                 save({"w": torch.ones(2)}, target, extra={})
@@ -304,6 +306,17 @@ def test_crash_before_the_commit(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert sorted(path.name for path in new.iterdir()) == ["manifest.json", "shard_00000.1.safetensors"]
     assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "shard_00000.2.safetensors"]
     assert load({"w": torch.zeros(2)}, folder) == {"iteration": 11}
+
+
+def test_a_save_that_fails_cleans_up_after_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    new = folder.parent / "iter_0000020"
+    with monkeypatch.context() as patch:
+        patch.setattr("smp.checkpoint.storage.write_manifest", lambda *_: Path("/nowhere/x").read_bytes())
+        for target in (new, folder):
+            with pytest.raises(CheckpointError, match="FileNotFoundError"):
+                save({"w": torch.ones(2)}, target, extra={})
+    assert not new.exists() and {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_no_manifest_is_committed_that_load_would_refuse(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from smp.parallel.mesh import build_mesh
 from tests.distributed import run_distributed
 from tests.fake_group import fake_mesh
 from tests.layers.whole import beyond, draw, error, gradient, leaf, load, part
+from tests.operations import order_of
 
 TOKENS, IN, OUT, WORLD = 8, 12, 32, 4
 KINDS: dict[str, int | None] = {"row": None, "column": None, "column, 4 parts": 4, "column, 2 parts": 2, "column, 1": 1}
@@ -82,26 +83,17 @@ def all_errors(meshes: dict[int, Any]) -> dict[str, tuple[float, float]]:
     return out
 
 
-class Recorder(TorchDispatchMode):
-    """Writes down collectives, waits and matrix products in the order in which they are issued."""
+class Reductions(TorchDispatchMode):
+    """Notes the precision of all-reduces."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.events: list[str] = []
-        self.dtypes: list[torch.dtype] = []
-        self.started: dict[int, tuple[str, torch.Tensor]] = {}
+        self.dtypes: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        name = func.name()
-        if name == "_c10d_functional::wait_tensor":
-            self.events.append("wait for " + self.started[args[0].data_ptr()][0])
-        elif name.startswith("_c10d_functional::"):
-            self.events.append(name.split("::")[1])
-            self.dtypes.append(out.dtype)
-            self.started[out.data_ptr()] = self.events[-1], out
-        elif name == "aten::mm":
-            self.events.append("dx" if out.shape[0] == TOKENS else "dw")
+        if func.name() == "_c10d_functional::all_reduce":
+            self.dtypes.append(str(out.dtype))
         return out
 
 
@@ -112,19 +104,16 @@ def backward_order(mesh: Any, sp: bool) -> list[str]:
         load(layer.weight, draw(OUT, IN, seed=5))
     x = leaf(part(draw(TOKENS, IN, seed=6), mesh, split=sp))
     loss = torch.stack(column_parallel(x, layers)).sum()
-    with Recorder() as recorder:
-        loss.backward()
-    return recorder.events
+    return order_of(loss.backward, TOKENS)
 
 
 def dtype_of_shared_sum(mesh: Any) -> list[str]:
     """Precision in which the gradient of a bf16 weight that all ranks hold is summed."""
     layer = ColumnParallelLinear(IN, OUT, mesh, parts=1, bias=False, sequence_parallel=True, dtype=torch.bfloat16)
     load(layer.weight, draw(OUT, IN, seed=5))
-    with Recorder() as recorder:
+    with Reductions() as reductions:
         layer(draw(TOKENS // mesh.size(), IN, seed=6, dtype=torch.bfloat16)).sum().backward()
-    starts = [e for e in recorder.events if not e.startswith(("wait", "d"))]
-    return [str(dtype) for event, dtype in zip(starts, recorder.dtypes, strict=True) if event == "all_reduce"]
+    return reductions.dtypes
 
 
 def measure(rank: int, world: int) -> dict[str, Any]:
@@ -158,9 +147,9 @@ def test_bf16_errors_are_those_of_plain_bf16(measured: list[dict[str, Any]]) -> 
 
 def test_input_gradient_is_reduced_while_weight_gradients_are_computed(measured: list[dict[str, Any]]) -> None:
     for rank in measured:
-        assert rank["order"][False] == ["dx"] * 3 + ["all_reduce"] + ["dw"] * 3 + ["wait for all_reduce"]
-        gathered = ["all_gather_into_tensor", "dx", "dx", "dx", "wait for all_gather_into_tensor"]
-        reduced = ["reduce_scatter_tensor", "dw", "dw", "dw", "wait for reduce_scatter_tensor"]
+        assert rank["order"][False] == ["dx"] * 3 + ["all_reduce"] + ["dw"] * 3 + ["wait_tensor"]
+        gathered = ["all_gather_into_tensor", "dx", "dx", "dx", "wait_tensor"]
+        reduced = ["reduce_scatter_tensor", "dw", "dw", "dw", "wait_tensor"]
         assert rank["order"][True] == gathered + reduced
 
 

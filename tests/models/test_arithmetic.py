@@ -18,7 +18,7 @@ from smp.models.arithmetic import (
 )
 from smp.models.gpt import GPT
 from smp.parallel.mesh import build_mesh
-from smp.sharding.parallelize import _recomputed
+from smp.sharding.parallelize import _wrapped
 from tests.distributed import run_distributed
 
 # 2 layers, 4 heads of 4 with 2 key/value heads, so q = 16 and k = 8
@@ -259,7 +259,7 @@ def _measure(config: Config, tp: int) -> float:
         device="cpu",
     ).bfloat16()
     block = next(iter(model.layers.values()))
-    block.run = _recomputed(block.run, config.parallel.recompute_granularity)  # type: ignore[assignment,arg-type]
+    block.run = _wrapped(block.run, config.parallel)  # type: ignore[method-assign]
     tokens = torch.zeros(2, 32, dtype=torch.int64)
     info = model._sequence_info(tokens, 0, torch.arange(2))
     keys = model._dropout_keys(info, tokens.device)

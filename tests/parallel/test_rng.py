@@ -54,9 +54,15 @@ def test_more_rows_leave_the_first_as_they_are() -> None:
 
 def test_only_blocks_that_are_needed_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr(rng, "stable_hash", lambda *key: drawn.append(key) or 1)
+    original = rng._normal_block
+    monkeypatch.setattr(rng, "_normal_block", lambda *key: drawn.append(key[:3]) or original(*key))
     keyed_normal(5, "w", (LARGE, 64), Box((4095, 0), (2, 64)), 1.0)
     assert drawn == [(5, "w", 0), (5, "w", 1)]
+
+
+def test_blocks_differ_by_all_of_the_seed() -> None:
+    """torch's CPU generator would take 5 and 5 + 2^40 for the same."""
+    assert not torch.equal(whole(5, "w", 8, 3), whole(5 + (1 << 40), "w", 8, 3))
 
 
 def test_normal_numbers_have_the_moments_of_a_normal_distribution() -> None:

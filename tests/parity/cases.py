@@ -106,7 +106,8 @@ class Case:
         p, s = self.problem, self.spread
         words = [
             f"tp{s.tp}{'sp' if s.sp else ''}-shard{s.shard}-rep{s.replicate}-acc{s.accumulation}",
-            f"{p.style}-{p.extra}-{'tied' if p.tied else 'untied'}-vocab{p.vocab[0]}by{p.vocab[1]}-kv{p.kv_heads}of{p.heads}",
+            f"{p.style}-{p.extra}-{'tied' if p.tied else 'untied'}",
+            f"vocab{p.vocab[0]}by{p.vocab[1]}-kv{p.kv_heads}of{p.heads}",
             f"{p.micro_batches}x{p.micro_batch}x{p.length}",
             "" if s.recompute == "none" else s.recompute,
             *(name for name in ("dropout", "unequal", "clip") if getattr(p, name)),
@@ -137,7 +138,7 @@ _EXTRAS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def model_config(problem: Problem) -> ModelConfig:
-    """Two blocks, 18 wide. Large weights (std 0.1), so that ten steps do something; larger ones make training chaotic."""
+    """Two blocks, 18 wide. Weights of std 0.1 let ten steps do something; larger ones make training chaotic."""
     return ModelConfig(
         num_layers=2,
         hidden_size=18,

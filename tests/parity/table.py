@@ -14,20 +14,23 @@ from tests.parity.result import TOLERANCE, Errors, compare
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "parity.md"
 INTRODUCTION = f"""# Parallelism never changes the math: measured
 
-Written by `make parity`; `make test` asserts the same cases. A *problem* is a model, its data and its optimizer; a *layout* says
-how it is spread over processes (CPU, gloo). Every layout trains ten steps of SGD with weight decay and is compared with one process
-that runs the same problem without accumulation, recompute or compilation; initial weights must be bit-identical. One process is
-compared with plain torch in float64 (`tests/parity/reference.py`: whole tensors, autograd, full logits).
+Written by `make parity`; `make test` asserts the same cases. A *problem* is a model, its data and its optimizer; a
+*layout* says how it is spread over processes (CPU, gloo). Every layout trains ten steps of SGD with weight decay and
+is compared with one process that runs the same problem without accumulation, recompute or compilation; initial
+weights must be bit-identical. One process is compared with plain torch in float64 (`tests/parity/reference.py`: whole
+tensors, autograd, full logits).
 
-Errors are the worst over steps and tensors. Loss and gradient norm: |x - y| / |y|. Gradients (every full one, of the first and
-the last step) and weights: |x - y| / |y| in the L2 norm per tensor, for weights relative to how far training moved them. A
-difference of eps times the norm of the tensor's layer counts as {TOLERANCE:g}: GPT-2's key bias has a gradient of exactly zero in
-theory, so relative to itself its rounding is never small. In fp32 the bound is {TOLERANCE:g}. In bf16 it is twice the largest
-distance between bf16 and fp32 on one process, in the first rows of that table.
+Errors are the worst over steps and tensors. Loss and gradient norm: |x - y| / |y|. Gradients (every full one, of the
+first and the last step) and weights: |x - y| / |y| in the L2 norm per tensor, for weights relative to how far
+training moved them. A difference of eps times the norm of the tensor's layer counts as {TOLERANCE:g}: GPT-2's key
+bias has a gradient of exactly zero in theory, so relative to itself its rounding is never small. In fp32 the bound is
+{TOLERANCE:g}. In bf16 it is twice the largest distance between bf16 and fp32 on one process, in the first rows of
+that table.
 
-Names: tp = tensor parallel (sp: with sequence parallelism), shard and rep = hybrid FSDP's two degrees, acc = accumulation, then the
-problem: style, variant, head, vocabulary and what its rows are padded to per rank, key/value heads of heads, micro-batches x samples
-x tokens. `unequal` has ranks and micro-batches with different numbers of valid tokens, also none; `clip` clips at every step.
+Names: tp = tensor parallel (sp: with sequence parallelism), shard and rep = hybrid FSDP's two degrees, acc =
+accumulation, then the problem: style, variant, head, vocabulary and what its rows are padded to per rank, key/value
+heads of heads, micro-batches x samples x tokens. `unequal` has ranks and micro-batches with different numbers of
+valid tokens, also none; `clip` clips at every step.
 """
 HEAD = "| case | loss | gradient | norm | weight |\n|---|---|---|---|---|\n"
 
@@ -43,7 +46,8 @@ def main() -> None:
         fp32 = [case for case in [*pairwise, *compiled] if not case.spread.bf16]
         parts = [
             INTRODUCTION,
-            f"## Layouts against one process, fp32\n\nThe {len(pairwise)} cases contain every pair of values of every two factors.\n",
+            "## Layouts against one process, fp32\n\n"
+            f"The first {len(pairwise)} cases contain every pair of values of every two factors; the others compile.\n",
             _table((case, compare(lab.result(case), lab.result(case.one_rank))) for case in fp32),
             "## One process against plain torch in float64\n",
             _table((case, compare(lab.result(case), lab.reference(case))) for case in problems),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smp.config import Layout, ParallelConfig
+from smp.models.gpt import GPT
 from tests.fake_group import fake_mesh
+from tests.operations import order_of
 from tests.sharding.model import BATCH, LENGTH, MODEL, build, loss_of
 
 RECOMPUTE: tuple[Any, ...] = ("none", "selective", "full")
@@ -66,27 +67,14 @@ def test_full_recompute_keeps_the_input_of_a_block_alone() -> None:
     assert bytes_per_block("full", 2, sp=True) == BATCH * LENGTH / 2 * MODEL.hidden_size * 4
 
 
-class Work(TorchDispatchMode):
-    """Counts matrix products and collectives of tensor parallelism."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.products, self.collectives = 0, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.products += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-        self.collectives += func.namespace == "_c10d_functional" and "wait" not in func.name()
-        return func(*args, **(kwargs or {}))
-
-
 def backward_work(granularity: Any) -> tuple[int, int]:
     """Products and collectives in the backward pass."""
     parallel = ParallelConfig(2, sequence_parallel=True, recompute_granularity=granularity)
     with fake_mesh(Layout(tp=2)) as mesh:
         loss = loss_of(build(mesh, MODEL, parallel))
-        with Work() as work:
-            loss.backward()
-    return work.products, work.collectives
+        events = order_of(loss.backward, 0)
+    products = events.count("dw")
+    return products, len(events) - products - events.count("wait_tensor")
 
 
 def test_full_recompute_repeats_products_and_selective_none() -> None:
@@ -112,31 +100,66 @@ def test_recompute_changes_no_bit_of_a_gradient_with_dropout_either() -> None:
         assert differing == []
 
 
-def compiled_backward(sp: bool) -> list[str]:
-    """Collectives, waits and matrix products of a compiled block's backward pass, as Inductor orders them."""
-    from torch._inductor.utils import run_and_get_code
+def test_selective_recompute_keeps_less_under_sequence_parallelism_too() -> None:
+    """What is gathered and what is not yet reduced has the size of all ranks' tokens: neither is kept."""
+    for tp in (2, 4):
+        assert bytes_per_block("selective", tp, sp=True) < bytes_per_block("none", tp, sp=True)
 
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("sp", "reduction"), [(False, "all_reduce"), (True, "reduce_scatter_tensor")])
+def test_input_gradients_are_reduced_under_products(sp: bool, reduction: str, compiled: bool) -> None:
+    """A whole block's backward pass as it runs: between the start of a reduction and its wait come the products."""
+    parallel = ParallelConfig(2, sequence_parallel=sp, compile=compiled)
     with fake_mesh(Layout(tp=2)) as mesh:
-        model = build(mesh, replace(MODEL, num_layers=1), ParallelConfig(2, sequence_parallel=sp, compile=True))
-        _, codes = run_and_get_code(lambda: loss_of(model).backward())
+        model = build(mesh, replace(MODEL, num_layers=1), parallel)
+        loss_of(model).backward()  # compiles
+        events = order_of(loss_of(model).backward, 0)
     torch._dynamo.reset()
-    calls = re.findall(r"extern_kernels\.(?:add)?mm\(|_c10d_functional\.(\w+)\.default\((\w*)", codes[-1])
-    # gradients of norms are summed too, as views; no product waits for these
-    return [name or "product" for name, argument in calls if argument != "reinterpret_tensor"]
+    after = [events[i + 1 : i + 4] for i, event in enumerate(events) if event == reduction]
+    assert ["dw", "dw", "wait_tensor"] in after  # of gate and up
+    assert ["dw", "dw", "dw"] in after  # of query, key and value
 
 
-@pytest.mark.parametrize(
-    ("sp", "reduction"),
-    [
-        pytest.param(
-            False,
-            "all_reduce_",
-            marks=pytest.mark.xfail(strict=True, raises=AssertionError, reason="Inductor waits before the products"),
-        ),
-        (True, "reduce_scatter_tensor"),
-    ],
-)
-def test_compiled_input_gradients_are_reduced_under_products(sp: bool, reduction: str) -> None:
-    calls = compiled_backward(sp)
-    after = [calls[i + 1 : i + 3] for i, call in enumerate(calls) if call == reduction]
-    assert after == [["product", "product"]] * 2  # of gate and up; of query, key and value
+def test_a_compiled_block_gathers_its_input_again() -> None:
+    """Kept for the backward pass, the gathered input would cost what sequence parallelism saves."""
+    gathers = {}
+    for compiled in (False, True):
+        parallel = ParallelConfig(2, sequence_parallel=True, compile=compiled)
+        with fake_mesh(Layout(tp=2)) as mesh:
+            model = build(mesh, MODEL, parallel)
+            loss_of(model).backward()  # compiles
+            gathers[compiled] = order_of(loss_of(model).backward, 0).count("all_gather_into_tensor")
+        torch._dynamo.reset()
+    assert gathers[True] == gathers[False] > 0
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_selective_recompute_keeps_less_when_compiled(tp: int) -> None:
+    saved = {}
+    for granularity in ("none", "selective"):
+        parallel = ParallelConfig(tp, sequence_parallel=tp > 1, recompute_granularity=granularity, compile=True)  # type: ignore[arg-type]
+        with fake_mesh(Layout(tp=tp)) as mesh:
+            model = build(mesh, MODEL, parallel)
+            loss_of(model).backward()  # compiles
+            saved[granularity] = saved_bytes(model)
+        torch._dynamo.reset()
+    assert saved["selective"] < 0.9 * saved["none"]
+
+
+def saved_bytes(model: GPT) -> int:
+    """Bytes that compiled blocks keep for their backward pass, weights apart."""
+    weights = {parameter.to_local().untyped_storage().data_ptr() for parameter in model.parameters()}  # type: ignore[attr-defined]
+    sizes: dict[int, int] = {}
+    nodes, seen = [loss_of(model).grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+        if "CompiledFunction" in node.name():
+            kept = [x for x in node.saved_tensors if isinstance(x, torch.Tensor)]  # type: ignore[attr-defined]
+            storages = [x.untyped_storage() for x in kept]
+            sizes |= {storage.data_ptr(): storage.nbytes() for storage in storages if storage.data_ptr() not in weights}
+    return sum(sizes.values())
