@@ -53,6 +53,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["smp", "smp.*"]),
+    package_data={"smp": ["py.typed"]},
     install_requires=BASE,
     extras_require=EXTRAS,
     classifiers=[

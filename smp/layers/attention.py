@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -159,11 +160,12 @@ def _repeat_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 def _unfold(x: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
     """(tokens, heads, head_dim) -> (batch, heads, length, head_dim), without the padding."""
-    return x[: info.batch * info.length].view(info.batch, info.length, *x.shape[1:]).transpose(1, 2)
+    tokens = x[: info.batch * info.length]
+    return rearrange(tokens, "(batch length) heads dim -> batch heads length dim", batch=info.batch)
 
 
 def _fold(x: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
     """(batch, heads, length, head_dim) -> (tokens, heads x head_dim), padded with zeros."""
-    flat = x.transpose(1, 2).reshape(info.batch * info.length, -1)
+    flat = rearrange(x, "batch heads length dim -> (batch length) (heads dim)")
     padding = info.tokens - flat.shape[0]
     return F.pad(flat, (0, 0, 0, padding)) if padding else flat

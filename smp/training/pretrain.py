@@ -229,6 +229,8 @@ def launch(config: Config, process: Process) -> int:
         if run is not None:
             run.close()
     _write_outcome(config, process, outcome, run is not None)
+    if outcome.status in ("done", "requeue"):
+        dist.barrier()  # gloo may still be handing back the last result, and aborts a process that exits meanwhile
     dist.destroy_process_group()
     return {"done": 0, "requeue": 0, "failed": 1, "bad_config": 2}[outcome.status]
 

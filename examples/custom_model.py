@@ -1,0 +1,122 @@
+"""A masked-token encoder, an architecture that smp does not have, made of smp's layers under TP x hybrid FSDP.
+
+    torchrun --nproc-per-node 4 examples/custom_model.py --tp 2 --shard 2 --steps 100 --save encoder
+    torchrun --nproc-per-node 2 examples/custom_model.py --tp 1 --shard 2 --steps 50 --load encoder
+
+Of the processes --tp share every matrix, --shard times as many share weights and optimizer state, the rest are
+replicas. Any layout trains alike and loads what any other one saved. CPU or GPUs; nothing but torch's DeviceMesh.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from smp import checkpoint, layers
+from smp.optim.optimizer import clip_gradients
+from smp.sharding.parallelize import shard
+
+VOCAB, HIDDEN, HEADS, LENGTH, BATCH, MASK = 100, 64, 4, 16, 48, 99
+
+
+class Encoder(nn.Module):
+    """Tokens (batch, length) and labels -> loss per token (batch x length,), 0 where the label is -100."""
+
+    def __init__(self, tp: DeviceMesh, depth: int = 2) -> None:
+        super().__init__()
+        self.embedding = layers.VocabParallelEmbedding(VOCAB, HIDDEN, tp, divisible_by=1)
+        self.positions = layers.PositionEmbedding(LENGTH, HIDDEN, tp)
+        self.blocks = nn.ModuleList(self.block(tp) for _ in range(depth))
+        self.norm = layers.LayerNorm(HIDDEN, tp)
+        self.output = layers.ColumnParallelLinear(HIDDEN, VOCAB, tp)  # each rank has some columns of the logits
+        self.columns = layers.VocabShard.of(self.output.group, VOCAB // tp.size(), VOCAB)
+
+    @staticmethod
+    def block(tp: DeviceMesh) -> nn.Module:
+        attention = layers.SelfAttention(HIDDEN, HEADS, tp, causal=False, bias=True, qkv_bias=True)
+        mlp = layers.MLP(HIDDEN, 4 * HIDDEN, tp, activation="gelu", bias=True)
+        return layers.TransformerBlock(attention, mlp, layers.LayerNorm(HIDDEN, tp), layers.LayerNorm(HIDDEN, tp))
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        batch, length = tokens.shape
+        info = layers.SequenceInfo(batch, length, tokens.numel())
+        x = self.embedding(tokens.flatten()) + self.positions(torch.arange(length, device=tokens.device).repeat(batch))
+        for block in self.blocks:
+            x = block(x, info)  # (tokens, hidden)
+        return layers.vocab_parallel_cross_entropy(self.output(self.norm(x)), labels.flatten(), self.columns)
+
+
+def mean_loss(model: nn.Module, step: int, data: DeviceMesh, device: str) -> torch.Tensor:
+    """This rank's part of the mean loss over the masked tokens of global batch ``step``: counting, with gaps."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = (torch.randint(MASK, (BATCH, 1), generator=generator) + torch.arange(LENGTH)) % MASK
+    masked = torch.rand(tokens.shape, generator=generator) < 0.2
+    inputs, labels = tokens.masked_fill(masked, MASK), tokens.masked_fill(~masked, layers.IGNORE_INDEX)
+    rank = data.get_local_rank("replicate") * data["shard"].size() + data.get_local_rank("shard")
+    mine = slice(rank, None, data.size())
+    return model(inputs[mine].to(device), labels[mine].to(device)).sum() / masked.sum()
+
+
+def report(step: int, loss: torch.Tensor, data: DeviceMesh) -> None:
+    """Sum the ranks' parts of a loss and print it."""
+    total = loss.detach().clone()
+    for name in ("replicate", "shard"):
+        dist.all_reduce(total, group=data.get_group(name))
+    if dist.get_rank() == 0:
+        print(f"step {step} loss {total.item():.6f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("--tp", 1), ("--shard", 1), ("--steps", 100)):
+        parser.add_argument(name, type=int, default=default)
+    parser.add_argument("--save", metavar="FOLDER")
+    parser.add_argument("--load", metavar="FOLDER")
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    sizes = (dist.get_world_size() // (args.tp * args.shard), args.shard, args.tp)
+    mesh = init_device_mesh(device, sizes, mesh_dim_names=("replicate", "shard", "tp"))
+    data = mesh["replicate", "shard"]
+
+    with torch.device("meta"):  # no rank ever holds more than its part
+        model = Encoder(mesh["tp"])
+    shard(model, list(model.blocks), data)
+    model.to_empty(device=device)
+    layers.init_weights(model, seed=0)  # the same bits in every layout
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    tensors, _ = checkpoint.training_state(model, optimizer)
+    rows = checkpoint.collect_logical_rows(model, optimizer)
+    first = 0
+    if args.load:
+        extra = checkpoint.load(tensors, args.load, logical_rows=rows)
+        checkpoint.restore_optimizer_scalars(model, optimizer, extra["optimizer_steps"])
+        first = extra["step"]
+
+    last = first + args.steps
+    for step in range(first, last):
+        loss = mean_loss(model, step, data, device)
+        if step % 10 == 0:
+            report(step, loss, data)
+        loss.backward()
+        clip_gradients(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        report(last, mean_loss(model, last, data, device), data)
+    if args.save:
+        tensors, steps = checkpoint.training_state(model, optimizer)
+        checkpoint.save(tensors, args.save, extra={"step": last, "optimizer_steps": steps}, logical_rows=rows)
+    dist.barrier()  # gloo may still be handing back the last sum, and aborts a process that exits meanwhile
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""The example trains alike in every layout, and goes on from a checkpoint where another layout stopped."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def losses(folder: Path, processes: int, *flags: object) -> dict[int, float]:
+    """Run the example; loss by step."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    words = [sys.executable, *launcher, str(ROOT / "examples/custom_model.py"), *map(str, flags)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+) loss ([\d.]+)", run.stdout)}
+
+
+def test_another_layout_goes_on_where_the_first_stopped(tmp_path: Path) -> None:
+    sharded = losses(tmp_path, 4, "--tp", 2, "--shard", 2, "--steps", 20, "--save", "encoder")
+    assert list(sharded) == [0, 10, 20] and sharded[20] < 0.9 * sharded[0]
+    for processes, flags in ((2, ("--shard", 2)), (2, ("--tp", 2)), (1, ())):
+        resumed = losses(tmp_path, processes, *flags, "--steps", 10, "--load", "encoder")
+        assert resumed[20] == pytest.approx(sharded[20], rel=1e-5)
+        assert resumed[30] < sharded[20]
+
+
+def test_a_layout_trains_like_one_process(tmp_path: Path) -> None:
+    alone = losses(tmp_path, 1, "--steps", 10)
+    assert losses(tmp_path, 2, "--tp", 2, "--steps", 10) == pytest.approx(alone, rel=1e-5)
+    assert losses(tmp_path, 2, "--steps", 10) == pytest.approx(alone, rel=1e-5)
