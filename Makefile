@@ -58,7 +58,7 @@ gpu: export PYTHONPATH = $(CURDIR)
 gpu:
 	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu: torch sees no CUDA device")'
 	$(PYTHON) -m pytest -m gpu
-	$(if $(wildcard benchmarks/gpu.py),$(PYTHON) benchmarks/gpu.py)
+	$(PYTHON) benchmarks/gpu.py
 
 clean:
 	rm -rf build dist *.egg-info demo .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

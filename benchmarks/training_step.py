@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from smp.config import Layout, ModelConfig, OptimizerConfig, ParallelConfig
 from smp.layers import init_weights
+from smp.models.arithmetic import training_flops_per_token
 from smp.models.gpt import GPT
 from smp.optim.optimizer import build_optimizer, clip_gradients
 from smp.parallel.mesh import MESH_DIMS, build_mesh
@@ -35,8 +36,32 @@ MODEL = ModelConfig(
     vocab_size=32_000,
     max_position_embeddings=512,
 )
-BATCH, LENGTH = 4, 512
 Step = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every entry of a table trains."""
+
+    model: ModelConfig
+    batch: int
+    length: int
+    device: str
+
+    @property
+    def tokens(self) -> int:
+        """Per step."""
+        return self.batch * self.length
+
+    def data(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Random tokens and labels, (batch, length) each."""
+        generator = torch.Generator().manual_seed(0)
+        shape = (self.batch, self.length + 1)
+        tokens = torch.randint(0, self.model.vocab_size or 0, shape, generator=generator).to(self.device)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+ON_CPU = Work(MODEL, batch=4, length=512, device="cpu")
 
 
 @dataclass
@@ -49,16 +74,16 @@ class Entry:
     seconds: list[float]
 
 
-def smp_step(mesh: DeviceMesh, **parallel: Any) -> Step:
+def smp_step(work: Work, mesh: DeviceMesh, **parallel: Any) -> Step:
     """A training step of our model without data parallelism: loss, backward, clip, AdamW."""
     config = ParallelConfig(**parallel)
-    model = GPT(MODEL, mesh["tp"], sequence_parallel=config.sequence_parallel, device="meta")
+    model = GPT(work.model, mesh["tp"], sequence_parallel=config.sequence_parallel, device="meta")
     parallelize(model, mesh, config)
-    model.to_empty(device="cpu")
+    model.to_empty(device=work.device)
     init_weights(model, seed=0)
     optimizer = build_optimizer(model, OptimizerConfig())
-    tokens, labels = _batch()
-    weights = torch.full(labels.shape, 1.0 / labels.numel())
+    tokens, labels = work.data()
+    weights = torch.full(labels.shape, 1.0 / labels.numel(), device=work.device)
 
     def step() -> float:
         loss = model(tokens, labels, weights)
@@ -71,32 +96,33 @@ def smp_step(mesh: DeviceMesh, **parallel: Any) -> Step:
     return step
 
 
-def transformers_step(bf16: bool) -> Step:
+def transformers_step(work: Work, bf16: bool) -> Step:
     """The same step by transformers' Llama, uncompiled, SDPA attention, autocast for bf16."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
+    sizes = work.model
     config = LlamaConfig(
-        vocab_size=MODEL.vocab_size,
-        hidden_size=MODEL.hidden_size,
-        intermediate_size=MODEL.ffn_hidden_size,
-        num_hidden_layers=MODEL.num_layers,
-        num_attention_heads=MODEL.num_attention_heads,
-        num_key_value_heads=MODEL.num_query_groups,
-        max_position_embeddings=MODEL.max_position_embeddings,
+        vocab_size=sizes.vocab_size,
+        hidden_size=sizes.hidden_size,
+        intermediate_size=sizes.ffn_hidden_size,
+        num_hidden_layers=sizes.num_layers,
+        num_attention_heads=sizes.num_attention_heads,
+        num_key_value_heads=sizes.num_query_groups,
+        max_position_embeddings=sizes.max_position_embeddings,
         tie_word_embeddings=False,
         use_cache=False,
         attn_implementation="sdpa",
     )
-    model = LlamaForCausalLM(config).float().train()
+    model = LlamaForCausalLM(config).float().to(work.device).train()
     decay = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
-    tokens, labels = _batch()
+    tokens, labels = work.data()
 
     def step() -> float:
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        with torch.autocast(work.device, torch.bfloat16, enabled=bf16):
             loss = model(input_ids=tokens, labels=labels, shift_labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -105,12 +131,6 @@ def transformers_step(bf16: bool) -> Step:
         return loss.item()
 
     return step
-
-
-def _batch() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, MODEL.vocab_size or 0, (BATCH, LENGTH + 1), generator=generator)
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def interleave(entries: list[Entry], rounds: int) -> None:
@@ -126,16 +146,31 @@ def interleave(entries: list[Entry], rounds: int) -> None:
                 entry.seconds.append(time.perf_counter() - started)
 
 
-def table(entries: list[Entry]) -> list[tuple[str, float, float]]:
-    """(name, tokens per second, ratio to the first entry) from the medians."""
-    medians = [statistics.median(e.seconds) for e in entries]
-    return [(e.name, BATCH * LENGTH / m, medians[0] / m) for e, m in zip(entries, medians, strict=True)]
-
-
-def _print(title: str, entries: list[Entry]) -> None:
+def show(title: str, work: Work, entries: list[Entry]) -> None:
+    """Print tokens per second, model FLOP/s and the ratio to the first entry, from the medians."""
     print(title)
-    for name, rate, ratio in table(entries):
-        print(f"  {name:32s} {rate:8.0f} tokens/s  {ratio:.3f} x", flush=True)
+    first = statistics.median(entries[0].seconds)
+    flops = training_flops_per_token(work.model, work.length, work.model.vocab_size or 0)
+    for entry in entries:
+        median = statistics.median(entry.seconds)
+        spread = f"{min(entry.seconds):.3f}-{max(entry.seconds):.3f} s"
+        rate = f"{work.tokens / median:9.0f} tokens/s {work.tokens * flops / median / 1e12:8.3f} TFLOP/s"
+        print(f"  {entry.name:32s} {rate}  {first / median:.3f} x   ({spread})", flush=True)
+
+
+def product_limit(rows: int, inner: int, columns: int, dtype: torch.dtype, device: str, rounds: int = 7) -> float:
+    """FLOP/s of one matrix product into memory that is there: what no training step can exceed."""
+    a, b = torch.randn(rows, inner).to(device, dtype), torch.randn(inner, columns).to(device, dtype)
+    out = torch.empty(rows, columns, dtype=dtype, device=device)
+    seconds = []
+    for _ in range(rounds):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        torch.mm(a, b, out=out)
+        out[0, 0].item()
+        seconds.append(time.perf_counter() - started)
+    return 2 * rows * inner * columns / statistics.median(seconds)
 
 
 def beside_transformers(rounds: int) -> None:
@@ -143,26 +178,28 @@ def beside_transformers(rounds: int) -> None:
     mesh = build_mesh(Layout(), "cpu")
     for bf16 in (False, True):
         entries = [
-            Entry("transformers", transformers_step(bf16), 2, []),
-            Entry("smp", smp_step(mesh, bf16=bf16), 2, []),
-            Entry("smp --compile", smp_step(mesh, bf16=bf16, compile=True), 2, []),
+            Entry("transformers", transformers_step(ON_CPU, bf16), 2, []),
+            Entry("smp", smp_step(ON_CPU, mesh, bf16=bf16), 2, []),
+            Entry("smp --compile", smp_step(ON_CPU, mesh, bf16=bf16, compile=True), 2, []),
         ]
         interleave(entries, rounds)
-        _print("one step, bf16" if bf16 else "one step, fp32", entries)
+        show("one step, bf16" if bf16 else "one step, fp32", ON_CPU, entries)
+        limit = product_limit(2048, 512, 1536, torch.bfloat16 if bf16 else torch.float32, "cpu")
+        print(f"  limit: {limit / 1e12:.3f} TFLOP/s, the product 2048 x 512 x 1536 alone")
 
 
 def beside_one_process(rounds: int) -> None:
     """Tensor and sequence parallelism over two processes with a thread each, beside rank 0 alone with two threads."""
     alone = init_device_mesh("cpu", (2, 1, 1, 1, 1, 1), mesh_dim_names=("copy", *MESH_DIMS))[MESH_DIMS]
     both = build_mesh(Layout(tp=2), "cpu")
-    single = smp_step(alone) if dist.get_rank() == 0 else _nothing
+    single = smp_step(ON_CPU, alone) if dist.get_rank() == 0 else _nothing
     entries = [
         Entry("smp TP=1", single, 2, []),
-        Entry("smp TP=2 --sequence-parallel", smp_step(both, sequence_parallel=True), 1, []),
+        Entry("smp TP=2 --sequence-parallel", smp_step(ON_CPU, both, sequence_parallel=True), 1, []),
     ]
     interleave(entries, rounds)
     if dist.get_rank() == 0:
-        _print("one step, fp32, two cores", entries)
+        show("one step, fp32, two cores", ON_CPU, entries)
 
 
 def _nothing() -> float:
