@@ -23,7 +23,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     Weight decay skips tensors with one dimension (biases, norms).
 
     Raises:
-        ConfigError: for ``apex-adam`` without apex or without a GPU.
+        ConfigError: for ``apex-adam`` without apex or its CUDA extensions.
         ValueError: when the model is not parallelized yet: FSDP would replace the parameters and nothing would train.
     """
     if not isinstance(model, FSDPModule):
@@ -76,7 +76,10 @@ def _apex_adam(groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.o
                 for p in params:
                     states[p] = _map_tensors(inner[local[p]], partial(_like, p))
 
-    return LocalFusedAdam(groups, adam_w_mode=True, **options)
+    try:
+        return LocalFusedAdam(groups, adam_w_mode=True, **options)
+    except RuntimeError as error:  # apex was built without its CUDA extensions
+        raise ConfigError(f"--optimizer apex-adam: {error}; --optimizer adam is torch's fused AdamW") from None
 
 
 def _local_twin(parameter: torch.Tensor) -> torch.Tensor:

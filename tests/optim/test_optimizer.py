@@ -265,3 +265,14 @@ def test_parameters_without_a_gradient_do_not_count() -> None:
             if name != "final_norm.weight":
                 p.grad = None
         assert clip_gradients(model.parameters(), 0.0).item() == pytest.approx(want.item())
+
+
+def test_apex_without_its_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_fake_apex(monkeypatch)
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("FusedAdam requires cuda extensions")
+
+    monkeypatch.setattr(sys.modules["apex.optimizers"].FusedAdam, "__init__", refuse)
+    with fake_mesh() as mesh, pytest.raises(ConfigError, match="apex-adam: FusedAdam requires cuda extensions"):
+        build_optimizer(build(mesh, Layout()), OPTIMIZERS["apex-adam"])
