@@ -24,7 +24,6 @@ BASE = [
     "torch>=2.11",
     "numpy>=2",
     "einops",
-    "safetensors",
     "sentencepiece>=0.2",
     "tensorboard",
     "PyYAML>=6",
@@ -32,12 +31,25 @@ BASE = [
     "xxhash>=3",
 ]
 HF = ["transformers>=5"]
+S3 = ["s3fs>=2024.10"]
 EXTRAS = {
     "hf": HF,
+    "fsspec": ["fsspec>=2024.10"],  # checkpoints in any object store; its back-end comes on top
+    "s3": S3,
     "wandb": ["wandb"],
     "plot": ["matplotlib"],
     # setuptools builds the wheel that the packaging test installs; since 70.1 it needs no "wheel" for that.
-    "test": ["pytest>=8", "pytest-timeout", "hypothesis", "packaging", "setuptools>=77", *HF],
+    "test": [
+        "pytest>=8",
+        "pytest-timeout",
+        "hypothesis",
+        "packaging",
+        "setuptools>=77",
+        "safetensors",
+        *HF,
+        *S3,
+        "moto[server]",
+    ],
     "dev": ["ruff", "mypy", "import-linter>=2", "pre-commit"],
 }
 

@@ -1,20 +1,29 @@
 """Checkpoints: a JSON manifest and checksummed safetensors files, readable under any layout. No pickle anywhere."""
 
 from smp.checkpoint.api import load, save
+from smp.checkpoint.async_save import AsyncSaver, Saved, async_save
+from smp.checkpoint.entries import CheckpointError, DamagedError, Manifest, Shard, TensorEntry
 from smp.checkpoint.latest import commit_latest, find, iteration_folder, latest
-from smp.checkpoint.manifest import CheckpointError, Manifest, Shard, TensorEntry, read_manifest
+from smp.checkpoint.manifest import read_manifest
+from smp.checkpoint.retention import Retention, prune
 from smp.checkpoint.state import (
     collect_logical_rows,
     materialize_optimizer_state,
     restore_optimizer_scalars,
     training_state,
 )
+from smp.checkpoint.verify import verify
 
 __all__ = [
+    "AsyncSaver",
     "CheckpointError",
+    "DamagedError",
     "Manifest",
+    "Retention",
+    "Saved",
     "Shard",
     "TensorEntry",
+    "async_save",
     "collect_logical_rows",
     "commit_latest",
     "find",
@@ -22,8 +31,10 @@ __all__ = [
     "latest",
     "load",
     "materialize_optimizer_state",
+    "prune",
     "read_manifest",
     "restore_optimizer_scalars",
     "save",
     "training_state",
+    "verify",
 ]

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
-from smp.checkpoint.manifest import CheckpointError, Manifest, read_manifest
+from smp.checkpoint.agree import on_rank_zero, rank
+from smp.checkpoint.entries import CheckpointError, DamagedError, Manifest
+from smp.checkpoint.folder import Folder
+from smp.checkpoint.local import open_folder
+from smp.checkpoint.manifest import read_manifest
 from smp.checkpoint.planner import ManifestLoadPlanner, ManifestSavePlanner
-from smp.checkpoint.storage import ManifestReader, ManifestWriter
+from smp.checkpoint.reader import ManifestReader
+from smp.checkpoint.storage import ManifestWriter, discard_unfinished
 
 _NONE: Mapping[str, int] = {}
 
 
 def save(
     state: Mapping[str, torch.Tensor],
-    folder: Path | str,
+    folder: Path | str | Folder,
     *,
     extra: Mapping[str, Any],
     logical_rows: Mapping[str, int] = _NONE,
@@ -34,84 +38,96 @@ def save(
     Args:
         state: DTensors, and plain tensors that are equal on all ranks that have them. Ranks may hold different names
             (pipeline stages). Shards are written as they lie in memory, replicas by one of the ranks that have them.
-        folder: the checkpoint's own folder, shared by all ranks. ``latest`` is moved separately (``commit_latest``).
+        folder: the checkpoint's own folder, shared by all ranks: a path, or a URL such as ``s3://bucket/run/x``.
+            ``latest`` is moved separately (``commit_latest``).
         extra: plain JSON that comes back from :func:`load`; rank 0's is written.
         logical_rows: tensor name -> rows of dimension 0 that are real. The rows after them are padding and not written.
 
     Raises:
         TypeError: a value of ``state`` is not a tensor, or ``extra`` is not plain JSON.
         CheckpointError: anything else that went wrong on any rank; all ranks raise it. A checkpoint that was in the
-            folder before is still readable.
+            folder before is still readable, and what was written of the new one is deleted.
     """
-    folder = Path(folder)
-    with _one_line(f"cannot save {folder}"):
-        state_dict_saver.save(
-            dict(state), storage_writer=ManifestWriter(folder, extra), planner=ManifestSavePlanner(logical_rows)
-        )
+    run_save(state, ManifestWriter(open_folder(folder), extra), logical_rows)
+
+
+def run_save(state: Mapping[str, torch.Tensor], writer: ManifestWriter, logical_rows: Mapping[str, int]) -> None:
+    """DCP's save with our planner and a given writer; what a failure leaves behind is deleted."""
+    with one_line(f"cannot save {writer.folder}"):
+        try:
+            state_dict_saver.save(dict(state), storage_writer=writer, planner=ManifestSavePlanner(logical_rows))
+        except CheckpointException:
+            if rank() == 0:  # all ranks are done with their files
+                with suppress(OSError):  # the next start cleans up what cannot be deleted now
+                    discard_unfinished(writer.folder)
+            raise
 
 
 def load(
     state: Mapping[str, torch.Tensor],
-    folder: Path | str,
+    folder: Path | str | Folder,
     *,
     logical_rows: Mapping[str, int] = _NONE,
-    allow_unread: bool = False,
+    allow_unread: bool | str = False,
 ) -> dict[str, Any]:
     """Fill ``state`` in place from a checkpoint of any layout, and return its ``extra``. Every rank calls it.
 
-    Every byte that is used is checked against its checksum first. After an error ``state`` is partly filled.
+    Every shard that is used is checked against its checksum. After an error the content of ``state`` is undefined.
 
     Args:
         state: tensors of the shapes and dtypes to read; ranks may hold different names.
         folder: the checkpoint's own folder.
         logical_rows: as in :func:`save`; rows after the real ones are left as they are.
-        allow_unread: accept tensors in the checkpoint that no rank asks for.
+        allow_unread: accept tensors in the checkpoint that no rank asks for; a text: those whose names begin with it.
 
     Raises:
         TypeError: a value of ``state`` is not a tensor.
-        CheckpointError: not a complete checkpoint, damaged, or not this state: missing or unexpected tensors, other
-            shapes, other dtypes (nothing is ever converted). All ranks raise it.
+        CheckpointError: not a complete checkpoint, or not this state: missing or unexpected tensors, other shapes,
+            other dtypes (nothing is ever converted). All ranks raise it.
+        DamagedError: a CheckpointError, when the checkpoint is not what was saved.
     """
-    folder = Path(folder)
-    manifest = _read_on_rank_zero(folder)
-    planner = ManifestLoadPlanner(logical_rows, allow_unread)
-    with _one_line(f"cannot load {folder}"):
-        state_dict_loader.load(dict(state), storage_reader=ManifestReader(folder, manifest), planner=planner)
+    opened = open_folder(folder)
+    manifest = on_rank_zero(lambda: read_manifest(opened))
+    load_from(opened, manifest, state, logical_rows=logical_rows, allow_unread=allow_unread)
     return manifest.extra
 
 
-def _read_on_rank_zero(folder: Path) -> Manifest:
-    """One read of the manifest for all ranks, so that they agree about it or about why there is none."""
-    if not dist.is_initialized():
-        return read_manifest(folder)
-    box: list[Manifest | CheckpointError | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            box[0] = read_manifest(folder)
-        except (CheckpointError, OSError) as error:
-            box[0] = CheckpointError(str(error))
-    dist.broadcast_object_list(box, src=0)
-    if isinstance(box[0], CheckpointError):
-        raise box[0]
-    assert box[0] is not None
-    return box[0]
+def load_from(
+    folder: Folder,
+    manifest: Manifest,
+    state: Mapping[str, torch.Tensor],
+    *,
+    logical_rows: Mapping[str, int] = _NONE,
+    allow_unread: bool | str = False,
+) -> None:
+    """:func:`load` with a manifest that was read before, the same on all ranks."""
+    planner = ManifestLoadPlanner(logical_rows, allow_unread)
+    with one_line(f"cannot load {folder}"):
+        state_dict_loader.load(dict(state), storage_reader=ManifestReader(folder, manifest), planner=planner)
 
 
 @contextmanager
-def _one_line(action: str) -> Iterator[None]:
+def one_line(action: str) -> Iterator[None]:
     """Turn what DCP gathered from failing ranks into one line; its traceback stays as the cause."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         try:
             yield
         except CheckpointException as failure:
-            errors = {rank: error for rank, (error, _) in failure.failures.items()}
-            kind = TypeError if all(isinstance(e, TypeError) for e in errors.values()) else CheckpointError
-            texts = dict.fromkeys(_text(rank, error) for rank, error in errors.items())
-            raise kind(f"{action}: {'; '.join(texts)}") from failure
+            errors = {where: error for where, (error, _) in failure.failures.items()}
+            texts = dict.fromkeys(_text(where, error) for where, error in errors.items())
+            raise _kind(list(errors.values()))(f"{action}: {'; '.join(texts)}") from failure
 
 
-def _text(rank: int, error: BaseException) -> str:
+def _kind(errors: list[BaseException]) -> type[Exception]:
+    """What to raise on all ranks: damage only when nothing else went wrong, because it makes a loader go on."""
+    for kind in (TypeError, DamagedError):
+        if all(isinstance(error, kind) for error in errors):
+            return kind
+    return CheckpointError
+
+
+def _text(where: int, error: BaseException) -> str:
     if isinstance(error, CheckpointError | TypeError):
         return str(error)
-    return f"rank {rank}: {type(error).__name__}: {error}"
+    return f"rank {where}: {type(error).__name__}: {error}"

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from smp.checkpoint.manifest import DTYPES, CheckpointError
+from smp.checkpoint.entries import DTYPES, CheckpointError
 from smp.parallel.boxes import Box, local_box
 
 _NAMED_AT_MOST = 8
@@ -135,7 +135,7 @@ def _write_item(name: str, part: Part) -> WriteItem:
 class ManifestLoadPlanner(LoadPlanner):
     """Every rank asks for its boxes, in place. Whatever does not fit is collected from all ranks into one error."""
 
-    def __init__(self, logical_rows: Mapping[str, int], allow_unread: bool) -> None:
+    def __init__(self, logical_rows: Mapping[str, int], allow_unread: bool | str) -> None:
         self.logical_rows, self.allow_unread = logical_rows, allow_unread
         self.parts: dict[str, Part] = {}
         self.stored: dict[str, TensorStorageMetadata] = {}
@@ -172,12 +172,15 @@ class ManifestLoadPlanner(LoadPlanner):
         problems: dict[str, str] = {}
         for plan in global_plan:
             problems |= plan.planner_data[1]
-        if not self.allow_unread:
-            wanted = {name for plan in global_plan for name in plan.planner_data[0]}
-            problems |= dict.fromkeys(sorted(self.stored.keys() - wanted), "in the checkpoint but not expected")
+        wanted = {name for plan in global_plan for name in plan.planner_data[0]}
+        unread = [name for name in sorted(self.stored.keys() - wanted) if not self._may_be_unread(name)]
+        problems |= dict.fromkeys(unread, "in the checkpoint but not expected")
         if problems:
             raise CheckpointError(_listed([f"{name} ({text})" for name, text in problems.items()]))
         return global_plan
+
+    def _may_be_unread(self, name: str) -> bool:
+        return name.startswith(self.allow_unread) if isinstance(self.allow_unread, str) else self.allow_unread
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
         """Nothing is changed centrally."""

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import SGD, Adam, Optimizer
 
-from smp.checkpoint.manifest import CheckpointError
+from smp.checkpoint.entries import CheckpointError
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 

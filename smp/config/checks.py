@@ -54,7 +54,8 @@ def check_combinations(config: Config, layout: Layout) -> None:
     _check_batch(config.data, config.model, layout)
     _check_schedule(config.optim)
     _check_training(config.training)
-    _check_checkpoint(config.checkpoint)
+    _check_loading(config.checkpoint)
+    _check_saving(config.checkpoint, config.training)
     _check_logging(config.logging)
 
 
@@ -175,12 +176,49 @@ def _check_training(training: TrainingConfig) -> None:
     _require(iters is None or start <= iters, f"--profile-step-start {start} is after the last iteration, {iters}")
 
 
-def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
-    _require(checkpoint.load != "auto" or checkpoint.save is not None, "--load auto resumes from --save: give --save")
+def _check_loading(checkpoint: CheckpointConfig) -> None:
+    load, given = checkpoint.load, _given(checkpoint, "ckpt_step", "finetune", "load_optim")
+    _require(load != "auto" or checkpoint.save is not None, "--load auto resumes from --save: give --save")
+    for flag in given:
+        _require(load is not None, f"{flag} says how to load: give --load")
+        _require(
+            load != "auto" or flag == "--no-load-optim",
+            f"{flag} would undo the progress at every restart with --load auto: give --load a folder",
+        )
     _require(
-        checkpoint.save_interval is None or checkpoint.save is not None,
-        f"--save-interval {checkpoint.save_interval} needs --save, the folder to save under",
+        not (checkpoint.finetune and load == checkpoint.save),
+        f"--finetune starts at iteration 0: give it a --save other than --load {load}",
     )
+
+
+def _check_saving(checkpoint: CheckpointConfig, training: TrainingConfig) -> None:
+    names = ("save_interval", "save_mtbf_hours", "async_save", "keep_last_k", "save_retain_interval", "keep_best_k")
+    for flag in _given(checkpoint, *names):
+        _require(checkpoint.save is not None, f"{flag} needs --save, the folder to save under")
+    interval, mtbf, last = checkpoint.save_interval, checkpoint.save_mtbf_hours, checkpoint.keep_last_k
+    _require(
+        interval is None or mtbf is None, f"--save-interval {interval} and --save-mtbf-hours {mtbf} are both given"
+    )
+    _require(
+        last is None or last >= 2,
+        f"--keep-last-k {last} leaves nothing to fall back to when the newest checkpoint is damaged: give at least 2",
+    )
+    _require(
+        checkpoint.keep_best_k is None or training.eval_interval is not None,
+        f"--keep-best-k {checkpoint.keep_best_k} needs --eval-interval, which measures the validation loss",
+    )
+
+
+def _given(checkpoint: CheckpointConfig, *names: str) -> list[str]:
+    """What was given of these settings, as on a command line."""
+    known, default, texts = settings(), CheckpointConfig(), []
+    for name in names:
+        flag, value = known[name].flag, getattr(checkpoint, name)
+        if value != getattr(default, name):
+            texts.append(
+                {True: flag, False: "--no-" + flag[2:]}[value] if known[name].type is bool else f"{flag} {value}"
+            )
+    return texts
 
 
 def _check_logging(logging: LoggingConfig) -> None:

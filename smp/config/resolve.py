@@ -103,5 +103,6 @@ def check_files(config: Config) -> None:
             raise ConfigError(f"--data-path {data.data_path}: there is no file {data.data_path}{suffix}")
     if data.tokenizer_model is not None and not os.path.isfile(data.tokenizer_model):
         raise ConfigError(f"--tokenizer-model {data.tokenizer_model}: there is no such file")
-    if load not in (None, "auto") and not os.path.isdir(load):
+    must_exist = load is not None and load != "auto" and config.checkpoint.exit_on_missing_checkpoint
+    if must_exist and "://" not in str(load) and not os.path.isdir(str(load)):
         raise ConfigError(f"--load {load}: there is no such folder")

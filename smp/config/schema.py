@@ -198,11 +198,33 @@ class CheckpointConfig:
     """Saving and resuming."""
 
     save: str | None = None
-    """Folder that checkpoints are saved under."""
+    """Folder that checkpoints are saved under, or a URL such as s3://bucket/run. One job at a time may use it."""
     load: str | None = None
-    """Checkpoint folder to resume from; auto: what --save holds, or a fresh start when it holds nothing."""
+    """Folder to resume from: its newest checkpoint that is whole, or that one checkpoint. auto: what --save holds, or a
+    fresh start when it holds nothing."""
     save_interval: int | None = None
     """Save every so many iterations. The end of a run is saved in any case."""
+    save_mtbf_hours: float | None = None
+    """Save by the clock instead: given the mean time between failures, every sqrt(2 x measured cost of a save x this)
+    (Young). The first save is after the first iteration, to measure its cost."""
+    async_save: bool = False
+    """Write checkpoints in the background; training stops only while the state is copied to memory of the host, which
+    needs as much of it again."""
+    ckpt_step: int | None = None
+    """Load this iteration of --load and not the newest one."""
+    finetune: bool = False
+    """Take only the weights from --load and start at iteration 0."""
+    load_optim: bool = True
+    """--no-load-optim takes weights and counters from --load, but starts the optimizer afresh."""
+    exit_on_missing_checkpoint: bool = True
+    """It is an error when --load holds no checkpoint; --no-exit-on-missing-checkpoint then starts from nothing."""
+    keep_last_k: int | None = None
+    """Delete all but so many newest checkpoints (at least 2) and those that the next two settings keep. Default: with
+    one of those 2, else all are kept."""
+    save_retain_interval: int | None = None
+    """Keep checkpoints whose iteration is a multiple of this."""
+    keep_best_k: int | None = None
+    """Keep so many checkpoints with the lowest validation loss. Needs --eval-interval, which measures it."""
 
 
 @dataclass

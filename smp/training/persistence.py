@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from smp import __version__, checkpoint
+from smp.checkpoint.api import load_from
+from smp.checkpoint.entries import Manifest
+from smp.checkpoint.folder import Folder
+from smp.checkpoint.retention import VALIDATION_LOSS
 from smp.config import Config, ConfigError, as_flat_dict
 from smp.training.trainer import Progress
 
@@ -20,61 +23,56 @@ _ORDER = ("seed", "split", "seq_length", "data_path", "mock_data")
 """Settings that the order of the data is a function of."""
 
 
-def save_training(
-    root: Path, config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress
-) -> Path:
-    """Write ``root/iter_NNNNNNN`` and move ``root/latest`` to it. Every rank calls it."""
+def run_state(
+    config: Config,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    progress: Progress,
+    validation_loss: float | None,
+) -> dict[str, Any]:
+    """Arguments of ``checkpoint.save``: the tensors, what else a resume needs, and the padded rows.
+
+    Args:
+        config: resolved settings.
+        model: after ``parallelize``.
+        optimizer: over its parameters.
+        progress: counters.
+        validation_loss: of exactly these weights, if it was measured.
+    """
     tensors, steps = checkpoint.training_state(model, optimizer)
     extra = {
         "progress": asdict(progress),
         "optimizer_steps": steps,
+        VALIDATION_LOSS: validation_loss,
         "config": as_flat_dict(config),
         "world_size": dist.get_world_size(),
         "smp_version": __version__,
     }
-    folder = checkpoint.iteration_folder(root, progress.iteration)
-    rows = checkpoint.collect_logical_rows(model, optimizer)
-    checkpoint.save(tensors, folder, extra=extra, logical_rows=rows)
-    if dist.get_rank() == 0:
-        checkpoint.commit_latest(root, folder)
-    dist.barrier()
-    return folder
-
-
-def find_checkpoint(config: Config) -> Path | None:
-    """The folder to resume from: what --load names, or with ``auto`` what --save holds, if anything.
-
-    --load takes a folder of checkpoints (its ``latest`` is used) or one checkpoint's own folder.
-
-    Raises:
-        ConfigError: --load names a folder without a checkpoint.
-    """
-    load = config.checkpoint.load
-    if load is None:
-        return None
-    if load == "auto":
-        assert config.checkpoint.save is not None
-        return checkpoint.latest(config.checkpoint.save)
-    try:
-        return checkpoint.find(load)
-    except checkpoint.CheckpointError as error:
-        raise ConfigError(f"--load {error}") from None
+    return {"state": tensors, "extra": extra, "logical_rows": checkpoint.collect_logical_rows(model, optimizer)}
 
 
 def load_training(
-    folder: Path, config: Config, model: nn.Module, optimizer: torch.optim.Optimizer
+    folder: Folder, manifest: Manifest, config: Config, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[Progress, list[str]]:
     """Fill model and optimizer from ``folder``; returns the progress and what to tell the user.
 
+    With --no-load-optim the optimizer is left as it is, with --finetune the progress is none as well.
+
     Raises:
         ConfigError: the checkpoint is of another architecture.
+        CheckpointError: as ``checkpoint.load``.
     """
-    settings = as_flat_dict(config)
-    notes = compare_settings(checkpoint.read_manifest(folder).extra.get("config", {}), config, settings)
-    tensors, _ = checkpoint.training_state(model, optimizer)
-    extra = checkpoint.load(tensors, folder, logical_rows=checkpoint.collect_logical_rows(model, optimizer))
-    checkpoint.restore_optimizer_scalars(model, optimizer, extra["optimizer_steps"])
-    return Progress(**extra["progress"]), notes
+    notes = compare_settings(manifest.extra.get("config", {}), config, as_flat_dict(config))
+    weights_only = config.checkpoint.finetune or not config.checkpoint.load_optim
+    filled = None if weights_only else optimizer
+    tensors, _ = checkpoint.training_state(model, filled)
+    rows = checkpoint.collect_logical_rows(model, filled)
+    load_from(folder, manifest, tensors, logical_rows=rows, allow_unread="optim." if weights_only else False)
+    if config.checkpoint.finetune:
+        return Progress(), [f"weights are those of iteration {manifest.extra['progress']['iteration']}"]
+    if not weights_only:
+        checkpoint.restore_optimizer_scalars(model, optimizer, manifest.extra["optimizer_steps"])
+    return Progress(**manifest.extra["progress"]), notes
 
 
 def compare_settings(saved: dict[str, Any], config: Config, settings: dict[str, Any]) -> list[str]:

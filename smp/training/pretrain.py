@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from tqdm import tqdm
 
 from smp.checkpoint import CheckpointError
 from smp.config import Config, ConfigError, Layout
@@ -24,10 +26,10 @@ from smp.parallel.mesh import build_mesh, data_rank
 from smp.sharding.parallelize import parallelize
 from smp.training.console import Console
 from smp.training.describe import describe
-from smp.training.persistence import find_checkpoint, load_training, save_training
 from smp.training.process import Process, Status, write_status
 from smp.training.profiler import Profiler
 from smp.training.runtime import StopSignal, Watchdog, start_process_group
+from smp.training.saving import RunCheckpoints
 from smp.training.settings import report
 from smp.training.trainer import Progress, Trainer, TrainingError
 
@@ -59,19 +61,28 @@ class Pretraining:
         timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
         self.mesh = build_mesh(self.layout, device.type, timeout)
         train, self.valid = self._datasets()
-        folder = find_checkpoint(config)
+        self.validation: tuple[int, float] | None = None  # iteration and loss of the last evaluation
+        self.checkpoints = RunCheckpoints(config, self._announce)
+        try:
+            self._build(device, train)
+        except BaseException:
+            self.checkpoints.close()
+            raise
+
+    def _announce(self, line: str) -> None:
+        """Before there is a console; what is said then is seen even if the start fails."""
+        if self.process.rank == 0:
+            tqdm.write(line)
+
+    def _build(self, device: torch.device, train: SampleDataset) -> None:
+        config = self.config
         model = self._model(device)
         optimizer = build_optimizer(model, config.optim)
-        progress, notes = load_training(folder, config, model, optimizer) if folder else (Progress(), [])
+        progress = self.checkpoints.load(model, optimizer)
         self.trainer = Trainer(config, model, optimizer, self.mesh, device, progress)
         self.batches = self._loader(train, progress.consumed_samples)
-        if config.checkpoint.save is not None:
-            with _blamed_on("--save", config.checkpoint.save):
-                Path(config.checkpoint.save).mkdir(parents=True, exist_ok=True)
         with _blamed_on("--log-dir", config.logging.log_dir):
-            self.console = Console(config, self.layout, process.rank, device, progress.iteration)
-        for line in [f"resumed from {folder} at iteration {progress.iteration}", *notes] if folder else []:
-            self.console.say(line)
+            self.console = Console(config, self.layout, self.process.rank, device, progress.iteration)
 
     def _datasets(self) -> tuple[SampleDataset, SampleDataset]:
         config = self.config
@@ -123,7 +134,7 @@ class Pretraining:
         if progress.iteration >= last:
             nothing = f"nothing left to train: at iteration {progress.iteration} of {last}"
             outcome = Outcome("done", nothing, progress.iteration)
-        saved_at = evaluated_at = progress.iteration
+        evaluated_at = progress.iteration
         with Profiler(training, Path(self.config.logging.log_dir), self.process.rank) as profiler:
             while progress.iteration < last:
                 profiler.step(progress.iteration + 1)
@@ -133,17 +144,16 @@ class Pretraining:
                 if _due(progress.iteration, training.eval_interval):
                     self.evaluate()
                     evaluated_at = progress.iteration
-                if _due(progress.iteration, self.config.checkpoint.save_interval):
+                self.checkpoints.poll()
+                if self.checkpoints.due(progress.iteration):
                     self.save()
-                    saved_at = progress.iteration
                 self.watchdog.progress()
                 if (reason := self._reason_to_stop()) is not None and progress.iteration < last:
                     outcome = Outcome("requeue", reason, progress.iteration)
                     break
         if outcome.status == "done" and training.eval_interval is not None and evaluated_at != progress.iteration:
             self.evaluate()
-        if saved_at != progress.iteration:
-            self.save()
+        self.checkpoints.finish(*self._to_save())
         if outcome.status == "requeue" and self.config.checkpoint.save is None:
             return Outcome("failed", f"{outcome.reason}; nothing was saved: --save is not given", progress.iteration)
         return outcome
@@ -155,20 +165,20 @@ class Pretraining:
             loss = self.trainer.evaluate(batches, self.config.training.eval_iters)
         finally:
             batches.close()
+        self.validation = (self.trainer.progress.iteration, loss)
         self.console.evaluation(self.trainer.progress.iteration, loss)
         self.watchdog.progress()
 
     def save(self) -> None:
-        """Write a checkpoint if --save is given."""
-        if self.config.checkpoint.save is None:
-            return
-        started = time.perf_counter()
-        trainer = self.trainer
-        folder = save_training(
-            Path(self.config.checkpoint.save), self.config, trainer.model, trainer.optimizer, trainer.progress
-        )
-        self.console.say(f"saved {folder} in {time.perf_counter() - started:.1f} s")
+        """Write a checkpoint, or begin to, if --save is given."""
+        self.checkpoints.save(*self._to_save())
         self.watchdog.progress()
+
+    def _to_save(self) -> tuple[nn.Module, torch.optim.Optimizer, Progress, float | None]:
+        """Model, optimizer, counters, and the validation loss if it is that of these weights."""
+        trainer, (iteration, loss) = self.trainer, self.validation or (-1, 0.0)
+        progress = trainer.progress
+        return trainer.model, trainer.optimizer, progress, loss if iteration == progress.iteration else None
 
     def _reason_to_stop(self) -> str | None:
         """Why to end early, agreed upon by all ranks: a signal or a clock may reach one before the others."""
@@ -186,7 +196,8 @@ class Pretraining:
         return None
 
     def close(self) -> None:
-        """Stop background threads and close the logs."""
+        """Wait for a background save, stop background threads and close the logs."""
+        self.checkpoints.close()
         self.batches.close()
         self.console.close()
         self.watchdog.close()

@@ -1,0 +1,62 @@
+"""The words of a manifest: tensors, their shards, and the two kinds of errors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Names of dtypes, the same in the manifest as in safetensors headers."""
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be written or read. The message is one line and names the file or the tensors."""
+
+
+class DamagedError(CheckpointError):
+    """What lies on storage is not what was saved: missing, cut off or changed. An older checkpoint may be whole."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One box of a tensor: tensor ``key`` of ``file``, at ``offsets`` of the whole, ``sizes`` large."""
+
+    file: str
+    key: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    xxh3_64: str
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor: its whole shape, its dtype's name in ``DTYPES``, and the shards that cover it exactly once."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    shards: tuple[Shard, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Content of a checkpoint: tensors by name, size in bytes of every data file, and the free ``extra`` dictionary."""
+
+    tensors: dict[str, TensorEntry]
+    files: dict[str, int]
+    extra: dict[str, Any]

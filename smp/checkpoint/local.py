@@ -1,0 +1,185 @@
+"""Folders of a file system."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from smp.checkpoint.folder import Folder, Sink, Source
+
+PIECE = 1 << 22
+"""Bytes per read or write: few calls, and the data are still in the cache when the checksum comes by."""
+
+
+class LocalFolder(Folder):
+    """A folder of a file system, which all ranks must share."""
+
+    def __init__(self, path: Path) -> None:
+        self.local: Path = path
+
+    @property
+    def name(self) -> str:
+        return self.local.resolve().name
+
+    def __str__(self) -> str:
+        return str(self.local)
+
+    def child(self, name: str) -> Folder:
+        return LocalFolder(self.local / name)
+
+    def exists(self) -> bool:
+        return self.local.is_dir()
+
+    def make(self) -> None:
+        if not self.local.is_dir():
+            self.local.mkdir(parents=True, exist_ok=True)
+            sync_to_disk(self.local.parent)
+
+    def names(self) -> list[str]:
+        return sorted(os.listdir(self.local)) if self.local.is_dir() else []
+
+    def size(self, name: str) -> int | None:
+        try:
+            found = os.lstat(self.local / name)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+    def read(self, name: str) -> bytes:
+        with os.fdopen(_open_plain(self.local / name), "rb") as file:
+            return file.read()
+
+    def replace(self, name: str, data: bytes) -> None:
+        write_durably(self.local / name, data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        try:
+            descriptor = os.open(self.local / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        except FileExistsError:
+            return False
+        _write_and_close(descriptor, data)
+        return True
+
+    @contextmanager
+    def writer(self, name: str, size: int) -> Iterator[Sink]:
+        path = self.local / name
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            if size:  # a disk too full says so now, and the file system finds room in one piece
+                os.posix_fallocate(descriptor, 0, size)
+            yield _LocalSink(descriptor)
+            os.fsync(descriptor)
+        except BaseException:
+            with suppress(OSError):
+                path.unlink()
+            raise
+        finally:
+            os.close(descriptor)
+
+    @contextmanager
+    def reader(self, name: str) -> Iterator[Source]:
+        descriptor = _open_plain(self.local / name)
+        try:
+            yield _LocalSource(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def delete(self, name: str) -> None:
+        (self.local / name).unlink(missing_ok=True)
+
+    def rename(self, name: str, new: str) -> None:
+        os.rename(self.local / name, self.local / new)
+        sync_to_disk(self.local)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.local)
+        sync_to_disk(self.local.parent)
+
+    def sync(self) -> None:
+        sync_to_disk(self.local)
+
+
+class _LocalSink:
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def write(self, data: memoryview) -> None:
+        while data:
+            data = data[os.write(self._descriptor, data[:PIECE]) :]
+
+
+class _LocalSource:
+    piece = PIECE
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.size = os.fstat(descriptor).st_size
+
+    def read_into(self, offset: int, into: memoryview) -> None:
+        while into:
+            count = os.preadv(self._descriptor, [into], offset)
+            if count == 0:
+                raise EOFError(f"the file ends at {offset}")
+            offset, into = offset + count, into[count:]
+
+
+def _open_plain(path: Path) -> int:
+    """A descriptor of a regular file. Neither a link is followed nor a pipe waited for: they are no files here."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise FileNotFoundError(f"{path} is not a plain file") from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise FileNotFoundError(f"{path} is not a plain file")
+    return descriptor
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Replace ``path`` by ``data`` so that a crash leaves the old content or the new, on disk when this returns."""
+    temporary = path.with_name(path.name + ".tmp")
+    _write_and_close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), data)
+    os.replace(temporary, path)
+    sync_to_disk(path.parent)
+
+
+def _write_and_close(descriptor: int, data: bytes) -> None:
+    try:
+        _LocalSink(descriptor).write(memoryview(data))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_to_disk(path: Path) -> None:
+    """fsync of a file or folder written before."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def open_folder(path: Path | str | Folder) -> Folder:
+    """The folder at a path, or at a URL such as ``s3://bucket/run`` (needs fsspec and its back-end for that scheme)."""
+    if isinstance(path, Folder):
+        return path
+    if isinstance(path, str) and "://" in path:
+        from smp.checkpoint.remote import RemoteFolder  # fsspec is an extra
+
+        return RemoteFolder.at(path)
+    return LocalFolder(Path(path))
+
+
+def same_folder(one: Folder, other: Folder) -> bool:
+    """Whether two folders are one, by whatever path."""
+    if one.local is not None and other.local is not None:
+        return one.local.resolve() == other.local.resolve()
+    return str(one) == str(other)

@@ -1,0 +1,154 @@
+"""Reading behind torch's distributed checkpoint (DCP): any rank reads the shards that it needs, and checks them."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+import xxhash
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from smp.checkpoint.entries import DTYPES, CheckpointError, DamagedError, Manifest, Shard, TensorEntry
+from smp.checkpoint.folder import Folder, Source
+from smp.checkpoint.tensor_file import Slot, raw_bytes, read_header, read_tensor
+from smp.checkpoint.verify import check_slot
+
+Place = tuple[str, tuple[int, ...]]
+"""A shard, by the name of its tensor and its offsets."""
+
+
+class ManifestReader(StorageReader):
+    """Reads from one checkpoint folder and verifies the checksum of every shard that it reads.
+
+    Args:
+        folder: the checkpoint's own folder.
+        manifest: its checked manifest (:func:`smp.checkpoint.read_manifest`).
+    """
+
+    def __init__(self, folder: Folder, manifest: Manifest) -> None:
+        self.folder, self.manifest = folder, manifest
+        self.shards: dict[Place, Shard] = {(n, s.offsets): s for n, e in manifest.tensors.items() for s in e.shards}
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """A reader belongs to the folder of its manifest."""
+        return False
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A reader belongs to the folder of its manifest."""
+        assert checkpoint_id is None
+
+    def read_metadata(self) -> Metadata:
+        """The manifest in DCP's words."""
+        return Metadata({name: _stored(entry) for name, entry in self.manifest.tensors.items()})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        """Nothing to prepare."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Every rank reads what it needs."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Every rank reads what it needs."""
+        return plans
+
+    @torch.no_grad()
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill local storage, file by file in the order of the bytes, with a few megabytes besides it.
+
+        Raises:
+            DamagedError: naming the file, and the tensor where one is known, for anything but what was saved.
+            CheckpointError: for a file that cannot be read, which may be for a while only.
+        """
+        wanted: dict[str, dict[Place, list[ReadItem]]] = defaultdict(lambda: defaultdict(list))
+        for item in plan.items:
+            place = item.storage_index.fqn, tuple(item.storage_index.offset or ())
+            wanted[self.shards[place].file][place].append(item)
+        for file, by_place in wanted.items():
+            self._read_file(file, by_place, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_file(self, file: str, by_place: Mapping[Place, list[ReadItem]], planner: LoadPlanner) -> None:
+        path, names = f"{self.folder}/{file}", ", ".join(sorted({name for name, _ in by_place})[:3])
+        try:
+            with self.folder.reader(file) as source:
+                if source.size != self.manifest.files[file]:
+                    raise DamagedError(f"has {source.size} bytes instead of {self.manifest.files[file]}")
+                slots = read_header(source)
+                found = {place: check_slot(slots, *self._named(place)) for place in by_place}
+                for place, slot in sorted(found.items(), key=lambda pair: pair[1].start):
+                    self._read_shard(source, slot, place, by_place[place], planner)
+        except DamagedError as error:
+            raise DamagedError(f"{path}: {error}") from None
+        except (FileNotFoundError, EOFError) as error:
+            raise DamagedError(f"{path} is missing or cut off ({error}); it should hold {names}, ...") from error
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read ({error}); it should hold {names}, ...") from error
+
+    def _named(self, place: Place) -> tuple[str, Shard, str]:
+        """Name, shard and dtype of a tensor."""
+        return place[0], self.shards[place], self.manifest.tensors[place[0]].dtype
+
+    def _read_shard(
+        self, source: Source, slot: Slot, place: Place, items: list[ReadItem], planner: LoadPlanner
+    ) -> None:
+        """Straight to where it belongs when that takes all of it in one piece; else by way of a small buffer."""
+        targets = [planner.resolve_tensor(item) for item in items]
+        whole = len(items) == 1 and tuple(targets[0].shape) == slot.shape
+        if whole and targets[0].is_cpu and targets[0].is_contiguous():
+            found = read_tensor(source, slot, raw_bytes(targets[0]))
+        else:
+            found = _read_in_blocks(source, slot, list(zip(items, targets, strict=True)))
+        if found != self.shards[place].xxh3_64:
+            raise DamagedError(f"the data of tensor {place[0]} do not match their checksum: the file is damaged")
+        for item, target in zip(items, targets, strict=True):
+            planner.commit_tensor(item, target)
+
+
+def _read_in_blocks(source: Source, slot: Slot, parts: list[tuple[ReadItem, torch.Tensor]]) -> str:
+    """Read a shard some rows at a time and copy what of them is wanted while it is in the cache; its checksum."""
+    shape = slot.shape or (1,)
+    row = slot.size // max(shape[0], 1)
+    step = max(1, min(shape[0], source.piece // max(row, 1)))
+    pinned = any(target.is_cuda for _, target in parts)
+    buffer = torch.empty(step * row, dtype=torch.uint8, pin_memory=pinned)
+    hashed = xxhash.xxh3_64()
+    for first in range(0, shape[0], step):
+        count = min(step, shape[0] - first)
+        block = buffer[: count * row]
+        source.read_into(slot.start + first * row, raw_bytes(block))
+        hashed.update(raw_bytes(block))
+        rows = block.view(DTYPES[slot.dtype]).view(count, *shape[1:])
+        for item, target in parts:
+            _copy_rows(rows, first, item, target.view(1) if not slot.shape else target)
+    return hashed.hexdigest()
+
+
+def _copy_rows(rows: torch.Tensor, first: int, item: ReadItem, target: torch.Tensor) -> None:
+    """Copy what ``item`` wants of ``rows``, which begin at row ``first`` of the stored shard."""
+    offsets, lengths = tuple(item.storage_offsets) or (0,), tuple(item.lengths) or (1,)
+    begin, end = max(first, offsets[0]), min(first + len(rows), offsets[0] + lengths[0])
+    if begin >= end:
+        return
+    piece = rows.narrow(0, begin - first, end - begin)
+    for dim in range(1, len(offsets)):
+        piece = piece.narrow(dim, offsets[dim], lengths[dim])
+    target.narrow(0, begin - offsets[0], end - begin).copy_(piece)
+
+
+def _stored(entry: TensorEntry) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(s.offsets), torch.Size(s.sizes)) for s in entry.shards]
+    return TensorStorageMetadata(TensorProperties(DTYPES[entry.dtype]), torch.Size(entry.shape), chunks)

@@ -1,0 +1,131 @@
+"""What a run does with the folder it finds: clean up after a crash, load the newest checkpoint that is whole.
+
+A checkpoint that turns out to be damaged is set aside under another name, with the reason inside, and the next older
+one is loaded. Nothing that could be a checkpoint is ever deleted here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from smp.checkpoint.agree import on_rank_zero
+from smp.checkpoint.entries import CheckpointError, DamagedError, Manifest
+from smp.checkpoint.folder import Folder
+from smp.checkpoint.latest import ITERATION, LATEST, commit_latest, complete
+from smp.checkpoint.manifest import MANIFEST, read_manifest
+from smp.checkpoint.storage import discard_unfinished
+
+DAMAGED = "damaged_"  # in front, so that no pattern for checkpoints matches
+REASON = "DAMAGED.txt"
+Loaded = TypeVar("Loaded")
+
+
+def clean(root: Folder) -> list[str]:
+    """Remove what crashed saves left in ``root`` and let ``latest`` name the newest; call on one rank.
+
+    Nobody may be saving into ``root``: hold its lock.
+
+    Returns:
+        A line for each thing that was done.
+    """
+    lines = []
+    for name in (name for name in root.names() if ITERATION.fullmatch(name)):
+        if left := discard_unfinished(root.child(name)):
+            lines.append(f"{root.child(name)}: removed {len(left)} files of a save that did not finish")
+        others = root.child(name).names()
+        if others and MANIFEST not in others:
+            lines.append(f"{root.child(name)} is not a checkpoint and holds files of others ({others[0]}, ...)")
+    root.delete(f"{LATEST}.tmp")
+    if (newest := _point_at_newest(root)) is not None:
+        lines.append(f"{root}/{LATEST} now names {newest}, the newest complete checkpoint")
+    return lines
+
+
+def _point_at_newest(root: Folder) -> str | None:
+    """Let ``latest`` name the newest complete checkpoint; its name, if it did not."""
+    newest = complete(root)[:1]
+    if newest and _latest_name(root) != newest[0]:
+        commit_latest(root, root.child(newest[0]))
+        return newest[0]
+    if not newest and _latest_name(root):
+        root.delete(LATEST)
+    return None
+
+
+def _latest_name(root: Folder) -> str:
+    try:
+        return root.read(LATEST).decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def set_aside(root: Folder, name: str, reason: str) -> Folder:
+    """Rename a damaged checkpoint so that nothing takes it for one, and write down why; call on one rank."""
+    new = DAMAGED + name
+    while new in root.names():
+        new += "+"
+    root.rename(name, new)
+    root.child(new).replace(REASON, f"{reason}\n".encode())
+    _point_at_newest(root)
+    return root.child(new)
+
+
+def set_aside_names(root: Folder) -> list[str]:
+    """Folders of checkpoints that were set aside."""
+    return [name for name in root.names() if name.startswith(f"{DAMAGED}iter_")]
+
+
+def load_newest(
+    root: Folder, load: Callable[[Folder, Manifest], Loaded], *, may_rename: bool, say: Callable[[str], None]
+) -> tuple[Folder, Loaded] | None:
+    """Load the newest checkpoint in ``root`` that is whole. Every rank calls it, and all load the same one.
+
+    Args:
+        root: folder of ``iter_NNNNNNN`` folders.
+        load: loads one checkpoint; raises the same kind of error on every rank.
+        may_rename: whether a damaged checkpoint may be set aside, or is passed over only (``root`` is somebody else's).
+        say: told, in one line, about each damaged checkpoint.
+
+    Returns:
+        The checkpoint's folder and what ``load`` returned; None when there is no checkpoint at all.
+
+    Raises:
+        DamagedError: there are checkpoints and none is whole: starting from nothing would hide a loss.
+        CheckpointError: what ``load`` raised; only a DamagedError leads on to the next older one.
+    """
+    names = on_rank_zero(lambda: complete(root))
+    problems = []
+    for name in names:
+        folder = root.child(name)
+        try:
+            manifest = on_rank_zero(lambda folder=folder: read_manifest(folder))  # type: ignore[misc]
+            return folder, load(folder, manifest)
+        except DamagedError as error:
+            problems.append(f"{name} ({error})")
+            say(f"WARNING: {folder} is damaged: {error}")
+            say(f"WARNING: {_put_away(root, name, str(error), may_rename)}")
+    aside = on_rank_zero(lambda: set_aside_names(root))
+    if problems or aside:
+        listed = "; ".join(problems) or ", ".join(aside)
+        raise DamagedError(f"{root} holds no checkpoint that is whole, only damaged ones: {listed}")
+    return None
+
+
+def _put_away(root: Folder, name: str, reason: str, may_rename: bool) -> str:
+    if not may_rename:
+        return f"{root.child(name)} is passed over"
+    return f"it is set aside as {on_rank_zero(lambda: str(set_aside(root, name, reason)))}"
+
+
+def load_step(root: Folder, name: str, load: Callable[[Folder, Manifest], Loaded]) -> tuple[Folder, Loaded]:
+    """Load this checkpoint of ``root`` and no other.
+
+    Raises:
+        CheckpointError: it is not there, or not whole.
+    """
+    folder = root.child(name)
+    if not on_rank_zero(lambda: folder.size(MANIFEST) is not None):
+        found = ", ".join(on_rank_zero(lambda: complete(root))[:5]) or "none"
+        raise CheckpointError(f"{root} has no complete checkpoint {name} (newest first: {found})")
+    return folder, load(folder, on_rank_zero(lambda: read_manifest(folder)))

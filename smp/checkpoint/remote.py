@@ -1,0 +1,151 @@
+"""Folders of object stores, by way of fsspec: ``s3://bucket/run``, ``gs://...``, ``memory://...``.
+
+An object appears whole when its last part is uploaded, and a put replaces it in one step: what the format needs. There
+is no rename, so a checkpoint is committed by its manifest, which is put last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from smp.checkpoint.entries import CheckpointError
+from smp.checkpoint.folder import Folder, Sink, Source
+
+_PART = 1 << 26  # bytes per request: S3 allows 10,000 parts, so a file may have 640 GB
+
+
+class RemoteFolder(Folder):
+    """A prefix in an object store.
+
+    Args:
+        files: fsspec's file system.
+        path: of the folder, as ``files`` wants it.
+        url: of the folder, as users write it.
+    """
+
+    def __init__(self, files: Any, path: str, url: str) -> None:
+        self.files, self.path, self.url = files, path.rstrip("/"), url.rstrip("/")
+
+    @staticmethod
+    def at(url: str) -> RemoteFolder:
+        """The folder at a URL.
+
+        Raises:
+            CheckpointError: fsspec or its back-end for this kind of URL is not installed, or it knows no such kind.
+        """
+        try:
+            from fsspec.core import url_to_fs
+
+            # listings change behind the back of this process: other ranks and writers put files
+            files, path = url_to_fs(url, use_listings_cache=False)
+        except (ImportError, ValueError) as error:
+            hint = "pip install smp[s3]" if url.startswith("s3://") else "pip install smp[fsspec] and its back-end"
+            raise CheckpointError(f"{url}: {error} ({hint})") from None
+        return RemoteFolder(files, path, url)
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
+
+    def __str__(self) -> str:
+        return self.url
+
+    def child(self, name: str) -> Folder:
+        return RemoteFolder(self.files, f"{self.path}/{name}", f"{self.url}/{name}")
+
+    def _at(self, name: str) -> str:
+        return f"{self.path}/{name}"
+
+    def exists(self) -> bool:
+        return bool(self.names())
+
+    def make(self) -> None:
+        """Nothing: a prefix is there when an object is."""
+
+    def names(self) -> list[str]:
+        try:
+            found = self.files.ls(self.path, detail=False)
+        except FileNotFoundError:
+            return []
+        names = {path.rstrip("/").rpartition("/")[2] for path in found if path.rstrip("/") != self.path}
+        return sorted(names)
+
+    def size(self, name: str) -> int | None:
+        try:
+            found = self.files.info(self._at(name))
+        except FileNotFoundError:
+            return None
+        return int(found["size"]) if found["type"] == "file" else None
+
+    def read(self, name: str) -> bytes:
+        return bytes(self.files.cat_file(self._at(name)))
+
+    def replace(self, name: str, data: bytes) -> None:
+        self.files.pipe_file(self._at(name), data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        if self.size(name) is not None:
+            return False
+        try:
+            self.files.pipe_file(self._at(name), data, mode="create")
+        except FileExistsError:
+            return False
+        return True
+
+    @contextmanager
+    def writer(self, name: str, size: int) -> Iterator[Sink]:
+        file = self.files.open(self._at(name), "wb", block_size=_PART)
+        try:
+            yield file
+        except BaseException:
+            file.discard()
+            file.closed = True  # or its destructor tries to go on
+            raise
+        file.close()
+
+    @contextmanager
+    def reader(self, name: str) -> Iterator[Source]:
+        size = self.size(name)
+        if size is None:
+            raise FileNotFoundError(f"no object {self.url}/{name}")
+        yield _RemoteSource(self.files, self._at(name), size)
+
+    def delete(self, name: str) -> None:
+        if self.size(name) is not None:
+            self.files.rm_file(self._at(name))
+
+    def rename(self, name: str, new: str) -> None:
+        """Object by object, copied and deleted; the manifest first, so that nothing half moved looks complete."""
+        old_folder, new_folder = self.child(name), self.child(new)
+        assert isinstance(old_folder, RemoteFolder) and isinstance(new_folder, RemoteFolder)
+        for file in sorted(old_folder.names()):
+            self.files.copy(old_folder._at(file), new_folder._at(file))
+            old_folder.delete(file)
+
+    def remove(self) -> None:
+        if self.exists():
+            self.files.rm(self.path, recursive=True)
+
+    def sync(self) -> None:
+        """Nothing: what was put is durable."""
+
+
+class _RemoteSource:
+    """Ranges of an object. Requests are large, because each costs tens of milliseconds."""
+
+    piece = _PART
+
+    def __init__(self, files: Any, path: str, size: int) -> None:
+        self._files, self._path, self.size = files, path, size
+
+    def read_into(self, offset: int, into: memoryview) -> None:
+        if not len(into):
+            return
+        if offset >= self.size:
+            raise EOFError(f"the object ends at {self.size}")
+        data = self._files.cat_file(self._path, start=offset, end=offset + len(into))
+        if len(data) != len(into):
+            raise EOFError(f"the object ends at {offset + len(data)}")
+        into[:] = data

@@ -1,0 +1,88 @@
+"""Which checkpoints stay, and how often to save."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from smp.checkpoint.folder import Folder
+from smp.checkpoint.latest import ITERATION, complete, iteration_of
+from smp.checkpoint.manifest import MANIFEST, read_manifest
+from smp.checkpoint.storage import discard_unfinished
+
+VALIDATION_LOSS = "validation_loss"
+"""Key of a checkpoint's ``extra``: its validation loss, or null."""
+
+
+@dataclass(frozen=True)
+class Retention:
+    """A checkpoint stays when any of these wants it.
+
+    Attributes:
+        last: the newest so many. At least 2, or nothing is left to fall back to when the newest turns out damaged.
+        every: those whose iteration is a multiple of it.
+        best: so many with the lowest validation loss; those without one are never among them.
+    """
+
+    last: int
+    every: int | None = None
+    best: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.last < 2:
+            raise ValueError(f"at least the last 2 checkpoints must stay, not {self.last}")
+
+    def doomed(self, losses: Mapping[int, float | None]) -> list[int]:
+        """Iterations to delete, oldest first, of those there are, with their validation losses."""
+        kept = set(sorted(losses)[-self.last :])
+        if self.every is not None:
+            kept |= {iteration for iteration in losses if iteration % self.every == 0}
+        known = sorted((loss, iteration) for iteration, loss in losses.items() if loss is not None)
+        kept |= {iteration for _, iteration in known[: self.best or 0]}
+        return sorted(set(losses) - kept)
+
+
+def prune(root: Folder, retention: Retention) -> list[str]:
+    """Delete the checkpoints in ``root`` that ``retention`` does not want; call on one rank. Returns their names.
+
+    Only folders named ``iter_NNNNNNN`` are looked at, so renaming one keeps it for ever. The manifest goes first: a
+    crash in the middle leaves the remains of a save, which the next start removes.
+    """
+    names = {iteration_of(name): name for name in complete(root)}
+    losses = {
+        iteration: _validation_loss(root.child(name)) if retention.best else None for iteration, name in names.items()
+    }
+    removed = [names[iteration] for iteration in retention.doomed(losses)]
+    for name in removed:
+        assert ITERATION.fullmatch(name)
+        folder = root.child(name)
+        folder.delete(MANIFEST)
+        folder.sync()
+        discard_unfinished(folder)
+    return removed
+
+
+def prune_and_tell(root: Folder, retention: Retention) -> list[str]:
+    """:func:`prune`, as lines for the user; what cannot be deleted is no reason to fail a save that is complete."""
+    try:
+        return [f"removed {root.child(name)}" for name in prune(root, retention)]
+    except OSError as error:
+        return [f"WARNING: cannot remove old checkpoints in {root}: {error}"]
+
+
+def _validation_loss(folder: Folder) -> float | None:
+    try:
+        loss = read_manifest(folder).extra.get(VALIDATION_LOSS)
+    except ValueError:  # a damaged one: found out about when it is loaded
+        return None
+    return loss if isinstance(loss, float) else None
+
+
+def best_interval(cost: float, mtbf: float) -> float:
+    """Time between saves that loses least to saving and to repeating what a failure undid: sqrt(2 x cost x MTBF).
+
+    Young, "A first order approximation to the optimum checkpoint interval" (1974). In the units of the arguments, both
+    above 0: ``cost`` is how long a save stops the training, ``mtbf`` the mean time between failures.
+    """
+    return math.sqrt(2 * cost * mtbf)

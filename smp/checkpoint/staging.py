@@ -1,0 +1,108 @@
+"""Memory that a trainer copies its state into and a writer process reads, without a further copy.
+
+It is kept from save to save, because its first use costs more than the copy: the system has to find and clear the
+pages. With CUDA it is page-locked, so that the copy from the device runs at the speed of the bus.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from smp.checkpoint.entries import DTYPES, Manifest
+from smp.checkpoint.folder import Folder
+from smp.checkpoint.storage import ManifestWriter, build_manifest, planned_tensors, write_results
+from smp.checkpoint.tensor_file import FileLayout, lay_out
+
+
+class StagingBuffer:
+    """Shared memory without a name (no /dev/shm, whose size containers limit; nothing to clean up after a crash)."""
+
+    def __init__(self) -> None:
+        self.descriptor = -1
+        """Of the memory."""
+        self.generation = 0
+        """Grows when it becomes another memory."""
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._pinned = False
+
+    def reserve(self, size: int, pinned: bool) -> None:
+        """Make it ``size`` bytes large at least, page-locked where that is asked for."""
+        if size <= len(self._memory) and pinned <= self._pinned:
+            return
+        self.close()
+        self.generation += 1
+        self.descriptor = os.memfd_create("checkpoint", os.MFD_CLOEXEC)
+        os.ftruncate(self.descriptor, size)
+        self._memory = torch.frombuffer(mmap.mmap(self.descriptor, size), dtype=torch.uint8)
+        if pinned:
+            _check(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), size, 0))
+            self._pinned = True
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return len(self._memory)
+
+    @torch.no_grad()
+    def fill(self, layout: FileLayout, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy every tensor to its slot; all is there when this returns."""
+        devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
+        for slot in layout.slots:
+            place = self._memory[slot.start : slot.start + slot.size].view(DTYPES[slot.dtype]).view(slot.shape)
+            place.copy_(tensors[slot.key], non_blocking=True)
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self._pinned:
+            _check(torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr()))
+            self._pinned = False
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        self.descriptor, self._memory = -1, torch.empty(0, dtype=torch.uint8)
+
+
+def _check(code: object) -> None:
+    if int(code) != 0:  # type: ignore[call-overload]
+        raise RuntimeError(f"cannot lock or unlock the staging memory: CUDA error {code}")
+
+
+class StagingWriter(ManifestWriter):
+    """Copies where :class:`ManifestWriter` writes, and keeps the manifest instead of committing."""
+
+    def __init__(self, folder: Folder, extra: Mapping[str, Any], memory: StagingBuffer) -> None:
+        super().__init__(folder, extra)
+        self.memory = memory
+        self.part: dict[str, Any] | None = None
+        """For the writer process: file, header and slots; None when this rank has nothing to write."""
+        self.manifest: Manifest | None = None
+        """On rank 0, with empty checksums."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Copy what this rank is to write."""
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(self._stage(plan, planned_tensors(plan, planner)) if plan.items else [])
+        return done
+
+    def _stage(self, plan: SavePlan, tensors: Mapping[str, torch.Tensor]) -> list[WriteResult]:
+        layout = lay_out(tensors)
+        self.memory.reserve(max(layout.data_size, 1), pinned=any(t.is_cuda for t in tensors.values()))
+        self.memory.fill(layout, tensors)
+        slots = [list(asdict(slot).values()) for slot in layout.slots]
+        self.part = {"file": plan.storage_data, "header": layout.header.decode("latin-1"), "slots": slots}
+        return write_results(plan, tensors, dict.fromkeys(tensors, ""))
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Keep the manifest."""
+        self.manifest = build_manifest(metadata, results, self.extra)

@@ -1,0 +1,145 @@
+"""Safetensors files, written and read in pieces that are hashed while they are in the cache.
+
+The safetensors package knows only paths of a file system, and neither hashes nor reads into memory that is there. The
+format itself is small: 8 bytes with the length of a header, the header in JSON, and the tensors without holes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from smp.checkpoint.entries import DTYPE_NAMES, DTYPES, DamagedError
+from smp.checkpoint.folder import Folder, Source
+from smp.checkpoint.local import PIECE
+from smp.checkpoint.manifest import parse_unique
+from smp.checkpoint.validate import require
+
+_LONGEST_HEADER = 100_000_000  # the limit of the safetensors package
+_ALIGNMENT = 64  # of the first tensor in the file: a cache line
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor lies: ``size`` bytes, ``start`` bytes after the header (in a layout) or in the file (read)."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """A file to write: what comes before the tensors, and where each of them goes."""
+
+    header: bytes
+    slots: tuple[Slot, ...]
+
+    @property
+    def data_size(self) -> int:
+        """Bytes of all tensors."""
+        return self.slots[-1].start + self.slots[-1].size if self.slots else 0
+
+
+def lay_out(tensors: Mapping[str, torch.Tensor]) -> FileLayout:
+    """Tensors in the order of safetensors, widest elements first, so that every one is aligned."""
+    slots, start = [], 0
+    for key, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
+        slots.append(Slot(key, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), start, tensor.nbytes))
+        start += tensor.nbytes
+    entries = {s.key: {"dtype": s.dtype, "shape": s.shape, "data_offsets": (s.start, s.start + s.size)} for s in slots}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    return FileLayout(struct.pack("<Q", len(text)) + text, tuple(slots))
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def checksum(tensor: torch.Tensor) -> str:
+    """xxh3_64 of the raw bytes of a contiguous CPU tensor, 16 hex digits."""
+    return xxhash.xxh3_64_hexdigest(raw_bytes(tensor))
+
+
+def write_file(
+    folder: Folder, name: str, layout: FileLayout, tensors: Iterable[tuple[str, memoryview]]
+) -> dict[str, str]:
+    """Write a new file, durably.
+
+    Args:
+        folder: where to.
+        name: of the file; there must be none of this name.
+        layout: what it is to hold.
+        tensors: key and bytes of every slot of the layout, in its order.
+
+    Returns:
+        xxh3_64 by key.
+    """
+    hashes: dict[str, str] = {}
+    with folder.writer(name, len(layout.header) + layout.data_size) as sink:
+        sink.write(memoryview(layout.header))
+        for key, data in tensors:
+            hashed = xxhash.xxh3_64()
+            for piece in _pieces(data, PIECE):
+                hashed.update(piece)
+                sink.write(piece)
+            hashes[key] = hashed.hexdigest()
+    return hashes
+
+
+def _pieces(data: memoryview, size: int) -> Iterable[memoryview]:
+    return (data[start : start + size] for start in range(0, len(data), size))
+
+
+def read_header(source: Source) -> dict[str, Slot]:
+    """The tensors of a file by key, each checked to lie inside of it.
+
+    Raises:
+        DamagedError: not a header of safetensors; the message does not name the file.
+    """
+    try:
+        prefix = bytearray(8)
+        source.read_into(0, memoryview(prefix))
+        (length,) = struct.unpack("<Q", prefix)
+        require(length <= min(_LONGEST_HEADER, source.size - 8), f"a header of {length} bytes cannot be")
+        text = bytearray(length)
+        source.read_into(8, memoryview(text))
+        content = parse_unique(bytes(text))
+        return {key: _slot(key, entry, 8 + length, source.size) for key, entry in content.items() if key[:2] != "__"}
+    except DamagedError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, EOFError, OverflowError) as error:
+        raise DamagedError(f"not a safetensors header ({type(error).__name__}: {error})"[:500]) from error
+
+
+def _slot(key: str, entry: dict[str, Any], data_start: int, file_size: int) -> Slot:
+    begin, end = entry["data_offsets"]
+    shape, dtype = tuple(entry["shape"]), entry["dtype"]
+    numbers = (*shape, begin, end)
+    require(all(type(n) is int and n >= 0 for n in numbers), f"tensor {key!r} has impossible numbers")
+    require(begin <= end <= file_size - data_start, f"tensor {key!r} lies outside of the file")
+    known = dtype in DTYPES and math.prod(shape) * DTYPES[dtype].itemsize == end - begin
+    require(known, f"tensor {key!r} of {dtype!r} {shape} cannot have {end - begin} bytes")
+    return Slot(key, dtype, shape, data_start + begin, end - begin)
+
+
+def read_tensor(source: Source, slot: Slot, into: memoryview) -> str:
+    """Fill ``into``, which is as large as the slot, from a file; returns the checksum of what was read."""
+    hashed = xxhash.xxh3_64()
+    offset = slot.start
+    for piece in _pieces(into, source.piece):
+        source.read_into(offset, piece)
+        hashed.update(piece)
+        offset += len(piece)
+    return hashed.hexdigest()

@@ -1,0 +1,212 @@
+"""A run's folder of checkpoints: taken for this run alone, loaded from at the start, saved to on the way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from smp import checkpoint
+from smp.checkpoint import CheckpointError, Retention
+from smp.checkpoint.agree import on_rank_zero
+from smp.checkpoint.entries import Manifest
+from smp.checkpoint.folder import Folder
+from smp.checkpoint.latest import commit_latest, complete, iteration_name, iteration_of
+from smp.checkpoint.local import open_folder, same_folder
+from smp.checkpoint.lock import RunLock
+from smp.checkpoint.manifest import MANIFEST, read_manifest
+from smp.checkpoint.recovery import clean, load_newest, load_step
+from smp.checkpoint.retention import prune_and_tell
+from smp.config import CheckpointConfig, Config, ConfigError
+from smp.training.persistence import load_training, run_state
+from smp.training.save_clock import SaveClock
+from smp.training.trainer import Progress
+
+Loaded = TypeVar("Loaded")
+
+
+class RunCheckpoints:
+    """Every rank has one and calls the same methods.
+
+    Args:
+        config: resolved settings.
+        say: tells the user one line; on ranks other than 0 it does nothing.
+
+    Raises:
+        ConfigError: --save cannot be written, or another job uses it.
+    """
+
+    def __init__(self, config: Config, say: Callable[[str], None]) -> None:
+        self.config, self.say = config, say
+        self.root = None if config.checkpoint.save is None else open_folder(config.checkpoint.save)
+        self.saved_at = -1
+        self._lock: RunLock | None = None
+        self._saver: checkpoint.AsyncSaver | None = None
+        self._clock = SaveClock(config.checkpoint)
+        self._failure = ""
+        if self.root is None:
+            return
+        try:
+            for line in on_rank_zero(self._take_root):
+                say(line)
+        except CheckpointError as error:
+            raise ConfigError(f"--save {error}") from None
+        if config.checkpoint.async_save:
+            self._saver = checkpoint.AsyncSaver()
+
+    def _take_root(self) -> list[str]:
+        assert self.root is not None
+        try:
+            self.root.make()
+            self._lock = RunLock(self.root, self.say)
+            return clean(self.root)
+        except OSError as error:
+            raise CheckpointError(f"{self.root}: {error}") from error
+
+    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+        """Fill model and optimizer from what --load names; returns where to start.
+
+        Raises:
+            ConfigError: there is no such checkpoint, it is of another architecture, or --save holds newer ones.
+            CheckpointError: it cannot be read, or all that there are are damaged.
+        """
+
+        def restore(folder: Folder, manifest: Manifest) -> tuple[Progress, list[str]]:
+            return load_training(folder, manifest, self.config, model, optimizer)
+
+        found = self._load(restore)
+        progress, notes = found[1] if found is not None else (Progress(), [])
+        if found is not None:
+            self.say(f"resumed from {found[0]} at iteration {progress.iteration}")
+        for line in notes:
+            self.say(line)
+        self._refuse_newer(progress.iteration)
+        self.saved_at = progress.iteration
+        return progress
+
+    def _load(self, restore: Callable[[Folder, Manifest], Loaded]) -> tuple[Folder, Loaded] | None:
+        settings, load = self.config.checkpoint, self.config.checkpoint.load
+        if load is None:
+            return None
+        root = self.root if load == "auto" else open_folder(load)
+        assert root is not None
+        if on_rank_zero(lambda: root.size(MANIFEST) is not None):
+            if settings.ckpt_step is not None:
+                raise ConfigError(f"--ckpt-step {settings.ckpt_step}: --load {load} is one checkpoint already")
+            return root, restore(root, on_rank_zero(lambda: read_manifest(root)))
+        if settings.ckpt_step is not None:
+            try:
+                return load_step(root, iteration_name(settings.ckpt_step), restore)
+            except CheckpointError as error:
+                raise ConfigError(f"--ckpt-step {settings.ckpt_step}: {error}") from None
+        ours = self.root is not None and same_folder(root, self.root)
+        found = load_newest(root, restore, may_rename=ours, say=self.say)
+        if found is None and load != "auto":
+            if settings.exit_on_missing_checkpoint:
+                raise ConfigError(f"--load {load} holds no complete checkpoint")
+            self.say(f"WARNING: --load {load} holds no complete checkpoint: starting from nothing")
+        return found
+
+    def _refuse_newer(self, iteration: int) -> None:
+        """Two histories in one folder would be mixed up by the next restart."""
+        if self.root is None:
+            return
+        root = self.root
+        newest = on_rank_zero(lambda: complete(root)[:1])
+        if newest and iteration_of(newest[0]) > iteration:
+            raise ConfigError(
+                f"--save {root} holds {newest[0]}, which is newer than where this run starts, iteration {iteration}: "
+                "--load auto goes on from there; else give another --save or move it away"
+            )
+
+    def due(self, iteration: int) -> bool:
+        """Whether it is time to save, the same on all ranks."""
+        return self._clock.due(iteration, self._saver is not None and self._saver.busy)
+
+    def poll(self) -> None:
+        """After each step: hear of a background save. A failed one is said; training goes on without it."""
+        if self._saver is not None and self._saver.busy:
+            self._attempt(self._saver.poll)
+
+    def save(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress, validation_loss: float | None
+    ) -> None:
+        """Save, or begin to. A failure is said; training goes on without that checkpoint.
+
+        Raises:
+            CheckpointError: another job has taken the folder.
+        """
+        self._settle()
+        if self.root is not None:
+            state = run_state(self.config, model, optimizer, progress, validation_loss)
+            self._save(self.root, state, progress.iteration)
+
+    def finish(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress, validation_loss: float | None
+    ) -> None:
+        """Return when the last iteration is saved.
+
+        Raises:
+            CheckpointError: it cannot be.
+        """
+        self._settle()
+        if self.root is None or self.saved_at == progress.iteration:
+            return
+        self.save(model, optimizer, progress, validation_loss)
+        self._settle()
+        if self.saved_at != progress.iteration:
+            raise CheckpointError(f"the last checkpoint could not be saved: {self._failure}")
+
+    def _settle(self) -> None:
+        if self._saver is not None:
+            self._attempt(self._saver.wait)
+
+    def _save(self, root: Folder, arguments: dict[str, Any], iteration: int) -> None:
+        on_rank_zero(lambda: None if self._lock is None else self._lock.check())
+        started, self.saved_at = time.perf_counter(), iteration
+        self._attempt(lambda: self._write(root, root.child(iteration_name(iteration)), arguments))
+        self._clock.saved(time.perf_counter() - started)
+
+    def _write(self, root: Folder, folder: Folder, arguments: dict[str, Any]) -> checkpoint.Saved | None:
+        started = time.perf_counter()
+        keep = _retention(self.config.checkpoint)
+        if self._saver is not None:
+            checkpoint.async_save(folder=folder, saver=self._saver, latest_in=root, retention=keep, **arguments)
+            return None
+        checkpoint.save(folder=folder, **arguments)
+        notes = on_rank_zero(lambda: _publish(root, folder, keep))
+        return checkpoint.Saved(folder, time.perf_counter() - started, tuple(notes))
+
+    def _attempt(self, action: Callable[[], checkpoint.Saved | None]) -> None:
+        try:
+            saved = action()
+        except CheckpointError as error:
+            self._failure, self.saved_at = str(error), -1
+            self.say(f"ERROR: {error}; training goes on without this checkpoint")
+            return
+        if saved is not None:
+            self.say(f"saved {saved.folder} in {saved.seconds:.1f} s")
+            for line in saved.notes:
+                self.say(line)
+
+    def close(self) -> None:
+        """Wait for a background save without the other ranks, and let others use the folder."""
+        try:
+            if self._saver is not None:
+                self._saver.close()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+
+
+def _publish(root: Folder, folder: Folder, keep: Retention | None) -> list[str]:
+    commit_latest(root, folder)
+    return [] if keep is None else prune_and_tell(root, keep)
+
+
+def _retention(settings: CheckpointConfig) -> Retention | None:
+    last, every, best = settings.keep_last_k, settings.save_retain_interval, settings.keep_best_k
+    return None if last is every is best is None else Retention(last or 2, every, best)

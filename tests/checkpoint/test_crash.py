@@ -1,0 +1,159 @@
+"""SIGKILL at any moment of a save, to any rank and any writer: the newest committed checkpoint is what comes back.
+
+Each crash is followed by a start in the same folder, which must find at least what it was told to be committed, load it
+whole, and go on to be the next victim.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from smp.checkpoint import read_manifest, verify
+from smp.checkpoint.latest import complete
+
+HERE = Path(__file__).parent / "crash"
+REPOSITORY = Path(__file__).parents[2]
+KEEP = ["--keep-last-k", "3"]
+
+
+class Chain:
+    """Runs of two ranks in one folder, one after the other."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root, self.runs = folder / "ck", 0
+        self.fired = 0
+
+    def run(self, steps: int, flags: list[str], crash: str | None, after: float | None = None) -> str:
+        """One run; returns what it said.
+
+        Args:
+            steps: training steps, each with a save.
+            flags: of the run.
+            crash: role:rank:count of the victim.
+            after: kill all processes so many seconds after the first step began instead.
+        """
+        self.runs += 1
+        store = self.root.with_name(f"store{self.runs}")
+        outputs = [self.root.with_name(f"out{self.runs}.{rank}") for rank in (0, 1)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "STORE": str(store), "WORLD_SIZE": "2"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(HERE), str(REPOSITORY)])
+        if crash is not None:
+            environment["CRASH"] = f"{crash}:{self.root}"
+            Path(f"{self.root}.fired").unlink(missing_ok=True)
+        ranks = []
+        for rank, output in enumerate(outputs):
+            command = [sys.executable, str(HERE / "trainer.py"), str(self.root), str(steps), *flags]
+            with output.open("w") as out:
+                environment["RANK"] = str(rank)
+                ranks.append(subprocess.Popen(command, env=environment, stdout=out, stderr=out, cwd=self.root.parent))
+        self._see_to_the_end(ranks, outputs, after)
+        said = "\n".join(output.read_text() for output in outputs)
+        codes = [rank.wait() for rank in ranks]
+        self.fired += Path(f"{self.root}.fired").exists() or after is not None
+        died = -9 in codes
+        assert died or codes == [0, 0], said
+        assert "AssertionError" not in said, said
+        return said
+
+    def _see_to_the_end(self, ranks: list[subprocess.Popen[bytes]], outputs: list[Path], after: float | None) -> None:
+        """As a launcher does: when one rank has died, the others are killed too."""
+        deadline = time.monotonic() + 120
+        while any(rank.poll() is None for rank in ranks):
+            started = "started from" in outputs[0].read_text()
+            if after is not None and started:
+                time.sleep(after)
+                after = -1.0
+            if after == -1.0 or any(rank.poll() not in (None, 0) for rank in ranks) or time.monotonic() > deadline:
+                time.sleep(0.2)
+                for rank in ranks:
+                    rank.kill()
+            time.sleep(0.02)
+        assert time.monotonic() < deadline, "\n".join(output.read_text() for output in outputs)
+
+    def check(self) -> None:
+        """After a run to its end: nothing but whole checkpoints, of which `latest` names the newest."""
+        names = complete(self.root)
+        assert sorted(path.name for path in self.root.iterdir()) == sorted([*names, "latest"])
+        assert (self.root / "latest").read_text().strip() == names[0]
+        for name in names:
+            assert verify(self.root / name) == []
+            files = set(read_manifest(self.root / name).files) | {"manifest.json"}
+            assert files == {path.name for path in (self.root / name).iterdir()}
+
+
+def test_a_run_without_a_crash(tmp_path: Path) -> None:
+    chain = Chain(tmp_path)
+    chain.run(3, ["--async-save"], None)
+    assert "rank 1 started from 3" in chain.run(2, KEEP, None)
+    chain.check()
+    assert complete(chain.root) == ["iter_0000005", "iter_0000004", "iter_0000003"]
+
+
+MOMENTS = [
+    ("writer:0", ["--async-save"], [3, 9, 16, 24, 31, 39]),
+    ("writer:1", ["--async-save"], [4, 8, 14]),
+    ("trainer:0", ["--async-save"], [6, 14]),
+    ("trainer:1", [], [2, 6]),
+    ("trainer:0", [], [12, 20, 26]),
+]
+
+
+def test_killed_at_chosen_calls(tmp_path: Path) -> None:
+    """A sample; the slow tests go through many more."""
+    chain = Chain(tmp_path)
+    for victim, flags, counts in MOMENTS:
+        chain.run(2, flags, f"{victim}:{counts[len(flags) % len(counts)]}")
+        chain.run(2, flags, f"{victim}:{counts[-1]}")
+    assert chain.fired >= 8
+    chain.run(1, KEEP, None)
+    chain.check()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("victim", ["writer:0", "writer:1", "trainer:0", "trainer:1"])
+def test_killed_at_every_call_of_a_background_save(tmp_path: Path, victim: str) -> None:
+    """Every call in which a process touches the folder, through a start and two saves (the second one prunes)."""
+    chain = Chain(tmp_path)
+    for count in range(1, 200):
+        before = chain.fired
+        chain.run(2, ["--async-save", *KEEP], f"{victim}:{count}")
+        if chain.fired == before:
+            break
+    assert chain.fired >= (10 if victim.endswith("1") else 25)
+    chain.run(1, KEEP, None)
+    chain.check()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("victim", ["trainer:0", "trainer:1"])
+def test_killed_at_every_call_of_a_plain_save(tmp_path: Path, victim: str) -> None:
+    chain = Chain(tmp_path)
+    for count in range(1, 200):
+        before = chain.fired
+        chain.run(2, KEEP, f"{victim}:{count}")
+        if chain.fired == before:
+            break
+    assert chain.fired >= 10
+    chain.run(1, KEEP, None)
+    chain.check()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("flags", [["--async-save"], []])
+def test_all_killed_at_random_moments(tmp_path: Path, flags: list[str]) -> None:
+    chain, chance = Chain(tmp_path), random.Random(1)
+    for _ in range(25):
+        chain.run(60, [*flags, *KEEP], None, after=chance.uniform(0, 0.5))
+    assert chain.fired == 25
+    chain.run(1, KEEP, None)
+    chain.check()
