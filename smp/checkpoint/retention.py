@@ -43,17 +43,24 @@ class Retention:
         return sorted(set(losses) - kept)
 
 
-def prune(root: Folder, retention: Retention) -> list[str]:
-    """Delete the checkpoints in ``root`` that ``retention`` does not want; call on one rank. Returns their names.
+def doomed(root: Folder, retention: Retention) -> list[str]:
+    """Names of the checkpoints in ``root`` that ``retention`` does not want, oldest first.
 
-    Only folders named ``iter_NNNNNNN`` are looked at, so renaming one keeps it for ever. The manifest goes first: a
-    crash in the middle leaves the remains of a save, which the next start removes.
+    Only folders named ``iter_NNNNNNN`` are looked at, so renaming one keeps it for ever.
     """
     names = {iteration_of(name): name for name in complete(root)}
     losses = {
         iteration: _validation_loss(root.child(name)) if retention.best else None for iteration, name in names.items()
     }
-    removed = [names[iteration] for iteration in retention.doomed(losses)]
+    return [names[iteration] for iteration in retention.doomed(losses)]
+
+
+def prune(root: Folder, retention: Retention) -> list[str]:
+    """Delete the checkpoints that are :func:`doomed`; call on one rank. Returns their names.
+
+    The manifest goes first: a crash in the middle leaves the remains of a save, which the next start removes.
+    """
+    removed = doomed(root, retention)
     for name in removed:
         assert ITERATION.fullmatch(name)
         folder = root.child(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import xxhash
@@ -21,13 +22,15 @@ def verify(
     folder: Path | str | Folder,
     manifest: Manifest | None = None,
     progress: Callable[[int], None] = lambda count: None,
+    workers: int = 1,
 ) -> list[str]:
     """Everything that is wrong with the data files of a checkpoint, one line each; nothing when it is whole.
 
     Args:
         folder: the checkpoint's own folder.
         manifest: its manifest, if it was read before.
-        progress: told the number of bytes after each piece.
+        progress: told the number of bytes after each piece, from any thread.
+        workers: files that are read at the same time.
 
     Raises:
         CheckpointError: there is no manifest, or it is damaged itself; or a file cannot be read.
@@ -38,7 +41,9 @@ def verify(
     for name, entry in manifest.tensors.items():
         for shard in entry.shards:
             by_file[shard.file].append((name, shard))
-    return [line for file in sorted(manifest.files) for line in _file(opened, file, manifest, by_file[file], progress)]
+    with ThreadPoolExecutor(workers) as pool:
+        found = pool.map(lambda file: _file(opened, file, manifest, by_file[file], progress), sorted(manifest.files))
+        return [line for lines in found for line in lines]
 
 
 def _file(

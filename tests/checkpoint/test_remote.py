@@ -33,6 +33,7 @@ from smp.checkpoint.recovery import clean, load_newest
 from tests.checkpoint.test_folder import example, zeros
 from tests.distributed import run_distributed
 from tests.training.flag_runs import run_here
+from tools.checkpoint import main as checkpoint_tool
 
 fsspec = pytest.importorskip("fsspec")
 pytest.importorskip("s3fs")
@@ -206,3 +207,12 @@ def test_a_run_saves_to_and_resumes_from_s3(root: str, tmp_path: Path) -> None:
     assert open_folder(root).names() == ["iter_0000002", "iter_0000004", "latest"]
     missing = run_here(tmp_path / "c", f"--load {root}/nowhere")
     assert missing.code == 2 and "nowhere holds no complete checkpoint" in missing.errors[0]
+
+
+def test_the_tool_copies_into_a_bucket(root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(example(), tmp_path / "here", extra={"n": 1})
+    assert checkpoint_tool(["reshard", str(tmp_path / "here"), f"{root}/there", "--files", "2"]) == 0
+    assert checkpoint_tool(["verify", f"{root}/there"]) == 0
+    assert checkpoint_tool(["diff", str(tmp_path / "here"), f"{root}/there"]) == 0
+    assert len(read_manifest(open_folder(f"{root}/there")).files) == 2
+    capsys.readouterr()

@@ -1,0 +1,107 @@
+"""A checkpoint written again into another number of files, or into other storage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+
+from smp.checkpoint.box import read_box
+from smp.checkpoint.entries import DTYPES, CheckpointError, Manifest, Shard, TensorEntry
+from smp.checkpoint.folder import Folder
+from smp.checkpoint.manifest import MANIFEST, read_manifest
+from smp.checkpoint.storage import commit, discard_unfinished
+from smp.checkpoint.tensor_file import lay_out, raw_bytes, write_file
+
+_Piece = tuple[str, int, int]  # name, first row, rows; a tensor without dimensions has one row
+
+
+def rewrite(
+    source: Folder, target: Folder, files: int, progress: Callable[[int], None] = lambda count: None
+) -> Manifest:
+    """Write the checkpoint ``source`` into ``target`` as ``files`` data files of about equal size.
+
+    Tensors keep their bits and ``extra`` stays. What is read is checked; what is written is committed with the manifest
+    at the end. Memory: the largest piece of a tensor in one of the files.
+
+    Args:
+        source: a checkpoint's own folder.
+        target: must hold no checkpoint.
+        files: at least 1; fewer are written when there are not so many rows.
+        progress: told the number of bytes after each piece.
+
+    Raises:
+        CheckpointError: ``target`` is a checkpoint already, or something cannot be read or written; nothing is left.
+    """
+    manifest = read_manifest(source)
+    if target.size(MANIFEST) is not None or target.names():
+        raise CheckpointError(f"{target} is not empty")
+    target.make()
+    try:
+        shards: dict[str, list[Shard]] = {name: [] for name in manifest.tensors}
+        for number, pieces in enumerate(cut(manifest, files)):
+            file = f"shard_{number:05d}.safetensors"
+            for shard in _write(source, manifest, target, file, pieces, progress):
+                shards[shard.key].append(shard)
+        tensors = {n: TensorEntry(e.shape, e.dtype, tuple(shards[n])) for n, e in manifest.tensors.items()}
+        commit(target, Manifest(tensors, {}, manifest.extra))
+    except BaseException as error:
+        discard_unfinished(target)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{target} cannot be written ({error})") from error
+        raise
+    return read_manifest(target)
+
+
+def cut(manifest: Manifest, files: int) -> Iterator[list[_Piece]]:
+    """Pieces of each file: all tensors one after the other, cut between rows where a file is full."""
+    sizes = {name: math.prod(e.shape) * DTYPES[e.dtype].itemsize for name, e in manifest.tensors.items()}
+    limit = max(1, -(-sum(sizes.values()) // files))
+    pieces: list[_Piece] = []
+    room = limit
+    for name, entry in manifest.tensors.items():
+        rows = entry.shape[0] if entry.shape else 1
+        width, first = sizes[name] // max(rows, 1), 0
+        while first < max(rows, 1):
+            count = min(rows - first, max(1, -(-room // max(width, 1))))  # until the file is full or more
+            pieces.append((name, first, count))
+            first, room = first + max(count, 1), room - count * width
+            if room <= 0:
+                yield pieces
+                pieces, room = [], limit
+    if pieces:
+        yield pieces
+
+
+def _write(
+    source: Folder,
+    manifest: Manifest,
+    target: Folder,
+    file: str,
+    pieces: list[_Piece],
+    progress: Callable[[int], None],
+) -> Iterator[Shard]:
+    boxes = {name: _box(manifest.tensors[name], first, count) for name, first, count in pieces}
+    shapes = {
+        name: torch.empty(sizes, dtype=DTYPES[manifest.tensors[name].dtype], device="meta")
+        for name, (_, sizes) in boxes.items()
+    }
+    layout = lay_out(shapes)
+
+    def data() -> Iterator[tuple[str, memoryview]]:
+        for slot in layout.slots:
+            tensor = read_box(source, manifest, slot.key, *boxes[slot.key])
+            yield slot.key, raw_bytes(tensor)
+            progress(tensor.nbytes)
+
+    hashes = write_file(target, file, layout, data())
+    for name, (offsets, sizes) in boxes.items():
+        yield Shard(file, name, offsets, sizes, hashes[name])
+
+
+def _box(entry: TensorEntry, first: int, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offsets and sizes of some rows."""
+    if not entry.shape:
+        return (), ()
+    return (first, *(0 for _ in entry.shape[1:])), (count, *entry.shape[1:])

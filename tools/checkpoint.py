@@ -1,0 +1,278 @@
+"""Look at checkpoints, check, compare, thin out and rewrite them. Needs no GPU, no model and no process group.
+
+    python tools/checkpoint.py ls RUN                      # checkpoints of a run; of one checkpoint its tensors
+    python tools/checkpoint.py verify RUN --all            # every checksum of every checkpoint
+    python tools/checkpoint.py diff RUN_A RUN_B            # tensors and settings; the layouts may differ
+    python tools/checkpoint.py cat RUN "model.layers.0.mlp.up.weight[0:2,:4]"
+    python tools/checkpoint.py prune RUN --keep-last-k 3 --dry-run
+    python tools/checkpoint.py reshard RUN s3://bucket/copy --files 8
+
+A path is a run's folder, which stands for its newest complete checkpoint, or one checkpoint's own folder; both may be
+URLs such as s3://bucket/run. Exit code 0 means all is well; 1 damage or a difference; 2 a mistake in the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from tqdm import tqdm
+
+from smp.checkpoint import CheckpointError, Manifest, read_manifest, verify
+from smp.checkpoint.box import read_box
+from smp.checkpoint.diff import diff_tensor
+from smp.checkpoint.entries import DTYPES, TensorEntry
+from smp.checkpoint.folder import Folder
+from smp.checkpoint.latest import ITERATION, LATEST, complete
+from smp.checkpoint.local import open_folder
+from smp.checkpoint.lock import RunLock
+from smp.checkpoint.manifest import MANIFEST
+from smp.checkpoint.retention import VALIDATION_LOSS, Retention, doomed, prune
+from smp.checkpoint.rewrite import rewrite
+
+_SELECTION = re.compile(r"(?P<name>[^\[\]]+)(?:\[(?P<slices>[-\d:, ]*)\])?")
+
+
+def opened(path: str) -> tuple[Folder, Manifest]:
+    """The checkpoint that a path means. Raises CheckpointError when there is none."""
+    folder = open_folder(path)
+    if folder.size(MANIFEST) is None and (names := complete(folder)):
+        folder = folder.child(names[0])
+    return folder, read_manifest(folder)
+
+
+def size_of(entry: TensorEntry) -> int:
+    """Bytes of a tensor."""
+    return math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
+
+
+def total_size(manifest: Manifest) -> int:
+    """Bytes of all tensors."""
+    return sum(map(size_of, manifest.tensors.values()))
+
+
+@contextmanager
+def bar(size: int, what: str) -> Iterator[Callable[[int], None]]:
+    """A progress bar in bytes, where somebody can see it; yields what to tell of bytes that are done."""
+    with tqdm(total=size, desc=what, unit="B", unit_scale=True, unit_divisor=1000, disable=None) as shown:
+        yield lambda count: (shown.update(count), None)[1]
+
+
+def ls(args: argparse.Namespace) -> int:
+    """A run's checkpoints, or a checkpoint's tensors."""
+    folder = open_folder(args.path)
+    rows = _tensors(read_manifest(folder)) if folder.size(MANIFEST) is not None else _checkpoints(folder)
+    if not rows:
+        raise CheckpointError(f"{folder} holds no checkpoint")
+    if args.json:
+        print(json.dumps(rows, indent=1))
+        return 0
+    table: list[dict[str, object]] = [{key: key for key in rows[0]}, *rows]
+    widths = {key: max(len(str(row[key])) for row in table) for key in rows[0]}
+    for row in table:
+        print("  ".join(str(row[key]).ljust(width) for key, width in widths.items()).rstrip())
+    return 0
+
+
+def _checkpoints(root: Folder) -> list[dict[str, object]]:
+    newest = root.read(LATEST).decode().strip() if root.size(LATEST) is not None else ""
+    whole, rows = set(complete(root)), []
+    for name in (name for name in root.names() if name.removeprefix("damaged_").startswith("iter_")):
+        row: dict[str, object] = {"checkpoint": name, "state": "incomplete", "bytes": "", "tensors": "", "files": ""}
+        row |= {"processes": "", "validation loss": ""}
+        if name in whole:
+            try:
+                manifest = read_manifest(root.child(name))
+                loss = manifest.extra.get(VALIDATION_LOSS)
+                row |= {"state": "latest" if name == newest else "complete", "bytes": total_size(manifest)}
+                row |= {"tensors": len(manifest.tensors), "files": len(manifest.files)}
+                row |= {"processes": manifest.extra.get("world_size", ""), "validation loss": loss or ""}
+            except CheckpointError as error:
+                row["state"] = f"damaged: {error}"
+        elif not ITERATION.fullmatch(name):
+            row["state"] = "set aside"
+        rows.append(row)
+    return rows
+
+
+def _tensors(manifest: Manifest) -> list[dict[str, object]]:
+    return [
+        {
+            "tensor": n,
+            "dtype": e.dtype,
+            "shape": "x".join(map(str, e.shape)),
+            "shards": len(e.shards),
+            "bytes": size_of(e),
+        }
+        for n, e in manifest.tensors.items()
+    ]
+
+
+def check(args: argparse.Namespace) -> int:
+    """Every checksum of one checkpoint, or with --all of every complete one of a run."""
+    root = open_folder(args.path)
+    folders = [root.child(name) for name in complete(root)] if args.all else [opened(args.path)[0]]
+    if not folders:
+        raise CheckpointError(f"{root} holds no complete checkpoint")
+    damaged = False
+    for folder in folders:
+        try:
+            manifest = read_manifest(folder)
+            with bar(total_size(manifest), folder.name) as shown:
+                wrong = verify(folder, manifest, shown, args.workers)
+        except CheckpointError as error:
+            wrong = [str(error)]
+        for line in wrong or [f"{folder}: whole"]:
+            print(line)
+        damaged |= bool(wrong)
+    return int(damaged)
+
+
+def diff(args: argparse.Namespace) -> int:
+    """Tensors and settings of two checkpoints."""
+    a, b = opened(args.a), opened(args.b)
+    lines = [f"only in {a[0]}: {name}" for name in a[1].tensors if name not in b[1].tensors]
+    lines += [f"only in {b[0]}: {name}" for name in b[1].tensors if name not in a[1].tensors]
+    common = [name for name in a[1].tensors if name in b[1].tensors]
+    with bar(sum(size_of(a[1].tensors[name]) for name in common), "comparing") as shown:
+        for name in common:
+            left, right = a[1].tensors[name], b[1].tensors[name]
+            if (left.shape, left.dtype) != (right.shape, right.dtype):
+                lines.append(f"{name}: {left.dtype} {list(left.shape)} and {right.dtype} {list(right.shape)}")
+            elif not (found := diff_tensor(a, b, name, shown)).within(args.atol, args.rtol):
+                lines.append(f"{name}: largest difference {found.largest:.3g}, relative {found.relative:.3g}")
+    lines += _changed(a[1].extra, b[1].extra)
+    print("\n".join(lines) or f"equal: {len(common)} tensors")
+    return int(any(not line.startswith("extra ") for line in lines))
+
+
+def _changed(a: object, b: object, path: str = "extra") -> list[str]:
+    """What differs in the free part of the manifests; told, but no reason to call two checkpoints different."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        keys = [*a, *(key for key in b if key not in a)]
+        return [line for key in keys for line in _changed(a.get(key), b.get(key), f"{path} {key}")]
+    return [] if a == b else [f"{path}: {a} and {b}"]
+
+
+def cat(args: argparse.Namespace) -> int:
+    """A tensor, or the free part of the manifest."""
+    folder, manifest = opened(args.path)
+    if args.tensor is None:
+        print(json.dumps(manifest.extra, indent=1))
+        return 0
+    match = _SELECTION.fullmatch(args.tensor)
+    if match is None or match["name"] not in manifest.tensors:
+        raise CheckpointError(f"{folder} has no tensor {args.tensor!r}; ls shows their names")
+    entry = manifest.tensors[match["name"]]
+    offsets, sizes = _box(match["slices"], entry.shape)
+    tensor = read_box(folder, manifest, match["name"], offsets, sizes)
+    numbers = tensor.double()
+    print(f"{match['name']}: {entry.dtype} {list(entry.shape)}" + (f", shown {list(sizes)}" if match["slices"] else ""))
+    if numbers.numel():
+        print(f"min {numbers.min():.6g}  max {numbers.max():.6g}  mean {numbers.mean():.6g}  norm {numbers.norm():.6g}")
+        print(f"NaN {numbers.isnan().sum()}  infinite {numbers.isinf().sum()}")
+    print(tensor)
+    return 0
+
+
+def _box(text: str | None, shape: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """Offsets and sizes of a selection such as ``0:4,:8,3``; a single number keeps its dimension, with size 1.
+
+    Raises:
+        CheckpointError: more slices than dimensions, or steps.
+    """
+    words = [] if text is None else text.split(",")
+    if len(words) > len(shape) or any(word.count(":") > 1 for word in words):
+        raise CheckpointError(f"[{text}] does not select from a tensor of shape {list(shape)}")
+    ranges = []
+    for word, size in zip([*words, *[":"] * (len(shape) - len(words))], shape, strict=True):
+        first, colon, last = word.strip().partition(":")
+        if not colon:
+            last = str(int(first) + 1) if first != "-1" else ""
+        ranges.append(range(size)[slice(int(first) if first else None, int(last) if last else None)])
+    return [r.start for r in ranges], [len(r) for r in ranges]
+
+
+def thin_out(args: argparse.Namespace) -> int:
+    """Delete checkpoints that no rule keeps."""
+    root = open_folder(args.path)
+    keep = Retention(args.keep_last_k, args.save_retain_interval, args.keep_best_k)
+    freed = sum(total_size(read_manifest(root.child(name))) for name in doomed(root, keep))
+    if args.dry_run:
+        names = doomed(root, keep)
+    else:
+        lock = RunLock(root, print)
+        try:
+            names = prune(root, keep)
+        finally:
+            lock.release()
+    for name in names:
+        print(f"{'would remove' if args.dry_run else 'removed'} {root.child(name)}")
+    print(f"{len(names)} checkpoints, {freed / 1e9:.3f} GB; {', '.join(complete(root)) or 'none'} left")
+    return 0
+
+
+def reshard(args: argparse.Namespace) -> int:
+    """The same checkpoint in another number of files, or in other storage."""
+    folder, manifest = opened(args.path)
+    with bar(total_size(manifest), "rewriting") as shown:
+        written = rewrite(folder, open_folder(args.target), args.files, shown)
+    print(f"{len(written.files)} files with {total_size(written) / 1e9:.3f} GB in {args.target}")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = top.add_subparsers(required=True, metavar="ls | verify | diff | cat | prune | reshard")
+
+    def command(name: str, run: object, *paths: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=str(run.__doc__))
+        for path in paths:
+            made.add_argument(path)
+        made.set_defaults(run=run)
+        return made
+
+    command("ls", ls, "path").add_argument("--json", action="store_true", help="print JSON")
+    made = command("verify", check, "path")
+    made.add_argument("--all", action="store_true", help="every complete checkpoint of a run")
+    made.add_argument("--workers", type=_positive, default=1, help="files read at the same time")
+    made = command("diff", diff, "a", "b")
+    made.add_argument("--atol", type=float, default=0.0, help="largest difference of an element that may pass")
+    made.add_argument("--rtol", type=float, default=0.0, help="largest relative difference of a tensor that may pass")
+    command("cat", cat, "path").add_argument("tensor", nargs="?", help="name, with a selection such as [0:4,:8]")
+    made = command("prune", thin_out, "path")
+    made.add_argument("--keep-last-k", type=int, required=True, help="newest checkpoints that stay, at least 2")
+    made.add_argument("--save-retain-interval", type=_positive, help="keep iterations that are a multiple")
+    made.add_argument("--keep-best-k", type=_positive, help="keep so many with the lowest validation loss")
+    made.add_argument("--dry-run", action="store_true", help="only say what would go")
+    command("reshard", reshard, "path", "target").add_argument("--files", type=_positive, default=1, help="data files")
+    return top
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    args = parser().parse_args(argv)
+    torch.set_printoptions(precision=6, linewidth=120)
+    try:
+        return int(args.run(args))
+    except (CheckpointError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
