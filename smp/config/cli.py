@@ -166,4 +166,5 @@ def to_yaml(config: Config) -> str:
     """Flat YAML that ``--config`` reads back to an equal ``Config``."""
     import yaml
 
-    return str(yaml.safe_dump(as_flat_dict(config), sort_keys=False, allow_unicode=True))
+    # escapes outside of ASCII: PyYAML writes some line separators as they are and reads them back as line ends
+    return str(yaml.safe_dump(as_flat_dict(config), sort_keys=False, allow_unicode=False))
