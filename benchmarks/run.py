@@ -15,19 +15,26 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def main() -> None:
-    """One process with two threads beside transformers, then two processes with one thread each beside one process."""
+    """One process with two threads beside transformers, then two processes with one thread each beside one process; and
+    pipelines."""
+    step = str(ROOT / "benchmarks/training_step.py")
+    two = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    write_table("training_step_cpu.txt", [[step], [*two, step]])
+    write_table("pipeline_cpu.txt", [[str(ROOT / "benchmarks/pipeline.py")]])
+
+
+def write_table(name: str, commands: list[list[str]]) -> None:
+    """Run Python with each of ``commands``, and write what they print under a header."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    script = str(ROOT / "benchmarks/training_step.py")
-    commands = [
-        [sys.executable, script],
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script],
+    outputs = [
+        subprocess.run([sys.executable, *command], env=env, check=True, stdout=subprocess.PIPE, text=True).stdout
+        for command in commands
     ]
-    outputs = [subprocess.run(c, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout for c in commands]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout
     header = f"{date.today()}, commit {commit.strip()}, torch {torch.__version__}, {platform.machine()}, CPU\n\n"
     text = header + "\n".join(outputs)
     print(text)
-    path = ROOT / "benchmarks/results/training_step_cpu.txt"
+    path = ROOT / "benchmarks/results" / name
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
 

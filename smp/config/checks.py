@@ -14,6 +14,7 @@ from smp.config.schema import (
     LoggingConfig,
     ModelConfig,
     OptimizerConfig,
+    ParallelConfig,
     TrainingConfig,
 )
 
@@ -48,6 +49,7 @@ def check_ranges(config: Config) -> None:
 def check_combinations(config: Config, layout: Layout) -> None:
     """Check what a config with its defaults filled in says as a whole."""
     _check_heads_and_widths(config.model, layout.tp)
+    _check_pipeline(config.parallel, config.training)
     _check_mlp_activation(config.model)
     _check_positions(config.model)
     _check_data_source(config.data, config.model, config.training)
@@ -73,6 +75,30 @@ def _check_heads_and_widths(model: ModelConfig, tp: int) -> None:
     _require(
         groups % tp == 0 or tp % groups == 0,
         f"--num-query-groups {groups} and --tensor-model-parallel-size {tp}: one must divide the other; change one",
+    )
+
+
+def _check_pipeline(parallel: ParallelConfig, training: TrainingConfig) -> None:
+    names = (
+        "pipeline_schedule",
+        "num_virtual_stages_per_pipeline_rank",
+        "pipeline_model_parallel_layout",
+        "pipeline_reshard",
+    )
+    if parallel.pipeline_model_parallel_size == 1:
+        given = _given(parallel, *names) + _given(training, "trace_pipeline")
+        _require(not given, f"{', '.join(given)}: there is no pipeline; give --pipeline-model-parallel-size above 1")
+        return
+    name = parallel.pipeline_schedule
+    _require(
+        not (parallel.compile and name in ("zb-h1", "zb-v")),
+        f"--pipeline-schedule {name} and --compile exclude each other: a compiled graph drops the weight gradients "
+        "that the schedule leaves for later; leave out --compile or take --pipeline-schedule 1f1b or interleaved",
+    )
+    start, iters = training.profile_step_start, training.train_iters
+    _require(
+        not training.trace_pipeline or iters is None or start <= iters,
+        f"--trace-pipeline records iteration --profile-step-start {start}, which is after the last one, {iters}",
     )
 
 
@@ -209,11 +235,11 @@ def _check_saving(checkpoint: CheckpointConfig, training: TrainingConfig) -> Non
     )
 
 
-def _given(checkpoint: CheckpointConfig, *names: str) -> list[str]:
+def _given(group: CheckpointConfig | ParallelConfig | TrainingConfig, *names: str) -> list[str]:
     """What was given of these settings, as on a command line."""
-    known, default, texts = settings(), CheckpointConfig(), []
+    known, default, texts = settings(), type(group)(), []
     for name in names:
-        flag, value = known[name].flag, getattr(checkpoint, name)
+        flag, value = known[name].flag, getattr(group, name)
         if value != getattr(default, name):
             texts.append(
                 {True: flag, False: "--no-" + flag[2:]}[value] if known[name].type is bool else f"{flag} {value}"

@@ -35,19 +35,27 @@ class Layout:
             ConfigError: the degrees do not multiply to the world size.
         """
         tp, degree = parallel.tensor_model_parallel_size, parallel.hybrid_shard_degree
-        if tp < 1 or degree < 0:
-            raise ConfigError(f"--tensor-model-parallel-size {tp} and --hybrid-shard-degree {degree}: out of range")
-        if world_size % tp:
+        pp = parallel.pipeline_model_parallel_size
+        if min(tp, pp) < 1 or degree < 0:
             raise ConfigError(
-                f"tensor_model_parallel_size {tp} x data-parallel = {world_size} processes is impossible: {world_size} "
-                f"is not divisible by {tp}; change --tensor-model-parallel-size or --nproc-per-node"
+                f"--tensor-model-parallel-size {tp}, --pipeline-model-parallel-size {pp} and --hybrid-shard-degree "
+                f"{degree}: out of range"
             )
-        data = world_size // tp
+        names, flags = f"tensor_model_parallel_size {tp}", "--tensor-model-parallel-size"
+        if pp > 1:
+            names += f" x pipeline_model_parallel_size {pp}"
+            flags += ", --pipeline-model-parallel-size"
+        if world_size % (tp * pp):
+            raise ConfigError(
+                f"{names} x data-parallel = {world_size} processes is impossible: {world_size} is not divisible by "
+                f"{tp * pp}; change {flags} or --nproc-per-node"
+            )
+        data = world_size // (tp * pp)
         shard = degree or data
         if data % shard:
             raise ConfigError(
                 f"hybrid_shard_degree {shard} x replicas = {data} data-parallel processes ({world_size} processes / "
-                f"tensor_model_parallel_size {tp}) is impossible: {data} is not divisible by {shard}; change "
-                "--hybrid-shard-degree or --nproc-per-node"
+                f"{names}) is impossible: {data} is not divisible by {shard}; change --hybrid-shard-degree or "
+                "--nproc-per-node"
             )
-        return Layout(dp_replicate=data // shard, dp_shard=shard, tp=tp)
+        return Layout(pp=pp, dp_replicate=data // shard, dp_shard=shard, tp=tp)

@@ -10,7 +10,15 @@ from dataclasses import replace
 
 from smp.config.checks import check_combinations, check_ranges
 from smp.config.layout import Layout
-from smp.config.schema import Config, ConfigError, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from smp.config.schema import (
+    Config,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainingConfig,
+)
 
 
 def resolve(config: Config, world_size: int) -> Config:
@@ -31,7 +39,8 @@ def resolve(config: Config, world_size: int) -> Config:
     data = _data(config.data, config.model, layout)
     training = _training(config.training, data)
     optim = _optim(config.optim, training.train_iters)
-    resolved = replace(config, model=_model(config.model), data=data, training=training, optim=optim)
+    parallel = _parallel(config.parallel)
+    resolved = replace(config, model=_model(config.model), parallel=parallel, data=data, training=training, optim=optim)
     check_combinations(resolved, layout)
     return resolved
 
@@ -51,6 +60,15 @@ def _model(model: ModelConfig) -> ModelConfig:
         kv_channels=model.kv_channels or hidden // heads,
         num_query_groups=model.num_query_groups or heads,
     )
+
+
+def _parallel(parallel: ParallelConfig) -> ParallelConfig:
+    name, chunks = parallel.pipeline_schedule, parallel.num_virtual_stages_per_pipeline_rank
+    if parallel.pipeline_model_parallel_size == 1:
+        return parallel
+    name = name or ("interleaved" if (chunks or 1) > 1 else "1f1b")
+    default = 2 if name in ("interleaved", "zb-v") else 1
+    return replace(parallel, pipeline_schedule=name, num_virtual_stages_per_pipeline_rank=chunks or default)
 
 
 def _data(data: DataConfig, model: ModelConfig, layout: Layout) -> DataConfig:

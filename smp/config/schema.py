@@ -93,6 +93,18 @@ class ParallelConfig:
     """Processes that share every matrix (TP)."""
     sequence_parallel: bool = False
     """Split norms, dropout and the residual stream over the TP processes along the tokens."""
+    pipeline_model_parallel_size: int = 1
+    """Groups of processes that hold consecutive layers and pass activations on to each other (PP)."""
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] | None = None
+    """Order of forward and backward passes. Default: interleaved with several stages per process, else 1f1b. zb-h1 and
+    zb-v fill waiting time with weight gradients."""
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    """Stages per process. Default: 2 with interleaved and zb-v, else 1."""
+    pipeline_model_parallel_layout: str | None = None
+    """Layers of each stage in Megatron's notation, such as Et*3|(tt|)*14tL: E embedding, t a layer, L output layer and
+    loss, | next stage. Default: balanced by cost."""
+    pipeline_reshard: bool = False
+    """Free gathered weights after every use by a micro-batch, not once per step: less memory, more communication."""
     hybrid_shard_degree: int = 0
     """Processes over which hybrid FSDP shards weights, gradients and optimizer state. 0: all data-parallel ones;
     1: none (replicas only); n: groups of n, replicated."""
@@ -186,9 +198,12 @@ class TrainingConfig:
     profile: bool = False
     """Record a torch profiler trace and a memory snapshot into --log-dir."""
     profile_step_start: int = 3
-    """First iteration that --profile records."""
+    """First iteration that --profile records, and the one of --trace-pipeline."""
     profile_step_end: int = 5
     """Iteration before which --profile stops."""
+    trace_pipeline: bool = False
+    """Write when each action of the pipeline ran in iteration --profile-step-start to <log-dir>/pipeline_trace.json, a
+    Chrome trace that tools/plot_pipeline.py draws."""
     dry_run: bool = False
     """Print the resolved settings, the mesh, parameters per rank and a memory estimate, then exit."""
 

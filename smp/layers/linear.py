@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from smp.layers.deferred import Defer, column_parallel_deferred, row_parallel_deferred
 from smp.layers.parameter import (
     REPLICATE,
     SHARD_COLUMNS,
@@ -193,6 +194,7 @@ class ColumnParallelLinear(nn.Module):
         self.initializers: dict[str, Initializer] = {"weight": Normal(init_std), "bias": Constant(0.0)}
         shared_by = self.group.size // parts if self.replicated and parts else 1
         self._first_row = (self.group.rank // shared_by) * self.part_features
+        self.defer: Defer | None = None  # see smp.layers.deferred
 
     def _own(self, parameter: torch.Tensor) -> torch.Tensor:
         """The rows that this rank computes with."""
@@ -209,7 +211,9 @@ def column_parallel(x: torch.Tensor, layers: Sequence[ColumnParallelLinear]) -> 
     """Apply several column-parallel layers to one input, with one collective in each direction for all of them."""
     first = layers[0]
     weights = [layer._own(layer.weight) for layer in layers]
-    if first.group.size == 1:
+    if first.defer is not None:
+        outputs = column_parallel_deferred(x, layers, weights)
+    elif first.group.size == 1:
         outputs = tuple(F.linear(x, w) for w in weights)
     else:
         outputs = _ColumnParallel.apply(x, first.group, first.sequence_parallel, *weights)
@@ -249,10 +253,13 @@ class RowParallelLinear(nn.Module):
         self.weight = tp_parameter((out_features, in_features), SHARD_COLUMNS, mesh, device, dtype)
         self.bias = tp_parameter((out_features,), REPLICATE, mesh, device, dtype) if bias else None
         self.initializers: dict[str, Initializer] = {"weight": Normal(init_std), "bias": Constant(0.0)}
+        self.defer: Defer | None = None  # see smp.layers.deferred
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(tokens, ..., in/p) -> (tokens [/p], ..., out)."""
-        if self.group.size == 1:
+        if self.defer is not None:
+            y = row_parallel_deferred(x, self, local(self.weight))
+        elif self.group.size == 1:
             y = F.linear(x, local(self.weight))
         else:
             y = _RowParallel.apply(x, local(self.weight), self.group, self.sequence_parallel)

@@ -6,10 +6,12 @@ micro-batch, s = sequence length, b = bytes of the compute precision, tp = tenso
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from smp.config import Config, Layout, ModelConfig, TrainingConfig, resolve
+from smp.models.part import ModelPart, whole
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,34 @@ def count_parameters(model: ModelConfig, vocab_size: int) -> ParameterCount:
     )
 
 
+def count_part(model: ModelConfig, part: ModelPart) -> int:
+    """Parameters of a part of a resolved model. With a tied output layer both ends hold the vocabulary's matrix."""
+    assert model.vocab_size is not None, "resolved before"
+    matrices = part.embedding + part.head
+    if part.embedding and part.head and not model.untie_embeddings_and_output_weights:
+        matrices = 1
+    ends = matrices * model.vocab_size * model.hidden_size + part.embedding * _positions(model)
+    return part.count * _block_parameters(model) + ends + part.head * _norm(model)
+
+
+@dataclass(frozen=True)
+class ForwardFlops:
+    """FLOPs per token of a forward pass: of one layer, of the token embedding (it copies and adds), of the output layer
+    with the loss."""
+
+    layer: float
+    embedding: float
+    head: float
+
+
+def forward_flops(model: ModelConfig, seq_length: int) -> ForwardFlops:
+    """Where a resolved model's FLOPs are; see :func:`training_flops_per_token` for what counts."""
+    assert model.vocab_size is not None, "resolved before"
+    s = _sizes(model)
+    attention = 4 * s.q * _visible_pairs(seq_length, model.window_size) / seq_length
+    return ForwardFlops(2 * _block_matrices(s) + attention, 2 * s.h, 2 * s.h * model.vocab_size)
+
+
 def training_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: int) -> float:
     """Model FLOPs of one training step divided by its tokens; what MFU is measured in (PaLM, arXiv 2204.02311, app. B).
 
@@ -129,11 +159,8 @@ def training_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: in
     Raises:
         ConfigError: the model's sizes do not fit together.
     """
-    model = _filled(model, vocab_size)
-    s = _sizes(model)
-    attention = 4 * s.q * _visible_pairs(seq_length, model.window_size) / seq_length
-    forward = model.num_layers * (2 * _block_matrices(s) + attention) + 2 * s.h * vocab_size
-    return 3 * forward
+    flops = forward_flops(_filled(model, vocab_size), seq_length)
+    return 3 * (model.num_layers * flops.layer + flops.head)
 
 
 def _visible_pairs(length: int, window: int | None) -> int:
@@ -159,7 +186,9 @@ class MemoryEstimate:
         return self.parameters + self.gradients + self.optimizer + self.units + self.activations + self.logits
 
 
-def estimate_memory(config: Config, layout: Layout, chunk_bytes: int) -> MemoryEstimate:
+def estimate_memory(
+    config: Config, layout: Layout, chunk_bytes: int, parts: Sequence[ModelPart] | None = None, held: int = 1
+) -> MemoryEstimate:
     """Memory of one process of a training run: an estimate to choose a layout by, not a bound.
 
     With n = parameters on one of tp processes (vocabulary padding included) and d = ``layout.dp_shard``:
@@ -173,6 +202,10 @@ def estimate_memory(config: Config, layout: Layout, chunk_bytes: int) -> MemoryE
       back.
     - logits: one chunk and the output matrix's gradient in fp32; logits of all tokens never exist.
 
+    Of a pipeline's process n counts its own parts. Their gradients are whole, 4 n, until they are reduced, and the
+    weights are gathered for the whole step (without --pipeline-reshard). Activations are there ``held`` times for an
+    average part.
+
     Left out: the CUDA context, NCCL's buffers, fragmentation, RoPE tables and a window's mask. Activations are those of
     fused kernels (a GPU); on a CPU torch's RMSNorm keeps two fp32 copies of its input instead of the input.
 
@@ -180,22 +213,27 @@ def estimate_memory(config: Config, layout: Layout, chunk_bytes: int) -> MemoryE
         config: resolved.
         layout: degrees of the mesh.
         chunk_bytes: size of one chunk of fp32 logits, ``smp.layers.head.CHUNK_BYTES`` of the device.
+        parts: of the model that the process holds; by default all of it.
+        held: most activations that it holds at once, in micro-batches of one part.
     """
     model, data = config.model, config.data
     assert model.vocab_size is not None and data.seq_length is not None, "resolved before"
     b, tokens = (2 if config.parallel.bf16 else 4), data.micro_batch_size * data.seq_length
     block, rows = _block_parameters(model, layout.tp), _vocabulary_rows(model, layout.tp)
-    vocabulary = rows * model.hidden_size
-    ends = vocabulary * (2 if model.untie_embeddings_and_output_weights else 1) + _positions(model) + _norm(model)
-    local = (model.num_layers * block + ends) // layout.dp_shard
-    units = b * (2 * block + vocabulary) + (b + 4) * max(block, vocabulary)
+    parts = parts or (whole(model.num_layers),)
+    layers, first, last = sum(p.count for p in parts), any(p.embedding for p in parts), any(p.head for p in parts)
+    vocabulary = rows * model.hidden_size if first or last else 0
+    both = first and last and model.untie_embeddings_and_output_weights
+    ends = vocabulary * (2 if both else 1) + first * _positions(model) + last * _norm(model)
+    n = layers * block + ends
+    gathered = 2 * block + vocabulary if layout.pp == 1 or config.parallel.pipeline_reshard else n
     return MemoryEstimate(
-        parameters=4 * local,
-        gradients=4 * local,
-        optimizer=_optimizer_bytes(config) * local,
-        units=units,
-        activations=tokens * _activations_per_token(config, layout, b),
-        logits=_logits_bytes(tokens, rows, chunk_bytes, b) + vocabulary * (4 if b == 4 else 4 + b),
+        parameters=4 * n // layout.dp_shard,
+        gradients=4 * n // (layout.dp_shard if layout.pp == 1 else 1),
+        optimizer=_optimizer_bytes(config) * n // layout.dp_shard,
+        units=b * gathered + (b + 4) * max(block, vocabulary),
+        activations=int(tokens * _activations_per_token(config, layout, b, layers * held / len(parts), last)),
+        logits=last * (_logits_bytes(tokens, rows, chunk_bytes, b) + vocabulary * (4 if b == 4 else 4 + b)),
     )
 
 
@@ -218,14 +256,14 @@ def _logits_bytes(tokens: int, rows: int, chunk_bytes: int, b: int) -> int:
     return min(tokens, max(1, chunk_bytes // (4 * rows))) * rows * b
 
 
-def _activations_per_token(config: Config, layout: Layout, b: int) -> int:
-    """Bytes per token of a micro-batch, all layers and the output layer."""
+def _activations_per_token(config: Config, layout: Layout, b: int, layers: float, head: bool) -> float:
+    """Bytes per token of a micro-batch, of ``layers`` and the output layer."""
     model, recompute = config.model, config.parallel.recompute_granularity
     split = layout.tp if config.parallel.sequence_parallel else 1
-    whole = _kept_per_token(config, layout.tp, b, "none")
-    layers = model.num_layers * _kept_per_token(config, layout.tp, b, recompute)
-    ends = b * (2 * model.hidden_size // split + 2 * model.hidden_size)
-    return layers + whole * (1 if recompute == "none" else 2) + ends
+    one_block = _kept_per_token(config, layout.tp, b, "none")
+    kept = layers * _kept_per_token(config, layout.tp, b, recompute)
+    ends = head * b * (2 * model.hidden_size // split + 2 * model.hidden_size)
+    return kept + one_block * (1 if recompute == "none" else 2) + ends
 
 
 def _kept_per_token(config: Config, tp: int, b: int, recompute: Literal["none", "selective", "full"]) -> int:

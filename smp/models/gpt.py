@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from smp.layers.head import VocabParallelHead
 from smp.layers.mlp import MLP, Activation
 from smp.layers.norm import LayerNorm, RMSNorm
 from smp.layers.rope import RopeScaling, rope_frequencies, rope_table
+from smp.models.part import ModelPart, whole
 from smp.parallel.collectives import Group
 from smp.parallel.rng import dropout_keys, keyed_dropout
 
@@ -42,8 +44,10 @@ class GPT(nn.Module):
         sequence_parallel: split the residual stream over the TP ranks along the tokens.
         seed: keys dropout.
         device: of the parameters; ``"meta"`` defers them.
+        parts: build only these parts, in their order; by default the whole model.
 
-    Blocks live in a ModuleDict under their global number, so a part of the model keeps the whole model's names.
+    Blocks live in a ModuleDict under their global number, so a part of the model keeps the whole model's names. With a
+    tied head the part that holds the head has a copy of the embedding's matrix.
     """
 
     def __init__(
@@ -54,23 +58,36 @@ class GPT(nn.Module):
         sequence_parallel: bool = False,
         seed: int = 0,
         device: torch.device | str = "meta",
+        parts: Sequence[ModelPart] | None = None,
     ) -> None:
         super().__init__()
         assert config.vocab_size is not None
         self.config, self.seed = config, seed
+        self.parts = tuple(parts) if parts is not None else (whole(config.num_layers),)
         self.group, self.sequence_parallel = Group.of(mesh), sequence_parallel
         place: dict[str, Any] = {"sequence_parallel": sequence_parallel, "device": device}
-        vocab = {**place, "divisible_by": config.make_vocab_size_divisible_by, "init_std": config.init_method_std}
-        self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, mesh, **vocab)
+        self.embedding: VocabParallelEmbedding | None = None
         self.positions: PositionEmbedding | None = None
-        if config.position_embedding_type == "learned_absolute":
+        self.final_norm: nn.Module | None = None
+        self.head: VocabParallelHead | None = None
+        first, last = any(p.embedding for p in self.parts), any(p.head for p in self.parts)
+        vocab = {**place, "divisible_by": config.make_vocab_size_divisible_by, "init_std": config.init_method_std}
+        if first or (last and self.tied):
+            self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, mesh, **vocab)
+        if first and config.position_embedding_type == "learned_absolute":
             self.positions = PositionEmbedding(
                 config.max_position_embeddings, config.hidden_size, mesh, init_std=config.init_method_std, **place
             )
-        self.layers = nn.ModuleDict({str(i): _block(config, mesh, place) for i in range(config.num_layers)})
-        self.final_norm = _norm(config, mesh, place)
-        tied = not config.untie_embeddings_and_output_weights
-        self.head = VocabParallelHead(config.vocab_size, config.hidden_size, mesh, tied=tied, **vocab)
+        numbers = [i for part in self.parts for i in part.layers]
+        self.layers = nn.ModuleDict({str(i): _block(config, mesh, place) for i in numbers})
+        if last:
+            self.final_norm = _norm(config, mesh, place)
+            self.head = VocabParallelHead(config.vocab_size, config.hidden_size, mesh, tied=self.tied, **vocab)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing of the model is on another pipeline rank."""
+        return self.parts == (whole(self.config.num_layers),)
 
     @property
     def tied(self) -> bool:
@@ -83,8 +100,10 @@ class GPT(nn.Module):
         labels: torch.Tensor | None = None,
         token_weights: torch.Tensor | None = None,
         sample_index: torch.Tensor | None = None,
+        hidden: torch.Tensor | None = None,
+        part: ModelPart | None = None,
     ) -> torch.Tensor:
-        """Loss of a micro-batch, or its logits.
+        """Loss of a micro-batch, or its logits; of a part without head what the next part takes.
 
         Args:
             tokens: int64 (batch, length).
@@ -93,23 +112,42 @@ class GPT(nn.Module):
                 makes the sum over micro-batches and ranks the mean loss; 0 leaves a token out.
             sample_index: int64 (batch,), global numbers of the samples. Dropout is keyed by them; needed in training
                 mode when dropout is on.
+            hidden: what the part before returned, when ``part`` has no embedding.
+            part: one of ``self.parts``; by default the only one.
 
         Returns:
-            0-dim fp32, equal on all TP ranks; without labels (batch, length, vocab).
+            0-dim fp32, equal on all TP ranks; without labels (batch, length, vocab); of a part without head
+            ``hidden_shape(batch, length)``.
         """
+        if part is None:
+            (part,) = self.parts
         batch, length = tokens.shape
-        padding = -(batch * length) % self.group.size if self.sequence_parallel else 0
+        padding = self._padding(batch * length)
         info = self._sequence_info(tokens, padding, sample_index)
         keys = self._dropout_keys(info, tokens.device)
-        x = self._embed(_flat(tokens, padding), info, keys)
-        for i, block in enumerate(self.layers.values()):
-            x = block(x, info, None if keys is None else keys[SITES_PER_BLOCK * i : SITES_PER_BLOCK * (i + 1)])
+        x = self._embed(_flat(tokens, padding), info, keys) if hidden is None else hidden
+        for i in part.layers:
+            x = self.layers[str(i)](
+                x, info, None if keys is None else keys[SITES_PER_BLOCK * i : SITES_PER_BLOCK * (i + 1)]
+            )
+        if not part.head:
+            return x
+        assert self.final_norm is not None and self.head is not None
         x = self.final_norm(x)
-        tied_weight = self.embedding.weight if self.tied else None
+        tied_weight = self.embedding.weight if self.tied and self.embedding is not None else None
         if labels is None or token_weights is None:
             logits = self.head(x, tied_weight=tied_weight)
             return logits[: batch * length].view(batch, length, -1)
         return self.head(x, _flat(labels, padding), _flat(token_weights, padding), tied_weight)
+
+    def hidden_shape(self, batch: int, length: int) -> tuple[int, int]:
+        """(tokens [/p], hidden) of what one part hands to the next."""
+        tokens = batch * length + self._padding(batch * length)
+        return tokens // (self.group.size if self.sequence_parallel else 1), self.config.hidden_size
+
+    def _padding(self, tokens: int) -> int:
+        """Rows to add so that the TP ranks can share the tokens evenly."""
+        return -tokens % self.group.size if self.sequence_parallel else 0
 
     def _sequence_info(self, tokens: torch.Tensor, padding: int, sample_index: torch.Tensor | None) -> SequenceInfo:
         """Positions, rotary tables and, when dropout needs them, global token numbers."""
@@ -156,6 +194,7 @@ class GPT(nn.Module):
 
     def _embed(self, flat: torch.Tensor, info: SequenceInfo, keys: torch.Tensor | None) -> torch.Tensor:
         """ids (tokens,) -> (tokens [/p], hidden)."""
+        assert self.embedding is not None
         x = self.embedding(flat)
         if self.positions is not None:
             x = x + self.positions(self._position_ids(info, flat.device))

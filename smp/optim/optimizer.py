@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from smp.config import ConfigError, OptimizerConfig
+
+_NONE: Mapping[torch.Tensor, int] = {}
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -33,7 +35,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    groups = [g for g in groups if g["params"]]
+    groups = [g for g in groups if g["params"]] or groups[:1]  # an empty pipeline stage has none
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.sgd_momentum)
     options: dict[str, Any] = {
@@ -114,47 +116,47 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 @torch.no_grad()
-def global_norm(grads: list[torch.Tensor], group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """L2 norm of gradients spread over the ranks of ``group`` (by default all), 0-dim fp32, the same on each.
+def clip_gradients(
+    parameters: Iterable[torch.Tensor],
+    max_norm: float,
+    group: dist.ProcessGroup | None = None,
+    *,
+    copies: Mapping[torch.Tensor, int] = _NONE,
+    device: torch.device | None = None,
+) -> torch.Tensor:
+    """Scale all gradients so that their global L2 norm is at most ``max_norm``; 0 only measures.
 
     Every rank adds the squares of its local elements, divided by the number of ranks that hold a copy of them, and one
-    all-reduce over the whole world sums it all. (torch's ``get_total_norm`` runs one all-reduce per mesh dimension, in
-    turn.)
+    all-reduce over all ranks sums it all. (torch's ``get_total_norm`` runs one all-reduce per mesh dimension, in turn.)
+
+    Args:
+        parameters: of this rank's part of the model; none if it has none. All ranks of ``group`` call this.
+        max_norm: upper bound.
+        group: the ranks that the model is spread over; by default all.
+        copies: for parameters that ranks outside of their mesh also hold (a tied matrix at both ends of a pipeline):
+            how many ranks for each.
+        device: where the sum is made; by default that of the parameters.
+
+    Returns:
+        The norm before clipping, 0-dim fp32, the same on each rank.
     """
-    if not grads:
-        return torch.zeros(())
-    local = [_to_local(g) for g in grads]
-    copies = torch.tensor([_copies(g, group) for g in grads], dtype=torch.float32, device=local[0].device)
-    squares = (torch.stack(torch._foreach_norm(local)).float().square() / copies).sum()
+    with_grad = [p for p in parameters if p.grad is not None]
+    grads = [_to_local(p.grad) for p in with_grad if p.grad is not None]
+    device = device or (grads[0].device if grads else None)
+    squares = torch.zeros((), device=device)
+    if grads:
+        shared = torch.tensor([_copies(p.grad, group) * copies.get(p, 1) for p in with_grad], device=device)
+        squares = (torch.stack(torch._foreach_norm(grads)).float().square() / shared).sum()
     dist.all_reduce(squares, group=group)
-    return squares.sqrt()
+    norm = squares.sqrt()
+    if max_norm > 0 and grads:
+        torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
 
 
-def _copies(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> int:
-    """Number of ranks that hold the same elements as this one."""
+def _copies(tensor: torch.Tensor | None, group: dist.ProcessGroup | None) -> int:
+    """Number of ranks of its mesh that hold the same elements as this one."""
     if not isinstance(tensor, DTensor):
         return dist.get_world_size(group)
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
     return math.prod(size for placement, size in sizes if isinstance(placement, Replicate))
-
-
-@torch.no_grad()
-def clip_gradients(
-    parameters: Iterable[torch.Tensor], max_norm: float, group: dist.ProcessGroup | None = None
-) -> torch.Tensor:
-    """Scale all gradients so that their global L2 norm is at most ``max_norm``; 0 only measures.
-
-    Args:
-        parameters: of the whole model.
-        max_norm: upper bound.
-        group: the ranks that the model is spread over; by default all.
-
-    Returns:
-        The norm before clipping, see :func:`global_norm`.
-    """
-    grads = [p.grad for p in parameters if p.grad is not None]
-    norm = global_norm(grads, group)
-    if max_norm > 0 and grads:
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_([_to_local(g) for g in grads], scale)
-    return norm

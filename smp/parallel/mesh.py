@@ -70,9 +70,12 @@ def data_rank(mesh: DeviceMesh) -> int:
     return mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank("dp_shard")
 
 
-def all_reduce_data(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Sum of ``value`` over the data-parallel ranks (both dimensions), outside autograd; works in place."""
-    for name in ("dp_shard", "dp_replicate"):
+def sum_over_parts(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """Sum of ``value`` over the ranks that compute different parts of a loss: data-parallel and pipeline ranks.
+
+    Outside autograd; works in place.
+    """
+    for name in ("dp_shard", "dp_replicate", "pp"):
         if mesh[name].size() > 1:
             torch.distributed.all_reduce(value, group=mesh.get_group(name))
     return value

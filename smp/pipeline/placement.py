@@ -11,35 +11,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
 
 from smp.config import ConfigError
+from smp.models.part import ModelPart
 
 FLAG = "--pipeline-model-parallel-layout"
 
 
-@dataclass(frozen=True)
-class StageLayers:
-    """Layers ``first`` to ``first + count - 1``, and what else the stage holds."""
-
-    first: int
-    count: int
-    embedding: bool = False
-    head: bool = False
-
-    def __str__(self) -> str:
-        names = ["embedding"] * self.embedding
-        names += [f"layers {self.first}-{self.first + self.count - 1}"] if self.count > 1 else []
-        names += [f"layer {self.first}"] if self.count == 1 else []
-        names += ["head"] * self.head
-        return ", ".join(names) or "nothing"
-
-
 def balance(
     layer_costs: Sequence[float], stages: int, embedding_cost: float = 0, head_cost: float = 0
-) -> tuple[StageLayers, ...]:
+) -> tuple[ModelPart, ...]:
     """Consecutive layers for each stage so that the most expensive stage is as cheap as possible.
 
     Among the placements with the same most expensive stage the one with the smallest sum of squares is taken, that is
@@ -85,14 +68,14 @@ def _cheapest(
     return best[layers]
 
 
-def _from_counts(counts: Sequence[int]) -> tuple[StageLayers, ...]:
+def _from_counts(counts: Sequence[int]) -> tuple[ModelPart, ...]:
     firsts = [0, *accumulate(counts)]
     last = len(counts) - 1
-    return tuple(StageLayers(firsts[s], count, embedding=s == 0, head=s == last) for s, count in enumerate(counts))
+    return tuple(ModelPart(firsts[s], count, embedding=s == 0, head=s == last) for s, count in enumerate(counts))
 
 
 def stage_costs(
-    placement: Sequence[StageLayers], layer_costs: Sequence[float], embedding_cost: float = 0, head_cost: float = 0
+    placement: Sequence[ModelPart], layer_costs: Sequence[float], embedding_cost: float = 0, head_cost: float = 0
 ) -> tuple[float, ...]:
     """What each stage costs, in the unit of the layers."""
     return tuple(
@@ -103,7 +86,7 @@ def stage_costs(
     )
 
 
-def parse_layout(layout: str, num_layers: int, stages: int) -> tuple[StageLayers, ...]:
+def parse_layout(layout: str, num_layers: int, stages: int) -> tuple[ModelPart, ...]:
     """A placement in Megatron's notation, ``--pipeline-model-parallel-layout``.
 
     E is the embedding, t a transformer layer, L the head with the loss, | begins the next stage; ``x*n`` repeats a
@@ -137,7 +120,7 @@ def _repeat(layout: str) -> str:
     return layout
 
 
-def format_layout(placement: Sequence[StageLayers]) -> str:
+def format_layout(placement: Sequence[ModelPart]) -> str:
     """The notation of ``parse_layout`` for a placement."""
     layers = ("" if stage.count == 0 else "t" if stage.count == 1 else f"t*{stage.count}" for stage in placement)
     rows = ("E" * stage.embedding + text + "L" * stage.head for stage, text in zip(placement, layers, strict=True))

@@ -1,7 +1,7 @@
 """From a model to a trainable, sharded one, in one order.
 
-TP and SP come with the layers -> (a pipeline will split here) -> recompute and compile -> hybrid FSDP. FSDP comes last,
-so that its hooks stay outside of both and a replay finds the weights already gathered.
+TP and SP come with the layers, and a pipeline's rank builds its parts only -> recompute and compile -> hybrid FSDP.
+FSDP comes last, so that its hooks stay outside of both and a replay finds the weights already gathered.
 """
 
 from __future__ import annotations
@@ -47,8 +47,16 @@ def parallelize(model: GPT, mesh: DeviceMesh, config: ParallelConfig) -> GPT:
 
 
 def _ends(model: GPT) -> list[nn.Module | list[nn.Module]]:
-    """FSDP units before and after the blocks. A tied matrix is used at both ends: it stays in the root unit."""
-    return [] if model.tied else [model.embedding, [model.final_norm, model.head]]
+    """FSDP units before and after the blocks.
+
+    A tied matrix is used at both ends: in a whole model it stays in the root unit, with the small rest. A part of a
+    model leaves the root nothing: FSDP gathers the root around every forward, also of stages that need none of it.
+    """
+    if model.is_whole and model.tied:
+        return []
+    head = model.final_norm if model.tied else [model.final_norm, model.head]
+    units = [model.embedding, None if model.is_whole else model.positions, None if model.head is None else head]
+    return [unit for unit in units if unit is not None]  # type: ignore[misc]
 
 
 def _wrapped(run: Run, config: ParallelConfig) -> Run:

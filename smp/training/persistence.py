@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from smp import __version__, checkpoint
+from smp.checkpoint.agree import gather
 from smp.checkpoint.api import load_from
 from smp.checkpoint.entries import Manifest
 from smp.checkpoint.folder import Folder
@@ -39,7 +40,8 @@ def run_state(
         progress: counters.
         validation_loss: of exactly these weights, if it was measured.
     """
-    tensors, steps = checkpoint.training_state(model, optimizer)
+    tensors, own_steps = checkpoint.training_state(model, optimizer)
+    steps = {name: step for part in gather(own_steps) for name, step in part.items()}  # pipeline ranks hold parts
     extra = {
         "progress": asdict(progress),
         "optimizer_steps": steps,
@@ -64,6 +66,8 @@ def load_training(
     """
     notes = compare_settings(manifest.extra.get("config", {}), config, as_flat_dict(config))
     weights_only = config.checkpoint.finetune or not config.checkpoint.load_optim
+    if not weights_only:
+        _check_optimizer(manifest.extra.get("config", {}), as_flat_dict(config))
     filled = None if weights_only else optimizer
     tensors, _ = checkpoint.training_state(model, filled)
     rows = checkpoint.collect_logical_rows(model, filled)
@@ -85,8 +89,31 @@ def compare_settings(saved: dict[str, Any], config: Config, settings: dict[str, 
         if name not in _FREE and name in saved and saved[name] != settings[name]:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"the checkpoint was trained with {flag} {saved[name]}, this run has {settings[name]}")
-    return [
+    notes = [
         f"note: {name} was {saved[name]} in the checkpoint and is {settings[name]} now: the data order changes"
         for name in _ORDER
         if name in saved and saved[name] != settings[name]
     ]
+    before, now = saved.get("global_batch_size"), settings["global_batch_size"]
+    if before not in (None, now) and not config.checkpoint.finetune:
+        notes.append(
+            f"note: global_batch_size was {before} in the checkpoint and is {now} now: iterations already done count "
+            f"as they were, so the {config.training.train_iters} iterations of this run are another number of samples"
+        )
+    return notes
+
+
+def _check_optimizer(saved: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Raise ConfigError when the saved optimizer state is of another kind than this run's."""
+    before, now = _state_kind(saved), _state_kind(settings)
+    if saved and before != now:
+        raise ConfigError(
+            f"the checkpoint holds the optimizer state of {before}, this run has {now}: give --no-load-optim to start "
+            "the optimizer afresh"
+        )
+
+
+def _state_kind(settings: dict[str, Any]) -> str:
+    if settings.get("optimizer") != "sgd":
+        return "--optimizer adam"  # torch's and apex's have the same
+    return "--optimizer sgd with" + ("" if settings["sgd_momentum"] else "out") + " --sgd-momentum"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,13 +20,15 @@ from smp.config import Config, ConfigError, Layout
 from smp.data.build import build_datasets
 from smp.data.gpt_dataset import SampleDataset
 from smp.data.loader import BatchLoader
-from smp.layers import init_weights
-from smp.models.gpt import GPT
 from smp.optim.optimizer import build_optimizer
 from smp.parallel.mesh import build_mesh, data_rank
-from smp.sharding.parallelize import parallelize
+from smp.pipeline.plan import describe_plan, plan_pipeline
+from smp.pipeline.run import PipelineError
+from smp.pipeline.timeline import to_trace
+from smp.training.build import build_model, build_passes
 from smp.training.console import Console
 from smp.training.describe import describe
+from smp.training.pipelined import Pipelined
 from smp.training.process import Process, Status, write_status
 from smp.training.profiler import Profiler
 from smp.training.runtime import StopSignal, Watchdog, start_process_group
@@ -62,6 +65,7 @@ class Pretraining:
         self.mesh = build_mesh(self.layout, device.type, timeout)
         train, self.valid = self._datasets()
         self.validation: tuple[int, float] | None = None  # iteration and loss of the last evaluation
+        self.traced = False
         self.checkpoints = RunCheckpoints(config, self._announce)
         try:
             self._build(device, train)
@@ -76,10 +80,14 @@ class Pretraining:
 
     def _build(self, device: torch.device, train: SampleDataset) -> None:
         config = self.config
-        model = self._model(device)
+        plan = plan_pipeline(config, self.layout) if self.layout.pp > 1 else None
+        for line in [] if plan is None else describe_plan(plan, config):
+            self._announce(line)
+        model = build_model(config, self.mesh, device, plan)
+        passes = build_passes(config, self.mesh, device, model, plan)
         optimizer = build_optimizer(model, config.optim)
         progress = self.checkpoints.load(model, optimizer)
-        self.trainer = Trainer(config, model, optimizer, self.mesh, device, progress)
+        self.trainer = Trainer(config, model, passes, optimizer, self.mesh, device, progress)
         self.batches = self._loader(train, progress.consumed_samples)
         with _blamed_on("--log-dir", config.logging.log_dir):
             self.console = Console(config, self.layout, self.process.rank, device, progress.iteration)
@@ -97,21 +105,6 @@ class Pretraining:
                 f"{config.data.seq_length} tokens"
             )
         return train, valid
-
-    def _model(self, device: torch.device) -> GPT:
-        """Built without memory, sharded, and only then filled: no rank ever holds more than its part."""
-        config = self.config
-        model = GPT(
-            config.model,
-            self.mesh["tp"],
-            sequence_parallel=config.parallel.sequence_parallel,
-            seed=config.training.seed,
-            device="meta",
-        )
-        parallelize(model, self.mesh, config.parallel)
-        model.to_empty(device=device)
-        init_weights(model, config.training.seed)
-        return model
 
     def _loader(self, dataset: SampleDataset, start_sample: int) -> BatchLoader:
         data, ranks = self.config.data, self.layout.data_parallel
@@ -138,7 +131,8 @@ class Pretraining:
         with Profiler(training, Path(self.config.logging.log_dir), self.process.rank) as profiler:
             while progress.iteration < last:
                 profiler.step(progress.iteration + 1)
-                result = self.trainer.train_step(next(self.batches))
+                with self._traced(progress.iteration + 1):
+                    result = self.trainer.train_step(next(self.batches))
                 self.console.step(progress, result)
                 self.trainer.check_skipped()
                 if _due(progress.iteration, training.eval_interval):
@@ -157,6 +151,24 @@ class Pretraining:
         if outcome.status == "requeue" and self.config.checkpoint.save is None:
             return Outcome("failed", f"{outcome.reason}; nothing was saved: --save is not given", progress.iteration)
         return outcome
+
+    @contextlib.contextmanager
+    def _traced(self, iteration: int) -> Iterator[None]:
+        """--trace-pipeline: the timeline of one iteration, the first of this run from --profile-step-start on."""
+        training = self.config.training
+        if not training.trace_pipeline or self.traced or iteration < training.profile_step_start:
+            yield
+            return
+        passes, self.traced = self.trainer.passes, True
+        assert isinstance(passes, Pipelined), "checked with the settings"
+        passes.record()
+        yield
+        timeline = passes.recorded()
+        if timeline is not None and self.process.rank == 0:
+            path = Path(self.config.logging.log_dir) / "pipeline_trace.json"
+            title = f"{self.config.parallel.pipeline_schedule}, iteration {iteration}"
+            path.write_text(json.dumps(to_trace(timeline, title)))
+            self.console.say(f"wrote {path}: bubble {100 * timeline.bubble_fraction:.1f} % of the step")
 
     def evaluate(self) -> None:
         """Validation loss from the start of the validation split: the same samples every time."""
@@ -229,7 +241,7 @@ def launch(config: Config, process: Process) -> int:
     try:
         run = Pretraining(config, process, device, stop)
         outcome = run.run()
-    except (ConfigError, CheckpointError, TrainingError) as error:
+    except (ConfigError, CheckpointError, TrainingError, PipelineError) as error:
         report(str(error), process.rank, lambda: stop.name is not None)
         outcome = Outcome("bad_config" if run is None else "failed", str(error), _iteration(run))
     except BaseException as error:

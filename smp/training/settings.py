@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from smp.config import Config, ConfigError, check_files, load_config, resolve
+from smp.config import Config, ConfigError, Layout, check_files, load_config, resolve
 from smp.data.tokenizer import SentencePieceTokenizer
+from smp.pipeline.plan import plan_pipeline
 
 
 def read_settings(argv: list[str], presets: Mapping[str, Mapping[str, Any]], world_size: int) -> Config:
@@ -20,7 +21,11 @@ def read_settings(argv: list[str], presets: Mapping[str, Mapping[str, Any]], wor
     """
     config = load_config(argv, presets)
     check_files(config)
-    return resolve(_with_vocabulary(config), world_size)
+    config = resolve(_with_vocabulary(config), world_size)
+    layout = Layout.from_config(config.parallel, world_size)
+    if layout.pp > 1:
+        plan_pipeline(config, layout)
+    return config
 
 
 def _with_vocabulary(config: Config) -> Config:

@@ -16,8 +16,8 @@ from smp.data.loader import BatchLoader, GlobalBatch
 from smp.layers.cross_entropy import IGNORE_INDEX
 from smp.optim.optimizer import clip_gradients, set_learning_rate
 from smp.optim.schedule import learning_rate
-from smp.parallel.mesh import all_reduce_data
-from smp.sharding.parallelize import last_micro_batch
+from smp.parallel.mesh import sum_over_parts
+from smp.training.passes import Passes
 
 
 class TrainingError(RuntimeError):
@@ -59,6 +59,7 @@ class Trainer:
     Args:
         config: resolved settings.
         model: after ``parallelize``, weights initialized.
+        passes: how its micro-batches are run.
         optimizer: over the model's parameters.
         mesh: the run's mesh.
         device: where batches go.
@@ -69,23 +70,25 @@ class Trainer:
         self,
         config: Config,
         model: nn.Module,
+        passes: Passes,
         optimizer: torch.optim.Optimizer,
         mesh: DeviceMesh,
         device: torch.device,
         progress: Progress,
     ) -> None:
-        self.config, self.model, self.optimizer = config, model, optimizer
+        self.config, self.model, self.passes, self.optimizer = config, model, passes, optimizer
         self.mesh, self.device, self.progress = mesh, device, progress
         self.skipped_in_a_row = 0
-        self._counts_tokens = mesh.get_local_rank("tp") == 0  # each token is counted by one rank
+        self._counts_tokens = mesh.get_local_rank("tp") == mesh.get_local_rank("pp") == 0  # each token by one rank
 
     def train_step(self, batch: GlobalBatch) -> StepResult:
         """One optimizer step on the global batch of which ``batch`` is this rank's share."""
         started = time.perf_counter()
         lr = learning_rate(self.config.optim, self.progress.iteration + 1)
         set_learning_rate(self.optimizer, lr)
-        loss = self._forward_backward(batch, self._valid_tokens(batch))
-        norm = clip_gradients(self.model.parameters(), self.config.optim.clip_grad)
+        loss = sum_over_parts(self.passes.train(batch, self._valid_tokens(batch)), self.mesh)
+        limit, copies = self.config.optim.clip_grad, self.passes.copies
+        norm = clip_gradients(self.model.parameters(), limit, copies=copies, device=self.device)
         loss_value, norm_value = torch.stack((loss, norm)).tolist()
         finite = math.isfinite(loss_value) and math.isfinite(norm_value)
         if finite:
@@ -93,24 +96,6 @@ class Trainer:
         self.optimizer.zero_grad()
         self._advance(finite, math.isnan(loss_value) or math.isnan(norm_value))
         return StepResult(loss_value, norm_value, lr, not finite, time.perf_counter() - started)
-
-    def _forward_backward(self, batch: GlobalBatch, valid_tokens: int) -> torch.Tensor:
-        """Accumulate the gradient of the mean loss over all micro-batches; returns the loss, 0-dim fp32."""
-        total = torch.zeros((), device=self.device)
-        count = len(batch.tokens)
-        for i in range(count):
-            last_micro_batch(self.model, i == count - 1)
-            loss = self._loss(batch, i, valid_tokens)
-            loss.backward()
-            total += loss.detach()
-        return all_reduce_data(total, self.mesh)
-
-    def _loss(self, batch: GlobalBatch, i: int, valid_tokens: int) -> torch.Tensor:
-        """Micro-batch ``i``'s part of the mean loss: its sum over tokens / valid tokens of the whole global batch."""
-        labels = batch.labels[i].to(self.device, non_blocking=True)
-        weights = (labels != IGNORE_INDEX).float() / max(valid_tokens, 1)
-        tokens = batch.tokens[i].to(self.device, non_blocking=True)
-        return self.model(tokens, labels, weights, batch.sample_index[i].to(self.device, non_blocking=True))
 
     def _valid_tokens(self, batch: GlobalBatch) -> int:
         """Tokens of the global batch that count, over all ranks; a host-side message."""
@@ -142,10 +127,7 @@ class Trainer:
         for _ in range(iterations):
             batch = next(batches)
             valid = self._valid_tokens(batch)
-            loss = sum(
-                (self._loss(batch, i, valid) for i in range(len(batch.tokens))), torch.zeros((), device=self.device)
-            )
-            total += all_reduce_data(loss, self.mesh).item() * valid
+            total += sum_over_parts(self.passes.evaluate(batch, valid), self.mesh).item() * valid
             tokens += valid
         self.model.train()
         return total / max(tokens, 1)

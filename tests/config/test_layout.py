@@ -51,5 +51,17 @@ def test_the_error_shows_the_product_and_the_flag_to_change():
 @pytest.mark.parametrize(("tp", "degree"), [(0, 0), (-1, 0), (1, -1)])
 def test_degrees_out_of_range_are_refused(tp, degree):
     parallel = ParallelConfig(tensor_model_parallel_size=tp, hybrid_shard_degree=degree)
-    with pytest.raises(ConfigError, match=f"--tensor-model-parallel-size {tp} and --hybrid-shard-degree {degree}"):
+    with pytest.raises(ConfigError, match=f"--tensor-model-parallel-size {tp}, .* --hybrid-shard-degree {degree}: out"):
         Layout.from_config(parallel, 4)
+
+
+def test_a_pipeline_takes_its_share_of_the_processes():
+    parallel = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, hybrid_shard_degree=1)
+    assert Layout.from_config(parallel, 8) == Layout(pp=2, dp_replicate=2, tp=2)
+    message = (
+        "tensor_model_parallel_size 2 x pipeline_model_parallel_size 2 x data-parallel = 6 processes is impossible"
+    )
+    with pytest.raises(ConfigError, match=message):
+        Layout.from_config(parallel, 6)
+    with pytest.raises(ConfigError, match="--pipeline-model-parallel-size 0"):
+        Layout.from_config(ParallelConfig(pipeline_model_parallel_size=0), 1)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from smp.config import Layout
-from smp.parallel.mesh import MESH_DIMS, all_reduce_data, data_mesh, data_rank
+from smp.parallel.mesh import MESH_DIMS, data_mesh, data_rank, sum_over_parts
 from tests.fake_group import fake_mesh
 
 LAYOUT = Layout(dp_replicate=2, dp_shard=3, tp=2)
@@ -50,8 +50,8 @@ def test_data_sum_goes_over_both_data_dimensions_once(monkeypatch: pytest.Monkey
     summed: list[list[int]] = []
     monkeypatch.setattr(dist, "all_reduce", lambda x, group: summed.append(dist.get_process_group_ranks(group)))
     with fake_mesh(LAYOUT, rank=3) as mesh:
-        all_reduce_data(torch.ones(()), mesh)
+        sum_over_parts(torch.ones(()), mesh)
     assert summed == [[1, 3, 5], [3, 9]]
     with fake_mesh(Layout(tp=4)) as mesh:
-        all_reduce_data(torch.ones(()), mesh)
+        sum_over_parts(torch.ones(()), mesh)
     assert len(summed) == 2

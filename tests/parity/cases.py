@@ -38,6 +38,7 @@ class Problem:
         length: tokens per sample.
         micro_batch: samples of one micro-batch in the layout that the problem was made for.
         micro_batches: their number over all ranks in one step.
+        layers: number of blocks.
     """
 
     style: str = "llama"
@@ -52,6 +53,7 @@ class Problem:
     length: int = 15
     micro_batch: int = 1
     micro_batches: int = 1
+    layers: int = 2
 
     @property
     def global_batch(self) -> int:
@@ -71,6 +73,10 @@ class Spread:
     recompute: str = "none"
     bf16: bool = False
     compile: bool = False
+    pp: int = 1
+    schedule: str | None = None
+    placement: str | None = None
+    reshard: bool = False
 
     @property
     def data_parallel(self) -> int:
@@ -80,7 +86,7 @@ class Spread:
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return self.tp * self.data_parallel
+        return self.pp * self.tp * self.data_parallel
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,7 @@ class Case:
         """Name of the test, every setting spelled out."""
         p, s = self.problem, self.spread
         words = [
+            "" if s.pp == 1 else f"pp{s.pp}-{s.schedule}{'-reshard' if s.reshard else ''}",
             f"tp{s.tp}{'sp' if s.sp else ''}-shard{s.shard}-rep{s.replicate}-acc{s.accumulation}",
             f"{p.style}-{p.extra}-{'tied' if p.tied else 'untied'}",
             f"vocab{p.vocab[0]}by{p.vocab[1]}-kv{p.kv_heads}of{p.heads}",
@@ -138,9 +145,9 @@ _EXTRAS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def model_config(problem: Problem) -> ModelConfig:
-    """Two blocks, 18 wide. Weights of std 0.1 let ten steps do something; larger ones make training chaotic."""
+    """Blocks 18 wide. Weights of std 0.1 let ten steps do something; larger ones make training chaotic."""
     return ModelConfig(
-        num_layers=2,
+        num_layers=problem.layers,
         hidden_size=18,
         ffn_hidden_size=36 if problem.heads % 3 else 72,
         num_attention_heads=problem.heads,
@@ -166,6 +173,10 @@ def config_of(case: Case) -> Config:
         parallel=ParallelConfig(
             tensor_model_parallel_size=spread.tp,
             sequence_parallel=spread.sp,
+            pipeline_model_parallel_size=spread.pp,
+            pipeline_schedule=spread.schedule,  # type: ignore[arg-type]
+            pipeline_model_parallel_layout=spread.placement,
+            pipeline_reshard=spread.reshard,
             hybrid_shard_degree=spread.shard,
             bf16=spread.bf16,
             recompute_granularity=spread.recompute,  # type: ignore[arg-type]

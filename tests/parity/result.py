@@ -132,9 +132,11 @@ def assemble(paths: list[Path]) -> Result:
 def _whole(parts: list[Tensors], ranks: list[dict[str, Any]]) -> Tensors:
     """Whole tensors from the ranks' parts, which ``boxes`` locates."""
     out = {}
-    for name, (shape, rows) in ranks[0]["shapes"].items():
+    for name, (shape, rows) in {name: size for rank in ranks for name, size in rank["shapes"].items()}.items():
         tensor = torch.full(shape, float("nan"))
         for part, rank in zip(parts, ranks, strict=True):
+            if name not in rank["boxes"]:  # another pipeline rank's
+                continue
             offsets, sizes = rank["boxes"][name]
             target = tensor[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
             filled = ~target.isnan()

@@ -84,11 +84,15 @@ def test_bf16_layout_is_as_close_as_rounding_allows(lab: Lab, case: Case) -> Non
 
 
 def within_rounding(lab: Lab, case: Case) -> None:
+    found, bounds = errors(lab, case), rounding_bounds(lab, ROUNDED)
+    for name, bound in bounds.items():
+        assert 0 < getattr(found, name) <= bound, (name, found, bounds)
+
+
+def rounding_bounds(lab: Lab, rounded: list[Case]) -> dict[str, float]:
     """A layout in bf16 is within twice the largest distance that bf16 has from fp32 on one rank: both ends round."""
-    rounding = [compare(lab.result(c.one_rank), lab.result(c.one_rank_fp32)) for c in ROUNDED]
-    found = errors(lab, case)
-    for name in ("loss", "gradient", "norm", "weight"):
-        assert 0 < getattr(found, name) <= 2 * max(getattr(one, name) for one in rounding), (name, found, rounding)
+    rounding = [compare(lab.result(c.one_rank), lab.result(c.one_rank_fp32)) for c in rounded]
+    return {name: 2 * max(getattr(one, name) for one in rounding) for name in ("loss", "gradient", "norm", "weight")}
 
 
 @pytest.mark.parametrize(("case", "error"), SABOTAGED, ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,19 @@ from torch.distributed.tensor import DTensor
 
 from smp.config import Layout
 from smp.data.loader import IGNORED_LABEL, GlobalBatch
-from smp.layers import init_weights
 from smp.models.gpt import GPT
 from smp.optim import optimizer as optimizer_module
 from smp.optim.optimizer import build_optimizer
 from smp.parallel import collectives
 from smp.parallel.boxes import local_box
 from smp.parallel.mesh import build_mesh, data_rank
-from smp.sharding.parallelize import parallelize
+from smp.pipeline.plan import plan_pipeline
+from smp.sharding.stages import ShardedStages
+from smp.sharding.tied import TiedMatrix
+from smp.training.build import build_model, build_passes
+from smp.training.passes import Passes
 from smp.training.trainer import Progress, Trainer
-from tests.parity.cases import SEED, STEPS, Case, config_of
+from tests.parity.cases import STEPS, Case, config_of
 from tests.parity.data import share
 from tests.parity.result import RECORDED_STEPS, Tensors
 
@@ -43,19 +47,23 @@ def run_cases(rank: int, world_size: int, cases: list[Case], folder: str) -> Non
         part.rename(part.with_suffix(""))  # a file under its final name is whole
 
 
-class RecordingTrainer(Trainer):
+class Recording:
     """Keeps this rank's part of the gradients of some steps, as they are before clipping."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.gradients: list[Tensors] = []
+    def __init__(self, passes: Passes, model: GPT) -> None:
+        self.passes, self.model, self.copies = passes, model, passes.copies
+        self.step, self.gradients = 0, list[Tensors]()
 
-    def _forward_backward(self, batch: GlobalBatch, valid_tokens: int) -> torch.Tensor:
-        loss = super()._forward_backward(batch, valid_tokens)
-        if self.progress.iteration in RECORDED_STEPS:
+    def train(self, batch: GlobalBatch, valid_tokens: int) -> torch.Tensor:
+        loss = self.passes.train(batch, valid_tokens)
+        if self.step in RECORDED_STEPS:
             grads = {name: p.grad for name, p in self.model.named_parameters()}
             self.gradients.append({name: _local(g) for name, g in grads.items() if g is not None})
+        self.step += 1
         return loss
+
+    def evaluate(self, batch: GlobalBatch, valid_tokens: int) -> torch.Tensor:
+        return self.passes.evaluate(batch, valid_tokens)
 
 
 def train(case: Case, meshes: Meshes) -> dict[str, Any]:
@@ -65,20 +73,20 @@ def train(case: Case, meshes: Meshes) -> dict[str, Any]:
     if layout not in meshes:
         meshes[layout] = build_mesh(layout, "cpu")
     mesh = meshes[layout]
-    model = GPT(config.model, mesh["tp"], sequence_parallel=spread.sp, seed=SEED, device="meta")
-    parallelize(model, mesh, config.parallel)
-    model.to_empty(device="cpu")
-    init_weights(model, SEED)
+    device = torch.device("cpu")
+    plan = plan_pipeline(config, layout) if spread.pp > 1 else None
+    model = build_model(config, mesh, device, plan)
     initial = _weights(model)
     optimizer = build_optimizer(model, config.optim)
-    trainer = RecordingTrainer(config, model, optimizer, mesh, torch.device("cpu"), Progress())
+    passes = Recording(build_passes(config, mesh, device, model, plan), model)
+    trainer = Trainer(config, model, passes, optimizer, mesh, device, Progress())
     steps = [trainer.train_step(share(case.problem, spread, data_rank(mesh), step)) for step in range(STEPS)]
     if spread.compile:
         torch._dynamo.reset()
     return {
         "losses": [s.loss for s in steps],
         "norms": [s.grad_norm for s in steps],
-        "tensors": [initial, *trainer.gradients, _weights(model)],
+        "tensors": [initial, *passes.gradients, _weights(model)],
         "shapes": {name: (tuple(p.shape), _logical_rows(model, name)) for name, p in model.named_parameters()},
         "boxes": {name: _box(p) for name, p in model.named_parameters()},
     }
@@ -140,6 +148,22 @@ def _count_copies(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(optimizer_module, "_copies", lambda tensor, group: 1)
 
 
+def _drop_a_weight_gradient(patch: pytest.MonkeyPatch) -> None:
+    """What the backward pass of every second micro-batch leaves for later is lost."""
+    whole, calls = ShardedStages.backward_weight, itertools.count()
+    lost = lambda self, stage, pending: whole(self, stage, pending if next(calls) % 2 else [])  # noqa: E731
+    patch.setattr(ShardedStages, "backward_weight", lost)
+
+
+def _count_on_every_stage(patch: pytest.MonkeyPatch) -> None:
+    """Every stage counts the tokens of the batch that all of them read."""
+
+    def count(self: Trainer, batch: GlobalBatch) -> int:
+        return int((batch.labels != IGNORED_LABEL).sum()) * self.mesh["pp"].size()
+
+    patch.setattr(Trainer, "_valid_tokens", count)
+
+
 def _number_tokens_per_rank(patch: pytest.MonkeyPatch) -> None:
     """Under sequence parallelism every rank drops as if it held the first tokens."""
     patch.setattr(GPT, "_own", lambda self, x: x[: x.shape[0] // self.group.size])
@@ -153,5 +177,9 @@ SABOTAGE: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "count_own_tokens": _count_own_tokens,
     "count_copies": _count_copies,
     "number_tokens_per_rank": _number_tokens_per_rank,
+    "tied_sum": lambda patch: patch.setattr(TiedMatrix, "sum_gradients", lambda self: None),
+    "tied_norm": lambda patch: patch.setattr(TiedMatrix, "copies", {}),
+    "drop_weights": _drop_a_weight_gradient,
+    "count_all_tokens": _count_on_every_stage,
 }
 """Bugs of the negative control, by name: each is one that parallel training programs have had."""

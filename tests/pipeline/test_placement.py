@@ -5,16 +5,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smp.config import ConfigError
-from smp.pipeline.placement import StageLayers, balance, format_layout, parse_layout, stage_costs
+from smp.models.part import ModelPart
+from smp.pipeline.placement import balance, format_layout, parse_layout, stage_costs
 
 costs = st.integers(0, 20)
 
 
-def counts(placement: tuple[StageLayers, ...]) -> list[int]:
+def counts(placement: tuple[ModelPart, ...]) -> list[int]:
     return [stage.count for stage in placement]
 
 
-def all_placements(layers: int, stages: int) -> list[tuple[StageLayers, ...]]:
+def all_placements(layers: int, stages: int) -> list[tuple[ModelPart, ...]]:
     """Every way to cut layers into consecutive stages, also empty ones."""
     placements = []
     for bars in combinations(range(layers + stages - 1), stages - 1):
@@ -64,9 +65,9 @@ def test_more_stages_than_layers_leave_stages_empty() -> None:
     placement = balance([1, 1], 4, head_cost=1)
     assert counts(placement)[-1] == 0 and sum(counts(placement)) == 2
     assert str(placement[0]) == "embedding" and str(placement[-1]) == "head"
-    assert str(StageLayers(3, 0)) == "nothing"
-    assert str(StageLayers(3, 1)) == "layer 3"
-    assert str(StageLayers(0, 3, embedding=True)) == "embedding, layers 0-2"
+    assert str(ModelPart(3, 0)) == "nothing"
+    assert str(ModelPart(3, 1)) == "layer 3"
+    assert str(ModelPart(0, 3, embedding=True)) == "embedding, layers 0-2"
 
 
 @pytest.mark.parametrize(("stages", "layer_costs"), [(0, [1]), (2, [1, -1])])

@@ -14,6 +14,7 @@ from smp.data.loader import GlobalBatch
 from smp.models.gpt import GPT
 from smp.optim.optimizer import build_optimizer
 from smp.parallel.mesh import build_mesh
+from smp.training.passes import Accumulation
 from smp.training.trainer import Progress, Trainer
 from tests.distributed import run_distributed
 from tests.fake_group import fake_mesh
@@ -122,7 +123,15 @@ def step_traffic(mesh: Any, model: GPT, parallel: ParallelConfig, data_parallel:
         training=TrainingConfig(train_iters=1),
     )
     config = resolve(config, data_parallel)
-    trainer = Trainer(config, model, build_optimizer(model, config.optim), mesh, torch.device("cpu"), Progress())
+    trainer = Trainer(
+        config,
+        model,
+        Accumulation(model, torch.device("cpu")),
+        build_optimizer(model, config.optim),
+        mesh,
+        torch.device("cpu"),
+        Progress(),
+    )
     shape = (MICRO_BATCHES, BATCH, LENGTH)
     tokens = torch.arange(MICRO_BATCHES * BATCH * LENGTH).view(shape) % 64
     with Traffic() as traffic:

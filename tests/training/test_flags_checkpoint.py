@@ -78,6 +78,19 @@ def test_no_load_optim_starts_the_optimizer_afresh(runs: Runs, saved: Run) -> No
     assert all(int(step) == 7 for step in whole.state["step"].values())
 
 
+def test_state_of_another_optimizer_is_refused_in_one_line(runs: Runs, saved: Run) -> None:
+    run = runs.fresh(f"--train-iters 7 --load {saved.folder}/ck --optimizer sgd")
+    message = "holds the optimizer state of --optimizer adam, this run has --optimizer sgd without --sgd-momentum"
+    assert run.code == 2 and len(run.errors) == 1 and message in run.errors[0]
+    assert runs(f"--train-iters 7 --load {saved.folder}/ck --optimizer sgd --no-load-optim").code == 0
+
+
+def test_another_batch_size_is_said(runs: Runs, saved: Run) -> None:
+    run = runs(f"--train-iters 7 --load {saved.folder}/ck --global-batch-size 8")
+    assert "note: global_batch_size was 4 in the checkpoint and is 8 now" in run.out
+    assert run.records("consumed samples") == [28, 36]
+
+
 @proves("exit_on_missing_checkpoint")
 def test_a_missing_checkpoint_is_an_error_unless_it_may_be_missing(runs: Runs, tmp_path: Path) -> None:
     for load in (tmp_path / "absent", tmp_path):

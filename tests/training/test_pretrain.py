@@ -41,7 +41,13 @@ def losses(folder: Path, logs: str) -> dict[int, tuple[float, float]]:
     return {r["iteration"]: (r["lm loss"], r["grad norm"]) for r in records if "lm loss" in r}
 
 
-@pytest.mark.parametrize(("processes", "layout"), [(1, []), (2, TWO), (2, ["--hybrid-shard-degree", "1"])])
+ZB_V = ["--pipeline-model-parallel-size", "2", "--pipeline-schedule", "zb-v", "--global-batch-size", "8"]
+TIED = ["--pipeline-model-parallel-size", "2", "--no-untie-embeddings-and-output-weights", "--global-batch-size", "8"]
+
+
+@pytest.mark.parametrize(
+    ("processes", "layout"), [(1, []), (2, TWO), (2, ["--hybrid-shard-degree", "1"]), (2, ZB_V), (2, TIED)]
+)
 def test_resume_continues_bit_for_bit(tmp_path: Path, processes: int, layout: list[str]) -> None:
     flags = [*BASE, *SMALL, *layout, "--log-interval", "1", "--hidden-dropout", "0.1", "--train-iters", "6"]
     straight = run(tmp_path, *flags, "--log-dir", "a", processes=processes)

@@ -1,0 +1,64 @@
+"""Point-to-point messages between neighbours of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+Channel = tuple[int, int]  # source, destination
+
+
+class Links:
+    """Messages around a ring of ranks, in both directions.
+
+    Messages of one channel, from a rank to a neighbour, arrive in the order in which they were sent. Channels do not
+    wait for each other: a communicator runs what it is given in one order, in which a send can stand in front of a
+    receive that it depends on, so no two channels of a rank share a process group. Four groups are enough, or six for
+    an odd ring: neighbouring edges alternate between them, and so do directions.
+
+    Args:
+        mesh: the 1-D pipeline dimension of the run's mesh.
+        channels: those that will be used, between neighbours on the ring; the same on every rank.
+        timeout: of messages; by default torch's.
+    """
+
+    def __init__(self, mesh: DeviceMesh, channels: Iterable[Channel], timeout: timedelta | None = None) -> None:
+        self.rank, self.size = mesh.get_local_rank(), mesh.size()
+        self._ranks = dist.get_process_group_ranks(mesh.get_group())
+        # torch names a group made by its members alone after how many groups they are in: the same on all, so far
+        self._groups = {
+            lane: dist.new_group(self._ranks, timeout=timeout, use_local_synchronization=True)
+            for lane in sorted({_lane(channel, self.size) for channel in channels})
+        }
+
+    def send(self, tensor: torch.Tensor, to: int) -> dist.Work:
+        """Begin to send; the tensor must stay as it is until the work is done."""
+        group = self._groups[_lane((self.rank, to), self.size)]
+        work = dist.isend(tensor, self._ranks[to], group=group)
+        assert work is not None, "this rank is in the group"
+        return work
+
+    def receive(self, into: torch.Tensor, source: int) -> dist.Work:
+        """Begin to receive; ``into`` is filled once the work is waited for."""
+        group = self._groups[_lane((source, self.rank), self.size)]
+        work = dist.irecv(into, self._ranks[source], group=group)
+        assert work is not None, "this rank is in the group"
+        return work
+
+
+def _lane(channel: Channel, size: int) -> tuple[int, bool]:
+    """(colour of the ring's edge, direction along it): different for all channels of one rank.
+
+    Raises:
+        ValueError: the two are no neighbours.
+    """
+    source, destination = channel
+    onward = (source + 1) % size == destination
+    if not onward and (destination + 1) % size != source:
+        raise ValueError(f"ranks {source} and {destination} are no neighbours on a ring of {size}")
+    edge = source if onward else destination  # from rank ``edge`` to the next
+    return (2 if size % 2 and edge == size - 1 else edge % 2), onward and not (size == 2 and source == 1)

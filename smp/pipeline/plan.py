@@ -1,0 +1,88 @@
+"""From settings to a pipeline: which layers each stage holds, the schedules to run, and what to expect of them.
+
+No torch: a command line that cannot work is refused before torch is imported, and --dry-run shows the plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from smp.config import Config, Layout
+from smp.models.arithmetic import count_part, forward_flops
+from smp.models.part import ModelPart
+from smp.pipeline.actions import Op, Schedule
+from smp.pipeline.placement import balance, parse_layout, stage_costs
+from smp.pipeline.schedules import build_forward_schedule, build_schedule
+from smp.pipeline.simulate import StageCosts, simulate
+from smp.pipeline.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A pipeline for one run.
+
+    Attributes:
+        parts: the part of the model that each stage holds.
+        training, evaluation: what every rank does in a step, and to evaluate.
+        costs: forward FLOPs of each stage for one micro-batch.
+    """
+
+    parts: tuple[ModelPart, ...]
+    training: Schedule
+    evaluation: Schedule
+    costs: tuple[float, ...]
+
+    @property
+    def split_backward(self) -> bool:
+        """Whether the schedule computes weight gradients apart."""
+        return any(action.op is Op.BACKWARD_WEIGHT for rank in self.training.actions for action in rank)
+
+    def stages_of(self, rank: int) -> dict[int, ModelPart]:
+        """Stage number -> part, of one pipeline rank."""
+        return {stage: self.parts[stage] for stage in self.training.stages_of(rank)}
+
+    def predicted(self) -> Timeline:
+        """The step, simulated with messages that take no time; the unit is one FLOP's."""
+        return simulate(self.training, [StageCosts(cost, cost, cost) for cost in self.costs])
+
+
+def plan_pipeline(config: Config, layout: Layout) -> Plan:
+    """The pipeline that ``config`` (resolved) asks for.
+
+    Raises:
+        ConfigError: the schedule cannot take these sizes, or the given layout does not fit the model.
+    """
+    parallel, data, model = config.parallel, config.data, config.model
+    name, chunks = parallel.pipeline_schedule, parallel.num_virtual_stages_per_pipeline_rank
+    assert name is not None and chunks is not None and data.global_batch_size is not None, "resolved before"
+    micro_batches = data.global_batch_size // (data.micro_batch_size * layout.data_parallel)
+    sizes = (name, layout.pp, micro_batches, chunks)
+    reshard = parallel.pipeline_reshard
+    training = build_schedule(*sizes, reshard_after_use=reshard)
+    evaluation = build_forward_schedule(*sizes, reshard_after_use=reshard)
+    flops = forward_flops(model, data.seq_length or 1)
+    layers = [flops.layer] * model.num_layers
+    if parallel.pipeline_model_parallel_layout is not None:
+        parts = parse_layout(parallel.pipeline_model_parallel_layout, model.num_layers, training.stages)
+    else:
+        parts = balance(layers, training.stages, flops.embedding, flops.head)
+    tokens = data.micro_batch_size * (data.seq_length or 1)
+    costs = stage_costs(parts, [cost * tokens for cost in layers], flops.embedding * tokens, flops.head * tokens)
+    return Plan(parts, training, evaluation, costs)
+
+
+def describe_plan(plan: Plan, config: Config) -> list[str]:
+    """The plan as lines: stage, its rank, layers, parameters and time."""
+    schedule, mean = plan.training, sum(plan.costs) / len(plan.costs)
+    predicted = plan.predicted()
+    lines = [
+        f"pipeline: {schedule.name}, {schedule.ranks} ranks x {schedule.chunks} stages, {schedule.micro_batches} "
+        f"micro-batches; predicted bubble {100 * predicted.bubble_fraction:.1f} % of the step"
+    ]
+    for stage, (part, cost) in enumerate(zip(plan.parts, plan.costs, strict=True)):
+        parameters = count_part(config.model, part)
+        lines.append(
+            f"  stage {stage}  rank {schedule.rank_of(stage)}  {parameters:>14,} parameters  "
+            f"time {cost / mean:5.2f} of the mean  {part}"
+        )
+    return lines

@@ -1,0 +1,75 @@
+"""When the actions of one step ran on this rank, and of all ranks as one timeline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from smp.pipeline.actions import Action
+from smp.pipeline.timeline import Span, Timeline
+
+Mark = float | torch.cuda.Event
+
+
+class Recorder:
+    """Takes times: of a CPU's clock, or events in the stream of a GPU, so that nothing waits for them.
+
+    The clocks of the ranks start together, behind a barrier; what a barrier leaves (microseconds on one machine, more
+    between several) is the error of comparisons across ranks. A send is posted and not timed; a receive lasts from
+    when it is posted until the computation that reads it has it.
+
+    Args:
+        group: the pipeline's ranks.
+        device: what computes.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._marks: list[tuple[Action, Mark, Mark]] = []
+        self._posted: dict[Action, Mark] = {}
+        dist.barrier(group)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self._zero = self._mark()
+
+    def _mark(self) -> Mark:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, mark: Mark) -> float:
+        if isinstance(mark, float) and isinstance(self._zero, float):
+            return mark - self._zero
+        assert isinstance(mark, torch.cuda.Event) and isinstance(self._zero, torch.cuda.Event)
+        return self._zero.elapsed_time(mark) / 1000
+
+    def posted(self, receive: Action) -> None:
+        """A receive begins."""
+        self._posted[receive] = self._mark()
+
+    def arrived(self, receive: Action) -> None:
+        """Its message is here."""
+        self._marks.append((receive, self._posted.pop(receive), self._mark()))
+
+    @contextmanager
+    def running(self, action: Action) -> Iterator[None]:
+        """Time what is inside."""
+        start = self._mark()
+        yield
+        self._marks.append((action, start, self._mark()))
+
+    def timeline(self) -> Timeline | None:
+        """All ranks' spans, on pipeline rank 0; None elsewhere. Every rank calls it, after the step."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        own = [Span(rank, action, self._seconds(start), self._seconds(end)) for action, start, end in self._marks]
+        every: list[list[Span]] | None = [[] for _ in range(size)] if rank == 0 else None
+        dist.gather_object(own, every, group=self._group, group_dst=0)
+        return None if every is None else Timeline(size, tuple(span for spans in every for span in spans))

@@ -1,0 +1,165 @@
+"""Executing a schedule: one rank's actions in order, over messages between ranks.
+
+The runner holds no policy. What comes when is in the schedule, what a stage computes is behind :class:`Stages`; the
+runner moves tensors from one to the other. Sends and receives are posted and go on by themselves; only a computation
+that reads a message waits for it.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from smp.parallel.links import Links
+from smp.pipeline.actions import RECEIVE, SEND, Action, Op, Schedule
+from smp.pipeline.recorder import Recorder
+
+
+class PipelineError(RuntimeError):
+    """A message of the pipeline did not come or go. The text names the stage and the other rank."""
+
+
+class Stages(Protocol):
+    """What the stages of one rank compute, for one step. ``micro_batch`` counts from 0."""
+
+    def forward(self, stage: int, micro_batch: int, hidden: torch.Tensor | None) -> torch.Tensor | None:
+        """From the output of the stage before (None: this is the first) to this one's (None: this is the last)."""
+
+    def backward(self, stage: int, micro_batch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """From the gradient of the output (None: this is the last stage) to that of the input (None: the first)."""
+
+    def backward_input(self, stage: int, micro_batch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """``backward`` without the weights' gradients ..."""
+
+    def backward_weight(self, stage: int, micro_batch: int) -> None:
+        """... and these."""
+
+    def unshard(self, stage: int) -> None:
+        """Begin to gather the stage's parameters."""
+
+    def reshard(self, stage: int) -> None:
+        """Free them."""
+
+    def reduce(self, stage: int) -> None:
+        """Begin to sum the stage's gradients over the data-parallel ranks."""
+
+
+class Runner:
+    """Runs schedules on this rank.
+
+    Args:
+        links: to the other pipeline ranks.
+        shape, dtype, device: of the message between two stages.
+    """
+
+    def __init__(self, links: Links, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.links = links
+        self._message = {"size": shape, "dtype": dtype, "device": device}
+
+    def run(self, schedule: Schedule, stages: Stages, recorder: Recorder | None = None) -> None:
+        """One step: all actions of this rank.
+
+        Raises:
+            PipelineError: a message failed, because the rank at its other end is gone or late.
+        """
+        step = _Step(self, schedule, stages, recorder)
+        for action in schedule.actions[self.links.rank]:
+            step.run(action)
+        step.finish()
+
+    def new_message(self) -> torch.Tensor:
+        """A buffer to receive into."""
+        return torch.empty(**self._message)  # type: ignore[call-overload]
+
+
+class _Step:
+    """Tensors and messages under way in one step."""
+
+    def __init__(self, runner: Runner, schedule: Schedule, stages: Stages, recorder: Recorder | None) -> None:
+        self.runner, self.schedule, self.stages, self.recorder = runner, schedule, stages, recorder
+        self.received: dict[Action, tuple[dist.Work, torch.Tensor]] = {}
+        self.results: dict[Action, torch.Tensor] = {}  # by the action that computed it
+        self.sent: list[tuple[Action, dist.Work, torch.Tensor]] = []
+
+    def run(self, action: Action) -> None:
+        """Run one action, after waiting for what it reads."""
+        if action.op in SEND:
+            self._send(action)
+        elif action.op in RECEIVE:
+            self._receive(action)
+        else:
+            arguments = self._arguments(action)
+            with nullcontext() if self.recorder is None else self.recorder.running(action):
+                result = getattr(self.stages, action.op.value)(action.stage, *arguments)
+            if result is not None:
+                self.results[_result(action)] = result
+
+    def _arguments(self, action: Action) -> tuple[int | torch.Tensor | None, ...]:
+        """After the stage: none for parameters, the micro-batch, and what a computation reads from its neighbour."""
+        if action.micro_batch is None:
+            return ()
+        if action.op is Op.BACKWARD_WEIGHT:
+            return (action.micro_batch,)
+        return action.micro_batch, self._input(action)
+
+    def _input(self, action: Action) -> torch.Tensor | None:
+        """A message, or the result of a neighbour on this rank; None at the model's ends."""
+        forward = action.op is Op.FORWARD
+        neighbour = action.stage + (-1 if forward else 1)
+        if not 0 <= neighbour < self.schedule.stages:
+            return None
+        if self.schedule.rank_of(neighbour) == self.runner.links.rank:
+            return self.results.pop(Action(Op.FORWARD if forward else Op.BACKWARD, neighbour, action.micro_batch))
+        receive = Action(Op.RECEIVE_ACTIVATION if forward else Op.RECEIVE_GRADIENT, action.stage, action.micro_batch)
+        work, tensor = self.received.pop(receive)
+        self._wait(receive, work)
+        if self.recorder is not None:
+            self.recorder.arrived(receive)
+        return tensor
+
+    def _receive(self, action: Action) -> None:
+        tensor = self.runner.new_message()
+        try:
+            self.received[action] = self.runner.links.receive(tensor, self.schedule.peer(action)), tensor
+        except RuntimeError as error:
+            raise self._failure(action, error) from error
+        if self.recorder is not None:
+            self.recorder.posted(action)
+
+    def _send(self, action: Action) -> None:
+        self.sent = [message for message in self.sent if not message[1].is_completed()]
+        op = Op.FORWARD if action.op is Op.SEND_ACTIVATION else Op.BACKWARD
+        tensor = self.results.pop(Action(op, action.stage, action.micro_batch)).contiguous()
+        try:
+            self.sent.append((action, self.runner.links.send(tensor, self.schedule.peer(action)), tensor))
+        except RuntimeError as error:
+            raise self._failure(action, error) from error
+
+    def finish(self) -> None:
+        """Let every message arrive."""
+        for action, work, _ in self.sent:
+            self._wait(action, work)
+        assert not self.received and not self.results, "a valid schedule uses every result once"
+
+    def _wait(self, action: Action, work: dist.Work) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._failure(action, error) from error
+
+    def _failure(self, action: Action, error: RuntimeError) -> PipelineError:
+        rank, peer = self.runner.links.rank, self.schedule.peer(action)
+        reason = str(error).strip().splitlines()[0]
+        return PipelineError(f"pipeline rank {rank}: {action} {_WAY[action.op]} pipeline rank {peer} failed: {reason}")
+
+
+_WAY = dict.fromkeys(SEND, "to") | dict.fromkeys(RECEIVE, "from")
+
+
+def _result(action: Action) -> Action:
+    """The key of a computation's result: the input part of a backward pass makes what the whole makes."""
+    op = Op.FORWARD if action.op is Op.FORWARD else Op.BACKWARD
+    return Action(op, action.stage, action.micro_batch)

@@ -1,0 +1,141 @@
+"""The parameters of pipeline stages under FSDP2: gathered, freed and reduced when a schedule says so.
+
+FSDP2 by itself gathers a unit around its forward and its backward pass and reduces its gradients after each backward
+pass. A pipeline has many micro-batches in flight, and may compute weight gradients long after the backward pass, so
+here FSDP2's own triggers are switched off and its work is called by hand:
+
+    unshard, reshard    FSDPModule.unshard() and reshard()
+    reduce              FSDPParamGroup.post_backward(), once per step, when the last gradient is there
+    finish              the final callback that FSDP2 otherwise queues at the end of a backward pass
+
+The last two are private functions of torch (read in 2.11 and 2.13; torch.distributed.pipelining calls the same). This
+is the only file of the project that calls private functions of FSDP2.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from smp.layers.deferred import WeightGradients
+from smp.layers.linear import ColumnParallelLinear, RowParallelLinear
+from smp.models.gpt import GPT
+from smp.models.part import ModelPart
+
+
+class ShardedStages:
+    """The FSDP2 units of one rank's stages.
+
+    Args:
+        model: after ``parallelize``. From now on it is gathered and reduced only through this object.
+        stages: number of each stage of this rank -> its part of ``model``.
+        split_backward: let backward passes leave the gradients of linear layers' weights for :meth:`backward_weight`.
+    """
+
+    def __init__(self, model: GPT, stages: Mapping[int, ModelPart], *, split_backward: bool = False) -> None:
+        assert isinstance(model, FSDPModule)
+        self.model: Any = model
+        self._units = {stage: _units(model, part) for stage, part in stages.items()}
+        self._held: Counter[Any] = Counter()  # unit -> stages that want it gathered
+        self._arriving: dict[Any, Any] = {}  # unit -> handle of the gathering under way
+        self._reduced: Counter[Any] = Counter()  # unit -> stages that are done with its gradients
+        self._users = Counter(unit for units in self._units.values() for unit in units)
+        self._pending: list[WeightGradients] = []
+        model.set_reshard_after_forward(False)
+        model.set_reshard_after_backward(False)
+        model.set_requires_gradient_sync(False)
+        model.set_is_last_backward(False)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_modules_to_backward_prefetch([module])  # itself: gathered already, so nothing
+            if split_backward and isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+                module.defer = self._pending.append
+
+    def unshard(self, stage: int) -> None:
+        """Begin to gather the parameters of a stage."""
+        for unit in self._units[stage]:
+            self._held[unit] += 1
+            if self._held[unit] == 1:
+                self._arriving[unit] = unit.unshard(async_op=True)
+
+    def gathered(self, stage: int) -> None:
+        """Wait until the parameters of a stage are there."""
+        for unit in self._units[stage]:
+            if (arriving := self._arriving.pop(unit, None)) is not None:
+                arriving.wait()
+
+    def reshard(self, stage: int) -> None:
+        """Free the gathered parameters of a stage. Their gradients stay whole until :meth:`reduce`."""
+        for unit in self._units[stage]:
+            self._held[unit] -= 1
+            if self._held[unit] == 0:
+                unit.reshard()
+
+    def take_pending(self) -> list[WeightGradients]:
+        """The weight gradients that the backward pass of a stage, just ended, has left for later."""
+        pending = self._pending[:]
+        self._pending.clear()
+        return pending
+
+    @torch.no_grad()
+    def backward_weight(self, stage: int, pending: list[WeightGradients]) -> None:
+        """Compute weight gradients of a stage, which is gathered, and add them to what there is."""
+        for compute in pending:
+            for layer, gradient in compute():
+                _add_gradient(layer.weight, gradient)
+        for unit in self._units[stage]:
+            for group in _groups(unit):
+                group.post_backward()  # under bf16 it moves the gradient to where sums are kept in fp32
+
+    def reduce(self, stage: int) -> None:
+        """Begin to sum the gradients of a stage over the data-parallel ranks. A unit that two stages use (a tied
+        matrix) waits for the second."""
+        for unit in self._units[stage]:
+            self._reduced[unit] += 1
+            if self._reduced[unit] < self._users[unit]:
+                continue
+            unit.set_requires_gradient_sync(True, recurse=False)
+            for group in _groups(unit):
+                group.post_backward()
+            unit.set_requires_gradient_sync(False, recurse=False)
+
+    def finish(self) -> None:
+        """Wait for all reductions of the step: the gradients are then those of the sharded parameters."""
+        assert not self._pending and not +self._held, "a schedule ends with everything done and resharded"
+        self._reduced.clear()
+        self.model.set_is_last_backward(True)
+        fully_shard.state(self.model)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+        self.model.set_is_last_backward(False)
+
+
+def _units(model: GPT, part: ModelPart) -> list[Any]:
+    """FSDP2 units that hold parameters of ``part``, as ``parallelize`` made them, in the order of their use."""
+    first = [model.embedding, model.positions] if part.embedding else []
+    last = [model.final_norm, model.embedding if model.tied else None] if part.head else []  # the norm's is the head's
+    modules = [*first, *(model.layers[str(i)] for i in part.layers), *last]
+    return list(dict.fromkeys(module for module in modules if module is not None))
+
+
+def _groups(unit: FSDPModule) -> list[Any]:
+    """FSDP2's own groups of parameters; torch 2.11 has at most one per unit."""
+    state: Any = fully_shard.state(unit)  # type: ignore[attr-defined]
+    several = getattr(state, "_fsdp_param_groups", None)
+    groups = [state._fsdp_param_group] if several is None else several
+    return [group for group in groups if group is not None]
+
+
+def _add_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Accumulate into ``parameter.grad`` of a gathered parameter, as autograd would."""
+    assert isinstance(parameter, DTensor)
+    if isinstance(parameter.grad, DTensor):
+        parameter.grad.to_local().add_(gradient)
+        return
+    shape, stride = parameter.shape, parameter.stride()
+    parameter.grad = DTensor.from_local(
+        gradient, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+    )

@@ -1,0 +1,45 @@
+"""A matrix that the first and the last stage of a pipeline both hold."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from smp.models.gpt import GPT
+from smp.parallel.links import Links
+
+
+class TiedMatrix:
+    """The embedding's matrix, which a tied output layer uses on another pipeline rank.
+
+    Both copies begin with the same bits and get the same gradient, the sum of what each end computed; so they stay
+    equal without ever being sent.
+
+    Args:
+        model: this rank's parts, after ``parallelize``.
+        links: with channels between the two ends, in both directions.
+        ends: pipeline ranks of the first and the last stage, which differ.
+    """
+
+    def __init__(self, model: GPT, links: Links, ends: tuple[int, int]) -> None:
+        self._links, self._weight, self._other = links, None, -1
+        if links.rank in ends:
+            assert model.embedding is not None
+            self._weight, self._other = model.embedding.weight, ends[0] + ends[1] - links.rank
+
+    @property
+    def copies(self) -> dict[torch.Tensor, int]:
+        """The parameter and the number of its copies, where there is one."""
+        return {} if self._weight is None else {self._weight: 2}
+
+    def sum_gradients(self) -> None:
+        """Add up the two gradients, once per step, after both are reduced over the data-parallel ranks."""
+        if self._weight is None:
+            return
+        assert isinstance(self._weight.grad, DTensor), "every step uses both ends"
+        own = self._weight.grad.to_local()
+        theirs = torch.empty_like(own)
+        messages = self._links.send(own, self._other), self._links.receive(theirs, self._other)
+        for message in messages:
+            message.wait()
+        own.add_(theirs)

@@ -1,0 +1,37 @@
+"""The model of a run, and the way its micro-batches go through it."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from smp.config import Config
+from smp.layers import init_weights
+from smp.models.gpt import GPT
+from smp.pipeline.plan import Plan
+from smp.sharding.parallelize import parallelize
+from smp.training.passes import Accumulation, Passes
+from smp.training.pipelined import Pipelined
+
+
+def build_model(config: Config, mesh: DeviceMesh, device: torch.device, plan: Plan | None = None) -> GPT:
+    """Built without memory, sharded, and only then filled: no rank ever holds more than its part.
+
+    Args:
+        config: resolved settings.
+        mesh: of the run.
+        device: where the parameters go.
+        plan: of the pipeline; without one every rank has the whole model.
+    """
+    parts = None if plan is None else list(plan.stages_of(mesh.get_local_rank("pp")).values())
+    split, seed = config.parallel.sequence_parallel, config.training.seed
+    model = GPT(config.model, mesh["tp"], sequence_parallel=split, seed=seed, device="meta", parts=parts)
+    parallelize(model, mesh, config.parallel)
+    model.to_empty(device=device)
+    init_weights(model, seed)
+    return model
+
+
+def build_passes(config: Config, mesh: DeviceMesh, device: torch.device, model: GPT, plan: Plan | None) -> Passes:
+    """Through the pipeline that ``plan`` describes, or without one by accumulation."""
+    return Accumulation(model, device) if plan is None else Pipelined(config, plan, model, mesh, device)

@@ -1,0 +1,54 @@
+"""Every schedule trains like one rank, and alone to the last bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.parity import pipeline_cases as cases
+from tests.parity.cases import Case
+from tests.parity.lab import Lab
+from tests.parity.result import TOLERANCE
+from tests.parity.test_matrix import errors, rounding_bounds
+
+PIPELINES = [*cases.pipeline_cases(), *cases.special_cases()]
+BF16 = cases.bf16_cases()
+EXACT = cases.exact_cases()
+SABOTAGED = cases.sabotaged_cases()
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    exact = [case for pair in EXACT for case in pair]
+    layouts = [*PIPELINES, *BF16, *(case for case, _ in SABOTAGED)]
+    one_rank = [single for case in layouts for single in (case.one_rank, case.one_rank_fp32)]
+    return Lab([*layouts, *exact, *one_rank], tmp_path_factory.mktemp("pipeline"))
+
+
+@pytest.mark.parametrize("case", PIPELINES, ids=str)
+def test_a_pipeline_equals_one_rank(lab: Lab, case: Case) -> None:
+    assert errors(lab, case).worst <= TOLERANCE, errors(lab, case)
+
+
+@pytest.mark.parametrize("case", BF16, ids=str)
+def test_bf16_is_as_close_as_rounding_allows(lab: Lab, case: Case) -> None:
+    found, bounds = errors(lab, case), rounding_bounds(lab, BF16)
+    for name, bound in bounds.items():
+        assert 0 < getattr(found, name) <= bound, (name, found, bounds)
+
+
+@pytest.mark.parametrize(("case", "one_rank"), EXACT, ids=[str(case) for case, _ in EXACT])
+def test_a_pipeline_alone_is_accumulation_to_the_last_bit(lab: Lab, case: Case, one_rank: Case) -> None:
+    got, expected = lab.result(case), lab.result(one_rank)
+    assert got.losses == expected.losses
+    for name, tensor in expected.final.items():
+        assert torch.equal(got.final[name], tensor), name
+
+
+@pytest.mark.parametrize(("case", "error"), SABOTAGED, ids=str)
+def test_a_bug_is_seen(lab: Lab, case: Case, error: str) -> None:
+    if error == "copies":
+        with pytest.raises(AssertionError, match="copies of .* differ between ranks"):
+            lab.result(case)
+    else:
+        assert getattr(errors(lab, case), error) > 100 * TOLERANCE

@@ -1,0 +1,122 @@
+"""A checkpoint of any layout goes on in any other: the same tensors to the last bit, the same losses."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from smp.checkpoint import load, read_manifest
+from smp.checkpoint.local import open_folder
+from smp.models.presets import PRESETS
+from smp.training.pretrain import Pretraining
+from smp.training.process import Process
+from smp.training.runtime import StopSignal
+from smp.training.settings import read_settings
+from tests.distributed import run_distributed
+from tests.training.flag_runs import TINY
+
+SAVED_AT, STEPS = 2, 5
+COMMON = f"--num-layers 3 --micro-batch-size 2 --global-batch-size 12 --train-iters {SAVED_AT + STEPS} --lr 0.003 "
+MODELS = {"untied": "", "tied": "--no-untie-embeddings-and-output-weights "}
+LAYOUTS = {
+    "one": (1, ""),
+    "tp2": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "pp2": (2, "--pipeline-model-parallel-size 2"),
+    "pp2 zb-v": (2, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v"),
+    "shard3": (3, ""),
+    "pp2 v2 shard2": (4, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
+    "tp2 pp2 replicate2": (
+        8,
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --hybrid-shard-degree 1",
+    ),
+    "tp4 shard2": (8, "--tensor-model-parallel-size 4"),
+}
+"""With 97 token ids, which nothing divides, and 3 layers, which two stages cannot share evenly."""
+Losses = dict[str, list[float]]
+
+
+def start(flags: str, rank: int, world: int) -> Pretraining:
+    config = read_settings([*TINY.split(), *COMMON.split(), *flags.split()], PRESETS, world)
+    return Pretraining(config, Process(rank, world, rank), torch.device("cpu"), StopSignal())
+
+
+def losses(run: Pretraining, steps: int) -> list[float]:
+    return [run.trainer.train_step(next(run.batches)).loss for _ in range(steps)]
+
+
+def train_and_save(rank: int, world: int, folder: str, layout: str) -> Losses:
+    """The losses after the save, by model."""
+    os.chdir(folder)
+    out = {}
+    for model, flags in MODELS.items():
+        run = start(f"{flags} {LAYOUTS[layout][1]} --save {model}/{layout.replace(' ', '-')}", rank, world)
+        losses(run, SAVED_AT)
+        run.save()
+        out[model] = losses(run, STEPS)
+        run.close()
+    return out
+
+
+def go_on(rank: int, world: int, folder: str, layout: str, sources: list[str]) -> dict[tuple[str, str], list[float]]:
+    """The losses in ``layout`` from each source's checkpoint; what was loaded is saved again."""
+    os.chdir(folder)
+    out = {}
+    for (model, flags), source in itertools.product(MODELS.items(), sources):
+        names = (layout.replace(" ", "-"), source.replace(" ", "-"))
+        paths = f"--load {model}/{names[1]} --save {model}/{names[0]}-from-{names[1]}"
+        run = start(f"{flags} {LAYOUTS[layout][1]} {paths}", rank, world)
+        run.save()
+        out[model, source] = losses(run, STEPS)
+        run.close()
+    return out
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("reshard")
+
+
+@pytest.fixture(scope="module")
+def saved(folder: Path) -> dict[str, Losses]:
+    """Losses of the uninterrupted run of each layout, which all ranks agree about."""
+    return {name: run_distributed(train_and_save, world, str(folder), name)[0] for name, (world, _) in LAYOUTS.items()}
+
+
+def tensors(run: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a run's checkpoint, whole."""
+    checkpoint = run / f"iter_{SAVED_AT:07d}"
+    entries = read_manifest(open_folder(str(checkpoint))).tensors
+    state = {name: torch.empty(entry.shape, dtype=torch.float32) for name, entry in entries.items()}
+    load(state, checkpoint)
+    return state
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_own_and_another_checkpoint_go_on(saved: dict[str, Losses], folder: Path, layout: str) -> None:
+    names = [*LAYOUTS, *LAYOUTS]
+    at = names.index(layout)
+    check_going_on(saved, folder, layout, [layout, names[at + 3]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_checkpoint_goes_on(saved: dict[str, Losses], folder: Path, layout: str) -> None:
+    check_going_on(saved, folder, layout, list(LAYOUTS))
+
+
+def check_going_on(saved: dict[str, Losses], folder: Path, layout: str, sources: list[str]) -> None:
+    """Bit-equal in the same layout, within 1e-5 in others; all tensors, whole, bit-equal after load and save."""
+    world, _ = LAYOUTS[layout]
+    gone_on = run_distributed(go_on, world, str(folder), layout, sources)[0]
+    for (model, source), found in gone_on.items():
+        if source == layout:
+            assert found == saved[layout][model]
+        assert found == pytest.approx(saved[source][model], rel=1e-5), (model, source)
+        names = (layout.replace(" ", "-"), source.replace(" ", "-"))
+        before, after = (tensors(folder / model / name) for name in (names[1], f"{names[0]}-from-{names[1]}"))
+        assert before.keys() == after.keys() and any(name.startswith("optim.exp_avg_sq.") for name in before)
+        assert all(torch.equal(before[name], after[name]) for name in before), (model, source)
