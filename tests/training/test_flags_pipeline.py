@@ -52,8 +52,9 @@ def train_all(rank: int, world: int, folder: str) -> dict[str, dict[str, Any]]:
     return {name: train(name, flags, rank, world) for name, flags in LAYOUTS.items()}
 
 
-def count_gathers(rank: int, world: int) -> list[tuple[int, int]]:
+def count_gathers(rank: int, world: int, folder: str) -> list[tuple[int, int]]:
     """(all-gathers, reduce-scatters) of one step, without and with --pipeline-reshard."""
+    os.chdir(folder)
     counts = []
     for flags in ("", " --pipeline-reshard"):
         run = start(KEPT + flags, rank, world)
@@ -141,7 +142,7 @@ def test_weights_stay_gathered_for_a_step_or_for_a_use(folder: Path) -> None:
     """Each rank has two blocks and an end, so three units. A step of four micro-batches gathers each once, or for every
     use: on the last rank, where forward and backward follow each other, that is four times. Gradients are reduced once.
     """
-    counts = run_distributed(count_gathers, 4)
+    counts = run_distributed(count_gathers, 4, str(folder))
     assert counts[:2] == [[(3, 3), (3 * 8, 3)]] * 2
     assert counts[2:] == [[(3, 3), (3 * 4, 3)]] * 2
 
