@@ -2,15 +2,21 @@
 
 Four processes on one machine, eight micro-batches. A stage is one module, the same for both: its forward sleeps, and so
 do the input part and the weight part of its backward pass. Sleeping needs no core, so two are enough for four ranks;
-what is measured is order, messages and overhead. Rounds of all entries take turns; a time is the median of a round's
-last step, the slowest rank's.
+what is measured is order, messages and overhead. Rounds of all entries take turns; a time is the slowest rank's, and
+the table has medians.
+
+    python benchmarks/pipeline.py                          # the table
+    python benchmarks/pipeline.py --trace zb-v trace.json  # one step, for tools/plot_pipeline.py --trace
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +28,11 @@ from torch.distributed.pipelining import PipelineStage
 
 from smp.parallel.links import Links
 from smp.pipeline.actions import Schedule
+from smp.pipeline.recorder import Recorder
 from smp.pipeline.run import Runner
 from smp.pipeline.schedules import SCHEDULES, build_schedule
 from smp.pipeline.simulate import StageCosts, simulate
+from smp.pipeline.timeline import to_trace
 from tests.distributed import run_distributed
 
 RANKS, MICRO_BATCHES, ROUNDS = 4, 8, 7
@@ -132,6 +140,20 @@ def measure(rank: int, ranks: int) -> tuple[float, dict[str, list[float]]]:
     return _message_time(runner, rank), times
 
 
+def record(rank: int, ranks: int, name: str) -> dict[str, Any] | None:
+    """A Chrome trace of the second step of one schedule, from rank 0."""
+    mesh = init_device_mesh("cpu", (ranks,))
+    ring = [(r, (r + step) % ranks) for r in range(ranks) for step in (1, -1)]
+    runner = Runner(Links(mesh, ring, timedelta(seconds=60)), SHAPE, torch.float32, torch.device("cpu"))
+    schedule = build_schedule(name, ranks, MICRO_BATCHES)
+    stages = Sleepers(schedule, rank)
+    runner.run(schedule, stages)
+    recorder = Recorder(mesh.get_group(), torch.device("cpu"))
+    runner.run(schedule, stages, recorder)
+    timeline = recorder.timeline()
+    return None if timeline is None else to_trace(timeline, f"{name}, measured")
+
+
 def _timed(step: Any) -> float:
     dist.barrier()
     started = time.perf_counter()
@@ -157,8 +179,20 @@ def _message_time(runner: Runner, rank: int) -> float:
     return statistics.median(samples)
 
 
-def main() -> str:
-    """The table, as text."""
+def main() -> None:
+    """Print the table, or write a trace."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", nargs=2, metavar=("SCHEDULE", "FILE"), help="record one step of a schedule")
+    args = parser.parse_args()
+    if args.trace is None:
+        print(table())
+    else:
+        name, path = args.trace
+        Path(path).write_text(json.dumps(run_distributed(record, RANKS, name)[0]))
+
+
+def table() -> str:
+    """Measured, simulated and torch's."""
     measured = run_distributed(measure, RANKS)
     link, times = measured[0]
     lines = [
@@ -179,4 +213,4 @@ def main() -> str:
 
 
 if __name__ == "__main__":
-    print(main())
+    main()
