@@ -12,11 +12,14 @@ from smp.config.schema import TrainingConfig
 from smp.models.arithmetic import (
     _kept_per_token,
     count_parameters,
+    count_part,
     estimate_memory,
+    forward_flops,
     peak_flops,
     training_flops_per_token,
 )
 from smp.models.gpt import GPT
+from smp.models.part import ModelPart, whole
 from smp.parallel.mesh import build_mesh
 from smp.sharding.parallelize import _wrapped
 from tests.distributed import run_distributed
@@ -308,3 +311,40 @@ def test_peak_of_known_devices(name: str, bf16: float, fp32: float) -> None:
 @pytest.mark.parametrize("name", ["cpu", "", "Tesla V100-SXM2-16GB", "NVIDIA H200 MIG 1g.18gb", "NVIDIA L40"])
 def test_an_unknown_device_has_no_peak(name: str) -> None:
     assert peak_flops(name, "bf16") is None
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parts_add_up_to_the_model(tied: bool) -> None:
+    model = replace(SMALL, vocab_size=100, num_layers=5, untie_embeddings_and_output_weights=not tied)
+    model = _config(model).model
+    parts = (ModelPart(0, 2, embedding=True), ModelPart(2, 0), ModelPart(2, 3, head=True))
+    copies = 100 * model.hidden_size if tied else 0  # the matrix is at both ends
+    whole_model = count_parameters(model, 100).total
+    assert sum(count_part(model, part) for part in parts) == whole_model + copies
+    assert count_part(model, whole(5)) == whole_model
+    flops = forward_flops(model, 32)
+    assert 3 * (5 * flops.layer + flops.head) == training_flops_per_token(model, 32, 100)
+
+
+def test_memory_of_a_pipeline_rank() -> None:
+    """Its parts only; gradients are whole, weights stay gathered, activations wait for their backward pass."""
+    model = replace(SMALL, num_layers=4)
+    config = resolve(
+        Config(
+            model=replace(model, vocab_size=100),
+            parallel=ParallelConfig(pipeline_model_parallel_size=2),
+            data=DataConfig(seq_length=32, micro_batch_size=2, global_batch_size=8),
+            training=TrainingConfig(dry_run=True),
+        ),
+        world_size=4,
+    )
+    layout, layer, vocabulary = Layout(pp=2, dp_shard=2), count_parameters(SMALL, 100).per_layer, 128 * 16
+    parts = [ModelPart(0, 2, embedding=True)]
+    one, three = (estimate_memory(config, layout, 4 * 128 * 10, parts, held) for held in (1, 3))
+    n = 2 * layer + vocabulary
+    assert (one.parameters, one.gradients, one.optimizer) == (2 * n, 4 * n, 4 * n)
+    assert one.units == 4 * n + 8 * max(layer, vocabulary) and one.logits == 0
+    block = 4 * (4 * 16 + 4 * 16 + 4 * 24) + 4 * 4
+    assert (one.activations, three.activations) == (64 * 3 * block, 64 * 7 * block)
+    freed = replace(config, parallel=replace(config.parallel, pipeline_reshard=True))
+    assert estimate_memory(freed, layout, 1, parts).units == 4 * (2 * layer + vocabulary) + 8 * max(layer, vocabulary)
