@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.parity import cases
+from tests.parity import cases, pipeline_cases
 from tests.parity.cases import Case
 from tests.parity.lab import Lab
 from tests.parity.result import TOLERANCE, Errors, compare
@@ -27,17 +27,24 @@ bias has a gradient of exactly zero in theory, so relative to itself its roundin
 {TOLERANCE:g}. In bf16 it is twice the largest distance between bf16 and fp32 on one process, in the first rows of
 that table.
 
-Names: tp = tensor parallel (sp: with sequence parallelism), shard and rep = hybrid FSDP's two degrees, acc =
-accumulation, then the problem: style, variant, head, vocabulary and what its rows are padded to per rank, key/value
-heads of heads, micro-batches x samples x tokens. `unequal` has ranks and micro-batches with different numbers of
-valid tokens, also none; `clip` clips at every step.
+Names: pp = pipeline ranks and their schedule, tp = tensor parallel (sp: with sequence parallelism), shard and rep =
+hybrid FSDP's two degrees, acc = accumulation, then the problem: style, variant, head, vocabulary and what its rows are
+padded to per rank, key/value heads of heads, micro-batches x samples x tokens. `unequal` has ranks and micro-batches
+with different numbers of valid tokens, also none; `clip` clips at every step.
+"""
+PIPELINES = """## Pipelines against one process, fp32
+
+Every schedule on 2 and 4 ranks beside every other way to split, then few micro-batches, placements by hand and
+compilation. A pipeline alone equals accumulation on one process to the last bit (asserted, not listed).
 """
 HEAD = "| case | loss | gradient | norm | weight |\n|---|---|---|---|---|\n"
 
 
 def main() -> None:
     pairwise, bf16, compiled = cases.pairwise_cases(), cases.bf16_cases(), cases.compiled_cases()
-    layouts = [*pairwise, *bf16, *compiled]
+    pipelines = [*pipeline_cases.pipeline_cases(), *pipeline_cases.special_cases()]
+    bf16 += pipeline_cases.bf16_cases()
+    layouts = [*pairwise, *bf16, *compiled, *pipelines]
     rounded = [case for case in [*bf16, *compiled] if case.spread.bf16]
     problems = list(dict.fromkeys(case.one_rank_fp32 for case in [*pairwise, *compiled]))
     singles = [single for case in layouts for single in (case.one_rank, case.one_rank_fp32)]
@@ -49,6 +56,8 @@ def main() -> None:
             "## Layouts against one process, fp32\n\n"
             f"The first {len(pairwise)} cases contain every pair of values of every two factors; the others compile.\n",
             _table((case, compare(lab.result(case), lab.result(case.one_rank))) for case in fp32),
+            PIPELINES,
+            _table((case, compare(lab.result(case), lab.result(case.one_rank))) for case in pipelines),
             "## One process against plain torch in float64\n",
             _table((case, compare(lab.result(case), lab.reference(case))) for case in problems),
             "## bf16: one process against fp32, then layouts against one process in bf16\n",
