@@ -15,7 +15,6 @@ from typing import Any
 from smp.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from smp.config.resolve import resolve
 
-STEPS = 10
 SEED = 7
 MAX_WORLD = 8
 CLIP = 0.2
@@ -39,6 +38,7 @@ class Problem:
         micro_batch: samples of one micro-batch in the layout that the problem was made for.
         micro_batches: their number over all ranks in one step.
         layers: number of blocks.
+        steps: of training. Gradients are compared at the first, from equal weights, and the last.
     """
 
     style: str = "llama"
@@ -54,6 +54,12 @@ class Problem:
     micro_batch: int = 1
     micro_batches: int = 1
     layers: int = 2
+    steps: int = 10
+
+    @property
+    def recorded_steps(self) -> tuple[int, int]:
+        """Steps whose gradients are kept."""
+        return 0, self.steps - 1
 
     @property
     def global_batch(self) -> int:
@@ -195,7 +201,7 @@ def config_of(case: Case) -> Config:
             weight_decay=0.1,
             clip_grad=CLIP if problem.clip else 0.0,
         ),
-        training=TrainingConfig(train_iters=STEPS, seed=SEED),
+        training=TrainingConfig(train_iters=problem.steps, seed=SEED),
     )
     return resolve(config, spread.world_size)
 

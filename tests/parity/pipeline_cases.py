@@ -85,4 +85,4 @@ def sabotaged_cases() -> list[tuple[Case, str]]:
 
 def _case(problem: dict[str, Any], spread: dict[str, Any]) -> Case:
     made = Spread(**spread)
-    return Case(Problem(**problem, micro_batches=made.data_parallel * made.accumulation), made)
+    return Case(Problem(**problem, steps=5, micro_batches=made.data_parallel * made.accumulation), made)

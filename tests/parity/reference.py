@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from smp.config import ModelConfig
 from smp.data.loader import GlobalBatch
 from smp.parallel.rng import dropout_keys, keyed_dropout
-from tests.parity.cases import SEED, STEPS, Case, config_of
+from tests.parity.cases import SEED, Case, config_of
 from tests.parity.data import global_batch
-from tests.parity.result import RECORDED_STEPS, Result
+from tests.parity.result import Result
 
 Weights = dict[str, torch.Tensor]
 
@@ -139,18 +139,18 @@ def mean_loss(weights: Weights, config: ModelConfig, batch: GlobalBatch) -> torc
 
 
 def train(case: Case, initial: Weights) -> Result:
-    """Ten steps of SGD with weight decay and clipping, starting from ``initial``."""
+    """Steps of SGD with weight decay and clipping, starting from ``initial``."""
     config = config_of(case.one_rank_fp32)
     weights = {name: w.double().requires_grad_() for name, w in initial.items()}
     matrices, vectors = ([w for w in weights.values() if (w.ndim > 1) == wanted] for wanted in (True, False))
     decayed = [{"params": matrices, "weight_decay": config.optim.weight_decay}, {"params": vectors}]
     optimizer = torch.optim.SGD(decayed, lr=config.optim.lr)
     losses, norms, gradients = [], [], {}
-    for step in range(STEPS):
+    for step in range(case.problem.steps):
         optimizer.zero_grad()
         loss = mean_loss(weights, config.model, global_batch(case.problem, step))
         loss.backward()
-        if step in RECORDED_STEPS:
+        if step in case.problem.recorded_steps:
             gradients[step] = {name: _gradient(w) for name, w in weights.items()}
         limit = config.optim.clip_grad or math.inf
         norms.append(torch.nn.utils.clip_grad_norm_(list(weights.values()), limit).item())

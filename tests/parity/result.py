@@ -9,11 +9,6 @@ from typing import Any
 
 import torch
 
-from tests.parity.cases import STEPS
-
-RECORDED_STEPS = (0, STEPS - 1)
-"""Steps whose gradients are kept: the first, from equal weights, and the last."""
-
 TOLERANCE = 1e-5
 FLOOR = torch.finfo(torch.float32).eps / TOLERANCE
 """Fraction of a layer's norm that a tensor's norm counts as at least, see :func:`tensor_errors`."""
@@ -125,7 +120,7 @@ def assemble(paths: list[Path]) -> Result:
     for rank in ranks[1:]:
         assert rank["losses"] == ranks[0]["losses"] and rank["norms"] == ranks[0]["norms"], "ranks disagree"
     whole = [_whole([rank["tensors"][i] for rank in ranks], ranks) for i in range(len(ranks[0]["tensors"]))]
-    gradients = dict(zip(RECORDED_STEPS, whole[1:-1], strict=True))
+    gradients = dict(zip(ranks[0]["recorded"], whole[1:-1], strict=True))
     return Result(ranks[0]["losses"], ranks[0]["norms"], whole[0], gradients, whole[-1])
 
 

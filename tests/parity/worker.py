@@ -27,9 +27,9 @@ from smp.sharding.tied import TiedMatrix
 from smp.training.build import build_model, build_passes
 from smp.training.passes import Passes
 from smp.training.trainer import Progress, Trainer
-from tests.parity.cases import STEPS, Case, config_of
+from tests.parity.cases import Case, config_of
 from tests.parity.data import share
-from tests.parity.result import RECORDED_STEPS, Tensors
+from tests.parity.result import Tensors
 
 Meshes = dict[Layout, DeviceMesh]
 
@@ -50,13 +50,13 @@ def run_cases(rank: int, world_size: int, cases: list[Case], folder: str) -> Non
 class Recording:
     """Keeps this rank's part of the gradients of some steps, as they are before clipping."""
 
-    def __init__(self, passes: Passes, model: GPT) -> None:
-        self.passes, self.model, self.copies = passes, model, passes.copies
+    def __init__(self, passes: Passes, model: GPT, recorded: tuple[int, ...]) -> None:
+        self.passes, self.model, self.copies, self.recorded = passes, model, passes.copies, recorded
         self.step, self.gradients = 0, list[Tensors]()
 
     def train(self, batch: GlobalBatch, valid_tokens: int) -> torch.Tensor:
         loss = self.passes.train(batch, valid_tokens)
-        if self.step in RECORDED_STEPS:
+        if self.step in self.recorded:
             grads = {name: p.grad for name, p in self.model.named_parameters()}
             self.gradients.append({name: _local(g) for name, g in grads.items() if g is not None})
         self.step += 1
@@ -68,7 +68,7 @@ class Recording:
 
 def train(case: Case, meshes: Meshes) -> dict[str, Any]:
     """One run, and this rank's part of its result."""
-    config, spread = config_of(case), case.spread
+    config, problem, spread = config_of(case), case.problem, case.spread
     layout = Layout.from_config(config.parallel, spread.world_size)
     if layout not in meshes:
         meshes[layout] = build_mesh(layout, "cpu")
@@ -78,12 +78,13 @@ def train(case: Case, meshes: Meshes) -> dict[str, Any]:
     model = build_model(config, mesh, device, plan)
     initial = _weights(model)
     optimizer = build_optimizer(model, config.optim)
-    passes = Recording(build_passes(config, mesh, device, model, plan), model)
+    passes = Recording(build_passes(config, mesh, device, model, plan), model, problem.recorded_steps)
     trainer = Trainer(config, model, passes, optimizer, mesh, device, Progress())
-    steps = [trainer.train_step(share(case.problem, spread, data_rank(mesh), step)) for step in range(STEPS)]
+    steps = [trainer.train_step(share(problem, spread, data_rank(mesh), step)) for step in range(problem.steps)]
     if spread.compile:
         torch._dynamo.reset()
     return {
+        "recorded": problem.recorded_steps,
         "losses": [s.loss for s in steps],
         "norms": [s.grad_norm for s in steps],
         "tensors": [initial, *passes.gradients, _weights(model)],
