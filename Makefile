@@ -36,8 +36,9 @@ $(READY): setup.py constraints.txt
 demo: $(READY)
 	$(BIN)/python tools/demo.py
 
+# Two workers: a file whose tests start up to eight processes, and one that waits for something else.
 test: $(READY)
-	$(BIN)/python -m pytest -m "not gpu and not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not slow"
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m "slow and not gpu"

@@ -42,6 +42,7 @@ EXTRAS = {
     "test": [
         "pytest>=8",
         "pytest-timeout",
+        "pytest-xdist",
         "hypothesis",
         "packaging",
         "setuptools>=77",
