@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 
 from smp import checkpoint
+from smp.checkpoint.folder import Folder
 from smp.config import Layout, ModelConfig
 from smp.data.tokenizer import SentencePieceTokenizer
 from smp.models.gpt import GPT
 from smp.parallel.mesh import build_mesh
 
 
-def load_model(folder: Path, device: torch.device) -> GPT:
+def load_model(folder: Folder, device: torch.device) -> GPT:
     """The model of a checkpoint folder, in evaluation mode, in this one process."""
     extra = checkpoint.read_manifest(folder).extra
     config = ModelConfig(**{f.name: extra["config"][f.name] for f in fields(ModelConfig)})
