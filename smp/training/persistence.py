@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -12,10 +13,12 @@ from torch import nn
 from smp import __version__, checkpoint
 from smp.checkpoint.agree import gather
 from smp.checkpoint.api import load_from
-from smp.checkpoint.entries import Manifest
+from smp.checkpoint.entries import CheckpointError, Manifest
 from smp.checkpoint.folder import Folder
+from smp.checkpoint.latest import misnamed
 from smp.checkpoint.retention import VALIDATION_LOSS
 from smp.config import Config, ConfigError, as_flat_dict
+from smp.training.saved_run import SavedRun
 from smp.training.trainer import Progress
 
 _FREE = {"hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by", "model"}
@@ -62,24 +65,30 @@ def load_training(
 
     Raises:
         ConfigError: the checkpoint is of another architecture.
-        CheckpointError: as ``checkpoint.load``.
+        CheckpointError: as ``checkpoint.load``; or what a resume needs is not there.
     """
-    notes = compare_settings(manifest.extra.get("config", {}), config, as_flat_dict(config))
-    weights_only = config.checkpoint.finetune or not config.checkpoint.load_optim
+    finetune = config.checkpoint.finetune
+    saved = SavedRun.for_weights(manifest.extra) if finetune else SavedRun.of(manifest.extra, folder)
+    notes = compare_settings(saved.config, config, as_flat_dict(config))
+    weights_only = finetune or not config.checkpoint.load_optim
     if not weights_only:
-        _check_optimizer(manifest.extra.get("config", {}), as_flat_dict(config))
+        _check_optimizer(saved.config, as_flat_dict(config))
+    if not finetune and (saved.progress is None or (saved.optimizer_steps is None and not weights_only)):
+        raise CheckpointError(f"{folder} is not of a training run, so nothing is there to resume: give --finetune")
     filled = None if weights_only else optimizer
     tensors, _ = checkpoint.training_state(model, filled)
     rows = checkpoint.collect_logical_rows(model, filled)
     load_from(folder, manifest, tensors, logical_rows=rows, allow_unread="optim." if weights_only else False)
-    if config.checkpoint.finetune:
-        return Progress(), [f"weights are those of iteration {manifest.extra['progress']['iteration']}"]
-    if not weights_only:
-        checkpoint.restore_optimizer_scalars(model, optimizer, manifest.extra["optimizer_steps"])
-    return Progress(**manifest.extra["progress"]), notes
+    if finetune or saved.progress is None:
+        return Progress(), [] if saved.progress is None else [f"weights of iteration {saved.progress.iteration}"]
+    if saved.optimizer_steps is not None and not weights_only:
+        checkpoint.restore_optimizer_scalars(model, optimizer, saved.optimizer_steps)
+    if (wrong := misnamed(folder, manifest.extra)) is not None:
+        notes = [f"WARNING: {wrong}", *notes]
+    return saved.progress, notes
 
 
-def compare_settings(saved: dict[str, Any], config: Config, settings: dict[str, Any]) -> list[str]:
+def compare_settings(saved: Mapping[str, Any], config: Config, settings: Mapping[str, Any]) -> list[str]:
     """A line for each setting that the data order depends on and that changed.
 
     Raises:
@@ -103,7 +112,7 @@ def compare_settings(saved: dict[str, Any], config: Config, settings: dict[str, 
     return notes
 
 
-def _check_optimizer(saved: dict[str, Any], settings: dict[str, Any]) -> None:
+def _check_optimizer(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Raise ConfigError when the saved optimizer state is of another kind than this run's."""
     before, now = _state_kind(saved), _state_kind(settings)
     if saved and before != now:
@@ -113,7 +122,7 @@ def _check_optimizer(saved: dict[str, Any], settings: dict[str, Any]) -> None:
         )
 
 
-def _state_kind(settings: dict[str, Any]) -> str:
+def _state_kind(settings: Mapping[str, Any]) -> str:
     if settings.get("optimizer") != "sgd":
         return "--optimizer adam"  # torch's and apex's have the same
-    return "--optimizer sgd with" + ("" if settings["sgd_momentum"] else "out") + " --sgd-momentum"
+    return "--optimizer sgd with" + ("" if settings.get("sgd_momentum") else "out") + " --sgd-momentum"
