@@ -163,9 +163,10 @@ class RunLock:
             return
         self._released.set()
         self._thread.join()
-        holder = _parse(_read(self.root, LOCK))
-        if holder is not None and holder.token == self.token:
-            self.root.delete(LOCK)
+        with suppress(OSError):  # left where storage is away, it is a dead job's
+            holder = _parse(_read(self.root, LOCK))
+            if holder is not None and holder.token == self.token:
+                self.root.delete(LOCK)
 
 
 def require_lock(root: Folder, token: str) -> None:
