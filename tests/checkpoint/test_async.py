@@ -248,10 +248,10 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 DYING = """
-import datetime, os, sys
+import datetime, importlib, os, sys
 import torch, torch.distributed as dist
 from smp.checkpoint import AsyncSaver, async_save
-sys.modules["smp.checkpoint.async_save"].LAST_WAIT = 0.5
+importlib.import_module("smp.checkpoint.async_save").LAST_WAIT = 0.5
 rank = int(sys.argv[1])
 store = dist.FileStore(sys.argv[2] + "/store", 2)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
