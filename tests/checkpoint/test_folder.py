@@ -25,6 +25,7 @@ from smp.checkpoint import (
     load,
     read_manifest,
     save,
+    verify,
 )
 from smp.checkpoint.latest import misnamed
 from smp.checkpoint.local import open_folder
@@ -219,7 +220,7 @@ def test_link_out_of_the_folder_is_refused(folder: Path) -> None:
 def test_coverage(rows: list[int], columns: list[int], spoil: int, data: st.DataObject) -> None:
     """Any tiling passes; one with a tile missing, doubled or shortened does not."""
     tiles = [
-        Shard(FILE, "w", (sum(rows[:i]), sum(columns[:j])), (r, c), "0" * 16)
+        Shard(FILE, f"w{i} {j}", (sum(rows[:i]), sum(columns[:j])), (r, c), "0" * 16)
         for i, r in enumerate(rows)
         for j, c in enumerate(columns)
     ]
@@ -364,3 +365,26 @@ def test_a_name_of_another_iteration_is_told(folder: Path) -> None:
     assert misnamed(open_folder(folder.parent / "best"), extra) is None and misnamed(open_folder(folder), {}) is None
     told = misnamed(open_folder(folder.parent / "iter_0000020"), extra)
     assert told is not None and "iter_0000020 holds iteration 10" in told
+
+
+def test_a_stranger_writes_it(tmp_path: Path) -> None:
+    """By docs/checkpoint-format.md, with json, xxhash and the safetensors package."""
+    state = {"any name/at all": torch.arange(12.0).view(4, 3), "n": torch.tensor(7)}
+    parts = {"upper": state["any name/at all"][:3], "lower": state["any name/at all"][3:], "n": state["n"]}
+    save_file({key: part.contiguous() for key, part in parts.items()}, tmp_path / "0.mine-x.safetensors", {"by": "me"})
+
+    def shard(key: str, offsets: list[int]) -> dict[str, Any]:
+        part = parts[key].contiguous()
+        digest = xxhash.xxh3_64_hexdigest(part.numpy().tobytes())
+        place = {"file": "0.mine-x.safetensors", "key": key, "offsets": offsets, "sizes": list(part.shape)}
+        return place | {"xxh3_64": digest}
+
+    rows = {"shape": [4, 3], "dtype": "F32", "shards": [shard("lower", [3, 0]), shard("upper", [0, 0])]}
+    tensors = {"any name/at all": rows, "n": {"shape": [], "dtype": "I64", "shards": [shard("n", [])]}}
+    files = {"0.mine-x.safetensors": (tmp_path / "0.mine-x.safetensors").stat().st_size}
+    content = {"format": "smp-checkpoint", "version": 1, "extra": {"by": "me"}, "files": files, "tensors": tensors}
+    text = json.dumps({"checksum": "0" * 16, **content}, separators=(",", ":"))
+    (tmp_path / "manifest.json").write_text(text.replace("0" * 16, xxhash.xxh3_64_hexdigest(text.encode()), 1))
+    into = zeros(state)
+    assert load(into, tmp_path) == {"by": "me"} and verify(tmp_path) == []
+    assert all(torch.equal(into[name], tensor) for name, tensor in state.items())
