@@ -215,7 +215,7 @@ class AsyncSaver:
     def _finish_alone(self, save: _UnderWay) -> None:
         while not save.part_is_over:
             self._listen(1.0)
-        deadline = time.monotonic() + (time.monotonic() - save.started) + LAST_WAIT
+        deadline = time.monotonic() + save.part_took + LAST_WAIT
         while save.awaited and time.monotonic() < deadline:
             self._listen(min(1.0, LAST_WAIT))
         if save.awaited:
@@ -242,6 +242,8 @@ class _UnderWay:
     awaited: list[str]
     error: str | None = None
     notes: list[str] = field(default_factory=list)
+    part_took: float = 0.0
+    """Seconds until this rank heard that its own file is written."""
 
     @property
     def part_is_over(self) -> bool:
@@ -249,6 +251,8 @@ class _UnderWay:
 
     def hear(self, answer: dict[str, Any]) -> None:
         what = self.awaited.pop(0)
+        if what == "part":
+            self.part_took = time.monotonic() - self.started
         self.notes += answer["notes"]
         if answer[what] is not None:
             self.fail(answer[what])
