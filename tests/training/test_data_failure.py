@@ -46,7 +46,7 @@ sys.exit(pretrain_gpt.main(("--num-layers 1 --hidden-size 32 --num-attention-hea
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert re.fullmatch(  # rank 1 says it too when the launcher takes its time to stop it
-        rf"error: (rank 1: )?rank 1 could not read its data: {tmp_path}/1/corpus\.bin: was cut to 100 bytes while in use; tokens "
-        r"\d+ to \d+ end at byte \d+",
+        rf"error: (rank 1: )?rank 1 could not read its data: {tmp_path}/1/corpus\.bin: was cut to 100 bytes "
+        r"while in use; tokens \d+ to \d+ end at byte \d+",
         lines[0],
     ), done.stderr
