@@ -266,7 +266,7 @@ def _megatron_index(prefix: str, how: str) -> tuple[float, float]:
     class Tokens:
         """Enough of a tokenizer for the description of an index."""
 
-        eod, pad, unique_identifiers = 0, 0, {"class": "none"}
+        vocab_size, eod, pad, unique_identifiers = 50_000, 0, 0, {"class": "none"}
 
     with tempfile.TemporaryDirectory(dir=Path(prefix).parent) as cache, Memory() as memory:
         started = time.perf_counter()
