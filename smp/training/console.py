@@ -28,6 +28,7 @@ class Console:
         self.config, self.layout, self.device = config, layout, device
         self._speaks = rank == 0
         self._window: list[StepResult] = []
+        self._progress = Progress()
         if not self._speaks:
             return
         assert config.model.vocab_size is not None and config.data.seq_length is not None
@@ -50,9 +51,11 @@ class Console:
             tqdm.write(line)
 
     def step(self, progress: Progress, result: StepResult) -> None:
-        """Note a step; every --log-interval iterations, and at a skipped step, write a line and a record."""
+        """Note a step; every --log-interval iterations, and for the last ones at the end, write a line and a record.
+        A skipped step is said at once."""
         if not self._speaks:
             return
+        self._progress = progress
         self._bar.update(1)
         self._window.append(result)
         if result.skipped:
@@ -66,8 +69,9 @@ class Console:
     def _report(self, progress: Progress) -> None:
         finite = [r for r in self._window if not r.skipped]
         last = finite[-1] if finite else self._window[-1]
-        seconds = sum(r.seconds for r in self._window) / len(self._window)
         samples = sum(r.samples for r in self._window) / len(self._window)
+        waited = sum(r.waited for r in self._window) / len(self._window)
+        seconds = waited + sum(r.seconds for r in self._window) / len(self._window)
         record = {
             "lm loss": sum(r.loss for r in finite) / len(finite) if finite else last.loss,
             "learning rate": last.learning_rate,
@@ -77,6 +81,7 @@ class Console:
             "skipped iterations": progress.skipped_iterations,
             "nan iterations": progress.nan_iterations,
             "seconds per iteration": seconds,
+            "seconds waiting for data": waited,
             "tokens/s": samples * (self.config.data.seq_length or 0) / seconds,
             "TFLOP/s per process": samples * self._tflop_per_sample / seconds,
             **self._device_record(samples / seconds),
@@ -102,8 +107,10 @@ class Console:
         self.say(f" {part} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |")
 
     def close(self) -> None:
-        """Flush and close the sinks."""
+        """Report the steps since the last line, flush and close the sinks."""
         if self._speaks:
+            if self._window:
+                self._report(self._progress)
             self._bar.close()
             self._metrics.close()
 
