@@ -31,7 +31,8 @@ class Console:
         if not self._speaks:
             return
         assert config.model.vocab_size is not None and config.data.seq_length is not None
-        self._tokens = (config.data.global_batch_size or 0) * config.data.seq_length
+        self._batch = config.data.global_batch_size or 0
+        self._tokens = self._batch * config.data.seq_length
         flops = training_flops_per_token(config.model, config.data.seq_length, config.model.vocab_size)
         self._tflop_per_rank = flops * self._tokens / layout.world_size / 1e12
         self._metrics = MetricsLog(Path(config.logging.log_dir), config.logging, iteration)
@@ -51,20 +52,20 @@ class Console:
             tqdm.write(line)
 
     def step(self, progress: Progress, result: StepResult) -> None:
-        """Note a step; every --log-interval iterations, and at a skipped step, write a line and a record."""
+        """Note a step, to which ``progress`` may be one ahead; every --log-interval iterations, and at a skipped step, write a line and a record."""
         if not self._speaks:
             return
         self._bar.update(1)
         self._window.append(result)
         if result.skipped:
             self.say(
-                f"iteration {progress.iteration}: loss {result.loss} or grad norm {result.grad_norm} is not finite; "
+                f"iteration {result.iteration}: loss {result.loss} or grad norm {result.grad_norm} is not finite; "
                 "step skipped"
             )
-        if progress.iteration % self.config.logging.log_interval == 0:
-            self._report(progress)
+        if result.iteration % self.config.logging.log_interval == 0:
+            self._report(progress, result.iteration)
 
-    def _report(self, progress: Progress) -> None:
+    def _report(self, progress: Progress, iteration: int) -> None:
         finite = [r for r in self._window if not r.skipped]
         last = finite[-1] if finite else self._window[-1]
         seconds = sum(r.seconds for r in self._window) / len(self._window)
@@ -72,7 +73,7 @@ class Console:
             "lm loss": sum(r.loss for r in finite) / len(finite) if finite else last.loss,
             "learning rate": last.learning_rate,
             "grad norm": last.grad_norm,
-            "consumed samples": progress.consumed_samples,
+            "consumed samples": progress.consumed_samples - (progress.iteration - iteration) * self._batch,
             "skipped iterations": progress.skipped_iterations,
             "nan iterations": progress.nan_iterations,
             "seconds per iteration": seconds,
@@ -81,8 +82,8 @@ class Console:
             **self._device_record(seconds),
         }
         self._window.clear()
-        self._metrics.log(progress.iteration, record)
-        self.say(log_line(self.config, progress.iteration, record))
+        self._metrics.log(iteration, record)
+        self.say(log_line(self.config, iteration, record))
 
     def _device_record(self, seconds: float) -> dict[str, float]:
         """Memory, and the fraction of the peak rate where that is known."""

@@ -9,6 +9,7 @@ from torch import nn
 
 from smp.data.loader import GlobalBatch
 from smp.layers.cross_entropy import IGNORE_INDEX
+from smp.parallel.rng import to_device
 from smp.sharding.parallelize import last_micro_batch
 
 
@@ -45,10 +46,10 @@ class Inputs:
     def __getitem__(self, i: int) -> tuple[torch.Tensor, ...]:
         """(tokens, labels, token weights, sample index). The weights make the sum of the losses of all tokens the mean
         loss over the valid tokens of the whole global batch."""
-        labels = self.batch.labels[i].to(self.device, non_blocking=True)
+        labels = to_device(self.batch.labels[i], self.device)
         weights = (labels != IGNORE_INDEX).float() / max(self.valid_tokens, 1)
-        tokens = self.batch.tokens[i].to(self.device, non_blocking=True)
-        return tokens, labels, weights, self.batch.sample_index[i].to(self.device, non_blocking=True)
+        tokens = to_device(self.batch.tokens[i], self.device)
+        return tokens, labels, weights, to_device(self.batch.sample_index[i], self.device)
 
 
 class Accumulation:

@@ -7,12 +7,14 @@ import dataclasses
 import datetime
 import json
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.attention import sdpa_kernel
 from tqdm import tqdm
 
 from smp.checkpoint import CheckpointError
@@ -20,12 +22,13 @@ from smp.config import Config, ConfigError, Layout
 from smp.data.build import build_datasets
 from smp.data.gpt_dataset import SampleDataset
 from smp.data.loader import BatchLoader
+from smp.kernels.dispatch import describe_kernels
 from smp.optim.optimizer import build_optimizer
 from smp.parallel.mesh import build_mesh, data_rank
 from smp.pipeline.plan import describe_plan, plan_pipeline
 from smp.pipeline.run import PipelineError
 from smp.pipeline.timeline import to_trace
-from smp.training.build import build_model, build_passes
+from smp.training.build import attention_of, build_model, build_passes, run_kernels
 from smp.training.console import Console
 from smp.training.describe import describe
 from smp.training.pipelined import Pipelined
@@ -34,7 +37,7 @@ from smp.training.profiler import Profiler
 from smp.training.runtime import StopSignal, Watchdog, start_process_group
 from smp.training.saving import RunCheckpoints
 from smp.training.settings import report
-from smp.training.trainer import Progress, Trainer, TrainingError
+from smp.training.trainer import Progress, Step, Trainer, TrainingError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +69,7 @@ class Pretraining:
         train, self.valid = self._datasets()
         self.validation: tuple[int, float] | None = None  # iteration and loss of the last evaluation
         self.traced = False
+        self._steps: deque[Step] = deque()  # issued, not yet accounted for
         self.checkpoints = RunCheckpoints(config, self._announce)
         try:
             self._build(device, train)
@@ -83,6 +87,11 @@ class Pretraining:
         plan = plan_pipeline(config, self.layout) if self.layout.pp > 1 else None
         for line in [] if plan is None else describe_plan(plan, config):
             self._announce(line)
+        for line in describe_kernels(*run_kernels(config, device)):
+            self._announce(line)
+        attention = attention_of(config, device)
+        self._announce(f"attention: {attention.name} ({attention.reason})")
+        self._attention = attention.backend
         model = build_model(config, self.mesh, device, plan)
         passes = build_passes(config, self.mesh, device, model, plan)
         optimizer = build_optimizer(model, config.optim)
@@ -120,6 +129,10 @@ class Pretraining:
 
     def run(self) -> Outcome:
         """Train until the last iteration or a reason to stop; evaluate and save on the way."""
+        with sdpa_kernel([self._attention]):
+            return self._run()
+
+    def _run(self) -> Outcome:
         training, progress = self.config.training, self.trainer.progress
         last = training.train_iters
         assert last is not None
@@ -132,9 +145,8 @@ class Pretraining:
             while progress.iteration < last:
                 profiler.step(progress.iteration + 1)
                 with self._traced(progress.iteration + 1):
-                    result = self.trainer.train_step(next(self.batches))
-                self.console.step(progress, result)
-                self.trainer.check_skipped()
+                    self._steps.append(self.trainer.start_step(next(self.batches)))
+                self._settle(keep=1)
                 if _due(progress.iteration, training.eval_interval):
                     self.evaluate()
                     evaluated_at = progress.iteration
@@ -145,12 +157,23 @@ class Pretraining:
                 if (reason := self._reason_to_stop()) is not None and progress.iteration < last:
                     outcome = Outcome("requeue", reason, progress.iteration)
                     break
+        self._settle()
         if outcome.status == "done" and training.eval_interval is not None and evaluated_at != progress.iteration:
             self.evaluate()
         self.checkpoints.finish(*self._to_save())
         if outcome.status == "requeue" and self.config.checkpoint.save is None:
             return Outcome("failed", f"{outcome.reason}; nothing was saved: --save is not given", progress.iteration)
         return outcome
+
+    def _settle(self, keep: int = 0) -> None:
+        """Account for steps: for all but the newest ``keep``, and for those that the device has finished.
+
+        With one step kept the host issues the next one while the device computes, and reads, logs and checks meanwhile.
+        """
+        while len(self._steps) > keep or (self._steps and self._steps[0].finished()):
+            result = self.trainer.settle(self._steps.popleft())
+            self.console.step(self.trainer.progress, result)
+            self.trainer.check_skipped(result)
 
     @contextlib.contextmanager
     def _traced(self, iteration: int) -> Iterator[None]:
@@ -172,6 +195,7 @@ class Pretraining:
 
     def evaluate(self) -> None:
         """Validation loss from the start of the validation split: the same samples every time."""
+        self._settle()
         batches = self._loader(self.valid, 0)
         try:
             loss = self.trainer.evaluate(batches, self.config.training.eval_iters)
@@ -183,6 +207,7 @@ class Pretraining:
 
     def save(self) -> None:
         """Write a checkpoint, or begin to, if --save is given."""
+        self._settle()
         self.checkpoints.save(*self._to_save())
         self.watchdog.progress()
 

@@ -1,4 +1,4 @@
-"""The training loop. ``Trainer.train_step`` is the way from a batch to new weights, on one screen."""
+"""The training loop. ``Trainer.start_step`` is the way from a batch to new weights, on one screen."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from smp.config import Config
 from smp.data.loader import BatchLoader, GlobalBatch
 from smp.layers.cross_entropy import IGNORE_INDEX
-from smp.optim.optimizer import clip_gradients, set_learning_rate
+from smp.optim.optimizer import clip_gradients, set_learning_rate, step_if
 from smp.optim.schedule import learning_rate
 from smp.parallel.mesh import sum_over_parts
 from smp.training.passes import Passes
@@ -39,18 +39,50 @@ class StepResult:
     """What one step measured; the same on every rank.
 
     Attributes:
+        iteration: its number, from 1.
         loss: mean loss per valid token of the global batch, in nats.
         grad_norm: global L2 norm before clipping.
         learning_rate: the rate of this step.
         skipped: loss or norm was not finite, so the weights were left alone.
-        seconds: wall time.
+        seconds: wall time from its start, or the end of the step before, to its end.
     """
 
+    iteration: int
     loss: float
     grad_norm: float
     learning_rate: float
     skipped: bool
     seconds: float
+
+
+class Step:
+    """A step that was issued. Its numbers are on their way to the host, which nothing has waited for yet.
+
+    Args:
+        iteration, learning_rate: of the step.
+        started: ``time.perf_counter()`` then.
+        numbers: fp32 (2,) on the training device: loss and gradient norm.
+    """
+
+    def __init__(self, iteration: int, learning_rate: float, started: float, numbers: torch.Tensor) -> None:
+        self.iteration, self.learning_rate, self.started = iteration, learning_rate, started
+        self._event: torch.cuda.Event | None = None
+        self._numbers = numbers
+        if numbers.is_cuda:
+            self._numbers = torch.empty(numbers.shape, pin_memory=True).copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def finished(self) -> bool:
+        """Whether the numbers have arrived; on a CPU they always have."""
+        return self._event is None or self._event.query()
+
+    def numbers(self) -> tuple[float, float]:
+        """Loss and gradient norm; waits for them."""
+        if self._event is not None:
+            self._event.synchronize()
+        loss, norm = self._numbers.tolist()
+        return loss, norm
 
 
 class Trainer:
@@ -79,23 +111,41 @@ class Trainer:
         self.config, self.model, self.passes, self.optimizer = config, model, passes, optimizer
         self.mesh, self.device, self.progress = mesh, device, progress
         self.skipped_in_a_row = 0
+        self._last_finished = 0.0
         self._counts_tokens = mesh.get_local_rank("tp") == mesh.get_local_rank("pp") == 0  # each token by one rank
 
     def train_step(self, batch: GlobalBatch) -> StepResult:
-        """One optimizer step on the global batch of which ``batch`` is this rank's share."""
+        """:meth:`start_step`, and wait for its end."""
+        return self.settle(self.start_step(batch))
+
+    def start_step(self, batch: GlobalBatch) -> Step:
+        """Issue one optimizer step on the global batch of which ``batch`` is this rank's share.
+
+        Nothing in it waits for the device: whether loss and norm are finite is decided there. :meth:`settle` waits.
+        """
         started = time.perf_counter()
         lr = learning_rate(self.config.optim, self.progress.iteration + 1)
         set_learning_rate(self.optimizer, lr)
         loss = sum_over_parts(self.passes.train(batch, self._valid_tokens(batch)), self.mesh)
         limit, copies = self.config.optim.clip_grad, self.passes.copies
         norm = clip_gradients(self.model.parameters(), limit, copies=copies, device=self.device)
-        loss_value, norm_value = torch.stack((loss, norm)).tolist()
-        finite = math.isfinite(loss_value) and math.isfinite(norm_value)
-        if finite:
-            self.optimizer.step()
+        numbers = torch.stack((loss, norm))
+        step_if(numbers.isfinite().all(), self.optimizer)
         self.optimizer.zero_grad()
-        self._advance(finite, math.isnan(loss_value) or math.isnan(norm_value))
-        return StepResult(loss_value, norm_value, lr, not finite, time.perf_counter() - started)
+        self.progress.iteration += 1
+        self.progress.consumed_samples += self.config.data.global_batch_size or 0
+        return Step(self.progress.iteration, lr, started, numbers)
+
+    def settle(self, step: Step) -> StepResult:
+        """Wait for a step's numbers and count it if it was skipped. Steps are settled in their order."""
+        loss, norm = step.numbers()
+        finished = time.perf_counter()
+        seconds, self._last_finished = finished - max(step.started, self._last_finished), finished
+        skipped = not (math.isfinite(loss) and math.isfinite(norm))
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        self.progress.skipped_iterations += skipped
+        self.progress.nan_iterations += math.isnan(loss) or math.isnan(norm)
+        return StepResult(step.iteration, loss, norm, step.learning_rate, skipped, seconds)
 
     def _valid_tokens(self, batch: GlobalBatch) -> int:
         """Tokens of the global batch that count, over all ranks; a host-side message."""
@@ -103,31 +153,24 @@ class Trainer:
         dist.all_reduce(count)
         return int(count)
 
-    def _advance(self, finite: bool, nan: bool) -> None:
-        self.progress.iteration += 1
-        self.progress.consumed_samples += self.config.data.global_batch_size or 0
-        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
-        self.progress.skipped_iterations += not finite
-        self.progress.nan_iterations += nan
-
-    def check_skipped(self) -> None:
-        """Raise TrainingError when too many steps in a row were skipped."""
+    def check_skipped(self, result: StepResult) -> None:
+        """Raise TrainingError when too many steps in a row were skipped, ``result`` the last of them."""
         limit = self.config.training.max_skipped_steps
         if self.skipped_in_a_row >= limit:
             raise TrainingError(
                 f"{limit} steps in a row had a NaN or infinite loss or gradient norm, the last at iteration "
-                f"{self.progress.iteration}: lower --lr, or look at the data (--max-skipped-steps {limit})"
+                f"{result.iteration}: lower --lr, or look at the data (--max-skipped-steps {limit})"
             )
 
     @torch.no_grad()
     def evaluate(self, batches: BatchLoader, iterations: int) -> float:
         """Mean loss per valid token over ``iterations`` global batches, in nats; the same on every rank."""
         self.model.eval()
-        total, tokens = 0.0, 0
+        total, tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0
         for _ in range(iterations):
             batch = next(batches)
             valid = self._valid_tokens(batch)
-            total += sum_over_parts(self.passes.evaluate(batch, valid), self.mesh).item() * valid
+            total += sum_over_parts(self.passes.evaluate(batch, valid), self.mesh).double() * valid
             tokens += valid
         self.model.train()
-        return total / max(tokens, 1)
+        return total.item() / max(tokens, 1)
