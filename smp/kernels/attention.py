@@ -1,7 +1,7 @@
 """Which backend of PyTorch's scaled dot-product attention a run uses, tried once before it starts.
 
-PyTorch chooses anew at every call and says nothing when it takes the slow one. Here the first of an order that takes the
-model's shapes is the only one allowed, and one that was asked for and cannot is an error.
+PyTorch chooses anew at every call and says nothing when it takes the slow one. Here the first of an order that takes
+the model's shapes is the only one allowed, and one that was asked for and cannot is an error.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def choose_attention(
 
 def preferred(device: torch.device, deterministic: bool) -> list[str]:
     """Fastest first. On Hopper and newer cuDNN's kernel uses instructions that PyTorch's FlashAttention 2 does not (its
-    authors report up to 75 % more speed on an H100, PyTorch 2.5 release notes); its backward pass is not deterministic."""
+    authors report up to 75 % more speed on an H100, PyTorch 2.5 release notes); its backward pass is not
+    deterministic."""
     if device.type != "cuda":
         return ["flash", "math"]
     if torch.cuda.get_device_capability(device) >= (9, 0) and not deterministic:
@@ -77,10 +78,12 @@ def preferred(device: torch.device, deterministic: bool) -> list[str]:
 
 
 def _works(backend: SDPBackend, device: torch.device, shape: AttentionShape) -> bool:
-    """Try it: whether a kernel takes a shape depends on versions and is documented nowhere. On a CPU, where length does
-    not decide, a short sequence is enough."""
-    length = shape.length if device.type == "cuda" else min(shape.length, 32)
-    x = torch.zeros(1, shape.heads, length, shape.head_dim, device=device, dtype=shape.dtype, requires_grad=True)
+    """Try it: whether a kernel takes a shape depends on versions and is documented nowhere. A CPU has two backends that
+    take everything."""
+    if device.type != "cuda":
+        return backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)
+    size = (1, shape.heads, shape.length, shape.head_dim)
+    x, length = torch.zeros(size, device=device, dtype=shape.dtype, requires_grad=True), shape.length
     mask = torch.ones(length, length, dtype=torch.bool, device=device).tril() if shape.masked else None
     try:
         with sdpa_kernel([backend]), warnings.catch_warnings():

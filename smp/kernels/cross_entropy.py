@@ -1,15 +1,15 @@
 """Cross-entropy over one rank's columns of the logits.
 
-With local logits z (n, v), the softmax over the whole vocabulary needs from each rank only two floats per token: l = log
-sum exp z and the target's logit. From all ranks' l follows L = log sum exp l, the loss L - z[target], and its gradient
-exp(z - L) minus one at the target.
+With local logits z (n, v), the softmax over the whole vocabulary needs from each rank only two floats per token: l =
+log sum exp z and the target's logit. From all ranks' l follows L = log sum exp l, the loss L - z[target], and its
+gradient exp(z - L) minus one at the target.
 
-Bytes per local logit in bf16: 2 to read for l, 2 to read and 2 to write for the gradient, which takes the logits' place.
-The sums are fp32 whatever the logits' dtype. (Megatron's and Liger's vocabulary-parallel versions keep an fp32 buffer of
-all local logits; flash-attention's is the nearest to this one.)
+Bytes per local logit in bf16: 2 to read for l, 2 to read and 2 to write for the gradient, which takes the logits'
+place. The sums are fp32 whatever the logits' dtype. (Megatron's and Liger's vocabulary-parallel versions keep an fp32
+buffer of all local logits; flash-attention's is the nearest to this one.)
 
-The PyTorch version goes block of rows by block of rows: the temporaries stay small enough for the processor's caches, and
-for the allocator to hand out the same pages again.
+The PyTorch version goes block of rows by block of rows: the temporaries stay small enough for the processor's caches,
+and for the allocator to hand out the same pages again.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ BLOCK_ELEMENTS = 1 << 20
 
 
 def softmax_stats(logits: torch.Tensor, columns: torch.Tensor, valid: int, backend: str = "torch") -> torch.Tensor:
-    """(l, target's logit) of local logits, fp32 (2, n). The target's logit is 0 where another rank has the target, and l
-    is minus infinity where there is no real column.
+    """(l, target's logit) of local logits, fp32 (2, n). The target's logit is 0 where another rank has the target, and
+    l is minus infinity where there is no real column.
 
     Args:
         logits: (n, v), any floating dtype, columns contiguous; columns from ``valid`` on are padding.
@@ -139,8 +139,8 @@ _softmax_stats_op = register(
     _softmax_stats_fake,
 )
 _logits_to_gradient_op = register(
-    "logits_to_gradient_(Tensor(a!) logits, Tensor log_total, Tensor columns, SymInt valid, Tensor weights, str backend)"
-    " -> ()",
+    "logits_to_gradient_(Tensor(a!) logits, Tensor log_total, Tensor columns, SymInt valid, Tensor weights,"
+    " str backend) -> ()",
     _logits_to_gradient,
     _nothing,
 )

@@ -1,13 +1,13 @@
 """RMSNorm and LayerNorm over the last dimension, alone and after an addition to the residual stream.
 
-RMSNorm (Zhang & Sennrich 2019): y = x r w with r = 1 / sqrt(mean(x^2) + eps). LayerNorm (Ba et al. 2016): y = (x - m) r w
-+ b with r = 1 / sqrt(var(x) + eps). With c(.) the mean over a row and n = y's part before w and b, both have the gradient
-dx = r (dy w - n c(n dy w)), LayerNorm's minus r c(dy w); dw = sum dy n, db = sum dy.
+RMSNorm (Zhang & Sennrich 2019): y = x r w with r = 1 / sqrt(mean(x^2) + eps). LayerNorm (Ba et al. 2016): y = (x - m) r
+w + b with r = 1 / sqrt(var(x) + eps). With c(.) the mean over a row and n = y's part before w and b, both have the
+gradient dx = r (dy w - n c(n dy w)), LayerNorm's minus r c(dy w); dw = sum dy n, db = sum dy.
 
 Bytes per element in bf16: forward 4 (read x, write y), with an addition 8 (read both, write the sum and y); backward 6
-(read x and dy, write dx), with an addition 8 (read the sum's own gradient too). What is kept is x, or the sum, and one or
-two floats per row. Arithmetic is fp32 inside and rounds once, when storing; the sum rounds before it is normalized, as it
-would without fusion.
+(read x and dy, write dx), with an addition 8 (read the sum's own gradient too). What is kept is x, or the sum, and one
+or two floats per row. Arithmetic is fp32 inside and rounds once, when storing; the sum rounds before it is normalized,
+as it would without fusion.
 
 The operators work on rows: (n, features), features contiguous.
 """
@@ -151,10 +151,10 @@ def _forward_fake(
     eps: float,
     backend: str,
 ) -> Tensors:
-    per_row = {"dtype": accumulation_dtype(x.dtype)}
+    wide = accumulation_dtype(x.dtype)
     total = x.new_empty(0 if residual is None else x.shape)
-    mean = x.new_empty(0 if bias is None else x.shape[0], **per_row)
-    return x.new_empty(x.shape), total, mean, x.new_empty(x.shape[0], **per_row)
+    mean = x.new_empty(0 if bias is None else x.shape[0], dtype=wide)
+    return x.new_empty(x.shape), total, mean, x.new_empty(x.shape[0], dtype=wide)
 
 
 def _backward(

@@ -1,8 +1,9 @@
 """Adding a product to an fp32 weight gradient: G += dy^T x with dy (n, out) and x (n, in) in bf16.
 
 On a GPU cuBLAS does it in the product itself: 8 bytes per element of G (read and write), and no bf16 rounding of the
-product on the way. There is nothing left to fuse, so there is no kernel of our own. (apex's ``fused_weight_gradient_dense``
-predates ``torch.addmm(out_dtype=...)``.) On a CPU that product does not exist; the bf16 product is rounded and then added.
+product on the way. There is nothing left to fuse, so there is no kernel of our own. (apex's
+``fused_weight_gradient_dense`` predates ``torch.addmm(out_dtype=...)``.) On a CPU that product does not exist; the bf16
+product is rounded and then added.
 """
 
 from __future__ import annotations

@@ -150,8 +150,8 @@ class _RowParallel(torch.autograd.Function):
 
 
 class _RowParallelSwiglu(torch.autograd.Function):
-    """SwiGLU and the product behind it. The activation between them, which the weight's gradient needs, is not kept: the
-    backward pass of SwiGLU makes it again on its way."""
+    """SwiGLU and the product behind it. The activation between them, which the weight's gradient needs, is not kept:
+    the backward pass of SwiGLU makes it again on its way."""
 
     @staticmethod
     def forward(

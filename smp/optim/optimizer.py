@@ -113,7 +113,7 @@ def step_if(wanted: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
     """``optimizer.step()`` if ``wanted``, a 0-dim boolean, is true.
 
     On a GPU torch's fused AdamW looks itself, by the way that ``torch.amp.GradScaler`` uses: an update that finds
-    infinities leaves weights, moments and step counts alone. So the host need not wait. SGD and apex have no such way, and
+    infinities leaves weights, moments and step counts alone, and the host need not wait. SGD and apex have no such way;
     on a CPU there is nothing to wait for.
     """
     if wanted.is_cuda and getattr(optimizer, "_step_supports_amp_scaling", False):

@@ -52,7 +52,10 @@ class Console:
             tqdm.write(line)
 
     def step(self, progress: Progress, result: StepResult) -> None:
-        """Note a step, to which ``progress`` may be one ahead; every --log-interval iterations, and at a skipped step, write a line and a record."""
+        """Note a step; every --log-interval iterations, and at a skipped step, write a line and a record.
+
+        ``progress`` may be a step ahead of ``result``.
+        """
         if not self._speaks:
             return
         self._bar.update(1)

@@ -15,8 +15,8 @@ from smp.layers.cross_entropy import VocabShard, vocab_parallel_cross_entropy
 from smp.parallel.collectives import Group
 
 ops = torch.ops.smp
-X, W, DY = torch.randn(6, 8), torch.randn(8), torch.randn(6, 8)
-Q, K, COS = torch.randn(6, 2, 4), torch.randn(6, 1, 4), torch.randn(6, 1, 4)
+X, W, DY, BIAS = torch.randn(6, 8), torch.randn(8), torch.randn(6, 8), torch.randn(8)
+Q, K, COS, SIN = torch.randn(6, 2, 4), torch.randn(6, 1, 4), torch.randn(6, 1, 4), torch.randn(6, 1, 4)
 MEAN, SCALE, COLUMNS = torch.randn(6), torch.rand(6), torch.arange(6)
 CALLS = {
     "softmax_stats": (X, COLUMNS, 7, "torch"),
@@ -41,9 +41,9 @@ def test_opcheck(name: str) -> None:
 SHARD = VocabShard(0, 7, Group("", 1, 0))
 FUNCTIONS: dict[str, tuple[Callable[..., Any], list[torch.Tensor]]] = {
     "norm": (lambda x, w: norm._Norm.apply(x, None, w, None, 1e-5, "torch")[0], [X, W]),
-    "add_norm": (lambda x, a, w: sum(norm._Norm.apply(x, a, w, w, 1e-5, "torch")), [X, DY, W]),
+    "add_norm": (lambda x, a, w, b: sum(norm._Norm.apply(x, a, w, b, 1e-5, "torch")), [X, DY, W, BIAS]),
     "swiglu": (lambda g, u: swiglu._Swiglu.apply(g, u, "torch"), [X, DY]),
-    "rope": (lambda q, k: sum(y.sum() for y in rope._Rope.apply(q, k, COS, COS, 4, False, "torch")), [Q, K]),
+    "rope": (lambda q, k: sum(y.sum() for y in rope._Rope.apply(q, k, COS, SIN, 4, False, "torch")), [Q, K]),
     "cross_entropy": (lambda z: vocab_parallel_cross_entropy(z, COLUMNS, SHARD), [X]),
 }
 
@@ -72,7 +72,7 @@ def test_recompute_gives_the_same_bits(name: str) -> None:
 
 
 def test_the_swiglu_of_a_row_parallel_layer_keeps_no_activation() -> None:
-    """gate, up and the weight are all that waits for the backward pass; the gradients are those of the plain formula."""
+    """gate, up and the weight are all that is kept; the gradients are those of the plain formula."""
     from smp.layers.linear import _RowParallelSwiglu
 
     gate, up, weight = (torch.randn(5, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True), torch.randn(3, 8))

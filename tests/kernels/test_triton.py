@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+needs_interpreter = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is not None and version("triton").startswith(("3.5.", "3.6.")),
+    reason="the interpreter of triton 3.6 and older cannot loop with numpy 2.4",
+)
 
 
 def in_interpreter(*words: str) -> Any:
@@ -33,6 +38,7 @@ def errors() -> dict[str, float]:
     return in_interpreter("tests.kernels.interpreted")
 
 
+@needs_interpreter
 @pytest.mark.parametrize("operation", ["cross_entropy", "norm", "swiglu", "rope"])
 def test_fp32_equals_the_reference(errors: dict[str, float], operation: str) -> None:
     mine = {name: e for name, e in errors.items() if name.startswith(f"{operation}, float32")}
@@ -40,6 +46,7 @@ def test_fp32_equals_the_reference(errors: dict[str, float], operation: str) -> 
     assert {name: e for name, e in mine.items() if e > 1e-6} == {}
 
 
+@needs_interpreter
 @pytest.mark.parametrize("operation", ["cross_entropy", "norm", "swiglu", "rope"])
 def test_bf16_storage_is_within_a_unit_in_the_last_place(errors: dict[str, float], operation: str) -> None:
     """The interpreter cuts off where a GPU rounds, so half of the values are one unit, 2^-7 of themselves, lower."""
@@ -57,6 +64,7 @@ TINY_RUNS = [
 ]
 
 
+@needs_interpreter
 def test_real_runs_learn_alike_with_and_without_kernels(tmp_path: Path) -> None:
     for flags, losses in zip(
         TINY_RUNS, in_interpreter("tests.kernels.interpreted_runs", str(tmp_path), *TINY_RUNS), strict=True
@@ -66,6 +74,7 @@ def test_real_runs_learn_alike_with_and_without_kernels(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@needs_interpreter
 def test_200_steps_follow_the_same_curve(tmp_path: Path) -> None:
     """Small differences grow with training: 1e-4 is what they have become where the loss has halved."""
     flags = "--train-iters 200 --num-query-groups 2"
@@ -123,11 +132,11 @@ def compilations() -> list[tuple[str, str, dict[str, str], dict[str, Any], int]]
     tensors |= dict.fromkeys(("rows", "features", "tiles"), size)
     for features in FEATURES:
         options = norm.tile_options(features)
-        warps = options.pop("num_warps")
+        forward, backward = options.pop("num_warps"), norm.tile_options(features, backward=True)["num_warps"]
         for adds, center in ((False, False), (True, False), (True, True)):
             flags = {"ADD": adds, "CENTER": center, **options}
-            out.append(("norm", "forward_kernel", tensors, {"EPS": 1e-5, **flags}, warps))
-            out.append(("norm", "backward_kernel", tensors, flags, warps))
+            out.append(("norm", "forward_kernel", tensors, {"EPS": 1e-5, **flags}, forward))
+            out.append(("norm", "backward_kernel", tensors, flags, backward))
     return out
 
 

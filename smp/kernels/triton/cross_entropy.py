@@ -1,4 +1,4 @@
-"""See :mod:`smp.kernels.cross_entropy`: one program per row reads it once; the gradient is one program per block of a row."""
+"""See :mod:`smp.kernels.cross_entropy`. One program reads a row; one per block of it writes the gradient."""
 
 import torch
 import triton

@@ -9,7 +9,8 @@ HEADS, WARPS = 16, 4
 
 @triton.jit
 def rotate_heads(source, out, cos, sin, head, heads, half, rest, head_dim, HALF: tl.constexpr, REST: tl.constexpr):
-    """``source`` and ``out`` point at one token's first head; REST is 0 when the other channels are in place already."""
+    """``source`` and ``out`` point at one token's first head; REST is 0 when the other channels are in place
+    already."""
     channel = tl.arange(0, HALF)
     inside = (head[:, None] < heads) & (channel[None, :] < half)
     first = head[:, None] * head_dim + channel[None, :]
