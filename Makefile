@@ -56,8 +56,8 @@ bench: $(READY)
 	$(BIN)/python benchmarks/run.py
 
 bench-cpu: $(READY)
-	PYTHONPATH=$(CURDIR) $(BIN)/python benchmarks/kernels.py --device cpu
-	PYTHONPATH=$(CURDIR) $(BIN)/python benchmarks/training_table.py --device cpu
+	PYTHONPATH=$(CURDIR) $(BIN)/python benchmarks/kernels.py --device cpu --rounds 10
+	PYTHONPATH=$(CURDIR) $(BIN)/python benchmarks/training_table.py --device cpu --steps 2
 
 gpu: export PYTHONPATH = $(CURDIR)
 gpu:

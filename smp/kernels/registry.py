@@ -25,10 +25,20 @@ def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> 
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    for device in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, run, device)
+    _LIBRARY.impl(name, run, "CPU")
+    _LIBRARY.impl(name, _on_its_device(run), "CUDA")
     torch.library.register_fake(f"smp::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.smp, name).default
+
+
+def _on_its_device(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Launchers use the current device's stream; a tensor may be on another one."""
+
+    def wrapped(*arguments: Any) -> Any:
+        with torch.cuda.device(arguments[0].device):
+            return run(*arguments)
+
+    return wrapped
 
 
 @cache

@@ -81,7 +81,7 @@ def test_kernels_triton_runs_other_operators_and_learns_the_same(tmp_path: Path)
 def test_attention_backend(runs: Runs) -> None:
     flash, math = runs(count_ops=True), runs("--attention-backend math", count_ops=True)
     operator = "_scaled_dot_product_flash_attention_for_cpu"
-    assert flash.ops[operator] == 3 * 2 * 2 and math.ops[operator] == 0 < math.ops["_softmax"]
+    assert flash.ops[operator] == 3 * 2 * 2 and math.ops[operator] == 0
     assert "attention: flash (the first of flash, math that takes this model)" in flash.out
     assert "attention: math (--attention-backend math)" in math.out
     assert math.losses == pytest.approx(flash.losses, rel=1e-5) and math.ops["bmm"] > flash.ops["bmm"]

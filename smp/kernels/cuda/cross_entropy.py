@@ -17,19 +17,18 @@ def _is_bf16(logits: torch.Tensor) -> int:
 
 def softmax_stats(logits: torch.Tensor, columns: torch.Tensor, valid: int) -> torch.Tensor:
     """See :func:`smp.kernels.cross_entropy.softmax_stats`."""
-    stats, columns = logits.new_empty((2, logits.shape[0]), dtype=torch.float32), columns.contiguous()
-    with torch.cuda.device(logits.device):
-        error = library().smp_softmax_stats(
-            logits.data_ptr(),
-            columns.data_ptr(),
-            stats[0].data_ptr(),
-            stats[1].data_ptr(),
-            logits.shape[0],
-            logits.stride(0),
-            valid,
-            _is_bf16(logits),
-            stream(logits),
-        )
+    stats, columns = logits.new_empty((2, logits.shape[0]), dtype=torch.float32), columns.long().contiguous()
+    error = library().smp_softmax_stats(
+        logits.data_ptr(),
+        columns.data_ptr(),
+        stats[0].data_ptr(),
+        stats[1].data_ptr(),
+        logits.shape[0],
+        logits.stride(0),
+        valid,
+        _is_bf16(logits),
+        stream(logits),
+    )
     check(error, "softmax_stats")
     return stats
 
@@ -38,18 +37,18 @@ def logits_to_gradient(
     logits: torch.Tensor, log_total: torch.Tensor, columns: torch.Tensor, valid: int, weights: torch.Tensor
 ) -> None:
     """See :func:`smp.kernels.cross_entropy.logits_to_gradient`."""
-    log_total, columns, weights = log_total.contiguous(), columns.contiguous(), weights.contiguous()
-    with torch.cuda.device(logits.device):
-        error = library().smp_logits_to_gradient(
-            logits.data_ptr(),
-            log_total.data_ptr(),
-            columns.data_ptr(),
-            weights.data_ptr(),
-            logits.shape[0],
-            logits.stride(0),
-            logits.shape[1],
-            valid,
-            _is_bf16(logits),
-            stream(logits),
-        )
+    columns, weights = columns.long().contiguous(), weights.float().contiguous()
+    log_total = log_total.float().contiguous()
+    error = library().smp_logits_to_gradient(
+        logits.data_ptr(),
+        log_total.data_ptr(),
+        columns.data_ptr(),
+        weights.data_ptr(),
+        logits.shape[0],
+        logits.stride(0),
+        logits.shape[1],
+        valid,
+        _is_bf16(logits),
+        stream(logits),
+    )
     check(error, "logits_to_gradient")

@@ -49,9 +49,15 @@ def gradient_kernel(logits, log_totals, columns, weights, stride, width, valid, 
     tl.store(place, gradient.to(logits.dtype.element_ty), mask=column < width)
 
 
+def _width(logits: torch.Tensor) -> int:
+    if logits.stride(1) != 1:
+        raise ValueError("the columns of the logits must be contiguous")
+    return logits.shape[1]
+
+
 def softmax_stats(logits: torch.Tensor, columns: torch.Tensor, valid: int) -> torch.Tensor:
     """See :func:`smp.kernels.cross_entropy.softmax_stats`."""
-    rows, width = logits.shape
+    rows, width = logits.shape[0], _width(logits)
     stats = logits.new_empty((2, rows), dtype=torch.float32)
     block = min(FORWARD_BLOCK, triton.next_power_of_2(width))
     if rows:
@@ -72,7 +78,7 @@ def logits_to_gradient(
     logits: torch.Tensor, log_total: torch.Tensor, columns: torch.Tensor, valid: int, weights: torch.Tensor
 ) -> None:
     """See :func:`smp.kernels.cross_entropy.logits_to_gradient`."""
-    rows, width = logits.shape
+    rows, width = logits.shape[0], _width(logits)
     block = min(GRADIENT_BLOCK, triton.next_power_of_2(width))
     if rows:
         gradient_kernel[(rows, triton.cdiv(width, block))](
