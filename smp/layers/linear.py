@@ -175,8 +175,10 @@ class _RowParallelSwiglu(torch.autograd.Function):
         gate, up, weight = ctx.saved_tensors
         if ctx.sequence_parallel:
             grad = wait(start_all_gather(grad, ctx.group), ctx.group)  # (tokens, ..., out)
-        dgate, dup, a = swiglu_backward(grad @ weight, gate, up, ctx.backend, again=True)
-        return dgate, dup, grad.flatten(0, -2).t() @ a.flatten(0, -2), None, None, None
+        trained = ctx.needs_input_grad[2]
+        dgate, dup, a = swiglu_backward(grad @ weight, gate, up, ctx.backend, again=trained)
+        dweight = grad.flatten(0, -2).t() @ a.flatten(0, -2) if trained else None
+        return dgate, dup, dweight, None, None, None
 
 
 def row_parallel_swiglu(gate: torch.Tensor, up: torch.Tensor, layer: RowParallelLinear, backend: str) -> torch.Tensor:

@@ -85,3 +85,5 @@ def test_the_swiglu_of_a_row_parallel_layer_keeps_no_activation() -> None:
     want = torch.autograd.grad(F.linear(F.silu(gate) * up, weight).square().sum(), (gate, up, weight))
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g, w)
+    frozen = _RowParallelSwiglu.apply(gate, up, weight.detach(), Group("", 1, 0), False, "torch")
+    torch.testing.assert_close(torch.autograd.grad(frozen.square().sum(), gate)[0], want[0])
