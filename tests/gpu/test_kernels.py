@@ -47,7 +47,7 @@ def tensors(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
 
 def results(run: Callable[..., Any], inputs: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
     """Outputs and the inputs' gradients, for output gradients that depend on nothing but their shape."""
-    leaves = [x.to(dtype).requires_grad_() for x in inputs]
+    leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
     outputs = run(*leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     grads = [torch.linspace(-1, 1, y.numel(), device="cuda", dtype=torch.float64).view(y.shape) for y in outputs]
