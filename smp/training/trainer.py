@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +46,7 @@ class StepResult:
         learning_rate: the rate of this step.
         skipped: loss or norm was not finite, so the weights were left alone.
         seconds: wall time from its start, or the end of the step before, to its end.
+        waited: wall time before it in which its data were not there yet and the device had nothing to do.
     """
 
     iteration: int
@@ -53,6 +55,7 @@ class StepResult:
     learning_rate: float
     skipped: bool
     seconds: float
+    waited: float = 0.0
 
 
 class Step:
@@ -60,12 +63,14 @@ class Step:
 
     Args:
         iteration, learning_rate: of the step.
-        started: ``time.perf_counter()`` then.
+        started: ``time.perf_counter()`` then; ``waited`` seconds before that were spent on data.
         numbers: fp32 (2,) on the training device: loss and gradient norm.
     """
 
-    def __init__(self, iteration: int, learning_rate: float, started: float, numbers: torch.Tensor) -> None:
-        self.iteration, self.learning_rate, self.started = iteration, learning_rate, started
+    def __init__(
+        self, iteration: int, learning_rate: float, started: float, waited: float, numbers: torch.Tensor
+    ) -> None:
+        self.iteration, self.learning_rate, self.started, self.waited = iteration, learning_rate, started, waited
         self._event: torch.cuda.Event | None = None
         self._numbers = numbers
         if numbers.is_cuda:
@@ -118,8 +123,9 @@ class Trainer:
         """:meth:`start_step`, and wait for its end."""
         return self.settle(self.start_step(batch))
 
-    def start_step(self, batch: GlobalBatch) -> Step:
-        """Issue one optimizer step on the global batch of which ``batch`` is this rank's share.
+    def start_step(self, batch: GlobalBatch, waited: float = 0.0) -> Step:
+        """Issue one optimizer step on the global batch of which ``batch`` is this rank's share; ``waited`` is how long
+        that took to come, in seconds.
 
         Nothing in it waits for the device: whether loss and norm are finite is decided there. :meth:`settle` waits.
         """
@@ -134,24 +140,30 @@ class Trainer:
         self.optimizer.zero_grad()
         self.progress.iteration += 1
         self.progress.consumed_samples += self.config.data.global_batch_size or 0
-        return Step(self.progress.iteration, lr, started, numbers)
+        return Step(self.progress.iteration, lr, started, waited, numbers)
 
     def settle(self, step: Step) -> StepResult:
         """Wait for a step's numbers and count it if it was skipped. Steps are settled in their order."""
         loss, norm = step.numbers()
         finished = time.perf_counter()
+        waited = min(step.waited, max(0.0, step.started - self._last_finished))  # the device may have been busy then
         seconds, self._last_finished = finished - max(step.started, self._last_finished), finished
         skipped = not (math.isfinite(loss) and math.isfinite(norm))
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         self.progress.skipped_iterations += skipped
         self.progress.nan_iterations += math.isnan(loss) or math.isnan(norm)
-        return StepResult(step.iteration, loss, norm, step.learning_rate, skipped, seconds)
+        return StepResult(step.iteration, loss, norm, step.learning_rate, skipped, seconds, waited)
 
     def _valid_tokens(self, batch: GlobalBatch) -> int:
         """Tokens of the global batch that count, over all ranks; a host-side message."""
         count = (batch.labels != IGNORE_INDEX).sum() if self._counts_tokens else torch.zeros((), dtype=torch.int64)
         dist.all_reduce(count)
         return int(count)
+
+    def _anywhere(self, flag: bool) -> bool:
+        flags = torch.tensor(flag, dtype=torch.int32)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return bool(flags)
 
     def check_skipped(self, result: StepResult) -> None:
         """Raise TrainingError when too many steps in a row were skipped, ``result`` the last of them."""
@@ -163,11 +175,17 @@ class Trainer:
             )
 
     @torch.no_grad()
-    def evaluate(self, batches: BatchLoader, iterations: int) -> float:
-        """Mean loss per valid token over ``iterations`` global batches, in nats; the same on every rank."""
+    def evaluate(self, batches: BatchLoader, iterations: int, stopped: Callable[[], bool]) -> float | None:
+        """Mean loss per valid token over ``iterations`` global batches, in nats; the same on every rank.
+
+        None when ``stopped`` says on any rank that there is no time left: asked before each batch.
+        """
         self.model.eval()
         total, tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0
         for _ in range(iterations):
+            if self._anywhere(stopped()):
+                self.model.train()
+                return None
             batch = next(batches)
             valid = self._valid_tokens(batch)
             total += sum_over_parts(self.passes.evaluate(batch, valid), self.mesh).double() * valid
