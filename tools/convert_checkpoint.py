@@ -36,9 +36,7 @@ def parser() -> argparse.ArgumentParser:
     )
     out.add_argument("--from", dest="source", choices=FORMATS, help="format of --load (default: found out)")
     out.add_argument("--to", choices=FORMATS, help="format of --save (default: smp, or hf when --load is smp)")
-    out.add_argument(
-        "--load", required=True, type=Path, help="folder to read; a run's folder means its newest checkpoint"
-    )
+    out.add_argument("--load", required=True, type=Path, help="folder to read; of a run its newest checkpoint")
     out.add_argument("--save", required=True, type=Path, help="folder to write; must not exist")
     out.add_argument(
         "--reference",
