@@ -23,6 +23,8 @@ class GlobalBatch:
     tokens: torch.Tensor  # int64 (num_microbatches, micro_batch, seq)
     labels: torch.Tensor  # int64 (num_microbatches, micro_batch, seq), the next token; IGNORED_LABEL: no loss here
     sample_index: torch.Tensor  # int64 (num_microbatches, micro_batch), global sample numbers
+    documents: torch.Tensor | None = None  # int64 like tokens: those with one number see each other; None: all do
+    positions: torch.Tensor | None = None  # int64 like tokens; None: counted from 0 in every row
 
 
 class BatchLoader(Iterator[GlobalBatch]):
