@@ -50,6 +50,8 @@ EXTRAS = {
         *HF,
         *S3,
         "moto[server]",
+        "megatron-core==0.16.1",  # whether we read what it writes, and the reverse; one version, it changes quickly
+        "psutil",  # megatron-core imports it without saying so
     ],
     "dev": ["ruff", "mypy", "import-linter>=2", "pre-commit"],
 }

@@ -21,6 +21,7 @@ def main() -> None:
     two = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     write_table("training_step_cpu.txt", [[step], [*two, step]])
     write_table("pipeline_cpu.txt", [[str(ROOT / "benchmarks/pipeline.py")]])
+    write_table("convert_cpu.txt", [[str(ROOT / "benchmarks/convert.py")]])
 
 
 def write_table(name: str, commands: list[list[str]]) -> None:
