@@ -144,6 +144,7 @@ def measure(root: Path, rounds: int) -> list[Entry]:
             seconds, peak = convert(source, root / target, kind) if kind else copy(source, root / target)
             entry.seconds.append(seconds)
             entry.peak = max(entry.peak, peak)
+            print(f"{entry.name}: {seconds:.1f} s, {peak / 1e6:.0f} MB", file=sys.stderr, flush=True)
             if target not in ("smp",):
                 shutil.rmtree(root / target)
         shutil.rmtree(smp)

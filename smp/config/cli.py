@@ -42,7 +42,7 @@ def load_config(argv: Sequence[str], presets: Presets, described: Describe = lam
     values = read_yaml(files[0]) if files else {}
     values |= {name: _flag_value(settings()[name], text) for name, text in texts.items()}
     model = None
-    if "model" not in values and values.get("load") is not None:
+    if "model" not in values and values.get("load") not in (None, "auto"):
         model = described(values["load"])
     if model is None:
         model = _preset(values.get("model", settings()["model"].default), presets)

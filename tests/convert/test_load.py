@@ -128,6 +128,8 @@ def test_pretraining_starts_from_a_hugging_face_folder(tmp_path: Path) -> None:
     assert losses(one.stdout) == pytest.approx(losses(two.stdout), rel=1e-5) and len(losses(one.stdout)) == 2
     saved = json.loads((tmp_path / "run" / "iter_0000002" / "manifest.json").read_text())["extra"]["config"]
     assert (saved["num_layers"], saved["kv_channels"], saved["qk_layernorm"]) == (2, 16, True)
+    again = pretrain("--load", tmp_path / "run", *RUN, "--train-iters", "3", "--log-dir", tmp_path / "again")
+    assert again.returncode == 0 and "at iteration 2" in again.stdout  # and knows what model it is
     exported = convert(tmp_path / "run", tmp_path / "exported", "hf", reference=folder)
     assert (exported / "generation_config.json").is_file()
     other = pretrain("--model", "debug", "--vocab-size", "99", *RUN, "--train-iters", "1", "--log-dir", tmp_path / "o")
