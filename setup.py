@@ -30,7 +30,7 @@ BASE = [
     "tqdm",
     "xxhash>=3",
 ]
-HF = ["transformers>=5"]
+HF = ["transformers>=5", "tokenizers>=0.20"]
 S3 = ["s3fs>=2024.10"]
 EXTRAS = {
     "hf": HF,
