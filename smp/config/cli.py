@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, NoReturn
 
 from smp.config.fields import Setting, as_text, did_you_mean, docstrings, group_classes, settings
@@ -45,7 +44,7 @@ def load_config(argv: Sequence[str], presets: Presets, described: Describe = lam
     if "model" not in values and values.get("load") not in (None, "auto"):
         model = described(values["load"])
     if model is None:
-        model = _preset(values.get("model", settings()["model"].default), presets)
+        model = _preset(values.get("model"), presets)
     return _build(model | values)
 
 
@@ -56,7 +55,9 @@ def _build(values: Mapping[str, Any]) -> Config:
     return Config(**{group: cls(**by_group[group]) for group, cls in group_classes().items()})
 
 
-def _preset(name: str, presets: Presets) -> dict[str, Any]:
+def _preset(name: str | None, presets: Presets) -> dict[str, Any]:
+    if name is None:
+        return {}
     if name not in presets:
         raise ConfigError(f"unknown --model {name}" + did_you_mean(name, presets, f" ({', '.join(presets)})"))
     assert all(settings()[key].group == "model" for key in presets[name]), f"preset {name}: not a ModelConfig field"
@@ -131,7 +132,8 @@ def read_yaml(path: str) -> dict[str, Any]:
     import yaml  # 20 ms that a run without a recipe does not spend
 
     try:
-        root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        with open(path, encoding="utf-8") as file:
+            root = yaml.compose(file, Loader=yaml.SafeLoader)
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from None
     except (UnicodeDecodeError, yaml.YAMLError) as error:
@@ -142,7 +144,10 @@ def read_yaml(path: str) -> dict[str, Any]:
         raise ConfigError(f"--config {path}: expected lines of 'name: value'")
     values: dict[str, Any] = {}
     for key, node in root.value:
-        name, where = str(key.value), f"{path}:{key.start_mark.line + 1}"
+        where = f"{path}:{key.start_mark.line + 1}"
+        if not isinstance(key, yaml.ScalarNode):
+            raise ConfigError(f"{where}: expected a name, not a list or group, before the colon")
+        name = str(key.value)
         if name in values:
             raise ConfigError(f"{where}: {name} is given twice")
         values[name] = _yaml_value(name, node, where)
