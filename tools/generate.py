@@ -22,7 +22,8 @@ import torch.distributed as dist
 from smp.config import Layout
 from smp.convert.formats import Opened, open_checkpoint
 from smp.convert.load import load_weights
-from smp.data.tokenizer import SentencePieceTokenizer
+from smp.data.tokenizer import Tokenizer
+from smp.data.tokenizer_files import PATTERNS, load_tokenizer
 from smp.models.generation import Sampling, generate
 from smp.models.gpt import GPT
 from smp.parallel.mesh import build_mesh
@@ -38,7 +39,7 @@ class TokenizerFile:
         try:
             import tokenizers
         except ImportError:
-            raise ValueError(f"{path} needs the library tokenizers: pip install 'smp[hf]'") from None
+            raise ValueError(f"{path} needs the library tokenizers: pip install 'smp[data]'") from None
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
@@ -53,7 +54,9 @@ class TokenizerFile:
         return str(self._tokenizer.decode(ids))
 
 
-def find_tokenizer(opened: Opened, given: Path | None) -> tuple[TokenizerFile | SentencePieceTokenizer, list[int]]:
+def find_tokenizer(
+    opened: Opened, given: Path | None, pattern: str | None = None
+) -> tuple[TokenizerFile | Tokenizer, list[int]]:
     """The tokenizer, and the ids that end a text.
 
     Raises:
@@ -68,8 +71,8 @@ def find_tokenizer(opened: Opened, given: Path | None) -> tuple[TokenizerFile | 
         )
     ends = _end_ids(folder)
     if path.suffix == ".json":
-        return TokenizerFile(path), ends
-    tokenizer = SentencePieceTokenizer(path)
+        return TokenizerFile(path), ends or [load_tokenizer(path, pattern).eod]
+    tokenizer = load_tokenizer(path, pattern)
     return tokenizer, [*ends, tokenizer.eod]
 
 
@@ -112,9 +115,8 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     out.add_argument("--load", required=True, type=Path, help="folder of checkpoints, or one checkpoint's own folder")
-    out.add_argument(
-        "--tokenizer-model", type=Path, help="sentencepiece model or tokenizer.json (default: the model's)"
-    )
+    out.add_argument("--tokenizer-model", type=Path, help="its file, of any kind (default: what lies with the model)")
+    out.add_argument("--tiktoken-pattern", choices=PATTERNS, help="how a tiktoken file's text is cut")
     out.add_argument("--reference", type=Path, help="Hugging Face folder that says what --load does not")
     out.add_argument("--prompt", default="", help="text to continue")
     out.add_argument("--max-new-tokens", type=int, default=100, help="tokens to write at most")
@@ -133,7 +135,7 @@ def main(argv: list[str]) -> int:
     try:
         sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
         opened = open_checkpoint(args.load, reference=args.reference)
-        tokenizer, ends = find_tokenizer(opened, args.tokenizer_model)
+        tokenizer, ends = find_tokenizer(opened, args.tokenizer_model, args.tiktoken_pattern)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         model = load_model(opened, device, DTYPES[args.dtype])
