@@ -13,17 +13,18 @@ from torch import nn
 from smp import __version__, checkpoint
 from smp.checkpoint.agree import gather
 from smp.checkpoint.api import load_from
-from smp.checkpoint.entries import CheckpointError, Manifest
+from smp.checkpoint.entries import Manifest
 from smp.checkpoint.folder import Folder
 from smp.checkpoint.latest import misnamed
 from smp.checkpoint.retention import VALIDATION_LOSS
 from smp.config import Config, ConfigError, as_flat_dict
+from smp.convert.hf_config import FREE
+from smp.convert.load import load_weights
+from smp.convert.smp_format import SmpWeights
 from smp.training.saved_run import SavedRun
 from smp.training.trainer import Progress
 
-_FREE = {"hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by", "model"}
-"""Model settings that may change on a resume without changing what the weights mean."""
-_ORDER = ("seed", "split", "seq_length", "data_path", "mock_data")
+_ORDER = ("seed", "split", "seq_length", "packing", "data_path", "mock_data")
 """Settings that the order of the data is a function of."""
 
 
@@ -69,39 +70,41 @@ def load_training(
     """
     finetune = config.checkpoint.finetune
     saved = SavedRun.for_weights(manifest.extra) if finetune else SavedRun.of(manifest.extra, folder)
-    notes = compare_settings(saved.config, config, as_flat_dict(config))
-    weights_only = finetune or not config.checkpoint.load_optim
-    if not weights_only:
-        _check_optimizer(saved.config, as_flat_dict(config))
-    if not finetune and (saved.progress is None or (saved.optimizer_steps is None and not weights_only)):
-        raise CheckpointError(f"{folder} is not of a training run, so nothing is there to resume: give --finetune")
-    filled = None if weights_only else optimizer
-    tensors, _ = checkpoint.training_state(model, filled)
-    rows = checkpoint.collect_logical_rows(model, filled)
-    load_from(folder, manifest, tensors, logical_rows=rows, allow_unread="optim." if weights_only else False)
-    if finetune or saved.progress is None:
-        return Progress(), [] if saved.progress is None else [f"weights of iteration {saved.progress.iteration}"]
-    if saved.optimizer_steps is not None and not weights_only:
-        checkpoint.restore_optimizer_scalars(model, optimizer, saved.optimizer_steps)
-    if (wrong := misnamed(folder, manifest.extra)) is not None:
-        notes = [f"WARNING: {wrong}", *notes]
+    has_manifest = saved.progress is not None and saved.progress.data is not None
+    notes = compare_settings(saved.config, config, as_flat_dict(config), has_manifest)
+    if finetune:
+        loading = load_weights(model, lambda: SmpWeights(folder, manifest))
+        at = [] if saved.progress is None else [f"weights are those of iteration {saved.progress.iteration}"]
+        return Progress(), [*loading, *at]
+    notes = [f"WARNING: {line}" for line in [misnamed(folder, manifest.extra)] if line is not None] + notes
+    if not config.checkpoint.load_optim and saved.progress is not None:
+        return saved.progress, [*notes, *load_weights(model, lambda: SmpWeights(folder, manifest))]
+    if saved.progress is None or saved.optimizer_steps is None:
+        raise ConfigError(f"{folder} holds weights only, nothing to resume: give --finetune")
+    _check_optimizer(saved.config, as_flat_dict(config))
+    tensors, _ = checkpoint.training_state(model, optimizer)
+    load_from(folder, manifest, tensors, logical_rows=checkpoint.collect_logical_rows(model, optimizer))
+    checkpoint.restore_optimizer_scalars(model, optimizer, saved.optimizer_steps)
     return saved.progress, notes
 
 
-def compare_settings(saved: Mapping[str, Any], config: Config, settings: Mapping[str, Any]) -> list[str]:
-    """A line for each setting that the data order depends on and that changed.
+def compare_settings(
+    saved: Mapping[str, Any], config: Config, settings: Mapping[str, Any], has_manifest: bool = False
+) -> list[str]:
+    """A line for each setting that the data order depends on and that changed. A manifest of the data tells apart what
+    was read and what was not by itself, whatever the files are called.
 
     Raises:
         ConfigError: a setting of the architecture changed: the weights would mean something else.
     """
     for name in asdict(config.model):
-        if name not in _FREE and name in saved and saved[name] != settings[name]:
+        if name not in FREE and name in saved and saved[name] != settings[name]:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"the checkpoint was trained with {flag} {saved[name]}, this run has {settings[name]}")
     notes = [
         f"note: {name} was {saved[name]} in the checkpoint and is {settings[name]} now: the data order changes"
         for name in _ORDER
-        if name in saved and saved[name] != settings[name]
+        if name in saved and saved[name] != settings[name] and not (name == "data_path" and has_manifest)
     ]
     before, now = saved.get("global_batch_size"), settings["global_batch_size"]
     if before not in (None, now) and not config.checkpoint.finetune:

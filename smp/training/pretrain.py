@@ -8,25 +8,30 @@ import datetime
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.attention import sdpa_kernel
 from tqdm import tqdm
 
 from smp.checkpoint import CheckpointError
 from smp.config import Config, ConfigError, Layout
-from smp.data.build import build_datasets
-from smp.data.gpt_dataset import SampleDataset
+from smp.config.batch import BatchSizes
+from smp.data.blend import BlendedDataset
+from smp.data.build import Datasets, build_datasets
 from smp.data.loader import BatchLoader
+from smp.data.sample import SampleDataset
+from smp.kernels.dispatch import describe_kernels
 from smp.optim.optimizer import build_optimizer
 from smp.parallel.mesh import build_mesh, data_rank
 from smp.pipeline.plan import describe_plan, plan_pipeline
 from smp.pipeline.run import PipelineError
 from smp.pipeline.timeline import to_trace
-from smp.training.build import build_model, build_passes
+from smp.training.build import attention_of, build_model, build_passes, run_kernels
 from smp.training.console import Console
 from smp.training.describe import describe
 from smp.training.pipelined import Pipelined
@@ -35,7 +40,7 @@ from smp.training.profiler import Profiler
 from smp.training.runtime import StopSignal, Watchdog, start_process_group
 from smp.training.saving import RunCheckpoints
 from smp.training.settings import report
-from smp.training.trainer import Progress, Trainer, TrainingError
+from smp.training.trainer import Progress, Step, Trainer, TrainingError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,15 +63,17 @@ class Pretraining:
     """
 
     def __init__(self, config: Config, process: Process, device: torch.device, stop: StopSignal) -> None:
-        self.config, self.process, self.stop = config, process, stop
+        self.config, self.process, self.device, self.stop = config, process, device, stop
         self.started = time.monotonic()
         self.watchdog = Watchdog(process, config.parallel.distributed_timeout_minutes)
         self.layout = Layout.from_config(config.parallel, process.world_size)
         timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
         self.mesh = build_mesh(self.layout, device.type, timeout)
-        train, self.valid = self._datasets()
+        train, self.valid, self.test = self._datasets()
+        self.sizes = BatchSizes.of(config.data)
         self.validation: tuple[int, float] | None = None  # iteration and loss of the last evaluation
         self.traced = False
+        self._steps: deque[Step] = deque()  # issued, not yet accounted for
         self.checkpoints = RunCheckpoints(config, self._announce)
         try:
             self._build(device, train)
@@ -79,35 +86,46 @@ class Pretraining:
         if self.process.rank == 0:
             tqdm.write(line)
 
-    def _build(self, device: torch.device, train: SampleDataset) -> None:
+    def _build(self, device: torch.device, train: BlendedDataset) -> None:
         config = self.config
         plan = plan_pipeline(config, self.layout) if self.layout.pp > 1 else None
         for line in [] if plan is None else describe_plan(plan, config):
             self._announce(line)
+        for line in describe_kernels(*run_kernels(config, device)):
+            self._announce(line)
+        attention = attention_of(config, device)
+        self._announce(f"attention: {attention.name} ({attention.reason})")
+        self._attention = attention.backend
         model = build_model(config, self.mesh, device, plan)
         passes = build_passes(config, self.mesh, device, model, plan)
         optimizer = build_optimizer(model, config.optim)
         progress = self.checkpoints.load(model, optimizer)
+        for line in train.resume(progress.data, progress.consumed_samples):
+            self._announce(line)
+        progress.data = train.manifest
         self.trainer = Trainer(config, model, passes, optimizer, self.mesh, device, progress)
-        self.batches = self._loader(train, progress.consumed_samples)
+        self.batches = self._loader(train, progress.consumed_samples, self.sizes)
         with _blamed_on("--log-dir", config.logging.log_dir):
             self.console = Console(config, self.layout, self.process.rank, device, progress.iteration)
 
-    def _datasets(self) -> tuple[SampleDataset, SampleDataset]:
+    def _datasets(self) -> Datasets:
         config = self.config
         assert config.model.vocab_size is not None
         try:
-            train, valid = build_datasets(config.data, config.model.vocab_size, config.training.seed)
-        except ValueError as error:
+            datasets = build_datasets(config.data, config.model.vocab_size, config.training.seed)
+        except (ValueError, OSError) as error:
             raise ConfigError(str(error)) from None
-        if config.training.eval_interval is not None and valid.samples_per_epoch == 0:
+        if config.training.eval_interval is not None and datasets.valid is None:
+            part = f"the validation part of --split {config.data.split}"
             raise ConfigError(
-                f"--eval-interval: the validation part of --split {config.data.split} holds less than one sample of "
-                f"{config.data.seq_length} tokens"
+                f"--eval-interval: {'--valid-data-path' if config.data.valid_data_path else part} holds less than one "
+                f"sample of {config.data.seq_length} tokens"
             )
-        return train, valid
+        if config.data.test_data_path is not None and datasets.test is None:
+            raise ConfigError(f"--test-data-path holds less than one sample of {config.data.seq_length} tokens")
+        return datasets
 
-    def _loader(self, dataset: SampleDataset, start_sample: int) -> BatchLoader:
+    def _loader(self, dataset: SampleDataset, start_sample: int, sizes: BatchSizes | None = None) -> BatchLoader:
         data, ranks = self.config.data, self.layout.data_parallel
         assert data.global_batch_size is not None
         return BatchLoader(
@@ -117,10 +135,19 @@ class Pretraining:
             dp_rank=data_rank(self.mesh),
             dp_size=ranks,
             start_sample=start_sample,
+            batch_size=sizes,
+            num_workers=data.num_workers,
+            with_documents=data.reset_attention_mask,
+            with_positions=data.reset_position_ids,
+            pin_memory=self.device.type == "cuda",
         )
 
     def run(self) -> Outcome:
         """Train until the last iteration or a reason to stop; evaluate and save on the way."""
+        with sdpa_kernel([self._attention]):
+            return self._run()
+
+    def _run(self) -> Outcome:
         training, progress = self.config.training, self.trainer.progress
         last = training.train_iters
         assert last is not None
@@ -133,29 +160,43 @@ class Pretraining:
             while progress.iteration < last:
                 profiler.step(progress.iteration + 1)
                 asked = time.perf_counter()
-                batch = next(self.batches)
+                batch = self.batches.next_or_reason()
                 waited = time.perf_counter() - asked
                 with self._traced(progress.iteration + 1):
-                    result = self.trainer.train_step(batch)
-                self.console.step(progress, dataclasses.replace(result, waited=waited))
-                self.trainer.check_skipped()
+                    self._steps.append(self.trainer.start_step(batch, waited))
+                self._settle(keep=1)
                 if _due(progress.iteration, training.eval_interval):
                     self.evaluate()
                     evaluated_at = progress.iteration
                 self.checkpoints.poll()
-                # In a row of skipped steps nothing is new, and older checkpoints are wanted if the row ends the run.
-                if self.checkpoints.due(progress.iteration) and not self.trainer.skipped_in_a_row:
-                    self.save()
+                if self.checkpoints.due(progress.iteration):
+                    self._settle()  # on all ranks alike
+                    # In a row of skipped steps nothing is new, and older checkpoints are wanted if it ends the run.
+                    if not self.trainer.skipped_in_a_row:
+                        self.save()
                 self.watchdog.progress()
                 if (reason := self._reason_to_stop()) is not None and progress.iteration < last:
                     outcome = Outcome("requeue", reason, progress.iteration)
                     break
+        self._settle()
         if outcome.status == "done" and training.eval_interval is not None and evaluated_at != progress.iteration:
             self.evaluate()
+        if outcome.status == "done" and self.test is not None:
+            self._evaluate_test(self.test)
         self.checkpoints.finish(*self._to_save())
         if outcome.status == "requeue" and self.config.checkpoint.save is None:
             return Outcome("failed", f"{outcome.reason}; nothing was saved: --save is not given", progress.iteration)
         return outcome
+
+    def _settle(self, keep: int = 0) -> None:
+        """Account for steps: for all but the newest ``keep``, and for those that the device has finished.
+
+        With one step kept the host issues the next one while the device computes, and reads, logs and checks meanwhile.
+        """
+        while len(self._steps) > keep or (self._steps and self._steps[0].finished()):
+            result = self.trainer.settle(self._steps.popleft())
+            self.console.step(self.trainer.progress, result)
+            self.trainer.check_skipped(result)
 
     @contextlib.contextmanager
     def _traced(self, iteration: int) -> Iterator[None]:
@@ -176,21 +217,35 @@ class Pretraining:
             self.console.say(f"wrote {path}: bubble {100 * timeline.bubble_fraction:.1f} % of the step")
 
     def evaluate(self) -> None:
-        """Validation loss from the start of the validation split: the same samples every time. A signal ends it."""
-        batches = self._loader(self.valid, 0)
+        """Validation loss from the start of the validation data: the same samples every time. A signal ends it."""
+        assert self.valid is not None, "checked with the data"
+        loss = self._loss_on(self.valid)
+        if loss is None:
+            return
+        self.validation = (self.trainer.progress.iteration, loss)
+        self.console.evaluation(self.trainer.progress.iteration, loss)
+        self.watchdog.progress()
+
+    def _evaluate_test(self, test: SampleDataset) -> None:
+        loss = self._loss_on(test)
+        if loss is not None:
+            self.console.evaluation(self.trainer.progress.iteration, loss, "test")
+
+    def _loss_on(self, dataset: SampleDataset) -> float | None:
+        """None when a signal ended it."""
+        self._settle()
+        batches = self._loader(dataset, 0)
         try:
             loss = self.trainer.evaluate(batches, self.config.training.eval_iters, lambda: self.stop.name is not None)
         finally:
             batches.close()
         if loss is None:
             self.console.say(f"evaluation at iteration {self.trainer.progress.iteration} was stopped by a signal")
-            return
-        self.validation = (self.trainer.progress.iteration, loss)
-        self.console.evaluation(self.trainer.progress.iteration, loss)
-        self.watchdog.progress()
+        return loss
 
     def save(self) -> None:
         """Write a checkpoint, or begin to, if --save is given."""
+        self._settle()
         self.checkpoints.save(*self._to_save())
         self.watchdog.progress()
 

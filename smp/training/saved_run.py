@@ -32,11 +32,11 @@ class SavedRun:
             CheckpointError: something has another form than a run gives it; in one line that begins with ``where``.
         """
         config, steps = extra.get("config", {}), extra.get("optimizer_steps")
-        _require(isinstance(config, dict), where, "'config' is not an object")
+        _require(isinstance(config, dict), where, "'config'")
         _require(
             steps is None or (isinstance(steps, dict) and all(type(n) in (int, float) for n in steps.values())),
             where,
-            "'optimizer_steps' is not an object of numbers",
+            "'optimizer_steps'",
         )
         return SavedRun(config, _progress(extra.get("progress"), where), steps)
 
@@ -53,11 +53,29 @@ def _progress(saved: Any, where: object) -> Progress | None:
     if saved is None:
         return None
     names = {field.name for field in fields(Progress)}
-    counts = isinstance(saved, dict) and all(type(n) is int and n >= 0 for n in saved.values())
-    _require(counts and "iteration" in saved and set(saved) <= names, where, "'progress' is not that of a run")
+    known = isinstance(saved, dict) and "iteration" in saved and set(saved) <= names
+    _require(known and all(_is_count(n) for name, n in saved.items() if name != "data"), where, "'progress'")
+    _require(saved.get("data") is None or _is_blend(saved["data"]), where, "'data' of 'progress'")
     return Progress(**saved)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_blend(phases: Any) -> bool:
+    """Whether it is what :mod:`smp.data.blend` writes down of the data that were read."""
+    try:
+        sources = [source for phase in phases for source in phase["sources"]]
+        starts = all(_is_count(phase["start"]) for phase in phases)
+        read = all(isinstance(s["key"], str) and s["weight"] >= 0 and _is_count(s["offset"]) for s in sources)
+    except (TypeError, KeyError):
+        return False
+    return isinstance(phases, list) and len(phases) > 0 and starts and read
 
 
 def _require(condition: bool, where: object, problem: str) -> None:
     if not condition:
-        raise CheckpointError(f"{where}: {problem}: only the weights can be loaded, with --finetune")
+        raise CheckpointError(
+            f"{where}: {problem} in extra is not that of a run: only weights can be loaded, by --finetune"
+        )
