@@ -33,15 +33,18 @@ class SmpWeights(Weights):
     Args:
         folder: one checkpoint's own folder.
         manifest: its manifest, when it was read before.
+        config: settings of the model that it should be; None: those that it holds.
 
     Raises:
         CheckpointError: it is not a checkpoint of a training run, or not of the model that its settings describe.
     """
 
-    def __init__(self, folder: str | Path | Folder, manifest: Manifest | None = None) -> None:
+    def __init__(
+        self, folder: str | Path | Folder, manifest: Manifest | None = None, config: ModelConfig | None = None
+    ) -> None:
         self.folder, self.notes = open_folder(folder), []
         self.manifest = manifest or read_manifest(self.folder)
-        self.config = saved_config(self.manifest, self.folder)
+        self.config = config or saved_config(self.manifest, self.folder)
         stored = {
             name.removeprefix(_MODEL): Stored(entry.shape, DTYPES[entry.dtype])
             for name, entry in self.manifest.tensors.items()
