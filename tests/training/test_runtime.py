@@ -319,10 +319,10 @@ from smp.training import trainer
 
 step = trainer.Trainer.start_step
 
-def start_step(self, batch):
+def start_step(self, *arguments):
     if self.progress.iteration == 2 and os.environ["RANK"] == "1":
         hang()
-    return step(self, batch)
+    return step(self, *arguments)
 
 def hang():
     time.sleep(100)
