@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from smp.checkpoint.agree import gather
 from smp.config import Config
-from smp.data.loader import BatchLoader, GlobalBatch
+from smp.data.blend import Manifest
+from smp.data.loader import BatchLoader, GlobalBatch, Unreadable
 from smp.layers.cross_entropy import IGNORE_INDEX
 from smp.optim.optimizer import clip_gradients, set_learning_rate, step_if
 from smp.optim.schedule import learning_rate
@@ -27,12 +29,13 @@ class TrainingError(RuntimeError):
 
 @dataclass
 class Progress:
-    """What a resumed run continues from."""
+    """What a resumed run continues from. ``data`` is the manifest of the blend, see ``smp.data.blend``."""
 
     iteration: int = 0
     consumed_samples: int = 0
     skipped_iterations: int = 0
     nan_iterations: int = 0
+    data: Manifest | None = None
 
 
 @dataclass(frozen=True)
@@ -41,18 +44,22 @@ class StepResult:
 
     Attributes:
         iteration: its number, from 1.
+        consumed_samples: by all ranks, up to its end.
         loss: mean loss per valid token of the global batch, in nats.
         grad_norm: global L2 norm before clipping.
         learning_rate: the rate of this step.
+        samples: consumed by all ranks.
         skipped: loss or norm was not finite, so the weights were left alone.
         seconds: wall time from its start, or the end of the step before, to its end.
         waited: wall time before it in which its data were not there yet and the device had nothing to do.
     """
 
     iteration: int
+    consumed_samples: int
     loss: float
     grad_norm: float
     learning_rate: float
+    samples: int
     skipped: bool
     seconds: float
     waited: float = 0.0
@@ -62,15 +69,23 @@ class Step:
     """A step that was issued. Its numbers are on their way to the host, which nothing has waited for yet.
 
     Args:
-        iteration, learning_rate: of the step.
+        after: where the run is with this step.
+        learning_rate, samples: of the step.
         started: ``time.perf_counter()`` then; ``waited`` seconds before that were spent on data.
         numbers: fp32 (2,) on the training device: loss and gradient norm.
     """
 
     def __init__(
-        self, iteration: int, learning_rate: float, started: float, waited: float, numbers: torch.Tensor
+        self,
+        after: Progress,
+        learning_rate: float,
+        samples: int,
+        started: float,
+        waited: float,
+        numbers: torch.Tensor,
     ) -> None:
-        self.iteration, self.learning_rate, self.started, self.waited = iteration, learning_rate, started, waited
+        self.after, self.learning_rate, self.samples = after, learning_rate, samples
+        self.started, self.waited = started, waited
         self._event: torch.cuda.Event | None = None
         self._numbers = numbers
         if numbers.is_cuda:
@@ -117,30 +132,37 @@ class Trainer:
         self.mesh, self.device, self.progress = mesh, device, progress
         self.skipped_in_a_row = 0
         self._last_finished = 0.0
+        self._data_ranks = math.prod(mesh[name].size() for name in ("dp_replicate", "dp_shard"))
         self._counts_tokens = mesh.get_local_rank("tp") == mesh.get_local_rank("pp") == 0  # each token by one rank
 
-    def train_step(self, batch: GlobalBatch) -> StepResult:
+    def train_step(self, batch: GlobalBatch | Unreadable) -> StepResult:
         """:meth:`start_step`, and wait for its end."""
         return self.settle(self.start_step(batch))
 
-    def start_step(self, batch: GlobalBatch, waited: float = 0.0) -> Step:
+    def start_step(self, batch: GlobalBatch | Unreadable, waited: float = 0.0) -> Step:
         """Issue one optimizer step on the global batch of which ``batch`` is this rank's share; ``waited`` is how long
         that took to come, in seconds.
 
         Nothing in it waits for the device: whether loss and norm are finite is decided there. :meth:`settle` waits.
+
+        Raises:
+            TrainingError: on all ranks, when one of them could not read its share.
         """
         started = time.perf_counter()
+        valid_tokens = self._valid_tokens(batch)
+        assert isinstance(batch, GlobalBatch)
+        samples = batch.sample_index.numel() * self._data_ranks
         lr = learning_rate(self.config.optim, self.progress.iteration + 1)
         set_learning_rate(self.optimizer, lr)
-        loss = sum_over_parts(self.passes.train(batch, self._valid_tokens(batch)), self.mesh)
+        loss = sum_over_parts(self.passes.train(batch, valid_tokens), self.mesh)
         limit, copies = self.config.optim.clip_grad, self.passes.copies
         norm = clip_gradients(self.model.parameters(), limit, copies=copies, device=self.device)
         numbers = torch.stack((loss, norm))
         step_if(numbers.isfinite().all(), self.optimizer)
         self.optimizer.zero_grad()
         self.progress.iteration += 1
-        self.progress.consumed_samples += self.config.data.global_batch_size or 0
-        return Step(self.progress.iteration, lr, started, waited, numbers)
+        self.progress.consumed_samples += samples
+        return Step(replace(self.progress), lr, samples, started, waited, numbers)
 
     def settle(self, step: Step) -> StepResult:
         """Wait for a step's numbers and count it if it was skipped. Steps are settled in their order."""
@@ -152,13 +174,32 @@ class Trainer:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         self.progress.skipped_iterations += skipped
         self.progress.nan_iterations += math.isnan(loss) or math.isnan(norm)
-        return StepResult(step.iteration, loss, norm, step.learning_rate, skipped, seconds, waited)
+        return StepResult(
+            iteration=step.after.iteration,
+            consumed_samples=step.after.consumed_samples,
+            loss=loss,
+            grad_norm=norm,
+            learning_rate=step.learning_rate,
+            samples=step.samples,
+            skipped=skipped,
+            seconds=seconds,
+            waited=waited,
+        )
 
-    def _valid_tokens(self, batch: GlobalBatch) -> int:
-        """Tokens of the global batch that count, over all ranks; a host-side message."""
-        count = (batch.labels != IGNORE_INDEX).sum() if self._counts_tokens else torch.zeros((), dtype=torch.int64)
-        dist.all_reduce(count)
-        return int(count)
+    def _valid_tokens(self, batch: GlobalBatch | Unreadable) -> int:
+        """Tokens of the global batch that count, over all ranks; a host-side message, which also says whether a rank
+        has nothing to train on: all of them end then, and none waits for it."""
+        reason = batch.reason if isinstance(batch, Unreadable) else ""
+        count = 0
+        if isinstance(batch, GlobalBatch) and self._counts_tokens:
+            count = int((batch.labels != IGNORE_INDEX).sum())
+        counts = torch.tensor([count, bool(reason)], dtype=torch.int64)
+        dist.all_reduce(counts)
+        if counts[1]:
+            reasons = gather(reason)
+            rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason)
+            raise TrainingError(f"rank {rank} could not read its data: {reason}")
+        return int(counts[0])
 
     def _anywhere(self, flag: bool) -> bool:
         flags = torch.tensor(flag, dtype=torch.int32)
@@ -186,8 +227,9 @@ class Trainer:
             if self._anywhere(stopped()):
                 self.model.train()
                 return None
-            batch = next(batches)
+            batch = batches.next_or_reason()
             valid = self._valid_tokens(batch)
+            assert isinstance(batch, GlobalBatch)
             total += sum_over_parts(self.passes.evaluate(batch, valid), self.mesh).double() * valid
             tokens += valid
         self.model.train()
