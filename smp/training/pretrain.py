@@ -22,18 +22,18 @@ from smp.data.gpt_dataset import SampleDataset
 from smp.data.loader import BatchLoader
 from smp.optim.optimizer import build_optimizer
 from smp.parallel.mesh import build_mesh, data_rank
+from smp.pipeline.failure import PipelineError, naming
 from smp.pipeline.plan import describe_plan, plan_pipeline
-from smp.pipeline.run import PipelineError
 from smp.pipeline.timeline import to_trace
 from smp.training.build import build_model, build_passes
 from smp.training.console import Console
 from smp.training.describe import describe
 from smp.training.pipelined import Pipelined
-from smp.training.process import Process, Status, write_status
+from smp.training.process import Process, Status, ended, status_path, write_status
 from smp.training.profiler import Profiler
 from smp.training.runtime import StopSignal, Watchdog, start_process_group
 from smp.training.saving import RunCheckpoints
-from smp.training.settings import report
+from smp.training.settings import report, report_own
 from smp.training.trainer import Progress, Trainer, TrainingError
 
 
@@ -119,6 +119,12 @@ class Pretraining:
         )
 
     def run(self) -> Outcome:
+        """:meth:`train`; in a pipeline, a rank that loses contact with another one says on which stages it is."""
+        passes = self.trainer.passes
+        with naming(passes.place) if isinstance(passes, Pipelined) else contextlib.nullcontext():
+            return self.train()
+
+    def train(self) -> Outcome:
         """Train until the last iteration or a reason to stop; evaluate and save on the way."""
         training, progress = self.config.training, self.trainer.progress
         last = training.train_iters
@@ -241,7 +247,11 @@ def launch(config: Config, process: Process) -> int:
     try:
         run = Pretraining(config, process, device, stop)
         outcome = run.run()
-    except (ConfigError, CheckpointError, TrainingError, PipelineError) as error:
+    except PipelineError as error:
+        report_own(str(error), process.rank)
+        outcome = Outcome("failed", str(error), _iteration(run))
+        _write_for_rank_zero(config, process, outcome)
+    except (ConfigError, CheckpointError, TrainingError) as error:
         report(str(error), process.rank, lambda: stop.name is not None)
         outcome = Outcome("bad_config" if run is None else "failed", str(error), _iteration(run))
     except BaseException as error:
@@ -267,6 +277,13 @@ def _write_outcome(config: Config, process: Process, outcome: Outcome, started: 
     logging = config.logging
     if process.rank != 0 or (logging.status_file is None and not started):
         return
-    path = Path(logging.status_file or Path(logging.log_dir) / "status.json")
-    write_status(path, outcome.status, outcome.reason, outcome.iteration)
+    write_status(status_path(logging), outcome.status, outcome.reason, outcome.iteration)
     print(f"{outcome.status}: {outcome.reason}", flush=True)
+
+
+def _write_for_rank_zero(config: Config, process: Process, outcome: Outcome) -> None:
+    """Rank 0 may be the one that is lost, so the first of the others writes the status file. If rank 0 is there it
+    writes its own word over that."""
+    path = status_path(config.logging)
+    if process.rank != 0 and not ended(path):
+        write_status(path, outcome.status, outcome.reason, outcome.iteration)
