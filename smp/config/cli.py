@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, NoReturn
 
 from smp.config.fields import Setting, as_text, did_you_mean, docstrings, group_classes, settings
@@ -37,7 +36,7 @@ def load_config(argv: Sequence[str], presets: Presets) -> Config:
         raise ConfigError(f"--config is given {len(files)} times: {', '.join(files)}; flags may override one file")
     values = read_yaml(files[0]) if files else {}
     values |= {name: _flag_value(settings()[name], text) for name, text in texts.items()}
-    return _build(_preset(values.get("model", settings()["model"].default), presets) | values)
+    return _build(_preset(values.get("model"), presets) | values)
 
 
 def _build(values: Mapping[str, Any]) -> Config:
@@ -47,7 +46,9 @@ def _build(values: Mapping[str, Any]) -> Config:
     return Config(**{group: cls(**by_group[group]) for group, cls in group_classes().items()})
 
 
-def _preset(name: str, presets: Presets) -> dict[str, Any]:
+def _preset(name: str | None, presets: Presets) -> dict[str, Any]:
+    if name is None:
+        return {}
     if name not in presets:
         raise ConfigError(f"unknown --model {name}" + did_you_mean(name, presets, f" ({', '.join(presets)})"))
     assert all(settings()[key].group == "model" for key in presets[name]), f"preset {name}: not a ModelConfig field"
@@ -122,7 +123,8 @@ def read_yaml(path: str) -> dict[str, Any]:
     import yaml  # 20 ms that a run without a recipe does not spend
 
     try:
-        root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        with open(path, encoding="utf-8") as file:
+            root = yaml.compose(file, Loader=yaml.SafeLoader)
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from None
     except (UnicodeDecodeError, yaml.YAMLError) as error:
@@ -133,7 +135,10 @@ def read_yaml(path: str) -> dict[str, Any]:
         raise ConfigError(f"--config {path}: expected lines of 'name: value'")
     values: dict[str, Any] = {}
     for key, node in root.value:
-        name, where = str(key.value), f"{path}:{key.start_mark.line + 1}"
+        where = f"{path}:{key.start_mark.line + 1}"
+        if not isinstance(key, yaml.ScalarNode):
+            raise ConfigError(f"{where}: expected a name, not a list or group, before the colon")
+        name = str(key.value)
         if name in values:
             raise ConfigError(f"{where}: {name} is given twice")
         values[name] = _yaml_value(name, node, where)

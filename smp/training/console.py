@@ -28,6 +28,7 @@ class Console:
         self.config, self.layout, self.device = config, layout, device
         self._speaks = rank == 0
         self._window: list[StepResult] = []
+        self._progress = Progress()
         if not self._speaks:
             return
         assert config.model.vocab_size is not None and config.data.seq_length is not None
@@ -51,9 +52,11 @@ class Console:
             tqdm.write(line)
 
     def step(self, progress: Progress, result: StepResult) -> None:
-        """Note a step; every --log-interval iterations, and at a skipped step, write a line and a record."""
+        """Note a step; every --log-interval iterations, and for the last ones at the end, write a line and a record.
+        A skipped step is said at once."""
         if not self._speaks:
             return
+        self._progress = progress
         self._bar.update(1)
         self._window.append(result)
         if result.skipped:
@@ -67,7 +70,8 @@ class Console:
     def _report(self, progress: Progress) -> None:
         finite = [r for r in self._window if not r.skipped]
         last = finite[-1] if finite else self._window[-1]
-        seconds = sum(r.seconds for r in self._window) / len(self._window)
+        waited = sum(r.waited for r in self._window) / len(self._window)
+        seconds = waited + sum(r.seconds for r in self._window) / len(self._window)
         record = {
             "lm loss": sum(r.loss for r in finite) / len(finite) if finite else last.loss,
             "learning rate": last.learning_rate,
@@ -76,6 +80,7 @@ class Console:
             "skipped iterations": progress.skipped_iterations,
             "nan iterations": progress.nan_iterations,
             "seconds per iteration": seconds,
+            "seconds waiting for data": waited,
             "tokens/s": self._tokens / seconds,
             "TFLOP/s per process": self._tflop_per_rank / seconds,
             **self._device_record(seconds),
@@ -103,8 +108,10 @@ class Console:
         )
 
     def close(self) -> None:
-        """Flush and close the sinks."""
+        """Report the steps since the last line, flush and close the sinks."""
         if self._speaks:
+            if self._window:
+                self._report(self._progress)
             self._bar.close()
             self._metrics.close()
 

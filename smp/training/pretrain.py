@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import datetime
 import json
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -137,15 +138,19 @@ class Pretraining:
         with Profiler(training, Path(self.config.logging.log_dir), self.process.rank) as profiler:
             while progress.iteration < last:
                 profiler.step(progress.iteration + 1)
+                asked = time.perf_counter()
+                batch = next(self.batches)
+                waited = time.perf_counter() - asked
                 with self._traced(progress.iteration + 1):
-                    result = self.trainer.train_step(next(self.batches))
-                self.console.step(progress, result)
+                    result = self.trainer.train_step(batch)
+                self.console.step(progress, dataclasses.replace(result, waited=waited))
                 self.trainer.check_skipped()
                 if _due(progress.iteration, training.eval_interval):
                     self.evaluate()
                     evaluated_at = progress.iteration
                 self.checkpoints.poll()
-                if self.checkpoints.due(progress.iteration):
+                # In a row of skipped steps nothing is new, and older checkpoints are wanted if the row ends the run.
+                if self.checkpoints.due(progress.iteration) and not self.trainer.skipped_in_a_row:
                     self.save()
                 self.watchdog.progress()
                 if (reason := self._reason_to_stop()) is not None and progress.iteration < last:
@@ -177,12 +182,15 @@ class Pretraining:
             self.console.say(f"wrote {path}: bubble {100 * timeline.bubble_fraction:.1f} % of the step")
 
     def evaluate(self) -> None:
-        """Validation loss from the start of the validation split: the same samples every time."""
+        """Validation loss from the start of the validation split: the same samples every time. A signal ends it."""
         batches = self._loader(self.valid, 0)
         try:
-            loss = self.trainer.evaluate(batches, self.config.training.eval_iters)
+            loss = self.trainer.evaluate(batches, self.config.training.eval_iters, lambda: self.stop.name is not None)
         finally:
             batches.close()
+        if loss is None:
+            self.console.say(f"evaluation at iteration {self.trainer.progress.iteration} was stopped by a signal")
+            return
         self.validation = (self.trainer.progress.iteration, loss)
         self.console.evaluation(self.trainer.progress.iteration, loss)
         self.watchdog.progress()
@@ -246,6 +254,9 @@ def launch(config: Config, process: Process) -> int:
     run: Pretraining | None = None
     try:
         run = Pretraining(config, process, device, stop)
+        with _blamed_on("--status-file", str(status_path(config.logging))):
+            if process.rank == 0:
+                write_status(status_path(config.logging), "running", "", run.trainer.progress.iteration)
         outcome = run.run()
     except PipelineError as error:
         report_own(str(error), process.rank)
@@ -277,13 +288,20 @@ def _write_outcome(config: Config, process: Process, outcome: Outcome, started: 
     logging = config.logging
     if process.rank != 0 or (logging.status_file is None and not started):
         return
-    write_status(status_path(logging), outcome.status, outcome.reason, outcome.iteration)
+    _write(config, outcome)
     print(f"{outcome.status}: {outcome.reason}", flush=True)
 
 
 def _write_for_rank_zero(config: Config, process: Process, outcome: Outcome) -> None:
     """Rank 0 may be the one that is lost, so the first of the others writes the status file. If rank 0 is there it
     writes its own word over that."""
+    if process.rank != 0 and not ended(status_path(config.logging)):
+        _write(config, outcome)
+
+
+def _write(config: Config, outcome: Outcome) -> None:
     path = status_path(config.logging)
-    if process.rank != 0 and not ended(path):
+    try:
         write_status(path, outcome.status, outcome.reason, outcome.iteration)
+    except OSError as error:
+        print(f"error: --status-file {path}: {error}", file=sys.stderr, flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +44,8 @@ class StepResult:
         grad_norm: global L2 norm before clipping.
         learning_rate: the rate of this step.
         skipped: loss or norm was not finite, so the weights were left alone.
-        seconds: wall time.
+        seconds: wall time of the step itself.
+        waited: wall time before it in which its data were not there yet.
     """
 
     loss: float
@@ -51,6 +53,7 @@ class StepResult:
     learning_rate: float
     skipped: bool
     seconds: float
+    waited: float = 0.0
 
 
 class Trainer:
@@ -103,6 +106,11 @@ class Trainer:
         dist.all_reduce(count)
         return int(count)
 
+    def _anywhere(self, flag: bool) -> bool:
+        flags = torch.tensor(flag, dtype=torch.int32)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return bool(flags)
+
     def _advance(self, finite: bool, nan: bool) -> None:
         self.progress.iteration += 1
         self.progress.consumed_samples += self.config.data.global_batch_size or 0
@@ -120,11 +128,17 @@ class Trainer:
             )
 
     @torch.no_grad()
-    def evaluate(self, batches: BatchLoader, iterations: int) -> float:
-        """Mean loss per valid token over ``iterations`` global batches, in nats; the same on every rank."""
+    def evaluate(self, batches: BatchLoader, iterations: int, stopped: Callable[[], bool]) -> float | None:
+        """Mean loss per valid token over ``iterations`` global batches, in nats; the same on every rank.
+
+        None when ``stopped`` says on any rank that there is no time left: asked before each batch.
+        """
         self.model.eval()
         total, tokens = 0.0, 0
         for _ in range(iterations):
+            if self._anywhere(stopped()):
+                self.model.train()
+                return None
             batch = next(batches)
             valid = self._valid_tokens(batch)
             total += sum_over_parts(self.passes.evaluate(batch, valid), self.mesh).item() * valid

@@ -97,7 +97,7 @@ def test_all_but_the_lost_rank_say_where_they_stand(name: str, tmp_path: Path) -
 def test_the_first_word_about_the_end_stays(tmp_path: Path) -> None:
     path = tmp_path / "status.json"
     assert not ended(path)
-    write_status(path, "running", "", 3)  # type: ignore[arg-type]
+    write_status(path, "running", "", 3)
     assert not ended(path)
     write_status(path, "failed", "pipeline rank 1: ...", 3)
     assert ended(path)
