@@ -31,8 +31,11 @@ BASE = [
     "xxhash>=3",
 ]
 HF = ["transformers>=5"]
+DATA = ["pyarrow", "tiktoken", "tokenizers>=0.21", "zstandard"]  # kinds of files and tokenizers
 S3 = ["s3fs>=2024.10"]
 EXTRAS = {
+    "data": DATA,
+    "gigatoken": ["gigatoken"],  # a faster tokenizer for preprocessing
     "hf": HF,
     "fsspec": ["fsspec>=2024.10"],  # checkpoints in any object store; its back-end comes on top
     "s3": S3,
@@ -50,6 +53,12 @@ EXTRAS = {
         *HF,
         *S3,
         "moto[server]",
+        *DATA,
+        "gigatoken",
+        # the builder that our files are compared with; it imports psutil without asking for it, and takes any torch
+        # from 2.6 on, so it brings none. Elsewhere there is no wheel, and those tests are skipped.
+        "megatron-core>=0.16,<0.17; sys_platform == 'linux' and platform_machine == 'x86_64'",
+        "psutil",
     ],
     "dev": ["ruff", "mypy", "import-linter>=2", "pre-commit"],
 }

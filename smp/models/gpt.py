@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from smp.config import ModelConfig
-from smp.layers.attention import SelfAttention, SequenceInfo
+from smp.layers.attention import SelfAttention, SequenceInfo, document_mask
 from smp.layers.block import TransformerBlock
 from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from smp.layers.head import VocabParallelHead
@@ -100,6 +100,8 @@ class GPT(nn.Module):
         labels: torch.Tensor | None = None,
         token_weights: torch.Tensor | None = None,
         sample_index: torch.Tensor | None = None,
+        documents: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
         hidden: torch.Tensor | None = None,
         part: ModelPart | None = None,
     ) -> torch.Tensor:
@@ -112,6 +114,10 @@ class GPT(nn.Module):
                 makes the sum over micro-batches and ranks the mean loss; 0 leaves a token out.
             sample_index: int64 (batch,), global numbers of the samples. Dropout is keyed by them; needed in training
                 mode when dropout is on.
+            documents: int64 (batch, length): tokens see only tokens with the same number. Without it a sequence is one
+                document.
+            positions: int64 (batch, length), below ``max_position_embeddings``: where each token stands. Without it
+                they count from 0 in every sequence.
             hidden: what the part before returned, when ``part`` has no embedding.
             part: one of ``self.parts``; by default the only one.
 
@@ -123,9 +129,12 @@ class GPT(nn.Module):
             (part,) = self.parts
         batch, length = tokens.shape
         padding = self._padding(batch * length)
-        info = self._sequence_info(tokens, padding, sample_index)
+        places = self._position_ids(tokens, padding, positions)
+        info = self._sequence_info(tokens, padding, places, sample_index)
         keys = self._dropout_keys(info, tokens.device)
-        x = self._embed(_flat(tokens, padding), info, keys) if hidden is None else hidden
+        x = self._embed(_flat(tokens, padding), places, info, keys) if hidden is None else hidden
+        if documents is not None:
+            info.mask = document_mask(documents, self.config.window_size, x.dtype)
         for i in part.layers:
             x = self.layers[str(i)](
                 x, info, None if keys is None else keys[SITES_PER_BLOCK * i : SITES_PER_BLOCK * (i + 1)]
@@ -149,8 +158,10 @@ class GPT(nn.Module):
         """Rows to add so that the TP ranks can share the tokens evenly."""
         return -tokens % self.group.size if self.sequence_parallel else 0
 
-    def _sequence_info(self, tokens: torch.Tensor, padding: int, sample_index: torch.Tensor | None) -> SequenceInfo:
-        """Positions, rotary tables and, when dropout needs them, global token numbers."""
+    def _sequence_info(
+        self, tokens: torch.Tensor, padding: int, places: torch.Tensor, sample_index: torch.Tensor | None
+    ) -> SequenceInfo:
+        """Rotary tables and, when dropout needs them, global token numbers."""
         batch, length = tokens.shape
         info = SequenceInfo(batch, length, batch * length + padding)
         c = self.config
@@ -165,7 +176,7 @@ class GPT(nn.Module):
                 )
             assert c.kv_channels is not None
             freqs = rope_frequencies(int(c.kv_channels * c.rotary_percent), c.rotary_base, scaling, tokens.device)
-            info.rope = rope_table(self._position_ids(info, tokens.device), freqs)
+            info.rope = rope_table(places, freqs)
         if self.training and (c.hidden_dropout > 0 or c.attention_dropout > 0):
             if sample_index is None:
                 raise ValueError("dropout needs sample_index: masks are keyed by the global number of each sample")
@@ -174,10 +185,11 @@ class GPT(nn.Module):
             info.local_numbers = self._own(info.numbers)
         return info
 
-    def _position_ids(self, info: SequenceInfo, device: torch.device) -> torch.Tensor:
+    def _position_ids(self, tokens: torch.Tensor, padding: int, positions: torch.Tensor | None) -> torch.Tensor:
         """int64 (tokens,); padding continues at 0."""
-        ids = torch.arange(info.length, device=device).repeat(info.batch)
-        return F.pad(ids, (0, info.tokens - ids.shape[0]))
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+        return _flat(positions, padding)
 
     def _own(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's part of a per-token tensor."""
@@ -192,12 +204,14 @@ class GPT(nn.Module):
             return None
         return dropout_keys(self.seed, SITES_PER_BLOCK * self.config.num_layers + 1, device)
 
-    def _embed(self, flat: torch.Tensor, info: SequenceInfo, keys: torch.Tensor | None) -> torch.Tensor:
+    def _embed(
+        self, flat: torch.Tensor, places: torch.Tensor, info: SequenceInfo, keys: torch.Tensor | None
+    ) -> torch.Tensor:
         """ids (tokens,) -> (tokens [/p], hidden)."""
         assert self.embedding is not None
         x = self.embedding(flat)
         if self.positions is not None:
-            x = x + self.positions(self._position_ids(info, flat.device))
+            x = x + self.positions(places)
         if keys is None or info.local_numbers is None:
             return x
         return keyed_dropout(x, keys[-1], info.local_numbers, self.config.hidden_dropout)

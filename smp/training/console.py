@@ -32,9 +32,8 @@ class Console:
         if not self._speaks:
             return
         assert config.model.vocab_size is not None and config.data.seq_length is not None
-        self._tokens = (config.data.global_batch_size or 0) * config.data.seq_length
         flops = training_flops_per_token(config.model, config.data.seq_length, config.model.vocab_size)
-        self._tflop_per_rank = flops * self._tokens / layout.world_size / 1e12
+        self._tflop_per_sample = flops * config.data.seq_length / layout.world_size / 1e12  # of each process
         self._metrics = MetricsLog(Path(config.logging.log_dir), config.logging, iteration)
         self._bar = tqdm(
             total=config.training.train_iters,
@@ -70,6 +69,7 @@ class Console:
     def _report(self, progress: Progress) -> None:
         finite = [r for r in self._window if not r.skipped]
         last = finite[-1] if finite else self._window[-1]
+        samples = sum(r.samples for r in self._window) / len(self._window)
         waited = sum(r.waited for r in self._window) / len(self._window)
         seconds = waited + sum(r.seconds for r in self._window) / len(self._window)
         record = {
@@ -77,35 +77,34 @@ class Console:
             "learning rate": last.learning_rate,
             "grad norm": last.grad_norm,
             "consumed samples": progress.consumed_samples,
+            "global batch size": last.samples,
             "skipped iterations": progress.skipped_iterations,
             "nan iterations": progress.nan_iterations,
             "seconds per iteration": seconds,
             "seconds waiting for data": waited,
-            "tokens/s": self._tokens / seconds,
-            "TFLOP/s per process": self._tflop_per_rank / seconds,
-            **self._device_record(seconds),
+            "tokens/s": samples * (self.config.data.seq_length or 0) / seconds,
+            "TFLOP/s per process": samples * self._tflop_per_sample / seconds,
+            **self._device_record(samples / seconds),
         }
         self._window.clear()
         self._metrics.log(progress.iteration, record)
         self.say(log_line(self.config, progress.iteration, record))
 
-    def _device_record(self, seconds: float) -> dict[str, float]:
+    def _device_record(self, samples_per_second: float) -> dict[str, float]:
         """Memory, and the fraction of the peak rate where that is known."""
         if self.device.type != "cuda":
             return {"peak memory (GB)": _peak_resident_bytes() / 1e9}
         record = {"peak memory (GB)": torch.cuda.max_memory_allocated() / 1e9}
         peak = peak_flops(torch.cuda.get_device_name(), "bf16" if self.config.parallel.bf16 else "fp32")
-        return record | ({"MFU": self._tflop_per_rank * 1e12 / seconds / peak} if peak else {})
+        return record | ({"MFU": self._tflop_per_sample * 1e12 * samples_per_second / peak} if peak else {})
 
-    def evaluation(self, iteration: int, loss: float) -> None:
-        """Report a validation loss in nats per token."""
+    def evaluation(self, iteration: int, loss: float, part: str = "validation") -> None:
+        """Report a loss in nats per token on a part of the data that is not trained on."""
         if not self._speaks:
             return
         perplexity = float(torch.tensor(loss).exp())
-        self._metrics.log(iteration, {"validation loss": loss, "validation perplexity": perplexity})
-        self.say(
-            f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
-        )
+        self._metrics.log(iteration, {f"{part} loss": loss, f"{part} perplexity": perplexity})
+        self.say(f" {part} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |")
 
     def close(self) -> None:
         """Report the steps since the last line, flush and close the sinks."""

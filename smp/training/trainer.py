@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from smp.checkpoint.agree import gather
 from smp.config import Config
-from smp.data.loader import BatchLoader, GlobalBatch
+from smp.data.blend import Manifest
+from smp.data.loader import BatchLoader, GlobalBatch, Unreadable
 from smp.layers.cross_entropy import IGNORE_INDEX
 from smp.optim.optimizer import clip_gradients, set_learning_rate
 from smp.optim.schedule import learning_rate
@@ -27,12 +29,13 @@ class TrainingError(RuntimeError):
 
 @dataclass
 class Progress:
-    """What a resumed run continues from."""
+    """What a resumed run continues from. ``data`` is the manifest of the blend, see ``smp.data.blend``."""
 
     iteration: int = 0
     consumed_samples: int = 0
     skipped_iterations: int = 0
     nan_iterations: int = 0
+    data: Manifest | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class StepResult:
         loss: mean loss per valid token of the global batch, in nats.
         grad_norm: global L2 norm before clipping.
         learning_rate: the rate of this step.
+        samples: consumed by all ranks.
         skipped: loss or norm was not finite, so the weights were left alone.
         seconds: wall time of the step itself.
         waited: wall time before it in which its data were not there yet.
@@ -51,6 +55,7 @@ class StepResult:
     loss: float
     grad_norm: float
     learning_rate: float
+    samples: int
     skipped: bool
     seconds: float
     waited: float = 0.0
@@ -82,14 +87,22 @@ class Trainer:
         self.config, self.model, self.passes, self.optimizer = config, model, passes, optimizer
         self.mesh, self.device, self.progress = mesh, device, progress
         self.skipped_in_a_row = 0
+        self._data_ranks = math.prod(mesh[name].size() for name in ("dp_replicate", "dp_shard"))
         self._counts_tokens = mesh.get_local_rank("tp") == mesh.get_local_rank("pp") == 0  # each token by one rank
 
-    def train_step(self, batch: GlobalBatch) -> StepResult:
-        """One optimizer step on the global batch of which ``batch`` is this rank's share."""
+    def train_step(self, batch: GlobalBatch | Unreadable) -> StepResult:
+        """One optimizer step on the global batch of which ``batch`` is this rank's share.
+
+        Raises:
+            TrainingError: on all ranks, when one of them could not read its share.
+        """
         started = time.perf_counter()
+        valid_tokens = self._valid_tokens(batch)
+        assert isinstance(batch, GlobalBatch)
+        samples = batch.sample_index.numel() * self._data_ranks
         lr = learning_rate(self.config.optim, self.progress.iteration + 1)
         set_learning_rate(self.optimizer, lr)
-        loss = sum_over_parts(self.passes.train(batch, self._valid_tokens(batch)), self.mesh)
+        loss = sum_over_parts(self.passes.train(batch, valid_tokens), self.mesh)
         limit, copies = self.config.optim.clip_grad, self.passes.copies
         norm = clip_gradients(self.model.parameters(), limit, copies=copies, device=self.device)
         loss_value, norm_value = torch.stack((loss, norm)).tolist()
@@ -97,23 +110,32 @@ class Trainer:
         if finite:
             self.optimizer.step()
         self.optimizer.zero_grad()
-        self._advance(finite, math.isnan(loss_value) or math.isnan(norm_value))
-        return StepResult(loss_value, norm_value, lr, not finite, time.perf_counter() - started)
+        self._advance(samples, finite, math.isnan(loss_value) or math.isnan(norm_value))
+        return StepResult(loss_value, norm_value, lr, samples, not finite, time.perf_counter() - started)
 
-    def _valid_tokens(self, batch: GlobalBatch) -> int:
-        """Tokens of the global batch that count, over all ranks; a host-side message."""
-        count = (batch.labels != IGNORE_INDEX).sum() if self._counts_tokens else torch.zeros((), dtype=torch.int64)
-        dist.all_reduce(count)
-        return int(count)
+    def _valid_tokens(self, batch: GlobalBatch | Unreadable) -> int:
+        """Tokens of the global batch that count, over all ranks; a host-side message, which also says whether a rank
+        has nothing to train on: all of them end then, and none waits for it."""
+        reason = batch.reason if isinstance(batch, Unreadable) else ""
+        count = 0
+        if isinstance(batch, GlobalBatch) and self._counts_tokens:
+            count = int((batch.labels != IGNORE_INDEX).sum())
+        counts = torch.tensor([count, bool(reason)], dtype=torch.int64)
+        dist.all_reduce(counts)
+        if counts[1]:
+            reasons = gather(reason)
+            rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason)
+            raise TrainingError(f"rank {rank} could not read its data: {reason}")
+        return int(counts[0])
 
     def _anywhere(self, flag: bool) -> bool:
         flags = torch.tensor(flag, dtype=torch.int32)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         return bool(flags)
 
-    def _advance(self, finite: bool, nan: bool) -> None:
+    def _advance(self, samples: int, finite: bool, nan: bool) -> None:
         self.progress.iteration += 1
-        self.progress.consumed_samples += self.config.data.global_batch_size or 0
+        self.progress.consumed_samples += samples
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
         self.progress.skipped_iterations += not finite
         self.progress.nan_iterations += nan
@@ -139,8 +161,9 @@ class Trainer:
             if self._anywhere(stopped()):
                 self.model.train()
                 return None
-            batch = next(batches)
+            batch = batches.next_or_reason()
             valid = self._valid_tokens(batch)
+            assert isinstance(batch, GlobalBatch)
             total += sum_over_parts(self.passes.evaluate(batch, valid), self.mesh).item() * valid
             tokens += valid
         self.model.train()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smp.data.gpt_dataset import GPTDataset, split_documents
@@ -64,6 +64,7 @@ def test_each_sample_once_per_epoch_and_epochs_differ(dataset: IndexedDataset) -
     assert set(epochs[0]) != set(epochs[1])  # the documents are shuffled too, not only the cuts
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=30), st.randoms(use_true_random=False))
 def test_any_access_order_gives_the_same_samples(
     tmp_path_factory: pytest.TempPathFactory, indices: list[int], random: object
@@ -93,6 +94,7 @@ def test_the_order_never_changes(dataset: IndexedDataset) -> None:
     assert data[0].dtype == np.int64 and data[0].shape == (10,)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=12), st.integers(1, 15), st.integers(0, 2))
 def test_every_layout_of_documents(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_length: int, epoch: int
@@ -130,18 +132,3 @@ def test_a_split_without_a_sample(dataset: IndexedDataset) -> None:
     assert data.samples_per_epoch == 0
     with pytest.raises(ValueError, match=r"documents 3 to 4 hold 1 tokens, one sample needs 10"):
         data[0]
-
-
-@pytest.mark.parametrize(("bad", "vocab_size"), [(77, 50), (50, 50), (-1, 50), (-1, None)])
-def test_token_outside_the_vocabulary(tmp_path: Path, bad: int, vocab_size: int | None) -> None:
-    with IndexedDatasetWriter(tmp_path / "data", np.int32) as writer:
-        for document in ([1, 2, 3], [], [4, 49, bad, 5], [6, 7, 8]):
-            writer.add_document(document)
-    data = GPTDataset(IndexedDataset(tmp_path / "data"), range(4), 9, seed=0, vocab_size=vocab_size)
-    with pytest.raises(ValueError, match=rf"data\.bin: token id {bad} in document 2 at offset 2"):
-        data[0]
-
-
-def test_tokens_must_be_integers(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds float32, token ids are integers"):
-        GPTDataset(write(tmp_path / "data", [5], np.float32), range(1), 2, seed=0)
