@@ -69,9 +69,9 @@ class Console:
             self._report(progress)
 
     def _report(self, progress: Progress) -> None:
-        iteration = self._window[-1].iteration
+        last_step = self._window[-1]
         finite = [r for r in self._window if not r.skipped]
-        last = finite[-1] if finite else self._window[-1]
+        last = finite[-1] if finite else last_step
         samples = sum(r.samples for r in self._window) / len(self._window)
         waited = sum(r.waited for r in self._window) / len(self._window)
         seconds = waited + sum(r.seconds for r in self._window) / len(self._window)
@@ -79,8 +79,8 @@ class Console:
             "lm loss": sum(r.loss for r in finite) / len(finite) if finite else last.loss,
             "learning rate": last.learning_rate,
             "grad norm": last.grad_norm,
-            "consumed samples": self._window[-1].consumed_samples,
-            "global batch size": last.samples,
+            "consumed samples": last_step.consumed_samples,
+            "global batch size": last_step.samples,
             "skipped iterations": progress.skipped_iterations,
             "nan iterations": progress.nan_iterations,
             "seconds per iteration": seconds,
@@ -90,8 +90,8 @@ class Console:
             **self._device_record(samples / seconds),
         }
         self._window.clear()
-        self._metrics.log(iteration, record)
-        self.say(log_line(self.config, iteration, record))
+        self._metrics.log(last_step.iteration, record)
+        self.say(log_line(self.config, last_step.iteration, record))
 
     def _device_record(self, samples_per_second: float) -> dict[str, float]:
         """Memory, and the fraction of the peak rate where that is known."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -44,22 +44,22 @@ class StepResult:
 
     Attributes:
         iteration: its number, from 1.
-        consumed_samples: by all ranks, up to its end.
         loss: mean loss per valid token of the global batch, in nats.
         grad_norm: global L2 norm before clipping.
         learning_rate: the rate of this step.
         samples: consumed by all ranks.
+        consumed_samples: up to its end, since the first step of all.
         skipped: loss or norm was not finite, so the weights were left alone.
         seconds: wall time from its start, or the end of the step before, to its end.
         waited: wall time before it in which its data were not there yet and the device had nothing to do.
     """
 
     iteration: int
-    consumed_samples: int
     loss: float
     grad_norm: float
     learning_rate: float
     samples: int
+    consumed_samples: int
     skipped: bool
     seconds: float
     waited: float = 0.0
@@ -69,23 +69,23 @@ class Step:
     """A step that was issued. Its numbers are on their way to the host, which nothing has waited for yet.
 
     Args:
-        after: where the run is with this step.
-        learning_rate, samples: of the step.
+        iteration, samples, consumed_samples, learning_rate: as in :class:`StepResult`.
         started: ``time.perf_counter()`` then; ``waited`` seconds before that were spent on data.
         numbers: fp32 (2,) on the training device: loss and gradient norm.
     """
 
     def __init__(
         self,
-        after: Progress,
-        learning_rate: float,
+        iteration: int,
         samples: int,
+        consumed_samples: int,
+        learning_rate: float,
         started: float,
         waited: float,
         numbers: torch.Tensor,
     ) -> None:
-        self.after, self.learning_rate, self.samples = after, learning_rate, samples
-        self.started, self.waited = started, waited
+        self.iteration, self.samples, self.consumed_samples = iteration, samples, consumed_samples
+        self.learning_rate, self.started, self.waited = learning_rate, started, waited
         self._event: torch.cuda.Event | None = None
         self._numbers = numbers
         if numbers.is_cuda:
@@ -162,7 +162,7 @@ class Trainer:
         self.optimizer.zero_grad()
         self.progress.iteration += 1
         self.progress.consumed_samples += samples
-        return Step(replace(self.progress), lr, samples, started, waited, numbers)
+        return Step(self.progress.iteration, samples, self.progress.consumed_samples, lr, started, waited, numbers)
 
     def settle(self, step: Step) -> StepResult:
         """Wait for a step's numbers and count it if it was skipped. Steps are settled in their order."""
@@ -174,17 +174,8 @@ class Trainer:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         self.progress.skipped_iterations += skipped
         self.progress.nan_iterations += math.isnan(loss) or math.isnan(norm)
-        return StepResult(
-            iteration=step.after.iteration,
-            consumed_samples=step.after.consumed_samples,
-            loss=loss,
-            grad_norm=norm,
-            learning_rate=step.learning_rate,
-            samples=step.samples,
-            skipped=skipped,
-            seconds=seconds,
-            waited=waited,
-        )
+        rate, samples, consumed = step.learning_rate, step.samples, step.consumed_samples
+        return StepResult(step.iteration, loss, norm, rate, samples, consumed, skipped, seconds, waited)
 
     def _valid_tokens(self, batch: GlobalBatch | Unreadable) -> int:
         """Tokens of the global batch that count, over all ranks; a host-side message, which also says whether a rank

@@ -166,7 +166,7 @@ def test_with_a_device_that_is_behind_logs_come_a_step_later_and_say_the_same(
     monkeypatch.setattr(trainer.Step, "finished", lambda self: False)
     monkeypatch.setattr(trainer.Trainer, "start_step", lambda self, *a: (order.append("start"), start(self, *a))[1])
     monkeypatch.setattr(
-        trainer.Trainer, "settle", lambda self, s: (order.append(f"settle {s.after.iteration}"), settle(self, s))[1]
+        trainer.Trainer, "settle", lambda self, s: (order.append(f"settle {s.iteration}"), settle(self, s))[1]
     )
     late = runs.fresh(flags)
     assert order[:5] == ["start", "start", "settle 1", "settle 2", "start"]  # 2 at once: there is an evaluation
