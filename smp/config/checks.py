@@ -245,7 +245,7 @@ def _check_loading(checkpoint: CheckpointConfig) -> None:
     for flag in given:
         _require(load is not None, f"{flag} says how to load: give --load")
         _require(
-            load != "auto" or flag == "--no-load-optim",
+            load != "auto",
             f"{flag} would undo the progress at every restart with --load auto: give --load a folder",
         )
     _require(

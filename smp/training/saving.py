@@ -15,12 +15,12 @@ from smp.checkpoint import CheckpointError, Retention
 from smp.checkpoint.agree import on_rank_zero
 from smp.checkpoint.entries import Manifest
 from smp.checkpoint.folder import Folder
-from smp.checkpoint.latest import commit_latest, complete, iteration_name, iteration_of
+from smp.checkpoint.latest import complete, iteration_name, iteration_of
 from smp.checkpoint.local import open_folder, same_folder
-from smp.checkpoint.lock import RunLock
+from smp.checkpoint.lock import LockLostError, RunLock
 from smp.checkpoint.manifest import MANIFEST, read_manifest
 from smp.checkpoint.recovery import clean, load_newest, load_step
-from smp.checkpoint.retention import prune_and_tell
+from smp.checkpoint.retention import publish
 from smp.config import CheckpointConfig, Config, ConfigError
 from smp.convert.hf_config import is_hf_folder
 from smp.convert.load import load_hf
@@ -67,7 +67,11 @@ class RunCheckpoints:
             self._made_root = not self.root.exists()
             self.root.make()
             self._lock = RunLock(self.root, self.say)
-            return clean(self.root)
+            try:
+                return clean(self.root)
+            except BaseException:
+                self._lock.release()
+                raise
         except OSError as error:
             raise CheckpointError(f"{self.root}: {error}") from error
 
@@ -111,6 +115,7 @@ class RunCheckpoints:
             return None
         root = self.root if load == "auto" else open_folder(load)
         assert root is not None
+        self._refuse_another_history(root)
         if on_rank_zero(lambda: root.size(MANIFEST) is not None):
             if settings.ckpt_step is not None:
                 raise ConfigError(f"--ckpt-step {settings.ckpt_step}: --load {load} is one checkpoint already")
@@ -127,6 +132,17 @@ class RunCheckpoints:
                 raise ConfigError(f"--load {load} holds no complete checkpoint")
             self.say(f"WARNING: --load {load} holds no complete checkpoint: starting from nothing")
         return found
+
+    def _refuse_another_history(self, source: Folder) -> None:
+        """A run that starts from ``source`` and saves elsewhere must find no checkpoints there."""
+        if self.root is None or same_folder(source, self.root) or same_folder(source, self.root.child(source.name)):
+            return
+        root = self.root
+        if names := on_rank_zero(lambda: complete(root)):
+            raise ConfigError(
+                f"--save {root} holds {names[0]} of another run than --load {source}: --load auto goes on from there; "
+                "else give another --save"
+            )
 
     def _look_for_newer(self, iteration: int) -> None:
         """Note whether --save holds this iteration. Newer ones are refused: two histories in one folder would be mixed
@@ -158,7 +174,7 @@ class RunCheckpoints:
         """Save, or begin to. A failure is said; training goes on without that checkpoint.
 
         Raises:
-            CheckpointError: another job has taken the folder.
+            LockLostError: another job has taken the folder.
         """
         self._settle()
         if self.root is not None:
@@ -186,24 +202,28 @@ class RunCheckpoints:
             self._attempt(self._saver.wait)
 
     def _save(self, root: Folder, arguments: dict[str, Any], iteration: int) -> None:
-        on_rank_zero(lambda: None if self._lock is None else self._lock.check())
         started, self.saved_at = time.perf_counter(), iteration
         self._attempt(lambda: self._write(root, root.child(iteration_name(iteration)), arguments))
         self._clock.saved(time.perf_counter() - started)
 
     def _write(self, root: Folder, folder: Folder, arguments: dict[str, Any]) -> checkpoint.Saved | None:
         started = time.perf_counter()
-        keep = _retention(self.config.checkpoint)
+        keep, lock = _retention(self.config.checkpoint), self._lock
+        check = (lambda: None) if lock is None else lock.check
+        on_rank_zero(check)
         if self._saver is not None:
-            checkpoint.async_save(folder=folder, saver=self._saver, latest_in=root, retention=keep, **arguments)
+            arguments |= {"latest_in": root, "retention": keep}
+            checkpoint.async_save(folder=folder, saver=self._saver, lock=lock, **arguments)
             return None
-        checkpoint.save(folder=folder, **arguments)
-        notes = on_rank_zero(lambda: _publish(root, folder, keep))
+        notes = checkpoint.save(folder=folder, lock=lock, **arguments)
+        notes = on_rank_zero(lambda: notes + publish(root, folder, keep, check))
         return checkpoint.Saved(folder, time.perf_counter() - started, tuple(notes))
 
     def _attempt(self, action: Callable[[], checkpoint.Saved | None]) -> None:
         try:
             saved = action()
+        except LockLostError:
+            raise
         except CheckpointError as error:
             self._failure, self.saved_at = str(error), -1
             self.say(f"ERROR: {error}; training goes on without this checkpoint")
@@ -225,11 +245,6 @@ class RunCheckpoints:
             with contextlib.suppress(OSError):
                 if self._made_root and self.root is not None and not self.root.names():
                     self.root.remove()
-
-
-def _publish(root: Folder, folder: Folder, keep: Retention | None) -> list[str]:
-    commit_latest(root, folder)
-    return [] if keep is None else prune_and_tell(root, keep)
 
 
 def _retention(settings: CheckpointConfig) -> Retention | None:
