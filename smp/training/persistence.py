@@ -73,12 +73,12 @@ def load_training(
     has_manifest = saved.progress is not None and saved.progress.data is not None
     notes = compare_settings(saved.config, config, as_flat_dict(config), has_manifest)
     if finetune:
-        loading = load_weights(model, lambda: SmpWeights(folder, manifest))
+        loading = load_weights(model, lambda: SmpWeights(folder, manifest, config.model))
         at = [] if saved.progress is None else [f"weights are those of iteration {saved.progress.iteration}"]
         return Progress(), [*loading, *at]
     notes = [f"WARNING: {line}" for line in [misnamed(folder, manifest.extra)] if line is not None] + notes
     if not config.checkpoint.load_optim and saved.progress is not None:
-        return saved.progress, [*notes, *load_weights(model, lambda: SmpWeights(folder, manifest))]
+        return saved.progress, [*notes, *load_weights(model, lambda: SmpWeights(folder, manifest, config.model))]
     if saved.progress is None or saved.optimizer_steps is None:
         raise ConfigError(f"{folder} holds weights only, nothing to resume: give --finetune")
     _check_optimizer(saved.config, as_flat_dict(config))
