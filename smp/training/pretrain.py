@@ -146,10 +146,14 @@ class Pretraining:
         )
 
     def run(self) -> Outcome:
-        """Train to the end; in a pipeline, a rank that loses contact with another one says on which stages it is."""
+        """Train until the last iteration or a reason to stop; evaluate and save on the way.
+
+        Raises:
+            PipelineError: another rank of a pipeline is gone or late; the text says on which stages this one is.
+        """
         passes = self.trainer.passes
-        places = naming(passes.place) if isinstance(passes, Pipelined) else contextlib.nullcontext()
-        with places, sdpa_kernel([self._attention]):
+        named = naming(passes.place) if isinstance(passes, Pipelined) else contextlib.nullcontext()
+        with named, sdpa_kernel([self._attention]):
             return self._run()
 
     def _run(self) -> Outcome:
