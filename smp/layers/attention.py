@@ -104,13 +104,14 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, info: SequenceInfo, key: torch.Tensor | None = None) -> torch.Tensor:
         """(tokens [/p], hidden) -> (tokens [/p], hidden); ``key`` is the dropout key of this layer's probabilities."""
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in column_parallel(x, [self.query, self.key, self.value]))
+        outputs = column_parallel(x, [self.query, self.key, self.value], info.local_numbers)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in outputs)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if info.rope is not None:
             q, k = apply_rope(q, *info.rope), apply_rope(k, *info.rope)
         out = self._attend(_unfold(q, info), _unfold(k, info), _unfold(v, info), info, key)
-        return self.output(_fold(out, info))
+        return self.output(_fold(out, info), info.numbers)
 
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, info: SequenceInfo, key: torch.Tensor | None

@@ -63,6 +63,8 @@ class GPT(nn.Module):
         super().__init__()
         assert config.vocab_size is not None
         self.config, self.seed = config, seed
+        self.frozen = False  # apart from adapters
+        self.adapter_dropout = 0.0
         self.parts = tuple(parts) if parts is not None else (whole(config.num_layers),)
         self.group, self.sequence_parallel = Group.of(mesh), sequence_parallel
         place: dict[str, Any] = {"sequence_parallel": sequence_parallel, "device": device}
@@ -166,7 +168,7 @@ class GPT(nn.Module):
             assert c.kv_channels is not None
             freqs = rope_frequencies(int(c.kv_channels * c.rotary_percent), c.rotary_base, scaling, tokens.device)
             info.rope = rope_table(self._position_ids(info, tokens.device), freqs)
-        if self.training and (c.hidden_dropout > 0 or c.attention_dropout > 0):
+        if self.training and max(c.hidden_dropout, c.attention_dropout, self.adapter_dropout) > 0:
             if sample_index is None:
                 raise ValueError("dropout needs sample_index: masks are keyed by the global number of each sample")
             numbers = sample_index[:, None] * length + torch.arange(length, device=tokens.device)

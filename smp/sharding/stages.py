@@ -53,7 +53,8 @@ class ShardedStages:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_modules_to_backward_prefetch([module])  # itself: gathered already, so nothing
-            if split_backward and isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+            linear = isinstance(module, (ColumnParallelLinear, RowParallelLinear))
+            if split_backward and linear and module.weight.requires_grad:  # else there is nothing to leave for later
                 module.defer = self._pending.append
 
     def unshard(self, stage: int) -> None:

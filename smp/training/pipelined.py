@@ -41,7 +41,7 @@ class Pipelined:
         pp = mesh["pp"]
         self._group = pp.get_group()
         ends = plan.training.rank_of(0), plan.training.rank_of(plan.training.stages - 1)
-        tied = model.tied and ends[0] != ends[1]
+        tied = model.tied and ends[0] != ends[1] and not model.frozen
         channels = {*_channels(plan), *([ends, ends[::-1]] if tied else [])}
         links = Links(pp, channels, timedelta(minutes=config.parallel.distributed_timeout_minutes))
         assert config.data.seq_length is not None
@@ -120,7 +120,8 @@ class _Stages:
     def backward_input(self, stage: int, micro_batch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         hidden, output = self._kept.pop((stage, micro_batch))
         self.sharded.gathered(stage)
-        torch.autograd.backward(output, gradient)
+        if output.requires_grad:  # not that of a first stage without anything to train
+            torch.autograd.backward(output, gradient)
         self._pending[stage, micro_batch] = self.sharded.take_pending()
         return None if hidden is None else hidden.grad
 
