@@ -23,6 +23,13 @@ class GlobalBatch:
     tokens: torch.Tensor  # int64 (num_microbatches, micro_batch, seq)
     labels: torch.Tensor  # int64 (num_microbatches, micro_batch, seq), the next token; IGNORED_LABEL: no loss here
     sample_index: torch.Tensor  # int64 (num_microbatches, micro_batch), global sample numbers
+    documents: torch.Tensor | None = None  # int64 like tokens: those with one number see each other; None: all do
+    positions: torch.Tensor | None = None  # int64 like tokens; None: counted from 0 in every row
+    widths: tuple[int, ...] | None = None  # columns of each micro-batch that are not padding in all rows; None: all are
+
+    def count(self) -> int:
+        """What the loss is averaged over, on this rank: tokens with a label."""
+        return int((self.labels != IGNORED_LABEL).sum())
 
 
 class BatchLoader(Iterator[GlobalBatch]):

@@ -27,6 +27,8 @@ class SequenceInfo:
         rope: cos and sin tables, fp32 (tokens, 1, rotated channels), or None.
         numbers: int64 (tokens,) global token numbers that dropout is keyed by, or None without dropout.
         local_numbers: this rank's part of ``numbers`` under sequence parallelism, else the same.
+        mask: (batch, 1, length, length) in the dtype of the activations, see ``document_mask``: which tokens see which,
+            instead of a layer's own ``causal`` and ``window``. One for all layers. None: one document per sequence.
     """
 
     batch: int
@@ -35,6 +37,32 @@ class SequenceInfo:
     rope: tuple[torch.Tensor, torch.Tensor] | None = None
     numbers: torch.Tensor | None = None
     local_numbers: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+
+
+def document_mask(documents: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to the scores of sequences that hold several documents: 0 where a token sees another, else -inf.
+
+    Args:
+        documents: integers (batch, length); a token sees itself and those before it that have its number.
+        window: it sees itself and the window - 1 tokens before it; None: all before it.
+        dtype: of the activations.
+
+    Returns:
+        (batch, 1, length, length), rows see columns.
+    """
+    seen = _distances(documents.shape[1], documents.device) >= 0
+    if window is not None:
+        seen = seen & (_distances(documents.shape[1], documents.device) < window)
+    seen = seen & (documents[:, :, None] == documents[:, None, :])
+    mask = torch.zeros(seen.shape, dtype=dtype, device=documents.device)
+    return mask.masked_fill_(~seen, -torch.inf)[:, None]
+
+
+def _distances(length: int, device: torch.device) -> torch.Tensor:
+    """(length, length): how far column is before row."""
+    place = torch.arange(length, device=device)
+    return place[:, None] - place[None, :]
 
 
 class SelfAttention(nn.Module):
@@ -121,13 +149,15 @@ class SelfAttention(nn.Module):
         dropout = self.dropout if self.training and info.numbers is not None else 0.0
         if dropout > 0.0:
             return self._attend_with_dropout(q, k, v, info, key, dropout)
+        if info.mask is not None:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=info.mask)
         if self.window is None or self.window >= info.length:
             return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(info.length, q.device))
 
     def _mask(self, length: int, device: torch.device) -> torch.Tensor:
         """Boolean (length, length), True where row may see column."""
-        distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
+        distance = _distances(length, device)
         mask = distance >= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
         return mask if self.window is None else mask & (distance < self.window)
 
@@ -144,7 +174,10 @@ class SelfAttention(nn.Module):
         assert key is not None and info.numbers is not None
         batch, heads, length, _ = q.shape
         scores = (q @ k.transpose(-1, -2)).float() * self.head_dim**-0.5  # (batch, heads/p, length, length)
-        scores = scores.masked_fill(~self._mask(length, q.device), -torch.inf)
+        if info.mask is not None:
+            scores = scores + info.mask
+        else:
+            scores = scores.masked_fill(~self._mask(length, q.device), -torch.inf)
         probabilities = scores.softmax(dim=-1)
         tokens = info.numbers[: batch * length].view(batch, 1, length)
         head = self.first_head + torch.arange(heads, device=q.device)

@@ -132,6 +132,21 @@ def _accumulate(total: torch.Tensor, dlogits: torch.Tensor, hidden: torch.Tensor
         torch.addmm(total, dlogits.t(), hidden, out=total)
 
 
+@torch.no_grad()
+def linear_token_losses(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, shard: VocabShard, *, chunk_tokens: int
+) -> torch.Tensor:
+    """Cross-entropy of each token, fp32 (n,), without gradient; arguments as in :func:`linear_cross_entropy`.
+
+    Labels that do not count give any number.
+    """
+    losses = torch.empty(hidden.shape[0], device=hidden.device)
+    for start in range(0, hidden.shape[0], chunk_tokens):
+        part = slice(start, start + chunk_tokens)
+        losses[part] = _losses(hidden[part] @ weight.t(), labels[part], shard)[0]
+    return losses
+
+
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,

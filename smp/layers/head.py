@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from smp.layers.cross_entropy import VocabShard, linear_cross_entropy
 from smp.layers.embedding import padded_vocab_size
 from smp.layers.parameter import SHARD_ROWS, Initializer, Normal, local, tp_parameter
+from smp.layers.preference import Preference, linear_preference
 from smp.parallel.collectives import Group, copy_to_group, gather_tokens, start_all_gather, wait
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
@@ -58,6 +59,7 @@ class VocabParallelHead(nn.Module):
         labels: torch.Tensor | None = None,
         token_weights: torch.Tensor | None = None,
         tied_weight: torch.Tensor | None = None,
+        preference: Preference | None = None,
     ) -> torch.Tensor:
         """Weighted loss sum (0-dim fp32, equal on all ranks), or without labels the logits (tokens, vocab).
 
@@ -66,6 +68,7 @@ class VocabParallelHead(nn.Module):
             labels: int64 (tokens,).
             token_weights: fp32 (tokens,), what each token's loss counts.
             tied_weight: the embedding's parameter when tied.
+            preference: instead of the weighted sum, the loss of pairs of answers; tokens of weight 0 are the prompt's.
         """
         parameter = tied_weight if self.weight is None else self.weight
         assert parameter is not None
@@ -77,7 +80,10 @@ class VocabParallelHead(nn.Module):
         if labels is None or token_weights is None:
             return self._logits(hidden, weight)
         chunk = max(1, CHUNK_BYTES.get(x.device.type, CHUNK_BYTES["cuda"]) // (4 * weight.shape[0]))
-        return linear_cross_entropy(hidden, weight, labels, token_weights, self.shard, chunk_tokens=chunk)
+        arguments = hidden, weight, labels, token_weights, self.shard
+        if preference is not None:
+            return linear_preference(*arguments, preference, chunk_tokens=chunk)
+        return linear_cross_entropy(*arguments, chunk_tokens=chunk)
 
     def _logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """All logits on every rank, for generation and comparison (not differentiable across ranks)."""

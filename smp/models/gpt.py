@@ -11,12 +11,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from smp.config import ModelConfig
-from smp.layers.attention import SelfAttention, SequenceInfo
+from smp.layers.attention import SelfAttention, SequenceInfo, document_mask
 from smp.layers.block import TransformerBlock
 from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from smp.layers.head import VocabParallelHead
 from smp.layers.mlp import MLP, Activation
 from smp.layers.norm import LayerNorm, RMSNorm
+from smp.layers.preference import Preference
 from smp.layers.rope import RopeScaling, rope_frequencies, rope_table
 from smp.models.part import ModelPart, whole
 from smp.parallel.collectives import Group
@@ -102,6 +103,9 @@ class GPT(nn.Module):
         labels: torch.Tensor | None = None,
         token_weights: torch.Tensor | None = None,
         sample_index: torch.Tensor | None = None,
+        documents: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        preference: Preference | None = None,
         hidden: torch.Tensor | None = None,
         part: ModelPart | None = None,
     ) -> torch.Tensor:
@@ -112,22 +116,31 @@ class GPT(nn.Module):
             labels: int64 (batch, length), the token that follows each; without them logits are returned.
             token_weights: fp32 (batch, length): what each token's loss counts. 1 / (valid tokens of the global batch)
                 makes the sum over micro-batches and ranks the mean loss; 0 leaves a token out.
-            sample_index: int64 (batch,), global numbers of the samples. Dropout is keyed by them; needed in training
-                mode when dropout is on.
+            sample_index: int64 (batch,), global numbers of the samples, or (batch, length), of the tokens. Dropout is
+                keyed by them; needed in training mode when dropout is on.
+            documents: int64 (batch, length): tokens see only tokens with the same number. Without it a sequence is one
+                document.
+            positions: int64 (batch, length), below ``max_position_embeddings``: where each token stands. Without it
+                they count from 0 in every sequence.
+            preference: rows are pairs of answers, whose loss this describes; tokens of weight 0 belong to the prompt.
             hidden: what the part before returned, when ``part`` has no embedding.
             part: one of ``self.parts``; by default the only one.
 
         Returns:
-            0-dim fp32, equal on all TP ranks; without labels (batch, length, vocab); of a part without head
-            ``hidden_shape(batch, length)``.
+            0-dim fp32, equal on all TP ranks; without labels (batch, length, vocab); with a preference that has no
+            reference the log-probability of each answer, fp32 (batch,); of a part without head ``hidden_shape(batch,
+            length)``.
         """
         if part is None:
             (part,) = self.parts
         batch, length = tokens.shape
         padding = self._padding(batch * length)
-        info = self._sequence_info(tokens, padding, sample_index)
+        places = self._position_ids(tokens, padding, positions)
+        info = self._sequence_info(tokens, padding, places, sample_index)
         keys = self._dropout_keys(info, tokens.device)
-        x = self._embed(_flat(tokens, padding), info, keys) if hidden is None else hidden
+        x = self._embed(_flat(tokens, padding), places, info, keys) if hidden is None else hidden
+        if documents is not None:
+            info.mask = document_mask(documents, self.config.window_size, x.dtype)
         for i in part.layers:
             x = self.layers[str(i)](
                 x, info, None if keys is None else keys[SITES_PER_BLOCK * i : SITES_PER_BLOCK * (i + 1)]
@@ -140,7 +153,7 @@ class GPT(nn.Module):
         if labels is None or token_weights is None:
             logits = self.head(x, tied_weight=tied_weight)
             return logits[: batch * length].view(batch, length, -1)
-        return self.head(x, _flat(labels, padding), _flat(token_weights, padding), tied_weight)
+        return self.head(x, _flat(labels, padding), _flat(token_weights, padding), tied_weight, preference)
 
     def hidden_shape(self, batch: int, length: int) -> tuple[int, int]:
         """(tokens [/p], hidden) of what one part hands to the next."""
@@ -151,8 +164,10 @@ class GPT(nn.Module):
         """Rows to add so that the TP ranks can share the tokens evenly."""
         return -tokens % self.group.size if self.sequence_parallel else 0
 
-    def _sequence_info(self, tokens: torch.Tensor, padding: int, sample_index: torch.Tensor | None) -> SequenceInfo:
-        """Positions, rotary tables and, when dropout needs them, global token numbers."""
+    def _sequence_info(
+        self, tokens: torch.Tensor, padding: int, places: torch.Tensor, sample_index: torch.Tensor | None
+    ) -> SequenceInfo:
+        """Rotary tables and, when dropout needs them, global token numbers."""
         batch, length = tokens.shape
         info = SequenceInfo(batch, length, batch * length + padding)
         c = self.config
@@ -167,19 +182,21 @@ class GPT(nn.Module):
                 )
             assert c.kv_channels is not None
             freqs = rope_frequencies(int(c.kv_channels * c.rotary_percent), c.rotary_base, scaling, tokens.device)
-            info.rope = rope_table(self._position_ids(info, tokens.device), freqs)
+            info.rope = rope_table(places, freqs)
         if self.training and max(c.hidden_dropout, c.attention_dropout, self.adapter_dropout) > 0:
             if sample_index is None:
                 raise ValueError("dropout needs sample_index: masks are keyed by the global number of each sample")
-            numbers = sample_index[:, None] * length + torch.arange(length, device=tokens.device)
-            info.numbers = _flat(numbers, padding)
+            if sample_index.ndim == 1:
+                sample_index = sample_index[:, None] * length + torch.arange(length, device=tokens.device)
+            info.numbers = _flat(sample_index, padding)
             info.local_numbers = self._own(info.numbers)
         return info
 
-    def _position_ids(self, info: SequenceInfo, device: torch.device) -> torch.Tensor:
+    def _position_ids(self, tokens: torch.Tensor, padding: int, positions: torch.Tensor | None) -> torch.Tensor:
         """int64 (tokens,); padding continues at 0."""
-        ids = torch.arange(info.length, device=device).repeat(info.batch)
-        return F.pad(ids, (0, info.tokens - ids.shape[0]))
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+        return _flat(positions, padding)
 
     def _own(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's part of a per-token tensor."""
@@ -194,12 +211,14 @@ class GPT(nn.Module):
             return None
         return dropout_keys(self.seed, SITES_PER_BLOCK * self.config.num_layers + 1, device)
 
-    def _embed(self, flat: torch.Tensor, info: SequenceInfo, keys: torch.Tensor | None) -> torch.Tensor:
+    def _embed(
+        self, flat: torch.Tensor, places: torch.Tensor, info: SequenceInfo, keys: torch.Tensor | None
+    ) -> torch.Tensor:
         """ids (tokens,) -> (tokens [/p], hidden)."""
         assert self.embedding is not None
         x = self.embedding(flat)
         if self.positions is not None:
-            x = x + self.positions(self._position_ids(info, flat.device))
+            x = x + self.positions(places)
         if keys is None or info.local_numbers is None:
             return x
         return keyed_dropout(x, keys[-1], info.local_numbers, self.config.hidden_dropout)

@@ -42,13 +42,18 @@ class Inputs:
     def __len__(self) -> int:
         return len(self.batch.tokens)
 
-    def __getitem__(self, i: int) -> tuple[torch.Tensor, ...]:
-        """(tokens, labels, token weights, sample index). The weights make the sum of the losses of all tokens the mean
-        loss over the valid tokens of the whole global batch."""
-        labels = self.batch.labels[i].to(self.device, non_blocking=True)
+    def __getitem__(self, i: int) -> tuple[torch.Tensor | None, ...]:
+        """(tokens, labels, token weights, sample index, documents, positions). The weights make the sum of the losses
+        of all tokens the mean loss over the valid tokens of the whole global batch."""
+        batch = self.batch
+        labels = self._on_device(batch.labels, i)
+        assert labels is not None
         weights = (labels != IGNORE_INDEX).float() / max(self.valid_tokens, 1)
-        tokens = self.batch.tokens[i].to(self.device, non_blocking=True)
-        return tokens, labels, weights, self.batch.sample_index[i].to(self.device, non_blocking=True)
+        rest = (self._on_device(part, i) for part in (batch.sample_index, batch.documents, batch.positions))
+        return self._on_device(batch.tokens, i), labels, weights, *rest
+
+    def _on_device(self, part: torch.Tensor | None, i: int) -> torch.Tensor | None:
+        return None if part is None else part[i].to(self.device, non_blocking=True)
 
 
 class Accumulation:

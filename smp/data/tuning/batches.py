@@ -1,0 +1,104 @@
+"""Sequences as batches: what the loader asks for, a function of (seed, samples, sequence number) alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from smp.data.keyed_random import keyed_permutation
+from smp.data.loader import IGNORED_LABEL, GlobalBatch
+from smp.data.tuning.samples import Samples
+from smp.data.tuning.sequences import Sequences
+
+
+@dataclass(frozen=True)
+class PairBatch(GlobalBatch):
+    """Pairs of answers: row 2 i is the chosen answer of a pair, row 2 i + 1 the rejected one."""
+
+    reference: torch.Tensor | None = None  # fp32 (num_microbatches, rows): log-probabilities by the reference
+
+    def count(self) -> int:
+        """Pairs of this rank, without those that only fill up."""
+        return int((self.labels[:, ::2] != IGNORED_LABEL).any(-1).sum())
+
+
+class TuningDataset:
+    """Numbered sequences without end: number i is one of epoch i // n, where n is their number.
+
+    The order within an epoch is drawn with (seed, epoch), so it depends neither on the length of the run nor on the
+    layout nor on what was read before.
+
+    Args:
+        samples: all texts.
+        sequences: the ones of this dataset.
+        seed: of the order; None: as they are, once, and after them sequences without text.
+        pairs: two sequences after each other are a pair and one sample: the chosen and the rejected answer.
+        trim: leave out columns at the end of a micro-batch that hold padding only. Not for pipelines and compiled
+            models, which want one shape.
+    """
+
+    def __init__(
+        self, samples: Samples, sequences: Sequences, *, seed: int | None, pairs: bool = False, trim: bool = False
+    ) -> None:
+        self.samples, self.sequences, self.seed, self.trim = samples, sequences, seed, trim
+        self.seq_length = sequences.length
+        self.rows = 2 if pairs else 1  # of a sample
+        self._order: tuple[int, npt.NDArray[np.int64]] | None = None
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples before any is repeated."""
+        return len(self.sequences) // self.rows
+
+    def batch(self, indices: npt.NDArray[np.int64]) -> GlobalBatch:
+        """Samples by number, ``indices`` (micro-batches, samples) >= 0."""
+        rows = (indices[:, :, None] * self.rows + np.arange(self.rows)).reshape(len(indices), -1)
+        parts = [self._row(int(i) // self.rows, int(i) % self.rows) for i in rows.ravel()]
+        stacked = np.stack(parts).reshape(*rows.shape, 4, self.seq_length)
+        tokens, labels, documents, positions = (
+            torch.from_numpy(np.ascontiguousarray(stacked[:, :, i])) for i in range(4)
+        )
+        widths = None
+        if self.trim:
+            used = (documents >= 0).sum(-1).amax(-1)  # of each micro-batch
+            widths = tuple(int(w) for w in used.clamp(min=1))
+        packed = bool((documents > 0).any())
+        kind = PairBatch if self.rows == 2 else GlobalBatch
+        return kind(
+            tokens,
+            labels,
+            torch.from_numpy(rows),
+            documents=documents if packed else None,
+            positions=positions if packed else None,
+            widths=widths,
+        )
+
+    def _row(self, index: int, part: int) -> npt.NDArray[np.int64]:
+        """Tokens, labels, documents and positions of a sequence, (4, seq_length). Padding is document -1."""
+        row = np.zeros((4, self.seq_length), np.int64)
+        row[1], row[2], row[3] = IGNORED_LABEL, -1, 0
+        place = self._place(index)
+        if place is None:
+            return row
+        at = 0
+        for number, text in enumerate(self.sequences[place * self.rows + part].tolist()):
+            ids, trained = self.samples[text]
+            end = at + len(ids) - 1
+            row[0, at:end] = ids[:-1]
+            row[1, at:end] = np.where(trained[1:], ids[1:], IGNORED_LABEL)
+            row[2, at:end] = number
+            row[3, at:end] = np.arange(end - at)
+            at = end
+        return row
+
+    def _place(self, index: int) -> int | None:
+        """Which of the sequences (pairs) has number ``index``; None: there is none."""
+        epoch, place = divmod(index, self.samples_per_epoch)
+        if self.seed is None:
+            return place if epoch == 0 else None
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, keyed_permutation(self.samples_per_epoch, self.seed, 1, epoch)
+        return int(self._order[1][place])
