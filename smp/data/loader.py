@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from smp.data.gpt_dataset import SampleDataset
@@ -44,6 +46,8 @@ class BatchLoader(Iterator[GlobalBatch]):
         num_microbatches: forward passes per step.
         dp_rank, dp_size: this data-parallel rank and their number.
         start_sample: number of samples already consumed by all ranks together.
+        read: makes a batch of the samples with given numbers, (micro-batches, samples); by default of tokens that all
+            predict the next.
     """
 
     def __init__(
@@ -55,9 +59,11 @@ class BatchLoader(Iterator[GlobalBatch]):
         dp_rank: int,
         dp_size: int,
         start_sample: int = 0,
+        read: Callable[[npt.NDArray[np.int64]], GlobalBatch] | None = None,
     ) -> None:
         assert micro_batch_size > 0 and num_microbatches > 0 and 0 <= dp_rank < dp_size and start_sample >= 0
         self.dataset = dataset
+        self._read = read or partial(_read_batch, dataset)
         self.global_batch_size = micro_batch_size * num_microbatches * dp_size
         self._consumed = start_sample
         step = np.arange(self.global_batch_size).reshape(num_microbatches, dp_size, micro_batch_size)
@@ -92,7 +98,7 @@ class BatchLoader(Iterator[GlobalBatch]):
         self._reader.shutdown(wait=True, cancel_futures=True)
 
     def _submit(self, start: int) -> None:
-        self._pending.append(self._reader.submit(_read_batch, self.dataset, start + self._offsets))
+        self._pending.append(self._reader.submit(self._read, start + self._offsets))
 
 
 def _read_batch(dataset: SampleDataset, indices: np.ndarray) -> GlobalBatch:

@@ -264,9 +264,10 @@ def _measure(config: Config, tp: int) -> float:
     block = next(iter(model.layers.values()))
     block.run = _wrapped(block.run, config.parallel)  # type: ignore[method-assign]
     tokens = torch.zeros(2, 32, dtype=torch.int64)
-    info = model._sequence_info(tokens, 0, torch.arange(2))
+    places = model._position_ids(tokens, 0, None)
+    info = model._sequence_info(tokens, 0, places, torch.arange(2))
     keys = model._dropout_keys(info, tokens.device)
-    x = model._embed(tokens.flatten(), info, keys)
+    x = model._embed(tokens.flatten(), places, info, keys)
     known = {t.untyped_storage().data_ptr() for t in _living()} - {x.untyped_storage().data_ptr()}
     saved: list[torch.Tensor] = []
 

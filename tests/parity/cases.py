@@ -34,6 +34,7 @@ class Problem:
         dropout: on the residual stream and on attention probabilities.
         unequal: labels left out at random, and all labels of one micro-batch of one rank in each step.
         clip: clipping that bites.
+        packed: sequences hold several documents, which do not see each other and count positions each from 0.
         length: tokens per sample.
         micro_batch: samples of one micro-batch in the layout that the problem was made for.
         micro_batches: their number over all ranks in one step.
@@ -50,6 +51,7 @@ class Problem:
     dropout: bool = False
     unequal: bool = False
     clip: bool = False
+    packed: bool = False
     length: int = 15
     micro_batch: int = 1
     micro_batches: int = 1
@@ -123,7 +125,7 @@ class Case:
             f"vocab{p.vocab[0]}by{p.vocab[1]}-kv{p.kv_heads}of{p.heads}",
             f"{p.micro_batches}x{p.micro_batch}x{p.length}",
             "" if s.recompute == "none" else s.recompute,
-            *(name for name in ("dropout", "unequal", "clip") if getattr(p, name)),
+            *(name for name in ("dropout", "unequal", "clip", "packed") if getattr(p, name)),
             *(name for name in ("bf16", "compile") if getattr(s, name)),
             self.sabotage,
         ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import torch
 
 from smp.data.loader import IGNORED_LABEL, GlobalBatch
@@ -20,7 +22,14 @@ def global_batch(problem: Problem, step: int) -> GlobalBatch:
         if problem.micro_batches > 1:
             labels.view(problem.micro_batches, -1)[step % problem.micro_batches] = IGNORED_LABEL
     index = step * problem.global_batch + torch.arange(problem.global_batch)
-    return GlobalBatch(rows[None, :, :-1].contiguous(), labels[None], index[None])
+    batch = GlobalBatch(rows[None, :, :-1].contiguous(), labels[None], index[None])
+    if not problem.packed:
+        return batch
+    begins = torch.rand(labels.shape, generator=generator) < 0.25
+    begins[:, 0] = True
+    documents, place = begins.cumsum(dim=1), torch.arange(problem.length)
+    first = torch.where(begins, place, 0).cummax(dim=1).values
+    return replace(batch, documents=documents[None], positions=(place - first)[None])
 
 
 def share(problem: Problem, spread: Spread, data_rank: int, step: int) -> GlobalBatch:
@@ -30,4 +39,5 @@ def share(problem: Problem, spread: Spread, data_rank: int, step: int) -> Global
     def part(x: torch.Tensor) -> torch.Tensor:
         return x[0].view(count, ranks, -1, *x.shape[2:])[:, data_rank]  # (micro-batches, micro-batch, ...)
 
-    return GlobalBatch(part(whole.tokens), part(whole.labels), part(whole.sample_index))
+    parts = {f.name: getattr(whole, f.name) for f in fields(whole)}
+    return GlobalBatch(**{name: None if x is None else part(x) for name, x in parts.items()})

@@ -39,6 +39,16 @@ class Dropout:
         return keyed_dropout(x.flatten(0, 2), self.keys[site], rows.flatten(), self.attention).view_as(x)
 
 
+class Layout:
+    """Where each token stands, (batch, length), and which two are of one document, (batch, 1, length, length)."""
+
+    def __init__(self, batch: GlobalBatch) -> None:
+        shape = batch.tokens[0].shape
+        documents = torch.zeros(shape) if batch.documents is None else batch.documents[0]
+        self.places = torch.arange(shape[1]).expand(shape) if batch.positions is None else batch.positions[0]
+        self.together = (documents[:, :, None] == documents[:, None, :])[:, None]
+
+
 def norm(x: torch.Tensor, weights: Weights, name: str, config: ModelConfig) -> torch.Tensor:
     """LayerNorm when there is a bias, else RMSNorm."""
     bias = weights.get(f"{name}.bias")
@@ -71,16 +81,18 @@ def frequencies(config: ModelConfig) -> torch.Tensor:
     return torch.tensor(out, dtype=torch.float64)
 
 
-def rotate(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+def rotate(x: torch.Tensor, freqs: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """RoPE as a product of complex numbers; channel i pairs with channel i + dim / 2. x (batch, heads, length, dim)."""
     half = len(freqs)
-    angles = torch.arange(x.shape[2], dtype=torch.float64)[:, None] * freqs
+    angles = places.double()[:, None, :, None] * freqs
     pairs = torch.complex(x[..., :half].contiguous(), x[..., half : 2 * half].contiguous())
     turned = pairs * torch.polar(torch.ones_like(angles), angles)
     return torch.cat((turned.real, turned.imag, x[..., 2 * half :]), dim=-1)
 
 
-def attention(x: torch.Tensor, weights: Weights, layer: int, config: ModelConfig, dropout: Dropout) -> torch.Tensor:
+def attention(
+    x: torch.Tensor, weights: Weights, layer: int, config: ModelConfig, dropout: Dropout, layout: Layout
+) -> torch.Tensor:
     """Explicit softmax over a full (length, length) score matrix."""
     batch, length, _ = x.shape
     name, heads = f"layers.{layer}.attention", config.num_attention_heads
@@ -92,11 +104,11 @@ def attention(x: torch.Tensor, weights: Weights, layer: int, config: ModelConfig
     if config.qk_layernorm:
         q, k = norm(q, weights, f"{name}.query_norm", config), norm(k, weights, f"{name}.key_norm", config)
     if config.position_embedding_type == "rope":
-        q, k = rotate(q, frequencies(config)), rotate(k, frequencies(config))
+        q, k = (rotate(y, frequencies(config), layout.places) for y in (q, k))
     shared = torch.arange(heads) // (heads // k.shape[1])  # the key/value head of each query head
     scores = q @ k[:, shared].transpose(-1, -2) / math.sqrt(config.kv_channels or 0)
     distance = torch.arange(length)[:, None] - torch.arange(length)
-    visible = (distance >= 0) & (distance < (config.window_size or length))
+    visible = (distance >= 0) & (distance < (config.window_size or length)) & layout.together
     probabilities = dropout.of_probabilities(scores.masked_fill(~visible, -math.inf).softmax(-1), 3 * layer)
     merged = (probabilities @ v[:, shared]).transpose(1, 2).flatten(2)
     return dropout.of_stream(linear(merged, weights, f"{name}.output"), 3 * layer + 1)
@@ -118,14 +130,14 @@ def mlp(x: torch.Tensor, weights: Weights, layer: int, config: ModelConfig, drop
 def mean_loss(weights: Weights, config: ModelConfig, batch: GlobalBatch) -> torch.Tensor:
     """Mean cross-entropy over the valid tokens of the global batch."""
     tokens, labels = batch.tokens[0], batch.labels[0]
-    dropout = Dropout(config, batch.sample_index[0], tokens.shape[1])
+    dropout, layout = Dropout(config, batch.sample_index[0], tokens.shape[1]), Layout(batch)
     x = weights["embedding.weight"][tokens]
     if config.position_embedding_type == "learned_absolute":
-        x = x + weights["positions.weight"][: tokens.shape[1]]
+        x = x + weights["positions.weight"][layout.places]
     x = dropout.of_stream(x, -1)
     for layer in range(config.num_layers):
         attended = attention(
-            norm(x, weights, f"layers.{layer}.attention_norm", config), weights, layer, config, dropout
+            norm(x, weights, f"layers.{layer}.attention_norm", config), weights, layer, config, dropout, layout
         )
         inner = x if config.parallel_residual else x + attended
         x = (

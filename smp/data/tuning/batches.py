@@ -46,6 +46,7 @@ class TuningDataset:
         self.samples, self.sequences, self.seed, self.trim = samples, sequences, seed, trim
         self.seq_length = sequences.length
         self.rows = 2 if pairs else 1  # of a sample
+        self.packed = bool((np.diff(sequences.offsets) > 1).any())
         self._order: tuple[int, npt.NDArray[np.int64]] | None = None
 
     @property
@@ -65,14 +66,13 @@ class TuningDataset:
         if self.trim:
             used = (documents >= 0).sum(-1).amax(-1)  # of each micro-batch
             widths = tuple(int(w) for w in used.clamp(min=1))
-        packed = bool((documents > 0).any())
         kind = PairBatch if self.rows == 2 else GlobalBatch
         return kind(
             tokens,
             labels,
             torch.from_numpy(rows),
-            documents=documents if packed else None,
-            positions=positions if packed else None,
+            documents=documents if self.packed else None,
+            positions=positions if self.packed else None,
             widths=widths,
         )
 

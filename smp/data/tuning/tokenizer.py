@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,7 @@ class PieceTokenizer(TuningTokenizer):
         ids: list[int] = []
         places: list[int] = []
         edges = [0, *cuts, len(text)]
-        for first, last in zip(edges, edges[1:], strict=False):
+        for first, last in pairwise(edges):
             piece = self.encode(text[first:last])
             ids += piece
             places += [first] * len(piece)
