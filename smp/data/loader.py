@@ -29,6 +29,12 @@ class GlobalBatch:
     positions: torch.Tensor | None = None  # int64 like tokens; None: counted from 0 in every row
     widths: tuple[int, ...] | None = None  # columns of each micro-batch that are not padding in all rows; None: all are
 
+    held: int | None = None  # tokens that are not padding; None: all
+
+    def held_tokens(self) -> int:
+        """Tokens of this rank that are not padding."""
+        return self.tokens.numel() if self.held is None else self.held
+
     def count(self) -> int:
         """What the loss is averaged over, on this rank: tokens with a label."""
         return int((self.labels != IGNORED_LABEL).sum())

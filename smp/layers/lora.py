@@ -17,7 +17,7 @@ compute the same gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, cast
@@ -153,15 +153,25 @@ def add_adapters(
     Returns:
         Names of the chosen layers, by pattern.
     """
-    chosen: dict[str, list[str]] = {target: [] for target in targets}
+    chosen = choose(model, targets)
+    sizes = {name: (rank, alpha) for names in chosen.values() for name in names}
+    attach(model, sizes, dropout=dropout, seed=seed)
+    return chosen
+
+
+def choose(model: nn.Module, targets: Sequence[str]) -> dict[str, list[str]]:
+    """Names of the linear layers that each pattern chooses; see :func:`add_adapters`."""
+    names = [name for name, _ in linear_layers(model)]
+    return {t: [n for n in names if fnmatchcase(n, t) or fnmatchcase(n.rpartition(".")[2], t)] for t in targets}
+
+
+def attach(model: nn.Module, sizes: Mapping[str, tuple[int, float]], *, dropout: float = 0.0, seed: int = 0) -> None:
+    """Put an adapter of the given (rank, alpha) on each named layer, and freeze everything else. Names of layers that
+    this part of a model does not have are passed over."""
     model.requires_grad_(False)
     for name, layer in list(linear_layers(model)):
-        hits = [t for t in targets if fnmatchcase(name, t) or fnmatchcase(name.rpartition(".")[2], t)]
-        for target in hits:
-            chosen[target].append(name)
-        if hits:
-            layer.lora = Lora(layer, rank, alpha, dropout, dropout_key(seed, f"{name}.lora"))
-    return chosen
+        if name in sizes:
+            layer.lora = Lora(layer, *sizes[name], dropout, dropout_key(seed, f"{name}.lora"))
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, ColumnParallelLinear | RowParallelLinear]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -11,6 +12,8 @@ from smp.config import Config, Layout
 from smp.models.arithmetic import peak_flops, training_flops_per_token
 from smp.training.metrics import MetricsLog, log_line
 from smp.training.trainer import Progress, StepResult
+
+_NOTHING: Mapping[str, float] = {}
 
 
 class Console:
@@ -22,18 +25,20 @@ class Console:
         rank: of this process.
         device: whose memory and peak rate are reported.
         iteration: where the run starts; records after it are left-overs of a lost part and dropped.
+        work: FLOPs of a step, relative to pretraining on as many tokens.
     """
 
-    def __init__(self, config: Config, layout: Layout, rank: int, device: torch.device, iteration: int) -> None:
+    def __init__(
+        self, config: Config, layout: Layout, rank: int, device: torch.device, iteration: int, work: float = 1.0
+    ) -> None:
         self.config, self.layout, self.device = config, layout, device
         self._speaks = rank == 0
         self._window: list[StepResult] = []
         if not self._speaks:
             return
         assert config.model.vocab_size is not None and config.data.seq_length is not None
-        self._tokens = (config.data.global_batch_size or 0) * config.data.seq_length
         flops = training_flops_per_token(config.model, config.data.seq_length, config.model.vocab_size)
-        self._tflop_per_rank = flops * self._tokens / layout.world_size / 1e12
+        self._tflop_per_token = work * flops / layout.world_size / 1e12
         self._metrics = MetricsLog(Path(config.logging.log_dir), config.logging, iteration)
         self._bar = tqdm(
             total=config.training.train_iters,
@@ -50,8 +55,11 @@ class Console:
         if self._speaks:
             tqdm.write(line)
 
-    def step(self, progress: Progress, result: StepResult) -> None:
-        """Note a step; every --log-interval iterations, and at a skipped step, write a line and a record."""
+    def step(self, progress: Progress, result: StepResult, more: Mapping[str, float] = _NOTHING) -> None:
+        """Note a step; every --log-interval iterations, and at a skipped step, write a line and a record.
+
+        ``more`` is what else this step measured, for the record and the end of the line.
+        """
         if not self._speaks:
             return
         self._bar.update(1)
@@ -62,12 +70,13 @@ class Console:
                 "step skipped"
             )
         if progress.iteration % self.config.logging.log_interval == 0:
-            self._report(progress)
+            self._report(progress, more)
 
-    def _report(self, progress: Progress) -> None:
+    def _report(self, progress: Progress, more: Mapping[str, float]) -> None:
         finite = [r for r in self._window if not r.skipped]
         last = finite[-1] if finite else self._window[-1]
         seconds = sum(r.seconds for r in self._window) / len(self._window)
+        tokens = sum(r.tokens for r in self._window) / len(self._window)
         record = {
             "lm loss": sum(r.loss for r in finite) / len(finite) if finite else last.loss,
             "learning rate": last.learning_rate,
@@ -76,21 +85,22 @@ class Console:
             "skipped iterations": progress.skipped_iterations,
             "nan iterations": progress.nan_iterations,
             "seconds per iteration": seconds,
-            "tokens/s": self._tokens / seconds,
-            "TFLOP/s per process": self._tflop_per_rank / seconds,
-            **self._device_record(seconds),
+            "tokens/s": tokens / seconds,
+            "TFLOP/s per process": self._tflop_per_token * tokens / seconds,
+            **self._device_record(self._tflop_per_token * tokens / seconds),
+            **more,
         }
         self._window.clear()
         self._metrics.log(progress.iteration, record)
-        self.say(log_line(self.config, progress.iteration, record))
+        self.say(" | ".join([log_line(self.config, progress.iteration, record), *_texts(more)]))
 
-    def _device_record(self, seconds: float) -> dict[str, float]:
+    def _device_record(self, rate: float) -> dict[str, float]:
         """Memory, and the fraction of the peak rate where that is known."""
         if self.device.type != "cuda":
             return {"peak memory (GB)": _peak_resident_bytes() / 1e9}
         record = {"peak memory (GB)": torch.cuda.max_memory_allocated() / 1e9}
         peak = peak_flops(torch.cuda.get_device_name(), "bf16" if self.config.parallel.bf16 else "fp32")
-        return record | ({"MFU": self._tflop_per_rank * 1e12 / seconds / peak} if peak else {})
+        return record | ({"MFU": rate * 1e12 / peak} if peak else {})
 
     def evaluation(self, iteration: int, loss: float) -> None:
         """Report a validation loss in nats per token."""
@@ -107,6 +117,10 @@ class Console:
         if self._speaks:
             self._bar.close()
             self._metrics.close()
+
+
+def _texts(more: Mapping[str, float]) -> list[str]:
+    return [f"{name}: {value:.6f}" for name, value in more.items()]
 
 
 def _peak_resident_bytes() -> int:

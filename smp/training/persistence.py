@@ -40,7 +40,8 @@ def run_state(
         progress: counters.
         validation_loss: of exactly these weights, if it was measured.
     """
-    tensors, own_steps = checkpoint.training_state(model, optimizer)
+    frozen = not getattr(model, "frozen", False)  # adapters are saved without the model that they belong to
+    tensors, own_steps = checkpoint.training_state(model, optimizer, frozen=frozen)
     steps = {name: step for part in gather(own_steps) for name, step in part.items()}  # pipeline ranks hold parts
     extra = {
         "progress": asdict(progress),
@@ -50,7 +51,8 @@ def run_state(
         "world_size": dist.get_world_size(),
         "smp_version": __version__,
     }
-    return {"state": tensors, "extra": extra, "logical_rows": checkpoint.collect_logical_rows(model, optimizer)}
+    rows = checkpoint.collect_logical_rows(model, optimizer, frozen=frozen)
+    return {"state": tensors, "extra": extra, "logical_rows": rows}
 
 
 def load_training(
@@ -69,8 +71,9 @@ def load_training(
     if not weights_only:
         _check_optimizer(manifest.extra.get("config", {}), as_flat_dict(config))
     filled = None if weights_only else optimizer
-    tensors, _ = checkpoint.training_state(model, filled)
-    rows = checkpoint.collect_logical_rows(model, filled)
+    frozen = not getattr(model, "frozen", False)
+    tensors, _ = checkpoint.training_state(model, filled, frozen=frozen)
+    rows = checkpoint.collect_logical_rows(model, filled, frozen=frozen)
     load_from(folder, manifest, tensors, logical_rows=rows, allow_unread="optim." if weights_only else False)
     if config.checkpoint.finetune:
         return Progress(), [f"weights are those of iteration {manifest.extra['progress']['iteration']}"]

@@ -7,7 +7,7 @@ import dataclasses
 import datetime
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -20,21 +20,23 @@ from smp.config import Config, ConfigError, Layout
 from smp.data.build import build_datasets
 from smp.data.gpt_dataset import SampleDataset
 from smp.data.loader import BatchLoader
+from smp.models.gpt import GPT
 from smp.optim.optimizer import build_optimizer
 from smp.parallel.mesh import build_mesh, data_rank
-from smp.pipeline.plan import describe_plan, plan_pipeline
+from smp.pipeline.plan import Plan, describe_plan, plan_pipeline
 from smp.pipeline.run import PipelineError
 from smp.pipeline.timeline import to_trace
 from smp.training.build import build_model, build_passes
 from smp.training.console import Console
 from smp.training.describe import describe
+from smp.training.passes import Passes
 from smp.training.pipelined import Pipelined
 from smp.training.process import Process, Status, write_status
 from smp.training.profiler import Profiler
 from smp.training.runtime import StopSignal, Watchdog, start_process_group
 from smp.training.saving import RunCheckpoints
 from smp.training.settings import report
-from smp.training.trainer import Progress, Trainer, TrainingError
+from smp.training.trainer import Progress, StepResult, Trainer, TrainingError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,14 +85,18 @@ class Pretraining:
         plan = plan_pipeline(config, self.layout) if self.layout.pp > 1 else None
         for line in [] if plan is None else describe_plan(plan, config):
             self._announce(line)
-        model = build_model(config, self.mesh, device, plan)
-        passes = build_passes(config, self.mesh, device, model, plan)
+        model, passes = self._model(device, plan)
         optimizer = build_optimizer(model, config.optim)
         progress = self.checkpoints.load(model, optimizer)
         self.trainer = Trainer(config, model, passes, optimizer, self.mesh, device, progress)
         self.batches = self._loader(train, progress.consumed_samples)
         with _blamed_on("--log-dir", config.logging.log_dir):
             self.console = Console(config, self.layout, self.process.rank, device, progress.iteration)
+
+    def _model(self, device: torch.device, plan: Plan | None) -> tuple[GPT, Passes]:
+        """The model as it is before a checkpoint is loaded, and how micro-batches go through it."""
+        model = build_model(self.config, self.mesh, device, plan)
+        return model, build_passes(self.config, self.mesh, device, model, plan)
 
     def _datasets(self) -> tuple[SampleDataset, SampleDataset]:
         config = self.config
@@ -133,7 +139,7 @@ class Pretraining:
                 profiler.step(progress.iteration + 1)
                 with self._traced(progress.iteration + 1):
                     result = self.trainer.train_step(next(self.batches))
-                self.console.step(progress, result)
+                self._tell(result)
                 self.trainer.check_skipped()
                 if _due(progress.iteration, training.eval_interval):
                     self.evaluate()
@@ -151,6 +157,10 @@ class Pretraining:
         if outcome.status == "requeue" and self.config.checkpoint.save is None:
             return Outcome("failed", f"{outcome.reason}; nothing was saved: --save is not given", progress.iteration)
         return outcome
+
+    def _tell(self, result: StepResult) -> None:
+        """Report a step."""
+        self.console.step(self.trainer.progress, result)
 
     @contextlib.contextmanager
     def _traced(self, iteration: int) -> Iterator[None]:
@@ -228,8 +238,14 @@ def _due(iteration: int, interval: int | None) -> bool:
     return interval is not None and iteration % interval == 0
 
 
-def launch(config: Config, process: Process) -> int:
-    """Run, report why it ended, and return the exit code: 0, 1 when it failed, 2 when it could not start."""
+def launch(config: Config, process: Process, kind: Callable[..., Pretraining] | None = None) -> int:
+    """Run, report why it ended, and return the exit code: 0, 1 when it failed, 2 when it could not start.
+
+    Args:
+        config: resolved settings.
+        process: this one.
+        kind: makes the run; by default a ``Pretraining``.
+    """
     if config.training.dry_run:
         if process.rank == 0:
             print(describe(config, process.world_size))
@@ -239,7 +255,7 @@ def launch(config: Config, process: Process) -> int:
     stop = StopSignal()
     run: Pretraining | None = None
     try:
-        run = Pretraining(config, process, device, stop)
+        run = (kind or Pretraining)(config, process, device, stop)
         outcome = run.run()
     except (ConfigError, CheckpointError, TrainingError, PipelineError) as error:
         report(str(error), process.rank, lambda: stop.name is not None)

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from smp.config import Config
 from smp.data.loader import BatchLoader, GlobalBatch
-from smp.layers.cross_entropy import IGNORE_INDEX
 from smp.optim.optimizer import clip_gradients, set_learning_rate
 from smp.optim.schedule import learning_rate
 from smp.parallel.mesh import sum_over_parts
@@ -44,6 +43,7 @@ class StepResult:
         learning_rate: the rate of this step.
         skipped: loss or norm was not finite, so the weights were left alone.
         seconds: wall time.
+        tokens: of the global batch, without padding.
     """
 
     loss: float
@@ -51,6 +51,7 @@ class StepResult:
     learning_rate: float
     skipped: bool
     seconds: float
+    tokens: int
 
 
 class Trainer:
@@ -86,7 +87,8 @@ class Trainer:
         started = time.perf_counter()
         lr = learning_rate(self.config.optim, self.progress.iteration + 1)
         set_learning_rate(self.optimizer, lr)
-        loss = sum_over_parts(self.passes.train(batch, self._valid_tokens(batch)), self.mesh)
+        counted, held = self._counts(batch)
+        loss = sum_over_parts(self.passes.train(batch, counted), self.mesh)
         limit, copies = self.config.optim.clip_grad, self.passes.copies
         norm = clip_gradients(self.model.parameters(), limit, copies=copies, device=self.device)
         loss_value, norm_value = torch.stack((loss, norm)).tolist()
@@ -95,13 +97,15 @@ class Trainer:
             self.optimizer.step()
         self.optimizer.zero_grad()
         self._advance(finite, math.isnan(loss_value) or math.isnan(norm_value))
-        return StepResult(loss_value, norm_value, lr, not finite, time.perf_counter() - started)
+        return StepResult(loss_value, norm_value, lr, not finite, time.perf_counter() - started, held)
 
-    def _valid_tokens(self, batch: GlobalBatch) -> int:
-        """Tokens of the global batch that count, over all ranks; a host-side message."""
-        count = (batch.labels != IGNORE_INDEX).sum() if self._counts_tokens else torch.zeros((), dtype=torch.int64)
-        dist.all_reduce(count)
-        return int(count)
+    def _counts(self, batch: GlobalBatch) -> tuple[int, int]:
+        """What the loss is averaged over (tokens that count, or pairs) and all tokens but padding, of the global batch,
+        over all ranks; a host-side message."""
+        counts = torch.tensor([batch.count(), batch.held_tokens()] if self._counts_tokens else [0, 0])
+        dist.all_reduce(counts)
+        counted, held = counts.tolist()
+        return counted, held
 
     def _advance(self, finite: bool, nan: bool) -> None:
         self.progress.iteration += 1
@@ -126,7 +130,7 @@ class Trainer:
         total, tokens = 0.0, 0
         for _ in range(iterations):
             batch = next(batches)
-            valid = self._valid_tokens(batch)
+            valid, _ = self._counts(batch)
             total += sum_over_parts(self.passes.evaluate(batch, valid), self.mesh).item() * valid
             tokens += valid
         self.model.train()

@@ -18,6 +18,7 @@ from smp.data.tuning.sequences import Sequences
 class PairBatch(GlobalBatch):
     """Pairs of answers: row 2 i is the chosen answer of a pair, row 2 i + 1 the rejected one."""
 
+    texts: torch.Tensor | None = None  # int64 (num_microbatches, rows): number of the answer; -1: none, to fill up
     reference: torch.Tensor | None = None  # fp32 (num_microbatches, rows): log-probabilities by the reference
 
     def count(self) -> int:
@@ -66,15 +67,17 @@ class TuningDataset:
         if self.trim:
             used = (documents >= 0).sum(-1).amax(-1)  # of each micro-batch
             widths = tuple(int(w) for w in used.clamp(min=1))
-        kind = PairBatch if self.rows == 2 else GlobalBatch
-        return kind(
-            tokens,
-            labels,
-            torch.from_numpy(rows),
-            documents=documents if self.packed else None,
-            positions=positions if self.packed else None,
-            widths=widths,
-        )
+        options = {
+            "documents": documents if self.packed else None,
+            "positions": positions if self.packed else None,
+            "widths": widths,
+            "held": int((documents >= 0).sum()),
+        }
+        numbers = torch.from_numpy(rows)
+        if self.rows == 1:
+            return GlobalBatch(tokens, labels, numbers, **options)
+        texts = [-1 if (p := self._place(i // 2)) is None else int(self.sequences[2 * p + i % 2][0]) for i in rows.flat]
+        return PairBatch(tokens, labels, numbers, **options, texts=torch.tensor(texts).view(rows.shape))
 
     def _row(self, index: int, part: int) -> npt.NDArray[np.int64]:
         """Tokens, labels, documents and positions of a sequence, (4, seq_length). Padding is document -1."""
