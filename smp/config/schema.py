@@ -216,7 +216,7 @@ class CheckpointConfig:
     """Folder that checkpoints are saved under, or a URL such as s3://bucket/run. One job at a time may use it."""
     load: str | None = None
     """Folder to resume from: its newest checkpoint that is whole, or that one checkpoint. auto: what --save holds, or a
-    fresh start when it holds nothing."""
+    fresh start when it holds nothing. A Hugging Face folder gives the architecture and the weights."""
     save_interval: int | None = None
     """Save every so many iterations. The end of a run is saved in any case."""
     save_mtbf_hours: float | None = None
