@@ -61,9 +61,10 @@ def read_values(argv: Sequence[str], tree: type, epilog: str) -> dict[str, Any]:
 
 def build_tree(tree: type[Tree], values: Mapping[str, Any]) -> Tree:
     """A tree of settings with these values, and its defaults for the others."""
+    known: Mapping[str, Setting] = settings(tree)  # type: ignore[arg-type]  # a class is hashable
     by_group: dict[str, dict[str, Any]] = {group: {} for group in group_classes(tree)}
     for name, value in values.items():
-        by_group[settings(tree)[name].group][name] = value
+        by_group[known[name].group][name] = value
     return tree(**{group: cls(**by_group[group]) for group, cls in group_classes(tree).items()})
 
 

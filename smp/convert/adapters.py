@@ -1,16 +1,16 @@
 """Adapters as peft keeps them: a folder with ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-Two things differ from ours. Modules have Hugging Face's names, which the tables of families translate. And where several
-of our matrices lie in one of theirs (GPT-2's fused query, key and value), so do our adapters: ours of ranks r become one
-of rank sum(r), A's one below the other and B's in the rows and columns of their own; theirs becomes one for each of
-ours, with the same A and the rows of B.
+Two things differ from ours. Modules have Hugging Face's names, which the tables of families translate. And where
+several of our matrices lie in one of theirs (GPT-2's fused query, key and value), so do our adapters: ours of ranks r
+become one of rank sum(r), A's one below the other and B's in the rows and columns of their own; theirs becomes one for
+each of ours, with the same A and the rows of B.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,7 +113,8 @@ def write_adapters(
         a, b, scale = _fused(members)
         tensors[f"{_FRONT}{module}.lora_A.weight"], tensors[f"{_FRONT}{module}.lora_B.weight"] = a, b
         ranks[module], alphas[module] = a.shape[0], scale * a.shape[0]
-    content = _config(ranks, alphas, dropout, base, family.table.transposed)
+    every = {link.theirs.removesuffix(".weight") for link in places.values()}
+    content = _config(ranks, alphas, every, dropout, base, family.table.transposed)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).unlink(missing_ok=True)  # it comes last: a folder without it is no adapter
     (folder / TENSORS).unlink(missing_ok=True)
@@ -139,12 +140,16 @@ def _fused(members: Sequence[tuple[Link, Adapter]]) -> tuple[torch.Tensor, torch
 
 
 def _config(
-    ranks: Mapping[str, int], alphas: Mapping[str, float], dropout: float, base: str, transposed: bool
+    ranks: Mapping[str, int],
+    alphas: Mapping[str, float],
+    every: Set[str],
+    dropout: float,
+    base: str,
+    transposed: bool,
 ) -> dict[str, Any]:
-    """adapter_config.json: one rank and alpha for all, and patterns for those that differ."""
-    rank, alpha = max(set(ranks.values()), key=list(ranks.values()).count), 0.0
-    alpha = max(set(alphas.values()), key=list(alphas.values()).count)
-    last = {module.rpartition(".")[2] for module in ranks}
+    """adapter_config.json: one rank and alpha for all, and patterns for those that differ. ``every``: all linear
+    layers of the model."""
+    rank, alpha = (max(sorted(set(v)), key=list(v).count) for v in (ranks.values(), alphas.values()))
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -152,7 +157,7 @@ def _config(
         "r": rank,
         "lora_alpha": _whole(alpha),
         "lora_dropout": dropout,
-        "target_modules": sorted(ranks) if len(last) == len(ranks) else _targets(ranks),
+        "target_modules": _targets(ranks, every),
         "rank_pattern": {m: r for m, r in ranks.items() if r != rank},
         "alpha_pattern": {m: _whole(a) for m, a in alphas.items() if a != alpha},
         "bias": "none",
@@ -164,9 +169,11 @@ def _config(
     }
 
 
-def _targets(modules: Mapping[str, int]) -> list[str]:
-    """Whole names, which say exactly which: the last part of a name would also choose layers without an adapter."""
-    return sorted(modules)
+def _targets(modules: Mapping[str, int], every: Set[str]) -> list[str]:
+    """Last parts of names where they choose exactly these modules, as people write it; else whole names."""
+    last = {module.rpartition(".")[2] for module in modules}
+    chosen = {module for module in every if module.rpartition(".")[2] in last}
+    return sorted(last) if chosen == set(modules) else sorted(modules)
 
 
 def _whole(value: float) -> float:

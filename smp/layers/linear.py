@@ -237,9 +237,9 @@ def column_parallel(
         outputs = tuple(F.linear(x, w) for w in weights)
     else:
         outputs = _ColumnParallel.apply(x, first.group, first.sequence_parallel, *weights)
-    outputs = add_column_adapters(x, outputs, layers, numbers)
+    adapted = add_column_adapters(x, outputs, layers, numbers)
     biases = [layer.bias for layer in layers]
-    return [y if b is None else y + m._own(b) for y, b, m in zip(outputs, biases, layers, strict=True)]
+    return [y if b is None else y + m._own(b) for y, b, m in zip(adapted, biases, layers, strict=True)]
 
 
 class RowParallelLinear(nn.Module):

@@ -54,8 +54,8 @@ class ShardedStages:
             if isinstance(module, FSDPModule):
                 module.set_modules_to_backward_prefetch([module])  # itself: gathered already, so nothing
             linear = isinstance(module, (ColumnParallelLinear, RowParallelLinear))
-            if split_backward and linear and module.weight.requires_grad:  # else there is nothing to leave for later
-                module.defer = self._pending.append
+            if split_backward and linear and module.weight.requires_grad:  # frozen ones leave nothing for later
+                module.defer = self._pending.append  # type: ignore[assignment]
 
     def unshard(self, stage: int) -> None:
         """Begin to gather the parameters of a stage."""

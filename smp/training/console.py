@@ -92,7 +92,7 @@ class Console:
         }
         self._window.clear()
         self._metrics.log(progress.iteration, record)
-        self.say(" | ".join([log_line(self.config, progress.iteration, record), *_texts(more)]))
+        self.say(log_line(self.config, progress.iteration, record) + _texts(more))
 
     def _device_record(self, rate: float) -> dict[str, float]:
         """Memory, and the fraction of the peak rate where that is known."""
@@ -119,8 +119,8 @@ class Console:
             self._metrics.close()
 
 
-def _texts(more: Mapping[str, float]) -> list[str]:
-    return [f"{name}: {value:.6f}" for name, value in more.items()]
+def _texts(more: Mapping[str, float]) -> str:
+    return "".join(f" {name}: {value:.6f} |" for name, value in more.items())
 
 
 def _peak_resident_bytes() -> int:

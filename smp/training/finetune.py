@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,11 +18,13 @@ from smp.data.tuning.batches import PairBatch, TuningDataset
 from smp.data.tuning.build import TuningData
 from smp.data.tuning.sequences import lay_out
 from smp.layers.lora import adapters_off
+from smp.models.arithmetic import count_parameters
 from smp.models.gpt import GPT
 from smp.parallel.mesh import data_rank, sum_over_parts
 from smp.pipeline.plan import Plan
 from smp.training.adapter_files import publish_adapter, reference_config
 from smp.training.build import build_passes
+from smp.training.describe import describe
 from smp.training.passes import Passes
 from smp.training.preference import (
     ModelReference,
@@ -33,9 +34,10 @@ from smp.training.preference import (
     Reference,
     TableReference,
 )
-from smp.training.pretrain import Outcome, Pretraining
+from smp.training.pretrain import Outcome, Pretraining, launch
 from smp.training.process import Process
 from smp.training.runtime import StopSignal
+from smp.training.saving import RunCheckpoints
 from smp.training.trainer import StepResult
 from smp.training.tuned_model import build_tuned_model
 
@@ -66,7 +68,6 @@ class Finetuning(Pretraining):
         if tuning.lora.load_adapter is not None:
             self.start = self._read_adapter(tuning.lora.load_adapter)
         super().__init__(config, process, device, stop)
-        self.console.work = self._work()
 
     def _read_adapter(self, folder: str) -> dict[str, Adapter]:
         """Adapters to begin with; their dropout is taken over unless --lora-dropout is given."""
@@ -105,6 +106,9 @@ class Finetuning(Pretraining):
             read=dataset.batch,
         )
 
+    def _open_checkpoints(self) -> RunCheckpoints:
+        return RunCheckpoints(self.config, self._announce, {"finetune": as_flat_dict(self.tuning)})
+
     def _model(self, device: torch.device, plan: Plan | None) -> tuple[GPT, Passes]:
         build = partial(build_tuned_model, self.config, self.tuning, self.mesh, device, plan, self.start)
         model, notes = build()
@@ -134,7 +138,6 @@ class Finetuning(Pretraining):
         trim = self.layout.pp == 1 and not self.config.parallel.compile
         batches = self._loader(TuningDataset(samples, every, seed=None, pairs=True, trim=trim), 0)  # type: ignore[arg-type]
         table = torch.zeros(len(samples), device=device)
-        first_of_tp = self.mesh.get_local_rank("tp") == 0  # its ranks all have the same numbers
         try:
             for _ in range(-(-(len(samples) // 2) // batches.global_batch_size)):
                 batch = next(batches)
@@ -144,26 +147,25 @@ class Finetuning(Pretraining):
                 self.watchdog.progress()
         finally:
             batches.close()
-        assert first_of_tp or self.mesh["tp"].size() > 1
         self._announce(f"log-probabilities of the reference: {len(samples):,} answers")
         return sum_over_parts(table, self.mesh)
 
     def _sizes(self, model: GPT) -> list[str]:
         """How much is trained of how much, and where it lies."""
-        names = {name: p for name, p in model.named_parameters()}
-        local = torch.tensor(
-            [sum(_local(p).numel() for p in names.values() if p.requires_grad == wanted) for wanted in (True, False)]
-        )
-        trained = sum(p.numel() for p in names.values() if p.requires_grad)
-        total = sum(p.numel() for p in names.values())
-        counts = torch.tensor([trained, total])
-        if self.mesh["pp"].size() > 1:
-            dist.all_reduce(counts, group=self.mesh.get_group("pp"))
-        trained, total = counts.tolist()
-        dtype = "bf16" if self.has_adapters and self.config.parallel.bf16 else "fp32"
-        lines = [f"trained parameters: {trained:,} of {total:,} ({100 * trained / total:.3f} %)"]
-        lines.append(f"on this rank {int(local[0]):,} trained in fp32, {int(local[1]):,} frozen in {dtype}")
-        return lines
+        assert self.config.model.vocab_size is not None
+        parameters, total = list(model.parameters()), count_parameters(self.config.model, self.config.model.vocab_size)
+        trained, base = torch.tensor(sum(p.numel() for p in parameters if p.requires_grad)), total.total
+        if self.has_adapters:
+            if self.mesh["pp"].size() > 1:  # its ranks have different layers
+                dist.all_reduce(trained, group=self.mesh.get_group("pp"))
+            base += int(trained)
+        else:
+            trained = torch.tensor(base)
+        here, frozen = (sum(_local(p).nbytes for p in parameters if p.requires_grad == w) for w in (True, False))
+        return [
+            f"trained parameters: {trained:,} of {base:,} ({100 * int(trained) / base:.3f} %)",
+            f"weights of the first process: {here / 1e6:,.1f} MB trained, {frozen / 1e6:,.1f} MB frozen",
+        ]
 
     def _work(self) -> float:
         """FLOPs of a step relative to pretraining on as many tokens: a third for the forward pass, one for gradients of
@@ -185,13 +187,15 @@ class Finetuning(Pretraining):
         return outcome
 
 
-def tell_preview(config: FinetuneConfig, data: TuningData) -> None:
-    """--preview: what was read, and some samples."""
-    print("\n".join([*data.lines, *data.preview(config.data.preview)]))
+def launch_finetune(config: FinetuneConfig, data: TuningData | None, process: Process) -> int:
+    """Run, report why it ended, and return the exit code, as ``smp.training.pretrain.launch``."""
+    if config.training.dry_run:
+        if process.rank == 0:
+            print("\n".join([describe(config.as_run(), process.world_size, config), *(data.lines if data else ())]))
+        return 0
+    assert data is not None, "checked with the settings"
+    return launch(config.as_run(), process, partial(Finetuning, tuning=config, data=data))
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
-
-
-__all__ = ["Finetuning", "Path", "as_flat_dict", "tell_preview"]

@@ -50,8 +50,8 @@ def _sized(config: FinetuneConfig, world_size: int) -> FinetuneConfig:
     """With the defaults that do not depend on how long the run is: that may follow from the data."""
     any_length = replace(config.training, dry_run=True)
     run = resolve(replace(config, training=any_length).as_run(), world_size)
-    sizes = {"seq_length": run.data.seq_length, "global_batch_size": run.data.global_batch_size}
-    return replace(config, model=run.model, parallel=run.parallel, data=replace(config.data, **sizes))
+    data = replace(config.data, seq_length=run.data.seq_length, global_batch_size=run.data.global_batch_size)
+    return replace(config, model=run.model, parallel=run.parallel, data=data)
 
 
 def _with_architecture(config: FinetuneConfig, given: set[str]) -> FinetuneConfig:

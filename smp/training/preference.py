@@ -1,4 +1,4 @@
-"""Direct preference optimization in a run: pairs as inputs of the model, and where the reference's numbers come from."""
+"""Direct preference optimization in a run: pairs as inputs of the model, and where the reference comes from."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class PairInputs(Inputs):
         tokens, labels, _, *rest = super().__getitem__(i)
         assert isinstance(self.batch, PairBatch)
         reference = None if self.batch.reference is None else self.batch.reference[i].to(self.device)
-        preference = Preference(*tokens.shape, self.beta, self.label_smoothing, self.valid_tokens, reference)
+        rows, length = tokens.shape
+        preference = Preference(rows, length, self.beta, self.label_smoothing, self.valid_tokens, reference)
         self.preferences.append(preference)
         return tokens, labels, (labels != IGNORE_INDEX).float(), *rest, preference
 

@@ -68,12 +68,15 @@ class Pretraining:
         train, self.valid = self._datasets()
         self.validation: tuple[int, float] | None = None  # iteration and loss of the last evaluation
         self.traced = False
-        self.checkpoints = RunCheckpoints(config, self._announce)
+        self.checkpoints = self._open_checkpoints()
         try:
             self._build(device, train)
         except BaseException:
             self.checkpoints.close()
             raise
+
+    def _open_checkpoints(self) -> RunCheckpoints:
+        return RunCheckpoints(self.config, self._announce)
 
     def _announce(self, line: str) -> None:
         """Before there is a console; what is said then is seen even if the start fails."""
@@ -91,7 +94,7 @@ class Pretraining:
         self.trainer = Trainer(config, model, passes, optimizer, self.mesh, device, progress)
         self.batches = self._loader(train, progress.consumed_samples)
         with _blamed_on("--log-dir", config.logging.log_dir):
-            self.console = Console(config, self.layout, self.process.rank, device, progress.iteration)
+            self.console = Console(config, self.layout, self.process.rank, device, progress.iteration, self._work())
 
     def _model(self, device: torch.device, plan: Plan | None) -> tuple[GPT, Passes]:
         """The model as it is before a checkpoint is loaded, and how micro-batches go through it."""
@@ -157,6 +160,10 @@ class Pretraining:
         if outcome.status == "requeue" and self.config.checkpoint.save is None:
             return Outcome("failed", f"{outcome.reason}; nothing was saved: --save is not given", progress.iteration)
         return outcome
+
+    def _work(self) -> float:
+        """FLOPs of a step, relative to pretraining on as many tokens."""
+        return 1.0
 
     def _tell(self, result: StepResult) -> None:
         """Report a step."""

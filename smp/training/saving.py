@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -36,13 +36,14 @@ class RunCheckpoints:
     Args:
         config: resolved settings.
         say: tells the user one line; on ranks other than 0 it does nothing.
+        more: settings that checkpoints are to note beside those of ``config``, by group.
 
     Raises:
         ConfigError: --save cannot be written, or another job uses it.
     """
 
-    def __init__(self, config: Config, say: Callable[[str], None]) -> None:
-        self.config, self.say = config, say
+    def __init__(self, config: Config, say: Callable[[str], None], more: Mapping[str, Any] | None = None) -> None:
+        self.config, self.say, self.more = config, say, dict(more or {})
         self.root = None if config.checkpoint.save is None else open_folder(config.checkpoint.save)
         self.saved_at = -1
         self._lock: RunLock | None = None
@@ -77,7 +78,7 @@ class RunCheckpoints:
         """
 
         def restore(folder: Folder, manifest: Manifest) -> tuple[Progress, list[str]]:
-            return load_training(folder, manifest, self.config, model, optimizer)
+            return load_training(folder, manifest, self.config, model, optimizer, self.more)
 
         load = self.config.checkpoint.load
         if load is not None and on_rank_zero(lambda: is_hf_folder(load)):
@@ -157,7 +158,7 @@ class RunCheckpoints:
         """
         self._settle()
         if self.root is not None:
-            state = run_state(self.config, model, optimizer, progress, validation_loss)
+            state = run_state(self.config, model, optimizer, progress, validation_loss, self.more)
             self._save(self.root, state, progress.iteration)
 
     def finish(

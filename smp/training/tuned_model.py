@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from smp.checkpoint.agree import gather
-from smp.checkpoint.latest import iteration_name
+from smp.checkpoint.latest import find, iteration_name
 from smp.config import Config, ConfigError
 from smp.config.finetune import FinetuneConfig
 from smp.config.finetune_checks import ALL_LINEAR
@@ -42,7 +42,7 @@ def open_base(tuning: FinetuneConfig) -> Weights:
         if step is not None:
             raise ConfigError(f"--ckpt-step {step}: --load {load} is a Hugging Face folder")
         return open_hf(load)
-    return SmpWeights(load if step is None else Path(load) / iteration_name(step))
+    return SmpWeights(find(load) if step is None else Path(load) / iteration_name(step))
 
 
 def build_tuned_model(
@@ -87,9 +87,7 @@ def build_tuned_model(
     return model, notes
 
 
-def _add_adapters(
-    model: GPT, tuning: FinetuneConfig, seed: int, start: Mapping[str, Adapter] | None
-) -> bool:
+def _add_adapters(model: GPT, tuning: FinetuneConfig, seed: int, start: Mapping[str, Adapter] | None) -> bool:
     """Put adapters on ``model``, which is then frozen but for them; whether there are any in the whole model."""
     lora = tuning.lora
     model.adapter_dropout = lora.lora_dropout
@@ -131,4 +129,3 @@ def _fill_adapters(model: GPT, start: Mapping[str, Adapter]) -> None:
             box = local_box(parameter)
             part = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
             cast(DTensor, parameter).to_local().copy_(whole[part])
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -67,7 +68,7 @@ class TuningDataset:
         if self.trim:
             used = (documents >= 0).sum(-1).amax(-1)  # of each micro-batch
             widths = tuple(int(w) for w in used.clamp(min=1))
-        options = {
+        options: dict[str, Any] = {
             "documents": documents if self.packed else None,
             "positions": positions if self.packed else None,
             "widths": widths,
@@ -76,8 +77,13 @@ class TuningDataset:
         numbers = torch.from_numpy(rows)
         if self.rows == 1:
             return GlobalBatch(tokens, labels, numbers, **options)
-        texts = [-1 if (p := self._place(i // 2)) is None else int(self.sequences[2 * p + i % 2][0]) for i in rows.flat]
-        return PairBatch(tokens, labels, numbers, **options, texts=torch.tensor(texts).view(rows.shape))
+        texts = torch.tensor([self._text(int(i) // 2, int(i) % 2) for i in rows.flat])
+        return PairBatch(tokens, labels, numbers, **options, texts=texts.view(rows.shape))
+
+    def _text(self, index: int, part: int) -> int:
+        """Number of an answer; -1 where there is none."""
+        place = self._place(index)
+        return -1 if place is None else int(self.sequences[place * self.rows + part][0])
 
     def _row(self, index: int, part: int) -> npt.NDArray[np.int64]:
         """Tokens, labels, documents and positions of a sequence, (4, seq_length). Padding is document -1."""
