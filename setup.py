@@ -24,7 +24,9 @@ BASE = [
     "torch>=2.11",
     "numpy>=2",
     "einops",
+    "jinja2>=3.1",
     "sentencepiece>=0.2",
+    "tokenizers>=0.20",
     "tensorboard",
     "PyYAML>=6",
     "tqdm",
@@ -32,7 +34,9 @@ BASE = [
 ]
 HF = ["transformers>=5"]
 S3 = ["s3fs>=2024.10"]
+DATA = ["pyarrow", "zstandard"]
 EXTRAS = {
+    "data": DATA,  # .parquet and .zst files
     "hf": HF,
     "fsspec": ["fsspec>=2024.10"],  # checkpoints in any object store; its back-end comes on top
     "s3": S3,
@@ -47,9 +51,11 @@ EXTRAS = {
         "packaging",
         "setuptools>=77",
         "safetensors",
+        *DATA,
         *HF,
         *S3,
         "moto[server]",
+        "peft>=0.17",
     ],
     "dev": ["ruff", "mypy", "import-linter>=2", "pre-commit"],
 }

@@ -32,9 +32,9 @@ class FinetuneDataConfig:
     """File with a Jinja chat template, instead of the tokenizer's own."""
     mask_prompt: bool = True
     """Train on what the assistant says (or the completion) only; --no-mask-prompt trains on all tokens."""
-    packing: Literal["best-fit", "none"] | None = None
-    """best-fit lays several samples into one sequence, which do not see each other; with none each has its own.
-    Default: best-fit, but none for dpo."""
+    packing: Literal["best-fit", "off"] | None = None
+    """best-fit lays several samples into one sequence, which do not see each other; with off each has its own.
+    Default: best-fit, but off for dpo."""
     seq_length: int | None = None
     """Tokens per sequence; longer samples are cut at the end. Default: --max-position-embeddings, at most 8192."""
     micro_batch_size: int = 1

@@ -29,7 +29,7 @@ def fill_in(config: FinetuneConfig) -> FinetuneConfig:
     if objective.objective == "dpo":
         default = "adapters-off" if has_adapters(lora) else "copy"
         objective = replace(objective, dpo_reference=objective.dpo_reference or default)  # type: ignore[arg-type]
-    data = replace(data, packing=data.packing or ("none" if objective.objective == "dpo" else "best-fit"))
+    data = replace(data, packing=data.packing or ("off" if objective.objective == "dpo" else "best-fit"))
     return replace(config, lora=lora, objective=objective, data=data)
 
 

@@ -107,7 +107,7 @@ class Finetuning(Pretraining):
         )
 
     def _open_checkpoints(self) -> RunCheckpoints:
-        return RunCheckpoints(self.config, self._announce, {"finetune": as_flat_dict(self.tuning)})
+        return RunCheckpoints(self.config, self._announce, {"finetune": as_flat_dict(self.tuning)}, "--resume")
 
     def _model(self, device: torch.device, plan: Plan | None) -> tuple[GPT, Passes]:
         build = partial(build_tuned_model, self.config, self.tuning, self.mesh, device, plan, self.start)
@@ -134,7 +134,7 @@ class Finetuning(Pretraining):
     def _table(self, reference: ModelReference, device: torch.device) -> torch.Tensor:
         """Log-probabilities of all answers by the model as it is now, fp32 (texts,), the same on all ranks."""
         samples = self.data.samples
-        every = lay_out(samples, torch.arange(len(samples)).numpy(), self.data.train.length, "none")
+        every = lay_out(samples, torch.arange(len(samples)).numpy(), self.data.train.length, "off")
         trim = self.layout.pp == 1 and not self.config.parallel.compile
         batches = self._loader(TuningDataset(samples, every, seed=None, pairs=True, trim=trim), 0)  # type: ignore[arg-type]
         table = torch.zeros(len(samples), device=device)
@@ -179,7 +179,10 @@ class Finetuning(Pretraining):
         self.console.step(self.trainer.progress, result, more)
 
     def run(self) -> Outcome:
-        """Train; the last state of adapters is left in peft's format as well."""
+        """Train, and evaluate before the first step too; the last state of adapters is left in peft's format as
+        well."""
+        if self.config.training.eval_interval is not None and self.trainer.progress.iteration == 0:
+            self.evaluate()
         outcome = super().run()
         if self.has_adapters and self.config.checkpoint.save is not None and outcome.status == "done":
             folder = on_rank_zero(lambda: publish_adapter(self.config, self.tuning, self.trainer.progress.iteration))

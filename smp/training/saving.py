@@ -37,13 +37,20 @@ class RunCheckpoints:
         config: resolved settings.
         say: tells the user one line; on ranks other than 0 it does nothing.
         more: settings that checkpoints are to note beside those of ``config``, by group.
+        resume: the flag that goes on from what --save holds.
 
     Raises:
         ConfigError: --save cannot be written, or another job uses it.
     """
 
-    def __init__(self, config: Config, say: Callable[[str], None], more: Mapping[str, Any] | None = None) -> None:
-        self.config, self.say, self.more = config, say, dict(more or {})
+    def __init__(
+        self,
+        config: Config,
+        say: Callable[[str], None],
+        more: Mapping[str, Any] | None = None,
+        resume: str = "--load auto",
+    ) -> None:
+        self.config, self.say, self.more, self.resume = config, say, dict(more or {}), resume
         self.root = None if config.checkpoint.save is None else open_folder(config.checkpoint.save)
         self.saved_at = -1
         self._lock: RunLock | None = None
@@ -136,7 +143,7 @@ class RunCheckpoints:
         if newest and iteration_of(newest[0]) > iteration:
             raise ConfigError(
                 f"--save {root} holds {newest[0]}, which is newer than where this run starts, iteration {iteration}: "
-                "--load auto goes on from there; else give another --save or move it away"
+                f"{self.resume} goes on from there; else give another --save or move it away"
             )
 
     def due(self, iteration: int) -> bool:

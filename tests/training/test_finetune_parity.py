@@ -20,7 +20,7 @@ LORA = "--lora-rank 4 --lora-dropout 0.25"
 METHODS = {
     "full": "--data-path {0}/sft.jsonl",
     "lora": f"--data-path {{0}}/sft.jsonl {LORA} --hidden-dropout 0.1",
-    "lora, unpacked": f"--data-path {{0}}/sft.jsonl --packing none {LORA} --lora-target-modules query,down",
+    "lora, unpacked": f"--data-path {{0}}/sft.jsonl --packing off {LORA} --lora-target-modules query,down",
     "dpo, full": "--data-path {0}/dpo.jsonl --objective dpo --dpo-label-smoothing 0.1",
     "dpo, lora": "--data-path {0}/dpo.jsonl --objective dpo --lora-rank 4 --lora-target-modules value,gate",
     "dpo, table": "--data-path {0}/dpo.jsonl --objective dpo --lora-rank 4 --dpo-reference precomputed "

@@ -49,7 +49,7 @@ def test_packed_samples_train_as_separate_ones(folder: Path) -> None:
         tune_all,
         1,
         [
-            flags(folder, data, "--packing none --global-batch-size 60 --micro-batch-size 4"),
+            flags(folder, data, "--packing off --global-batch-size 60 --micro-batch-size 4"),
             flags(folder, data, f"--packing best-fit --global-batch-size {packed}"),
         ],
     )[0]

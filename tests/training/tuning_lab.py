@@ -22,6 +22,7 @@ class Recording(Finetuning):
 
     def record(self) -> Recording:
         self.losses: list[float] = []
+        self.tokens: list[int] = []
         self.more: list[dict[str, float]] = []
         self.gradients: list[dict[str, torch.Tensor]] = []
         self.trainer.optimizer.register_step_pre_hook(lambda *_: self.gradients.append(self.whole(gradients=True)))
@@ -40,6 +41,7 @@ class Recording(Finetuning):
 
     def _tell(self, result: StepResult) -> None:
         self.losses.append(result.loss)
+        self.tokens.append(result.tokens)
         if self.preferences is not None:
             self.more.append(self.preferences.measured())
 
@@ -73,7 +75,18 @@ def tune(rank: int, world_size: int, flags: str) -> dict[str, Any]:
         "optimizer": optimizer,
         "dtypes": (trained, frozen),
         "validation": run.validation,
+        "tokens": run.tokens,
+        "held": sum(p.numel() for p in held_parameters(run)),
     }
+
+
+def held_parameters(run: Recording) -> list[torch.Tensor]:
+    """Of the model, and of a frozen copy."""
+    models = [run.trainer.model]
+    reference = getattr(run.preferences, "reference", None)
+    if (copy := getattr(reference, "model", None)) not in (None, run.trainer.model):
+        models.append(copy)
+    return [p for model in models for p in model.parameters()]
 
 
 def tune_all(rank: int, world_size: int, flags: list[str]) -> list[dict[str, Any]]:

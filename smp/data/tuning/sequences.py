@@ -59,16 +59,16 @@ class Sequences:
 
 
 def lay_out(
-    samples: Samples, chosen: npt.NDArray[np.int64], length: int, packing: Literal["best-fit", "none"]
+    samples: Samples, chosen: npt.NDArray[np.int64], length: int, packing: Literal["best-fit", "off"]
 ) -> Sequences:
     """Lay the ``chosen`` texts into sequences of ``length`` positions. A text of n tokens takes n - 1: its last token
     is only predicted.
 
-    With best-fit several texts share a sequence (best-fit decreasing); with none each has its own, in their order.
+    With best-fit several texts share a sequence (best-fit decreasing); with off each has its own, in their order.
     """
     positions = samples.lengths[chosen] - 1
     used = int(positions.sum())
-    if packing == "none":
+    if packing == "off":
         return Sequences(chosen, np.arange(len(chosen) + 1), used, length)
     packed: Packing = pack_best_fit(positions, length)
     return Sequences(chosen[packed.order], packed.offsets, used, length)

@@ -125,7 +125,7 @@ def test_every_text_is_in_one_sequence_whole() -> None:
 
 def test_order_is_a_function_of_seed_and_number_alone() -> None:
     samples = made([4] * 12)
-    sequences = lay_out(samples, np.arange(12), 8, "none")
+    sequences = lay_out(samples, np.arange(12), 8, "off")
     texts = lambda seed, numbers: TuningDataset(samples, sequences, seed=seed).batch(numbers).tokens[..., 0] // 100  # noqa: E731
     whole = texts(1, np.arange(36).reshape(3, 12))
     assert all(sorted(epoch.tolist()) == list(range(12)) for epoch in whole), "each once per epoch"
@@ -136,7 +136,7 @@ def test_order_is_a_function_of_seed_and_number_alone() -> None:
 
 def test_a_resumed_loader_of_any_layout_goes_on() -> None:
     samples = made([4] * 12)
-    dataset = TuningDataset(samples, lay_out(samples, np.arange(12), 8, "none"), seed=1)
+    dataset = TuningDataset(samples, lay_out(samples, np.arange(12), 8, "off"), seed=1)
 
     def read(ranks: int, start: int, steps: int) -> list[list[int]]:
         shares = [
@@ -164,7 +164,7 @@ def test_a_resumed_loader_of_any_layout_goes_on() -> None:
 
 def test_trimmed_columns_hold_nothing() -> None:
     samples = made([4, 6, 3, 9])
-    dataset = TuningDataset(samples, lay_out(samples, np.arange(4), 16, "none"), seed=None, trim=True)
+    dataset = TuningDataset(samples, lay_out(samples, np.arange(4), 16, "off"), seed=None, trim=True)
     batch = dataset.batch(np.array([[0, 1], [2, 3]]))
     assert batch.widths == (5, 8) and batch.documents is None and batch.held == 3 + 5 + 2 + 8
     assert (batch.labels[0, :, 5:] == IGNORED_LABEL).all() and batch.count() == 2 + 4 + 1 + 7
@@ -172,7 +172,7 @@ def test_trimmed_columns_hold_nothing() -> None:
 
 def test_validation_ends_with_its_last_sample_and_pairs_stay_together() -> None:
     samples = made([4, 6, 3, 9, 5, 5])
-    dataset = TuningDataset(samples, lay_out(samples, np.arange(6), 8, "none"), seed=None, pairs=True)
+    dataset = TuningDataset(samples, lay_out(samples, np.arange(6), 8, "off"), seed=None, pairs=True)
     batch = dataset.batch(np.arange(4).reshape(2, 2))
     assert isinstance(batch, PairBatch) and batch.tokens.shape == (2, 4, 8)
     assert batch.texts is not None and batch.texts.tolist() == [[0, 1, 2, 3], [4, 5, -1, -1]]
