@@ -16,7 +16,7 @@ import numpy as np
 from smp.data.bigram import bigram_cross_entropy
 from smp.data.gpt_dataset import split_documents
 from smp.data.indexed_dataset import IndexedDataset
-from smp.data.tokenizer import SentencePieceTokenizer
+from smp.data.tokenizer_files import load_tokenizer
 
 
 def documents(dataset: IndexedDataset, part: range) -> np.ndarray:
@@ -36,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def report(args: argparse.Namespace) -> str:
-    tokenizer = SentencePieceTokenizer(args.tokenizer_model) if args.tokenizer_model else None
+    tokenizer = load_tokenizer(args.tokenizer_model) if args.tokenizer_model else None
     dataset = IndexedDataset(args.data_path)
     train_part, valid_part, _ = split_documents(dataset.num_documents, args.split)
     train, valid = documents(dataset, train_part), documents(dataset, valid_part)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from smp import checkpoint
 from smp.config import Layout, ModelConfig
-from smp.data.tokenizer import SentencePieceTokenizer
+from smp.data.tokenizer_files import PATTERNS, load_tokenizer
 from smp.models.gpt import GPT
 from smp.parallel.mesh import build_mesh
 
@@ -66,7 +66,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--load", required=True, type=Path, help="folder of checkpoints, or one checkpoint's own folder"
     )
-    parser.add_argument("--tokenizer-model", required=True, help="sentencepiece model file")
+    parser.add_argument("--tokenizer-model", required=True, help="sentencepiece model, tokenizer.json or tiktoken file")
+    parser.add_argument("--tiktoken-pattern", choices=PATTERNS, help="how a tiktoken file's text is cut")
     parser.add_argument("--prompt", default="", help="text to continue")
     parser.add_argument("--max-new-tokens", type=int, default=100, help="tokens to write at most")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token")
@@ -76,7 +77,7 @@ def main(argv: list[str]) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         folder = checkpoint.find(args.load)
-        tokenizer = SentencePieceTokenizer(args.tokenizer_model)
+        tokenizer = load_tokenizer(args.tokenizer_model, args.tiktoken_pattern)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
         )

@@ -18,7 +18,7 @@ from typing import Any
 
 import sentencepiece
 
-from smp.data.jsonl import expand_paths, read_texts
+from smp.data.text_files import expand_paths, read_texts
 from smp.data.tokenizer import END_OF_DOCUMENT
 
 LOSSLESS: dict[str, Any] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from smp.config.batch import BatchSizes
 from smp.config.fields import settings
 from smp.config.layout import Layout
 from smp.config.schema import (
@@ -24,7 +25,7 @@ _FRACTIONS = {
     *("lr_warmup_fraction", "adam_beta1", "adam_beta2", "sgd_momentum"),
 }
 # ... and these: at least 0.
-_FROM_ZERO = {"hybrid_shard_degree", "lr_warmup_iters", "min_lr", "weight_decay", "clip_grad", "seed"}
+_FROM_ZERO = {"num_workers", "hybrid_shard_degree", "lr_warmup_iters", "min_lr", "weight_decay", "clip_grad", "seed"}
 
 
 def require(fits: bool, message: str) -> None:
@@ -130,11 +131,19 @@ def _check_positions(model: ModelConfig) -> None:
 
 
 def _check_data_source(data: DataConfig, model: ModelConfig, training: TrainingConfig) -> None:
-    require(not (data.data_path and data.mock_data), f"--data-path {data.data_path} and --mock-data: give one")
+    sources = {
+        "--data-path": data.data_path,
+        "--data-args-path": data.data_args_path,
+        "--train-data-path": data.train_data_path,
+        "--mock-data": data.mock_data,
+    }
+    given = [flag if value is True else f"{flag} {value}" for flag, value in sources.items() if value]
+    require(len(given) < 2, f"{' and '.join(given)}: give one")
     require(
-        bool(data.data_path) or data.mock_data or training.dry_run,
-        "what to train on is missing: give --data-path or --mock-data (or --dry-run)",
+        bool(given) or training.dry_run, "what to train on is missing: give --data-path or --mock-data (or --dry-run)"
     )
+    _check_separate_paths(data, training)
+    _check_packing(data)
     require(model.vocab_size is not None or not data.mock_data, "--mock-data needs --vocab-size")
     require((model.vocab_size or 2) > 1 or not data.mock_data, "--mock-data needs a --vocab-size of at least 2")
     require(
@@ -142,10 +151,34 @@ def _check_data_source(data: DataConfig, model: ModelConfig, training: TrainingC
         "the number of token ids is unknown: give --tokenizer-model or --vocab-size",
     )
     train, validation, _ = parse_split(data.split)
+    if data.train_data_path is not None:
+        return
     require(train > 0, f"--split {data.split} leaves nothing to train on; its first number is the training part")
     require(
         validation > 0 or training.eval_interval is None,
         f"--eval-interval {training.eval_interval} needs a validation part, the second number of --split {data.split}",
+    )
+
+
+def _check_separate_paths(data: DataConfig, training: TrainingConfig) -> None:
+    for flag, path in (("--valid-data-path", data.valid_data_path), ("--test-data-path", data.test_data_path)):
+        require(path is None or data.train_data_path is not None, f"{flag} {path} needs --train-data-path")
+    if data.train_data_path is None:
+        return
+    require(data.split == DataConfig.split, f"--split {data.split} divides --data-path, not --train-data-path")
+    require(
+        (training.eval_interval is None) == (data.valid_data_path is None),
+        "--eval-interval and --valid-data-path go together: give both or none with --train-data-path",
+    )
+
+
+def _check_packing(data: DataConfig) -> None:
+    flags = ("packing", "reset_attention_mask", "reset_position_ids", "eod_mask_loss", "data_cache_path")
+    given = _given(data, *flags)
+    require(not (data.mock_data and given), f"--mock-data has no documents: leave out {', '.join(given)}")
+    require(
+        not (data.packing == "best-fit" and data.eod_mask_loss),
+        "--eod-mask-loss: with --packing best-fit no document predicts the next; leave it out",
     )
 
 
@@ -170,11 +203,13 @@ def _check_batch(data: DataConfig, model: ModelConfig, layout: Layout) -> None:
         length <= model.max_position_embeddings,
         f"--seq-length {length} is above --max-position-embeddings {model.max_position_embeddings}; change one of them",
     )
-    require(
-        batch % (micro * layout.data_parallel) == 0,
-        f"--global-batch-size {batch} is not divisible by --micro-batch-size {micro} x {layout.data_parallel} "
-        f"data-parallel processes = {micro * layout.data_parallel}; change one of them",
-    )
+    for size in (batch, *BatchSizes.of(data).sizes):
+        flag = "--global-batch-size" if size == batch else f"--rampup-batch-size {data.rampup_batch_size}: a batch of"
+        require(
+            size % (micro * layout.data_parallel) == 0,
+            f"{flag} {size} is not divisible by --micro-batch-size {micro} x {layout.data_parallel} "
+            f"data-parallel processes = {micro * layout.data_parallel}; change one of them",
+        )
 
 
 def _check_schedule(optim: OptimizerConfig) -> None:
@@ -232,7 +267,7 @@ def _check_saving(checkpoint: CheckpointConfig, training: TrainingConfig) -> Non
     )
 
 
-def _given(group: CheckpointConfig | ParallelConfig | TrainingConfig, *names: str) -> list[str]:
+def _given(group: CheckpointConfig | DataConfig | ParallelConfig | TrainingConfig, *names: str) -> list[str]:
     """What was given of these settings, as on a command line."""
     known, default, texts = settings(), type(group)(), []
     for name in names:

@@ -9,6 +9,7 @@ and ``2024-01-01`` as a date, and then a recipe would not mean what the same wor
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -75,9 +76,11 @@ def _preset(name: str, presets: Presets) -> dict[str, Any]:
     return dict(presets[name])
 
 
-def _flag_value(setting: Setting, given: str | bool) -> Any:
+def _flag_value(setting: Setting, given: str | bool | list[str]) -> Any:
     if isinstance(given, bool):
         return given
+    if isinstance(given, list):
+        given = given[0] if len(given) == 1 else shlex.join(given)  # one word may be a whole quoted line
     try:
         return setting.parse(given)
     except ConfigError as error:
@@ -115,6 +118,8 @@ def _parser(tree: type, epilog: str) -> _Parser:
 def _argument(setting: Setting) -> dict[str, Any]:
     if setting.type is bool:
         return {"action": argparse.BooleanOptionalAction}
+    if setting.many:
+        return {"metavar": "WORD", "nargs": "+"}
     return {"metavar": "{" + ",".join(setting.choices) + "}" if setting.choices else setting.type.__name__.upper()}
 
 

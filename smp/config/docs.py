@@ -44,7 +44,7 @@ def _group_table(group: str, cls: type, tree: type, known: Mapping[str, Any]) ->
 
 
 def _row(setting: Setting, text: str) -> str:
-    kind = "switch" if setting.type is bool else setting.type.__name__
+    kind = "switch" if setting.type is bool else "words" if setting.many else setting.type.__name__
     values = " ".join(f"`{choice}`" for choice in setting.choices) or kind
     default = f"`{as_text(setting.default)}`"
     return f"| `{setting.flag}` | {values} | {default} | {_escape(text)} |"

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import MISSING, Field, dataclass, fields
 from functools import cache
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from smp.config.schema import Config, ConfigError
 
@@ -30,6 +30,7 @@ class Setting:
         choices: allowed texts of a ``Literal``; empty when any value of the type may be given.
         optional: whether ``None`` (written ``none`` or ``null``) is a value.
         default: the dataclass default.
+        many: several words make the value; a flag takes them one after the other.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Setting:
     choices: tuple[str, ...]
     optional: bool
     default: Any
+    many: bool = False
 
     @property
     def flag(self) -> str:
@@ -93,7 +95,7 @@ def settings(tree: type = Config) -> dict[str, Setting]:
     """Every setting by name, in the order of the schema."""
     table: dict[str, Setting] = {}
     for group, cls in group_classes(tree).items():
-        hints = get_type_hints(cls)
+        hints = get_type_hints(cls, include_extras=True)
         for item in fields(cls):
             assert item.name not in table, f"{item.name} is in two groups, but flags are flat"
             table[item.name] = _setting(item, group, hints[item.name])
@@ -105,10 +107,12 @@ def _setting(item: Field[Any], group: str, hint: Any) -> Setting:
     options = [arg for arg in get_args(hint) if arg is not type(None)]
     optional = get_origin(hint) is not Literal and type(None) in get_args(hint)
     base = options[0] if optional else hint
+    many = get_origin(base) is Annotated
+    base = get_args(base)[0] if many else base
     choices = get_args(base) if get_origin(base) is Literal else ()
     kind = str if choices else base
     assert kind in _EXPECTED, f"{group}.{item.name}: no rule for type {hint}"
-    return Setting(item.name, group, kind, choices, optional, item.default)
+    return Setting(item.name, group, kind, choices, optional, item.default, many)
 
 
 def docstrings(cls: type) -> dict[str, str]:

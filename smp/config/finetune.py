@@ -14,6 +14,7 @@ from smp.config.schema import (
     OptimizerConfig,
     ParallelConfig,
     TrainingConfig,
+    Words,
 )
 
 
@@ -21,9 +22,9 @@ from smp.config.schema import (
 class FinetuneDataConfig:
     """What is fine-tuned on, and how samples become sequences."""
 
-    data_path: str | None = None
-    """Files of samples (.jsonl, .jsonl.gz, .jsonl.zst, .parquet) or glob patterns, with commas in between. The shape of
-    each sample is detected: messages, prompt/completion, text, ShareGPT, Alpaca; prompt/chosen/rejected for dpo."""
+    data_path: Words | None = None
+    """Files of samples (.jsonl, .jsonl.gz, .jsonl.zst, .parquet) or glob patterns. The shape of each sample is
+    detected: messages, prompt/completion, text, ShareGPT, Alpaca; prompt/chosen/rejected for dpo."""
     split: str = "95,5,0"
     """Relative sizes of the train, validation and test parts; which sample goes where is drawn by the seed."""
     tokenizer_model: str | None = None
@@ -157,7 +158,14 @@ class FinetuneConfig:
         return Config(
             model=self.model,
             parallel=self.parallel,
-            data=DataConfig(**_common(DataConfig, self.data)),
+            data=DataConfig(
+                data_path=self.data.data_path,
+                split=self.data.split,
+                tokenizer_model=self.data.tokenizer_model,
+                seq_length=self.data.seq_length,
+                micro_batch_size=self.data.micro_batch_size,
+                global_batch_size=self.data.global_batch_size,
+            ),
             optim=OptimizerConfig(**_common(OptimizerConfig, self.optim)),
             training=TrainingConfig(**_common(TrainingConfig, self.training)),
             checkpoint=CheckpointConfig(**checkpoint),

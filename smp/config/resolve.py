@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
+from smp.config.batch import BatchSizes
+from smp.config.blend import BlendPart, data_parts, is_text
 from smp.config.checks import check_combinations, check_ranges
 from smp.config.layout import Layout
 from smp.config.schema import (
@@ -86,8 +88,7 @@ def _training(training: TrainingConfig, data: DataConfig) -> TrainingConfig:
     if iters is None and samples is None and not training.dry_run:
         raise ConfigError("how long to train is missing: give --train-iters or --train-samples (or --dry-run)")
     if samples is not None:
-        assert data.global_batch_size is not None, "filled in before"
-        iters = -(-samples // data.global_batch_size)
+        iters = BatchSizes.of(data).steps(samples)
     return replace(training, train_iters=iters, train_samples=None)
 
 
@@ -116,11 +117,18 @@ def check_files(config: Config) -> None:
         ConfigError: one is missing; one line with its flag and path.
     """
     data, load = config.data, config.checkpoint.load
-    for suffix in (".bin", ".idx"):
-        if data.data_path is not None and not os.path.isfile(data.data_path + suffix):
-            raise ConfigError(f"--data-path {data.data_path}: there is no file {data.data_path}{suffix}")
+    for flag, parts in data_parts(data).items():
+        for part in parts:
+            _check_data_files(flag, part)
     if data.tokenizer_model is not None and not os.path.isfile(data.tokenizer_model):
         raise ConfigError(f"--tokenizer-model {data.tokenizer_model}: there is no such file")
     must_exist = load is not None and load != "auto" and config.checkpoint.exit_on_missing_checkpoint
     if must_exist and "://" not in str(load) and not os.path.isdir(str(load)):
         raise ConfigError(f"--load {load}: there is no such folder")
+
+
+def _check_data_files(flag: str, part: BlendPart) -> None:
+    names = [part.path] if is_text(part.path) else [part.path + suffix for suffix in (".bin", ".idx")]
+    for name in names:
+        if not os.path.isfile(name):
+            raise ConfigError(f"{flag} {part.path}: there is no file {name}")

@@ -8,7 +8,10 @@ line and ``snake_case`` in YAML. They are Megatron's names wherever Megatron has
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+Words = Annotated[str, "words"]
+"""Text of several words, quoted as a shell would: a flag takes them one after the other, YAML in one line."""
 
 
 class ConfigError(ValueError):
@@ -123,20 +126,49 @@ class ParallelConfig:
 class DataConfig:
     """What is trained on."""
 
-    data_path: str | None = None
-    """Prefix of a .bin/.idx pair (Megatron's indexed dataset)."""
+    data_path: Words | None = None
+    """What to read: the prefix of a .bin/.idx pair (Megatron's indexed dataset), or a text file (.jsonl, .txt,
+    .parquet, also .gz or .zst), which is tokenized first. Several are blended, by weights when each has a number before
+    it (0.3 wiki 0.7 web), else by their sizes."""
+    data_args_path: str | None = None
+    """File that holds the words of --data-path."""
+    train_data_path: Words | None = None
+    """Training data, in the form of --data-path, when validation and test data are files of their own."""
+    valid_data_path: Words | None = None
+    """Validation data to --train-data-path."""
+    test_data_path: Words | None = None
+    """Test data to --train-data-path: evaluated once, at the end of the run."""
+    data_cache_path: str | None = None
+    """Folder for indices and tokenized text, built once per node. Default: the folder cache beside the data."""
     mock_data: bool = False
     """Train on synthetic tokens that are a function of (seed, sample index). Needs only --vocab-size."""
     split: str = "969,30,1"
     """Relative sizes of the train, validation and test parts of the documents."""
     tokenizer_model: str | None = None
-    """Sentencepiece model file. Gives the vocabulary size and checks it against the model's."""
+    """Sentencepiece model, Hugging Face tokenizer.json or tiktoken file. Gives the vocabulary size and checks it
+    against the model's."""
+    tiktoken_pattern: Literal["gpt2", "cl100k", "o200k", "llama3"] | None = None
+    """How text is cut before a tiktoken file's merges; such a file does not say it."""
     seq_length: int | None = None
     """Tokens per sample. Default: --max-position-embeddings, at most 8192."""
     micro_batch_size: int = 1
     """Samples in one forward pass of one data-parallel process."""
     global_batch_size: int | None = None
     """Samples per optimizer step. Default: micro batch x data-parallel processes (no accumulation)."""
+    rampup_batch_size: Words | None = None
+    """Three numbers: the batch to start with, what is added each time, and the samples over which it grows to
+    --global-batch-size."""
+    packing: Literal["stream", "best-fit"] = "stream"
+    """How documents become sequences. stream: laid end to end and cut every --seq-length tokens. best-fit: a document
+    that fits is never cut; sequences are filled by best-fit decreasing and padded."""
+    reset_attention_mask: bool = False
+    """Tokens do not see other documents in their sequence."""
+    reset_position_ids: bool = False
+    """Positions begin at 0 with every document."""
+    eod_mask_loss: bool = False
+    """No loss where the last token of a document would have to predict the first one of the next."""
+    num_workers: int = 2
+    """Threads that read batches ahead; 0 reads each when it is needed."""
 
 
 @dataclass

@@ -1,38 +1,114 @@
-"""From the data settings to a training and a validation dataset."""
+"""From the data settings to the training, validation and test samples."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple
+
+from smp.config.blend import BlendPart, data_parts, is_text
 from smp.config.schema import ConfigError, DataConfig
-from smp.data.gpt_dataset import GPTDataset, SampleDataset, split_documents
+from smp.data.blend import BlendedDataset, Source, integer_weights
+from smp.data.cache import NodeCache
+from smp.data.contents import Contents, check_vocabulary, contents_of
+from smp.data.gpt_dataset import GPTDataset, split_documents
 from smp.data.indexed_dataset import IndexedDataset
 from smp.data.mock_dataset import MockDataset
+from smp.data.online import tokenized
+from smp.data.packed_dataset import PackedDataset
 
 
-def build_datasets(data: DataConfig, vocab_size: int, seed: int) -> tuple[SampleDataset, SampleDataset]:
-    """Training and validation samples, keyed by ``seed``.
+class Datasets(NamedTuple):
+    """The samples of a run."""
 
-    The validation split may be too small for one sample: its ``samples_per_epoch`` is then 0 and reading it raises.
+    train: BlendedDataset
+    valid: BlendedDataset | None
+    test: BlendedDataset | None
+
+
+def build_datasets(data: DataConfig, vocab_size: int, seed: int) -> Datasets:
+    """Samples of each part, keyed by ``seed``.
+
+    Every process of a node may call it at once: what takes time is done once and kept in the cache folder.
 
     Args:
         data: ``seq_length`` is resolved (not None).
         vocab_size: unpadded; token ids from here on are refused.
 
+    Returns:
+        ``valid`` and ``test`` are None where there is nothing, or less than one sample.
+
     Raises:
-        ConfigError: neither or both of --data-path and --mock-data are given.
-        ValueError: the files are missing or damaged, or the training split has too few tokens for one sample.
+        ConfigError: neither or both of --data-path and --mock-data are given, or the cache cannot be written.
+        ValueError: the files are missing or damaged, a token id is outside of the vocabulary, or a training part has
+            too few tokens for one sample.
     """
     assert data.seq_length is not None
-    if data.mock_data == (data.data_path is not None):
+    parts = data_parts(data)
+    if data.mock_data == bool(parts):
         raise ConfigError(
             f"give one of --data-path and --mock-data (data path {data.data_path}, mock {data.mock_data})"
         )
-    if data.data_path is None:
-        return (
-            MockDataset(vocab_size, data.seq_length, seed, stream=0),
-            MockDataset(vocab_size, data.seq_length, seed, stream=1),
-        )
-    dataset = IndexedDataset(data.data_path)
-    train_range, valid_range, _ = split_documents(dataset.num_documents, data.split)
-    train = GPTDataset(dataset, train_range, data.seq_length, seed, vocab_size)
-    train.check_not_empty()
-    return train, GPTDataset(dataset, valid_range, data.seq_length, seed, vocab_size)
+    if data.mock_data:
+        return Datasets(_mock(data, vocab_size, seed, 0), _mock(data, vocab_size, seed, 1), None)
+    if "--train-data-path" in parts:
+        flags = ("--train-data-path", "--valid-data-path", "--test-data-path")
+        corpora = [[_Corpus(part, data, vocab_size, seed) for part in parts.get(flag, [])] for flag in flags]
+        train, valid, test = (_blend(group, [c.everything for c in group]) for group in corpora)
+    else:
+        (named,) = parts.values()
+        group = [_Corpus(part, data, vocab_size, seed) for part in named]
+        ranges = [split_documents(corpus.dataset.num_documents, data.split) for corpus in group]
+        train, valid = (_blend(group, [split[i] for split in ranges], required=i == 0) for i in range(2))
+        test = None  # the third part of --split is held back, for use after training
+    assert train is not None
+    return Datasets(train, valid, test)
+
+
+def _mock(data: DataConfig, vocab_size: int, seed: int, stream: int) -> BlendedDataset:
+    assert data.seq_length is not None
+    samples = MockDataset(vocab_size, data.seq_length, seed, stream)
+    key = f"mock vocabulary {vocab_size} length {data.seq_length} seed {seed}"
+    return BlendedDataset([Source("mock data", key, samples)], [1])
+
+
+class _Corpus:
+    """One data set of a blend: opened, tokenized before if it is text, and checked."""
+
+    def __init__(self, part: BlendPart, data: DataConfig, vocab_size: int, seed: int) -> None:
+        self.part, self.data, self.seed = part, data, seed
+        self.cache = NodeCache(data.data_cache_path or Path(part.path).parent / "cache")
+        prefix = tokenized(part.path, data, self.cache) if is_text(part.path) else part.path
+        self.dataset = IndexedDataset(prefix)
+        self.contents: Contents = contents_of(self.dataset, self.cache)
+        check_vocabulary(self.dataset, self.contents, vocab_size)
+
+    @property
+    def everything(self) -> range:
+        return range(self.dataset.num_documents)
+
+    def source(self, documents: range) -> Source:
+        """The samples of some of its documents."""
+        data, place = self.data, (self.dataset, documents, self.data.seq_length or 0, self.seed)
+        samples: GPTDataset | PackedDataset
+        if data.packing == "best-fit":
+            samples = PackedDataset(*place, cache=self.cache, key=self.contents.key)
+        else:
+            samples = GPTDataset(*place, mask_ends=data.eod_mask_loss, cache=self.cache, key=self.contents.key)
+        return Source(self.part.path, f"{self.contents.key} {samples.order_key}", samples)
+
+
+def _blend(corpora: Sequence[_Corpus], ranges: Sequence[range], required: bool = True) -> BlendedDataset | None:
+    """Those ranges of documents as one; None when there is nothing. What is not required may lack data sets that are
+    too small for a sample."""
+    sources, shares = [], []
+    for corpus, documents in zip(corpora, ranges, strict=True):
+        source = corpus.source(documents)
+        if required:
+            source.data.check_not_empty()  # type: ignore[attr-defined]
+        size = source.data.samples_per_epoch or 0
+        if size:
+            sources.append(source)
+            shares.append(corpus.part.weight or Fraction(size))
+    return BlendedDataset(sources, integer_weights(shares), corpora[0].cache) if sources else None

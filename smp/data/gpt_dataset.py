@@ -1,4 +1,4 @@
-"""Samples of seq_length + 1 tokens, packed from the documents of an indexed dataset.
+"""Samples cut from a stream of documents.
 
 Samples are numbered without end; sample i belongs to epoch i // n, where n = (tokens - 1) // seq_length. In every epoch
 the documents are shuffled and laid end to end, the stream is cut every seq_length tokens (neighbours share one token:
@@ -9,27 +9,16 @@ data-parallel ranks, the number of workers, or what was read before.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from smp.data.cache import NodeCache
 from smp.data.indexed_dataset import IndexedDataset
 from smp.data.keyed_random import keyed_permutation
-
-
-class SampleDataset(Protocol):
-    """What the loader reads: numbered samples without end."""
-
-    seq_length: int
-
-    @property
-    def samples_per_epoch(self) -> int | None:
-        """Samples before any token repeats; None: never."""
-
-    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        """Sample ``index`` >= 0, int64 (seq_length + 1,)."""
+from smp.data.sample import IGNORED_LABEL, Sample
 
 
 def split_documents(num_documents: int, split: str) -> tuple[range, range, range]:
@@ -65,38 +54,51 @@ class _Epoch:
 
 
 class GPTDataset:
-    """Endless, shuffled, packed samples from a range of documents. Only one epoch's order is held in memory.
+    """Endless, shuffled samples from a range of documents. One epoch's order is at hand at a time.
 
     Args:
         dataset: the tokens.
         document_range: documents of this split.
         seq_length: tokens a model sees at once; a sample has one more.
         seed: key of the order.
-        vocab_size: token ids from here on are refused when they are read. Default: only negative ones are.
-
-    Raises:
-        ValueError: the dataset does not hold integers.
+        mask_ends: no loss where the last token of a document would have to predict the first one of the next.
+        cache: where orders are kept, with ``key``, which stands for the contents of ``dataset``. Without one each
+            process makes its own.
     """
 
     def __init__(
-        self, dataset: IndexedDataset, document_range: range, seq_length: int, seed: int, vocab_size: int | None = None
+        self,
+        dataset: IndexedDataset,
+        document_range: range,
+        seq_length: int,
+        seed: int,
+        *,
+        mask_ends: bool = False,
+        cache: NodeCache | None = None,
+        key: str = "",
     ) -> None:
         assert seq_length > 0 and 0 <= document_range.start <= document_range.stop <= dataset.num_documents
-        if dataset.dtype.kind not in "iu":
-            raise ValueError(f"{dataset.bin_path}: holds {dataset.dtype}, token ids are integers")
         self.dataset = dataset
         self.document_range = document_range
         self.seq_length = seq_length
         self.seed = seed
-        self.vocab_size = vocab_size
+        self.mask_ends = mask_ends
+        self._cache, self._key = cache, key
         offsets = dataset.document_offsets
         self.num_tokens = int(offsets[document_range.stop] - offsets[document_range.start])
         self._epoch: _Epoch | None = None
+        self._opening = threading.Lock()
 
     @property
     def samples_per_epoch(self) -> int:
         """Samples before a document repeats; 0 when the split is too small for one."""
         return max(0, self.num_tokens - 1) // self.seq_length
+
+    @property
+    def order_key(self) -> str:
+        """Everything that sample numbers depend on besides the tokens."""
+        first, stop = self.document_range.start, self.document_range.stop
+        return f"stream documents {first} to {stop} length {self.seq_length} seed {self.seed}"
 
     def check_not_empty(self) -> None:
         """Raises ValueError when the split has too few tokens for one sample."""
@@ -107,53 +109,65 @@ class GPTDataset:
             )
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        """Sample ``index`` >= 0, int64 (seq_length + 1,).
+        """Tokens of sample ``index`` >= 0, int64 (seq_length + 1,).
 
         Raises:
-            ValueError: the split is too small for one sample, or a token id is outside the vocabulary.
+            ValueError: the split is too small for one sample, or the file became shorter.
         """
+        return self._read(index)[0]
+
+    def sample(self, index: int) -> Sample:
+        """As ``__getitem__``, with labels and documents."""
+        tokens, lengths = self._read(index)
+        documents = np.repeat(np.arange(len(lengths)), lengths)
+        labels = tokens[1:].copy()
+        if self.mask_ends:
+            labels[documents[1:] != documents[:-1]] = IGNORED_LABEL
+        return Sample(tokens[:-1], labels, documents[:-1])
+
+    def _read(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Tokens of a sample, and how many come from each of its documents."""
         assert index >= 0
         self.check_not_empty()
         number, position = divmod(index, self.samples_per_epoch)
         epoch = self._order_of(number)
         start = int(epoch.samples[position]) * self.seq_length
-        sample = self._read(epoch, start, start + self.seq_length + 1)
-        if sample.min() < 0 or (self.vocab_size is not None and sample.max() >= self.vocab_size):
-            self._refuse(sample, epoch, start)
-        return sample
-
-    def _order_of(self, number: int) -> _Epoch:
-        epoch = self._epoch
-        if epoch is None or epoch.number != number:
-            epoch = self._epoch = self._shuffle(number)
-        return epoch
-
-    def _shuffle(self, number: int) -> _Epoch:
-        first = self.document_range.start
-        documents = first + keyed_permutation(len(self.document_range), self.seed, first, number, purpose=0)
-        starts = np.zeros(len(documents) + 1, dtype=np.int64)
-        offsets = self.dataset.document_offsets
-        np.cumsum(offsets[documents + 1] - offsets[documents], out=starts[1:])
-        samples = keyed_permutation(self.samples_per_epoch, self.seed, first, number, purpose=1)
-        return _Epoch(number, documents, starts, samples)
-
-    def _read(self, epoch: _Epoch, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Tokens [start, stop) of the epoch's stream."""
+        stop = start + self.seq_length + 1
         first = int(np.searchsorted(epoch.starts, start, side="right")) - 1
         last = int(np.searchsorted(epoch.starts, stop, side="left"))
         begins = self.dataset.document_offsets[epoch.documents[first:last]] - epoch.starts[first:last]
         lows = np.maximum(epoch.starts[first:last], start) + begins
         highs = np.minimum(epoch.starts[first + 1 : last + 1], stop) + begins
-        tokens = self.dataset.tokens
-        pieces = [tokens[low:high] for low, high in zip(lows.tolist(), highs.tolist(), strict=True)]
-        return np.concatenate(pieces, dtype=np.int64, casting="safe")
+        pieces = [self.dataset.read(low, high) for low, high in zip(lows.tolist(), highs.tolist(), strict=True)]
+        return np.concatenate(pieces, dtype=np.int64, casting="safe"), highs - lows
 
-    def _refuse(self, sample: npt.NDArray[np.int64], epoch: _Epoch, start: int) -> None:
-        limit = np.iinfo(np.int64).max if self.vocab_size is None else self.vocab_size
-        bad = int(np.argmax((sample < 0) | (sample >= limit)))
-        place = int(np.searchsorted(epoch.starts, start + bad, side="right")) - 1
-        vocabulary = "" if self.vocab_size is None else f", the vocabulary has {self.vocab_size}"
-        raise ValueError(
-            f"{self.dataset.bin_path}: token id {sample[bad]} in document {epoch.documents[place]} at offset "
-            f"{start + bad - epoch.starts[place]}{vocabulary}"
-        )
+    def _order_of(self, number: int) -> _Epoch:
+        epoch = self._epoch
+        if epoch is None or epoch.number != number:
+            with self._opening:
+                epoch = self._epoch
+                if epoch is None or epoch.number != number:
+                    epoch = self._epoch = self._open(number)
+        return epoch
+
+    def _open(self, number: int) -> _Epoch:
+        count = len(self.document_range)
+        if self._cache is None:
+            packed = self._shuffle(number)
+        else:
+            name = f"{self._key}-{self.order_key.replace(' ', '_')}-epoch_{number}.npy"
+            packed = self._cache.array(name, lambda: self._shuffle(number))
+        return _Epoch(number, packed[:count], packed[count : 2 * count + 1], packed[2 * count + 1 :])
+
+    def _shuffle(self, number: int) -> npt.NDArray[np.int64]:
+        """Documents, starts and samples of an epoch, one behind the other."""
+        first, count = self.document_range.start, len(self.document_range)
+        packed = np.empty(2 * count + 1 + self.samples_per_epoch, np.int64)
+        documents, starts = packed[:count], packed[count : 2 * count + 1]
+        documents[:] = keyed_permutation(count, self.seed, first, number, purpose=0)
+        documents += first
+        offsets = self.dataset.document_offsets
+        starts[0] = 0
+        np.cumsum(offsets[documents + 1] - offsets[documents], out=starts[1:])
+        packed[2 * count + 1 :] = keyed_permutation(self.samples_per_epoch, self.seed, first, number, purpose=1)
+        return packed

@@ -64,6 +64,7 @@ class IndexedDataset:
                 raise ValueError(f"{path}: no such file (a data path is the prefix, without .bin or .idx)")
         self._read_index()
         self._check_index()
+        self._file = self.bin_path.open("rb")
         self.tokens = self._map_tokens()  # (num_tokens,), every sequence back to back
 
     def _read_index(self) -> None:
@@ -103,6 +104,25 @@ class IndexedDataset:
         if size == 0:  # an empty file cannot be mapped
             return np.empty(0, self.dtype)
         return np.memmap(self.bin_path, dtype=self.dtype, mode="r").view(np.ndarray)
+
+    @property
+    def paths(self) -> tuple[Path, Path]:
+        """Both files."""
+        return self.bin_path, self.idx_path
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop): a view of the file.
+
+        Raises:
+            ValueError: the file has become shorter. Touching the map beyond its end would kill the process.
+        """
+        size = os.fstat(self._file.fileno()).st_size
+        if size < stop * self.dtype.itemsize:
+            raise ValueError(
+                f"{self.bin_path}: was cut to {size} bytes while in use; tokens {start} to {stop} end at byte "
+                f"{stop * self.dtype.itemsize}"
+            )
+        return self.tokens[start:stop]
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -186,23 +206,40 @@ class IndexedDatasetWriter:
                 path.unlink(missing_ok=True)
 
     def _commit(self) -> None:
-        with self._temporary[1].open("wb") as idx:
-            self._write_index(idx)
-            _sync(idx)
-        # Without an index there is no dataset: at no moment does an old .idx stand beside a new .bin.
-        self.idx_path.unlink(missing_ok=True)
-        self._temporary[0].replace(self.bin_path)
-        self._temporary[1].replace(self.idx_path)
-        _sync_folder(self.bin_path.parent)
+        lengths, documents = np.array(self._lengths, dtype="<i4"), np.array(self._documents, dtype="<i8")
+        write_index(self._temporary[1], self.dtype, lengths, documents)
+        publish(self._temporary[0], self._temporary[1], self.bin_path.with_name(self.bin_path.name[:-4]))
 
-    def _write_index(self, file: BinaryIO) -> None:
-        lengths = np.array(self._lengths, dtype="<i4")
-        code = next(code for code, dtype in DTYPES.items() if dtype == self.dtype)
-        file.write(_HEADER.pack(MAGIC, VERSION, code, len(lengths), len(self._documents)))
-        file.write(lengths.tobytes())
-        ends = np.cumsum(lengths, dtype="<i8") * self.dtype.itemsize
-        file.write((ends - lengths.astype("<i8") * self.dtype.itemsize).tobytes())
-        file.write(np.array(self._documents, dtype="<i8").tobytes())
+
+def write_index(path: Path, dtype: np.dtype, lengths: npt.NDArray[np.int32], documents: npt.NDArray[np.int64]) -> None:
+    """Write an .idx file, and wait until it is on the disk.
+
+    Args:
+        path: where.
+        dtype: of the tokens, one of DTYPES' values.
+        lengths: tokens of each sequence.
+        documents: first sequence of each document, then the number of sequences.
+    """
+    code = next(code for code, known in DTYPES.items() if known == dtype)
+    with path.open("wb") as file:
+        file.write(_HEADER.pack(MAGIC, VERSION, code, len(lengths), len(documents)))
+        file.write(lengths.astype("<i4").tobytes())
+        ends = np.cumsum(lengths, dtype="<i8") * dtype.itemsize
+        file.write((ends - lengths.astype("<i8") * dtype.itemsize).tobytes())
+        file.write(documents.astype("<i8").tobytes())
+        _sync(file)
+
+
+def publish(bin_file: Path, idx_file: Path, prefix: str | Path) -> None:
+    """Give finished files, already on the disk, the names of the dataset ``prefix``.
+
+    Without an index there is no dataset: at no moment does an old .idx stand beside a new .bin.
+    """
+    bin_path, idx_path = dataset_paths(prefix)
+    idx_path.unlink(missing_ok=True)
+    bin_file.replace(bin_path)
+    idx_file.replace(idx_path)
+    _sync_folder(bin_path.parent)
 
 
 def _sync(file: BinaryIO) -> None:

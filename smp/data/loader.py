@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from smp.data.gpt_dataset import SampleDataset
+from smp.data.sample import IGNORED_LABEL as IGNORED_LABEL
+from smp.data.sample import SampleDataset
 
-IGNORED_LABEL = -100
 _PREFETCH = 2
 
 
@@ -28,8 +27,12 @@ class GlobalBatch:
     documents: torch.Tensor | None = None  # int64 like tokens: those with one number see each other; None: all do
     positions: torch.Tensor | None = None  # int64 like tokens; None: counted from 0 in every row
     widths: tuple[int, ...] | None = None  # columns of each micro-batch that are not padding in all rows; None: all are
-
     held: int | None = None  # tokens that are not padding; None: all
+
+    @property
+    def samples(self) -> int:
+        """Samples of this rank."""
+        return self.sample_index.numel()
 
     def held_tokens(self) -> int:
         """Tokens of this rank that are not padding."""
@@ -39,9 +42,21 @@ class GlobalBatch:
         """What the loss is averaged over, on this rank: tokens with a label."""
         return int((self.labels != IGNORED_LABEL).sum())
 
+    def pinned(self) -> GlobalBatch:
+        """The same in memory that a GPU copies from by itself."""
+        held: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: x.pin_memory() for name, x in held.items() if isinstance(x, torch.Tensor)})
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """In place of a batch: this rank could not read it, and why."""
+
+    reason: str
+
 
 class BatchLoader(Iterator[GlobalBatch]):
-    """Iterator over optimizer steps, without end. Two steps are read ahead by one background thread.
+    """Iterator over optimizer steps, without end, read ahead by background threads.
 
     In the step that starts at sample c, row j of micro-batch m on rank r is sample
     c + (m * dp_size + r) * micro_batch_size + j. A step holds the same samples in any layout; a resume needs only c.
@@ -52,8 +67,11 @@ class BatchLoader(Iterator[GlobalBatch]):
         num_microbatches: forward passes per step.
         dp_rank, dp_size: this data-parallel rank and their number.
         start_sample: number of samples already consumed by all ranks together.
-        read: makes a batch of the samples with given numbers, (micro-batches, samples); by default of tokens that all
-            predict the next.
+        batch_size: samples of the step that starts at a sample, over all ranks, instead of always the same.
+        num_workers: threads; each reads whole steps. Without any, a step is read when it is asked for.
+        with_documents, with_positions: whether batches carry these.
+        pin_memory: for faster copies to a GPU.
+        read: makes a batch of the samples with given numbers, (micro-batches, samples), instead of ``dataset.sample``.
     """
 
     def __init__(
@@ -65,19 +83,24 @@ class BatchLoader(Iterator[GlobalBatch]):
         dp_rank: int,
         dp_size: int,
         start_sample: int = 0,
-        read: Callable[[npt.NDArray[np.int64]], GlobalBatch] | None = None,
+        batch_size: Callable[[int], int] | None = None,
+        num_workers: int = 1,
+        with_documents: bool = False,
+        with_positions: bool = False,
+        pin_memory: bool = False,
+        read: Callable[[np.ndarray], GlobalBatch] | None = None,
     ) -> None:
         assert micro_batch_size > 0 and num_microbatches > 0 and 0 <= dp_rank < dp_size and start_sample >= 0
-        self.dataset = dataset
-        self._read = read or partial(_read_batch, dataset)
-        self.global_batch_size = micro_batch_size * num_microbatches * dp_size
-        self._consumed = start_sample
-        step = np.arange(self.global_batch_size).reshape(num_microbatches, dp_size, micro_batch_size)
-        self._offsets = step[:, dp_rank]  # (num_microbatches, micro_batch)
-        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-reader")
-        self._pending: deque[Future[GlobalBatch]] = deque()
-        for ahead in range(_PREFETCH):
-            self._submit(start_sample + ahead * self.global_batch_size)
+        self.dataset, self._make = dataset, read or self._stack
+        self._micro, self._dp_rank, self._dp_size = micro_batch_size, dp_rank, dp_size
+        self._batch_size = batch_size or (lambda start: micro_batch_size * num_microbatches * dp_size)
+        self._with_documents, self._with_positions, self._pin = with_documents, with_positions, pin_memory
+        self._consumed = self._submitted = start_sample
+        self._closed = False
+        self._reader = ThreadPoolExecutor(num_workers, thread_name_prefix="batch-reader") if num_workers else None
+        self._pending: deque[tuple[Future[GlobalBatch], int]] = deque()  # with where the next step starts
+        for _ in range(max(_PREFETCH, num_workers) if num_workers else 0):
+            self._submit()
 
     @property
     def consumed_samples(self) -> int:
@@ -85,29 +108,64 @@ class BatchLoader(Iterator[GlobalBatch]):
         return self._consumed
 
     def __next__(self) -> GlobalBatch:
-        """The next step's batch. An exception of the reader is raised here, again on every further call.
+        """The next step's batch. An exception of a reader is raised here, again on every further call.
 
         Raises:
             ValueError: the loader is closed, or the data are bad.
+            OSError: the data cannot be read.
         """
-        if not self._pending:
+        if self._closed:
             raise ValueError("the batch loader is closed")
-        batch = self._pending[0].result()  # stays in line when it raises, so that no step is ever skipped
+        if self._reader is None:
+            batch = self._read(self._consumed)
+            self._consumed += self._batch_size(self._consumed)
+            return batch
+        future, end = self._pending[0]
+        batch = future.result()  # stays in line when it raises, so that no step is ever skipped
         self._pending.popleft()
-        self._submit(self._consumed + _PREFETCH * self.global_batch_size)
-        self._consumed += self.global_batch_size
+        self._consumed = end
+        self._submit()
         return batch
 
+    def next_or_reason(self) -> GlobalBatch | Unreadable:
+        """As ``next``, but bad data are returned: a rank alone must not leave the others waiting."""
+        try:
+            return next(self)
+        except (ValueError, OSError) as error:
+            return Unreadable(str(error) or type(error).__name__)
+
     def close(self) -> None:
-        """Stop reading ahead and end the thread. Safe to call twice."""
+        """Stop reading ahead and end the threads. Safe to call twice."""
+        self._closed = True
         self._pending.clear()
-        self._reader.shutdown(wait=True, cancel_futures=True)
+        if self._reader is not None:
+            self._reader.shutdown(wait=True, cancel_futures=True)
 
-    def _submit(self, start: int) -> None:
-        self._pending.append(self._reader.submit(self._read, start + self._offsets))
+    def _submit(self) -> None:
+        assert self._reader is not None
+        start = self._submitted
+        self._submitted += self._batch_size(start)
+        self._pending.append((self._reader.submit(self._read, start), self._submitted))
 
+    def _indices(self, start: int) -> np.ndarray:
+        """Samples of this rank in the step that starts there, (num_microbatches, micro_batch)."""
+        step = start + np.arange(self._batch_size(start))
+        return step.reshape(-1, self._dp_size, self._micro)[:, self._dp_rank]
 
-def _read_batch(dataset: SampleDataset, indices: np.ndarray) -> GlobalBatch:
-    samples = np.stack([dataset[index] for index in indices.ravel().tolist()])
-    rows = torch.from_numpy(samples).view(*indices.shape, -1)  # (num_microbatches, micro_batch, seq + 1)
-    return GlobalBatch(rows[..., :-1].contiguous(), rows[..., 1:].contiguous(), torch.from_numpy(indices))
+    def _read(self, start: int) -> GlobalBatch:
+        batch = self._make(self._indices(start))
+        return batch.pinned() if self._pin else batch
+
+    def _stack(self, indices: np.ndarray) -> GlobalBatch:
+        samples = [self.dataset.sample(index) for index in indices.ravel().tolist()]
+
+        def rows(arrays: list[np.ndarray]) -> torch.Tensor:
+            return torch.from_numpy(np.stack(arrays)).view(*indices.shape, -1)
+
+        return GlobalBatch(
+            rows([sample.tokens for sample in samples]),
+            rows([sample.labels for sample in samples]),
+            torch.from_numpy(indices.copy()),
+            rows([sample.documents for sample in samples]) if self._with_documents else None,
+            rows([sample.positions for sample in samples]) if self._with_positions else None,
+        )

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from smp.data.keyed_random import keyed_uniform
+from smp.data.sample import Sample
 
 _JUMP = 0.1  # probability that a token does not follow the rule
 
@@ -34,6 +35,11 @@ class MockDataset:
     def samples_per_epoch(self) -> None:
         """Samples never repeat."""
         return None
+
+    def sample(self, index: int) -> Sample:
+        """As ``__getitem__``, with labels; a sample is one document."""
+        tokens = self[index]
+        return Sample(tokens[:-1], tokens[1:], np.zeros(self.seq_length, np.int64))
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
         """Sample ``index`` >= 0, int64 (seq_length + 1,)."""

@@ -5,9 +5,10 @@ No torch: a command line that cannot work is refused before torch is imported, a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from smp.config import Config, Layout
+from smp.config.batch import BatchSizes
 from smp.models.arithmetic import count_part, forward_flops
 from smp.models.part import ModelPart
 from smp.pipeline.actions import Op, Schedule
@@ -69,6 +70,19 @@ def plan_pipeline(config: Config, layout: Layout) -> Plan:
     tokens = data.micro_batch_size * (data.seq_length or 1)
     costs = stage_costs(parts, [cost * tokens for cost in layers], flops.embedding * tokens, flops.head * tokens)
     return Plan(parts, training, evaluation, costs)
+
+
+def plans_by_size(config: Config, layout: Layout) -> dict[int, Plan]:
+    """The plan for each number of micro-batches that a step of the run has: one, or one for each size of a ramp-up.
+
+    Raises:
+        ConfigError: the schedule cannot take one of these sizes.
+    """
+    data, plans = config.data, dict[int, Plan]()
+    for size in BatchSizes.of(data).sizes:
+        of_size = replace(config, data=replace(data, global_batch_size=size, rampup_batch_size=None))
+        plans[size // (data.micro_batch_size * layout.data_parallel)] = plan_pipeline(of_size, layout)
+    return plans
 
 
 def describe_plan(plan: Plan, config: Config) -> list[str]:

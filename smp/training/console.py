@@ -38,7 +38,7 @@ class Console:
             return
         assert config.model.vocab_size is not None and config.data.seq_length is not None
         flops = training_flops_per_token(config.model, config.data.seq_length, config.model.vocab_size)
-        self._tflop_per_token = work * flops / layout.world_size / 1e12
+        self._tflop_per_token = work * flops / layout.world_size / 1e12  # of each process
         self._metrics = MetricsLog(Path(config.logging.log_dir), config.logging, iteration)
         self._bar = tqdm(
             total=config.training.train_iters,
@@ -82,6 +82,7 @@ class Console:
             "learning rate": last.learning_rate,
             "grad norm": last.grad_norm,
             "consumed samples": progress.consumed_samples,
+            "global batch size": last.samples,
             "skipped iterations": progress.skipped_iterations,
             "nan iterations": progress.nan_iterations,
             "seconds per iteration": seconds,
@@ -102,15 +103,13 @@ class Console:
         peak = peak_flops(torch.cuda.get_device_name(), "bf16" if self.config.parallel.bf16 else "fp32")
         return record | ({"MFU": rate * 1e12 / peak} if peak else {})
 
-    def evaluation(self, iteration: int, loss: float) -> None:
-        """Report a validation loss in nats per token."""
+    def evaluation(self, iteration: int, loss: float, part: str = "validation") -> None:
+        """Report a loss in nats per token on a part of the data that is not trained on."""
         if not self._speaks:
             return
         perplexity = float(torch.tensor(loss).exp())
-        self._metrics.log(iteration, {"validation loss": loss, "validation perplexity": perplexity})
-        self.say(
-            f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
-        )
+        self._metrics.log(iteration, {f"{part} loss": loss, f"{part} perplexity": perplexity})
+        self.say(f" {part} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |")
 
     def close(self) -> None:
         """Flush and close the sinks."""

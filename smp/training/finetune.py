@@ -10,10 +10,12 @@ import torch.distributed as dist
 
 from smp.checkpoint.agree import on_rank_zero
 from smp.config import Config, as_flat_dict
+from smp.config.batch import BatchSizes
 from smp.config.finetune import FinetuneConfig
 from smp.convert.adapters import Adapter, family_for, read_adapters
-from smp.data.gpt_dataset import SampleDataset
+from smp.data.build import Datasets
 from smp.data.loader import BatchLoader
+from smp.data.sample import SampleDataset
 from smp.data.tuning.batches import PairBatch, TuningDataset
 from smp.data.tuning.build import TuningData
 from smp.data.tuning.sequences import lay_out
@@ -83,16 +85,17 @@ class Finetuning(Pretraining):
         """Whether adapters are trained and not the model."""
         return self.start is not None or self.tuning.lora.lora_rank is not None
 
-    def _datasets(self) -> tuple[SampleDataset, SampleDataset]:
+    def _datasets(self) -> Datasets:
         for line in self.data.lines:
             self._announce(line)
         # one shape for all micro-batches where messages of a pipeline or compiled code want it
         trim = self.layout.pp == 1 and not self.config.parallel.compile
         make = partial(TuningDataset, self.data.samples, pairs=self.data.pairs, trim=trim)
         seed = self.config.training.seed
-        return make(self.data.train, seed=seed), make(self.data.valid, seed=None)  # type: ignore[return-value]
+        valid = make(self.data.valid, seed=None) if len(self.data.valid) else None
+        return Datasets(make(self.data.train, seed=seed), valid, None)  # type: ignore[arg-type]
 
-    def _loader(self, dataset: SampleDataset, start_sample: int) -> BatchLoader:
+    def _loader(self, dataset: SampleDataset, start_sample: int, sizes: BatchSizes | None = None) -> BatchLoader:
         assert isinstance(dataset, TuningDataset)
         data, ranks = self.config.data, self.layout.data_parallel
         assert data.global_batch_size is not None
@@ -103,6 +106,8 @@ class Finetuning(Pretraining):
             dp_rank=data_rank(self.mesh),
             dp_size=ranks,
             start_sample=start_sample,
+            batch_size=sizes,
+            pin_memory=self.device.type == "cuda",
             read=dataset.batch,
         )
 
@@ -139,7 +144,7 @@ class Finetuning(Pretraining):
         batches = self._loader(TuningDataset(samples, every, seed=None, pairs=True, trim=trim), 0)  # type: ignore[arg-type]
         table = torch.zeros(len(samples), device=device)
         try:
-            for _ in range(-(-(len(samples) // 2) // batches.global_batch_size)):
+            for _ in range(-(-(len(samples) // 2) // (self.config.data.global_batch_size or 1))):
                 batch = next(batches)
                 assert isinstance(batch, PairBatch) and batch.texts is not None
                 log_probs, real = reference.log_probs(batch), batch.texts >= 0

@@ -27,7 +27,7 @@ def log_line(config: Config, iteration: int, record: Mapping[str, float]) -> str
         f"elapsed time per iteration (ms): {1000 * record['seconds per iteration']:.1f}",
         f"throughput per GPU (TFLOP/s/GPU): {record['TFLOP/s per process']:.1f}",
         f"learning rate: {record['learning rate']:.6E}",
-        f"global batch size: {config.data.global_batch_size:5d}",
+        f"global batch size: {record['global batch size']:5d}",
         f"lm loss: {record['lm loss']:.6E}",
         f"loss scale: {1.0:.1f}",
         f"grad norm: {record['grad norm']:.3f}",

@@ -25,7 +25,7 @@ from smp.training.trainer import Progress
 
 _NOTHING: Mapping[str, Any] = {}
 
-_ORDER = ("seed", "split", "seq_length", "data_path", "mock_data")
+_ORDER = ("seed", "split", "seq_length", "packing", "data_path", "mock_data")
 """Settings that the order of the data is a function of."""
 
 
@@ -84,7 +84,8 @@ def load_training(
         ConfigError: the checkpoint is of another architecture.
         CheckpointError: as ``checkpoint.load``.
     """
-    notes = compare_settings(manifest.extra.get("config", {}), config, as_flat_dict(config))
+    has_manifest = manifest.extra.get("progress", {}).get("data") is not None
+    notes = compare_settings(manifest.extra.get("config", {}), config, as_flat_dict(config), has_manifest)
     weights_only = config.checkpoint.finetune or not config.checkpoint.load_optim
     if not weights_only:
         _check_optimizer(manifest.extra.get("config", {}), as_flat_dict(config))
@@ -112,8 +113,11 @@ def _changed(manifest: Manifest, more: Mapping[str, Any], shared: Mapping[str, A
     ]
 
 
-def compare_settings(saved: dict[str, Any], config: Config, settings: dict[str, Any]) -> list[str]:
-    """A line for each setting that the data order depends on and that changed.
+def compare_settings(
+    saved: dict[str, Any], config: Config, settings: dict[str, Any], has_manifest: bool = False
+) -> list[str]:
+    """A line for each setting that the data order depends on and that changed. A manifest of the data tells apart what
+    was read and what was not by itself, whatever the files are called.
 
     Raises:
         ConfigError: a setting of the architecture changed: the weights would mean something else.
@@ -125,7 +129,7 @@ def compare_settings(saved: dict[str, Any], config: Config, settings: dict[str, 
     notes = [
         f"note: {name} was {saved[name]} in the checkpoint and is {settings[name]} now: the data order changes"
         for name in _ORDER
-        if name in saved and saved[name] != settings[name]
+        if name in saved and saved[name] != settings[name] and not (name == "data_path" and has_manifest)
     ]
     before, now = saved.get("global_batch_size"), settings["global_batch_size"]
     if before not in (None, now) and not config.checkpoint.finetune:

@@ -7,14 +7,15 @@ from datetime import timedelta
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from smp.config import Config
+from smp.config import Config, Layout
 from smp.data.loader import GlobalBatch
 from smp.layers.deferred import WeightGradients
 from smp.models.gpt import GPT
 from smp.models.part import ModelPart
 from smp.parallel.links import Links
+from smp.parallel.mesh import MESH_DIMS
 from smp.pipeline.actions import SEND
-from smp.pipeline.plan import Plan
+from smp.pipeline.plan import Plan, plans_by_size
 from smp.pipeline.recorder import Recorder
 from smp.pipeline.run import Runner
 from smp.pipeline.timeline import Timeline
@@ -30,7 +31,7 @@ class Pipelined:
 
     Args:
         config: resolved settings.
-        plan: of the run.
+        plan: of the run, for its full batch.
         model: this rank's parts, after ``parallelize``.
         mesh: of the run.
         device: where the model is.
@@ -49,11 +50,16 @@ class Pipelined:
         rows: int = 1,
     ) -> None:
         self.plan, self.model, self.device, self.make_inputs = plan, model, device, make_inputs
+        ranks = {name: mesh[name].size() for name in MESH_DIMS}
+        self._plans = plans_by_size(config, Layout(**ranks))
         pp = mesh["pp"]
         self._group = pp.get_group()
         ends = plan.training.rank_of(0), plan.training.rank_of(plan.training.stages - 1)
         tied = model.tied and ends[0] != ends[1] and not model.frozen
-        channels = {*_channels(plan), *([ends, ends[::-1]] if tied else [])}
+        channels = {
+            *(c for planned in self._plans.values() for c in _channels(planned)),
+            *([ends, ends[::-1]] if tied else []),
+        }
         links = Links(pp, channels, timedelta(minutes=config.parallel.distributed_timeout_minutes))
         assert config.data.seq_length is not None
         shape = model.hidden_shape(rows * config.data.micro_batch_size, config.data.seq_length)
@@ -71,7 +77,7 @@ class Pipelined:
     def train(self, batch: GlobalBatch, valid_tokens: int) -> torch.Tensor:
         inputs = self.make_inputs(batch, valid_tokens, self.device)
         stages = _Stages(self.model, self._parts, self._sharded, inputs)
-        self._runner.run(self.plan.training, stages, self._recorder)
+        self._runner.run(self._plans[len(batch.tokens)].training, stages, self._recorder)
         self._sharded.finish()
         if self._tied is not None:
             self._tied.sum_gradients()

@@ -17,9 +17,11 @@ from tqdm import tqdm
 
 from smp.checkpoint import CheckpointError
 from smp.config import Config, ConfigError, Layout
-from smp.data.build import build_datasets
-from smp.data.gpt_dataset import SampleDataset
+from smp.config.batch import BatchSizes
+from smp.data.blend import BlendedDataset
+from smp.data.build import Datasets, build_datasets
 from smp.data.loader import BatchLoader
+from smp.data.sample import SampleDataset
 from smp.models.gpt import GPT
 from smp.optim.optimizer import build_optimizer
 from smp.parallel.mesh import build_mesh, data_rank
@@ -59,13 +61,14 @@ class Pretraining:
     """
 
     def __init__(self, config: Config, process: Process, device: torch.device, stop: StopSignal) -> None:
-        self.config, self.process, self.stop = config, process, stop
+        self.config, self.process, self.device, self.stop = config, process, device, stop
         self.started = time.monotonic()
         self.watchdog = Watchdog(process, config.parallel.distributed_timeout_minutes)
         self.layout = Layout.from_config(config.parallel, process.world_size)
         timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
         self.mesh = build_mesh(self.layout, device.type, timeout)
-        train, self.valid = self._datasets()
+        train, self.valid, self.test = self._datasets()
+        self.sizes = BatchSizes.of(config.data)
         self.validation: tuple[int, float] | None = None  # iteration and loss of the last evaluation
         self.traced = False
         self.checkpoints = self._open_checkpoints()
@@ -83,7 +86,7 @@ class Pretraining:
         if self.process.rank == 0:
             tqdm.write(line)
 
-    def _build(self, device: torch.device, train: SampleDataset) -> None:
+    def _build(self, device: torch.device, train: BlendedDataset) -> None:
         config = self.config
         plan = plan_pipeline(config, self.layout) if self.layout.pp > 1 else None
         for line in [] if plan is None else describe_plan(plan, config):
@@ -91,8 +94,11 @@ class Pretraining:
         model, passes = self._model(device, plan)
         optimizer = build_optimizer(model, config.optim)
         progress = self.checkpoints.load(model, optimizer)
+        for line in train.resume(progress.data, progress.consumed_samples):
+            self._announce(line)
+        progress.data = train.manifest
         self.trainer = Trainer(config, model, passes, optimizer, self.mesh, device, progress)
-        self.batches = self._loader(train, progress.consumed_samples)
+        self.batches = self._loader(train, progress.consumed_samples, self.sizes)
         with _blamed_on("--log-dir", config.logging.log_dir):
             self.console = Console(config, self.layout, self.process.rank, device, progress.iteration, self._work())
 
@@ -101,21 +107,24 @@ class Pretraining:
         model = build_model(self.config, self.mesh, device, plan)
         return model, build_passes(self.config, self.mesh, device, model, plan)
 
-    def _datasets(self) -> tuple[SampleDataset, SampleDataset]:
+    def _datasets(self) -> Datasets:
         config = self.config
         assert config.model.vocab_size is not None
         try:
-            train, valid = build_datasets(config.data, config.model.vocab_size, config.training.seed)
-        except ValueError as error:
+            datasets = build_datasets(config.data, config.model.vocab_size, config.training.seed)
+        except (ValueError, OSError) as error:
             raise ConfigError(str(error)) from None
-        if config.training.eval_interval is not None and valid.samples_per_epoch == 0:
+        if config.training.eval_interval is not None and datasets.valid is None:
+            part = f"the validation part of --split {config.data.split}"
             raise ConfigError(
-                f"--eval-interval: the validation part of --split {config.data.split} holds less than one sample of "
-                f"{config.data.seq_length} tokens"
+                f"--eval-interval: {'--valid-data-path' if config.data.valid_data_path else part} holds less than one "
+                f"sample of {config.data.seq_length} tokens"
             )
-        return train, valid
+        if config.data.test_data_path is not None and datasets.test is None:
+            raise ConfigError(f"--test-data-path holds less than one sample of {config.data.seq_length} tokens")
+        return datasets
 
-    def _loader(self, dataset: SampleDataset, start_sample: int) -> BatchLoader:
+    def _loader(self, dataset: SampleDataset, start_sample: int, sizes: BatchSizes | None = None) -> BatchLoader:
         data, ranks = self.config.data, self.layout.data_parallel
         assert data.global_batch_size is not None
         return BatchLoader(
@@ -125,6 +134,11 @@ class Pretraining:
             dp_rank=data_rank(self.mesh),
             dp_size=ranks,
             start_sample=start_sample,
+            batch_size=sizes,
+            num_workers=data.num_workers,
+            with_documents=data.reset_attention_mask,
+            with_positions=data.reset_position_ids,
+            pin_memory=self.device.type == "cuda",
         )
 
     def run(self) -> Outcome:
@@ -141,7 +155,7 @@ class Pretraining:
             while progress.iteration < last:
                 profiler.step(progress.iteration + 1)
                 with self._traced(progress.iteration + 1):
-                    result = self.trainer.train_step(next(self.batches))
+                    result = self.trainer.train_step(self.batches.next_or_reason())
                 self._tell(result)
                 self.trainer.check_skipped()
                 if _due(progress.iteration, training.eval_interval):
@@ -156,6 +170,8 @@ class Pretraining:
                     break
         if outcome.status == "done" and training.eval_interval is not None and evaluated_at != progress.iteration:
             self.evaluate()
+        if outcome.status == "done" and self.test is not None:
+            self._evaluate_test(self.test)
         self.checkpoints.finish(*self._to_save())
         if outcome.status == "requeue" and self.config.checkpoint.save is None:
             return Outcome("failed", f"{outcome.reason}; nothing was saved: --save is not given", progress.iteration)
@@ -188,15 +204,22 @@ class Pretraining:
             self.console.say(f"wrote {path}: bubble {100 * timeline.bubble_fraction:.1f} % of the step")
 
     def evaluate(self) -> None:
-        """Validation loss from the start of the validation split: the same samples every time."""
-        batches = self._loader(self.valid, 0)
-        try:
-            loss = self.trainer.evaluate(batches, self.config.training.eval_iters)
-        finally:
-            batches.close()
+        """Validation loss from the start of the validation data: the same samples every time."""
+        assert self.valid is not None, "checked with the data"
+        loss = self._loss_on(self.valid)
         self.validation = (self.trainer.progress.iteration, loss)
         self.console.evaluation(self.trainer.progress.iteration, loss)
         self.watchdog.progress()
+
+    def _evaluate_test(self, test: SampleDataset) -> None:
+        self.console.evaluation(self.trainer.progress.iteration, self._loss_on(test), "test")
+
+    def _loss_on(self, dataset: SampleDataset) -> float:
+        batches = self._loader(dataset, 0)
+        try:
+            return self.trainer.evaluate(batches, self.config.training.eval_iters)
+        finally:
+            batches.close()
 
     def save(self) -> None:
         """Write a checkpoint, or begin to, if --save is given."""

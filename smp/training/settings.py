@@ -11,8 +11,8 @@ from typing import Any
 from smp.config import Config, ConfigError, Layout, check_files, load_config, resolve
 from smp.convert.describe import read_architecture
 from smp.convert.hf_config import architecture, is_hf_folder
-from smp.data.tokenizer import SentencePieceTokenizer
-from smp.pipeline.plan import plan_pipeline
+from smp.data.tokenizer_files import load_tokenizer
+from smp.pipeline.plan import plans_by_size
 
 
 def read_settings(argv: list[str], presets: Mapping[str, Mapping[str, Any]], world_size: int) -> Config:
@@ -27,7 +27,7 @@ def read_settings(argv: list[str], presets: Mapping[str, Mapping[str, Any]], wor
     _check_architecture(config)
     layout = Layout.from_config(config.parallel, world_size)
     if layout.pp > 1:
-        plan_pipeline(config, layout)
+        plans_by_size(config, layout)
     return config
 
 
@@ -52,7 +52,7 @@ def _with_vocabulary(config: Config) -> Config:
             raise ConfigError("the vocabulary size is unknown: give --vocab-size, or --tokenizer-model to take it from")
         return config
     try:
-        known = SentencePieceTokenizer(path).vocab_size
+        known = load_tokenizer(path, config.data.tiktoken_pattern).vocab_size
     except ValueError as error:
         raise ConfigError(f"--tokenizer-model {error}") from None
     if size is not None and known > size:

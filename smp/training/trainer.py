@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from smp.checkpoint.agree import gather
 from smp.config import Config
-from smp.data.loader import BatchLoader, GlobalBatch
+from smp.data.blend import Manifest
+from smp.data.loader import BatchLoader, GlobalBatch, Unreadable
 from smp.optim.optimizer import clip_gradients, set_learning_rate
 from smp.optim.schedule import learning_rate
 from smp.parallel.mesh import sum_over_parts
@@ -25,12 +27,13 @@ class TrainingError(RuntimeError):
 
 @dataclass
 class Progress:
-    """What a resumed run continues from."""
+    """What a resumed run continues from. ``data`` is the manifest of the blend, see ``smp.data.blend``."""
 
     iteration: int = 0
     consumed_samples: int = 0
     skipped_iterations: int = 0
     nan_iterations: int = 0
+    data: Manifest | None = None
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class StepResult:
         loss: mean loss per valid token of the global batch, in nats.
         grad_norm: global L2 norm before clipping.
         learning_rate: the rate of this step.
+        samples: consumed by all ranks.
         skipped: loss or norm was not finite, so the weights were left alone.
         seconds: wall time.
         tokens: of the global batch, without padding.
@@ -49,6 +53,7 @@ class StepResult:
     loss: float
     grad_norm: float
     learning_rate: float
+    samples: int
     skipped: bool
     seconds: float
     tokens: int
@@ -80,14 +85,21 @@ class Trainer:
         self.config, self.model, self.passes, self.optimizer = config, model, passes, optimizer
         self.mesh, self.device, self.progress = mesh, device, progress
         self.skipped_in_a_row = 0
+        self._data_ranks = math.prod(mesh[name].size() for name in ("dp_replicate", "dp_shard"))
         self._counts_tokens = mesh.get_local_rank("tp") == mesh.get_local_rank("pp") == 0  # each token by one rank
 
-    def train_step(self, batch: GlobalBatch) -> StepResult:
-        """One optimizer step on the global batch of which ``batch`` is this rank's share."""
+    def train_step(self, batch: GlobalBatch | Unreadable) -> StepResult:
+        """One optimizer step on the global batch of which ``batch`` is this rank's share.
+
+        Raises:
+            TrainingError: on all ranks, when one of them could not read its share.
+        """
         started = time.perf_counter()
+        counted, held = self._counts(batch)
+        assert isinstance(batch, GlobalBatch)
+        samples = batch.samples * self._data_ranks
         lr = learning_rate(self.config.optim, self.progress.iteration + 1)
         set_learning_rate(self.optimizer, lr)
-        counted, held = self._counts(batch)
         loss = sum_over_parts(self.passes.train(batch, counted), self.mesh)
         limit, copies = self.config.optim.clip_grad, self.passes.copies
         norm = clip_gradients(self.model.parameters(), limit, copies=copies, device=self.device)
@@ -96,20 +108,28 @@ class Trainer:
         if finite:
             self.optimizer.step()
         self.optimizer.zero_grad()
-        self._advance(finite, math.isnan(loss_value) or math.isnan(norm_value))
-        return StepResult(loss_value, norm_value, lr, not finite, time.perf_counter() - started, held)
+        self._advance(samples, finite, math.isnan(loss_value) or math.isnan(norm_value))
+        return StepResult(loss_value, norm_value, lr, samples, not finite, time.perf_counter() - started, held)
 
-    def _counts(self, batch: GlobalBatch) -> tuple[int, int]:
+    def _counts(self, batch: GlobalBatch | Unreadable) -> tuple[int, int]:
         """What the loss is averaged over (tokens that count, or pairs) and all tokens but padding, of the global batch,
-        over all ranks; a host-side message."""
-        counts = torch.tensor([batch.count(), batch.held_tokens()] if self._counts_tokens else [0, 0])
+        over all ranks; a host-side message, which also says whether a rank has nothing to train on: all of them end
+        then, and none waits for it."""
+        reason = batch.reason if isinstance(batch, Unreadable) else ""
+        own = [0, 0]
+        if isinstance(batch, GlobalBatch) and self._counts_tokens:
+            own = [batch.count(), batch.held_tokens()]
+        counts = torch.tensor([*own, bool(reason)], dtype=torch.int64)
         dist.all_reduce(counts)
-        counted, held = counts.tolist()
-        return counted, held
+        if counts[2]:
+            reasons = gather(reason)
+            rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason)
+            raise TrainingError(f"rank {rank} could not read its data: {reason}")
+        return int(counts[0]), int(counts[1])
 
-    def _advance(self, finite: bool, nan: bool) -> None:
+    def _advance(self, samples: int, finite: bool, nan: bool) -> None:
         self.progress.iteration += 1
-        self.progress.consumed_samples += self.config.data.global_batch_size or 0
+        self.progress.consumed_samples += samples
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
         self.progress.skipped_iterations += not finite
         self.progress.nan_iterations += nan
@@ -129,8 +149,9 @@ class Trainer:
         self.model.eval()
         total, tokens = 0.0, 0
         for _ in range(iterations):
-            batch = next(batches)
+            batch = batches.next_or_reason()
             valid, _ = self._counts(batch)
+            assert isinstance(batch, GlobalBatch)
             total += sum_over_parts(self.passes.evaluate(batch, valid), self.mesh).item() * valid
             tokens += valid
         self.model.train()

@@ -130,18 +130,3 @@ def test_a_split_without_a_sample(dataset: IndexedDataset) -> None:
     assert data.samples_per_epoch == 0
     with pytest.raises(ValueError, match=r"documents 3 to 4 hold 1 tokens, one sample needs 10"):
         data[0]
-
-
-@pytest.mark.parametrize(("bad", "vocab_size"), [(77, 50), (50, 50), (-1, 50), (-1, None)])
-def test_token_outside_the_vocabulary(tmp_path: Path, bad: int, vocab_size: int | None) -> None:
-    with IndexedDatasetWriter(tmp_path / "data", np.int32) as writer:
-        for document in ([1, 2, 3], [], [4, 49, bad, 5], [6, 7, 8]):
-            writer.add_document(document)
-    data = GPTDataset(IndexedDataset(tmp_path / "data"), range(4), 9, seed=0, vocab_size=vocab_size)
-    with pytest.raises(ValueError, match=rf"data\.bin: token id {bad} in document 2 at offset 2"):
-        data[0]
-
-
-def test_tokens_must_be_integers(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds float32, token ids are integers"):
-        GPTDataset(write(tmp_path / "data", [5], np.float32), range(1), 2, seed=0)

@@ -175,7 +175,8 @@ def test_missing_file_says_what_a_prefix_is(prefix: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["indexed_dataset", "tokenizer", "gpt_dataset", "mock_dataset", "bigram", "jsonl", "build"]
+    "module",
+    ["indexed_dataset", "tokenizer", "gpt_dataset", "mock_dataset", "bigram", "text_files", "preprocess", "build"],
 )
 def test_preprocessing_does_not_import_torch(module: str) -> None:
     code = f"import sys, smp.data.{module}; sys.exit('torch' in sys.modules)"

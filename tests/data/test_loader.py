@@ -13,6 +13,7 @@ from smp.data.gpt_dataset import GPTDataset
 from smp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from smp.data.loader import BatchLoader, GlobalBatch
 from smp.data.mock_dataset import MockDataset
+from smp.data.sample import Sample
 
 
 def read(dataset: object, micro: int, count: int, dp_size: int, start: int, steps: int) -> list[list[GlobalBatch]]:
@@ -80,10 +81,10 @@ class FailsAt(MockDataset):
 
     bad = 4
 
-    def __getitem__(self, index: int) -> np.ndarray:
+    def sample(self, index: int) -> Sample:
         if index == self.bad:
             raise ValueError(f"sample {index} is bad")
-        return super().__getitem__(index)
+        return super().sample(index)
 
 
 def test_an_error_of_the_reader_is_raised_where_the_batch_is_due_and_stays() -> None:
@@ -109,19 +110,20 @@ def test_close_ends_the_thread() -> None:
 
 
 def test_build_mock() -> None:
-    train, valid = build_datasets(DataConfig(mock_data=True, seq_length=16), vocab_size=50, seed=1)
-    assert train.seq_length == valid.seq_length == 16
-    assert train[0].tolist() != valid[0].tolist()
+    train, valid, test = build_datasets(DataConfig(mock_data=True, seq_length=16), vocab_size=50, seed=1)
+    assert valid is not None and train.seq_length == valid.seq_length == 16 and test is None
+    assert train.sample(0).tokens.tolist() != valid.sample(0).tokens.tolist()
 
 
 def test_build_from_files(tmp_path: Path) -> None:
     real_dataset(tmp_path)
     config = DataConfig(data_path=str(tmp_path / "data"), seq_length=4, split="3,2")
-    train, valid = build_datasets(config, vocab_size=35, seed=1)
-    assert (train.samples_per_epoch, valid.samples_per_epoch) == (5, 3)
-    assert max(valid[i].max() for i in range(3)) >= 21 > max(train[i].max() for i in range(5))
-    with pytest.raises(ValueError, match="vocabulary has 34"):
-        [build_datasets(config, vocab_size=34, seed=1)[1][i] for i in range(6)]
+    train, valid, _ = build_datasets(config, vocab_size=35, seed=1)
+    assert valid is not None and (train.samples_per_epoch, valid.samples_per_epoch) == (5, 3)
+    assert max(valid.sample(i).tokens.max() for i in range(3)) >= 21
+    assert max(train.sample(i).tokens.max() for i in range(5)) < 21
+    with pytest.raises(ValueError, match="token id 34 in document 4 at offset 6, the vocabulary has 34"):
+        build_datasets(config, vocab_size=34, seed=1)
 
 
 def test_build_refuses(tmp_path: Path) -> None:
@@ -132,5 +134,4 @@ def test_build_refuses(tmp_path: Path) -> None:
             build_datasets(both, 35, 1)
     with pytest.raises(ValueError, match="hold 35 tokens, one sample needs 101"):
         build_datasets(DataConfig(data_path=prefix, seq_length=100, split="1"), 35, 1)
-    _, valid = build_datasets(DataConfig(data_path=prefix, seq_length=4, split="1"), 35, 1)
-    assert valid.samples_per_epoch == 0
+    assert build_datasets(DataConfig(data_path=prefix, seq_length=4, split="1"), 35, 1).valid is None

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from smp.data.indexed_dataset import IndexedDataset
+from smp.data.preprocess import Encoded, encode_all
+from smp.data.text_files import Chunk
 from smp.data.tokenizer import SentencePieceTokenizer
-from tools.preprocess_data import Chunk, Encoded, encode_all
 from tools.train_tokenizer import sample
 
 ROOT = Path(__file__).parents[2]
@@ -150,7 +151,7 @@ class Killed:
 
 def test_a_killed_worker_is_an_error_and_no_hang() -> None:
     with pytest.raises(ValueError, match="worker process was killed"):
-        list(encode_all(Killed(), [Chunk("f", 1, [b"{}"])] * 20, workers=2))
+        list(encode_all(Killed(), [Chunk("f", 0, 1, [b"{}"], 2, 2)] * 20, workers=2))
 
 
 def test_bigram_baseline(demo: Path) -> None:

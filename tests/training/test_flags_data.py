@@ -68,8 +68,8 @@ def test_a_corpus_is_read(runs: Runs, corpus: str) -> None:
 
 
 def sizes(run: Watched) -> tuple[range, range, int | None]:
-    train, valid = run.batches.dataset, run.valid
-    return train.document_range, valid.document_range, train.samples_per_epoch  # type: ignore[attr-defined]
+    train, valid = (blend.sources[0].data for blend in (run.batches.dataset, run.valid))  # type: ignore[union-attr]
+    return train.document_range, valid.document_range, train.samples_per_epoch  # type: ignore[union-attr]
 
 
 @proves("split")

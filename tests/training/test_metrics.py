@@ -17,6 +17,7 @@ RECORD: dict[str, float] = {
     "learning rate": 3e-4,
     "grad norm": 0.87654,
     "consumed samples": 30720,
+    "global batch size": 256,
     "skipped iterations": 1,
     "nan iterations": 0,
     "seconds per iteration": 0.5,

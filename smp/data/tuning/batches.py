@@ -10,8 +10,9 @@ import numpy.typing as npt
 import torch
 
 from smp.data.keyed_random import keyed_permutation
-from smp.data.loader import IGNORED_LABEL, GlobalBatch
-from smp.data.tuning.samples import Samples
+from smp.data.loader import GlobalBatch
+from smp.data.sample import IGNORED_LABEL
+from smp.data.tuning.samples import Samples, fingerprint
 from smp.data.tuning.sequences import Sequences
 
 
@@ -21,6 +22,11 @@ class PairBatch(GlobalBatch):
 
     texts: torch.Tensor | None = None  # int64 (num_microbatches, rows): number of the answer; -1: none, to fill up
     reference: torch.Tensor | None = None  # fp32 (num_microbatches, rows): log-probabilities by the reference
+
+    @property
+    def samples(self) -> int:
+        """Pairs of this rank."""
+        return self.sample_index.numel() // 2
 
     def count(self) -> int:
         """Pairs of this rank, without those that only fill up."""
@@ -55,6 +61,17 @@ class TuningDataset:
     def samples_per_epoch(self) -> int:
         """Samples before any is repeated."""
         return len(self.sequences) // self.rows
+
+    @property
+    def manifest(self) -> list[dict[str, str]]:
+        """What the order is a function of beside the seed, for checkpoints."""
+        return [{"samples": self.samples.fingerprint(), "sequences": fingerprint(self.sequences.texts)}]
+
+    def resume(self, manifest: list[dict[str, str]] | None, consumed: int) -> list[str]:
+        """What to tell the user when a run goes on that has read ``consumed`` samples of what ``manifest`` says."""
+        if manifest is None or consumed == 0 or manifest == self.manifest:
+            return []
+        return [f"note: these are not the samples of the checkpoint: after {consumed:,} of those the order is another"]
 
     def batch(self, indices: npt.NDArray[np.int64]) -> GlobalBatch:
         """Samples by number, ``indices`` (micro-batches, samples) >= 0."""
@@ -108,6 +125,7 @@ class TuningDataset:
         epoch, place = divmod(index, self.samples_per_epoch)
         if self.seed is None:
             return place if epoch == 0 else None
-        if self._order is None or self._order[0] != epoch:
-            self._order = epoch, keyed_permutation(self.samples_per_epoch, self.seed, 1, epoch)
-        return int(self._order[1][place])
+        order = self._order  # several threads read
+        if order is None or order[0] != epoch:
+            order = self._order = epoch, keyed_permutation(self.samples_per_epoch, self.seed, 1, epoch)
+        return int(order[1][place])

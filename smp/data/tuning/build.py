@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def read_data(config: FinetuneConfig, tokenizer: TuningTokenizer) -> TuningData:
         template = _template(data.chat_template, tokenizer)
         encoder = Encoder(tokenizer, template, mask_prompt=data.mask_prompt)
         samples, report = collect(
-            read_records(data.data_path.split(",")),
+            read_records(shlex.split(data.data_path)),
             encoder.pair if pairs else encoder.sample,
             seq_length=data.seq_length,
             vocab_size=config.model.vocab_size,

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
-from smp.data.jsonl import expand_paths
-
-_ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet")
+from smp.data.text_files import expand_paths, kind_of, read_chunks
 
 
 @dataclass(frozen=True)
@@ -34,38 +30,19 @@ def read_records(patterns: Sequence[str]) -> Iterator[Record]:
     """Every record of every file, in order; blank lines are skipped.
 
     Raises:
-        ValueError: a pattern without a file, a file of an unknown kind or one that cannot be unpacked, or a library is
-            missing.
+        ValueError: a pattern without a file, a file of an unknown kind or a damaged one, or a library is missing.
     """
     for path in expand_paths(patterns):
-        if path.suffix == ".parquet":
+        kind = kind_of(path)
+        if kind == ".parquet":
             yield from _parquet(path)
-        elif path.name.endswith(_ENDINGS):
-            yield from _lines(path)
+        elif kind == ".jsonl":
+            for chunk in read_chunks([path], []):
+                for number, line in enumerate(chunk.records, start=chunk.first):
+                    if line.strip():
+                        yield _record(line, f"{path}:{number}")
         else:
-            raise ValueError(f"{path}: not one of {', '.join(_ENDINGS)}")
-
-
-def _lines(path: Path) -> Iterator[Record]:
-    try:
-        with _open(path) as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield _record(line, f"{path}:{number}")
-    except (OSError, EOFError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-
-
-def _open(path: Path) -> IO[bytes]:
-    if path.suffix == ".gz":
-        return cast(IO[bytes], gzip.open(path, "rb"))
-    if path.suffix == ".zst":
-        try:
-            import zstandard
-        except ImportError:
-            raise ValueError(f'{path} needs zstandard: pip install "smp[data]"') from None
-        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(path.open("rb"), closefd=True))
-    return path.open("rb")
+            raise ValueError(f"{path}: samples come in .jsonl and .parquet files")
 
 
 def _record(line: bytes, where: str) -> Record:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from smp.data.tuning.encode import Encoded
 from smp.data.tuning.files import Record
@@ -38,9 +39,18 @@ class Samples:
         """Tokens of each text."""
         return np.diff(self.offsets)
 
+    def fingerprint(self) -> str:
+        """Of all that is in it."""
+        return " ".join(map(fingerprint, (self.tokens, self.trained, self.offsets)))
+
     def __getitem__(self, text: int) -> Encoded:
         part = slice(int(self.offsets[text]), int(self.offsets[text + 1]))
         return self.tokens[part], self.trained[part]
+
+
+def fingerprint(array: npt.NDArray[Any]) -> str:
+    """xxh3_64 of an array's bytes."""
+    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(array).view(np.uint8).data)
 
 
 @dataclass

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from smp.data.loader import IGNORED_LABEL, BatchLoader
+from smp.data.loader import BatchLoader
+from smp.data.sample import IGNORED_LABEL
 from smp.data.tuning.batches import PairBatch, TuningDataset
 from smp.data.tuning.encode import Encoded
 from smp.data.tuning.files import read_records

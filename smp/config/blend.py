@@ -1,0 +1,81 @@
+"""What --data-path and its relatives say: data sets and their weights. No file of data is touched."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from smp.config.schema import ConfigError, DataConfig
+
+TEXT_SUFFIXES = (".jsonl", ".txt", ".parquet")
+COMPRESSED_SUFFIXES = (".gz", ".zst")
+
+
+@dataclass(frozen=True)
+class BlendPart:
+    """One data set of a blend; without a weight its size decides."""
+
+    path: str
+    weight: Fraction | None = None
+
+
+def is_text(path: str) -> bool:
+    """Whether a data path names a file of text, and not the prefix of a tokenized data set."""
+    for suffix in COMPRESSED_SUFFIXES:
+        path = path.removesuffix(suffix)
+    return path.endswith(TEXT_SUFFIXES)
+
+
+def parse_blend(flag: str, text: str) -> list[BlendPart]:
+    """``P``, ``P1 P2 ...`` or ``w1 P1 w2 P2 ...``. Weights are exact: 0.1 is a tenth.
+
+    Raises:
+        ConfigError: no words, a weight that is missing, zero or negative, or a data set that is named twice.
+    """
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag} {text}: {error}") from None
+    weights = [_number(word) for word in words]
+    if not any(weight is not None for weight in weights):
+        parts = [BlendPart(word) for word in words]
+    elif len(words) % 2 == 0 and all((weight is None) == bool(i % 2) for i, weight in enumerate(weights)):
+        parts = [BlendPart(path, weight) for path, weight in zip(words[1::2], weights[::2], strict=True)]
+    else:
+        raise ConfigError(f"{flag} {text}: give paths alone, or a number before every path")
+    paths = [part.path for part in parts]
+    if not paths or len(set(paths)) < len(paths):
+        raise ConfigError(f"{flag} {text}: " + ("a data set is named twice" if paths else "it names no data"))
+    for part in parts:
+        if part.weight is not None and part.weight <= 0:
+            raise ConfigError(f"{flag} {text}: the weight of {part.path} must be above 0")
+    return parts
+
+
+def _number(word: str) -> Fraction | None:
+    try:
+        return Fraction(word)
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
+def data_parts(data: DataConfig) -> dict[str, list[BlendPart]]:
+    """The data sets by the flag that names them; empty with mock data.
+
+    Raises:
+        ConfigError: as parse_blend, or --data-args-path cannot be read.
+    """
+    texts = {
+        "--data-path": data.data_path,
+        "--train-data-path": data.train_data_path,
+        "--valid-data-path": data.valid_data_path,
+        "--test-data-path": data.test_data_path,
+    }
+    if data.data_args_path is not None:
+        try:
+            texts["--data-args-path"] = Path(data.data_args_path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--data-args-path {data.data_args_path}: {error}") from None
+    return {flag: parse_blend(flag, text) for flag, text in texts.items() if text is not None}

@@ -1,0 +1,195 @@
+"""Blends: which sample of which source is sample i.
+
+Weights are integers w_d with sum M. The sources take turns in a sequence of M places that repeats, in which source d
+has w_d places, spread so that after any n samples it had less than one more or less than n w_d / M. Such a sequence
+always exists and the rule "of the jobs that have begun, the one with the earliest deadline" finds it (Baruah et al.,
+Algorithmica 1996; Tijdeman 1980): job j of source d may take places from floor(j M / w_d) on and must be done before
+ceil((j + 1) M / w_d).
+
+So sample i needs no history: source and number of its sample follow from i div M and i mod M. A run that changes its
+blend begins a new phase; every source goes on in it behind the samples that it had given, whatever blend they were for.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import gcd, lcm
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from smp.data.cache import NodeCache
+from smp.data.sample import Sample, SampleDataset
+
+MAX_PERIOD = 1 << 20
+"""Weights are multiples of one in so many, or of less when they are given as simple numbers."""
+_MAX_SOURCES = 1 << 16
+
+Manifest = list[dict[str, Any]]
+
+
+def integer_weights(shares: Sequence[Fraction]) -> list[int]:
+    """Integers in the proportion of ``shares`` (all above 0): exactly if their sum is then at most MAX_PERIOD, else
+    rounded to a sum of MAX_PERIOD, with at least 1 for each."""
+    scale = lcm(*(share.denominator for share in shares))
+    exact = [int(share * scale) for share in shares]
+    divisor = gcd(*exact)
+    exact = [number // divisor for number in exact]
+    total = sum(exact)
+    if total <= MAX_PERIOD:
+        return exact
+    free = MAX_PERIOD - len(exact)  # one for each first
+    rounded = [number * free // total for number in exact]
+    largest = sorted(range(len(exact)), key=lambda d: (-(exact[d] * free % total), d))
+    for d in largest[: free - sum(rounded)]:
+        rounded[d] += 1
+    return [number + 1 for number in rounded]
+
+
+def interleave(weights: Sequence[int]) -> npt.NDArray[np.uint16]:
+    """The source of each place of a period, (sum of weights,)."""
+    assert len(weights) <= _MAX_SOURCES and min(weights) > 0
+    period, given = sum(weights), [0] * len(weights)
+    begun = [(-(-period // weight), source) for source, weight in enumerate(weights)]  # (deadline, source)
+    heapq.heapify(begun)
+    waiting: list[tuple[int, int]] = []  # (first place, source)
+    order = np.empty(period, np.uint16)
+    for place in range(period):
+        while waiting and waiting[0][0] <= place:
+            _, source = heapq.heappop(waiting)
+            heapq.heappush(begun, (-(-(given[source] + 1) * period // weights[source]), source))
+        _, source = heapq.heappop(begun)
+        order[place] = source
+        given[source] += 1
+        if given[source] < weights[source]:
+            heapq.heappush(waiting, (given[source] * period // weights[source], source))
+    return order
+
+
+class Turns:
+    """Which source is whose turn, for one set of weights."""
+
+    def __init__(self, weights: Sequence[int], cache: NodeCache | None = None) -> None:
+        self.weights = list(weights)
+        self.period = sum(weights)
+        if cache is None or self.period <= 4096:
+            self._order = interleave(weights)
+        else:
+            key = xxhash.xxh3_128_hexdigest(np.array(weights, np.int64).tobytes())
+            self._order = cache.array(f"turns-{key}.npy", lambda: interleave(weights))
+        by_source = np.argsort(self._order, kind="stable")
+        self._given = np.empty(self.period, np.int64)  # places of the same source before each place
+        first = np.cumsum([0, *self.weights[:-1]])
+        self._given[by_source] = np.arange(self.period) - np.repeat(first, self.weights)
+
+    def turn(self, index: int) -> tuple[int, int]:
+        """Source of turn ``index`` >= 0, and how many turns it had before."""
+        periods, place = divmod(index, self.period)
+        source = int(self._order[place])
+        return source, periods * self.weights[source] + int(self._given[place])
+
+    def counts(self, turns: int) -> list[int]:
+        """Turns of each source among the first so many."""
+        periods, rest = divmod(turns, self.period)
+        within = np.bincount(self._order[:rest], minlength=len(self.weights)).tolist()
+        return [periods * weight + more for weight, more in zip(self.weights, within, strict=True)]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One data set of a blend.
+
+    Attributes:
+        name: what the user calls it.
+        key: what its sample numbers mean: contents, split, length, seed and packing.
+        data: its samples.
+    """
+
+    name: str
+    key: str
+    data: SampleDataset
+
+
+class BlendedDataset:
+    """Samples of several sources in turns; the only one of a single source.
+
+    Args:
+        sources: of the blend.
+        weights: an integer for each.
+        cache: where long sequences of turns are kept.
+    """
+
+    def __init__(self, sources: Sequence[Source], weights: Sequence[int], cache: NodeCache | None = None) -> None:
+        assert len(sources) == len(weights) > 0
+        self.sources, self.weights = list(sources), list(weights)
+        self.seq_length = sources[0].data.seq_length
+        self._turns = Turns(weights, cache)
+        self._cache = cache
+        self.manifest: Manifest = [self._phase(0, {})]
+
+    @property
+    def samples_per_epoch(self) -> int | None:
+        """Samples of all sources before a token of theirs repeats; None: some source never repeats."""
+        sizes = [source.data.samples_per_epoch for source in self.sources]
+        return None if None in sizes else sum(size or 0 for size in sizes)
+
+    def sample(self, index: int) -> Sample:
+        """Sample ``index``, at or after the start of the last phase. Raises what the source does."""
+        source, number = self.locate(index)
+        return self.sources[source].data.sample(number)
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """The source of sample ``index``, and its number there."""
+        phase = self.manifest[-1]
+        assert index >= phase["start"], "a run never goes back before the phase that it is in"
+        source, turn = self._turns.turn(index - phase["start"])
+        return source, phase["sources"][source]["offset"] + turn
+
+    def resume(self, manifest: Manifest | None, consumed: int) -> list[str]:
+        """Go on after ``consumed`` samples that were read as ``manifest`` says; returns what to tell the user.
+
+        The same blend goes on as if nothing had happened. With another, a phase begins: sources that were there before
+        continue behind their last sample, new ones begin at their first.
+        """
+        if manifest is None or consumed == 0:  # a run that did not write one read this blend from its start
+            return []
+        last = manifest[-1]
+        if [(s["key"], s["weight"]) for s in last["sources"]] == [
+            (source.key, weight) for source, weight in zip(self.sources, self.weights, strict=True)
+        ]:
+            self.manifest = manifest
+            return []
+        given = self._given(manifest, consumed)
+        kept = [phase for phase in manifest if phase["start"] < consumed]
+        self.manifest = [*kept, self._phase(consumed, given)]
+        before = {s["key"] for s in last["sources"]}
+        lines = [f"note: the blend changes at sample {consumed}; no sample is read again"]
+        for source in self.sources:
+            if source.key not in before and source.key not in given:
+                lines.append(f"note: {source.name} was not read before in this form: it begins at its first sample")
+        return lines
+
+    def _phase(self, start: int, given: dict[str, int]) -> dict[str, Any]:
+        return {
+            "start": start,
+            "sources": [
+                {"name": source.name, "key": source.key, "weight": weight, "offset": given.get(source.key, 0)}
+                for source, weight in zip(self.sources, self.weights, strict=True)
+            ],
+        }
+
+    def _given(self, manifest: Manifest, consumed: int) -> dict[str, int]:
+        """Samples of each source, by its key, among the first ``consumed``."""
+        starts = [phase["start"] for phase in manifest]
+        given: dict[str, int] = {}
+        for phase, end in zip(manifest, [*starts[1:], consumed], strict=True):
+            turns = Turns([s["weight"] for s in phase["sources"]], self._cache)
+            counts = turns.counts(max(0, min(end, consumed) - phase["start"]))
+            for source, count in zip(phase["sources"], counts, strict=True):
+                given[source["key"]] = max(given.get(source["key"], 0), source["offset"] + count)
+        return given

@@ -1,0 +1,86 @@
+"""Files that are built once per node and then memory-mapped by all of its processes.
+
+A file gets its name only when it is whole, so to exist is to be whole. Whoever of a node's processes comes first builds
+it behind a lock that the system releases when its holder dies; the others wait and find it. Processes of another node
+never wait: the lock bears the node's name, and two nodes that build the same file in a shared folder make equal ones.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+class CacheFolderError(ValueError):
+    """The folder cannot be written."""
+
+
+class NodeCache:
+    """Built files in one folder.
+
+    Args:
+        folder: made when it is needed.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    def file(self, name: str, build: Callable[[Path], None]) -> Path:
+        """The file ``name``, which ``build`` writes to the path that it is given if it is not there yet.
+
+        Raises:
+            CacheFolderError: the folder cannot be written, or the disk is full.
+        """
+        path = self.folder / name
+        if path.exists():
+            return path
+        with self.locked():
+            if not path.exists():
+                self._build(path, build)
+        return path
+
+    def array(self, name: str, build: Callable[[], npt.NDArray[Any]]) -> npt.NDArray[Any]:
+        """The array that ``build`` returns, read-only and memory-mapped from the file ``name``."""
+
+        def write(path: Path) -> None:
+            with path.open("wb") as file:
+                np.save(file, build(), allow_pickle=False)
+
+        return np.load(self.file(name, write), mmap_mode="r", allow_pickle=False).view(np.ndarray)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Alone among the processes of this node."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.folder / f".lock-{socket.gethostname()}", os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise CacheFolderError(f"{self.folder}: {error.strerror}; another --data-cache-path may do") from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _build(self, path: Path, build: Callable[[Path], None]) -> None:
+        part = f".{path.name}.{socket.gethostname()}."
+        for left in self.folder.glob(f"{part}*"):  # of a build that was killed: we hold its lock
+            left.unlink(missing_ok=True)
+        temporary = self.folder / f"{part}{os.getpid()}"
+        try:
+            build(temporary)
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError as error:
+            raise CacheFolderError(f"{path}: {error.strerror}; another --data-cache-path may do") from None
+        finally:
+            temporary.unlink(missing_ok=True)

@@ -1,0 +1,81 @@
+"""What a data set holds: a hash of all its bytes, and its smallest and largest token id.
+
+Both need every byte, so they are found in one pass, and remembered under the files' names, sizes and times of change.
+The hash keys whatever is derived from the data: other data under an old name never meet an old index.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from smp.data.cache import NodeCache
+from smp.data.indexed_dataset import IndexedDataset
+
+_CHUNK = 1 << 22  # tokens; a few MB stay in the processor's cache between the hash and the extremes
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Of one data set.
+
+    Attributes:
+        key: hash of both files, 32 hexadecimal digits.
+        lowest, highest: token ids; 0 and -1 when there are none.
+    """
+
+    key: str
+    lowest: int
+    highest: int
+
+
+def scan(dataset: IndexedDataset) -> Contents:
+    """Read everything once. Raises ValueError when the tokens are not integers."""
+    if dataset.dtype.kind not in "iu":
+        raise ValueError(f"{dataset.bin_path}: holds {dataset.dtype}, token ids are integers")
+    state = xxhash.xxh3_128(np.memmap(dataset.idx_path, dtype=np.uint8, mode="r").data)
+    lowest, highest = 0, -1
+    for start in range(0, len(dataset.tokens), _CHUNK):
+        chunk = dataset.read(start, min(start + _CHUNK, len(dataset.tokens)))
+        state.update(chunk.view(np.uint8).data)
+        low, high = int(chunk.min()), int(chunk.max())
+        lowest, highest = (min(lowest, low), max(highest, high)) if start else (low, high)
+    return Contents(state.hexdigest(), lowest, highest)
+
+
+def contents_of(dataset: IndexedDataset, cache: NodeCache | None) -> Contents:
+    """As ``scan``, once per node and state of the files; without a cache every time."""
+    if cache is None:
+        return scan(dataset)
+    stats = [(str(path.resolve()), (s := path.stat()).st_size, s.st_mtime_ns, s.st_ino) for path in dataset.paths]
+    name = f"contents-{xxhash.xxh3_64_hexdigest(json.dumps(stats).encode())}.json"
+
+    def write(path: Path) -> None:
+        path.write_text(json.dumps({**asdict(scan(dataset)), "files": stats}, indent=1))
+
+    known = json.loads(cache.file(name, write).read_text())
+    return Contents(known["key"], known["lowest"], known["highest"])
+
+
+def check_vocabulary(dataset: IndexedDataset, contents: Contents, vocab_size: int) -> None:
+    """Refuse token ids outside of a vocabulary.
+
+    Raises:
+        ValueError: naming the file, the document and the offset in it of the first such id.
+    """
+    if contents.lowest >= 0 and contents.highest < vocab_size:
+        return
+    for start in range(0, len(dataset.tokens), _CHUNK):
+        chunk = dataset.read(start, min(start + _CHUNK, len(dataset.tokens)))
+        bad = (chunk < 0) | (chunk.astype(np.int64) >= vocab_size)
+        if bad.any():
+            at = start + int(np.argmax(bad))
+            document = int(np.searchsorted(dataset.document_offsets, at, side="right")) - 1
+            raise ValueError(
+                f"{dataset.bin_path}: token id {dataset.tokens[at]} in document {document} at offset "
+                f"{at - dataset.document_offsets[document]}, the vocabulary has {vocab_size}"
+            )

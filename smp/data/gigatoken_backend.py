@@ -1,0 +1,77 @@
+"""gigatoken, a faster library for the same ids: optional, and checked against the tokenizer that it stands for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from smp.data.tokenizer import END_OF_DOCUMENT, Batch, Tokenizer
+from smp.data.tokenizer_files import HuggingFaceTokenizer, TiktokenTokenizer
+
+_SCHEMES = {"gpt2": "gpt2", "cl100k": "cl100k", "o200k": "o200k", "llama3": "cl100k"}
+
+
+class GigatokenTokenizer:
+    """``encode_batch`` by gigatoken; everything else is the reference's.
+
+    Args:
+        reference: the tokenizer of the same file.
+        path: the file.
+        tiktoken_pattern: of a tiktoken file.
+
+    Raises:
+        ValueError: gigatoken is not installed, or does not take this file.
+    """
+
+    def __init__(self, reference: Tokenizer, path: str | Path, tiktoken_pattern: str | None) -> None:
+        try:
+            import awkward
+            import gigatoken
+        except ImportError:
+            raise ValueError("--backend gigatoken: not installed: pip install gigatoken") from None
+        self.reference, self._awkward = reference, awkward
+        self.vocab_size, self.eod = reference.vocab_size, reference.eod
+        self.encode, self.decode = reference.encode, reference.decode
+        self._fast: Any
+        try:
+            if isinstance(reference, HuggingFaceTokenizer):
+                settings = json.loads(Path(path).read_text(encoding="utf-8"))
+                # control tokens in a text are plain text, so it must not know them
+                settings["added_tokens"] = [t for t in settings.get("added_tokens", []) if not t.get("special")]
+                self._fast = gigatoken.Tokenizer.from_json(json.dumps(settings))
+            elif isinstance(reference, TiktokenTokenizer):
+                self._fast = gigatoken.Tokenizer.from_tiktoken(path, _SCHEMES[tiktoken_pattern or ""], {})
+            else:
+                self._fast = gigatoken.Tokenizer.from_sentencepiece(path)
+        except Exception as error:  # whatever the other library makes of the file
+            raise ValueError(f"--backend gigatoken does not take {path}: {error}") from None
+
+    def encode_batch(self, texts: Sequence[str]) -> Batch:
+        ids = self._fast.encode_batch(list(texts), parallel=False)
+        flat = np.asarray(self._awkward.to_numpy(self._awkward.flatten(ids)))
+        return Batch(flat, np.asarray(self._awkward.to_numpy(self._awkward.num(ids)), np.int64))
+
+    def check(self, texts: Sequence[str]) -> str:
+        """Compare with the reference on ``texts`` and some awkward ones; returns a line to show.
+
+        Raises:
+            ValueError: another id somewhere.
+        """
+        awkward = ["", " ", "\n\n  \n", END_OF_DOCUMENT, "</s><unk>", "\u2581x", "e\u0301 ﬁ 12345 \U0001f600\0"]
+        sample = [*texts, *awkward]
+        fast, slow = self.encode_batch(sample), self.reference.encode_batch(sample)
+        if not np.array_equal(fast.lengths, slow.lengths) or not np.array_equal(fast.ids, slow.ids):
+            starts = [np.cumsum(batch.lengths) - batch.lengths for batch in (fast, slow)]
+            bad = next(
+                text
+                for text, *spans in zip(sample, *starts, fast.lengths, slow.lengths, strict=True)
+                if not np.array_equal(
+                    fast.ids[spans[0] : spans[0] + spans[2]], slow.ids[spans[1] : spans[1] + spans[3]]
+                )
+            )
+            raise ValueError(f"--backend gigatoken gives other ids than the tokenizer for {bad[:60]!r}: leave it out")
+        return f"gigatoken agrees with the tokenizer on {len(sample)} texts, {len(slow.ids)} tokens"

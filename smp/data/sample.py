@@ -1,0 +1,46 @@
+"""A sample: what one row of a batch is made of, and the protocol of whatever yields numbered samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence. All arrays are int64 (seq_length,).
+
+    Attributes:
+        tokens: ids.
+        labels: the id that follows each; IGNORED_LABEL: no loss here.
+        documents: numbers of the documents within the sequence, ascending; padding counts as one.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
+    documents: npt.NDArray[np.int64]
+
+    @property
+    def positions(self) -> npt.NDArray[np.int64]:
+        """Places of the tokens in their documents, or in what of them the sequence holds."""
+        place = np.arange(len(self.documents))
+        begins = np.diff(self.documents, prepend=-1) != 0
+        return place - np.maximum.accumulate(np.where(begins, place, 0))
+
+
+class SampleDataset(Protocol):
+    """What the loader reads: numbered samples without end."""
+
+    seq_length: int
+
+    @property
+    def samples_per_epoch(self) -> int | None:
+        """Samples before any token repeats; None: never."""
+
+    def sample(self, index: int) -> Sample:
+        """Sample ``index`` >= 0. Raises ValueError or OSError when it cannot be read, naming file and place."""

@@ -1,0 +1,183 @@
+"""Tokenizers from files: which kind a file is, Hugging Face's tokenizer.json, and tiktoken's list of merges."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from smp.data.tokenizer import END_OF_DOCUMENT, Batch, SentencePieceTokenizer, Tokenizer, check_ids, check_text
+
+_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
+"""Usual names of the end of a document, for a tokenizer.json that has no tokenizer_config.json beside it."""
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What belongs to a tiktoken file and is not in it.
+
+    Attributes:
+        regex: cuts text before the merges.
+        eod: id of the end of a document, counted from the number of merges.
+        extra: ids after the merges, the unused ones too.
+    """
+
+    regex: str
+    eod: int
+    extra: int
+
+
+_CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{_SHORT}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PATTERNS = {
+    "gpt2": Pattern(r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+", 0, 1),
+    "cl100k": Pattern(_CL100K, 1, 21),
+    "o200k": Pattern(_O200K, 1, 21),
+    "llama3": Pattern(_CL100K, 1, 256),
+}
+"""By the value of --tiktoken-pattern."""
+
+
+def load_tokenizer(path: str | Path, tiktoken_pattern: str | None = None) -> Tokenizer:
+    """The tokenizer of a file: tokenizer.json, a tiktoken file, or a sentencepiece model.
+
+    Raises:
+        ValueError: the file is missing or is none of these, or ``tiktoken_pattern`` is missing or given for another
+            kind of file.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"{path}: no such tokenizer model")
+    with Path(path).open("rb") as file:
+        line = file.readline(1 << 16)
+    tiktoken = _merge(line) is not None
+    if tiktoken != (tiktoken_pattern is not None):
+        known = ", ".join(PATTERNS)
+        hint = f"a tiktoken file needs --tiktoken-pattern ({known})" if tiktoken else "--tiktoken-pattern is not for it"
+        raise ValueError(f"{path}: {hint}")
+    if tiktoken_pattern is not None:
+        return TiktokenTokenizer(path, tiktoken_pattern)
+    return HuggingFaceTokenizer(path) if line.lstrip()[:1] == b"{" else SentencePieceTokenizer(path)
+
+
+class HuggingFaceTokenizer:
+    """A ``tokenizer.json`` of the library tokenizers.
+
+    The end of a document is the ``eos_token`` of the tokenizer_config.json beside it, or the usual name that the
+    vocabulary has.
+
+    Args:
+        path: the file.
+
+    Raises:
+        ValueError: not such a file, no end of a document, or the library is not installed.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        try:
+            import tokenizers
+        except ImportError:
+            raise ValueError(f"{path}: needs the library tokenizers: pip install 'smp[data]'") from None
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise ValueError(f"{path}: not a tokenizer.json ({error})") from None
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        self.vocab_size: int = max(ids) + 1
+        self.eod = self._end_of_document(Path(path))
+
+    def _end_of_document(self, path: Path) -> int:
+        config = path.with_name("tokenizer_config.json")
+        names: Sequence[str] = _ENDS
+        if config.is_file():
+            named: Any = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+            names = [named["content"] if isinstance(named, dict) else named] if named else _ENDS
+        found = [token for name in names if (token := self._tokenizer.token_to_id(name)) is not None]
+        if not found:
+            raise ValueError(f"{path}: has no end-of-document token ({', '.join(names)})")
+        return found[0]
+
+    def encode(self, text: str) -> list[int]:
+        check_text(text)
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> Batch:
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return Batch.of_lists([encoding.ids for encoding in encodings])
+
+    def decode(self, ids: list[int]) -> str:
+        check_ids(ids, self.vocab_size)
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+
+class TiktokenTokenizer:
+    """A tiktoken file: a line for each merge, its bytes in base64 and its id.
+
+    Args:
+        path: the file.
+        pattern: one of PATTERNS.
+
+    Raises:
+        ValueError: not such a file, or the library is not installed.
+    """
+
+    def __init__(self, path: str | Path, pattern: str) -> None:
+        try:
+            import tiktoken
+        except ImportError:
+            raise ValueError(f"{path}: needs the library tiktoken: pip install 'smp[data]'") from None
+        ranks: dict[bytes, int] = {}
+        for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
+            merge = _merge(line)
+            if merge is None:
+                raise ValueError(f"{path}:{number}: not a merge and its id")
+            ranks[merge[0]] = merge[1]
+        if sorted(ranks.values()) != list(range(len(ranks))):
+            raise ValueError(f"{path}: ids are not 0 to {len(ranks) - 1}")
+        kind = PATTERNS[pattern]
+        self.vocab_size = len(ranks) + kind.extra
+        self.eod = self._merges = len(ranks)
+        self.eod += kind.eod
+        self._encoding = tiktoken.Encoding(
+            pattern, pat_str=kind.regex, mergeable_ranks=ranks, special_tokens={END_OF_DOCUMENT: self.eod}
+        )
+
+    def encode(self, text: str) -> list[int]:
+        check_text(text)
+        return list(self._encoding.encode_ordinary(text))
+
+    def encode_batch(self, texts: Sequence[str]) -> Batch:
+        parts = [self._encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
+        lengths = np.fromiter(map(len, parts), np.int64, len(parts))
+        return Batch(np.concatenate(parts) if parts else np.empty(0, np.uint32), lengths)
+
+    def decode(self, ids: list[int]) -> str:
+        check_ids(ids, self.vocab_size)
+        return str(self._encoding.decode([token for token in ids if token < self._merges]))
+
+
+def _merge(line: bytes) -> tuple[bytes, int] | None:
+    """The bytes and the id of a line of a tiktoken file."""
+    words = line.split()
+    if len(words) != 2 or not words[1].isdigit():
+        return None
+    try:
+        return base64.b64decode(words[0], validate=True), int(words[1])
+    except binascii.Error:
+        return None
