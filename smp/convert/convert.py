@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -32,6 +31,9 @@ class Target(Protocol):
     @property
     def files(self) -> Mapping[str, list[Planned]]:
         """Data files and the tensors in each."""
+
+    def path(self, file: str) -> str:
+        """Of a data file, in the folder that the checkpoint becomes."""
 
     def write(self, folder: Path, file: str, data: Callable[[Planned], Iterator[memoryview]]) -> Any:
         """Write one file, durably, from the bytes of its tensors; JSON that ``finish`` will need."""
@@ -105,7 +107,7 @@ def _journal(staging: Path, header: Any) -> Iterator[tuple[dict[str, Any], TextI
         file.seek(0)
         text = json.loads(json.dumps(header))
         records = _complete(staging, file.read().splitlines(), text)
-        _clear(staging, set(records) | {JOURNAL})
+        _clear(staging, {staging / JOURNAL, *(staging / record["path"] for record in records.values())})
         file.truncate(0)
         for line in [text, *({"file": name, **record} for name, record in records.items())]:
             _append(file, line)
@@ -120,19 +122,19 @@ def _complete(staging: Path, lines: list[str], header: Any) -> dict[str, Any]:
             return {}
         for line in lines[1:]:
             entry = json.loads(line)
-            path = staging / entry["file"]
+            path = staging / entry["path"]
             if path.is_file() and path.stat().st_size == entry["size"]:
-                records[entry["file"]] = {"size": entry["size"], "record": entry["record"]}
+                records[entry.pop("file")] = entry
     except ValueError:
         return records  # the last line was cut off
     return records
 
 
-def _clear(folder: Path, keep: set[str]) -> None:
-    for path in folder.iterdir():
-        if path.name in keep:
-            continue
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+def _clear(folder: Path, keep: set[Path]) -> None:
+    """Delete all other files."""
+    for path in folder.rglob("*"):
+        if path not in keep and not path.is_dir():
+            path.unlink()
 
 
 def _append(file: TextIO, line: Any) -> None:
@@ -166,7 +168,9 @@ def _write_files(
             record = target.write(staging, file, data)
             with lock:
                 records[file] = record
-                _append(journal, {"file": file, "size": (staging / file).stat().st_size, "record": record})
+                path = target.path(file)
+                size = (staging / path).stat().st_size
+                _append(journal, {"file": file, "path": path, "size": size, "record": record})
         except BaseException:
             failed = True
             raise

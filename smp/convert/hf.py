@@ -16,7 +16,7 @@ from smp.checkpoint.local import LocalFolder, write_durably
 from smp.checkpoint.tensor_file import lay_out, write_file
 from smp.convert.families import FAMILIES, Family
 from smp.convert.hf_config import CONFIG, family_of, from_hf, is_hf_folder, read_hf_config, to_hf
-from smp.convert.hf_store import INDEX, SINGLE, SafetensorsStore
+from smp.convert.hf_store import INDEX, SINGLE, bin_store, safetensors_store
 from smp.convert.layout import Link, by_theirs, links
 from smp.convert.pieces import Planned, in_files
 from smp.convert.weights import LinkedWeights, Store, Stored, Weights, unknown
@@ -35,6 +35,9 @@ COMPANIONS = (
     "generation_config.json",
 )
 """Files and folders that go with a model unchanged: tokenizer, chat template, generation settings."""
+
+CARRIED = "hf"
+"""Folder inside of a converted checkpoint with config.json, tokenizer and the like of the folder that it came from."""
 
 
 def open_hf(folder: str | Path, *, allow_pickle: bool = False) -> LinkedWeights:
@@ -64,7 +67,7 @@ def open_hf(folder: str | Path, *, allow_pickle: bool = False) -> LinkedWeights:
 
 def _store(folder: Path, allow_pickle: bool) -> Store:
     if (folder / INDEX).is_file() or (folder / SINGLE).exists():
-        return SafetensorsStore(folder)
+        return safetensors_store(folder)
     bins = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
     if not bins:
         raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}")
@@ -72,9 +75,7 @@ def _store(folder: Path, allow_pickle: bool) -> Store:
         raise CheckpointError(
             f"{folder / bins[0]} is a pickle file, which can hold code: --allow-pickle reads the tensors, runs nothing"
         )
-    from smp.convert.bin_store import BinStore
-
-    return BinStore(folder)
+    return bin_store(folder)
 
 
 def _found(wanted: Mapping[str, Link], store: Store, family: Family) -> dict[str, Link]:
@@ -164,6 +165,10 @@ class HFTarget:
         """What is carried along."""
         return companions(self.reference)
 
+    def path(self, file: str) -> str:
+        """Of a data file, in the folder."""
+        return file
+
     def write(self, folder: Path, file: str, data: Callable[[Planned], Iterator[memoryview]]) -> Any:
         """One file."""
         planned = {tensor.name: tensor for tensor in self.files[file]}
@@ -197,3 +202,19 @@ def copy_companions(source: Path | None, target: Path) -> None:
             shutil.copytree(source / name, target / name)
         else:
             shutil.copyfile(source / name, target / name)
+
+
+def carry(reference: Path | None, folder: Path) -> None:
+    """Put what goes along with a model, config.json included, into a folder of its own inside of ``folder``."""
+    if reference is None:
+        return
+    (folder / CARRIED).mkdir(exist_ok=True)
+    copy_companions(reference, folder / CARRIED)
+    if (reference / CONFIG).is_file():
+        shutil.copyfile(reference / CONFIG, folder / CARRIED / CONFIG)
+
+
+def carried(folder: Path) -> Path | None:
+    """What :func:`carry` left in a folder, if it did."""
+    found = folder / CARRIED
+    return found if found.is_dir() else None

@@ -1,107 +1,91 @@
-"""A Hugging Face folder: which file holds which tensor, and boxes read from there."""
+"""Files of a Hugging Face folder: which holds which tensor."""
 
 from __future__ import annotations
 
 import json
-import math
 import re
-import threading
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from smp.checkpoint import CheckpointError
-from smp.checkpoint.entries import DTYPES, DamagedError
-from smp.checkpoint.folder import Source
-from smp.checkpoint.local import LocalFolder
-from smp.checkpoint.tensor_file import Slot, raw_bytes, read_header
-from smp.convert.weights import Stored
+from smp.checkpoint import CheckpointError, DamagedError
+from smp.checkpoint.tensor_file import Slot, read_header
+from smp.convert.store import OpenFiles, PieceStore, single
+from smp.convert.torch_file import read_torch_file
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+BIN_INDEX, BIN_SINGLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
-_SHORT_RUN = 1024  # bytes: shorter stretches of a row are read with what is between them
-_BLOCK = 1 << 22
 
 
-class SafetensorsStore:
-    """The safetensors files of a Hugging Face folder, one or many with an index. Links are followed: the cache of
-    ``huggingface_hub`` is made of them.
-
-    Args:
-        folder: with ``model.safetensors`` or ``model.safetensors.index.json``.
+def safetensors_store(folder: Path) -> PieceStore:
+    """The tensors of ``model.safetensors``, or of the files that its index names.
 
     Raises:
         CheckpointError: files are missing, cut off, or not what the index says.
     """
+    return _store(folder, INDEX, SINGLE, _safetensors)
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self._files = folder, ExitStack()
-        self._sources: dict[str, Source] = {}
-        self._slots: dict[str, tuple[str, Slot]] = {}
-        index = read_index(folder, INDEX) if (folder / INDEX).is_file() else None
-        names = sorted(set(index.values())) if index is not None else [SINGLE]
-        try:
-            for name in names:
-                self._open(name)
-            if index is not None:
-                self._compare(index)
-        except BaseException:
-            self.close()
-            raise
-        self.tensors: Mapping[str, Stored] = {n: Stored(s.shape, DTYPES[s.dtype]) for n, (_, s) in self._slots.items()}
 
-    def _open(self, name: str) -> None:
-        path = self.folder / name
-        try:
-            real = path.resolve(strict=True)
-            source = self._files.enter_context(LocalFolder(real.parent).reader(real.name))
-        except OSError:
-            raise CheckpointError(f"{path} is missing or not a file") from None
-        try:
-            slots = read_header(source)
-        except DamagedError as error:
-            raise DamagedError(f"{path} is damaged or cut off: {error}") from None
-        end = 0
-        for slot in sorted(slots.values(), key=lambda s: (s.start, s.size)):
-            if slot.start < end:
-                raise DamagedError(f"{path}: tensor {slot.key} overlaps another")
-            end = slot.start + slot.size
-            if slot.key in self._slots:
-                raise CheckpointError(f"{path}: tensor {slot.key} is also in {self._slots[slot.key][0]}")
-            self._slots[slot.key] = name, slot
-        self._sources[name] = source
+def bin_store(folder: Path) -> PieceStore:
+    """The tensors of ``pytorch_model.bin``, or of the files that its index names; nothing that they hold is run.
 
-    def _compare(self, index: Mapping[str, str]) -> None:
-        for tensor, file in index.items():
-            if self._slots.get(tensor, ("", None))[0] != file:
-                raise CheckpointError(f"{self.folder / file}: tensor {tensor} is not in it, but {INDEX} says so")
-        extra = [name for name in self._slots if name not in index]
-        if extra:
-            raise CheckpointError(f"{self.folder / self._slots[extra[0]][0]}: tensor {extra[0]} is not in {INDEX}")
+    Raises:
+        CheckpointError: as :func:`safetensors_store`; or a file holds something else than tensors.
+    """
+    return _store(folder, BIN_INDEX, BIN_SINGLE, _torch_tensors)
 
-    def where(self, name: str) -> str:
-        """The file of a tensor; of one that is nowhere, the folder."""
-        return str(self.folder / self._slots[name][0]) if name in self._slots else str(self.folder)
 
-    def read_into(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> None:
-        """Fill ``out`` with the box at ``offsets``."""
-        file, slot = self._slots[name]
-        try:
-            read_box(self._sources[file], slot, offsets, out)
-        except (EOFError, OSError) as error:
-            raise DamagedError(f"{self.folder / file}: tensor {name} cannot be read ({error})") from None
+def _safetensors(files: OpenFiles, name: str) -> dict[str, Slot]:
+    source, path = files.open(name), files.folder / name
+    try:
+        slots = read_header(source)
+    except DamagedError as error:
+        raise DamagedError(f"{path} is damaged or cut off: {error}") from None
+    end = 0
+    for slot in sorted(slots.values(), key=lambda s: (s.start, s.size)):
+        if slot.start < end:
+            raise DamagedError(f"{path}: tensor {slot.key} overlaps another")
+        end = slot.start + slot.size
+    return slots
 
-    def fingerprint(self) -> Any:
-        """Sizes and times of the files."""
-        return [[name, (s := (self.folder / name).stat()).st_size, s.st_mtime_ns] for name in sorted(self._sources)]
 
-    def close(self) -> None:
-        """Close the files."""
-        self._files.close()
+def _torch_tensors(files: OpenFiles, name: str) -> dict[str, Slot]:
+    content, path = read_torch_file(files.open(name), files.folder / name), files.folder / name
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a dictionary of tensors")
+    for key, value in content.items():
+        if not isinstance(key, str) or not isinstance(value, Slot):
+            raise CheckpointError(f"{path}: {key} is not a tensor but a {type(value).__name__}")
+    return content
+
+
+def _store(folder: Path, index_name: str, single_name: str, read: object) -> PieceStore:
+    assert callable(read)
+    index = read_index(folder, index_name) if (folder / index_name).is_file() else None
+    names = sorted(set(index.values())) if index is not None else [single_name]
+    files = OpenFiles(folder)
+    try:
+        slots: dict[str, tuple[str, Slot]] = {}
+        for name in names:
+            for key, slot in read(files, name).items():
+                if key in slots:
+                    raise CheckpointError(f"{folder / name}: tensor {key} is also in {slots[key][0]}")
+                slots[key] = name, slot
+        if index is not None:
+            _compare(folder, index_name, index, slots)
+        return PieceStore(files, {key: single(*place) for key, place in slots.items()}, {})
+    except BaseException:
+        files.close()
+        raise
+
+
+def _compare(folder: Path, index_name: str, index: Mapping[str, str], slots: Mapping[str, tuple[str, Slot]]) -> None:
+    for tensor, file in index.items():
+        if tensor not in slots or slots[tensor][0] != file:
+            raise CheckpointError(f"{folder / file}: tensor {tensor} is not in it, but {index_name} says so")
+    for tensor, (file, _) in slots.items():
+        if tensor not in index:
+            raise CheckpointError(f"{folder / file}: tensor {tensor} is not in {index_name}")
 
 
 def read_index(folder: Path, name: str) -> dict[str, str]:
@@ -118,80 +102,5 @@ def read_index(folder: Path, name: str) -> dict[str, str]:
         raise CheckpointError(f"{path} is not an index ({type(error).__name__}: {error})"[:500]) from None
     for tensor, file in items.items():
         if not _PLAIN.fullmatch(file):
-            raise CheckpointError(
-                f"{path}: tensor {tensor} is said to be in {file!r}, which is not a file of this folder"
-            )
+            raise CheckpointError(f"{path}: tensor {tensor} is said to be in {file!r}: that is no file of this folder")
     return items
-
-
-_buffers = threading.local()
-
-
-def _buffer(size: int) -> torch.Tensor:
-    """Scratch memory of this thread: fresh memory costs as much as the read."""
-    held: torch.Tensor | None = getattr(_buffers, "held", None)
-    if held is None or held.numel() < size:
-        held = _buffers.held = torch.empty(max(size, _BLOCK), dtype=torch.uint8)
-    return held[:size]
-
-
-def read_box(source: Source, slot: Slot, offsets: Sequence[int], out: torch.Tensor) -> None:
-    """Fill ``out`` with a box of a row-major tensor: in one piece where it lies so, else row by row."""
-    shape, sizes = slot.shape, tuple(out.shape)
-    if 0 in sizes:
-        return
-    lead = 0  # dimensions in front, in which the box is one index after the other
-    while lead < len(shape) and math.prod(sizes[lead + 1 :]) != math.prod(shape[lead + 1 :]):
-        lead += 1
-    if lead == 0 or all(size == 1 for size in sizes[:lead]):
-        _read_run(source, slot, offsets, out)
-    elif len(shape) == 2:
-        _read_columns(source, slot, offsets, out)
-    else:
-        size = slot.size // shape[0]
-        for i in range(sizes[0]):
-            inner = replace(slot, shape=shape[1:], start=slot.start + (offsets[0] + i) * size, size=size)
-            read_box(source, inner, offsets[1:], out[i])
-
-
-def _start(slot: Slot, offsets: Sequence[int]) -> int:
-    """Byte of an element in the file."""
-    element = 0
-    for offset, size in zip(offsets, slot.shape, strict=True):
-        element = element * size + offset
-    return slot.start + element * DTYPES[slot.dtype].itemsize
-
-
-def _read_run(source: Source, slot: Slot, offsets: Sequence[int], out: torch.Tensor) -> None:
-    """Elements that lie one after the other in the file."""
-    start = _start(slot, offsets)
-    if out.is_contiguous():
-        source.read_into(start, raw_bytes(out))
-        return
-    buffer = _buffer(out.nbytes)
-    source.read_into(start, raw_bytes(buffer))
-    out.copy_(buffer.view(out.dtype).view(out.shape))
-
-
-def _read_columns(source: Source, slot: Slot, offsets: Sequence[int], out: torch.Tensor) -> None:
-    """Some columns of some rows."""
-    rows, columns = out.shape
-    width, item = slot.shape[1], out.itemsize
-    if columns * item >= _SHORT_RUN:
-        line = out if out.is_contiguous() else None
-        for i in range(rows):
-            start = _start(slot, (offsets[0] + i, offsets[1]))
-            if line is not None:
-                source.read_into(start, raw_bytes(line[i]))
-            else:
-                buffer = _buffer(columns * item)
-                source.read_into(start, raw_bytes(buffer))
-                out[i] = buffer.view(out.dtype)
-        return
-    step = max(1, _BLOCK // (width * item))
-    for first in range(0, rows, step):
-        count = min(step, rows - first)
-        buffer = _buffer(count * width * item)
-        source.read_into(_start(slot, (offsets[0] + first, 0)), raw_bytes(buffer))
-        block = buffer.view(out.dtype).view(count, width)
-        out[first : first + count] = block[:, offsets[1] : offsets[1] + columns]

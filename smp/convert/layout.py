@@ -34,7 +34,8 @@ class In:
 
 @dataclass(frozen=True)
 class Table:
-    """Names of modules, ours to theirs. What has weight and bias here has them there.
+    """Names of modules, ours to theirs. What has weight and bias here has them there, behind a dot, or behind the
+    underscore that a name ends with.
 
     Attributes:
         block: what stands in front of a block's modules there; ``{}`` is the number of the layer.
@@ -174,7 +175,7 @@ def _link(table: Table, config: ModelConfig, name: str, shape: tuple[int, ...]) 
     place = table.modules[module]
     front, transposed = table.block.format(number), table.transposed and len(shape) == 2
     if isinstance(place, str):
-        return Link(name, f"{front}{place}.{part}", shape, whole(shape), transposed)
+        return Link(name, f"{front}{place}{'' if place.endswith('_') else '.'}{part}", shape, whole(shape), transposed)
     return Link(name, f"{front}{place.theirs}.{part}", shape, fused_rows(place, config), transposed)
 
 

@@ -19,14 +19,11 @@ from smp.checkpoint.manifest import MANIFEST
 from smp.checkpoint.rewrite import write_shards
 from smp.checkpoint.storage import commit
 from smp.config import ModelConfig
-from smp.convert.hf import copy_companions
-from smp.convert.hf_config import CONFIG
+from smp.convert.hf import carry
 from smp.convert.layout import Link, our_tensors, whole
 from smp.convert.pieces import Planned, in_files
 from smp.convert.weights import Stored, Weights
 
-CARRIED = "hf"
-"""Folder inside of a converted checkpoint with config.json, tokenizer and the like of the folder that it came from."""
 _MODEL = "model."
 
 
@@ -93,12 +90,6 @@ def saved_config(manifest: Manifest, folder: Folder) -> ModelConfig:
     return ModelConfig(**{name: saved[name] for name in names})
 
 
-def carried(folder: Path) -> Path | None:
-    """The folder inside of a converted checkpoint that holds what it came with, if there is one."""
-    found = folder / CARRIED
-    return found if found.is_dir() else None
-
-
 class SmpTarget:
     """What a checkpoint of ours with these weights is made of: weights only, at iteration 0.
 
@@ -120,6 +111,10 @@ class SmpTarget:
         grouped = in_files(tensors, shard_size)
         self.files = {f"shard_{i:05d}.safetensors": group for i, group in enumerate(grouped)}
 
+    def path(self, file: str) -> str:
+        """Of a data file, in the folder."""
+        return file
+
     def write(self, folder: Path, file: str, data: Callable[[Planned], Iterator[memoryview]]) -> Any:
         """One file; what the manifest needs to know of it."""
         planned = {tensor.name: tensor for tensor in self.files[file]}
@@ -130,11 +125,7 @@ class SmpTarget:
 
     def finish(self, folder: Path, records: Mapping[str, Any]) -> None:
         """The manifest, and what goes along."""
-        if self.reference is not None:
-            (folder / CARRIED).mkdir(exist_ok=True)
-            copy_companions(self.reference, folder / CARRIED)
-            if (self.reference / CONFIG).is_file():
-                (folder / CARRIED / CONFIG).write_bytes((self.reference / CONFIG).read_bytes())
+        carry(self.reference, folder)
         stored = {t.name: t.stored for tensors in self.files.values() for t in tensors}
         entries = {}
         for shard in (shard for record in records.values() for shard in record):

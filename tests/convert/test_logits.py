@@ -23,6 +23,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def _their_logits(folder: str, dtype: torch.dtype, inputs: torch.Tensor) -> torch.Tensor:
+    """Loaded as users do: tables of RoPE stay in fp32 then."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()(inputs).logits.float()
+
+
 @torch.no_grad()
 def differences(rank: int, world: int, root: str) -> dict[str, tuple[float, float, float, float, float]]:
     """By family: largest difference of the logits and largest logit in fp32, relative difference of the loss; distances
@@ -50,9 +57,7 @@ def differences(rank: int, world: int, root: str) -> dict[str, tuple[float, floa
         theirs = their_model(kind)
         want = theirs(inputs).logits
         reference = torch.nn.functional.cross_entropy(want.flatten(0, 1), labels.flatten())
-        rounded = theirs.to(torch.bfloat16)
-        bf16 = rounded(inputs).logits.float()
-        exact = rounded.float()(inputs).logits
+        bf16, exact = (_their_logits(f"{root}/{kind}/bf16", dtype, inputs) for dtype in (torch.bfloat16, torch.float32))
         out[kind] = (
             (logits["fp32"] - want).abs().max().item(),
             want.abs().max().item(),

@@ -15,15 +15,18 @@ _LLAMA: dict[str, Any] = {**_SIZES, **_IDS, "intermediate_size": 64, "num_key_va
 _LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 
 
-def _rope(kind: str = "default", **more: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_theta": 500.0, "rope_type": kind, **more}}
+def _rope(kind: str = "default", theta: float = 500.0, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_theta": theta, "rope_type": kind, **more}}
+
+
+_LLAMA32 = _rope("llama3", 500_000.0, **{**_LLAMA3, "factor": 32.0, "original_max_position_embeddings": 8192})
 
 
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {**_LLAMA, **_rope(), "num_key_value_heads": 4, "tie_word_embeddings": False}),
     "llama3": ("Llama", {**_LLAMA, **_rope(), "tie_word_embeddings": False}),
     "llama3.1": ("Llama", {**_LLAMA, **_rope("llama3", **_LLAMA3), "tie_word_embeddings": False}),
-    "llama3.2": ("Llama", {**_LLAMA, **_rope("llama3", **_LLAMA3), "tie_word_embeddings": True}),
+    "llama3.2": ("Llama", {**_LLAMA, **_LLAMA32, "tie_word_embeddings": True}),
     "llama-bias": (
         "Llama",
         {**_LLAMA, **_rope(), "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
