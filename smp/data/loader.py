@@ -44,8 +44,9 @@ class GlobalBatch:
 
     def pinned(self) -> GlobalBatch:
         """The same in memory that a GPU copies from by itself."""
-        held: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: x.pin_memory() for name, x in held.items() if isinstance(x, torch.Tensor)})
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        pinned: dict[str, Any] = {name: x.pin_memory() for name, x in values if isinstance(x, torch.Tensor)}
+        return replace(self, **pinned)
 
 
 @dataclass(frozen=True)
