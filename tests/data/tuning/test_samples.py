@@ -55,8 +55,9 @@ def test_columns_that_a_row_does_not_have_are_absent(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "why"),
     [
-        ("a.csv", b"x", "not one of .jsonl"),
-        ("a.jsonl.gz", b"no gzip", "cannot be read"),
+        ("a.csv", b"x", "neither .parquet nor"),
+        ("a.txt", b"x", "samples come in .jsonl and .parquet files"),
+        ("a.jsonl.gz", b"no gzip", "damaged after 0 bytes"),
         ("a.parquet", b"no parquet", "cannot be read"),
     ],
 )
