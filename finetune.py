@@ -9,24 +9,26 @@ would see. Settings are checked before torch is imported, and nothing is written
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
-from smp.config import ConfigError
+from smp.config import LoggingConfig
+from smp.config.finetune import FinetuneConfig, FinetuneLoggingConfig
+from smp.data.tuning.build import TuningData
+from smp.training.entry import run_command
 from smp.training.finetune_settings import read_finetune_settings
-from smp.training.process import Process, write_status
-from smp.training.settings import report, status_file_in
+from smp.training.process import Process
+
+Settings = tuple[FinetuneConfig, TuningData | None]
 
 
-def main(argv: list[str]) -> int:
-    """Parse, build, run. Returns the exit code: 0, 1 when the run failed, 2 when it could not start."""
-    process = Process.from_environment()
-    try:
-        config, data = read_finetune_settings(argv, process.world_size)
-    except ConfigError as error:
-        report(str(error), process.rank)
-        if process.rank == 0 and (path := status_file_in(argv)) is not None:
-            write_status(Path(path), "bad_config", str(error), 0)
-        return 2
+def read(argv: list[str], world_size: int) -> tuple[Settings, LoggingConfig | None]:
+    """Settings and data, and where logs of a run go."""
+    config, data = read_finetune_settings(argv, world_size)
+    return (config, data), None if config.training.dry_run or config.data.preview else config.logging
+
+
+def run(settings: Settings, process: Process) -> int:
+    """Show samples, or build and run."""
+    config, data = settings
     if config.data.preview and data is not None:
         if process.rank == 0:
             print("\n".join([*data.lines, *data.preview(config.data.preview)]))
@@ -34,6 +36,11 @@ def main(argv: list[str]) -> int:
     from smp.training.finetune import launch_finetune  # imports torch, which takes seconds
 
     return launch_finetune(config, data, process)
+
+
+def main(argv: list[str]) -> int:
+    """Parse, build, run. Returns the exit code: 0, 1 when the run failed, 2 when it could not start."""
+    return run_command(argv, FinetuneLoggingConfig, read, run)
 
 
 if __name__ == "__main__":

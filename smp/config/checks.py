@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from smp.config.batch import BatchSizes
 from smp.config.fields import settings
@@ -61,6 +62,7 @@ def check_combinations(config: Config, layout: Layout) -> None:
     _check_loading(config.checkpoint)
     _check_saving(config.checkpoint, config.training)
     _check_logging(config.logging)
+    _check_without_effect(config)
 
 
 def _check_heads_and_widths(model: ModelConfig, tp: int) -> None:
@@ -255,6 +257,8 @@ def _check_saving(checkpoint: CheckpointConfig, training: TrainingConfig) -> Non
     names = ("save_interval", "save_mtbf_hours", "async_save", "keep_last_k", "save_retain_interval", "keep_best_k")
     for flag in _given(checkpoint, *names):
         require(checkpoint.save is not None, f"{flag} needs --save, the folder to save under")
+    for flag in _given(training, "exit_interval", "exit_duration_in_mins"):
+        require(checkpoint.save is not None, f"{flag} saves and stops: give --save, the folder to save under")
     interval, mtbf, last = checkpoint.save_interval, checkpoint.save_mtbf_hours, checkpoint.keep_last_k
     require(interval is None or mtbf is None, f"--save-interval {interval} and --save-mtbf-hours {mtbf} are both given")
     require(
@@ -267,7 +271,26 @@ def _check_saving(checkpoint: CheckpointConfig, training: TrainingConfig) -> Non
     )
 
 
-def _given(group: CheckpointConfig | DataConfig | ParallelConfig | TrainingConfig, *names: str) -> list[str]:
+def _check_without_effect(config: Config) -> None:
+    """A setting that another one leaves nothing to do."""
+    optim, training = config.optim, config.training
+    adam, sgd = optim.optimizer != "sgd", optim.optimizer == "sgd"
+    evaluated = training.eval_interval is not None or config.data.test_data_path is not None
+    rules = (
+        (training, ("eval_iters",), evaluated, "--eval-interval"),
+        (training, ("profile_step_start",), training.profile or training.trace_pipeline, "--profile"),
+        (training, ("profile_step_end",), training.profile, "--profile"),
+        (optim, ("adam_beta1", "adam_beta2", "adam_eps"), adam, "--optimizer adam"),
+        (optim, ("sgd_momentum",), sgd, "--optimizer sgd"),
+        (optim, ("min_lr",), optim.lr_decay_style != "constant", "a --lr-decay-style that is not constant"),
+        (config.data, ("split",), not config.data.mock_data, "--data-path"),
+    )
+    for group, names, has_effect, needed in rules:
+        if not has_effect and (given := _given(group, *names)):
+            raise ConfigError(f"{', '.join(given)} has no effect without {needed}; leave it out")
+
+
+def _given(group: Any, *names: str) -> list[str]:
     """What was given of these settings, as on a command line."""
     known, default, texts = settings(), type(group)(), []
     for name in names:

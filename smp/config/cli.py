@@ -12,7 +12,6 @@ import argparse
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from smp.config.fields import Setting, as_text, did_you_mean, docstrings, group_classes, settings
@@ -40,7 +39,7 @@ def load_config(argv: Sequence[str], presets: Presets, described: Describe = lam
     if "model" not in values and values.get("load") is not None:
         model = described(values["load"])
     if model is None:
-        model = _preset(values.get("model", settings()["model"].default), presets)
+        model = _preset(values.get("model"), presets)
     return build_tree(Config, model | values)
 
 
@@ -69,7 +68,9 @@ def build_tree(tree: type[Tree], values: Mapping[str, Any]) -> Tree:
     return tree(**{group: cls(**by_group[group]) for group, cls in group_classes(tree).items()})
 
 
-def _preset(name: str, presets: Presets) -> dict[str, Any]:
+def _preset(name: str | None, presets: Presets) -> dict[str, Any]:
+    if name is None:
+        return {}
     if name not in presets:
         raise ConfigError(f"unknown --model {name}" + did_you_mean(name, presets, f" ({', '.join(presets)})"))
     assert all(settings()[key].group == "model" for key in presets[name]), f"preset {name}: not a ModelConfig field"
@@ -148,7 +149,8 @@ def read_yaml(path: str, tree: type = Config) -> dict[str, Any]:
     import yaml  # 20 ms that a run without a recipe does not spend
 
     try:
-        root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        with open(path, encoding="utf-8") as file:
+            root = yaml.compose(file, Loader=yaml.SafeLoader)
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from None
     except (UnicodeDecodeError, yaml.YAMLError) as error:
@@ -159,7 +161,10 @@ def read_yaml(path: str, tree: type = Config) -> dict[str, Any]:
         raise ConfigError(f"--config {path}: expected lines of 'name: value'")
     values: dict[str, Any] = {}
     for key, node in root.value:
-        name, where = str(key.value), f"{path}:{key.start_mark.line + 1}"
+        where = f"{path}:{key.start_mark.line + 1}"
+        if not isinstance(key, yaml.ScalarNode):
+            raise ConfigError(f"{where}: expected a name, not a list or group, before the colon")
+        name = str(key.value)
         if name in values:
             raise ConfigError(f"{where}: {name} is given twice")
         values[name] = _yaml_value(name, node, where, settings(tree))

@@ -22,8 +22,8 @@ class ConfigError(ValueError):
 class ModelConfig:
     """Architecture. ``--model`` picks a named size; any flag given beside it overrides that size."""
 
-    model: str = "debug"
-    """Named size to start from, such as llama3-8b (--dry-run prints what it resolves to)."""
+    model: str | None = None
+    """Named size to start from, such as llama3-8b (--dry-run prints what it resolves to). Default: the values below."""
     num_layers: int = 4
     """Number of transformer blocks."""
     hidden_size: int = 128
@@ -192,7 +192,7 @@ class OptimizerConfig:
     lr_wsd_decay_iters: int | None = None
     """WSD: length of the final decay. Default: a tenth of the decay iterations."""
     weight_decay: float = 0.1
-    """Decoupled weight decay; never on biases and norms (tensors with one dimension)."""
+    """Weight decay, decoupled with Adam, added to the gradient with sgd; never on biases and norms (one dimension)."""
     adam_beta1: float = 0.9
     """Decay rate of Adam's first moment."""
     adam_beta2: float = 0.95
@@ -230,9 +230,10 @@ class TrainingConfig:
     profile: bool = False
     """Record a torch profiler trace and a memory snapshot into --log-dir."""
     profile_step_start: int = 3
-    """First iteration that --profile records, and the one of --trace-pipeline."""
+    """First iteration that --profile records, and the one of --trace-pipeline; on a resume behind it the first of the
+    run."""
     profile_step_end: int = 5
-    """Iteration before which --profile stops."""
+    """Iteration before which --profile stops; it records this minus --profile-step-start of them."""
     trace_pipeline: bool = False
     """Write when each action of the pipeline ran in iteration --profile-step-start to <log-dir>/pipeline_trace.json, a
     Chrome trace that tools/plot_pipeline.py draws."""
@@ -291,8 +292,9 @@ class LoggingConfig:
     progress_bar: bool = True
     """Show a progress bar on rank 0's stderr."""
     status_file: str | None = None
-    """File that says why the run ended: done, requeue, failed or bad_config. Default: <log-dir>/status.json, where a
-    run that never started writes nothing."""
+    """File that says how the run is: running, then done, requeue, failed or bad_config. Still running although the
+    process is gone means that it was killed. Default: <log-dir>/status.json, where a run that never started writes
+    nothing."""
 
 
 @dataclass

@@ -47,14 +47,13 @@ def split_documents(num_documents: int, split: str) -> tuple[range, range, range
 class _Epoch:
     """Order of one epoch."""
 
-    number: int
     documents: npt.NDArray[np.int64]  # (documents,), shuffled
     starts: npt.NDArray[np.int64]  # (documents + 1,), where each of them starts in the epoch's stream of tokens
     samples: npt.NDArray[np.int64]  # (samples per epoch,), shuffled
 
 
 class GPTDataset:
-    """Endless, shuffled samples from a range of documents. One epoch's order is at hand at a time.
+    """Endless, shuffled samples from a range of documents. The orders of two epochs are at hand at a time.
 
     Args:
         dataset: the tokens.
@@ -86,7 +85,7 @@ class GPTDataset:
         self._cache, self._key = cache, key
         offsets = dataset.document_offsets
         self.num_tokens = int(offsets[document_range.stop] - offsets[document_range.start])
-        self._epoch: _Epoch | None = None
+        self._epochs: dict[int, _Epoch] = {}
         self._opening = threading.Lock()
 
     @property
@@ -142,12 +141,12 @@ class GPTDataset:
         return np.concatenate(pieces, dtype=np.int64, casting="safe"), highs - lows
 
     def _order_of(self, number: int) -> _Epoch:
-        epoch = self._epoch
-        if epoch is None or epoch.number != number:
+        epoch = self._epochs.get(number)
+        if epoch is None:
             with self._opening:
-                epoch = self._epoch
-                if epoch is None or epoch.number != number:
-                    epoch = self._epoch = self._open(number)
+                epoch = self._epochs.get(number) or self._open(number)
+                # readers ahead and behind the end of an epoch take turns, so the two latest stay
+                self._epochs = dict([*self._epochs.items(), (number, epoch)][-2:])
         return epoch
 
     def _open(self, number: int) -> _Epoch:
@@ -157,7 +156,7 @@ class GPTDataset:
         else:
             name = f"{self._key}-{self.order_key.replace(' ', '_')}-epoch_{number}.npy"
             packed = self._cache.array(name, lambda: self._shuffle(number))
-        return _Epoch(number, packed[:count], packed[count : 2 * count + 1], packed[2 * count + 1 :])
+        return _Epoch(packed[:count], packed[count : 2 * count + 1], packed[2 * count + 1 :])
 
     def _shuffle(self, number: int) -> npt.NDArray[np.int64]:
         """Documents, starts and samples of an epoch, one behind the other."""

@@ -27,7 +27,6 @@ from smp.data.sample import IGNORED_LABEL, Sample
 class _Epoch:
     """Order of one epoch."""
 
-    number: int
     bounds: npt.NDArray[np.int64]  # (sequences + 1,), first piece of each sequence, then their number
     starts: npt.NDArray[np.int64]  # (pieces,), first token of each piece in the data set
     places: npt.NDArray[np.int64]  # (pieces,), places that it takes
@@ -63,19 +62,17 @@ class PackedDataset:
         self.seed = seed
         self._cache, self._key = cache, key
         self._opening = threading.Lock()
-        self._epoch = self._open(0)
-        self.samples_per_epoch = len(self._epoch.sequences)
+        first = self._open(0)
+        self._epochs = {0: first}
+        self.samples_per_epoch = len(first.sequences)
+        self.filled = int(first.places.sum()) / max(1, self.samples_per_epoch * seq_length)
+        """Fraction of the places that hold a token."""
 
     @property
     def order_key(self) -> str:
         """Everything that sample numbers depend on besides the tokens."""
         first, stop = self.document_range.start, self.document_range.stop
         return f"best-fit documents {first} to {stop} length {self.seq_length} seed {self.seed}"
-
-    @property
-    def filled(self) -> float:
-        """Fraction of the places that hold a token."""
-        return int(self._epoch.places.sum()) / max(1, self.samples_per_epoch * self.seq_length)
 
     def check_not_empty(self) -> None:
         """Raises ValueError when the split has no document of two tokens."""
@@ -106,12 +103,12 @@ class PackedDataset:
         return Sample(tokens, labels, documents)
 
     def _order_of(self, number: int) -> _Epoch:
-        epoch = self._epoch
-        if epoch.number != number:
+        epoch = self._epochs.get(number)
+        if epoch is None:
             with self._opening:
-                if self._epoch.number != number:
-                    self._epoch = self._open(number)
-                epoch = self._epoch
+                epoch = self._epochs.get(number) or self._open(number)
+                # readers ahead and behind the end of an epoch take turns, so the two latest stay
+                self._epochs = dict([*self._epochs.items(), (number, epoch)][-2:])
         return epoch
 
     def _open(self, number: int) -> _Epoch:
@@ -122,7 +119,7 @@ class PackedDataset:
             packed = self._cache.array(name, lambda: self._pack(number))
         pieces, sequences = int(packed[0]), int(packed[1])
         ends = np.cumsum([2, sequences + 1, pieces, pieces, sequences]).tolist()
-        return _Epoch(number, *(packed[low:high] for low, high in itertools.pairwise(ends)))
+        return _Epoch(*(packed[low:high] for low, high in itertools.pairwise(ends)))
 
     def _pack(self, number: int) -> npt.NDArray[np.int64]:
         """Number of pieces, number of sequences, and the arrays of the epoch one behind the other."""

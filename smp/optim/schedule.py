@@ -11,8 +11,9 @@ def learning_rate(optim: OptimizerConfig, iteration: int) -> float:
     """The rate of the step that makes iteration ``iteration``; the first is 1.
 
     Linear warm-up to ``lr`` over w iterations, lr x i / w at the i-th, so that no step is wasted at rate 0
-    (Megatron's first step has it). Then from w to ``lr_decay_iters`` down to ``min_lr``, which is kept from there on,
-    with p in [0, 1] the fraction of the way:
+    (Megatron's first step has it). The next n = ``lr_decay_iters`` - w iterations go down towards ``min_lr``, which is
+    kept after them. Before the i-th of these the fraction p = (i - 1) / n of the way is behind (as in Megatron and
+    transformers, so that the last step is not one at ``min_lr``, which may be 0):
 
     - cosine: (1 + cos(pi p)) / 2 of the way back up to ``lr`` (Loshchilov & Hutter 2017).
     - linear: 1 - p.
@@ -31,7 +32,7 @@ def learning_rate(optim: OptimizerConfig, iteration: int) -> float:
     if optim.lr_decay_style == "constant":
         return optim.lr
     assert optim.lr_decay_iters is not None, "resolved before"
-    if iteration >= optim.lr_decay_iters:
+    if iteration > optim.lr_decay_iters:
         return optim.min_lr
     return optim.min_lr + (optim.lr - optim.min_lr) * _height(optim, iteration, warmup, optim.lr_decay_iters)
 
@@ -40,7 +41,7 @@ def _height(optim: OptimizerConfig, iteration: int, warmup: int, end: int) -> fl
     """Where between ``min_lr`` (0) and ``lr`` (1) the rate is, after the warm-up and before the end."""
     if optim.lr_decay_style == "WSD":
         assert optim.lr_wsd_decay_iters is not None, "resolved before"
-        done = 1 - (end - iteration) / optim.lr_wsd_decay_iters
+        done = 1 - (end - iteration + 1) / optim.lr_wsd_decay_iters
         return 2 * math.pow(0.5, max(0.0, done)) - 1
-    done = (iteration - warmup) / (end - warmup)
+    done = (iteration - 1 - warmup) / (end - warmup)
     return (1 + math.cos(math.pi * done)) / 2 if optim.lr_decay_style == "cosine" else 1 - done

@@ -34,6 +34,7 @@ class Console:
         self.config, self.layout, self.device = config, layout, device
         self._speaks = rank == 0
         self._window: list[StepResult] = []
+        self._progress, self._more = Progress(), _NOTHING
         if not self._speaks:
             return
         assert config.model.vocab_size is not None and config.data.seq_length is not None
@@ -56,12 +57,14 @@ class Console:
             tqdm.write(line)
 
     def step(self, progress: Progress, result: StepResult, more: Mapping[str, float] = _NOTHING) -> None:
-        """Note a step; every --log-interval iterations, and at a skipped step, write a line and a record.
+        """Note a step; every --log-interval iterations, and for the last ones at the end, write a line and a record.
+        A skipped step is said at once.
 
         ``more`` is what else this step measured, for the record and the end of the line.
         """
         if not self._speaks:
             return
+        self._progress, self._more = progress, more
         self._bar.update(1)
         self._window.append(result)
         if result.skipped:
@@ -75,8 +78,9 @@ class Console:
     def _report(self, progress: Progress, more: Mapping[str, float]) -> None:
         finite = [r for r in self._window if not r.skipped]
         last = finite[-1] if finite else self._window[-1]
-        seconds = sum(r.seconds for r in self._window) / len(self._window)
         tokens = sum(r.tokens for r in self._window) / len(self._window)
+        waited = sum(r.waited for r in self._window) / len(self._window)
+        seconds = waited + sum(r.seconds for r in self._window) / len(self._window)
         record = {
             "lm loss": sum(r.loss for r in finite) / len(finite) if finite else last.loss,
             "learning rate": last.learning_rate,
@@ -86,6 +90,7 @@ class Console:
             "skipped iterations": progress.skipped_iterations,
             "nan iterations": progress.nan_iterations,
             "seconds per iteration": seconds,
+            "seconds waiting for data": waited,
             "tokens/s": tokens / seconds,
             "TFLOP/s per process": self._tflop_per_token * tokens / seconds,
             **self._device_record(self._tflop_per_token * tokens / seconds),
@@ -112,8 +117,10 @@ class Console:
         self.say(f" {part} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |")
 
     def close(self) -> None:
-        """Flush and close the sinks."""
+        """Report the steps since the last line, flush and close the sinks."""
         if self._speaks:
+            if self._window:
+                self._report(self._progress, self._more)
             self._bar.close()
             self._metrics.close()
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import datetime
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,7 +34,7 @@ from smp.training.console import Console
 from smp.training.describe import describe
 from smp.training.passes import Passes
 from smp.training.pipelined import Pipelined
-from smp.training.process import Process, Status, write_status
+from smp.training.process import Process, Status, status_path, write_status
 from smp.training.profiler import Profiler
 from smp.training.runtime import StopSignal, Watchdog, start_process_group
 from smp.training.saving import RunCheckpoints
@@ -154,15 +155,19 @@ class Pretraining:
         with Profiler(training, Path(self.config.logging.log_dir), self.process.rank) as profiler:
             while progress.iteration < last:
                 profiler.step(progress.iteration + 1)
+                asked = time.perf_counter()
+                batch = self.batches.next_or_reason()
+                waited = time.perf_counter() - asked
                 with self._traced(progress.iteration + 1):
-                    result = self.trainer.train_step(self.batches.next_or_reason())
-                self._tell(result)
+                    result = self.trainer.train_step(batch)
+                self._tell(dataclasses.replace(result, waited=waited))
                 self.trainer.check_skipped()
                 if _due(progress.iteration, training.eval_interval):
                     self.evaluate()
                     evaluated_at = progress.iteration
                 self.checkpoints.poll()
-                if self.checkpoints.due(progress.iteration):
+                # In a row of skipped steps nothing is new, and older checkpoints are wanted if the row ends the run.
+                if self.checkpoints.due(progress.iteration) and not self.trainer.skipped_in_a_row:
                     self.save()
                 self.watchdog.progress()
                 if (reason := self._reason_to_stop()) is not None and progress.iteration < last:
@@ -204,22 +209,30 @@ class Pretraining:
             self.console.say(f"wrote {path}: bubble {100 * timeline.bubble_fraction:.1f} % of the step")
 
     def evaluate(self) -> None:
-        """Validation loss from the start of the validation data: the same samples every time."""
+        """Validation loss from the start of the validation data: the same samples every time. A signal ends it."""
         assert self.valid is not None, "checked with the data"
         loss = self._loss_on(self.valid)
+        if loss is None:
+            return
         self.validation = (self.trainer.progress.iteration, loss)
         self.console.evaluation(self.trainer.progress.iteration, loss)
         self.watchdog.progress()
 
     def _evaluate_test(self, test: SampleDataset) -> None:
-        self.console.evaluation(self.trainer.progress.iteration, self._loss_on(test), "test")
+        loss = self._loss_on(test)
+        if loss is not None:
+            self.console.evaluation(self.trainer.progress.iteration, loss, "test")
 
-    def _loss_on(self, dataset: SampleDataset) -> float:
+    def _loss_on(self, dataset: SampleDataset) -> float | None:
+        """None when a signal ended it."""
         batches = self._loader(dataset, 0)
         try:
-            return self.trainer.evaluate(batches, self.config.training.eval_iters)
+            loss = self.trainer.evaluate(batches, self.config.training.eval_iters, lambda: self.stop.name is not None)
         finally:
             batches.close()
+        if loss is None:
+            self.console.say(f"evaluation at iteration {self.trainer.progress.iteration} was stopped by a signal")
+        return loss
 
     def save(self) -> None:
         """Write a checkpoint, or begin to, if --save is given."""
@@ -286,6 +299,9 @@ def launch(config: Config, process: Process, kind: Callable[..., Pretraining] | 
     run: Pretraining | None = None
     try:
         run = (kind or Pretraining)(config, process, device, stop)
+        with _blamed_on("--status-file", str(status_path(config.logging))):
+            if process.rank == 0:
+                write_status(status_path(config.logging), "running", "", run.trainer.progress.iteration)
         outcome = run.run()
     except (ConfigError, CheckpointError, TrainingError, PipelineError) as error:
         report(str(error), process.rank, lambda: stop.name is not None)
@@ -313,6 +329,8 @@ def _write_outcome(config: Config, process: Process, outcome: Outcome, started: 
     logging = config.logging
     if process.rank != 0 or (logging.status_file is None and not started):
         return
-    path = Path(logging.status_file or Path(logging.log_dir) / "status.json")
-    write_status(path, outcome.status, outcome.reason, outcome.iteration)
+    try:
+        write_status(status_path(logging), outcome.status, outcome.reason, outcome.iteration)
+    except OSError as error:
+        print(f"error: --status-file {status_path(logging)}: {error}", file=sys.stderr, flush=True)
     print(f"{outcome.status}: {outcome.reason}", flush=True)

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Status = Literal["done", "requeue", "failed", "bad_config"]
+from smp.config import ConfigError, LoggingConfig
+
+Status = Literal["running", "done", "requeue", "failed", "bad_config"]
 
 
 @dataclass(frozen=True)
@@ -21,18 +23,55 @@ class Process:
 
     @staticmethod
     def from_environment() -> Process:
-        """Read RANK, WORLD_SIZE and LOCAL_RANK."""
-        env = os.environ
-        return Process(int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1)), int(env.get("LOCAL_RANK", 0)))
+        """Read RANK, WORLD_SIZE and LOCAL_RANK.
+
+        Raises:
+            ConfigError: one of them is not a number.
+        """
+        numbers = []
+        for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
+            text = os.environ.get(name, default)
+            if not text.isdecimal():
+                raise ConfigError(f"the environment says {name}={text}, which is not a number of processes")
+            numbers.append(int(text))
+        return Process(*numbers)
 
     @property
     def under_launcher(self) -> bool:
         """Whether a launcher set up a rendezvous."""
         return "RANK" in os.environ and "MASTER_ADDR" in os.environ
 
+    def require_launcher(self) -> None:
+        """Raise ConfigError when this process would wait for others that nobody starts."""
+        if self.world_size > 1 and not self.under_launcher:
+            raise ConfigError(
+                f"WORLD_SIZE is {self.world_size} but no launcher started this process: use torchrun, "
+                "unset WORLD_SIZE, or give --dry-run"
+            )
+
+
+def status_path(logging: LoggingConfig) -> Path:
+    """Where the status file is."""
+    return Path(logging.status_file or Path(logging.log_dir) / "status.json")
+
+
+def forget_status(path: Path) -> None:
+    """Remove what a run before this one left: it would be taken for this one's if this one were killed.
+
+    Raises:
+        ConfigError: it cannot be removed, or no file can be there.
+    """
+    try:
+        path.unlink(missing_ok=True)
+        above = next(folder for folder in path.absolute().parents if folder.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK):
+            raise PermissionError(f"{above} is no folder that one can write to")
+    except OSError as error:
+        raise ConfigError(f"--status-file {path}: {error}") from None
+
 
 def write_status(path: Path, status: Status, reason: str, iteration: int) -> None:
-    """Say why the run ended, atomically: ``{"status", "reason", "iteration"}``."""
+    """Say how the run is or why it ended, atomically: ``{"status", "reason", "iteration"}``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps({"status": status, "reason": reason, "iteration": iteration}) + "\n")

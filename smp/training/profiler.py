@@ -12,7 +12,8 @@ from smp.config import TrainingConfig
 
 
 class Profiler:
-    """Records the iterations from ``profile_step_start`` up to, but not including, ``profile_step_end``.
+    """Records the iterations from ``profile_step_start`` up to, but not including, ``profile_step_end``; in a run that
+    starts behind the first, as many from its own start on.
 
     Each rank writes ``<log-dir>/profile/rank_NNNNN.trace.json`` (Chrome trace: chrome://tracing, Perfetto) and a memory
     snapshot: on CUDA torch's own (``rank_NNNNN.memory.pickle``, for pytorch.org/memory_viz), elsewhere the profiler's
@@ -23,6 +24,7 @@ class Profiler:
         self._config = config
         self._stem = log_dir / "profile" / f"rank_{rank:05d}"
         self._profile: profile | None = None
+        self._until: int | None = None  # the iteration before which to stop, once started
 
     def __enter__(self) -> Profiler:
         return self
@@ -36,10 +38,12 @@ class Profiler:
         """Call before iteration ``iteration`` starts."""
         if not self._config.profile:
             return
-        if self._profile is not None and iteration >= self._config.profile_step_end:
-            self._finish()
-        elif self._profile is None and iteration == self._config.profile_step_start:
+        start, end = self._config.profile_step_start, self._config.profile_step_end
+        if self._until is None and iteration >= start:
+            self._until = iteration + end - start
             self._start()
+        elif iteration == self._until:
+            self._finish()
 
     def _start(self) -> None:
         activities = [ProfilerActivity.CPU]

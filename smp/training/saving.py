@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -54,6 +55,7 @@ class RunCheckpoints:
         self.root = None if config.checkpoint.save is None else open_folder(config.checkpoint.save)
         self.saved_at = -1
         self._lock: RunLock | None = None
+        self._made_root = False
         self._saver: checkpoint.AsyncSaver | None = None
         self._clock = SaveClock(config.checkpoint)
         self._failure = ""
@@ -70,6 +72,7 @@ class RunCheckpoints:
     def _take_root(self) -> list[str]:
         assert self.root is not None
         try:
+            self._made_root = not self.root.exists()
             self.root.make()
             self._lock = RunLock(self.root, self.say)
             return clean(self.root)
@@ -96,8 +99,7 @@ class RunCheckpoints:
             self.say(f"resumed from {found[0]} at iteration {progress.iteration}")
         for line in notes:
             self.say(line)
-        self._refuse_newer(progress.iteration)
-        self.saved_at = progress.iteration
+        self._look_for_newer(progress.iteration)
         return progress
 
     def _load_hf(self, load: str, model: nn.Module) -> Progress:
@@ -108,7 +110,7 @@ class RunCheckpoints:
         self.say(f"weights from the Hugging Face folder {load}; optimizer and counters start afresh")
         for line in notes:
             self.say(f"note: {line}")
-        self._refuse_newer(0)
+        self._look_for_newer(0)
         return Progress()
 
     def _load(self, restore: Callable[[Folder, Manifest], Loaded]) -> tuple[Folder, Loaded] | None:
@@ -134,12 +136,15 @@ class RunCheckpoints:
             self.say(f"WARNING: --load {load} holds no complete checkpoint: starting from nothing")
         return found
 
-    def _refuse_newer(self, iteration: int) -> None:
-        """Two histories in one folder would be mixed up by the next restart."""
+    def _look_for_newer(self, iteration: int) -> None:
+        """Note whether --save holds this iteration. Newer ones are refused: two histories in one folder would be mixed
+        up by the next restart."""
         if self.root is None:
             return
         root = self.root
         newest = on_rank_zero(lambda: complete(root)[:1])
+        if newest and iteration_of(newest[0]) == iteration:
+            self.saved_at = iteration
         if newest and iteration_of(newest[0]) > iteration:
             raise ConfigError(
                 f"--save {root} holds {newest[0]}, which is newer than where this run starts, iteration {iteration}: "
@@ -217,13 +222,17 @@ class RunCheckpoints:
                 self.say(line)
 
     def close(self) -> None:
-        """Wait for a background save without the other ranks, and let others use the folder."""
+        """Wait for a background save without the other ranks, and let others use the folder. A run that could not start
+        leaves none behind."""
         try:
             if self._saver is not None:
                 self._saver.close()
         finally:
             if self._lock is not None:
                 self._lock.release()
+            with contextlib.suppress(OSError):
+                if self._made_root and self.root is not None and not self.root.names():
+                    self.root.remove()
 
 
 def _publish(root: Folder, folder: Folder, keep: Retention | None) -> list[str]:

@@ -6,9 +6,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from smp.config import Config, ConfigError, Layout, check_files, load_config, resolve
+from smp.config import Config, ConfigError, Layout, LoggingConfig, check_files, load_config, resolve
 from smp.convert.describe import read_architecture
 from smp.convert.hf_config import architecture, is_hf_folder
 from smp.data.tokenizer_files import load_tokenizer
@@ -63,14 +64,21 @@ def _with_vocabulary(config: Config) -> Config:
     return replace(config, model=replace(config.model, vocab_size=size or known))
 
 
-def status_file_in(argv: list[str]) -> str | None:
-    """The value of --status-file, found without parsing: the other flags may be wrong."""
+def status_file_in(argv: list[str], log_dir: str = LoggingConfig.log_dir) -> str | None:
+    """Where a run that cannot start says so, found without parsing: the other flags may be wrong.
+
+    That is the value of --status-file, or the default place (in ``log_dir`` unless --log-dir is given) if an earlier run
+    left word there, which would be taken for this one's.
+    """
+    found = {}
     for i, word in enumerate(argv):
-        if word.startswith("--status-file="):
-            return word.partition("=")[2]
-        if word == "--status-file" and i + 1 < len(argv):
-            return argv[i + 1]
-    return None
+        for flag in ("--status-file", "--log-dir"):
+            if word.startswith(flag + "="):
+                found[flag] = word.partition("=")[2]
+            elif word == flag and i + 1 < len(argv):
+                found[flag] = argv[i + 1]
+    default = Path(found.get("--log-dir", log_dir)) / "status.json"
+    return found.get("--status-file", str(default) if default.exists() else None)
 
 
 def report(message: str, rank: int, stopped: Callable[[], bool] = lambda: False) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from smp.config import ConfigError
 
@@ -25,16 +25,23 @@ class JsonlSink:
     """One JSON object per line, written at once: ``{"iteration": 10, "lm loss": 4.2, ...}``; NaN and infinity are null.
 
     Args:
-        path: the file, made with its folder if it is not there.
+        path: the file, made with its folder if it is not there. One run at a time may use it.
         iteration: where the run starts. Records after it, of a part of a run that was lost or of an earlier run, move
             to ``<stem>.superseded.jsonl``, so that the file reads as one run and nothing is lost.
+
+    Raises:
+        ConfigError: another run writes to it.
     """
 
     def __init__(self, path: Path, iteration: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            _set_aside(path, iteration)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the file is closed or the process ends
+        except BlockingIOError:
+            self._file.close()
+            raise ConfigError(f"--log-dir {path.parent} is in use by another run; give another") from None
+        _set_aside(self._file, path.with_suffix(".superseded.jsonl"), iteration)
 
     def log(self, iteration: int, scalars: Scalars) -> None:
         """Append one record."""
@@ -47,23 +54,22 @@ class JsonlSink:
         self._file.close()
 
 
-def _set_aside(path: Path, iteration: int) -> None:
-    """Move the records after ``iteration``, and a line that a crash cut short, to the file beside."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    kept = [line for line in lines if _iteration(line) <= iteration]
-    if len(kept) == len(lines):
+def _set_aside(file: IO[str], beside: Path, iteration: int) -> None:
+    """Move what follows the records up to ``iteration``, and a line that a crash cut short, to ``beside``."""
+    file.seek(0)
+    lines = file.readlines()
+    kept = next((i for i, line in enumerate(lines) if _iteration(line) > iteration), len(lines))
+    if kept == len(lines):
         return
-    with path.with_suffix(".superseded.jsonl").open("a", encoding="utf-8") as file:
-        file.writelines(line + "\n" for line in lines if _iteration(line) > iteration)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    os.replace(temporary, path)
+    with beside.open("a", encoding="utf-8") as moved:
+        moved.writelines(line.removesuffix("\n") + "\n" for line in lines[kept:])
+    file.truncate(len("".join(lines[:kept]).encode()))
 
 
 def _iteration(line: str) -> float:
-    """The iteration of a record; infinity for a line that is none."""
+    """The iteration of a record; infinity for a line that is none or has no end."""
     try:
-        return float(json.loads(line)["iteration"])
+        return float(json.loads(line)["iteration"]) if line.endswith("\n") else math.inf
     except (ValueError, KeyError, TypeError):
         return math.inf
 

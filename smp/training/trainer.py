@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -46,8 +47,9 @@ class StepResult:
         learning_rate: the rate of this step.
         samples: consumed by all ranks.
         skipped: loss or norm was not finite, so the weights were left alone.
-        seconds: wall time.
+        seconds: wall time of the step itself.
         tokens: of the global batch, without padding.
+        waited: wall time before it in which its data were not there yet.
     """
 
     loss: float
@@ -57,6 +59,7 @@ class StepResult:
     skipped: bool
     seconds: float
     tokens: int
+    waited: float = 0.0
 
 
 class Trainer:
@@ -127,6 +130,11 @@ class Trainer:
             raise TrainingError(f"rank {rank} could not read its data: {reason}")
         return int(counts[0]), int(counts[1])
 
+    def _anywhere(self, flag: bool) -> bool:
+        flags = torch.tensor(flag, dtype=torch.int32)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return bool(flags)
+
     def _advance(self, samples: int, finite: bool, nan: bool) -> None:
         self.progress.iteration += 1
         self.progress.consumed_samples += samples
@@ -144,11 +152,17 @@ class Trainer:
             )
 
     @torch.no_grad()
-    def evaluate(self, batches: BatchLoader, iterations: int) -> float:
-        """Mean loss per valid token over ``iterations`` global batches, in nats; the same on every rank."""
+    def evaluate(self, batches: BatchLoader, iterations: int, stopped: Callable[[], bool]) -> float | None:
+        """Mean loss per valid token over ``iterations`` global batches, in nats; the same on every rank.
+
+        None when ``stopped`` says on any rank that there is no time left: asked before each batch.
+        """
         self.model.eval()
         total, tokens = 0.0, 0
         for _ in range(iterations):
+            if self._anywhere(stopped()):
+                self.model.train()
+                return None
             batch = batches.next_or_reason()
             valid, _ = self._counts(batch)
             assert isinstance(batch, GlobalBatch)

@@ -9,9 +9,10 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from smp.config import Config, ConfigError, ModelConfig, as_flat_dict, load_config, to_yaml
+from smp.config import Config, ConfigError, ModelConfig, as_flat_dict, load_config, resolve, to_yaml
 from smp.config.cli import build_tree
 from smp.config.fields import Setting, as_text, docstrings, group_classes, settings
+from smp.models.presets import PRESETS as NAMED_SIZES
 
 PRESETS = {"debug": {}, "small-llama": {"hidden_size": 64, "num_layers": 2, "rotary_base": 5e5}}
 
@@ -46,12 +47,17 @@ def test_a_flag_wins_wherever_it_stands(recipe):
 def test_the_preset_may_be_named_in_yaml_and_replaced_by_a_flag(recipe):
     path = recipe("model: small-llama\n")
     assert load_config(["--config", path], PRESETS).model.hidden_size == 64
-    assert load_config(["--config", path, "--model", "debug"], PRESETS).model == ModelConfig()
+    assert load_config(["--config", path, "--model", "debug"], PRESETS).model == ModelConfig(model="debug")
 
 
-def test_no_arguments_are_the_schema_and_the_default_preset():
+def test_no_arguments_are_the_schema_and_no_preset():
     assert load_config([], PRESETS) == Config()
-    assert load_config([], {"debug": {"vocab_size": 7}}).model == ModelConfig(vocab_size=7)
+
+
+def test_without_a_preset_widths_follow_from_what_is_given():
+    flags = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --vocab-size 50257 --dry-run"
+    model = resolve(load_config(flags.split(), NAMED_SIZES), 1).model
+    assert (model.ffn_hidden_size, model.num_query_groups) == (2048, 12)  # 8/3 x 768, one per head
 
 
 def test_switches_unset_values_and_underscored_numbers(recipe):
@@ -105,7 +111,7 @@ def test_a_bad_command_line_is_one_line(argv, message):
         ("seed: 1\nhiden_size: 64", ":2: unknown key hiden_size: did you mean hidden_size?"),
         ("hidden-size: 64", ":1: unknown key hidden-size: did you mean hidden_size?"),
         ("config: x.yaml", ":1: unknown key config"),
-        ("[a]: 1", ":1: unknown key"),
+        ("[a]: 1", ":1: expected a name, not a list or group, before the colon"),
         ("seed: 1\nlr: 1\nseed: 1", ":3: seed is given twice"),
         ("hidden_size: wide", ":1: hidden_size: expected an integer, got 'wide'"),
         ("hidden_size: 3.0", ":1: hidden_size: expected an integer, got '3.0'"),
@@ -115,7 +121,7 @@ def test_a_bad_command_line_is_one_line(argv, message):
         ("split: [1, 2, 3]", ":1: split: expected one value; keys are flat"),
         ("model:\n  hidden_size: 3", ":1: model: expected one value; keys are flat"),
         ("- seed", "expected lines of 'name: value'"),
-        ("seed: [1", "expected ',' or ']'"),
+        ("seed: [1", "recipe.yaml\", line 1, column 7 expected ',' or ']'"),
         ("seed: 1\n---\nseed: 2", "expected a single document"),
         ("model: small-lama", "unknown --model small-lama: did you mean small-llama?"),
     ],

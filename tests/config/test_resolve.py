@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from smp.config import Config, ConfigError, check_files, load_config, resolve, to_yaml
 from smp.config.checks import parse_split
 
-PRESETS = {"debug": {"vocab_size": 1000}}
-RUN = "--mock-data --train-iters 100 "
+PRESETS = {"tiny": {"vocab_size": 1000}}
+RUN = "--model tiny --mock-data --train-iters 100 "
 
 
 def resolved(flags: str, world_size: int = 1) -> Config:
@@ -44,7 +44,7 @@ def test_batch_default_counts_data_parallel_processes():
 
 @pytest.mark.parametrize(("samples", "iters"), [(1, 1), (8, 1), (9, 2), (800, 100)])
 def test_samples_become_iterations_rounded_up(samples, iters):
-    training = resolved(f"--mock-data --train-samples {samples} --global-batch-size 8").training
+    training = resolved(f"--model tiny --mock-data --train-samples {samples} --global-batch-size 8").training
     assert (training.train_iters, training.train_samples) == (iters, None)
 
 
@@ -54,15 +54,15 @@ def test_schedule_defaults():
     assert optim.lr_wsd_decay_iters is None
     optim = resolved(RUN + "--lr-warmup-fraction 0.05 --lr-decay-iters 60 --lr-decay-style WSD").optim
     assert (optim.lr_decay_iters, optim.lr_warmup_iters, optim.lr_wsd_decay_iters) == (60, 3, 6)
-    optim = resolved("--mock-data --train-iters 1 --lr-decay-style WSD").optim
+    optim = resolved("--model tiny --mock-data --train-iters 1 --lr-decay-style WSD").optim
     assert optim.lr_wsd_decay_iters == 1
 
 
 def test_a_dry_run_needs_neither_data_nor_a_length():
-    config = resolved("--dry-run --lr-warmup-fraction 0.1")
+    config = resolved("--model tiny --dry-run --lr-warmup-fraction 0.1")
     assert config.training.train_iters is None and config.optim.lr_decay_iters is None
     assert config.data.global_batch_size == 1
-    assert resolved("--dry-run --train-samples 10").training.train_iters == 10
+    assert resolved("--model tiny --dry-run --train-samples 10").training.train_iters == 10
 
 
 def test_the_input_is_left_as_it_is():
@@ -91,7 +91,7 @@ def test_the_input_is_left_as_it_is():
     length=st.sampled_from(["--train-iters 40", "--train-samples 333"]),
 )
 def test_a_resolved_config_resolves_to_itself(flags, length, tmp_path_factory):
-    config = resolved(" ".join(["--mock-data", length, *flags]), world_size=4)
+    config = resolved(" ".join(["--model tiny --mock-data", length, *flags]), world_size=4)
     assert resolve(config, 4) == config
     path = tmp_path_factory.mktemp("resolved") / "run.yaml"
     path.write_text(to_yaml(config), encoding="utf-8")
@@ -168,6 +168,15 @@ def test_a_resolved_config_resolves_to_itself(flags, length, tmp_path_factory):
         ("--load auto", "--load auto resumes from --save: give --save"),
         ("--save-interval 5", "--save-interval 5 needs --save"),
         ("--wandb-exp-name x", "--wandb-exp-name x needs --wandb-project"),
+        ("--profile-step-start 9", "--profile-step-start 9 has no effect without --profile; leave it out"),
+        ("--profile-step-end 9", "--profile-step-end 9 has no effect without --profile"),
+        ("--eval-iters 3", "--eval-iters 3 has no effect without --eval-interval"),
+        ("--optimizer sgd --adam-beta1 0.5", "--adam-beta1 0.5 has no effect without --optimizer adam"),
+        ("--sgd-momentum 0.5", "--sgd-momentum 0.5 has no effect without --optimizer sgd"),
+        ("--lr-decay-style constant --min-lr 1e-5", "--min-lr 1e-05 has no effect without a --lr-decay-style that is"),
+        ("--split 1,0,0", "--split 1,0,0 has no effect without --data-path"),
+        ("--exit-interval 5", "--exit-interval 5 saves and stops: give --save"),
+        ("--exit-duration-in-mins 5", "--exit-duration-in-mins 5.0 saves and stops: give --save"),
         ("--profile --profile-step-start 5", "--profile-step-start 5 must be below --profile-step-end 5"),
         (
             "--profile --profile-step-start 200 --profile-step-end 300",
@@ -192,8 +201,7 @@ def test_what_cannot_work_is_one_line(flags, message):
         "--no-swiglu --tanh-gelu",
         "--adam-beta1 0 --adam-beta2 0 --clip-grad 0 --weight-decay 0",
         "--save x --load auto --save-interval 5",
-        "--split 1,0,0",
-        "--profile-step-start 9",  # without --profile the window is not used
+        "--no-mock-data --data-path x --split 1,0,0",
         "--tokenizer-model t",
     ],
 )

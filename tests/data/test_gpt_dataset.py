@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smp.data.gpt_dataset import GPTDataset, split_documents
@@ -64,6 +64,7 @@ def test_each_sample_once_per_epoch_and_epochs_differ(dataset: IndexedDataset) -
     assert set(epochs[0]) != set(epochs[1])  # the documents are shuffled too, not only the cuts
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=30), st.randoms(use_true_random=False))
 def test_any_access_order_gives_the_same_samples(
     tmp_path_factory: pytest.TempPathFactory, indices: list[int], random: object
@@ -93,6 +94,7 @@ def test_the_order_never_changes(dataset: IndexedDataset) -> None:
     assert data[0].dtype == np.int64 and data[0].shape == (10,)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=12), st.integers(1, 15), st.integers(0, 2))
 def test_every_layout_of_documents(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_length: int, epoch: int

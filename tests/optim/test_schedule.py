@@ -27,34 +27,54 @@ def test_warm_up_is_linear_from_the_first_step_to_the_peak(style: str) -> None:
 
 @pytest.mark.parametrize("style", STYLES)
 def test_without_warm_up_the_first_step_is_on_the_decay(style: str) -> None:
-    first = learning_rate(schedule(style, lr_warmup_iters=0), 1)
-    assert first == 1.0 if style in ("WSD", "constant") else 0.98 < first < 1.0
+    optim = schedule(style, lr_warmup_iters=0)
+    assert learning_rate(optim, 1) == 1.0
+    assert learning_rate(optim, 2) == 1.0 if style in ("WSD", "constant") else 0.98 < learning_rate(optim, 2) < 1.0
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_run_of_one_step_is_at_the_peak(style: str) -> None:
+    assert learning_rate(OptimizerConfig(lr_decay_style=style, lr_decay_iters=1, lr_wsd_decay_iters=1), 1) == 3e-4  # type: ignore[arg-type]
 
 
 def test_cosine() -> None:
     optim = schedule("cosine")
-    # half-way, at 60: 0.1 + 0.9 x (1 + cos 90) / 2; at a third, 10 + 100/3: cos 60 = 1/2
-    assert learning_rate(optim, 60) == pytest.approx(0.55)
-    assert learning_rate(schedule("cosine", lr_decay_iters=310), 110) == pytest.approx(0.1 + 0.9 * 0.75)
+    # with half of the way behind, at 61: 0.1 + 0.9 x (1 + cos 90) / 2; with a third, 10 + 300/3: cos 60 = 1/2
+    assert learning_rate(optim, 61) == pytest.approx(0.55)
+    assert learning_rate(schedule("cosine", lr_decay_iters=310), 111) == pytest.approx(0.1 + 0.9 * 0.75)
+
+
+def test_cosine_after_the_warm_up_is_that_of_transformers() -> None:
+    import torch
+    from transformers import get_cosine_schedule_with_warmup
+
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    theirs, rates = get_cosine_schedule_with_warmup(optimizer, 10, 110), []
+    for _ in range(110):
+        rates.append(theirs.get_last_lr()[0])
+        optimizer.step()
+        theirs.step()
+    optim = schedule("cosine", min_lr=0.0)
+    assert [learning_rate(optim, i) for i in range(11, 111)] == pytest.approx(rates[10:], rel=1e-12)
 
 
 def test_linear() -> None:
-    assert [learning_rate(schedule("linear"), i) for i in (11, 60, 109)] == pytest.approx([0.991, 0.55, 0.109])
+    assert [learning_rate(schedule("linear"), i) for i in (11, 12, 61, 110)] == pytest.approx([1.0, 0.991, 0.55, 0.109])
 
 
 def test_wsd_stays_then_decays_by_megatrons_default_shape() -> None:
     optim = schedule("WSD")
-    assert [learning_rate(optim, i) for i in (11, 50, 90)] == [1.0, 1.0, 1.0]
-    # half of the decay, at 100: 2 x 0.5^0.5 - 1 = 0.41421
-    assert learning_rate(optim, 100) == pytest.approx(0.1 + 0.9 * 0.41421356)
-    assert learning_rate(optim, 91) < 1.0
+    assert [learning_rate(optim, i) for i in (11, 50, 91)] == [1.0, 1.0, 1.0]
+    # half of the decay behind, at 101: 2 x 0.5^0.5 - 1 = 0.41421
+    assert learning_rate(optim, 101) == pytest.approx(0.1 + 0.9 * 0.41421356)
+    assert learning_rate(optim, 92) < 1.0
 
 
 @pytest.mark.parametrize("style", ["cosine", "linear", "WSD"])
-def test_the_floor_is_reached_at_the_end_and_kept(style: str) -> None:
+def test_the_floor_is_reached_after_the_decay_and_kept(style: str) -> None:
     optim = schedule(style)
-    assert [learning_rate(optim, i) for i in (110, 111, 10_000)] == [0.1] * 3
-    assert learning_rate(optim, 109) > 0.1
+    assert [learning_rate(optim, i) for i in (111, 112, 10_000)] == [0.1] * 3
+    assert learning_rate(optim, 110) > 0.1
 
 
 def test_constant_knows_no_end() -> None:
@@ -87,7 +107,7 @@ def test_rises_to_the_peak_then_never_rises_again_and_stays_in_bounds(
     )
     rates = [learning_rate(optim, i) for i in range(1, warmup + decay + 3)]
     slack = 1e-12 * lr
-    assert all(0 < rate <= lr + slack for rate in rates[: warmup + decay - 1])
+    assert all(0 < rate <= lr + slack for rate in rates[: warmup + decay])
     assert all(a < b for a, b in pairwise(rates[:warmup]))
     after = rates[max(warmup - 1, 0) :]
     assert all(a >= b - slack for a, b in pairwise(after))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import keyword
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from smp.data.indexed_dataset import IndexedDatasetWriter
 from smp.data.mock_dataset import MockDataset
-from tests.training.flag_runs import Run, Runs, Watched, proves
+from tests.training.flag_runs import Run, Runs, Watched, proves, run_here
 from tools.train_tokenizer import train
 
 DOCUMENTS, LONG = 10, 40
@@ -122,3 +123,153 @@ def test_the_global_batch_is_what_a_step_consumes(runs: Runs) -> None:
     assert runs().records("consumed samples") == [4, 8, 12]
     assert torch.equal(torch.cat(run.tokens[:6]), torch.cat(runs().tokens))  # the same samples in the same order
     assert "global batch size:     8 |" in run.out
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the data sets low (tokens 0 to 9) and high (tokens 50 to 59), and blend.txt."""
+    folder = tmp_path_factory.mktemp("corpora")
+    for name, first in (("low", 0), ("high", 50)):
+        with IndexedDatasetWriter(folder / name, np.uint16) as writer:
+            for d in range(DOCUMENTS):
+                writer.add_document([first + d] * LONG)
+    (folder / "blend.txt").write_text(f"0.25 {folder}/low\n0.75 {folder}/high\n")
+    return folder
+
+
+def of_high(run: Run) -> list[bool]:
+    """For each sample whether it comes from the data set high."""
+    return [row[0] >= 50 for row in torch.cat(run.tokens).tolist()]
+
+
+def test_a_blend_is_exact(runs: Runs, corpora: Path) -> None:
+    run = runs(f"--no-mock-data --data-path 0.25 {corpora}/low 0.75 {corpora}/high --split 1,0,0 --train-iters 6")
+    assert sum(of_high(run)) == 18
+    for n in range(25):
+        assert abs(sum(of_high(run)[:n]) - 0.75 * n) < 1
+    by_size = runs(f"--no-mock-data --data-path {corpora}/low {corpora}/high --split 1,0,0 --train-iters 6")
+    assert sum(of_high(by_size)) == 12
+
+
+@proves("data_args_path")
+def test_the_words_of_data_path_in_a_file(runs: Runs, corpora: Path) -> None:
+    words = runs(f"--no-mock-data --data-path 0.25 {corpora}/low 0.75 {corpora}/high --split 1,0,0 --train-iters 6")
+    file = runs(f"--no-mock-data --data-args-path {corpora}/blend.txt --split 1,0,0 --train-iters 6")
+    assert torch.equal(torch.cat(words.tokens), torch.cat(file.tokens))
+
+
+@proves("train_data_path", "valid_data_path", "test_data_path")
+def test_separate_files_for_training_validation_and_test(runs: Runs, corpora: Path, corpus: str) -> None:
+    flags = f"--no-mock-data --train-data-path {corpora}/low --valid-data-path {corpora}/high --eval-interval 3"
+    run = runs(flags + f" --test-data-path {corpora}/low --eval-iters 2")
+    assert not any(of_high(run)) and run.eval_passes == 8  # validation and test, two batches of two micro-batches each
+    assert len(run.records("validation loss")) == len(run.records("test loss")) == 1
+    assert run.records("validation loss") != run.records("test loss")
+    assert "test loss at iteration 3" in run.out
+    without = runs.fresh(f"--no-mock-data --train-data-path {corpora}/low --eval-interval 3")
+    assert without.code == 2 and "--eval-interval and --valid-data-path go together" in without.errors[0]
+
+
+@proves("data_cache_path")
+def test_where_the_index_is_kept(runs: Runs, corpora: Path) -> None:
+    run = runs(f"--no-mock-data --data-path {corpora}/low --split 1,0,0 --data-cache-path index")
+    kept = {name for name in run.files if name.startswith("index/") and "lock" not in name}
+    assert len(kept) == 2 and any("contents-" in name for name in kept) and any("epoch_0" in name for name in kept)
+    assert torch.equal(
+        torch.cat(run.tokens),
+        torch.cat(runs(f"--no-mock-data --data-path {corpora}/low --split 1,0,0").tokens),
+    )
+
+
+@proves("tiktoken_pattern")
+def test_text_with_a_tiktoken_file(runs: Runs, tmp_path: Path) -> None:
+    """A .jsonl file trains straight away; the pattern decides how it is cut into tokens."""
+    merges = [bytes([b]) for b in range(256)] + [b"ab", b"12", b"34", b"1234"]
+    file = tmp_path / "merges.tiktoken"
+    file.write_bytes(b"".join(base64.b64encode(m) + b" %d\n" % i for i, m in enumerate(merges)))
+    (tmp_path / "corpus.jsonl").write_text('{"text": "ab 1234 ab"}\n' * 40)
+    flags = f"--no-mock-data --data-path {tmp_path}/corpus.jsonl --tokenizer-model {file} --vocab-size none "
+    gpt2 = runs.fresh(flags + "--tiktoken-pattern gpt2 --split 1,0,0")
+    assert gpt2.code == 0 and gpt2.shapes["head.weight"][0] == 384  # 261 ids, padded
+    assert {259, 260} < ids(gpt2)  # the number is one token; 260 ends a document
+    cl100k = runs.fresh(flags + "--tiktoken-pattern cl100k --split 1,0,0")
+    assert cl100k.code == 0 and 259 not in ids(cl100k) and 261 in ids(cl100k)  # three digits at most
+    missing = runs.fresh(flags)
+    assert missing.code == 2 and "needs --tiktoken-pattern" in missing.errors[0]
+
+
+@proves("packing")
+def test_best_fit_packing_cuts_no_document(runs: Runs, corpora: Path) -> None:
+    flags = f"--no-mock-data --data-path {corpora}/low --split 1,0,0 --seq-length 80 --train-iters 5"
+    rows = torch.cat(runs(flags + " --packing best-fit").tokens).tolist()
+    assert all(row[0] == row[38] != row[39] == row[77] and row[78:] == [0, 0] for row in rows)  # two of 39 steps each
+    stream = torch.cat(runs(flags).tokens).tolist()
+    assert all(row[0] == row[39] != row[40] == row[79] for row in stream)  # whole documents only by chance
+    assert runs(flags + " --packing best-fit").losses != runs(flags).losses
+
+
+@proves("reset_attention_mask", "reset_position_ids", "eod_mask_loss")
+def test_documents_in_a_sequence(runs: Runs, corpora: Path) -> None:
+    flags = f"--no-mock-data --data-path {corpora}/low --split 1,0,0 --seq-length 60 --position-embedding-type "
+    learned = flags + "learned_absolute "
+    seen = [runs(learned + extra).losses[0] for extra in ("", "--reset-attention-mask", "--reset-position-ids")]
+    assert len(set(seen)) == 3
+    whole, ends = runs(learned), runs(learned + "--eod-mask-loss")
+    assert torch.equal(torch.cat(whole.tokens), torch.cat(ends.tokens)) and whole.losses != ends.losses
+    refused = runs.fresh(flags + "rope --packing best-fit --eod-mask-loss")
+    assert refused.code == 2 and "--eod-mask-loss" in refused.errors[0]
+    refused = runs.fresh("--reset-attention-mask")
+    assert refused.code == 2 and "--mock-data has no documents: leave out --reset-attention-mask" in refused.errors[0]
+
+
+@proves("num_workers")
+def test_reading_threads_change_nothing_else(runs: Runs) -> None:
+    def readers(run: Watched) -> tuple[int, int]:
+        pool = run.batches._reader
+        return 0 if pool is None else pool._max_workers, len(run.batches._pending)
+
+    found = {n: runs.fresh(f"--num-workers {n}", probe=readers) for n in (0, 1, 4)}
+    assert {n: run.probed for n, run in found.items()} == {0: (0, 0), 1: (1, 2), 4: (4, 4)}  # with steps read ahead
+    for run in found.values():
+        assert torch.equal(torch.cat(run.tokens), torch.cat(runs().tokens)) and run.losses == runs().losses
+
+
+@proves("rampup_batch_size")
+def test_the_batch_grows(runs: Runs) -> None:
+    """From 2 by 2 to 6 over 8 samples: 2 2 4 6 6 ..., and the same samples in the same order."""
+    flags = "--global-batch-size 6 --rampup-batch-size 2 2 8 "
+    run = runs(flags + "--train-iters 5")
+    assert run.records("consumed samples") == [2, 4, 8, 14, 20]
+    assert run.records("global batch size") == [2, 2, 4, 6, 6]
+    assert torch.equal(torch.cat(run.tokens), torch.cat(runs("--global-batch-size 4 --train-iters 5").tokens))
+    assert runs(flags + "--train-iters none --train-samples 15").records("consumed samples") == [2, 4, 8, 14, 20]
+    for bad, message in (("2 3 8", "do not lead from 2"), ("2 2", "three numbers"), ("3 3 8", "not divisible")):
+        refused = runs.fresh(f"--global-batch-size 6 --rampup-batch-size {bad}")
+        assert refused.code == 2 and message in refused.errors[0], refused.errors
+
+
+def test_a_ramp_goes_on_after_a_resume(runs: Runs) -> None:
+    flags = "--global-batch-size 6 --rampup-batch-size 2 2 8 --save ckpt --load auto "
+    whole = runs("--global-batch-size 6 --rampup-batch-size 2 2 8 --train-iters 5")
+    first = runs.fresh(flags + "--train-iters 5 --exit-interval 3")
+    second = run_here(first.folder, flags + "--train-iters 5")
+    assert first.losses[:3] + second.losses[3:] == whole.losses and second.records("consumed samples")[-1] == 20
+
+
+def test_a_blend_changed_on_resume_repeats_nothing(runs: Runs, corpora: Path) -> None:
+    common = "--no-mock-data --split 1,0,0 --save ckpt --load auto --data-path "
+    first = runs.fresh(common + f"{corpora}/low --train-iters 3")
+    second = run_here(first.folder, common + f"0.5 {corpora}/low 0.5 {corpora}/high --train-iters 6")
+    assert "note: the blend changes at sample 12; no sample is read again" in second.out
+    assert f"note: {corpora}/high was not read before" in second.out
+    rows = torch.cat(first.tokens + second.tokens).tolist()
+    assert len(rows) == 24 and sum(row[0] >= 50 for row in rows) == 6
+    alone = runs(f"--no-mock-data --data-path {corpora}/low --split 1,0,0 --train-iters 6")
+    low = [row for row in rows if row[0] < 50]
+    assert low == torch.cat(alone.tokens).tolist()[:18]
+
+
+def test_a_token_outside_of_the_vocabulary_is_found_before_training(runs: Runs, corpora: Path) -> None:
+    run = runs.fresh(f"--no-mock-data --data-path {corpora}/high --vocab-size 58")
+    assert run.code == 2 and not run.files
+    assert "high.bin: token id 58 in document 8 at offset 0, the vocabulary has 58" in run.errors[0]

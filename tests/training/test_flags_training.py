@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from smp.data.loader import BatchLoader
 from tests.training.flag_runs import Run, Runs, Watched, proves
 
 
@@ -77,7 +78,7 @@ def test_exit_duration_saves_and_stops_when_time_is_up(runs: Runs) -> None:
     reason = "--exit-duration-in-mins 0.03 reached"
     assert run.status == {"status": "requeue", "reason": reason, "iteration": iteration}
     assert (run.folder / "ck/latest").read_text() == f"iter_{iteration:07d}\n"
-    assert runs("--exit-duration-in-mins 99").status["status"] == "done"
+    assert runs("--exit-duration-in-mins 99 --save ck").status["status"] == "done"
 
 
 @proves("max_skipped_steps")
@@ -115,6 +116,14 @@ def test_profile_records_the_steps_from_start_to_before_end(runs: Runs, start: i
     assert not [name for name in runs().files if "profile" in name]
 
 
+def test_profile_after_a_resume_records_its_first_steps(runs: Runs) -> None:
+    saved = runs("--train-iters 9 --exit-interval 5 --save ck")
+    run = runs(f"--train-iters 9 --load {saved.folder}/ck --profile --profile-step-start 2 --profile-step-end 4")
+    trace = json.loads((run.folder / "logs/profile/rank_00000.trace.json").read_text())
+    steps = [event for event in trace["traceEvents"] if event.get("name") == "Optimizer.step#AdamW.step"]
+    assert len(steps) == 2
+
+
 @proves("dry_run")
 def test_a_dry_run_says_and_does_nothing_more(runs: Runs) -> None:
     run = runs("--dry-run --hidden-size 48 --save ck")
@@ -145,6 +154,8 @@ def test_load_goes_on_where_the_checkpoint_ended(runs: Runs) -> None:
         assert run.losses == whole.losses[3:]
         assert all(torch.equal(p, whole.final[name]) for name, p in run.final.items())
         assert "at iteration 3" in lines(run, "resumed from")[0]
+    moved = runs(f"--train-iters 3 --load {saved.folder}/ck --save elsewhere")  # with nothing to train it is copied
+    assert folders(moved, "elsewhere") == {"iter_0000003"}
     assert runs("--train-iters 5 --load auto --save empty").losses == whole.losses  # auto: nothing there, a fresh start
 
 
@@ -152,6 +163,28 @@ def test_load_goes_on_where_the_checkpoint_ended(runs: Runs) -> None:
 def test_everything_but_checkpoints_goes_to_the_log_dir(runs: Runs) -> None:
     run = runs("--log-dir a/b --tensorboard --profile --profile-step-start 1 --profile-step-end 2")
     assert run.files and all(name.startswith("a/b/") for name in run.files)
+
+
+def test_the_last_steps_are_reported_at_the_end(runs: Runs) -> None:
+    run = runs("--train-iters 5 --log-interval 3")
+    assert run.records("iteration") == [3, 5] and run.records("consumed samples") == [12, 20]
+    each = runs("--train-iters 5").losses
+    assert run.losses == pytest.approx([sum(each[:3]) / 3, sum(each[3:]) / 2])
+
+
+def test_the_time_of_a_step_holds_the_wait_for_its_data(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetch = BatchLoader.__next__
+
+    def slowly(loader: BatchLoader) -> object:
+        time.sleep(0.3)
+        return fetch(loader)
+
+    monkeypatch.setattr(BatchLoader, "__next__", slowly)
+    run = runs.fresh("--train-iters 2")
+    assert all(waited >= 0.3 for waited in run.records("seconds waiting for data"))
+    names = ("seconds per iteration", "seconds waiting for data", "tokens/s")
+    for seconds, waited, rate in zip(*map(run.records, names), strict=True):
+        assert seconds > waited and rate == pytest.approx(4 * 17 / seconds)
 
 
 @proves("log_interval")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -17,8 +18,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import pretrain_gpt
+from smp.config import ConfigError
 from smp.training.process import Process
 from smp.training.runtime import Watchdog
+from smp.training.sinks import JsonlSink
 from tests.training.flag_runs import TINY, Hook, Run, Runs, Watched, proves
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,6 +31,22 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     yield Runs(tmp_path_factory.mktemp("runtime"))
+
+
+def evaluation_gets(action: Hook) -> Hook:
+    """``action`` before the third forward pass of an evaluation."""
+    passes: list[None] = []
+
+    def watch(run: Watched) -> None:
+        def before(model: torch.nn.Module, args: object) -> None:
+            passes.extend([] if model.training else [None])
+            if len(passes) == 3:
+                action(run)
+
+        if run.trainer.progress.iteration == 0:
+            run.trainer.model.register_forward_pre_hook(before)
+
+    return watch
 
 
 def at_iteration(numbers: set[int], action: Hook) -> Hook:
@@ -57,6 +77,15 @@ def test_a_signal_finishes_the_step_saves_and_asks_to_be_requeued(runs: Runs, na
     assert run.losses + resumed.losses == runs("--train-iters 9").losses
 
 
+def test_a_signal_ends_an_evaluation(runs: Runs) -> None:
+    """It may take longer than a launcher waits. What was trained is saved."""
+    flags = "--train-iters 9 --micro-batch-size 4 --eval-interval 2 --eval-iters 1000 --save ck"
+    run = runs.fresh(flags, each_step=evaluation_gets(send(signal.SIGTERM)))
+    assert run.code == 0 and run.eval_passes == 3 and not run.records("validation loss")
+    assert run.status == {"status": "requeue", "reason": "stopped by SIGTERM", "iteration": 2}
+    assert (run.folder / "ck/latest").read_text() == "iter_0000002\n"
+
+
 def send_once(number: int) -> Hook:
     """Once in all: a second SIGINT would be somebody at the keyboard."""
     left = [number]
@@ -73,7 +102,7 @@ def test_a_second_sigint_ends_at_once_and_saves_nothing(runs: Runs, tmp_path: Pa
     with pytest.raises(SystemExit) as stopped:
         runs.fresh(flags, each_step=at_iteration({2}, send(signal.SIGINT, 2)))
     assert stopped.value.code == 128 + signal.SIGINT
-    assert not list((tmp_path / "ck").iterdir())
+    assert not (tmp_path / "ck").exists()
     status = json.loads((tmp_path / "why.json").read_text())
     assert (status["status"], status["iteration"]) == ("failed", 1)
 
@@ -130,6 +159,12 @@ def test_only_bad_steps_in_a_row_end_the_run(runs: Runs) -> None:
     assert runs.fresh("--train-iters 8 --max-skipped-steps 3", each_step=bad).status["status"] == "done"
 
 
+def test_no_checkpoint_is_saved_in_a_row_of_bad_steps(runs: Runs) -> None:
+    """They would push out those from before the row, which one wants if it ends the run."""
+    run = runs.fresh("--train-iters 6 --save ck --save-interval 1", each_step=at_iteration({3, 4}, poison(math.nan)))
+    assert {path.name for path in (run.folder / "ck").glob("iter_*")} == {f"iter_{i:07d}" for i in (1, 2, 5, 6)}
+
+
 def test_skips_are_counted_on_after_a_resume(runs: Runs) -> None:
     first = runs.fresh("--exit-interval 2 --save ck", each_step=at_iteration({1}, poison(math.nan)))
     assert runs(f"--load {first.folder}/ck").records("skipped iterations") == [1]
@@ -164,8 +199,61 @@ def test_a_checkpoint_that_cannot_be_written_stops_only_the_end(runs: Runs, tmp_
 def test_folders_that_cannot_be_written_are_found_at_the_start(runs: Runs, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for flag in ("--save", "--log-dir"):
-        run = runs.fresh(f"--train-iters 9 {flag} {tmp_path}/file/x")
+        run = runs.fresh(f"--train-iters 9 --status-file why.json {flag} {tmp_path}/file/x")
         assert run.code == 2 and len(run.errors) == 1 and run.errors[0].startswith(f"error: {flag} {tmp_path}/file/x")
+
+
+def test_a_status_file_that_cannot_be_written_is_found_at_the_start(runs: Runs, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    path = tmp_path / "file/why.json"
+    run = runs.fresh(f"--status-file {path}")
+    assert run.code == 2 and len(run.errors) == 1 and not run.grads
+    assert run.errors[0].startswith(f"error: --status-file {path}: ")
+    wrong = runs.fresh(f"--hiden-size 8 --status-file {path}")
+    assert wrong.code == 2 and len(wrong.errors) == 2 and "unknown flag" in wrong.errors[0]
+    assert wrong.errors[1].startswith(f"error: --status-file {path}: ")
+
+
+def test_the_status_file_says_running_until_the_end(runs: Runs) -> None:
+    """A launcher that finds it after the process is gone knows that it was killed."""
+    seen = []
+    runs.fresh("--train-iters 2", each_step=lambda run: seen.append(Path("logs/status.json").read_text()))
+    assert {json.loads(text)["status"] for text in seen} == {"running"}
+
+
+@pytest.mark.parametrize("flags", ["--hiden-size 8", "--load ."])
+def test_what_an_earlier_run_said_does_not_outlive_it(runs: Runs, flags: str, tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "status.json").write_text('{"status": "requeue", "reason": "", "iteration": 3}')
+    run = bad_config(runs, f"{flags} --log-dir {logs}")
+    assert not run.files
+    path = logs / "status.json"
+    assert not path.exists() or json.loads(path.read_text())["status"] == "bad_config"
+
+
+def test_one_run_at_a_time_logs_into_a_folder(runs: Runs, tmp_path: Path) -> None:
+    first = runs.fresh(f"--train-iters 2 --log-dir {tmp_path}/logs")
+    before = (tmp_path / "logs/metrics.jsonl").read_text()
+
+    def second(run: Watched) -> None:
+        with pytest.raises(ConfigError, match="is in use by another run"):
+            JsonlSink(tmp_path / "logs/metrics.jsonl", 0)
+
+    runs.fresh(f"--train-iters 2 --log-dir {tmp_path}/logs", each_step=second)
+    assert (tmp_path / "logs/metrics.superseded.jsonl").read_text() == before and first.code == 0
+
+
+def test_without_a_launcher_nobody_waits_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for size, message in (("2", "no launcher started this process"), ("two", "WORLD_SIZE=two")):
+        monkeypatch.setenv("WORLD_SIZE", size)
+        assert pretrain_gpt.main(TINY.split()) == 2
+        said = capsys.readouterr().err
+        assert message in said and said.count("\n") == 1
+    assert not list(tmp_path.iterdir())
 
 
 def bad_config(runs: Runs, flags: str) -> Run:
@@ -174,9 +262,18 @@ def bad_config(runs: Runs, flags: str) -> Run:
     return run
 
 
-@pytest.mark.parametrize("flags", ["--hiden-size 8", "--num-attention-heads 5", "--load .", "--optimizer apex-adam"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *("--hiden-size 8", "--num-attention-heads 5", "--load .", "--optimizer apex-adam"),
+        "--load . --save ck",
+        "--wandb-project x --save ck/deep",
+    ],
+)
 def test_bad_config_is_in_the_status_file_only_where_it_was_asked_for(runs: Runs, flags: str) -> None:
-    """The last two are found after the process group exists."""
+    """Those from --load on are found after the process group exists, the last ones when --save is made already."""
+    if "wandb" in flags and importlib.util.find_spec("wandb"):
+        pytest.skip("wandb is installed")
     assert not bad_config(runs, flags).files
     run = bad_config(runs, flags + " --status-file why.json")
     assert run.files == {"why.json"}

@@ -94,7 +94,7 @@ def test_a_resume_continues_all_of_them(runs: Runs, wandb: list[FakeRun], tmp_pa
     whole = runs(EVERYWHERE)
     folder = tmp_path / "resumed"
     run_here(folder, EVERYWHERE + "--save ck --exit-interval 2")
-    run_here(folder, EVERYWHERE + "--load ck --exit-interval 3")
+    run_here(folder, EVERYWHERE + "--load ck --save lost --exit-interval 3")
     last = run_here(folder, EVERYWHERE + "--load ck")
     assert last.losses == whole.losses
     assert [step for step, _ in scalars(folder)["lm loss"]] == [1, 2, 3, 4]

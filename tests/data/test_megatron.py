@@ -1,0 +1,121 @@
+"""Our files are byte for byte those of megatron-core's builder, and each reads the other's."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from smp.data.indexed_dataset import DTYPES, IndexedDataset, IndexedDatasetWriter, dtype_for_vocab
+from smp.data.preprocess import Encoder, preprocess
+from smp.data.tokenizer import SentencePieceTokenizer
+from tools.data import main as data_tool
+from tools.train_tokenizer import train
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # about accelerators that are not installed
+    megatron = pytest.importorskip(
+        "megatron.core.datasets.indexed_dataset", reason="megatron-core has no wheel for this platform"
+    )
+
+Documents = list[list[list[int]]]
+
+
+def by_megatron(prefix: Path, dtype: np.dtype, documents: Documents) -> None:
+    """As Megatron's tools do it: sequences, then the end of the document."""
+    builder = megatron.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype.type)
+    for sequences in documents:
+        flat = [token for sequence in sequences for token in sequence]
+        builder.add_document(torch.from_numpy(np.array(flat, dtype.type).astype(np.int64)), list(map(len, sequences)))
+    builder.finalize(f"{prefix}.idx")
+
+
+def by_us(prefix: Path, dtype: np.dtype, documents: Documents) -> None:
+    with IndexedDatasetWriter(prefix, dtype) as writer:
+        for sequences in documents:
+            writer.add_document(
+                np.array([token for sequence in sequences for token in sequence], dtype), list(map(len, sequences))
+            )
+
+
+def bytes_of(prefix: Path) -> list[bytes]:
+    return [Path(f"{prefix}.{suffix}").read_bytes() for suffix in ("bin", "idx")]
+
+
+CORPORA: dict[str, Documents] = {
+    "documents": [[[1, 2, 3], [4]], [[5, 6]], [[7]]],
+    "empty ones": [[], [[1]], [], [], [[2, 3]], []],
+    "one": [[[1, 2]]],
+    "none": [],
+}
+
+
+@pytest.mark.parametrize("code", DTYPES)
+@pytest.mark.parametrize("name", CORPORA)
+def test_equal_bytes_and_both_read_both(tmp_path: Path, code: int, name: str) -> None:
+    dtype, documents = DTYPES[code], CORPORA[name]
+    by_megatron(tmp_path / "theirs", dtype, documents)
+    by_us(tmp_path / "ours", dtype, documents)
+    assert bytes_of(tmp_path / "ours") == bytes_of(tmp_path / "theirs")
+    read = IndexedDataset(tmp_path / "theirs")
+    assert read.dtype == dtype and read.num_documents == len(documents)
+    sequences = [sequence for document in documents for sequence in document]
+    assert [read[i].tolist() for i in range(len(read))] == sequences
+    if sequences:  # theirs cannot map an empty file
+        theirs = megatron.IndexedDataset(str(tmp_path / "ours"))
+        assert [theirs[i].tolist() for i in range(len(theirs))] == sequences
+        assert theirs.document_indices.tolist() == read.document_indices.tolist()
+
+
+def test_the_type_of_a_vocabulary_is_theirs() -> None:
+    for size in (255, 256, 65_499, 65_500, 65_536, 128_256):
+        assert dtype_for_vocab(size) == megatron.DType.optimal_dtype(size)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer") / "small.model"
+    path.write_bytes(train([Path(__file__).read_text() * 2], 400, "bpe", 0))
+    return path
+
+
+texts = st.text() | st.sampled_from(["", "é 😀 ﬁ", "def f(x):\n    return 1\n", "\u2581 \0"])
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    documents=st.lists(texts.filter(lambda t: not any("\ud800" <= c <= "\udfff" for c in t)), max_size=12),
+    eod=st.booleans(),
+)
+def test_preprocessed_text_is_what_their_builder_writes(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, documents: list[str], eod: bool
+) -> None:
+    folder, tokenizer = tmp_path_factory.mktemp("text"), SentencePieceTokenizer(model)
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    preprocess([folder / "a.jsonl"], str(folder / "a"), [str(folder / "ours")], Encoder(str(model), ("text",), eod), 1)
+    ids = [tokenizer.encode(text) for text in documents]
+    by_megatron(
+        folder / "theirs",
+        np.dtype(np.uint16),
+        [[[*document, *([tokenizer.eod] if eod else [])]] if document else [] for document in ids],
+    )
+    assert bytes_of(folder / "ours") == bytes_of(folder / "theirs")
+
+
+def test_merging_is_theirs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dtype = np.dtype("<i4")
+    for name in ("documents", "one"):
+        by_us(tmp_path / name, dtype, CORPORA[name])
+    builder = megatron.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.int32)
+    for name in ("documents", "one"):
+        builder.add_index(str(tmp_path / name))
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    words = ["merge", str(tmp_path / "ours"), *(str(tmp_path / name) for name in ("documents", "one"))]
+    assert data_tool(words) == 0, capsys.readouterr().err
+    assert bytes_of(tmp_path / "ours") == bytes_of(tmp_path / "theirs")

@@ -1,0 +1,164 @@
+"""Look at indexed datasets, check them, and put them together or apart.
+
+    python tools/data.py ls corpus_text_document other          # sizes; a folder lists what it holds
+    python tools/data.py head corpus_text_document --tokenizer-model tokenizer.model --count 3
+    python tools/data.py verify corpus_text_document --vocab-size 32000
+    python tools/data.py merge all_text_document part1_text_document part2_text_document
+    python tools/data.py split corpus_text_document --parts 8   # or --fractions 969,30,1
+
+A dataset is named by its prefix, without .bin or .idx. merge writes what Megatron's own merge writes. verify reads
+every token; with --data-cache-path a later run with that folder need not do so again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from smp.config.schema import DataConfig
+from smp.data.cache import NodeCache
+from smp.data.contents import check_vocabulary, contents_of
+from smp.data.gpt_dataset import split_documents
+from smp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from smp.data.tokenizer_files import PATTERNS, load_tokenizer
+
+
+def describe(prefix: str) -> str:
+    """One line about a dataset."""
+    dataset = IndexedDataset(prefix)
+    lengths = np.diff(dataset.document_offsets)
+    mean = f"{lengths.mean():.1f}" if len(lengths) else "no"
+    return (
+        f"{prefix}: {dataset.num_documents} documents, {len(dataset)} sequences, {dataset.num_tokens} tokens, "
+        f"{dataset.dtype.name}, mean {mean}, longest {lengths.max(initial=0)}, {(lengths == 0).sum()} empty"
+    )
+
+
+def prefixes_in(path: str) -> list[str]:
+    """The datasets of a folder, or the one of that prefix."""
+    if not Path(path).is_dir():
+        return [path]
+    found = sorted(str(idx)[: -len(".idx")] for idx in Path(path).glob("*.idx"))
+    if not found:
+        raise ValueError(f"{path}: holds no .idx file")
+    return found
+
+
+def copy(writer: IndexedDatasetWriter, dataset: IndexedDataset, documents: Iterable[int]) -> None:
+    """Append documents, sequence by sequence as they are."""
+    for number in documents:
+        first, last = dataset.document_indices[number : number + 2]
+        writer.add_document(dataset.document(number), dataset.lengths[first:last].tolist())
+
+
+def ls(args: argparse.Namespace) -> None:
+    for path in args.paths:
+        for prefix in prefixes_in(path):
+            print(describe(prefix))
+
+
+def head(args: argparse.Namespace) -> None:
+    dataset = IndexedDataset(args.prefix)
+    tokenizer = load_tokenizer(args.tokenizer_model, args.tiktoken_pattern) if args.tokenizer_model else None
+    for number in range(args.start, min(args.start + args.count, dataset.num_documents)):
+        ids = dataset.document(number)
+        shown = ids[: args.tokens].tolist()
+        rest = f" ... {len(ids) - len(shown)} more" if len(ids) > len(shown) else ""
+        print(f"document {number}, {len(ids)} tokens: {repr(tokenizer.decode(shown)) if tokenizer else shown}{rest}")
+
+
+def verify(args: argparse.Namespace) -> None:
+    for path in args.paths:
+        for prefix in prefixes_in(path):
+            dataset = IndexedDataset(prefix)
+            cache = NodeCache(args.data_cache_path) if args.data_cache_path else None
+            contents = contents_of(dataset, cache)
+            if args.vocab_size is not None:
+                check_vocabulary(dataset, contents, args.vocab_size)
+            print(f"{describe(prefix)}, ids {contents.lowest} to {contents.highest}, contents {contents.key}")
+
+
+def merge(args: argparse.Namespace) -> None:
+    parts = [IndexedDataset(prefix) for prefix in args.inputs]
+    types = {part.dtype.name for part in parts}
+    if len(types) > 1:
+        raise ValueError(f"token types differ: {', '.join(f'{p.bin_path} {p.dtype.name}' for p in parts)}")
+    with _new(args.output, parts[0]) as writer:
+        for part in parts:
+            copy(writer, part, range(part.num_documents))
+    print(describe(args.output))
+
+
+def split(args: argparse.Namespace) -> None:
+    dataset = IndexedDataset(args.prefix)
+    count = dataset.num_documents
+    if args.parts is not None:
+        if not 0 < args.parts <= max(count, 1):
+            raise ValueError(f"--parts {args.parts}: there are {count} documents")
+        bounds = [round(i * count / args.parts) for i in range(args.parts + 1)]
+        ranges = {f"{i:05d}": range(*bounds[i : i + 2]) for i in range(args.parts)}
+    else:
+        ranges = dict(zip(("train", "valid", "test"), split_documents(count, args.fractions), strict=True))
+    for name, documents in ranges.items():
+        if not documents:
+            continue
+        prefix = f"{args.output or args.prefix}_{name}"
+        with _new(prefix, dataset) as writer:
+            copy(writer, dataset, documents)
+        print(describe(prefix))
+
+
+def _new(prefix: str, like: IndexedDataset) -> IndexedDatasetWriter:
+    if any(Path(f"{prefix}{suffix}").exists() for suffix in (".bin", ".idx")):
+        raise ValueError(f"{prefix}: exists already")
+    return IndexedDatasetWriter(prefix, like.dtype)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for action in (ls, verify):
+        one = commands.add_parser(action.__name__, help="sizes" if action is ls else "read everything and check it")
+        one.add_argument("paths", nargs="+", help="prefixes, or folders of datasets")
+        one.set_defaults(run=action)
+        if action is verify:
+            one.add_argument("--vocab-size", type=int, help="refuse token ids from here on")
+            one.add_argument("--data-cache-path", help="keep what was found for training runs with this folder")
+    one = commands.add_parser("head", help="show documents")
+    one.add_argument("prefix")
+    one.add_argument("--count", type=int, default=3, help="documents (default: 3)")
+    one.add_argument("--start", type=int, default=0, help="the first one (default: 0)")
+    one.add_argument("--tokens", type=int, default=64, help="tokens of each (default: 64)")
+    one.add_argument("--tokenizer-model", help="show text instead of ids")
+    one.add_argument("--tiktoken-pattern", choices=PATTERNS, help="how a tiktoken file's text is cut")
+    one.set_defaults(run=head)
+    one = commands.add_parser("merge", help="several datasets to one, in their order")
+    one.add_argument("output")
+    one.add_argument("inputs", nargs="+")
+    one.set_defaults(run=merge)
+    one = commands.add_parser("split", help="one dataset to several, in its order")
+    one.add_argument("prefix")
+    one.add_argument("--output", help="prefix of the parts' names (default: that of the input)")
+    how = one.add_mutually_exclusive_group()
+    how.add_argument("--parts", type=int, help="so many, with equal numbers of documents")
+    how.add_argument("--fractions", default=DataConfig.split, help="train,valid,test (default: that of --split)")
+    one.set_defaults(run=split)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    try:
+        args.run(args)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
