@@ -32,7 +32,7 @@ BASE = [
     "tqdm",
     "xxhash>=3",
 ]
-HF = ["transformers>=5"]
+HF = ["transformers>=5", "tokenizers>=0.20"]
 S3 = ["s3fs>=2024.10"]
 DATA = ["pyarrow", "zstandard"]
 EXTRAS = {
@@ -55,6 +55,8 @@ EXTRAS = {
         *HF,
         *S3,
         "moto[server]",
+        "megatron-core==0.16.1",  # whether we read what it writes, and the reverse; one version, it changes quickly
+        "psutil",  # megatron-core imports it without saying so
         "peft>=0.17",
     ],
     "dev": ["ruff", "mypy", "import-linter>=2", "pre-commit"],

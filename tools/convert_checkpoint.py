@@ -36,13 +36,13 @@ def parser() -> argparse.ArgumentParser:
     )
     out.add_argument("--from", dest="source", choices=FORMATS, help="format of --load (default: found out)")
     out.add_argument("--to", choices=FORMATS, help="format of --save (default: smp, or hf when --load is smp)")
-    out.add_argument("--load", required=True, type=Path, help="folder to read; of a run its newest checkpoint")
+    out.add_argument("--load", required=True, type=Path, help="folder to read; of a run its newest")
     out.add_argument("--save", required=True, type=Path, help="folder to write; must not exist")
     out.add_argument(
         "--reference",
         type=Path,
-        help="Hugging Face folder (or checkpoint converted from one) that tokenizer, chat template and configuration are "
-        "taken from when --load does not have them",
+        help="Hugging Face folder, or checkpoint converted from one, that tokenizer, chat template and configuration "
+        "are taken from, when --load does not have them",
     )
     out.add_argument("--dtype", choices=DTYPES, help="convert all weights to this (default: keep every bit)")
     out.add_argument("--vocab-size", type=int, help="token ids of a Megatron checkpoint, without its padding")

@@ -36,7 +36,7 @@ def load_config(argv: Sequence[str], presets: Presets, described: Describe = lam
     """
     values = read_values(argv, Config, f"Named sizes: {', '.join(presets)}.")
     model = None
-    if "model" not in values and values.get("load") is not None:
+    if "model" not in values and values.get("load") not in (None, "auto"):
         model = described(values["load"])
     if model is None:
         model = _preset(values.get("model"), presets)

@@ -18,11 +18,13 @@ from typing import Any, Protocol, TextIO
 
 from smp.checkpoint import CheckpointError
 from smp.checkpoint.local import sync_to_disk
-from smp.convert.pieces import Planned, pieces
+from smp.convert.pieces import Feed, Planned, Room
 from smp.convert.weights import Weights
 
 JOURNAL = "journal.jsonl"
 Progress = Callable[[int], None]
+_GIVEN_UP = "another file could not be written"
+"""Seen by nobody: the error of that file is raised."""
 
 
 class Target(Protocol):
@@ -35,8 +37,8 @@ class Target(Protocol):
     def path(self, file: str) -> str:
         """Of a data file, in the folder that the checkpoint becomes."""
 
-    def write(self, folder: Path, file: str, data: Callable[[Planned], Iterator[memoryview]]) -> Any:
-        """Write one file, durably, from the bytes of its tensors; JSON that ``finish`` will need."""
+    def write(self, folder: Path, file: str, feed: Feed) -> Any:
+        """Write one file, durably, with the tensors that ``feed`` gives; JSON that ``finish`` will need."""
 
     def finish(self, folder: Path, records: Mapping[str, Any]) -> None:
         """Write what makes the files a checkpoint; ``records`` is what ``write`` returned, by file."""
@@ -154,18 +156,19 @@ def _write_files(
 ) -> None:
     """The files that are missing, some at a time; the first error ends it."""
     lock, failed = Lock(), False
+    largest = max((tensor.stored.nbytes for tensors in target.files.values() for tensor in tensors), default=0)
 
-    def data(planned: Planned) -> Iterator[memoryview]:
-        for piece in pieces(weights, planned):
-            if failed:
-                raise CheckpointError("given up")  # seen by nobody: the first error is raised
-            yield piece
-            progress(len(piece))
+    def told(count: int) -> None:
+        if failed:
+            raise CheckpointError(_GIVEN_UP)
+        progress(count)
+
+    feed = Feed(weights, Room(2 * largest), told)
 
     def one(file: str) -> None:
         nonlocal failed
         try:
-            record = target.write(staging, file, data)
+            record = target.write(staging, file, feed)
             with lock:
                 records[file] = record
                 path = target.path(file)
@@ -186,7 +189,7 @@ def _write_files(
         pool.shutdown(wait=True, cancel_futures=failed)
     errors = [e for job in jobs if not job.cancelled() and (e := job.exception()) is not None]
     for error in errors:
-        if str(error) != "given up":
+        if str(error) != _GIVEN_UP:
             raise error
 
 

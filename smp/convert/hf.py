@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from smp.convert.families import FAMILIES, Family
 from smp.convert.hf_config import CONFIG, family_of, from_hf, is_hf_folder, read_hf_config, to_hf
 from smp.convert.hf_store import INDEX, SINGLE, bin_store, safetensors_store
 from smp.convert.layout import Link, by_theirs, links
-from smp.convert.pieces import Planned, in_files
+from smp.convert.pieces import Feed, Planned, in_files
 from smp.convert.weights import LinkedWeights, Store, Stored, Weights, unknown
 
 COMPANIONS = (
@@ -169,12 +169,12 @@ class HFTarget:
         """Of a data file, in the folder."""
         return file
 
-    def write(self, folder: Path, file: str, data: Callable[[Planned], Iterator[memoryview]]) -> Any:
+    def write(self, folder: Path, file: str, feed: Feed) -> Any:
         """One file."""
         planned = {tensor.name: tensor for tensor in self.files[file]}
         metas = {n: torch.empty(t.stored.shape, dtype=t.stored.dtype, device="meta") for n, t in planned.items()}
         layout = lay_out(metas, {"format": "pt"})
-        stream = ((slot.key, piece) for slot in layout.slots for piece in data(planned[slot.key]))
+        stream = ((slot.key, piece) for slot in layout.slots for piece in feed.stream(planned[slot.key]))
         write_file(LocalFolder(folder), file, layout, stream)
         return None
 
@@ -199,7 +199,7 @@ def copy_companions(source: Path | None, target: Path) -> None:
     for name in companions(source):
         assert source is not None
         if (source / name).is_dir():
-            shutil.copytree(source / name, target / name)
+            shutil.copytree(source / name, target / name, dirs_exist_ok=True)
         else:
             shutil.copyfile(source / name, target / name)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -219,8 +219,8 @@ def to_hf(config: ModelConfig, dtype: str, base: Mapping[str, Any] | None = None
         out = dict(base)
     else:
         out = {key: base[key] for key in _CARRIED if base is not None and key in base} | _written(config, family)
-    out.pop("torch_dtype", None)
-    return out | {"dtype": dtype}
+    key = "torch_dtype" if "torch_dtype" in out else "dtype"  # its name before transformers 4.56
+    return out | {key: dtype}
 
 
 _CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache")
@@ -280,8 +280,3 @@ def _written(config: ModelConfig, family: Family) -> dict[str, Any]:
         if family.model_type != "mistral":
             out |= {"use_sliding_window": config.window_size is not None, "max_window_layers": 0}
     return out
-
-
-def with_vocabulary(config: ModelConfig, size: int) -> ModelConfig:
-    """The same model with another number of token ids."""
-    return replace(config, vocab_size=size)

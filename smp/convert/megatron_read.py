@@ -158,7 +158,10 @@ def _item(files: OpenFiles, folder: Path, place: Mapping[str, Any], name: str) -
     path, source = folder / file, files.open(file)
     if not (type(offset) is int and type(length) is int and offset >= 0 and offset + length <= source.size):
         raise DamagedError(f"{path} is cut off: tensor {name} should be at {offset}..{offset + length}")
-    slot = read_torch_file(source, path, start=offset, size=length)
+    try:
+        slot = read_torch_file(source, path, start=offset, size=length)
+    except CheckpointError as error:
+        raise type(error)(f"{error}, at {offset}: tensor {name}") from None
     if not isinstance(slot, Slot):
         raise DamagedError(f"{path}: {name} is a {type(slot).__name__}, not a tensor")
     return replace(slot, key=name)

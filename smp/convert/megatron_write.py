@@ -6,12 +6,11 @@ pickle ``.metadata`` that says where each is. Megatron adds ``metadata.json``, a
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pickle
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from smp.convert.hf import carry
 from smp.convert.layout import Link, by_theirs, links
 from smp.convert.megatron_read import BACKEND, COMMON, METADATA, TRACKER
 from smp.convert.megatron_table import megatron_table, padded_vocab, to_args
-from smp.convert.pieces import Planned, in_files
+from smp.convert.pieces import Feed, Planned, in_files
 from smp.convert.weights import Stored, Weights
 
 RELEASE = "release"
@@ -73,7 +72,7 @@ class MegatronTarget:
         ]
         self.files = {f"__{i}_0.distcp": group for i, group in enumerate(in_files(tensors, shard_size))}
 
-    def write(self, folder: Path, file: str, data: Callable[[Planned], Iterator[memoryview]]) -> Any:
+    def write(self, folder: Path, file: str, feed: Feed) -> Any:
         """One data file; where each item is in it."""
         places = {}
         (folder / RELEASE).mkdir(exist_ok=True)
@@ -81,7 +80,9 @@ class MegatronTarget:
         with path.open("wb") as out:
             for planned in self.files[file]:
                 start = out.tell()
-                _save_tensor(planned, data(planned), out)
+                with feed.whole(planned) as tensor:
+                    single = planned.name.startswith("decoder.layers.")
+                    torch.save(tensor.unsqueeze(0) if single else tensor, out)
                 places[planned.name] = [start, out.tell() - start]
             if file == next(iter(self.files)):
                 for name in self._extra_states():
@@ -154,14 +155,3 @@ class MegatronTarget:
 
 def _padded(link: Link, rows: int) -> Link:
     return replace(link, padded=rows) if link.ours in ("embedding.weight", "head.weight") else link
-
-
-def _save_tensor(planned: Planned, data: Iterator[memoryview], out: io.BufferedWriter) -> None:
-    """A tensor as ``torch.save`` writes it; a layer's has the dimension of layers in front."""
-    raw = torch.empty(planned.stored.nbytes, dtype=torch.uint8)
-    at = 0
-    for piece in data:
-        raw[at : at + len(piece)] = torch.frombuffer(piece, dtype=torch.uint8)
-        at += len(piece)
-    tensor = raw.view(planned.stored.dtype).view(planned.stored.shape)
-    torch.save(tensor.unsqueeze(0) if planned.name.startswith("decoder.layers.") else tensor, out)

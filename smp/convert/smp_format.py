@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from smp.checkpoint.storage import commit
 from smp.config import ModelConfig
 from smp.convert.hf import carry
 from smp.convert.layout import Link, our_tensors, whole
-from smp.convert.pieces import Planned, in_files
+from smp.convert.pieces import Feed, Planned, in_files
 from smp.convert.weights import Stored, Weights
 
 _MODEL = "model."
@@ -115,12 +115,12 @@ class SmpTarget:
         """Of a data file, in the folder."""
         return file
 
-    def write(self, folder: Path, file: str, data: Callable[[Planned], Iterator[memoryview]]) -> Any:
+    def write(self, folder: Path, file: str, feed: Feed) -> Any:
         """One file; what the manifest needs to know of it."""
         planned = {tensor.name: tensor for tensor in self.files[file]}
         boxes = {n: ((0,) * len(t.stored.shape), t.stored.shape) for n, t in planned.items()}
         dtypes = {n: t.stored.dtype for n, t in planned.items()}
-        shards = write_shards(LocalFolder(folder), file, boxes, dtypes, lambda name: data(planned[name]))
+        shards = write_shards(LocalFolder(folder), file, boxes, dtypes, lambda name: feed.stream(planned[name]))
         return [asdict(shard) for shard in shards]
 
     def finish(self, folder: Path, records: Mapping[str, Any]) -> None:

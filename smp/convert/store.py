@@ -164,6 +164,11 @@ def read_box(source: Source, slot: Slot, offsets: Sequence[int], out: torch.Tens
     shape, sizes = slot.shape, tuple(out.shape)
     if 0 in sizes:
         return
+    if not out.is_contiguous() and out.nbytes > _BLOCK and sizes[0] > 1:  # what goes by way of a buffer, in small parts
+        half = sizes[0] // 2
+        read_box(source, slot, offsets, out[:half])
+        read_box(source, slot, (offsets[0] + half, *offsets[1:]), out[half:])
+        return
     lead = 0  # the first dimension after which the box has everything
     while lead < len(shape) and math.prod(sizes[lead + 1 :]) != math.prod(shape[lead + 1 :]):
         lead += 1

@@ -65,6 +65,36 @@ def _distances(length: int, device: torch.device) -> torch.Tensor:
     return place[:, None] - place[None, :]
 
 
+class KeyValueCache:
+    """Keys and values of the tokens that went through a layer so far, for generating token by token.
+
+    Args:
+        length: most tokens of a sequence.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length, self.filled = length, 0
+        self._keys: torch.Tensor | None = None
+        self._values: torch.Tensor | None = None
+
+    def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of all tokens so far, these included, (batch, groups/p, length, head_dim).
+
+        Raises:
+            ValueError: there is no room.
+        """
+        batch, groups, count, width = k.shape
+        if self.filled + count > self.length:
+            raise ValueError(f"{self.filled} + {count} tokens do not fit into a cache for {self.length}")
+        if self._keys is None or self._values is None:
+            self._keys = k.new_empty(batch, groups, self.length, width)
+            self._values = torch.empty_like(self._keys)
+        self._keys[:, :, self.filled : self.filled + count] = k
+        self._values[:, :, self.filled : self.filled + count] = v
+        self.filled += count
+        return self._keys[:, :, : self.filled], self._values[:, :, : self.filled]
+
+
 class SelfAttention(nn.Module):
     """Query, key and value projections, RoPE, scaled dot-product attention and the output projection.
 
@@ -129,6 +159,7 @@ class SelfAttention(nn.Module):
             self.query_norm = RMSNorm(self.head_dim, mesh, **norm)
             self.key_norm = RMSNorm(self.head_dim, mesh, **norm)
         self.first_head = self.query.group.rank * (num_heads // mesh.size())
+        self.cache: KeyValueCache | None = None  # set while text is generated
 
     def forward(self, x: torch.Tensor, info: SequenceInfo, key: torch.Tensor | None = None) -> torch.Tensor:
         """(tokens [/p], hidden) -> (tokens [/p], hidden); ``key`` is the dropout key of this layer's probabilities."""
@@ -145,6 +176,10 @@ class SelfAttention(nn.Module):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, info: SequenceInfo, key: torch.Tensor | None
     ) -> torch.Tensor:
         """(batch, heads/p, length, head_dim) -> the same."""
+        if self.cache is not None:
+            k, v = self.cache.append(k, v)
+            if k.shape[2] > q.shape[2]:
+                return self._attend_to_past(q, k, v)
         k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
         dropout = self.dropout if self.training and info.numbers is not None else 0.0
         if dropout > 0.0:
@@ -154,6 +189,12 @@ class SelfAttention(nn.Module):
         if self.window is None or self.window >= info.length:
             return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(info.length, q.device))
+
+    def _attend_to_past(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """The last tokens of a sequence, whose keys and values are all there."""
+        k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
+        mask = self._mask(k.shape[2], q.device)[-q.shape[2] :]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
     def _mask(self, length: int, device: torch.device) -> torch.Tensor:
         """Boolean (length, length), True where row may see column."""

@@ -91,7 +91,7 @@ class RunCheckpoints:
             return load_training(folder, manifest, self.config, model, optimizer, self.more)
 
         load = self.config.checkpoint.load
-        if load is not None and on_rank_zero(lambda: is_hf_folder(load)):
+        if load not in (None, "auto") and on_rank_zero(lambda: is_hf_folder(load)):
             return self._load_hf(load, model)
         found = self._load(restore)
         progress, notes = found[1] if found is not None else (Progress(), [])

@@ -29,9 +29,9 @@ def run(jobs: list[dict[str, Any]], tp: int, folder: Path) -> None:
     """Do the jobs on ``tp`` processes.
 
     Args:
-        jobs: each with ``action`` (load or save), ``settings`` (of ``ModelConfig``), ``padded`` (rows of the embedding),
-            ``checkpoint`` and ``logits`` (files); of saves ``metadata`` for its sharded state and ``args`` (whether the
-            checkpoint is to hold arguments).
+        jobs: each with ``action`` (load or save), ``settings`` (of ``ModelConfig``), ``padded`` (embedding's rows),
+            ``checkpoint`` and ``logits`` (files); of saves ``metadata`` for its sharded state and ``args`` (whether
+            the checkpoint is to hold arguments).
         tp: processes.
         folder: for scratch files.
     """

@@ -31,6 +31,21 @@ def assert_same_tensors(one: Path, other: Path) -> None:
         assert torch.equal(tensor.view(torch.uint8), b[name].view(torch.uint8)), name
 
 
+def assert_same_files(one: Path, other: Path) -> None:
+    """As ``assert_same_tensors``, a tensor at a time."""
+    from safetensors import safe_open
+
+    def places(folder: Path) -> dict[str, Path]:
+        paths = folder.glob("*.safetensors")
+        return {name: path for path in paths for name in safe_open(path, "pt").keys()}  # noqa: SIM118
+
+    a, b = places(one), places(other)
+    assert a.keys() == b.keys()
+    for name in a:
+        tensors = [safe_open(place[name], "pt").get_tensor(name) for place in (a, b)]
+        assert tensors[0].dtype == tensors[1].dtype and torch.equal(*(t.view(torch.uint8) for t in tensors)), name
+
+
 def to_smp(source: Path, target: Path, **options: Any) -> Path:
     with open_hf(source) as weights:
         write(weights, SmpTarget(weights, None, source, **options), target, options={}, workers=2)
