@@ -1,7 +1,7 @@
 """Documents per second of best-fit-decreasing packing on one core, and how close it is to the fewest sequences.
 
-Lengths are lognormal, cut at the capacity, as those of chats and of web pages are. No packing needs fewer sequences than
-the sum of all lengths over the capacity, rounded up; the optimum lies between that and what is found.
+Lengths are lognormal, cut at the capacity, as those of chats and of web pages are. No packing needs fewer sequences
+than the sum of all lengths over the capacity, rounded up; the optimum lies between that and what is found.
 
     python benchmarks/packing.py --documents 1000000 --rounds 5
 """

@@ -116,7 +116,9 @@ def parser() -> argparse.ArgumentParser:
     )
     out.add_argument("--load", required=True, type=Path, help="folder of checkpoints, or one checkpoint's own folder")
     out.add_argument(
-        "--tokenizer-model", type=Path, help="sentencepiece model, tokenizer.json or tiktoken file (default: the model's)"
+        "--tokenizer-model",
+        type=Path,
+        help="sentencepiece model, tokenizer.json or tiktoken file (default: the model's)",
     )
     out.add_argument("--tiktoken-pattern", choices=PATTERNS, help="how a tiktoken file's text is cut")
     out.add_argument("--reference", type=Path, help="Hugging Face folder that says what --load does not")

@@ -67,8 +67,8 @@ def _with_vocabulary(config: Config) -> Config:
 def status_file_in(argv: list[str], log_dir: str = LoggingConfig.log_dir) -> str | None:
     """Where a run that cannot start says so, found without parsing: the other flags may be wrong.
 
-    That is the value of --status-file, or the default place (in ``log_dir`` unless --log-dir is given) if an earlier run
-    left word there, which would be taken for this one's.
+    That is the value of --status-file, or the default place (in ``log_dir`` unless --log-dir is given) if an earlier
+    run left word there, which would be taken for this one's.
     """
     found = {}
     for i, word in enumerate(argv):

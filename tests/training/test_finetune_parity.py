@@ -30,6 +30,7 @@ LAYOUTS = {
     "tp 2 + sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "pp 2": (2, "--pipeline-model-parallel-size 2"),
     "shard 2": (2, ""),
+    "replicas 2": (2, "--hybrid-shard-degree 1"),
     "tp 2 x pp 2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1"),
     "shard 2 x tp 2": (4, "--tensor-model-parallel-size 2 --recompute-granularity selective"),
 }

@@ -16,6 +16,7 @@ from smp.training.finetune_settings import read_finetune_settings
 from tests.distributed import run_distributed
 from tests.training.tiny_hf import write_adapter, write_model, write_samples, write_tokenizer
 from tests.training.tuning_lab import QUIET, tune_all
+from tools.convert_checkpoint import main as convert
 from tools.merge_lora import main as merge_lora
 
 transformers = pytest.importorskip("transformers")
@@ -24,7 +25,7 @@ peft = pytest.importorskip("peft")
 ADAM = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
 STEPS = "--train-iters 10 --seq-length 48 --micro-batch-size 2 --global-batch-size 4 --lr 0.01 --adam-eps 1e-5"
 SETS = {
-    "sft": "--data-path {0}/sft.jsonl",
+    "sft": "--data-path {0}/sft.jsonl --save {0}/full",
     "lora": "--data-path {0}/sft.jsonl --load-adapter {0}/theirs --save {0}/lora",
     "dpo": "--data-path {0}/dpo.jsonl --objective dpo --load-adapter {0}/theirs --dpo-beta 0.2",
     "dpo, full": "--data-path {0}/dpo.jsonl --objective dpo --dpo-label-smoothing 0.2",
@@ -120,6 +121,14 @@ def test_ten_steps_equal_theirs(ours: dict[str, dict[str, Any]], folder: Path, n
     assert len(losses) == 10 and losses[-1] < losses[1]
     for step, (got, want) in enumerate(zip(ours[name]["losses"], losses, strict=True)):
         assert abs(got - want) <= 1e-5 * abs(want), (step, got, want)
+    if name == "sft":
+        exported = folder / "exported"
+        assert convert(["--load", str(folder / "full"), "--save", str(exported), "--reference", str(folder)]) == 0
+        text, alone = torch.arange(3, 40)[None], transformers.AutoModelForCausalLM.from_pretrained(exported)
+        with torch.no_grad():
+            error = (alone(text).logits - model(text).logits).abs().max() / model(text).logits.abs().max()
+        assert error < 1e-4, "our weights in transformers, after ten steps"
+        assert (exported / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
     if name == "lora":
         text = torch.arange(3, 40)[None]
         loaded = peft.PeftModel.from_pretrained(

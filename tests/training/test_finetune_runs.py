@@ -187,3 +187,10 @@ def test_what_cannot_work_is_one_line(folder: Path, case: str) -> None:
     assert code == 2, err
     lines = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and why in lines[0], err
+
+
+@pytest.mark.slow
+def test_a_compiled_model_trains_adapters_alike(folder: Path) -> None:
+    more = f"{LORA} --lora-dropout 0.2 --seq-length 32"
+    plain, compiled = run(folder, more), run(folder, more, "--compile --tensor-model-parallel-size 2", world=2)
+    assert compiled["losses"] == pytest.approx(plain["losses"], rel=1e-5)
