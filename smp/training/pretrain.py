@@ -69,6 +69,9 @@ class Pretraining:
         timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
         self.mesh = build_mesh(self.layout, device.type, timeout)
         train, self.valid, self.test = self._datasets()
+        evaluated = [self.valid] if config.training.eval_interval is not None else []
+        for line in [line for blend in (train, *evaluated, self.test) if blend is not None for line in blend.notes]:
+            self._announce(line)
         self.sizes = BatchSizes.of(config.data)
         self.validation: tuple[int, float] | None = None  # iteration and loss of the last evaluation
         self.traced = False

@@ -1,0 +1,49 @@
+"""A run on packed, masked documents with a growing batch learns the same under every way to split."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from smp.data.indexed_dataset import IndexedDatasetWriter
+from tests.training.flag_runs import run_here
+from tests.training.test_bad_input import torchrun
+
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --vocab-size 97 --seq-length 32 "
+    "--init-method-std 0.2 --lr 0.01 --log-interval 1 --no-tensorboard --no-progress-bar --log-dir logs "
+    "--train-iters 4 --global-batch-size 6 --rampup-batch-size 2 2 6 --reset-attention-mask --reset-position-ids "
+)
+LAYOUTS = {
+    "tensor and sequence": "--packing best-fit --tensor-model-parallel-size 2 --sequence-parallel",
+    "pipeline": "--packing best-fit --pipeline-model-parallel-size 2",
+    "data": "--eod-mask-loss",
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    prefix, draw = tmp_path_factory.mktemp("corpus") / "text", np.random.default_rng(0)
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for length in draw.integers(1, 40, 80):
+            writer.add_document(draw.integers(0, 97, length))
+    return f"--data-path {prefix} "
+
+
+def losses(folder: Path) -> list[float]:
+    rows = [json.loads(line) for line in (folder / "logs" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["global batch size"] for row in rows] == [2, 2, 4, 6]
+    return [row["lm loss"] for row in rows]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_two_processes_learn_as_one_does(tmp_path: Path, corpus: str, name: str) -> None:
+    how = LAYOUTS[name].split("--tensor")[0].split("--pipeline")[0]
+    assert run_here(tmp_path / "one", corpus + how, base=MODEL).code == 0
+    (tmp_path / "two").mkdir()
+    done = torchrun(tmp_path / "two", MODEL + corpus + LAYOUTS[name])
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
