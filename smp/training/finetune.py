@@ -86,14 +86,12 @@ class Finetuning(Pretraining):
         return self.start is not None or self.tuning.lora.lora_rank is not None
 
     def _datasets(self) -> Datasets:
-        for line in self.data.lines:
-            self._announce(line)
         # one shape for all micro-batches where messages of a pipeline or compiled code want it
         trim = self.layout.pp == 1 and not self.config.parallel.compile
         make = partial(TuningDataset, self.data.samples, pairs=self.data.pairs, trim=trim)
         seed = self.config.training.seed
         valid = make(self.data.valid, seed=None) if len(self.data.valid) else None
-        return Datasets(make(self.data.train, seed=seed), valid, None)  # type: ignore[arg-type]
+        return Datasets(make(self.data.train, seed=seed, notes=self.data.lines), valid, None)  # type: ignore[arg-type]
 
     def _loader(self, dataset: SampleDataset, start_sample: int, sizes: BatchSizes | None = None) -> BatchLoader:
         assert isinstance(dataset, TuningDataset)

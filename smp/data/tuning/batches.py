@@ -46,11 +46,20 @@ class TuningDataset:
         pairs: two sequences after each other are a pair and one sample: the chosen and the rejected answer.
         trim: leave out columns at the end of a micro-batch that hold padding only. Not for pipelines and compiled
             models, which want one shape.
+        notes: what the user should hear.
     """
 
     def __init__(
-        self, samples: Samples, sequences: Sequences, *, seed: int | None, pairs: bool = False, trim: bool = False
+        self,
+        samples: Samples,
+        sequences: Sequences,
+        *,
+        seed: int | None,
+        pairs: bool = False,
+        trim: bool = False,
+        notes: tuple[str, ...] = (),
     ) -> None:
+        self.notes = notes
         self.samples, self.sequences, self.seed, self.trim = samples, sequences, seed, trim
         self.seq_length = sequences.length
         self.rows = 2 if pairs else 1  # of a sample
