@@ -118,6 +118,13 @@ class ParallelConfig:
     results; full keeps only each block's input."""
     compile: bool = False
     """Compile each block with torch.compile."""
+    kernels: Literal["auto", "torch", "triton", "cuda", "apex"] = "auto"
+    """Implementation of cross-entropy, norms, SwiGLU and RoPE. auto: Triton on CUDA, where --compile does not fuse
+    them, and PyTorch elsewhere. triton, cuda and apex: theirs where they have one, else as auto. The choice is
+    printed."""
+    attention_backend: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
+    """Backend of PyTorch's scaled dot-product attention. auto: the first of these that takes the model's attention. The
+    choice is printed."""
     distributed_timeout_minutes: float = 10.0
     """A collective that waits longer ends the run; each waiting rank dumps its stack first."""
 

@@ -11,9 +11,10 @@ from einops import rearrange
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from smp.kernels import TORCH, Kernels
+from smp.kernels.rope import rope
 from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from smp.layers.norm import RMSNorm
-from smp.layers.rope import apply_rope
 from smp.parallel.rng import keyed_dropout
 
 
@@ -111,9 +112,14 @@ class SelfAttention(nn.Module):
         dropout: on attention probabilities; above 0 they are materialised.
         sequence_parallel: input and output are split along dim 0.
         init_std, output_std: standard deviations of the initial weights, inner and last.
+        kernels: what rotates queries and keys, and normalizes them.
         device, dtype: of the parameters.
 
     Shapes: (tokens [/p], hidden) -> the same.
+
+    Attributes:
+        rope_in_place: let a fused kernel rotate where the projections' outputs are. Not for selective recompute, which
+            keeps those.
     """
 
     def __init__(
@@ -133,6 +139,7 @@ class SelfAttention(nn.Module):
         sequence_parallel: bool = False,
         init_std: float = 0.02,
         output_std: float = 0.02,
+        kernels: Kernels = TORCH,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -144,6 +151,7 @@ class SelfAttention(nn.Module):
         if window is not None and not causal:
             raise ValueError("a sliding window needs causal attention")
         self.window, self.causal, self.dropout = window, causal, dropout
+        self.rope_backend, self.rope_in_place = kernels.rope, True
         place: dict[str, Any] = {"device": device, "dtype": dtype, "sequence_parallel": sequence_parallel}
         column = {**place, "bias": qkv_bias, "init_std": init_std}
         width, kv_width = num_heads * self.head_dim, groups * self.head_dim
@@ -155,7 +163,13 @@ class SelfAttention(nn.Module):
         self.output = RowParallelLinear(width, hidden_size, mesh, **row)
         self.query_norm = self.key_norm = None
         if qk_norm_eps is not None:
-            norm: dict[str, Any] = {"eps": qk_norm_eps, "split": True, "device": device, "dtype": dtype}
+            norm: dict[str, Any] = {
+                "device": device,
+                "dtype": dtype,
+                "eps": qk_norm_eps,
+                "split": True,
+                "kernels": kernels,
+            }
             self.query_norm = RMSNorm(self.head_dim, mesh, **norm)
             self.key_norm = RMSNorm(self.head_dim, mesh, **norm)
         self.first_head = self.query.group.rank * (num_heads // mesh.size())
@@ -164,13 +178,19 @@ class SelfAttention(nn.Module):
     def forward(self, x: torch.Tensor, info: SequenceInfo, key: torch.Tensor | None = None) -> torch.Tensor:
         """(tokens [/p], hidden) -> (tokens [/p], hidden); ``key`` is the dropout key of this layer's probabilities."""
         outputs = column_parallel(x, [self.query, self.key, self.value], info.local_numbers)
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in outputs)
+        q, k, v = outputs  # (tokens, heads/p x head_dim)
+        normed = self.query_norm is not None and self.key_norm is not None
         if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
+            q, k = self.query_norm(self._heads(q)), self.key_norm(self._heads(k))
         if info.rope is not None:
-            q, k = apply_rope(q, *info.rope), apply_rope(k, *info.rope)
-        out = self._attend(_unfold(q, info), _unfold(k, info), _unfold(v, info), info, key)
+            in_place = self.rope_in_place and not normed  # a norm's output may be a view, which cannot be written over
+            q, k = rope(q, k, *info.rope, self.head_dim, self.rope_backend, in_place=in_place)
+        q, k, v = (_unfold(self._heads(y), info) for y in (q, k, v))
+        out = self._attend(q, k, v, info, key)
         return self.output(_fold(out, info), info.numbers)
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(x.shape[0], -1, self.head_dim)  # (tokens, heads/p, head_dim)
 
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, info: SequenceInfo, key: torch.Tensor | None

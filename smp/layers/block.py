@@ -9,6 +9,7 @@ from torch import nn
 
 from smp.layers.attention import SelfAttention, SequenceInfo
 from smp.layers.mlp import MLP
+from smp.layers.norm import Norm
 from smp.parallel.rng import keyed_dropout
 
 Run = Callable[[torch.Tensor, SequenceInfo, torch.Tensor | None], torch.Tensor]
@@ -30,8 +31,8 @@ class TransformerBlock(nn.Module):
         self,
         attention: SelfAttention,
         mlp: MLP,
-        attention_norm: nn.Module,
-        mlp_norm: nn.Module,
+        attention_norm: Norm,
+        mlp_norm: Norm,
         *,
         parallel_residual: bool = False,
         dropout: float = 0.0,
@@ -53,12 +54,12 @@ class TransformerBlock(nn.Module):
         attended = self.attention(self.attention_norm(x), info, None if keys is None else keys[0])
         attended = self._drop(attended, info, keys, 1)
         if self.parallel_residual:
-            return x + attended + self._drop(self._feed_forward(x, info), info, keys, 2)
-        x = x + attended
-        return x + self._drop(self._feed_forward(x, info), info, keys, 2)
+            return x + attended + self._drop(self._feed_forward(self.mlp_norm(x), info), info, keys, 2)
+        normed, x = self.mlp_norm.after_addition(x, attended)
+        return x + self._drop(self._feed_forward(normed, info), info, keys, 2)
 
     def _feed_forward(self, x: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
-        return self.mlp(self.mlp_norm(x), info.numbers, info.local_numbers)
+        return self.mlp(x, info.numbers, info.local_numbers)
 
     def _drop(self, x: torch.Tensor, info: SequenceInfo, keys: torch.Tensor | None, site: int) -> torch.Tensor:
         if self.dropout == 0.0 or not self.training or keys is None or info.local_numbers is None:

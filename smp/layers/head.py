@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from smp.kernels import TORCH, Kernels
 from smp.layers.cross_entropy import VocabShard, linear_cross_entropy
 from smp.layers.embedding import padded_vocab_size
 from smp.layers.parameter import SHARD_ROWS, Initializer, Normal, local, tp_parameter
@@ -28,6 +29,7 @@ class VocabParallelHead(nn.Module):
         sequence_parallel: the input is split along dim 0.
         divisible_by: rows per rank are padded to this multiple.
         init_std: standard deviation of the initial rows.
+        kernels: what computes the cross-entropy.
         device, dtype: of the parameter.
     """
 
@@ -41,12 +43,13 @@ class VocabParallelHead(nn.Module):
         sequence_parallel: bool = False,
         divisible_by: int = 128,
         init_std: float = 0.02,
+        kernels: Kernels = TORCH,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.group = Group.of(mesh)
-        self.vocab_size, self.sequence_parallel = vocab_size, sequence_parallel
+        self.vocab_size, self.sequence_parallel, self.kernels = vocab_size, sequence_parallel, kernels
         rows = padded_vocab_size(vocab_size, divisible_by, self.group.size)
         self.weight = None if tied else tp_parameter((rows, hidden_size), SHARD_ROWS, mesh, device, dtype)
         self.initializers: dict[str, Initializer] = {"weight": Normal(init_std)}
@@ -81,9 +84,10 @@ class VocabParallelHead(nn.Module):
             return self._logits(hidden, weight)
         chunk = max(1, CHUNK_BYTES.get(x.device.type, CHUNK_BYTES["cuda"]) // (4 * weight.shape[0]))
         arguments = hidden, weight, labels, token_weights, self.shard
+        backend = self.kernels.cross_entropy
         if preference is not None:
-            return linear_preference(*arguments, preference, chunk_tokens=chunk)
-        return linear_cross_entropy(*arguments, chunk_tokens=chunk)
+            return linear_preference(*arguments, preference, chunk_tokens=chunk, backend=backend)
+        return linear_cross_entropy(*arguments, chunk_tokens=chunk, backend=backend)
 
     def _logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """All logits on every rank, for generation and comparison (not differentiable across ranks)."""

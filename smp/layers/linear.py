@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from smp.kernels.swiglu import swiglu, swiglu_backward, swiglu_forward
 from smp.layers.deferred import Defer, column_parallel_deferred, row_parallel_deferred
 from smp.layers.lora import Lora, add_column_adapters, add_row_adapter
 from smp.layers.parameter import (
@@ -159,6 +160,57 @@ class _RowParallel(torch.autograd.Function):
         return grad @ weight, dweight, None, None
 
 
+class _RowParallelSwiglu(torch.autograd.Function):
+    """SwiGLU and the product behind it. The activation between them, which the weight's gradient needs, is not kept:
+    the backward pass of SwiGLU makes it again on its way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        weight: torch.Tensor,
+        group: Group,
+        sequence_parallel: bool,
+        backend: str,
+    ) -> torch.Tensor:
+        ctx.group, ctx.sequence_parallel, ctx.backend = group, sequence_parallel, backend
+        ctx.save_for_backward(gate, up, weight)
+        a = swiglu_forward(gate, up, backend)  # (tokens, ..., in/p)
+        if group.size == 1:
+            return F.linear(a, weight)
+        return _row_forward(a, weight, group.name, group.size, group.rank, sequence_parallel)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gate, up, weight = ctx.saved_tensors
+        if ctx.sequence_parallel:
+            grad = wait(start_all_gather(grad, ctx.group), ctx.group)  # (tokens, ..., out)
+        trained = ctx.needs_input_grad[2]
+        dgate, dup, a = swiglu_backward(grad @ weight, gate, up, ctx.backend, again=trained)
+        dweight = grad.flatten(0, -2).t() @ a.flatten(0, -2) if trained else None
+        return dgate, dup, dweight, None, None, None
+
+
+def row_parallel_swiglu(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    layer: RowParallelLinear,
+    backend: str,
+    numbers: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``layer(SiLU(gate) * up)``; with a fused ``backend`` the activation in between is not kept but made again.
+
+    Shapes: (tokens, ..., in / p) twice -> (tokens [/p], ..., out). ``numbers`` are those of the tokens, for dropout in
+    an adapter.
+    """
+    # a deferred weight gradient needs the activation later, and so does an adapter's
+    if backend == "torch" or layer.defer is not None or layer.lora is not None:
+        return layer(swiglu(gate, up, backend), numbers)
+    y = _RowParallelSwiglu.apply(gate, up, local(layer.weight), layer.group, layer.sequence_parallel, backend)
+    return layer.add_bias(y)
+
+
 class ColumnParallelLinear(nn.Module):
     """``y = x W^T + b`` with the output features split over the TP ranks.
 
@@ -285,7 +337,10 @@ class RowParallelLinear(nn.Module):
             y = F.linear(x, local(self.weight))
         else:
             y = _RowParallel.apply(x, local(self.weight), self.group, self.sequence_parallel)
-        y = add_row_adapter(x, y, self, numbers)
+        return self.add_bias(add_row_adapter(x, y, self, numbers))
+
+    def add_bias(self, y: torch.Tensor) -> torch.Tensor:
+        """The end of ``forward``: (tokens [/p], ..., out) -> the same."""
         if self.bias is None:
             return y
         bias = local(self.bias)

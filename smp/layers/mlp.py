@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
+from smp.kernels import TORCH, Kernels
+from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel, row_parallel_swiglu
 
 Activation = Literal["swiglu", "gelu", "tanh_gelu", "squared_relu"]
 
@@ -35,6 +36,7 @@ class MLP(nn.Module):
         bias: biases on all projections.
         sequence_parallel: input and output are split along dim 0.
         init_std, output_std: standard deviations of the initial weights, inner and last.
+        kernels: what computes SwiGLU; fused ones keep only the projections' outputs.
         device, dtype: of the parameters.
 
     Shapes: (tokens [/p], hidden) -> the same.
@@ -51,11 +53,13 @@ class MLP(nn.Module):
         sequence_parallel: bool = False,
         init_std: float = 0.02,
         output_std: float = 0.02,
+        kernels: Kernels = TORCH,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.activation: Activation = activation
+        self.backend = kernels.swiglu
         column = {
             "bias": bias,
             "sequence_parallel": sequence_parallel,
@@ -80,4 +84,4 @@ class MLP(nn.Module):
         if self.gate is None:
             return self.down(_activate(self.up(x, local_numbers), self.activation), numbers)
         gate, up = column_parallel(x, [self.gate, self.up], local_numbers)  # (tokens, ffn/p) each
-        return self.down(F.silu(gate) * up, numbers)
+        return row_parallel_swiglu(gate, up, self.down, self.backend, numbers)

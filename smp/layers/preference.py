@@ -72,12 +72,13 @@ def linear_preference(
     preference: Preference,
     *,
     chunk_tokens: int,
+    backend: str = "torch",
 ) -> torch.Tensor:
     """The loss of the pairs in a micro-batch, or without a reference the log-probabilities of its answers.
 
     Args:
-        hidden, weight, labels, shard, chunk_tokens: as in ``linear_cross_entropy``; ``hidden`` holds ``rows`` answers
-            of ``length`` tokens, one after the other, then padding.
+        hidden, weight, labels, shard, chunk_tokens, backend: as in ``linear_cross_entropy``; ``hidden`` holds ``rows``
+            answers of ``length`` tokens, one after the other, then padding.
         counted: (n,), above 0 where a token belongs to an answer.
         preference: what to do.
 
@@ -86,7 +87,7 @@ def linear_preference(
     """
     rows, length = preference.rows, preference.length
     with torch.no_grad():
-        losses = linear_token_losses(hidden, weight, labels, shard, chunk_tokens=chunk_tokens)
+        losses = linear_token_losses(hidden, weight, labels, shard, chunk_tokens=chunk_tokens, backend=backend)
         mine = counted[: rows * length] > 0
         log_probs = -torch.where(mine, losses[: rows * length], 0.0).view(rows, length).sum(1)
         if preference.reference is None:
@@ -96,5 +97,5 @@ def linear_preference(
         weights = F.pad(weights, (0, len(losses) - len(weights)))
     if not torch.is_grad_enabled():
         return loss
-    weighted = linear_cross_entropy(hidden, weight, labels, weights, shard, chunk_tokens=chunk_tokens)
+    weighted = linear_cross_entropy(hidden, weight, labels, weights, shard, chunk_tokens=chunk_tokens, backend=backend)
     return loss + (weighted - weighted.detach())  # this value with that gradient

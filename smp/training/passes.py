@@ -10,6 +10,7 @@ from torch import nn
 
 from smp.data.loader import GlobalBatch
 from smp.layers.cross_entropy import IGNORE_INDEX
+from smp.parallel.rng import to_device
 from smp.sharding.parallelize import last_micro_batch
 
 
@@ -51,20 +52,21 @@ class Inputs:
         """(tokens, labels, token weights, sample index, documents, positions). The weights make the sum of the losses
         of all tokens the mean loss over the valid tokens of the whole global batch."""
         batch = self.batch
-        labels = self._on_device(batch.labels, i)
-        assert labels is not None
+        labels = to_device(batch.labels[i], self.device)
         weights = (labels != IGNORE_INDEX).float() / max(self.valid_tokens, 1)
-        index = batch.sample_index[i].to(self.device, non_blocking=True)
+        index = to_device(batch.sample_index[i], self.device)
         if batch.widths is not None:  # tokens keep the numbers that they have in whole rows
-            index = index[:, None] * batch.tokens.shape[-1] + torch.arange(labels.shape[-1], device=self.device)
-        rest = (self._on_device(part, i) for part in (batch.documents, batch.positions))
-        return self._on_device(batch.tokens, i), labels, weights, index, *rest
+            width = batch.widths[i]
+            labels, weights = labels[:, :width], weights[:, :width]
+            index = index[:, None] * batch.tokens.shape[-1] + torch.arange(width, device=self.device)
+        tokens, *rest = (self._on_device(part, i) for part in (batch.tokens, batch.documents, batch.positions))
+        return tokens, labels, weights, index, *rest
 
     def _on_device(self, part: torch.Tensor | None, i: int) -> torch.Tensor | None:
         if part is None:
             return None
         width = part.shape[-1] if self.batch.widths is None else self.batch.widths[i]
-        return part[i, ..., :width].to(self.device, non_blocking=True)
+        return to_device(part[i, ..., :width], self.device)
 
 
 MakeInputs = Callable[[GlobalBatch, int, torch.device], Inputs]

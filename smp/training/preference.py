@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -78,13 +79,19 @@ class PreferencePasses:
         self, passes: Passes, loss: PairLoss, reference: Reference, mesh: DeviceMesh, device: torch.device
     ) -> None:
         self.passes, self.loss, self.reference, self.mesh, self.device = passes, loss, reference, mesh, device
+        self._measured = deque[torch.Tensor]()  # of steps that are not accounted for yet
 
     @property
     def copies(self) -> dict[torch.Tensor, int]:
         return self.passes.copies
 
     def train(self, batch: GlobalBatch, valid_tokens: int) -> torch.Tensor:
-        return self.passes.train(self._compared(batch), valid_tokens)
+        loss = self.passes.train(self._compared(batch), valid_tokens)
+        assert self.loss.last is not None
+        sums = [p.measured for p in self.loss.last.preferences if p.measured is not None]
+        total = sum(sums, torch.zeros(4, dtype=torch.float64, device=self.device))
+        self._measured.append(sum_over_parts(total, self.mesh) / max(valid_tokens, 1))
+        return loss
 
     def evaluate(self, batch: GlobalBatch, valid_tokens: int) -> torch.Tensor:
         return self.passes.evaluate(self._compared(batch), valid_tokens)
@@ -97,11 +104,8 @@ class PreferencePasses:
         return replace(batch, reference=self.reference.log_probs(batch))
 
     def measured(self) -> dict[str, float]:
-        """Means over the pairs of the last step; every rank calls it. A reward is beta (log p - log p_ref)."""
-        assert self.loss.last is not None
-        sums = [p.measured for p in self.loss.last.preferences if p.measured is not None]
-        total = sum(sums, torch.zeros(4, dtype=torch.float64, device=self.device))
-        means = (sum_over_parts(total, self.mesh) / max(self.loss.last.valid_tokens, 1)).tolist()
+        """Means over the pairs of the oldest step that was not asked for yet. A reward is beta (log p - log p_ref)."""
+        means = self._measured.popleft().tolist()
         names = ("reward accuracy", "reward margin", "reward of chosen", "reward of rejected")
         return dict(zip(names, means, strict=True))
 

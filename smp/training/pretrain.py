@@ -8,12 +8,14 @@ import datetime
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.attention import sdpa_kernel
 from tqdm import tqdm
 
 from smp.checkpoint import CheckpointError
@@ -23,13 +25,14 @@ from smp.data.blend import BlendedDataset
 from smp.data.build import Datasets, build_datasets
 from smp.data.loader import BatchLoader
 from smp.data.sample import SampleDataset
+from smp.kernels.dispatch import describe_kernels
 from smp.models.gpt import GPT
 from smp.optim.optimizer import build_optimizer
 from smp.parallel.mesh import build_mesh, data_rank
 from smp.pipeline.plan import Plan, describe_plan, plan_pipeline
 from smp.pipeline.run import PipelineError
 from smp.pipeline.timeline import to_trace
-from smp.training.build import build_model, build_passes
+from smp.training.build import attention_of, build_model, build_passes, run_kernels
 from smp.training.console import Console
 from smp.training.describe import describe
 from smp.training.passes import Passes
@@ -39,7 +42,7 @@ from smp.training.profiler import Profiler
 from smp.training.runtime import StopSignal, Watchdog, start_process_group
 from smp.training.saving import RunCheckpoints
 from smp.training.settings import report
-from smp.training.trainer import Progress, StepResult, Trainer, TrainingError
+from smp.training.trainer import Progress, Step, StepResult, Trainer, TrainingError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +78,7 @@ class Pretraining:
         self.sizes = BatchSizes.of(config.data)
         self.validation: tuple[int, float] | None = None  # iteration and loss of the last evaluation
         self.traced = False
+        self._steps: deque[Step] = deque()  # issued, not yet accounted for
         self.checkpoints = self._open_checkpoints()
         try:
             self._build(device, train)
@@ -95,6 +99,11 @@ class Pretraining:
         plan = plan_pipeline(config, self.layout) if self.layout.pp > 1 else None
         for line in [] if plan is None else describe_plan(plan, config):
             self._announce(line)
+        for line in describe_kernels(*run_kernels(config, device)):
+            self._announce(line)
+        attention = attention_of(config, device)
+        self._announce(f"attention: {attention.name} ({attention.reason})")
+        self._attention = attention.backend
         model, passes = self._model(device, plan)
         optimizer = build_optimizer(model, config.optim)
         progress = self.checkpoints.load(model, optimizer)
@@ -147,6 +156,10 @@ class Pretraining:
 
     def run(self) -> Outcome:
         """Train until the last iteration or a reason to stop; evaluate and save on the way."""
+        with sdpa_kernel([self._attention]):
+            return self._run()
+
+    def _run(self) -> Outcome:
         training, progress = self.config.training, self.trainer.progress
         last = training.train_iters
         assert last is not None
@@ -162,20 +175,22 @@ class Pretraining:
                 batch = self.batches.next_or_reason()
                 waited = time.perf_counter() - asked
                 with self._traced(progress.iteration + 1):
-                    result = self.trainer.train_step(batch)
-                self._tell(dataclasses.replace(result, waited=waited))
-                self.trainer.check_skipped()
+                    self._steps.append(self.trainer.start_step(batch, waited))
+                self._settle(keep=1)
                 if _due(progress.iteration, training.eval_interval):
                     self.evaluate()
                     evaluated_at = progress.iteration
                 self.checkpoints.poll()
-                # In a row of skipped steps nothing is new, and older checkpoints are wanted if the row ends the run.
-                if self.checkpoints.due(progress.iteration) and not self.trainer.skipped_in_a_row:
-                    self.save()
+                if self.checkpoints.due(progress.iteration):
+                    self._settle()  # on all ranks alike
+                    # In a row of skipped steps nothing is new, and older checkpoints are wanted if it ends the run.
+                    if not self.trainer.skipped_in_a_row:
+                        self.save()
                 self.watchdog.progress()
                 if (reason := self._reason_to_stop()) is not None and progress.iteration < last:
                     outcome = Outcome("requeue", reason, progress.iteration)
                     break
+        self._settle()
         if outcome.status == "done" and training.eval_interval is not None and evaluated_at != progress.iteration:
             self.evaluate()
         if outcome.status == "done" and self.test is not None:
@@ -192,6 +207,16 @@ class Pretraining:
     def _tell(self, result: StepResult) -> None:
         """Report a step."""
         self.console.step(self.trainer.progress, result)
+
+    def _settle(self, keep: int = 0) -> None:
+        """Account for steps: for all but the newest ``keep``, and for those that the device has finished.
+
+        With one step kept the host issues the next one while the device computes, and reads, logs and checks meanwhile.
+        """
+        while len(self._steps) > keep or (self._steps and self._steps[0].finished()):
+            result = self.trainer.settle(self._steps.popleft())
+            self._tell(result)
+            self.trainer.check_skipped(result)
 
     @contextlib.contextmanager
     def _traced(self, iteration: int) -> Iterator[None]:
@@ -228,6 +253,7 @@ class Pretraining:
 
     def _loss_on(self, dataset: SampleDataset) -> float | None:
         """None when a signal ended it."""
+        self._settle()
         batches = self._loader(dataset, 0)
         try:
             loss = self.trainer.evaluate(batches, self.config.training.eval_iters, lambda: self.stop.name is not None)
@@ -239,6 +265,7 @@ class Pretraining:
 
     def save(self) -> None:
         """Write a checkpoint, or begin to, if --save is given."""
+        self._settle()
         self.checkpoints.save(*self._to_save())
         self.watchdog.progress()
 

@@ -28,6 +28,7 @@ from smp.models.gpt import GPT
 from smp.parallel.boxes import local_box
 from smp.pipeline.plan import Plan
 from smp.sharding.parallelize import parallelize
+from smp.training.build import run_kernels
 
 
 def open_base(tuning: FinetuneConfig) -> Weights:
@@ -70,7 +71,8 @@ def build_tuned_model(
     """
     parts = None if plan is None else list(plan.stages_of(mesh.get_local_rank("pp")).values())
     split, seed = config.parallel.sequence_parallel, config.training.seed
-    model = GPT(config.model, mesh["tp"], sequence_parallel=split, seed=seed, device="meta", parts=parts)
+    kernels, _ = run_kernels(config, device)
+    model = GPT(config.model, mesh["tp"], sequence_parallel=split, seed=seed, parts=parts, kernels=kernels)
     adapted = _add_adapters(model, tuning, seed, start)
     model.frozen = adapted
     if not trainable:
