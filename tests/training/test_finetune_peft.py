@@ -179,7 +179,10 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+DEAR = ("llama, patterns", "llama, rslora")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k in DEAR else k for k in KINDS])
 def test_their_adapter_gives_their_logits_here_and_merged(tmp_path: Path, kind: str) -> None:
     folder, adapter, merged = tmp_path / "model", tmp_path / "adapter", tmp_path / "merged"
     write_tokenizer(folder)
