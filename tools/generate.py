@@ -39,7 +39,7 @@ class TokenizerFile:
         try:
             import tokenizers
         except ImportError:
-            raise ValueError(f"{path} needs the library tokenizers: pip install 'smp[hf]'") from None
+            raise ValueError(f"{path} needs the library tokenizers: pip install 'smp[data]'") from None
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
@@ -71,7 +71,7 @@ def find_tokenizer(
         )
     ends = _end_ids(folder)
     if path.suffix == ".json":
-        return TokenizerFile(path), ends
+        return TokenizerFile(path), ends or [load_tokenizer(path, pattern).eod]
     tokenizer = load_tokenizer(path, pattern)
     return tokenizer, [*ends, tokenizer.eod]
 
@@ -115,11 +115,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     out.add_argument("--load", required=True, type=Path, help="folder of checkpoints, or one checkpoint's own folder")
-    out.add_argument(
-        "--tokenizer-model",
-        type=Path,
-        help="sentencepiece model, tokenizer.json or tiktoken file (default: the model's)",
-    )
+    out.add_argument("--tokenizer-model", type=Path, help="its file, of any kind (default: what lies with the model)")
     out.add_argument("--tiktoken-pattern", choices=PATTERNS, help="how a tiktoken file's text is cut")
     out.add_argument("--reference", type=Path, help="Hugging Face folder that says what --load does not")
     out.add_argument("--prompt", default="", help="text to continue")

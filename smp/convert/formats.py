@@ -81,7 +81,7 @@ def open_checkpoint(
     """
     kind = kind or detect(path)
     if kind == "hf":
-        return Opened(open_hf(path, allow_pickle=allow_pickle), reference or path)
+        return Opened(open_hf(path, allow_pickle=allow_pickle), _companions(reference) or path)
     if kind == "smp":
         folder = find(path)
         return Opened(SmpWeights(folder), _companions(reference) or carried(folder))

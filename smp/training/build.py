@@ -31,7 +31,7 @@ def attention_of(config: Config, device: torch.device) -> AttentionChoice:
         length=length,
         head_dim=model.kv_channels,
         dtype=torch.bfloat16 if parallel.bf16 else torch.float32,
-        masked=model.window_size is not None and model.window_size < length,
+        masked=config.data.reset_attention_mask or (model.window_size is not None and model.window_size < length),
     )
     return choose_attention(parallel.attention_backend, device, shape, deterministic=config.training.deterministic_mode)
 

@@ -29,19 +29,19 @@ from smp.kernels.dispatch import describe_kernels
 from smp.models.gpt import GPT
 from smp.optim.optimizer import build_optimizer
 from smp.parallel.mesh import build_mesh, data_rank
+from smp.pipeline.failure import PipelineError, naming
 from smp.pipeline.plan import Plan, describe_plan, plan_pipeline
-from smp.pipeline.run import PipelineError
 from smp.pipeline.timeline import to_trace
 from smp.training.build import attention_of, build_model, build_passes, run_kernels
 from smp.training.console import Console
 from smp.training.describe import describe
 from smp.training.passes import Passes
 from smp.training.pipelined import Pipelined
-from smp.training.process import Process, Status, status_path, write_status
+from smp.training.process import Process, Status, ended, status_path, write_status
 from smp.training.profiler import Profiler
 from smp.training.runtime import StopSignal, Watchdog, start_process_group
 from smp.training.saving import RunCheckpoints
-from smp.training.settings import report
+from smp.training.settings import report, report_own
 from smp.training.trainer import Progress, Step, StepResult, Trainer, TrainingError
 
 
@@ -155,11 +155,14 @@ class Pretraining:
         )
 
     def run(self) -> Outcome:
-        """Train until the last iteration or a reason to stop; evaluate and save on the way."""
-        with sdpa_kernel([self._attention]):
+        """Train to the end; in a pipeline, a rank that loses contact with another one says on which stages it is."""
+        passes = self.trainer.passes
+        places = naming(passes.place) if isinstance(passes, Pipelined) else contextlib.nullcontext()
+        with places, sdpa_kernel([self._attention]):
             return self._run()
 
     def _run(self) -> Outcome:
+        """Train until the last iteration or a reason to stop; evaluate and save on the way."""
         training, progress = self.config.training, self.trainer.progress
         last = training.train_iters
         assert last is not None
@@ -333,7 +336,11 @@ def launch(config: Config, process: Process, kind: Callable[..., Pretraining] | 
             if process.rank == 0:
                 write_status(status_path(config.logging), "running", "", run.trainer.progress.iteration)
         outcome = run.run()
-    except (ConfigError, CheckpointError, TrainingError, PipelineError) as error:
+    except PipelineError as error:
+        report_own(str(error), process.rank)
+        outcome = Outcome("failed", str(error), _iteration(run))
+        _write_for_rank_zero(config, process, outcome)
+    except (ConfigError, CheckpointError, TrainingError) as error:
         report(str(error), process.rank, lambda: stop.name is not None)
         outcome = Outcome("bad_config" if run is None else "failed", str(error), _iteration(run))
     except BaseException as error:
@@ -359,8 +366,20 @@ def _write_outcome(config: Config, process: Process, outcome: Outcome, started: 
     logging = config.logging
     if process.rank != 0 or (logging.status_file is None and not started):
         return
-    try:
-        write_status(status_path(logging), outcome.status, outcome.reason, outcome.iteration)
-    except OSError as error:
-        print(f"error: --status-file {status_path(logging)}: {error}", file=sys.stderr, flush=True)
+    _write(config, outcome)
     print(f"{outcome.status}: {outcome.reason}", flush=True)
+
+
+def _write_for_rank_zero(config: Config, process: Process, outcome: Outcome) -> None:
+    """Rank 0 may be the one that is lost, so the first of the others writes the status file. If rank 0 is there it
+    writes its own word over that."""
+    if process.rank != 0 and not ended(status_path(config.logging)):
+        _write(config, outcome)
+
+
+def _write(config: Config, outcome: Outcome) -> None:
+    path = status_path(config.logging)
+    try:
+        write_status(path, outcome.status, outcome.reason, outcome.iteration)
+    except OSError as error:
+        print(f"error: --status-file {path}: {error}", file=sys.stderr, flush=True)

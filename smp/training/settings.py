@@ -93,3 +93,8 @@ def report(message: str, rank: int, stopped: Callable[[], bool] = lambda: False)
     time.sleep(2)
     if not stopped():
         print(f"error: rank {rank}: {message}", file=sys.stderr, flush=True)
+
+
+def report_own(message: str, rank: int) -> None:
+    """Say at once what this rank found out for itself. Others found out something else, and rank 0 may be gone."""
+    print(f"error: rank {rank}: {message}", file=sys.stderr, flush=True)

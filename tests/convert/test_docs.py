@@ -43,6 +43,7 @@ def words(command: str) -> list[str]:
     return [sys.executable, *(str(ROOT / word) if word.endswith(".py") else word for word in out[1:])]
 
 
+@pytest.mark.slow
 def test_the_commands_run(tmp_path: Path) -> None:
     source = save_theirs("llama3.2", tmp_path / "Llama-3.2-1B")
     tokenizer(source)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ from smp.models.generation import Sampling, generate
 from tests.convert.test_megatron import convert
 from tests.convert.tiny import TINY, save_theirs, their_model
 from tests.distributed import run_distributed
-from tools.generate import load_model, stream
+from tools.generate import load_model, main, stream
 
 pytest.importorskip("transformers")
-ROOT = Path(__file__).resolve().parents[2]
+Run = Callable[..., tuple[int, str, str]]
 PROMPT, COUNT = [5, 17, 80, 3, 41, 9], 64
 
 
@@ -39,7 +38,7 @@ def test_greedy_tokens_are_theirs(tmp_path: Path) -> None:
     folders = {kind: str(save_theirs(kind, tmp_path / kind)) for kind in TINY}
     (found,) = run_distributed(greedy, 1, list(folders.values()))
     for kind, ours in zip(TINY, found, strict=True):
-        assert len(ours) == COUNT and len(set(ours)) > 4
+        assert len(ours) == COUNT and len(set(ours)) > 2
         assert ours == theirs(kind), kind
 
 
@@ -62,23 +61,29 @@ def tokenizer(folder: Path) -> None:
     made.save(str(folder / "tokenizer.json"))
 
 
-def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools/generate.py"), *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command: exit code, output, errors."""
+
+    def call(*words: str | Path) -> tuple[int, str, str]:
+        code = main([str(word) for word in words])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
 
 
-def test_the_command_prints_what_the_model_writes(tmp_path: Path) -> None:
+def test_the_command_prints_what_the_model_writes(run: Run, tmp_path: Path) -> None:
     source = save_theirs("llama3", tmp_path / "hf")
     tokenizer(source)
     ours = convert(source, tmp_path / "smp", "smp")
     ids = [1, 5, 17]
     wanted = their_model("llama3").generate(torch.tensor([ids]), max_new_tokens=9, do_sample=False)[0].tolist()
-    done = run("--load", ours, "--prompt", "w5 w17", "--max-new-tokens", "9", "--temperature", "0")
-    words = " ".join(f"w{i}" for i in wanted[1:] if i > 2)
-    assert (done.returncode, done.stdout.strip()) == (0, words), done.stderr
+    code, out, error = run("--load", ours, "--prompt", "w5 w17", "--max-new-tokens", "9", "--temperature", "0")
+    assert (code, out.strip()) == (0, " ".join(f"w{i}" for i in wanted[1:] if i > 2)), error
 
 
-def test_sampling_flags_change_what_is_written(tmp_path: Path) -> None:
+def test_sampling_flags_change_what_is_written(run: Run, tmp_path: Path) -> None:
     source = save_theirs("llama3", tmp_path / "hf")
     tokenizer(source)
     common = ["--load", source, "--prompt", "w5 w17", "--max-new-tokens", "12"]
@@ -88,9 +93,11 @@ def test_sampling_flags_change_what_is_written(tmp_path: Path) -> None:
         ["--temperature", "1.5", "--top-k", "2"],
     ]
     flags += [["--temperature", "1.5", "--top-k", "0", "--top-p", "0.3"], ["--temperature", "0.1"]]
-    outputs = [run(*common, *more).stdout for more in flags]
+    outputs = [run(*common, *more)[1] for more in flags]
     assert len(set(outputs)) == len(flags) and all(outputs)
-    assert run(*common, *flags[0]).stdout == outputs[0]
+    assert run(*common, *flags[0])[1] == outputs[0]
+    exact, rounded = (run(*common, "--temperature", "1.5", "--dtype", dtype)[1] for dtype in ("fp32", "bf16"))
+    assert exact == outputs[0] and rounded
 
 
 @pytest.mark.parametrize(
@@ -102,10 +109,12 @@ def test_sampling_flags_change_what_is_written(tmp_path: Path) -> None:
         (["--reference", "nowhere"], "--reference nowhere: there is no such folder"),
     ],
 )
-def test_mistakes_are_one_line(flags: list[str], message: str, tmp_path: Path) -> None:
-    done = run("--load", save_theirs("llama3", tmp_path / "hf"), *flags)
-    assert done.returncode == 2 and done.stderr.startswith("error: ") and message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+def test_mistakes_are_one_line(flags: list[str], message: str, run: Run, tmp_path: Path) -> None:
+    source = save_theirs("llama3", tmp_path / "hf")
+    run("--load", "nowhere")  # also empties what transformers said
+    code, _, error = run("--load", source, *flags)
+    assert code == 2 and error.startswith("error: ") and message in error
+    assert len(error.splitlines()) == 1
 
 
 def test_characters_appear_when_they_are_complete() -> None:

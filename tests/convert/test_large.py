@@ -24,6 +24,7 @@ def test_seven_billion_parameters_need_little_memory(tmp_path: Path) -> None:
     assert_same_files(tmp_path / "hf", tmp_path / "back")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["smp", "megatron"])
 def test_memory_does_not_grow_with_the_model(kind: str, tmp_path: Path) -> None:
     """Two layers and the vocabulary's two matrices, 1.3 GB, where a program that loads them all needs 1.3 GB more."""

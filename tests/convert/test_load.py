@@ -12,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from smp.config import Config, Layout, ModelConfig, ParallelConfig, TrainingConfig, resolve
+from smp.config import Config, ConfigError, Layout, ModelConfig, ParallelConfig, TrainingConfig, resolve
+from smp.models.presets import PRESETS
+from smp.training.settings import read_settings
 from tests.convert.test_megatron import convert
 from tests.convert.tiny import save_theirs
 from tests.distributed import run_distributed
@@ -27,23 +29,17 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp 2, shard 2": (4, {"tensor_model_parallel_size": 2}),
     "tp 4, shared key and value heads": (4, {"tensor_model_parallel_size": 4}),
 }
-KINDS = {
-    "llama": ("LlamaForCausalLM", "LlamaConfig"),
-    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig"),
-}
+FAST = ("tp 2, sp", "pp 2", "tp 2, shard 2")
 
 
-def big_enough(kind: str, folder: Path) -> Path:
+def big_enough(folder: Path) -> Path:
     """A model whose rows are long enough to be read in parts: one of some megabytes."""
     import transformers
 
     sizes: dict[str, Any] = {"vocab_size": 301, "hidden_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8}
-    sizes |= {"intermediate_size": 1024, "max_position_embeddings": 64}
-    if kind == "llama":
-        sizes |= {"num_key_value_heads": 2}
-    model, config = (getattr(transformers, name) for name in KINDS[kind])
+    sizes |= {"intermediate_size": 1024, "max_position_embeddings": 64, "num_key_value_heads": 2}
     torch.manual_seed(0)
-    model(config(**sizes)).save_pretrained(folder)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(folder)
     return folder
 
 
@@ -80,9 +76,11 @@ def parts_read(rank: int, world: int, folder: str, parallel: dict[str, Any]) -> 
     return parts, size, count
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in LAYOUTS]
+)
 def test_every_rank_reads_its_own_parts(layout: str, tmp_path: Path) -> None:
-    folder = big_enough("llama", tmp_path / "hf")
+    folder = big_enough(tmp_path / "hf")
     world, parallel = LAYOUTS[layout]
     found = run_distributed(parts_read, world, str(folder), parallel)
     whole = load_file(convert(folder, tmp_path / "smp", "smp") / "shard_00000.safetensors")
@@ -153,13 +151,18 @@ def test_a_converted_checkpoint_is_where_a_run_starts(tmp_path: Path) -> None:
     [
         (("--num-layers", "3"), "is a model with --num-layers 2, this run has 3"),
         (("--model", "llama3-8b"), "is a model with --num-layers 2, this run has 32"),
-        (("--ckpt-step", "3"), "is a Hugging Face folder"),
     ],
 )
 def test_other_settings_than_the_folders_are_refused(flags: tuple[str, ...], message: str, tmp_path: Path) -> None:
     folder = save_theirs("llama3", tmp_path / "hf")
-    done = pretrain("--load", folder, *RUN, "--train-iters", "1", "--log-dir", tmp_path / "log", *flags)
-    assert done.returncode == 2 and message in done.stderr
+    with pytest.raises(ConfigError, match=message):
+        read_settings(["--load", str(folder), *RUN, "--train-iters", "1", *flags], PRESETS, 1)
+
+
+def test_a_folder_has_no_iterations(tmp_path: Path) -> None:
+    folder = save_theirs("llama3", tmp_path / "hf")
+    done = pretrain("--load", folder, "--ckpt-step", "3", *RUN, "--train-iters", "1", "--log-dir", tmp_path / "log")
+    assert done.returncode == 2 and "is a Hugging Face folder" in done.stderr
 
 
 def test_a_damaged_folder_ends_all_ranks_in_one_line(tmp_path: Path) -> None:
