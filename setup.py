@@ -59,11 +59,12 @@ BASE = [
 ]
 HF = ["transformers>=5"]
 DATA = ["pyarrow", "tiktoken", "zstandard"]  # kinds of files and tokenizers
+GIGATOKEN = ["gigatoken", "awkward"]  # a faster library for preprocessing, and the arrays that it returns
 S3 = ["s3fs>=2024.10"]
 TRITON = ['triton; platform_system == "Linux"']  # a CUDA torch brings it; beside a CPU torch it interprets kernels
 EXTRAS = {
     "data": DATA,
-    "gigatoken": ["gigatoken"],  # a faster tokenizer for preprocessing
+    "gigatoken": GIGATOKEN,
     "hf": HF,
     "fsspec": ["fsspec>=2024.10"],  # checkpoints in any object store; its back-end comes on top
     "s3": S3,
@@ -83,7 +84,7 @@ EXTRAS = {
         *HF,
         *S3,
         "moto[server]",
-        "gigatoken",
+        *GIGATOKEN,
         # the builder that our files are compared with, and checkpoints that we read; it imports psutil without asking
         # for it, and takes any torch from 2.6 on, so it brings none. Elsewhere there is no wheel, and those tests are
         # skipped.
