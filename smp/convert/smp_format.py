@@ -33,11 +33,7 @@ class SmpWeights(Weights):
     Args:
         folder: one checkpoint's own folder.
         manifest: its manifest, when it was read before.
-<<<<<<< HEAD
         config: the model that is to be filled; by default the one that the checkpoint describes.
-=======
-        config: settings of the model that it should be; None: those that it holds.
->>>>>>> ckpt
 
     Raises:
         CheckpointError: it is not a checkpoint of a training run, or not of the model that its settings describe.

@@ -5,6 +5,7 @@ from smp.layers.block import TransformerBlock
 from smp.layers.cross_entropy import IGNORE_INDEX, VocabShard, linear_cross_entropy, vocab_parallel_cross_entropy
 from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
+from smp.layers.lora import Lora, adapters_off, add_adapters
 from smp.layers.mlp import MLP
 from smp.layers.norm import LayerNorm, RMSNorm
 from smp.layers.parameter import Constant, Normal, init_weights
@@ -16,6 +17,7 @@ __all__ = [
     "ColumnParallelLinear",
     "Constant",
     "LayerNorm",
+    "Lora",
     "Normal",
     "PositionEmbedding",
     "RMSNorm",
@@ -26,6 +28,8 @@ __all__ = [
     "TransformerBlock",
     "VocabParallelEmbedding",
     "VocabShard",
+    "adapters_off",
+    "add_adapters",
     "apply_rope",
     "column_parallel",
     "init_weights",

@@ -177,7 +177,8 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, info: SequenceInfo, key: torch.Tensor | None = None) -> torch.Tensor:
         """(tokens [/p], hidden) -> (tokens [/p], hidden); ``key`` is the dropout key of this layer's probabilities."""
-        q, k, v = column_parallel(x, [self.query, self.key, self.value])  # (tokens, heads/p x head_dim)
+        outputs = column_parallel(x, [self.query, self.key, self.value], info.local_numbers)
+        q, k, v = outputs  # (tokens, heads/p x head_dim)
         normed = self.query_norm is not None and self.key_norm is not None
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(self._heads(q)), self.key_norm(self._heads(k))
@@ -186,7 +187,7 @@ class SelfAttention(nn.Module):
             q, k = rope(q, k, *info.rope, self.head_dim, self.rope_backend, in_place=in_place)
         q, k, v = (_unfold(self._heads(y), info) for y in (q, k, v))
         out = self._attend(q, k, v, info, key)
-        return self.output(_fold(out, info))
+        return self.output(_fold(out, info), info.numbers)
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.view(x.shape[0], -1, self.head_dim)  # (tokens, heads/p, head_dim)

@@ -72,18 +72,21 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
     return dtensor.to_local(grad_placements=dtensor.placements)
 
 
-def init_weights(model: nn.Module, seed: int) -> None:
+def init_weights(model: nn.Module, seed: int, *, only: str | None = None) -> None:
     """Fill every parameter of our layers in ``model``, in place, from (seed, parameter name) alone.
 
     Works before and after ``fully_shard`` and after ``to_empty``; every layout gets the same bits. Modules state their
     first values in an attribute ``initializers`` (parameter name -> :class:`Normal` or :class:`Constant`); modules
-    without one are left as they are. A tied parameter takes the first name it is found under.
+    without one are left as they are. A tied parameter takes the first name it is found under. With ``only`` modules of
+    other last names (``lora`` of ``layers.0.mlp.up.lora``) are left as they are too.
 
     Raises:
         ValueError: for a parameter on the meta device.
     """
     seen: set[int] = set()
     for prefix, module in model.named_modules():
+        if only is not None and prefix.rpartition(".")[2] != only:
+            continue
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) in seen:
                 continue
