@@ -21,27 +21,30 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's columns: the first token id, how many are real, and the group that holds the others."""
+    """This rank's columns: the first token id, how many are real, and the group that holds the others of the
+    vocabulary."""
 
     start: int
     valid: int
     group: Group
+    vocab_size: int
 
     @staticmethod
     def of(group: Group, rows_per_rank: int, vocab_size: int) -> VocabShard:
         """The shard of rank ``group.rank`` when each rank holds ``rows_per_rank`` rows, padding included."""
         start = group.rank * rows_per_rank
-        return VocabShard(start, min(max(vocab_size - start, 0), rows_per_rank), group)
+        return VocabShard(start, min(max(vocab_size - start, 0), rows_per_rank), group, vocab_size)
 
 
 def _losses(logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, ...]:
-    """Loss per token (n,), and (log_total, columns) from which the gradient follows. One exchange of 3 floats a
-    token."""
+    """Loss per token (n,), NaN where the label is outside the vocabulary, and (log_total, columns) from which the
+    gradient follows. One exchange of 3 floats a token."""
     columns = labels - shard.start
     stats = softmax_stats(logits, columns, shard.valid)
     everyone = wait(start_all_gather(stats, shard.group), shard.group).view(shard.group.size, 3, -1)
     log_total, target = combine_stats(everyone)
-    return log_total - target, log_total, columns
+    known = (labels >= 0) & (labels < shard.vocab_size)
+    return torch.where(known, log_total - target, torch.nan), log_total, columns
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -65,7 +68,7 @@ def vocab_parallel_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, sha
 
     Args:
         logits: this rank's columns, (n, rows per rank).
-        labels: int64 (n,), global token ids.
+        labels: int64 (n,), global token ids. One outside the vocabulary, other than ``IGNORE_INDEX``, gives NaN.
         shard: which columns these are.
     """
     return _CrossEntropy.apply(logits, labels, shard)
@@ -100,6 +103,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         logits = hidden.new_empty(min(chunk_tokens, hidden.shape[0]), weight.shape[0])  # one buffer for all chunks
         dhidden = torch.empty_like(hidden) if with_gradient else None
         dweight = torch.empty(weight.shape, dtype=torch.float32, device=weight.device) if with_gradient else None
+        if dweight is not None and hidden.shape[0] == 0:
+            dweight.zero_()  # no chunk will write it
         for start in range(0, hidden.shape[0], chunk_tokens):
             part = slice(start, start + chunk_tokens)
             buffer = logits[: hidden[part].shape[0]]
@@ -145,7 +150,8 @@ def linear_cross_entropy(
         hidden: (n, h), all tokens, equal on every rank of the group. Its gradient is this rank's part of a sum: pass it
             through ``copy_to_group`` or ``gather_tokens`` first.
         weight: this rank's rows of the output matrix, (rows per rank, h).
-        labels: int64 (n,). Tokens that do not count have weight 0; their label may be anything.
+        labels: int64 (n,). Tokens that do not count have weight 0; their label may be anything. Another label outside
+            the vocabulary makes the loss NaN.
         token_weights: fp32 (n,), no gradient.
         shard: which rows these are.
         chunk_tokens: tokens per chunk; bounds the memory at chunk_tokens x rows per rank.
