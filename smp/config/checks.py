@@ -124,7 +124,7 @@ def _check_positions(model: ModelConfig) -> None:
         f"--rope-high-freq-factor {model.rope_high_freq_factor}",
     )
     assert model.kv_channels is not None, "filled in before"
-    rotated = int(model.kv_channels * model.rotary_percent)
+    rotated = round(model.kv_channels * model.rotary_percent)
     require(
         kind != "rope" or (rotated > 0 and rotated % 2 == 0 and model.rotary_percent <= 1),
         f"--rotary-percent {model.rotary_percent} of --kv-channels {model.kv_channels} rotates {rotated} channels: "

@@ -14,8 +14,8 @@ from smp.layers.preference import Preference, linear_preference
 from smp.parallel.collectives import Group, copy_to_group, gather_tokens, start_all_gather, wait
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
-"""Size of one chunk of logits in fp32 (half of it in bf16), large enough for efficient matrix products: 512 tokens of
-32,000 logits ran at 95 % of the CPU's best rate, 256 at 85 %."""
+"""Size of one chunk of logits in fp32 (half of it in bf16): 524 tokens of 32,000 logits on a CPU. Larger chunks make
+matrix products more efficient and take more memory."""
 
 
 class VocabParallelHead(nn.Module):
@@ -64,7 +64,7 @@ class VocabParallelHead(nn.Module):
         tied_weight: torch.Tensor | None = None,
         preference: Preference | None = None,
     ) -> torch.Tensor:
-        """Weighted loss sum (0-dim fp32, equal on all ranks), or without labels the logits (tokens, vocab).
+        """Weighted loss sum (0-dim fp32, equal on all ranks), or without labels and weights the logits (tokens, vocab).
 
         Args:
             x: (tokens [/p], hidden).
@@ -72,9 +72,14 @@ class VocabParallelHead(nn.Module):
             token_weights: fp32 (tokens,), what each token's loss counts.
             tied_weight: the embedding's parameter when tied.
             preference: instead of the weighted sum, the loss of pairs of answers; tokens of weight 0 are the prompt's.
+
+        Raises:
+            ValueError: for labels without weights, or weights without labels.
         """
         parameter = tied_weight if self.weight is None else self.weight
         assert parameter is not None
+        if (labels is None) != (token_weights is None):
+            raise ValueError("a loss needs labels and token_weights, logits neither")
         weight = local(parameter)
         if self.sequence_parallel:
             hidden = gather_tokens(x, self.group)  # (tokens, hidden)

@@ -6,9 +6,7 @@ One after the other they need one collective each way (Shoeybi et al. 2019, arXi
 (Korthikanti et al. 2022, arXiv 2205.05198) what enters and leaves the pair is split along dim 0 of the input: the sum
 becomes a reduce-scatter, and an all-gather precedes the column-parallel layer.
 
-Product and collective are one operator, opaque to whoever rewrites graphs: torch.compile would otherwise keep the
-gathered input for the backward pass and wait for the reduction too early, and selective recompute would keep both the
-partial products and their sum.
+Product and collective are one operator, see ``smp.layers.operators``.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from smp.kernels.swiglu import swiglu, swiglu_backward, swiglu_forward
 from smp.layers.deferred import Defer, column_parallel_deferred, row_parallel_deferred
 from smp.layers.lora import Lora, add_column_adapters, add_row_adapter
+from smp.layers.operators import column_forward, row_forward
 from smp.layers.parameter import (
     REPLICATE,
     SHARD_COLUMNS,
@@ -42,24 +41,6 @@ from smp.parallel.collectives import (
     sum_gradient,
     wait,
 )
-
-
-@torch.library.custom_op("smp::column_parallel", mutates_args=())
-def _column_forward(
-    x: torch.Tensor, weights: list[torch.Tensor], name: str, size: int, rank: int, sequence_parallel: bool
-) -> list[torch.Tensor]:
-    """Products of one input with several weights, after one gather for all of them: (tokens, ..., out/p) each."""
-    group = Group(name, size, rank)
-    full = wait(start_all_gather(x, group), group) if sequence_parallel else x
-    return [F.linear(full, w) for w in weights]
-
-
-@_column_forward.register_fake
-def _(
-    x: torch.Tensor, weights: list[torch.Tensor], name: str, size: int, rank: int, sequence_parallel: bool
-) -> list[torch.Tensor]:
-    tokens = x.shape[0] * (size if sequence_parallel else 1)
-    return [x.new_empty(tokens, *x.shape[1:-1], w.shape[0]) for w in weights]
 
 
 @torch.library.custom_op("smp::column_parallel_backward", mutates_args=())
@@ -110,13 +91,14 @@ class _ColumnParallel(torch.autograd.Function):
     gradient, and when all are the input is not saved."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, group: Group, sequence_parallel: bool, *weights: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        """x, group, sequence_parallel, weights. (Were the first three parameters of their own, torch 2.13's compiler
+        would take two weights without a gradient for a call that has no ``ctx``: it compares counts.)"""
+        x, group, sequence_parallel, *weights = inputs
         ctx.where = (group.name, group.size, group.rank, sequence_parallel)
         wanted = any(ctx.needs_input_grad[3:])
         ctx.save_for_backward(x if wanted else x.new_empty(0), *weights)
-        return tuple(_column_forward(x, list(weights), *ctx.where))
+        return tuple(column_forward(x, weights, *ctx.where))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -127,29 +109,12 @@ class _ColumnParallel(torch.autograd.Function):
         return dx, None, None, *(next(rest) if want else None for want in wanted)
 
 
-@torch.library.custom_op("smp::row_parallel", mutates_args=())
-def _row_forward(
-    x: torch.Tensor, weight: torch.Tensor, name: str, size: int, rank: int, sequence_parallel: bool
-) -> torch.Tensor:
-    """The product summed over the ranks, (tokens, ..., out) or each rank's (tokens / p, ..., out)."""
-    group = Group(name, size, rank)
-    partial = F.linear(x, weight)
-    start = start_reduce_scatter if sequence_parallel else start_all_reduce
-    return wait(start(partial, group), group)
-
-
-@_row_forward.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, name: str, size: int, rank: int, sequence_parallel: bool) -> torch.Tensor:
-    tokens = x.shape[0] // (size if sequence_parallel else 1)
-    return x.new_empty(tokens, *x.shape[1:-1], weight.shape[0])
-
-
 class _RowParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: Group, sequence_parallel: bool) -> torch.Tensor:
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else x.new_empty(0), weight)
-        return _row_forward(x, weight, group.name, group.size, group.rank, sequence_parallel)
+        return row_forward(x, weight, group.name, group.size, group.rank, sequence_parallel)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -179,7 +144,7 @@ class _RowParallelSwiglu(torch.autograd.Function):
         a = swiglu_forward(gate, up, backend)  # (tokens, ..., in/p)
         if group.size == 1:
             return F.linear(a, weight)
-        return _row_forward(a, weight, group.name, group.size, group.rank, sequence_parallel)
+        return row_forward(a, weight, group.name, group.size, group.rank, sequence_parallel)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -224,8 +189,8 @@ class ColumnParallelLinear(nn.Module):
         init_std: standard deviation of the initial weight.
         device, dtype: of the parameters.
 
-    Shapes: (tokens, ..., in) -> (tokens, ..., out / max-parts-per-rank); under sequence parallelism the input's dim 0
-    is tokens / p and the output's is tokens.
+    Shapes: (tokens, ..., in) -> (tokens, ..., out / min(p, parts)); under sequence parallelism the input's dim 0 is
+    tokens / p and the output's is tokens.
 
     Raises:
         ValueError: when out_features cannot be cut evenly.
@@ -280,8 +245,15 @@ def column_parallel(
         x: (tokens [/p], ..., in).
         layers: of one group.
         numbers: int64 (tokens [/p],), global numbers of the tokens, which dropout in adapters is keyed by.
+
+    Raises:
+        ValueError: when the layers differ in their group, in ``sequence_parallel`` or in who computes their gradients.
     """
     first = layers[0]
+    for m in layers[1:]:
+        same = m.group == first.group and m.sequence_parallel == first.sequence_parallel and m.defer == first.defer
+        if not same:
+            raise ValueError("layers with one input differ in their group, in sequence_parallel or in defer")
     weights = [layer._own(layer.weight) for layer in layers]
     if first.defer is not None:
         outputs = column_parallel_deferred(x, layers, weights)

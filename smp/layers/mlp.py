@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,9 @@ class MLP(nn.Module):
         device, dtype: of the parameters.
 
     Shapes: (tokens [/p], hidden) -> the same.
+
+    Raises:
+        ValueError: for an unknown activation, or when the mesh does not divide ``ffn_hidden_size``.
     """
 
     def __init__(
@@ -58,7 +61,10 @@ class MLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if activation not in get_args(Activation):
+            raise ValueError(f"activation {activation!r} is not one of {', '.join(get_args(Activation))}")
         self.activation: Activation = activation
+        self.sequence_parallel = sequence_parallel
         self.backend = kernels.swiglu
         column = {
             "bias": bias,

@@ -117,7 +117,8 @@ class GPT(nn.Module):
 
         Args:
             tokens: int64 (batch, length).
-            labels: int64 (batch, length), the token that follows each; without them logits are returned.
+            labels: int64 (batch, length), the token that follows each; without them and the weights logits are
+                returned.
             token_weights: fp32 (batch, length): what each token's loss counts. 1 / (valid tokens of the global batch)
                 makes the sum over micro-batches and ranks the mean loss; 0 leaves a token out.
             sample_index: int64 (batch,), global numbers of the samples, or (batch, length), of the tokens. Dropout is
@@ -135,6 +136,8 @@ class GPT(nn.Module):
             reference the log-probability of each answer, fp32 (batch,); of a part without head ``hidden_shape(batch,
             length)``.
         """
+        if (labels is None) != (token_weights is None):
+            raise ValueError("a loss needs labels and token_weights, logits neither")
         if part is None:
             (part,) = self.parts
         batch, length = tokens.shape
@@ -143,8 +146,11 @@ class GPT(nn.Module):
         info = self._sequence_info(tokens, padding, places, sample_index)
         keys = self._dropout_keys(info, tokens.device)
         x = self._embed(_flat(tokens, padding), places, info, keys) if hidden is None else hidden
+        window = self.config.window_size
+        if documents is None and window is not None and window < length:
+            documents = tokens.new_zeros(1, length)  # one mask for all samples, as for all layers
         if documents is not None:
-            info.mask = document_mask(documents, self.config.window_size, x.dtype)
+            info.mask = document_mask(documents, window, x.dtype)
         for i in part.layers:
             x = self.layers[str(i)](
                 x, info, None if keys is None else keys[SITES_PER_BLOCK * i : SITES_PER_BLOCK * (i + 1)]
@@ -185,7 +191,7 @@ class GPT(nn.Module):
                     c.rope_original_max_position,
                 )
             assert c.kv_channels is not None
-            freqs = rope_frequencies(int(c.kv_channels * c.rotary_percent), c.rotary_base, scaling, tokens.device)
+            freqs = rope_frequencies(round(c.kv_channels * c.rotary_percent), c.rotary_base, scaling, tokens.device)
             info.rope = rope_table(places, freqs)
         if self.training and max(c.hidden_dropout, c.attention_dropout, self.adapter_dropout) > 0:
             if sample_index is None:
@@ -240,7 +246,7 @@ def _norm(config: ModelConfig, mesh: DeviceMesh, kernels: Kernels, place: dict[s
         config.hidden_size,
         mesh,
         eps=config.norm_epsilon,
-        split=place["sequence_parallel"],
+        sequence_parallel=place["sequence_parallel"],
         kernels=kernels,
         device=place["device"],
     )

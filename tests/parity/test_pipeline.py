@@ -9,7 +9,7 @@ from tests.parity import pipeline_cases as cases
 from tests.parity.cases import Case
 from tests.parity.lab import Lab
 from tests.parity.result import TOLERANCE
-from tests.parity.test_matrix import errors, rounding_bounds
+from tests.parity.test_matrix import errors, within_rounding
 
 PIPELINES = [*cases.pipeline_cases(), *cases.special_cases()]
 BF16 = cases.bf16_cases()
@@ -49,9 +49,7 @@ def test_a_pipeline_equals_one_rank(lab: Lab, case: Case) -> None:
 
 @pytest.mark.parametrize("case", BF16, ids=str)
 def test_bf16_is_as_close_as_rounding_allows(lab: Lab, case: Case) -> None:
-    found, bounds = errors(lab, case), rounding_bounds(lab, BF16)
-    for name, bound in bounds.items():
-        assert 0 < getattr(found, name) <= bound, (name, found, bounds)
+    within_rounding(lab, case, BF16)
 
 
 @pytest.mark.parametrize(("case", "one_rank"), EXACT, ids=[str(case) for case, _ in EXACT])

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from smp.config import Layout
 from smp.data.loader import IGNORED_LABEL, GlobalBatch
+from smp.layers.head import CHUNK_BYTES
 from smp.models.gpt import GPT
 from smp.optim import optimizer as optimizer_module
 from smp.optim.optimizer import build_optimizer
@@ -39,6 +40,8 @@ def run_cases(rank: int, world_size: int, cases: list[Case], folder: str) -> Non
     meshes: Meshes = {}
     for number, case in enumerate(cases):
         with pytest.MonkeyPatch.context() as patch:
+            if case.spread.chunk_bytes is not None:
+                patch.setitem(CHUNK_BYTES, "cpu", case.spread.chunk_bytes)
             if case.sabotage:
                 SABOTAGE[case.sabotage](patch)
             record = train(case, meshes)
@@ -124,8 +127,8 @@ def _break_adjoint(function: str) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def _keep_own_part(patch: pytest.MonkeyPatch) -> None:
-    """gather_tokens with concat_tokens' adjoint."""
-    backward = collectives._ConcatTokens.backward
+    """gather_tokens as if all ranks did the same work behind it: each keeps its part of the gradient."""
+    backward = lambda ctx, grad: (collectives._own_part(grad, ctx.group), None)  # noqa: E731
     patch.setattr(collectives._GatherTokens, "backward", staticmethod(backward))
 
 
