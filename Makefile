@@ -2,7 +2,7 @@
 # make demo     corpus, tokenizer, training on two processes, a loss curve and a sample, in minutes on a CPU
 # make test     tests; make test-slow: the long ones; make check: lint, format, types, import directions
 # make parity   the errors of the parity matrix, written to docs/parity.md
-# make bench    benchmarks of this machine
+# make bench    benchmarks of this machine; make bench-cpu: the tables of make gpu on a CPU
 # make gpu      all that needs a GPU, with the machine's own python; installs nothing
 #
 # Which torch: the default index has a CUDA build for Linux, so a machine with an NVIDIA GPU needs no more than "make env".
@@ -19,7 +19,7 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip
 READY = $(VENV)/.ready
 
-.PHONY: env demo test test-slow parity check bench gpu clean
+.PHONY: env demo test test-slow parity check bench bench-cpu gpu clean
 .DELETE_ON_ERROR:
 
 env: $(READY)
@@ -55,10 +55,13 @@ check: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/run.py
 
+bench-cpu: $(READY)
+	PYTHONPATH=$(CURDIR) $(BIN)/python benchmarks/kernels.py --device cpu --rounds 10
+	PYTHONPATH=$(CURDIR) $(BIN)/python benchmarks/training_table.py --device cpu --steps 2
+
 gpu: export PYTHONPATH = $(CURDIR)
 gpu:
 	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu: torch sees no CUDA device")'
-	$(PYTHON) -m pytest -m gpu
 	$(PYTHON) benchmarks/gpu.py
 
 clean:

@@ -4,10 +4,13 @@ The entry points (pretrain_gpt.py and tools/) are scripts of the checkout, not c
 meant to be read and changed, and torchrun wants a file.
 """
 
+import os
 import re
+import runpy
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Distribution, find_packages, setup
+from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
 
@@ -18,6 +21,28 @@ def version() -> str:
     match = re.search(r'^__version__ = "(.+)"$', source, re.MULTILINE)
     assert match is not None, "smp/__init__.py has no __version__"
     return match[1]
+
+
+BUILD_CUDA = os.environ.get("SMP_BUILD_CUDA") == "1"
+"""Whether to compile smp/kernels/csrc; without it the wheel is pure Python."""
+
+
+class BuildKernels(build_py):
+    """Also compile the CUDA C++ kernels, by the file that ``python -m smp.kernels.cuda.build`` runs."""
+
+    def run(self) -> None:
+        super().run()
+        root = HERE if self.editable_mode else Path(self.build_lib)
+        folder = root / "smp" / "kernels" / "csrc"
+        folder.mkdir(parents=True, exist_ok=True)
+        runpy.run_path(str(HERE / "smp" / "kernels" / "cuda" / "build.py"))["build"](folder)
+
+
+class WithMachineCode(Distribution):
+    """A wheel for one platform."""
+
+    def has_ext_modules(self) -> bool:
+        return True
 
 
 BASE = [
@@ -33,6 +58,7 @@ BASE = [
 HF = ["transformers>=5"]
 DATA = ["pyarrow", "tiktoken", "tokenizers>=0.21", "zstandard"]  # kinds of files and tokenizers
 S3 = ["s3fs>=2024.10"]
+TRITON = ['triton; platform_system == "Linux"']  # a CUDA torch brings it; beside a CPU torch it interprets kernels
 EXTRAS = {
     "data": DATA,
     "gigatoken": ["gigatoken"],  # a faster tokenizer for preprocessing
@@ -50,6 +76,7 @@ EXTRAS = {
         "packaging",
         "setuptools>=77",
         "safetensors",
+        *TRITON,
         *HF,
         *S3,
         "moto[server]",
@@ -75,7 +102,9 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["smp", "smp.*"]),
-    package_data={"smp": ["py.typed"]},
+    package_data={"smp": ["py.typed", "kernels/csrc/*.cu"]},
+    cmdclass={"build_py": BuildKernels} if BUILD_CUDA else {},
+    distclass=WithMachineCode if BUILD_CUDA else Distribution,
     install_requires=BASE,
     extras_require=EXTRAS,
     classifiers=[

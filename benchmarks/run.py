@@ -23,6 +23,7 @@ def main() -> None:
     write_table("pipeline_cpu.txt", [[str(ROOT / "benchmarks/pipeline.py")]])
     write_table("checkpoint_cpu.txt", [[str(ROOT / "benchmarks/checkpoint.py")]])
     write_table("data_cpu.txt", [[str(ROOT / "benchmarks/data.py")]])
+    write_table("convert_cpu.txt", [[str(ROOT / "benchmarks/convert.py")]])
 
 
 def write_table(name: str, commands: list[list[str]]) -> None:

@@ -17,14 +17,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.attention import sdpa_kernel
 
-from smp.config import Layout, ModelConfig, OptimizerConfig, ParallelConfig
+from smp.config import Config, Layout, ModelConfig, OptimizerConfig, ParallelConfig
 from smp.layers import init_weights
 from smp.models.arithmetic import training_flops_per_token
 from smp.models.gpt import GPT
 from smp.optim.optimizer import build_optimizer, clip_gradients
 from smp.parallel.mesh import MESH_DIMS, build_mesh
 from smp.sharding.parallelize import parallelize
+from smp.training.build import attention_of, run_kernels
 
 MODEL = ModelConfig(
     num_layers=8,
@@ -36,7 +38,8 @@ MODEL = ModelConfig(
     vocab_size=32_000,
     max_position_embeddings=512,
 )
-Step = Callable[[], float]
+Step = Callable[[], torch.Tensor]
+"""One training step; the loss, which may still be on its way."""
 
 
 @dataclass(frozen=True)
@@ -76,28 +79,32 @@ class Entry:
 
 def smp_step(work: Work, mesh: DeviceMesh, **parallel: Any) -> Step:
     """A training step of our model without data parallelism: loss, backward, clip, AdamW."""
-    config = ParallelConfig(**parallel)
-    model = GPT(work.model, mesh["tp"], sequence_parallel=config.sequence_parallel, device="meta")
-    parallelize(model, mesh, config)
+    config = Config(model=work.model, parallel=ParallelConfig(**parallel))
+    config.data.seq_length, device = work.length, torch.device(work.device)
+    kernels, _ = run_kernels(config, device)
+    attention = attention_of(config, device).backend
+    model = GPT(work.model, mesh["tp"], sequence_parallel=config.parallel.sequence_parallel, kernels=kernels)
+    parallelize(model, mesh, config.parallel)
     model.to_empty(device=work.device)
     init_weights(model, seed=0)
     optimizer = build_optimizer(model, OptimizerConfig())
     tokens, labels = work.data()
     weights = torch.full(labels.shape, 1.0 / labels.numel(), device=work.device)
 
-    def step() -> float:
-        loss = model(tokens, labels, weights)
-        loss.backward()
+    def step() -> torch.Tensor:
+        with sdpa_kernel([attention]):
+            loss = model(tokens, labels, weights)
+            loss.backward()
         clip_gradients(model.parameters(), 1.0, mesh.get_group("tp"))
         optimizer.step()
         optimizer.zero_grad()
-        return loss.item()
+        return loss.detach()
 
     return step
 
 
-def transformers_step(work: Work, bf16: bool) -> Step:
-    """The same step by transformers' Llama, uncompiled, SDPA attention, autocast for bf16."""
+def transformers_step(work: Work, bf16: bool, *, compiled: bool = False) -> Step:
+    """The same step by transformers' Llama, SDPA attention, autocast for bf16."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -120,15 +127,16 @@ def transformers_step(work: Work, bf16: bool) -> Step:
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
     tokens, labels = work.data()
+    run = torch.compile(model) if compiled else model
 
-    def step() -> float:
+    def step() -> torch.Tensor:
         with torch.autocast(work.device, torch.bfloat16, enabled=bf16):
-            loss = model(input_ids=tokens, labels=labels, shift_labels=labels).loss
+            loss = run(input_ids=tokens, labels=labels, shift_labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        return loss.item()
+        return loss.detach()
 
     return step
 
@@ -141,7 +149,7 @@ def interleave(entries: list[Entry], rounds: int) -> None:
             if dist.get_world_size() > 1:
                 dist.barrier()
             started = time.perf_counter()
-            entry.step()
+            entry.step().item()
             if turn:
                 entry.seconds.append(time.perf_counter() - started)
 
@@ -158,17 +166,14 @@ def show(title: str, work: Work, entries: list[Entry]) -> None:
         print(f"  {entry.name:32s} {rate}  {first / median:.3f} x   ({spread})", flush=True)
 
 
-def product_limit(rows: int, inner: int, columns: int, dtype: torch.dtype, device: str, rounds: int = 7) -> float:
+def product_limit(rows: int, inner: int, columns: int, dtype: torch.dtype, rounds: int = 7) -> float:
     """FLOP/s of one matrix product into memory that is there: what no training step can exceed."""
-    a, b = torch.randn(rows, inner).to(device, dtype), torch.randn(inner, columns).to(device, dtype)
-    out = torch.empty(rows, columns, dtype=dtype, device=device)
+    a, b = torch.randn(rows, inner).to(dtype), torch.randn(inner, columns).to(dtype)
+    out = torch.empty(rows, columns, dtype=dtype)
     seconds = []
     for _ in range(rounds):
-        if device == "cuda":
-            torch.cuda.synchronize()
         started = time.perf_counter()
         torch.mm(a, b, out=out)
-        out[0, 0].item()
         seconds.append(time.perf_counter() - started)
     return 2 * rows * inner * columns / statistics.median(seconds)
 
@@ -184,7 +189,7 @@ def beside_transformers(rounds: int) -> None:
         ]
         interleave(entries, rounds)
         show("one step, bf16" if bf16 else "one step, fp32", ON_CPU, entries)
-        limit = product_limit(2048, 512, 1536, torch.bfloat16 if bf16 else torch.float32, "cpu")
+        limit = product_limit(2048, 512, 1536, torch.bfloat16 if bf16 else torch.float32)
         print(f"  limit: {limit / 1e12:.3f} TFLOP/s, the product 2048 x 512 x 1536 alone")
 
 
@@ -202,9 +207,9 @@ def beside_one_process(rounds: int) -> None:
         show("one step, fp32, two cores", ON_CPU, entries)
 
 
-def _nothing() -> float:
+def _nothing() -> torch.Tensor:
     """The other rank waits at the next barrier while rank 0 works alone."""
-    return 0.0
+    return torch.zeros(())
 
 
 def main() -> None:

@@ -19,16 +19,19 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import smp
+from smp.kernels.cuda.build import nvcc_path
 
 ROOT = Path(__file__).parents[1]
 PYPI_NAMES = {"yaml": "pyyaml"}
-NOT_PINNED = {"wandb"}  # an extra that no test needs
+NOT_PINNED = {"wandb", "triton"}  # an extra that no test needs; torch's choice, where it has CUDA
 NOT_ON_AN_INDEX = {"apex"}  # used where it is installed
 
 IMPORT_ALL = """
-import importlib, pkgutil, smp
+import importlib, importlib.util, pkgutil, smp
+triton = importlib.util.find_spec("triton") is not None
 for module in pkgutil.walk_packages(smp.__path__, "smp."):
-    importlib.import_module(module.name)
+    if triton or not module.name.startswith("smp.kernels.triton."):
+        importlib.import_module(module.name)
     print(module.name)
 print(smp.__file__)
 """
@@ -55,14 +58,19 @@ assert losses[1] < losses[0], losses
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy: setuptools leaves a build folder beside the sources."""
-    source, output = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    shutil.copytree(ROOT / "smp", source / "smp", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.py", "pyproject.toml", "LICENSE"):
-        shutil.copy(ROOT / name, source)
+    source, output = copy_of_the_sources(tmp_path_factory.mktemp("source")), tmp_path_factory.mktemp("wheel")
     pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", output, source)
     (path,) = output.glob("*.whl")
     return path
+
+
+def copy_of_the_sources(folder: Path) -> Path:
+    """To build from: setuptools leaves a build folder beside the sources."""
+    source = folder / "source"
+    shutil.copytree(ROOT / "smp", source / "smp", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name in ("setup.py", "pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    return source
 
 
 def pip(*words: object) -> None:
@@ -110,6 +118,28 @@ def test_layers_of_the_wheel_train(wheel: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_kernels_import_without_what_they_may_use() -> None:
+    code = "import sys; sys.modules['triton'] = sys.modules['apex'] = None; import smp.layers, smp.training.pretrain"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(nvcc_path() is None, reason="nvcc is not on PATH")
+def test_machine_code_comes_only_when_asked_for(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def holds(path: Path) -> set[str]:
+        with zipfile.ZipFile(path) as archive:
+            return {Path(name).name for name in archive.namelist() if "/csrc/" in name}
+
+    assert holds(wheel) == {"cross_entropy.cu"} and wheel.name.endswith("-py3-none-any.whl")
+    monkeypatch.setenv("SMP_BUILD_CUDA", "1")
+    monkeypatch.setenv("SMP_CUDA_ARCHS", "90a")
+    source = copy_of_the_sources(tmp_path)
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, source)
+    (path,) = tmp_path.glob("*.whl")
+    assert holds(path) == {"cross_entropy.cu", "libsmp_kernels.so"} and "none-any" not in path.name
+
+
 def test_the_wheel_holds_the_package_and_the_license_only(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -132,7 +162,8 @@ def test_what_is_imported_is_declared(requirements: list[Requirement]) -> None:
     base = {canonicalize_name(r.name) for r in requirements if r.marker is None}
     optional = {canonicalize_name(r.name) for r in requirements} | NOT_ON_AN_INDEX
     files = [ROOT / "pretrain_gpt.py", *(ROOT / "smp").rglob("*.py"), *(ROOT / "tools").glob("*.py")]
-    found = [(path, name, lazy) for path in files for name, lazy in imports(path)]
+    late = ROOT / "smp" / "kernels" / "triton"  # imported when the first of its kernels runs
+    found = [(path, name, lazy or path.parent == late) for path in files for name, lazy in imports(path)]
     own = {"smp", "tools", *sys.stdlib_module_names}
     undeclared = [
         f"{path.relative_to(ROOT)}: {name}"

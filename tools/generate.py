@@ -1,94 +1,155 @@
-"""Print text that a trained model writes.
+"""Print text that a model writes, token by token: to see what it learned, or that a conversion is right.
 
     python tools/generate.py --load checkpoints --tokenizer-model tokenizer.model --prompt "def main("
+    python tools/generate.py --load Llama-3.2-1B --prompt "The capital of France is" --temperature 0 --dtype bf16
 
-Reads the model from the checkpoint alone: its settings are in the manifest. Works on any machine whatever the layout
-was.
+--load is a checkpoint of ours, a Hugging Face folder or one of Megatron's. Settings come from it alone, and so does the
+tokenizer where it has one. Works on any machine whatever the layout was.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from dataclasses import fields
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from smp import checkpoint
-from smp.config import Layout, ModelConfig
+from smp.config import Layout
+from smp.convert.formats import Opened, open_checkpoint
+from smp.convert.load import load_weights
+from smp.data.tokenizer import Tokenizer
 from smp.data.tokenizer_files import PATTERNS, load_tokenizer
+from smp.models.generation import Sampling, generate
 from smp.models.gpt import GPT
 from smp.parallel.mesh import build_mesh
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_UNFINISHED = "\ufffd"  # what decoders write for a character of which only some bytes are there
 
-def load_model(folder: Path, device: torch.device) -> GPT:
-    """The model of a checkpoint folder, in evaluation mode, in this one process."""
-    extra = checkpoint.read_manifest(folder).extra
-    config = ModelConfig(**{f.name: extra["config"][f.name] for f in fields(ModelConfig)})
+
+class TokenizerFile:
+    """A tokenizer.json, used as transformers uses it: with the special tokens that it puts in front of a text."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import tokenizers
+        except ImportError:
+            raise ValueError(f"{path} needs the library tokenizers: pip install 'smp[data]'") from None
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise ValueError(f"{path} is not a tokenizer.json ({error})") from None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids."""
+        return list(self._tokenizer.encode(text).ids)
+
+    def decode(self, ids: list[int]) -> str:
+        """Text, without special tokens."""
+        return str(self._tokenizer.decode(ids))
+
+
+def find_tokenizer(
+    opened: Opened, given: Path | None, pattern: str | None = None
+) -> tuple[TokenizerFile | Tokenizer, list[int]]:
+    """The tokenizer, and the ids that end a text.
+
+    Raises:
+        ValueError: there is none.
+    """
+    folder = opened.reference
+    inside = [] if folder is None else [folder / name for name in ("tokenizer.json", "tokenizer.model")]
+    path = given or next((path for path in inside if path.is_file()), None)
+    if path is None:
+        raise ValueError(
+            "no tokenizer lies with the model: give --tokenizer-model, or --reference a folder that has one"
+        )
+    ends = _end_ids(folder)
+    if path.suffix == ".json":
+        return TokenizerFile(path), ends or [load_tokenizer(path, pattern).eod]
+    tokenizer = load_tokenizer(path, pattern)
+    return tokenizer, [*ends, tokenizer.eod]
+
+
+def _end_ids(folder: Path | None) -> list[int]:
+    """What generation_config.json or config.json say."""
+    for name in ("generation_config.json", "config.json"):
+        if folder is not None and (folder / name).is_file():
+            said = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+            if said is not None:
+                return said if isinstance(said, list) else [said]
+    return []
+
+
+def load_model(opened: Opened, device: torch.device, dtype: torch.dtype = torch.float32) -> GPT:
+    """The model, in evaluation mode, in this one process."""
     mesh = build_mesh(Layout(), device.type)
-    model = GPT(config, mesh["tp"], device=device)
-    with torch.no_grad():  # the vocabulary's padding rows are not in the checkpoint
-        for parameter in model.parameters():
-            parameter.zero_()
-    tensors, _ = checkpoint.training_state(model)
-    checkpoint.load(tensors, folder, logical_rows=checkpoint.collect_logical_rows(model), allow_unread=True)
+    model = GPT(opened.weights.config, mesh["tp"]).to(dtype).to_empty(device=device)
+    load_weights(model, lambda: opened.weights)
     return model.eval()
 
 
-@torch.no_grad()
-def generate(
-    model: GPT, prompt: list[int], count: int, temperature: float, top_k: int, seed: int, eod: int
-) -> list[int]:
-    """Up to ``count`` token ids after ``prompt``; temperature 0 takes the likeliest. Ends before ``eod``."""
-    device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(seed)
-    ids = list(prompt)
-    while len(ids) - len(prompt) < count:
-        window = torch.tensor([ids[-model.config.max_position_embeddings :]], device=device)
-        logits = model(window)[0, -1].float().cpu()
-        if temperature == 0:
-            choice = int(logits.argmax())
-        else:
-            best = logits.topk(min(top_k, logits.numel()))
-            weights = (best.values / temperature).softmax(dim=0)
-            choice = int(best.indices[torch.multinomial(weights, 1, generator=generator)])
-        if choice == eod:
-            break
-        ids.append(choice)
-    return ids[len(prompt) :]
+def stream(
+    ids: Iterable[int], before: list[int], decode: Callable[[list[int]], str], show: Callable[[str], Any]
+) -> None:
+    """Show the text of ``ids``, which follow ``before``, as far as its characters are complete."""
+    known, shown = list(before), len(decode(before))
+    text = ""
+    for token in ids:
+        known.append(token)
+        text = decode(known)
+        if not text.endswith(_UNFINISHED):
+            show(text[shown:])
+            shown = len(text)
+    show(text[shown:])
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags."""
+    out = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    out.add_argument("--load", required=True, type=Path, help="folder of checkpoints, or one checkpoint's own folder")
+    out.add_argument("--tokenizer-model", type=Path, help="its file, of any kind (default: what lies with the model)")
+    out.add_argument("--tiktoken-pattern", choices=PATTERNS, help="how a tiktoken file's text is cut")
+    out.add_argument("--reference", type=Path, help="Hugging Face folder that says what --load does not")
+    out.add_argument("--prompt", default="", help="text to continue")
+    out.add_argument("--max-new-tokens", type=int, default=100, help="tokens to write at most")
+    out.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token")
+    out.add_argument("--top-k", type=int, default=50, help="choose among this many tokens; 0: all")
+    out.add_argument("--top-p", type=float, default=1.0, help="choose among the likeliest that add up to this")
+    out.add_argument("--seed", type=int, default=0, help="of the choices")
+    out.add_argument("--dtype", choices=DTYPES, default="fp32", help="of weights and arithmetic")
+    return out
 
 
 def main(argv: list[str]) -> int:
     """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--load", required=True, type=Path, help="folder of checkpoints, or one checkpoint's own folder"
-    )
-    parser.add_argument("--tokenizer-model", required=True, help="sentencepiece model, tokenizer.json or tiktoken file")
-    parser.add_argument("--tiktoken-pattern", choices=PATTERNS, help="how a tiktoken file's text is cut")
-    parser.add_argument("--prompt", default="", help="text to continue")
-    parser.add_argument("--max-new-tokens", type=int, default=100, help="tokens to write at most")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token")
-    parser.add_argument("--top-k", type=int, default=50, help="choose among this many tokens")
-    parser.add_argument("--seed", type=int, default=0, help="of the choices")
-    args = parser.parse_args(argv)
+    args = parser().parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        folder = checkpoint.find(args.load)
-        tokenizer = load_tokenizer(args.tokenizer_model, args.tiktoken_pattern)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
-        )
-        model = load_model(folder, device)
+        sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+        opened = open_checkpoint(args.load, reference=args.reference)
+        tokenizer, ends = find_tokenizer(opened, args.tokenizer_model, args.tiktoken_pattern)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        model = load_model(opened, device, DTYPES[args.dtype])
+        ids = tokenizer.encode(args.prompt) or ends[:1]
+        print(args.prompt, end="", flush=True)
+        new = generate(model, ids, args.max_new_tokens, sampling, ends)
+        stream(new, ids, tokenizer.decode, lambda text: print(text, end="", flush=True))
+        print()
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    ids = tokenizer.encode(args.prompt) or [tokenizer.eod]
-    new = generate(model, ids, args.max_new_tokens, args.temperature, args.top_k, args.seed, tokenizer.eod)
-    print(args.prompt + tokenizer.decode(new))
-    dist.destroy_process_group()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
     return 0
 
 

@@ -26,12 +26,17 @@ def read_box(
         DamagedError, CheckpointError: as :func:`smp.checkpoint.load`.
     """
     out = torch.empty(tuple(sizes), dtype=DTYPES[manifest.tensors[name].dtype])
+    read_box_into(folder, manifest, name, offsets, out)
+    return out
+
+
+def read_box_into(folder: Folder, manifest: Manifest, name: str, offsets: Sequence[int], out: torch.Tensor) -> None:
+    """:func:`read_box` into ``out``, a CPU tensor of the stored dtype whose shape is that of the box."""
     reader = ManifestReader(folder, manifest)
-    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(out.shape))
     stored: Any = reader.read_metadata().state_dict_metadata[name]
     items = create_read_items_for_chunk_list(name, stored, [chunk])
     reader.read_data(LoadPlan(items), _Into(out))  # type: ignore[arg-type]
-    return out
 
 
 class _Into:

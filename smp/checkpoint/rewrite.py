@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -15,6 +15,8 @@ from smp.checkpoint.storage import commit, discard_unfinished
 from smp.checkpoint.tensor_file import lay_out, raw_bytes, write_file
 
 _Piece = tuple[str, int, int]  # name, first row, rows; a tensor without dimensions has one row
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes."""
 
 
 def rewrite(
@@ -81,26 +83,41 @@ def _write(
     file: str,
     pieces: list[_Piece],
     progress: Callable[[int], None],
-) -> Iterator[Shard]:
+) -> list[Shard]:
     boxes = {name: _box(manifest.tensors[name], first, count) for name, first, count in pieces}
-    shapes = {
-        name: torch.empty(sizes, dtype=DTYPES[manifest.tensors[name].dtype], device="meta")
-        for name, (_, sizes) in boxes.items()
-    }
-    layout = lay_out(shapes)
 
-    def data() -> Iterator[tuple[str, memoryview]]:
-        for slot in layout.slots:
-            tensor = read_box(source, manifest, slot.key, *boxes[slot.key])
-            yield slot.key, raw_bytes(tensor)
-            progress(tensor.nbytes)
+    def data(name: str) -> Iterator[memoryview]:
+        tensor = read_box(source, manifest, name, *boxes[name])
+        yield raw_bytes(tensor)
+        progress(tensor.nbytes)
 
-    hashes = write_file(target, file, layout, data())
-    for name, (offsets, sizes) in boxes.items():
-        yield Shard(file, name, offsets, sizes, hashes[name])
+    dtypes = {name: DTYPES[manifest.tensors[name].dtype] for name in boxes}
+    return write_shards(target, file, boxes, dtypes, data)
 
 
-def _box(entry: TensorEntry, first: int, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def write_shards(
+    target: Folder,
+    file: str,
+    boxes: Mapping[str, Box],
+    dtypes: Mapping[str, torch.dtype],
+    data: Callable[[str], Iterator[memoryview]],
+) -> list[Shard]:
+    """Write one new data file of a checkpoint, durably, with a box of each of some tensors.
+
+    Args:
+        target: the checkpoint's own folder. :func:`smp.checkpoint.storage.commit` makes it a checkpoint in the end.
+        file: name, such as ``shard_00000.safetensors``.
+        boxes: offsets and sizes, by name of the tensor.
+        dtypes: by name of the tensor.
+        data: the bytes of a box, in pieces of any size. Called once for each, and their memory may be used again.
+    """
+    metas = {name: torch.empty(sizes, dtype=dtypes[name], device="meta") for name, (_, sizes) in boxes.items()}
+    layout = lay_out(metas)
+    hashes = write_file(target, file, layout, ((s.key, piece) for s in layout.slots for piece in data(s.key)))
+    return [Shard(file, name, offsets, sizes, hashes[name]) for name, (offsets, sizes) in boxes.items()]
+
+
+def _box(entry: TensorEntry, first: int, count: int) -> Box:
     """Offsets and sizes of some rows."""
     if not entry.shape:
         return (), ()

@@ -50,13 +50,19 @@ class FileLayout:
         return self.slots[-1].start + self.slots[-1].size if self.slots else 0
 
 
-def lay_out(tensors: Mapping[str, torch.Tensor]) -> FileLayout:
-    """Tensors in the order of safetensors, widest elements first, so that every one is aligned."""
+def lay_out(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> FileLayout:
+    """Tensors in the order of safetensors, widest elements first, so that every one is aligned.
+
+    Args:
+        tensors: by key; only their shapes and dtypes are used.
+        metadata: texts for the header; our checkpoints have none.
+    """
     slots, start = [], 0
     for key, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
         slots.append(Slot(key, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), start, tensor.nbytes))
         start += tensor.nbytes
-    entries = {s.key: {"dtype": s.dtype, "shape": s.shape, "data_offsets": (s.start, s.start + s.size)} for s in slots}
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    entries |= {s.key: {"dtype": s.dtype, "shape": s.shape, "data_offsets": (s.start, s.start + s.size)} for s in slots}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     return FileLayout(struct.pack("<Q", len(text)) + text, tuple(slots))
@@ -81,21 +87,19 @@ def write_file(
         folder: where to.
         name: of the file; there must be none of this name.
         layout: what it is to hold.
-        tensors: key and bytes of every slot of the layout, in its order.
+        tensors: key and bytes of every slot of the layout, in its order; a slot's may come in several pieces.
 
     Returns:
         xxh3_64 by key.
     """
-    hashes: dict[str, str] = {}
+    hashes = {slot.key: xxhash.xxh3_64() for slot in layout.slots}
     with folder.writer(name, len(layout.header) + layout.data_size) as sink:
         sink.write(memoryview(layout.header))
         for key, data in tensors:
-            hashed = xxhash.xxh3_64()
             for piece in _pieces(data, PIECE):
-                hashed.update(piece)
+                hashes[key].update(piece)
                 sink.write(piece)
-            hashes[key] = hashed.hexdigest()
-    return hashes
+    return {key: hashed.hexdigest() for key, hashed in hashes.items()}
 
 
 def _pieces(data: memoryview, size: int) -> Iterable[memoryview]:

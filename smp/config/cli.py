@@ -1,6 +1,7 @@
 """Flags and YAML to ``Config``, and back to YAML.
 
-Precedence, weakest first: dataclass default, preset of ``--model``, YAML file of ``--config``, flags. YAML scalars and
+Precedence, weakest first: dataclass default, preset of ``--model`` (or the model that ``--load`` describes), YAML file
+of ``--config``, flags. YAML scalars and
 flag values are both parsed as text by ``Setting.parse``: YAML 1.1 on its own reads ``3e-4`` as a string, ``010`` as 8
 and ``2024-01-01`` as a date, and then a recipe would not mean what the same words mean on the command line.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NoReturn
 
@@ -17,14 +18,17 @@ from smp.config.fields import Setting, as_text, did_you_mean, docstrings, group_
 from smp.config.schema import Config, ConfigError
 
 Presets = Mapping[str, Mapping[str, Any]]
+Describe = Callable[[str], dict[str, Any] | None]
 
 
-def load_config(argv: Sequence[str], presets: Presets) -> Config:
+def load_config(argv: Sequence[str], presets: Presets, described: Describe = lambda load: None) -> Config:
     """Parse a command line (without the program's name) into an unresolved ``Config``.
 
     Args:
         argv: flags; ``--help`` prints the settings and exits with 0.
         presets: named size -> ``ModelConfig`` field -> value.
+        described: value of ``--load`` -> the ``ModelConfig`` fields that what lies there states, or None. They take the
+            place of the preset when no ``--model`` is given.
 
     Raises:
         ConfigError: an unknown flag, key, preset or value; one line with the nearest valid name.
@@ -37,7 +41,12 @@ def load_config(argv: Sequence[str], presets: Presets) -> Config:
         raise ConfigError(f"--config is given {len(files)} times: {', '.join(files)}; flags may override one file")
     values = read_yaml(files[0]) if files else {}
     values |= {name: _flag_value(settings()[name], text) for name, text in texts.items()}
-    return _build(_preset(values.get("model"), presets) | values)
+    model = None
+    if "model" not in values and values.get("load") not in (None, "auto"):
+        model = described(values["load"])
+    if model is None:
+        model = _preset(values.get("model"), presets)
+    return _build(model | values)
 
 
 def _build(values: Mapping[str, Any]) -> Config:

@@ -118,6 +118,13 @@ class ParallelConfig:
     results; full keeps only each block's input."""
     compile: bool = False
     """Compile each block with torch.compile."""
+    kernels: Literal["auto", "torch", "triton", "cuda", "apex"] = "auto"
+    """Implementation of cross-entropy, norms, SwiGLU and RoPE. auto: Triton on CUDA, where --compile does not fuse
+    them, and PyTorch elsewhere. triton, cuda and apex: theirs where they have one, else as auto. The choice is
+    printed."""
+    attention_backend: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
+    """Backend of PyTorch's scaled dot-product attention. auto: the first of these that takes the model's attention. The
+    choice is printed."""
     distributed_timeout_minutes: float = 10.0
     """A collective that waits longer ends the run; each waiting rank dumps its stack first."""
 
@@ -249,7 +256,7 @@ class CheckpointConfig:
     """Folder that checkpoints are saved under, or a URL such as s3://bucket/run. One job at a time may use it."""
     load: str | None = None
     """Folder to resume from: its newest checkpoint that is whole, or that one checkpoint. auto: what --save holds, or a
-    fresh start when it holds nothing."""
+    fresh start when it holds nothing. A Hugging Face folder gives the architecture and the weights."""
     save_interval: int | None = None
     """Save every so many iterations. The end of a run is saved in any case."""
     save_mtbf_hours: float | None = None

@@ -1,11 +1,15 @@
 """Cross-entropy over one rank's columns of the logits.
 
-With local logits z (n, v), the softmax over the whole vocabulary needs from each rank only m = max z, s = sum exp(z -
-m) and the target's logit: three floats per token. From the ranks' (m, s) follow M = max m, S = sum s exp(m - M), the
-loss M + log S - z[target], and its gradient exp(z - M - log S) minus one at the target.
+With local logits z (n, v), the softmax over the whole vocabulary needs from each rank only two floats per token: l =
+log sum exp z and the target's logit. From all ranks' l follows L = log sum exp l, the loss L - z[target], and its
+gradient exp(z - L) minus one at the target.
 
-Both passes go block of rows by block of rows, in fp32 whatever the logits' dtype: the temporaries stay small enough for
-the processor's caches, and for the allocator to hand out the same pages again.
+Bytes per local logit in bf16: 2 to read for l, 2 to read and 2 to write for the gradient, which takes the logits'
+place. The sums are fp32 whatever the logits' dtype. (Megatron's and Liger's vocabulary-parallel versions keep an fp32
+buffer of all local logits; flash-attention's is the nearest to this one.)
+
+The PyTorch version goes block of rows by block of rows: the temporaries stay small enough for the processor's caches,
+and for the allocator to hand out the same pages again.
 """
 
 from __future__ import annotations
@@ -14,7 +18,47 @@ from collections.abc import Iterator
 
 import torch
 
+from smp.kernels.registry import accumulation_dtype, kernels_of, register
+
 BLOCK_ELEMENTS = 1 << 20
+
+
+def softmax_stats(logits: torch.Tensor, columns: torch.Tensor, valid: int, backend: str = "torch") -> torch.Tensor:
+    """(l, target's logit) of local logits, fp32 (2, n). The target's logit is 0 where another rank has the target, and
+    l is minus infinity where there is no real column.
+
+    Args:
+        logits: (n, v), any floating dtype, columns contiguous; columns from ``valid`` on are padding.
+        columns: int64 (n,), the target's column here, outside [0, valid) when another rank has it.
+        valid: number of real columns, possibly 0.
+        backend: torch, triton or cuda.
+    """
+    return _softmax_stats_op(logits, columns, valid, backend)
+
+
+def combine_stats(stats: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge the ranks' (p, 2, n) statistics into the whole vocabulary's L and target logit, each (n,)."""
+    return stats[:, 0].logsumexp(dim=0), stats[:, 1].sum(dim=0)
+
+
+def logits_to_gradient(
+    logits: torch.Tensor,
+    log_total: torch.Tensor,
+    columns: torch.Tensor,
+    valid: int,
+    weights: torch.Tensor,
+    backend: str = "torch",
+) -> torch.Tensor:
+    """Overwrite ``logits`` with the gradient of sum(weights * loss) by them; zeros in the padding.
+
+    Args:
+        logits, columns, valid, backend: as in :func:`softmax_stats`.
+        log_total: fp32 (n,), L.
+        weights: fp32 (n,), 0 for tokens that do not count.
+    """
+    _logits_to_gradient_op(logits, log_total, columns, valid, weights, backend)
+    torch.autograd.graph.increment_version(logits)  # who kept the logits for a backward pass gets an error, not noise
+    return logits
 
 
 def _row_blocks(logits: torch.Tensor) -> Iterator[slice]:
@@ -23,58 +67,80 @@ def _row_blocks(logits: torch.Tensor) -> Iterator[slice]:
 
 
 def _scratch(logits: torch.Tensor, valid: int) -> torch.Tensor:
-    return torch.empty(max(1, BLOCK_ELEMENTS // logits.shape[1]), valid, device=logits.device)
+    rows = max(1, BLOCK_ELEMENTS // logits.shape[1])
+    return torch.empty(rows, valid, device=logits.device, dtype=accumulation_dtype(logits.dtype))
 
 
-def softmax_stats(logits: torch.Tensor, columns: torch.Tensor, valid: int) -> torch.Tensor:
-    """(m, s, target logit) of local logits, fp32 (3, n). The target logit is 0 where another rank has the target.
-
-    Args:
-        logits: (n, v), any floating dtype; columns from ``valid`` on are padding.
-        columns: int64 (n,), the target's column here, outside [0, valid) when another rank has it.
-        valid: number of real columns, possibly 0.
-    """
-    stats = torch.zeros(3, logits.shape[0], device=logits.device)
+def softmax_stats_reference(logits: torch.Tensor, columns: torch.Tensor, valid: int) -> torch.Tensor:
+    """:func:`softmax_stats` in PyTorch."""
+    stats = torch.zeros(2, logits.shape[0], device=logits.device, dtype=accumulation_dtype(logits.dtype))
     if valid == 0:
-        stats[0] = torch.finfo(torch.float32).min
+        stats[0] = -torch.inf
         return stats
     scratch = _scratch(logits, valid)
     for rows in _row_blocks(logits):
         z = logits[rows, :valid]
-        peak = stats[0, rows] = z.amax(dim=1).float()
-        stats[1, rows] = torch.sub(z, peak[:, None], out=scratch[: z.shape[0]]).exp_().sum(dim=1)
+        peak = z.amax(dim=1).to(stats.dtype)
+        total = torch.sub(z, peak[:, None], out=scratch[: z.shape[0]]).exp_().sum(dim=1)
+        stats[0, rows] = peak + total.log()
     here = (columns >= 0) & (columns < valid)
     target = logits.gather(1, columns.clamp(0, valid - 1)[:, None])[:, 0]
-    stats[2] = torch.where(here, target.float(), 0.0)
+    stats[1] = torch.where(here, target.to(stats.dtype), 0.0)
     return stats
 
 
-def combine_stats(stats: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge the ranks' (p, 3, n) statistics into the whole vocabulary's M + log S and target logit, each (n,)."""
-    peak = stats[:, 0].amax(dim=0)
-    total = (stats[:, 1] * (stats[:, 0] - peak).exp()).sum(dim=0)
-    return peak + total.log(), stats[:, 2].sum(dim=0)
-
-
-def logits_to_gradient(
+def logits_to_gradient_reference(
     logits: torch.Tensor, log_total: torch.Tensor, columns: torch.Tensor, valid: int, weights: torch.Tensor
-) -> torch.Tensor:
-    """Overwrite ``logits`` with the gradient of sum(weights * loss) by them; zeros in the padding.
-
-    Args:
-        logits, columns, valid: as in :func:`softmax_stats`.
-        log_total: fp32 (n,), M + log S.
-        weights: fp32 (n,), 0 for tokens that do not count.
-    """
+) -> None:
+    """:func:`logits_to_gradient` in PyTorch."""
     here = (columns >= 0) & (columns < valid)
     minus, columns = torch.where(here, -weights, 0.0)[:, None], columns.clamp(0, max(valid - 1, 0))[:, None]
     scratch = _scratch(logits, valid)
     for rows in _row_blocks(logits) if valid else ():
         z = logits[rows, :valid]
-        gradient = z if z.dtype == torch.float32 else scratch[: z.shape[0]]
+        gradient = z if z.dtype == scratch.dtype else scratch[: z.shape[0]]
         torch.sub(z, log_total[rows, None], out=gradient).exp_().mul_(weights[rows, None])
         gradient.scatter_add_(1, columns[rows], minus[rows])
         if gradient is not z:
             z.copy_(gradient)
     logits[:, valid:] = 0.0
-    return logits
+
+
+def _softmax_stats(logits: torch.Tensor, columns: torch.Tensor, valid: int, backend: str) -> torch.Tensor:
+    if backend == "torch":
+        return softmax_stats_reference(logits, columns, valid)
+    return kernels_of("cross_entropy", backend).softmax_stats(logits, columns, valid)
+
+
+def _softmax_stats_fake(logits: torch.Tensor, columns: torch.Tensor, valid: int, backend: str) -> torch.Tensor:
+    return logits.new_empty((2, logits.shape[0]), dtype=accumulation_dtype(logits.dtype))
+
+
+def _logits_to_gradient(
+    logits: torch.Tensor,
+    log_total: torch.Tensor,
+    columns: torch.Tensor,
+    valid: int,
+    weights: torch.Tensor,
+    backend: str,
+) -> None:
+    if backend == "torch":
+        return logits_to_gradient_reference(logits, log_total, columns, valid, weights)
+    return kernels_of("cross_entropy", backend).logits_to_gradient(logits, log_total, columns, valid, weights)
+
+
+def _nothing(*args: object) -> None:
+    """A kernel that only writes into its arguments makes nothing to trace."""
+
+
+_softmax_stats_op = register(
+    "softmax_stats(Tensor logits, Tensor columns, SymInt valid, str backend) -> Tensor",
+    _softmax_stats,
+    _softmax_stats_fake,
+)
+_logits_to_gradient_op = register(
+    "logits_to_gradient_(Tensor(a!) logits, Tensor log_total, Tensor columns, SymInt valid, Tensor weights,"
+    " str backend) -> ()",
+    _logits_to_gradient,
+    _nothing,
+)

@@ -11,9 +11,10 @@ from einops import rearrange
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from smp.kernels import TORCH, Kernels
+from smp.kernels.rope import rope
 from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from smp.layers.norm import RMSNorm
-from smp.layers.rope import apply_rope
 from smp.parallel.rng import keyed_dropout
 
 
@@ -66,6 +67,36 @@ def _distances(length: int, device: torch.device) -> torch.Tensor:
     return place[:, None] - place[None, :]
 
 
+class KeyValueCache:
+    """Keys and values of the tokens that went through a layer so far, for generating token by token.
+
+    Args:
+        length: most tokens of a sequence.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length, self.filled = length, 0
+        self._keys: torch.Tensor | None = None
+        self._values: torch.Tensor | None = None
+
+    def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of all tokens so far, these included, (batch, groups/p, length, head_dim).
+
+        Raises:
+            ValueError: there is no room.
+        """
+        batch, groups, count, width = k.shape
+        if self.filled + count > self.length:
+            raise ValueError(f"{self.filled} + {count} tokens do not fit into a cache for {self.length}")
+        if self._keys is None or self._values is None:
+            self._keys = k.new_empty(batch, groups, self.length, width)
+            self._values = torch.empty_like(self._keys)
+        self._keys[:, :, self.filled : self.filled + count] = k
+        self._values[:, :, self.filled : self.filled + count] = v
+        self.filled += count
+        return self._keys[:, :, : self.filled], self._values[:, :, : self.filled]
+
+
 class SelfAttention(nn.Module):
     """Query, key and value projections, RoPE, scaled dot-product attention and the output projection.
 
@@ -82,12 +113,17 @@ class SelfAttention(nn.Module):
         dropout: on attention probabilities; above 0 they are materialised.
         sequence_parallel: input and output are split along dim 0.
         init_std, output_std: standard deviations of the initial weights, inner and last.
+        kernels: what rotates queries and keys, and normalizes them.
         device, dtype: of the parameters.
 
     Shapes: (tokens [/p], hidden) -> the same.
 
     Raises:
         ValueError: for sizes that do not divide; on use, when dropout in training mode lacks the key or the numbers.
+
+    Attributes:
+        rope_in_place: let a fused kernel rotate where the projections' outputs are. Not for selective recompute, which
+            keeps those.
     """
 
     def __init__(
@@ -107,6 +143,7 @@ class SelfAttention(nn.Module):
         sequence_parallel: bool = False,
         init_std: float = 0.02,
         output_std: float = 0.02,
+        kernels: Kernels = TORCH,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -121,6 +158,7 @@ class SelfAttention(nn.Module):
             raise ValueError("a sliding window needs causal attention")
         self.window, self.causal, self.dropout = window, causal, dropout
         self.sequence_parallel = sequence_parallel
+        self.rope_backend, self.rope_in_place = kernels.rope, True
         place: dict[str, Any] = {"device": device, "dtype": dtype, "sequence_parallel": sequence_parallel}
         column = {**place, "bias": qkv_bias, "init_std": init_std}
         width, kv_width = num_heads * self.head_dim, groups * self.head_dim
@@ -132,26 +170,42 @@ class SelfAttention(nn.Module):
         self.output = RowParallelLinear(width, hidden_size, mesh, **row)
         self.query_norm = self.key_norm = None
         if qk_norm_eps is not None:
-            # each rank has its own heads, as elsewhere its own tokens
-            norm: dict[str, Any] = {"eps": qk_norm_eps, "sequence_parallel": True, "device": device, "dtype": dtype}
+            norm: dict[str, Any] = {
+                "sequence_parallel": True,  # each rank has its own heads, as elsewhere its own tokens
+                "device": device,
+                "dtype": dtype,
+                "eps": qk_norm_eps,
+                "kernels": kernels,
+            }
             self.query_norm = RMSNorm(self.head_dim, mesh, **norm)
             self.key_norm = RMSNorm(self.head_dim, mesh, **norm)
         self.first_head = self.query.group.rank * (num_heads // mesh.size())
+        self.cache: KeyValueCache | None = None  # set while text is generated
 
     def forward(self, x: torch.Tensor, info: SequenceInfo, key: torch.Tensor | None = None) -> torch.Tensor:
         """(tokens [/p], hidden) -> (tokens [/p], hidden); ``key`` is the dropout key of this layer's probabilities."""
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in column_parallel(x, [self.query, self.key, self.value]))
+        q, k, v = column_parallel(x, [self.query, self.key, self.value])  # (tokens, heads/p x head_dim)
+        normed = self.query_norm is not None and self.key_norm is not None
         if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
+            q, k = self.query_norm(self._heads(q)), self.key_norm(self._heads(k))
         if info.rope is not None:
-            q, k = apply_rope(q, *info.rope), apply_rope(k, *info.rope)
-        out = self._attend(_unfold(q, info), _unfold(k, info), _unfold(v, info), info, key)
+            in_place = self.rope_in_place and not normed  # a norm's output may be a view, which cannot be written over
+            q, k = rope(q, k, *info.rope, self.head_dim, self.rope_backend, in_place=in_place)
+        q, k, v = (_unfold(self._heads(y), info) for y in (q, k, v))
+        out = self._attend(q, k, v, info, key)
         return self.output(_fold(out, info))
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(x.shape[0], -1, self.head_dim)  # (tokens, heads/p, head_dim)
 
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, info: SequenceInfo, key: torch.Tensor | None
     ) -> torch.Tensor:
         """(batch, heads/p, length, head_dim) -> the same."""
+        if self.cache is not None:
+            k, v = self.cache.append(k, v)
+            if k.shape[2] > q.shape[2]:
+                return self._attend_to_past(q, k, v)
         k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
         if self.dropout > 0.0 and self.training:
             return self._attend_with_dropout(q, k, v, info, key, self.dropout)
@@ -160,6 +214,12 @@ class SelfAttention(nn.Module):
         if self.window is None or self.window >= info.length:
             return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(info.length, q.device))
+
+    def _attend_to_past(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """The last tokens of a sequence, whose keys and values are all there."""
+        k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
+        mask = self._mask(k.shape[2], q.device)[-q.shape[2] :]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
     def _mask(self, length: int, device: torch.device) -> torch.Tensor:
         """Boolean (length, length), True where row may see column."""

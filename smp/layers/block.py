@@ -9,6 +9,7 @@ from torch import nn
 
 from smp.layers.attention import SelfAttention, SequenceInfo
 from smp.layers.mlp import MLP
+from smp.layers.norm import Norm
 from smp.parallel.rng import keyed_dropout
 
 Run = Callable[[torch.Tensor, SequenceInfo, torch.Tensor | None], torch.Tensor]
@@ -34,15 +35,20 @@ class TransformerBlock(nn.Module):
         self,
         attention: SelfAttention,
         mlp: MLP,
-        attention_norm: nn.Module,
-        mlp_norm: nn.Module,
+        attention_norm: Norm,
+        mlp_norm: Norm,
         *,
         parallel_residual: bool = False,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        parts = {"attention": attention, "mlp": mlp, "attention_norm": attention_norm, "mlp_norm": mlp_norm}
-        split = {name: part.sequence_parallel for name, part in parts.items() if hasattr(part, "sequence_parallel")}
+        parts: dict[str, SelfAttention | MLP | Norm] = {
+            "attention": attention,
+            "mlp": mlp,
+            "attention_norm": attention_norm,
+            "mlp_norm": mlp_norm,
+        }
+        split = {name: part.sequence_parallel for name, part in parts.items()}
         if len(set(split.values())) > 1:
             raise ValueError(f"the parts of a block differ in sequence_parallel: {split}")
         self.attention_norm, self.attention = attention_norm, attention
@@ -62,8 +68,8 @@ class TransformerBlock(nn.Module):
         attended = self._drop(attended, info, keys, 1)
         if self.parallel_residual:
             return x + attended + self._drop(self.mlp(self.mlp_norm(x)), info, keys, 2)
-        x = x + attended
-        return x + self._drop(self.mlp(self.mlp_norm(x)), info, keys, 2)
+        normed, x = self.mlp_norm.after_addition(x, attended)
+        return x + self._drop(self.mlp(normed), info, keys, 2)
 
     def _drop(self, x: torch.Tensor, info: SequenceInfo, keys: torch.Tensor | None, site: int) -> torch.Tensor:
         if self.dropout == 0.0 or not self.training:

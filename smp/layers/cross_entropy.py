@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from smp.kernels.cross_entropy import combine_stats, logits_to_gradient, softmax_stats
+from smp.kernels.weight_gradient import accumulate_weight_gradient
 from smp.parallel.collectives import Group, start_all_gather, wait
 
 IGNORE_INDEX = -100
@@ -36,12 +37,12 @@ class VocabShard:
         return VocabShard(start, min(max(vocab_size - start, 0), rows_per_rank), group, vocab_size)
 
 
-def _losses(logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, ...]:
+def _losses(logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard, backend: str) -> tuple[torch.Tensor, ...]:
     """Loss per token (n,), NaN where the label is outside the vocabulary, and (log_total, columns) from which the
-    gradient follows. One exchange of 3 floats a token."""
+    gradient follows. One exchange of 2 floats a token."""
     columns = labels - shard.start
-    stats = softmax_stats(logits, columns, shard.valid)
-    everyone = wait(start_all_gather(stats, shard.group), shard.group).view(shard.group.size, 3, -1)
+    stats = softmax_stats(logits, columns, shard.valid, backend)
+    everyone = wait(start_all_gather(stats, shard.group), shard.group).view(shard.group.size, 2, -1)
     log_total, target = combine_stats(everyone)
     known = (labels >= 0) & (labels < shard.vocab_size)
     return torch.where(known, log_total - target, torch.nan), log_total, columns
@@ -49,41 +50,60 @@ def _losses(logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard) -> tu
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    def forward(
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard, overwrite: bool, backend: str
+    ) -> torch.Tensor:
         counts = labels != IGNORE_INDEX
-        losses, log_total, columns = _losses(logits, labels, shard)
+        losses, log_total, columns = _losses(logits, labels, shard, backend)
         ctx.save_for_backward(logits, log_total, columns, counts)
-        ctx.valid = shard.valid
+        ctx.valid, ctx.overwrite, ctx.backend = shard.valid, overwrite, backend
         return torch.where(counts, losses, 0.0)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, log_total, columns, counts = ctx.saved_tensors
         weights = torch.where(counts, grad, 0.0)
-        return logits_to_gradient(logits.clone(), log_total, columns, ctx.valid, weights), None, None
+        target = logits if ctx.overwrite else logits.clone()
+        dlogits = logits_to_gradient(target, log_total, columns, ctx.valid, weights, ctx.backend)
+        return dlogits, None, None, None, None
 
 
-def vocab_parallel_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+def vocab_parallel_cross_entropy(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    shard: VocabShard,
+    *,
+    overwrite: bool = False,
+    backend: str = "torch",
+) -> torch.Tensor:
     """Loss per token in nats, fp32 (n,); 0 where the label is ``IGNORE_INDEX``.
 
     Args:
         logits: this rank's columns, (n, rows per rank).
         labels: int64 (n,), global token ids. One outside the vocabulary, other than ``IGNORE_INDEX``, gives NaN.
         shard: which columns these are.
+        overwrite: the backward pass writes the gradient over the logits, for no memory and 6 bytes of traffic per logit
+            in bf16. Nothing else may need them then; a second backward pass is an error.
+        backend: torch, triton or cuda.
     """
-    return _CrossEntropy.apply(logits, labels, shard)
+    return _CrossEntropy.apply(logits, labels, shard, overwrite, backend)
 
 
 def _chunk_loss(
-    logits: torch.Tensor, labels: torch.Tensor, token_weights: torch.Tensor, shard: VocabShard, with_gradient: bool
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    token_weights: torch.Tensor,
+    shard: VocabShard,
+    with_gradient: bool,
+    backend: str,
 ) -> torch.Tensor:
     """Weighted loss of a chunk of tokens, 0-dim fp32; ``logits`` become its gradient by them if that is asked for.
 
     Tokens with weight 0 add nothing, whatever their label.
     """
-    losses, log_total, columns = _losses(logits, labels, shard)
+    losses, log_total, columns = _losses(logits, labels, shard, backend)
     if with_gradient:
-        logits_to_gradient(logits, log_total, columns, shard.valid, token_weights)
+        logits_to_gradient(logits, log_total, columns, shard.valid, token_weights, backend)
     return torch.where(token_weights != 0, losses * token_weights, 0.0).sum()
 
 
@@ -98,6 +118,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         shard: VocabShard,
         chunk_tokens: int,
         with_gradient: bool,
+        backend: str,
     ) -> torch.Tensor:
         total = torch.zeros((), device=hidden.device)
         logits = hidden.new_empty(min(chunk_tokens, hidden.shape[0]), weight.shape[0])  # one buffer for all chunks
@@ -109,10 +130,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part = slice(start, start + chunk_tokens)
             buffer = logits[: hidden[part].shape[0]]
             torch.mm(hidden[part], weight.t(), out=buffer)
-            total += _chunk_loss(buffer, labels[part], token_weights[part], shard, with_gradient)
+            total += _chunk_loss(buffer, labels[part], token_weights[part], shard, with_gradient, backend)
             if dhidden is not None and dweight is not None:
                 torch.mm(buffer, weight, out=dhidden[part])
-                _accumulate(dweight, buffer, hidden[part], first=start == 0)
+                accumulate_weight_gradient(dweight, buffer, hidden[part], first=start == 0)
         if dhidden is not None and dweight is not None:
             ctx.save_for_backward(dhidden, dweight.to(weight.dtype))
         return total
@@ -121,18 +142,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Scales in place, to touch no new memory; autograd refuses a second backward pass through it."""
         dhidden, dweight = ctx.saved_tensors
-        return dhidden.mul_(grad), dweight.mul_(grad), *([None] * 5)
-
-
-def _accumulate(total: torch.Tensor, dlogits: torch.Tensor, hidden: torch.Tensor, first: bool) -> None:
-    """total += dlogits^T hidden, kept in fp32 so that the number of chunks does not show in bf16."""
-    if hidden.dtype != torch.float32:
-        product = dlogits.t() @ hidden
-        total.copy_(product) if first else total.add_(product)
-    elif first:
-        torch.mm(dlogits.t(), hidden, out=total)
-    else:
-        torch.addmm(total, dlogits.t(), hidden, out=total)
+        return dhidden.mul_(grad), dweight.mul_(grad), *([None] * 6)
 
 
 def linear_cross_entropy(
@@ -143,6 +153,7 @@ def linear_cross_entropy(
     shard: VocabShard,
     *,
     chunk_tokens: int,
+    backend: str = "torch",
 ) -> torch.Tensor:
     """Sum over tokens of ``token_weights`` x cross-entropy of ``hidden @ weight^T``; 0-dim fp32, equal on all ranks.
 
@@ -155,6 +166,7 @@ def linear_cross_entropy(
         token_weights: fp32 (n,), no gradient.
         shard: which rows these are.
         chunk_tokens: tokens per chunk; bounds the memory at chunk_tokens x rows per rank.
+        backend: torch, triton or cuda.
     """
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return _LinearCrossEntropy.apply(hidden, weight, labels, token_weights, shard, chunk_tokens, with_gradient)
+    return _LinearCrossEntropy.apply(hidden, weight, labels, token_weights, shard, chunk_tokens, with_gradient, backend)

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from smp.kernels import TORCH, Kernels
 from smp.layers.cross_entropy import VocabShard, linear_cross_entropy
 from smp.layers.embedding import padded_vocab_size
 from smp.layers.parameter import SHARD_ROWS, Initializer, Normal, local, tp_parameter
@@ -27,6 +28,7 @@ class VocabParallelHead(nn.Module):
         sequence_parallel: the input is split along dim 0.
         divisible_by: rows per rank are padded to this multiple.
         init_std: standard deviation of the initial rows.
+        kernels: what computes the cross-entropy.
         device, dtype: of the parameter.
     """
 
@@ -40,12 +42,13 @@ class VocabParallelHead(nn.Module):
         sequence_parallel: bool = False,
         divisible_by: int = 128,
         init_std: float = 0.02,
+        kernels: Kernels = TORCH,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.group = Group.of(mesh)
-        self.vocab_size, self.sequence_parallel = vocab_size, sequence_parallel
+        self.vocab_size, self.sequence_parallel, self.kernels = vocab_size, sequence_parallel, kernels
         rows = padded_vocab_size(vocab_size, divisible_by, self.group.size)
         self.weight = None if tied else tp_parameter((rows, hidden_size), SHARD_ROWS, mesh, device, dtype)
         self.initializers: dict[str, Initializer] = {"weight": Normal(init_std)}
@@ -82,7 +85,10 @@ class VocabParallelHead(nn.Module):
         if labels is None or token_weights is None:
             return self._logits(hidden, weight)
         chunk = max(1, CHUNK_BYTES.get(x.device.type, CHUNK_BYTES["cuda"]) // (4 * weight.shape[0]))
-        return linear_cross_entropy(hidden, weight, labels, token_weights, self.shard, chunk_tokens=chunk)
+        backend = self.kernels.cross_entropy
+        return linear_cross_entropy(
+            hidden, weight, labels, token_weights, self.shard, chunk_tokens=chunk, backend=backend
+        )
 
     def _logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """All logits on every rank, for generation and comparison (not differentiable across ranks)."""

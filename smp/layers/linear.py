@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from smp.kernels.swiglu import swiglu, swiglu_backward, swiglu_forward
 from smp.layers.deferred import Defer, column_parallel_deferred, row_parallel_deferred
 from smp.layers.operators import column_forward, row_forward
 from smp.layers.parameter import (
@@ -111,6 +112,49 @@ class _RowParallel(torch.autograd.Function):
         if ctx.sequence_parallel:
             grad = wait(start_all_gather(grad, ctx.group), ctx.group)  # (tokens, ..., out)
         return grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2), None, None
+
+
+class _RowParallelSwiglu(torch.autograd.Function):
+    """SwiGLU and the product behind it. The activation between them, which the weight's gradient needs, is not kept:
+    the backward pass of SwiGLU makes it again on its way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        weight: torch.Tensor,
+        group: Group,
+        sequence_parallel: bool,
+        backend: str,
+    ) -> torch.Tensor:
+        ctx.group, ctx.sequence_parallel, ctx.backend = group, sequence_parallel, backend
+        ctx.save_for_backward(gate, up, weight)
+        a = swiglu_forward(gate, up, backend)  # (tokens, ..., in/p)
+        if group.size == 1:
+            return F.linear(a, weight)
+        return row_forward(a, weight, group.name, group.size, group.rank, sequence_parallel)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gate, up, weight = ctx.saved_tensors
+        if ctx.sequence_parallel:
+            grad = wait(start_all_gather(grad, ctx.group), ctx.group)  # (tokens, ..., out)
+        trained = ctx.needs_input_grad[2]
+        dgate, dup, a = swiglu_backward(grad @ weight, gate, up, ctx.backend, again=trained)
+        dweight = grad.flatten(0, -2).t() @ a.flatten(0, -2) if trained else None
+        return dgate, dup, dweight, None, None, None
+
+
+def row_parallel_swiglu(gate: torch.Tensor, up: torch.Tensor, layer: RowParallelLinear, backend: str) -> torch.Tensor:
+    """``layer(SiLU(gate) * up)``; with a fused ``backend`` the activation in between is not kept but made again.
+
+    Shapes: (tokens, ..., in / p) twice -> (tokens [/p], ..., out).
+    """
+    if backend == "torch" or layer.defer is not None:  # a deferred weight gradient needs the activation later
+        return layer(swiglu(gate, up, backend))
+    y = _RowParallelSwiglu.apply(gate, up, local(layer.weight), layer.group, layer.sequence_parallel, backend)
+    return layer.add_bias(y)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -236,6 +280,10 @@ class RowParallelLinear(nn.Module):
             y = F.linear(x, local(self.weight))
         else:
             y = _RowParallel.apply(x, local(self.weight), self.group, self.sequence_parallel)
+        return self.add_bias(y)
+
+    def add_bias(self, y: torch.Tensor) -> torch.Tensor:
+        """The end of ``forward``: (tokens [/p], ..., out) -> the same."""
         if self.bias is None:
             return y
         bias = local(self.bias)

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
+from smp.kernels import TORCH, Kernels
+from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel, row_parallel_swiglu
 
 Activation = Literal["swiglu", "gelu", "tanh_gelu", "squared_relu"]
 
@@ -35,6 +36,7 @@ class MLP(nn.Module):
         bias: biases on all projections.
         sequence_parallel: input and output are split along dim 0.
         init_std, output_std: standard deviations of the initial weights, inner and last.
+        kernels: what computes SwiGLU; fused ones keep only the projections' outputs.
         device, dtype: of the parameters.
 
     Shapes: (tokens [/p], hidden) -> the same.
@@ -54,6 +56,7 @@ class MLP(nn.Module):
         sequence_parallel: bool = False,
         init_std: float = 0.02,
         output_std: float = 0.02,
+        kernels: Kernels = TORCH,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -62,6 +65,7 @@ class MLP(nn.Module):
             raise ValueError(f"activation {activation!r} is not one of {', '.join(get_args(Activation))}")
         self.activation: Activation = activation
         self.sequence_parallel = sequence_parallel
+        self.backend = kernels.swiglu
         column = {
             "bias": bias,
             "sequence_parallel": sequence_parallel,
@@ -81,4 +85,4 @@ class MLP(nn.Module):
         if self.gate is None:
             return self.down(_activate(self.up(x), self.activation))
         gate, up = column_parallel(x, [self.gate, self.up])  # (tokens, ffn/p) each
-        return self.down(F.silu(gate) * up)
+        return row_parallel_swiglu(gate, up, self.down, self.backend)

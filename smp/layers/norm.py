@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from smp.kernels import TORCH, Kernels
+from smp.kernels.norm import add_norm, layer_norm, rms_norm
 from smp.layers.parameter import REPLICATE, Constant, Initializer, local, tp_parameter
 from smp.parallel.collectives import Group, sum_gradient
 
 
-class _Norm(nn.Module):
+class Norm(nn.Module):
     """What both kinds share: replicated parameters, whose gradients are summed when each rank sees its own part.
 
     Args:
@@ -19,6 +20,7 @@ class _Norm(nn.Module):
         mesh: 1-D tensor-parallel mesh.
         eps: added to the variance.
         sequence_parallel: each rank normalizes its own part of the data, so the gradient is the sum over the ranks.
+        kernels: what computes it.
         device, dtype: of the parameters.
     """
 
@@ -30,29 +32,35 @@ class _Norm(nn.Module):
         eps: float = 1e-5,
         sequence_parallel: bool = False,
         bias: bool = False,
+        kernels: Kernels = TORCH,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.features, self.eps, self.sequence_parallel = features, eps, sequence_parallel
-        self.group = Group.of(mesh)
+        self.backend, self.group = kernels.norm, Group.of(mesh)
         self.weight = tp_parameter((features,), REPLICATE, mesh, device, dtype)
         self.bias = tp_parameter((features,), REPLICATE, mesh, device, dtype) if bias else None
         self.initializers: dict[str, Initializer] = {"weight": Constant(1.0), "bias": Constant(0.0)}
+
+    def after_addition(self, x: torch.Tensor, added: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(normalized x + added, x + added), in one pass where the kernel can."""
+        bias = None if self.bias is None else self._own(self.bias)
+        return add_norm(x, added, self._own(self.weight), bias, self.eps, self.backend)
 
     def _own(self, parameter: torch.Tensor) -> torch.Tensor:
         return sum_gradient(local(parameter), self.group) if self.sequence_parallel else local(parameter)
 
 
-class RMSNorm(_Norm):
+class RMSNorm(Norm):
     """``x / sqrt(mean(x^2) + eps) * weight`` (Zhang & Sennrich 2019), (..., features) -> (..., features)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize the last dimension; the arithmetic is fp32 inside."""
-        return F.rms_norm(x, (self.features,), self._own(self.weight), self.eps)
+        return rms_norm(x, self._own(self.weight), self.eps, self.backend)
 
 
-class LayerNorm(_Norm):
+class LayerNorm(Norm):
     """``(x - mean) / sqrt(var + eps) * weight + bias`` (Ba et al. 2016), (..., features) -> (..., features)."""
 
     def __init__(self, features: int, mesh: DeviceMesh, **options: object) -> None:
@@ -61,4 +69,4 @@ class LayerNorm(_Norm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize the last dimension; the arithmetic is fp32 inside."""
         assert self.bias is not None
-        return F.layer_norm(x, (self.features,), self._own(self.weight), self._own(self.bias), self.eps)
+        return layer_norm(x, self._own(self.weight), self._own(self.bias), self.eps, self.backend)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from smp.kernels.rope import rotate
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -40,9 +42,4 @@ def rope_table(positions: torch.Tensor, freqs: torch.Tensor) -> tuple[torch.Tens
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate the first ``dim`` channels of every head, x (tokens, heads, head_dim); arithmetic in fp32, dtype kept."""
-    dim = cos.shape[-1]
-    rotated, passed = x[..., :dim], x[..., dim:]
-    first, second = rotated.float().chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    out = (rotated.float() * cos + turned * sin).to(x.dtype)
-    return out if passed.shape[-1] == 0 else torch.cat((out, passed), dim=-1)
+    return rotate(x, cos, sin)

@@ -11,12 +11,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from smp.config import ModelConfig
+from smp.kernels import TORCH, Kernels
 from smp.layers.attention import SelfAttention, SequenceInfo, document_mask
 from smp.layers.block import TransformerBlock
 from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from smp.layers.head import VocabParallelHead
 from smp.layers.mlp import MLP, Activation
-from smp.layers.norm import LayerNorm, RMSNorm
+from smp.layers.norm import LayerNorm, Norm, RMSNorm
 from smp.layers.rope import RopeScaling, rope_frequencies, rope_table
 from smp.models.part import ModelPart, whole
 from smp.parallel.collectives import Group
@@ -45,6 +46,7 @@ class GPT(nn.Module):
         seed: keys dropout.
         device: of the parameters; ``"meta"`` defers them.
         parts: build only these parts, in their order; by default the whole model.
+        kernels: what computes the operations that have fused kernels.
 
     Blocks live in a ModuleDict under their global number, so a part of the model keeps the whole model's names. With a
     tied head the part that holds the head has a copy of the embedding's matrix.
@@ -59,6 +61,7 @@ class GPT(nn.Module):
         seed: int = 0,
         device: torch.device | str = "meta",
         parts: Sequence[ModelPart] | None = None,
+        kernels: Kernels = TORCH,
     ) -> None:
         super().__init__()
         assert config.vocab_size is not None
@@ -68,7 +71,7 @@ class GPT(nn.Module):
         place: dict[str, Any] = {"sequence_parallel": sequence_parallel, "device": device}
         self.embedding: VocabParallelEmbedding | None = None
         self.positions: PositionEmbedding | None = None
-        self.final_norm: nn.Module | None = None
+        self.final_norm: Norm | None = None
         self.head: VocabParallelHead | None = None
         first, last = any(p.embedding for p in self.parts), any(p.head for p in self.parts)
         vocab = {**place, "divisible_by": config.make_vocab_size_divisible_by, "init_std": config.init_method_std}
@@ -79,10 +82,11 @@ class GPT(nn.Module):
                 config.max_position_embeddings, config.hidden_size, mesh, init_std=config.init_method_std, **place
             )
         numbers = [i for part in self.parts for i in part.layers]
-        self.layers = nn.ModuleDict({str(i): _block(config, mesh, place) for i in numbers})
+        self.layers = nn.ModuleDict({str(i): _block(config, mesh, kernels, place) for i in numbers})
         if last:
-            self.final_norm = _norm(config, mesh, place)
-            self.head = VocabParallelHead(config.vocab_size, config.hidden_size, mesh, tied=self.tied, **vocab)
+            self.final_norm = _norm(config, mesh, kernels, place)
+            vocab |= {"tied": self.tied, "kernels": kernels}
+            self.head = VocabParallelHead(config.vocab_size, config.hidden_size, mesh, **vocab)
 
     @property
     def is_whole(self) -> bool:
@@ -229,23 +233,25 @@ def _flat(x: torch.Tensor, padding: int) -> torch.Tensor:
     return F.pad(x.reshape(-1), (0, padding)) if padding else x.reshape(-1)
 
 
-def _norm(config: ModelConfig, mesh: DeviceMesh, place: dict[str, Any]) -> nn.Module:
+def _norm(config: ModelConfig, mesh: DeviceMesh, kernels: Kernels, place: dict[str, Any]) -> Norm:
     kind = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
     return kind(
         config.hidden_size,
         mesh,
         eps=config.norm_epsilon,
         sequence_parallel=place["sequence_parallel"],
+        kernels=kernels,
         device=place["device"],
     )
 
 
-def _block(config: ModelConfig, mesh: DeviceMesh, place: dict[str, Any]) -> TransformerBlock:
+def _block(config: ModelConfig, mesh: DeviceMesh, kernels: Kernels, place: dict[str, Any]) -> TransformerBlock:
     assert config.ffn_hidden_size is not None
     bias = not config.disable_bias_linear
     std: dict[str, Any] = {
         "init_std": config.init_method_std,
         "output_std": config.init_method_std / (2 * config.num_layers) ** 0.5,
+        "kernels": kernels,
     }
     attention = SelfAttention(
         config.hidden_size,
@@ -273,8 +279,8 @@ def _block(config: ModelConfig, mesh: DeviceMesh, place: dict[str, Any]) -> Tran
     return TransformerBlock(
         attention,
         mlp,
-        _norm(config, mesh, place),
-        _norm(config, mesh, place),
+        _norm(config, mesh, kernels, place),
+        _norm(config, mesh, kernels, place),
         parallel_residual=config.parallel_residual,
         dropout=config.hidden_dropout,
     )

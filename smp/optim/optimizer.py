@@ -109,6 +109,28 @@ def _map_tensors(state: dict[str, Any], fn: Callable[[torch.Tensor], torch.Tenso
     return {key: fn(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
 
 
+def step_if(wanted: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """``optimizer.step()`` if ``wanted``, a 0-dim boolean, is true.
+
+    On a GPU torch's fused AdamW looks itself, by the way that ``torch.amp.GradScaler`` uses: an update that finds
+    infinities leaves weights, moments and step counts alone, and the host need not wait. SGD and apex have no such way;
+    on a CPU there is nothing to wait for.
+    """
+    if wanted.is_cuda and getattr(optimizer, "_step_supports_amp_scaling", False):
+        step_on_device_if(wanted, optimizer)
+    elif wanted:
+        optimizer.step()
+
+
+def step_on_device_if(wanted: torch.Tensor, optimizer: Any) -> None:
+    """A step of a fused optimizer that changes nothing where ``wanted`` is false."""
+    optimizer.grad_scale, optimizer.found_inf = None, (~wanted).float()
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
+
+
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Use ``lr`` for the next step, in every group."""
     for group in optimizer.param_groups:
@@ -144,9 +166,11 @@ def clip_gradients(
     grads = [_to_local(p.grad) for p in with_grad if p.grad is not None]
     device = device or (grads[0].device if grads else None)
     squares = torch.zeros((), device=device)
-    if grads:
-        shared = torch.tensor([_copies(p.grad, group) * copies.get(p, 1) for p in with_grad], device=device)
-        squares = (torch.stack(torch._foreach_norm(grads)).float().square() / shared).sum()
+    by_copies: dict[int, list[torch.Tensor]] = {}  # a tensor of these numbers would be a copy that the host waits for
+    for p, grad in zip(with_grad, grads, strict=True):
+        by_copies.setdefault(_copies(p.grad, group) * copies.get(p, 1), []).append(grad)
+    for number, alike in by_copies.items():
+        squares += torch.stack(torch._foreach_norm(alike)).float().square().sum() / number
     dist.all_reduce(squares, group=group)
     norm = squares.sqrt()
     if max_norm > 0 and grads:

@@ -77,6 +77,7 @@ def sum_over_parts(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     Outside autograd; works in place.
     """
     for name in ("dp_shard", "dp_replicate", "pp"):
-        if mesh[name].size() > 1:
-            torch.distributed.all_reduce(value, group=mesh.get_group(name))
+        group = mesh.get_group(name)
+        if torch.distributed.get_world_size(group) > 1:
+            torch.distributed.all_reduce(value, group=group)
     return value

@@ -68,7 +68,13 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 def dropout_keys(seed: int, num_sites: int, device: torch.device) -> torch.Tensor:
     """One 32-bit key per dropout site of the model, int64 (num_sites,)."""
-    return torch.tensor([stable_hash(seed, "dropout", i) & _MASK for i in range(num_sites)], device=device)
+    keys = torch.tensor([stable_hash(seed, "dropout", i) & _MASK for i in range(num_sites)])
+    return to_device(keys, device)
+
+
+def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``x`` on ``device``, in the order of the device's work: from pinned memory, so that the host does not wait."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def keyed_keep_mask(key: torch.Tensor, tokens: torch.Tensor, channels: int, p: float) -> torch.Tensor:

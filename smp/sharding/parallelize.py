@@ -7,6 +7,8 @@ FSDP comes last, so that its hooks stay outside of both and a replay finds the w
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,9 +44,24 @@ def parallelize(model: GPT, mesh: DeviceMesh, config: ParallelConfig) -> GPT:
     """
     blocks = [b for b in model.layers.values() if isinstance(b, TransformerBlock)]
     for block in blocks:
+        block.attention.rope_in_place = not config.compile and config.recompute_granularity != "selective"
         block.run = _wrapped(block.run, config)
     shard(model, [*blocks, *_ends(model)], data_mesh(mesh), bf16=config.bf16)
+    if model.is_whole:  # a pipeline's schedule says itself when weights are gathered
+        prefetch(blocks)
     return model
+
+
+def prefetch(units: Sequence[nn.Module]) -> None:
+    """Gather the weights of the next unit before the current one computes, in both directions.
+
+    FSDP2 does this on its own only in the backward pass, and in the forward pass as far as the host runs ahead of the
+    device; a host that is busy, or waits for something, would leave the links idle.
+    """
+    for unit, following in itertools.pairwise(units):
+        assert isinstance(unit, FSDPModule) and isinstance(following, FSDPModule)
+        unit.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([unit])
 
 
 def _ends(model: GPT) -> list[nn.Module | list[nn.Module]]:

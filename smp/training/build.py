@@ -6,12 +6,34 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from smp.config import Config
+from smp.kernels.attention import AttentionChoice, AttentionShape, choose_attention
+from smp.kernels.dispatch import Kernels, choose_kernels
 from smp.layers import init_weights
 from smp.models.gpt import GPT
 from smp.pipeline.plan import Plan
 from smp.sharding.parallelize import parallelize
 from smp.training.passes import Accumulation, Passes
 from smp.training.pipelined import Pipelined
+
+
+def run_kernels(config: Config, device: torch.device) -> tuple[Kernels, dict[str, str]]:
+    """What --kernels means for this run, and why; see ``smp.kernels.dispatch.choose_kernels``."""
+    parallel = config.parallel
+    return choose_kernels(parallel.kernels, device, features=config.model.hidden_size, compile=parallel.compile)
+
+
+def attention_of(config: Config, device: torch.device) -> AttentionChoice:
+    """What --attention-backend means for this run, and why; see ``smp.kernels.attention.choose_attention``."""
+    model, parallel, length = config.model, config.parallel, config.data.seq_length
+    assert model.kv_channels is not None and length is not None, "resolved before"
+    shape = AttentionShape(
+        heads=model.num_attention_heads // parallel.tensor_model_parallel_size,
+        length=length,
+        head_dim=model.kv_channels,
+        dtype=torch.bfloat16 if parallel.bf16 else torch.float32,
+        masked=config.data.reset_attention_mask or (model.window_size is not None and model.window_size < length),
+    )
+    return choose_attention(parallel.attention_backend, device, shape, deterministic=config.training.deterministic_mode)
 
 
 def build_model(config: Config, mesh: DeviceMesh, device: torch.device, plan: Plan | None = None) -> GPT:
@@ -25,7 +47,8 @@ def build_model(config: Config, mesh: DeviceMesh, device: torch.device, plan: Pl
     """
     parts = None if plan is None else list(plan.stages_of(mesh.get_local_rank("pp")).values())
     split, seed = config.parallel.sequence_parallel, config.training.seed
-    model = GPT(config.model, mesh["tp"], sequence_parallel=split, seed=seed, device="meta", parts=parts)
+    kernels, _ = run_kernels(config, device)
+    model = GPT(config.model, mesh["tp"], sequence_parallel=split, seed=seed, parts=parts, kernels=kernels)
     parallelize(model, mesh, config.parallel)
     model.to_empty(device=device)
     init_weights(model, seed)

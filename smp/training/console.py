@@ -52,7 +52,9 @@ class Console:
 
     def step(self, progress: Progress, result: StepResult) -> None:
         """Note a step; every --log-interval iterations, and for the last ones at the end, write a line and a record.
-        A skipped step is said at once."""
+
+        A skipped step is said at once. ``progress`` may be a step ahead of ``result``.
+        """
         if not self._speaks:
             return
         self._progress = progress
@@ -60,15 +62,16 @@ class Console:
         self._window.append(result)
         if result.skipped:
             self.say(
-                f"iteration {progress.iteration}: loss {result.loss} or grad norm {result.grad_norm} is not finite; "
+                f"iteration {result.iteration}: loss {result.loss} or grad norm {result.grad_norm} is not finite; "
                 "step skipped"
             )
-        if progress.iteration % self.config.logging.log_interval == 0:
+        if result.iteration % self.config.logging.log_interval == 0:
             self._report(progress)
 
     def _report(self, progress: Progress) -> None:
+        last_step = self._window[-1]
         finite = [r for r in self._window if not r.skipped]
-        last = finite[-1] if finite else self._window[-1]
+        last = finite[-1] if finite else last_step
         samples = sum(r.samples for r in self._window) / len(self._window)
         waited = sum(r.waited for r in self._window) / len(self._window)
         seconds = waited + sum(r.seconds for r in self._window) / len(self._window)
@@ -76,8 +79,8 @@ class Console:
             "lm loss": sum(r.loss for r in finite) / len(finite) if finite else last.loss,
             "learning rate": last.learning_rate,
             "grad norm": last.grad_norm,
-            "consumed samples": progress.consumed_samples,
-            "global batch size": last.samples,
+            "consumed samples": last_step.consumed_samples,
+            "global batch size": last_step.samples,
             "skipped iterations": progress.skipped_iterations,
             "nan iterations": progress.nan_iterations,
             "seconds per iteration": seconds,
@@ -87,8 +90,8 @@ class Console:
             **self._device_record(samples / seconds),
         }
         self._window.clear()
-        self._metrics.log(progress.iteration, record)
-        self.say(log_line(self.config, progress.iteration, record))
+        self._metrics.log(last_step.iteration, record)
+        self.say(log_line(self.config, last_step.iteration, record))
 
     def _device_record(self, samples_per_second: float) -> dict[str, float]:
         """Memory, and the fraction of the peak rate where that is known."""

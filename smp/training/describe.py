@@ -9,7 +9,7 @@ from smp.layers.head import CHUNK_BYTES
 from smp.models.arithmetic import MemoryEstimate, count_parameters, estimate_memory, training_flops_per_token
 from smp.parallel.mesh import MESH_DIMS
 from smp.pipeline.plan import Plan, describe_plan, plan_pipeline
-from smp.pipeline.validate import peak_activations
+from smp.pipeline.validate import peak_activations, peak_losses
 
 
 def describe(config: Config, world_size: int) -> str:
@@ -42,9 +42,9 @@ def _largest(config: Config, layout: Layout, plan: Plan | None) -> MemoryEstimat
     """Of the pipeline rank that needs most memory."""
     if plan is None:
         return estimate_memory(config, layout, CHUNK_BYTES["cuda"])
-    held = peak_activations(plan.training)
+    held, losses = peak_activations(plan.training), peak_losses(plan.training)
     ranks = (
-        estimate_memory(config, layout, CHUNK_BYTES["cuda"], list(plan.stages_of(rank).values()), held[rank])
+        estimate_memory(config, layout, CHUNK_BYTES["cuda"], list(plan.stages_of(rank).values()), held[rank], losses)
         for rank in range(layout.pp)
     )
     return max(ranks, key=lambda estimate: estimate.total)

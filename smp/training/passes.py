@@ -9,6 +9,7 @@ from torch import nn
 
 from smp.data.loader import GlobalBatch
 from smp.layers.cross_entropy import IGNORE_INDEX
+from smp.parallel.rng import to_device
 from smp.sharding.parallelize import last_micro_batch
 
 
@@ -46,14 +47,13 @@ class Inputs:
         """(tokens, labels, token weights, sample index, documents, positions). The weights make the sum of the losses
         of all tokens the mean loss over the valid tokens of the whole global batch."""
         batch = self.batch
-        labels = self._on_device(batch.labels, i)
-        assert labels is not None
+        labels = to_device(batch.labels[i], self.device)
         weights = (labels != IGNORE_INDEX).float() / max(self.valid_tokens, 1)
         rest = (self._on_device(part, i) for part in (batch.sample_index, batch.documents, batch.positions))
-        return self._on_device(batch.tokens, i), labels, weights, *rest
+        return to_device(batch.tokens[i], self.device), labels, weights, *rest
 
     def _on_device(self, part: torch.Tensor | None, i: int) -> torch.Tensor | None:
-        return None if part is None else part[i].to(self.device, non_blocking=True)
+        return None if part is None else to_device(part[i], self.device)
 
 
 class Accumulation:

@@ -16,10 +16,11 @@ from smp.checkpoint.entries import Manifest
 from smp.checkpoint.folder import Folder
 from smp.checkpoint.retention import VALIDATION_LOSS
 from smp.config import Config, ConfigError, as_flat_dict
+from smp.convert.hf_config import FREE
+from smp.convert.load import load_weights
+from smp.convert.smp_format import SmpWeights
 from smp.training.trainer import Progress
 
-_FREE = {"hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by", "model"}
-"""Model settings that may change on a resume without changing what the weights mean."""
 _ORDER = ("seed", "split", "seq_length", "packing", "data_path", "mock_data")
 """Settings that the order of the data is a function of."""
 
@@ -69,15 +70,15 @@ def load_training(
     weights_only = config.checkpoint.finetune or not config.checkpoint.load_optim
     if not weights_only:
         _check_optimizer(manifest.extra.get("config", {}), as_flat_dict(config))
-    filled = None if weights_only else optimizer
-    tensors, _ = checkpoint.training_state(model, filled)
-    rows = checkpoint.collect_logical_rows(model, filled)
-    load_from(folder, manifest, tensors, logical_rows=rows, allow_unread="optim." if weights_only else False)
-    if config.checkpoint.finetune:
-        return Progress(), [f"weights are those of iteration {manifest.extra['progress']['iteration']}"]
-    if not weights_only:
+        _check_complete(manifest, folder)
+        tensors, _ = checkpoint.training_state(model, optimizer)
+        load_from(folder, manifest, tensors, logical_rows=checkpoint.collect_logical_rows(model, optimizer))
         checkpoint.restore_optimizer_scalars(model, optimizer, manifest.extra["optimizer_steps"])
-    return Progress(**manifest.extra["progress"]), notes
+        return Progress(**manifest.extra["progress"]), notes
+    loading = load_weights(model, lambda: SmpWeights(folder, manifest))
+    if config.checkpoint.finetune:
+        return Progress(), [*loading, f"weights are those of iteration {manifest.extra['progress']['iteration']}"]
+    return Progress(**manifest.extra["progress"]), [*notes, *loading]
 
 
 def compare_settings(
@@ -90,7 +91,7 @@ def compare_settings(
         ConfigError: a setting of the architecture changed: the weights would mean something else.
     """
     for name in asdict(config.model):
-        if name not in _FREE and name in saved and saved[name] != settings[name]:
+        if name not in FREE and name in saved and saved[name] != settings[name]:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"the checkpoint was trained with {flag} {saved[name]}, this run has {settings[name]}")
     notes = [
@@ -105,6 +106,12 @@ def compare_settings(
             f"as they were, so the {config.training.train_iters} iterations of this run are another number of samples"
         )
     return notes
+
+
+def _check_complete(manifest: Manifest, folder: Folder) -> None:
+    """Raise ConfigError for a checkpoint that never had an optimizer: a converted one."""
+    if "optimizer_steps" not in manifest.extra:
+        raise ConfigError(f"{folder} holds weights only, nothing to resume: give --finetune")
 
 
 def _check_optimizer(saved: dict[str, Any], settings: dict[str, Any]) -> None:

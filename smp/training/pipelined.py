@@ -60,6 +60,12 @@ class Pipelined:
         self._recorder: Recorder | None = None
 
     @property
+    def place(self) -> str:
+        """This rank in the pipeline, for messages."""
+        stages = ", ".join(map(str, self._parts))
+        return f"pipeline rank {self._runner.links.rank} (stage{'s' * (len(self._parts) > 1)} {stages})"
+
+    @property
     def copies(self) -> dict[torch.Tensor, int]:
         return {} if self._tied is None else self._tied.copies
 

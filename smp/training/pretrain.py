@@ -8,12 +8,14 @@ import datetime
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.attention import sdpa_kernel
 from tqdm import tqdm
 
 from smp.checkpoint import CheckpointError
@@ -23,21 +25,22 @@ from smp.data.blend import BlendedDataset
 from smp.data.build import Datasets, build_datasets
 from smp.data.loader import BatchLoader
 from smp.data.sample import SampleDataset
+from smp.kernels.dispatch import describe_kernels
 from smp.optim.optimizer import build_optimizer
 from smp.parallel.mesh import build_mesh, data_rank
+from smp.pipeline.failure import PipelineError, naming
 from smp.pipeline.plan import describe_plan, plan_pipeline
-from smp.pipeline.run import PipelineError
 from smp.pipeline.timeline import to_trace
-from smp.training.build import build_model, build_passes
+from smp.training.build import attention_of, build_model, build_passes, run_kernels
 from smp.training.console import Console
 from smp.training.describe import describe
 from smp.training.pipelined import Pipelined
-from smp.training.process import Process, Status, status_path, write_status
+from smp.training.process import Process, Status, ended, status_path, write_status
 from smp.training.profiler import Profiler
 from smp.training.runtime import StopSignal, Watchdog, start_process_group
 from smp.training.saving import RunCheckpoints
-from smp.training.settings import report
-from smp.training.trainer import Progress, Trainer, TrainingError
+from smp.training.settings import report, report_own
+from smp.training.trainer import Progress, Step, Trainer, TrainingError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +73,7 @@ class Pretraining:
         self.sizes = BatchSizes.of(config.data)
         self.validation: tuple[int, float] | None = None  # iteration and loss of the last evaluation
         self.traced = False
+        self._steps: deque[Step] = deque()  # issued, not yet accounted for
         self.checkpoints = RunCheckpoints(config, self._announce)
         try:
             self._build(device, train)
@@ -87,6 +91,11 @@ class Pretraining:
         plan = plan_pipeline(config, self.layout) if self.layout.pp > 1 else None
         for line in [] if plan is None else describe_plan(plan, config):
             self._announce(line)
+        for line in describe_kernels(*run_kernels(config, device)):
+            self._announce(line)
+        attention = attention_of(config, device)
+        self._announce(f"attention: {attention.name} ({attention.reason})")
+        self._attention = attention.backend
         model = build_model(config, self.mesh, device, plan)
         passes = build_passes(config, self.mesh, device, model, plan)
         optimizer = build_optimizer(model, config.optim)
@@ -134,6 +143,13 @@ class Pretraining:
         )
 
     def run(self) -> Outcome:
+        """Train to the end; in a pipeline, a rank that loses contact with another one says on which stages it is."""
+        passes = self.trainer.passes
+        places = naming(passes.place) if isinstance(passes, Pipelined) else contextlib.nullcontext()
+        with places, sdpa_kernel([self._attention]):
+            return self._run()
+
+    def _run(self) -> Outcome:
         """Train until the last iteration or a reason to stop; evaluate and save on the way."""
         training, progress = self.config.training, self.trainer.progress
         last = training.train_iters
@@ -150,20 +166,22 @@ class Pretraining:
                 batch = self.batches.next_or_reason()
                 waited = time.perf_counter() - asked
                 with self._traced(progress.iteration + 1):
-                    result = self.trainer.train_step(batch)
-                self.console.step(progress, dataclasses.replace(result, waited=waited))
-                self.trainer.check_skipped()
+                    self._steps.append(self.trainer.start_step(batch, waited))
+                self._settle(keep=1)
                 if _due(progress.iteration, training.eval_interval):
                     self.evaluate()
                     evaluated_at = progress.iteration
                 self.checkpoints.poll()
-                # In a row of skipped steps nothing is new, and older checkpoints are wanted if the row ends the run.
-                if self.checkpoints.due(progress.iteration) and not self.trainer.skipped_in_a_row:
-                    self.save()
+                if self.checkpoints.due(progress.iteration):
+                    self._settle()  # on all ranks alike
+                    # In a row of skipped steps nothing is new, and older checkpoints are wanted if it ends the run.
+                    if not self.trainer.skipped_in_a_row:
+                        self.save()
                 self.watchdog.progress()
                 if (reason := self._reason_to_stop()) is not None and progress.iteration < last:
                     outcome = Outcome("requeue", reason, progress.iteration)
                     break
+        self._settle()
         if outcome.status == "done" and training.eval_interval is not None and evaluated_at != progress.iteration:
             self.evaluate()
         if outcome.status == "done" and self.test is not None:
@@ -172,6 +190,16 @@ class Pretraining:
         if outcome.status == "requeue" and self.config.checkpoint.save is None:
             return Outcome("failed", f"{outcome.reason}; nothing was saved: --save is not given", progress.iteration)
         return outcome
+
+    def _settle(self, keep: int = 0) -> None:
+        """Account for steps: for all but the newest ``keep``, and for those that the device has finished.
+
+        With one step kept the host issues the next one while the device computes, and reads, logs and checks meanwhile.
+        """
+        while len(self._steps) > keep or (self._steps and self._steps[0].finished()):
+            result = self.trainer.settle(self._steps.popleft())
+            self.console.step(self.trainer.progress, result)
+            self.trainer.check_skipped(result)
 
     @contextlib.contextmanager
     def _traced(self, iteration: int) -> Iterator[None]:
@@ -208,6 +236,7 @@ class Pretraining:
 
     def _loss_on(self, dataset: SampleDataset) -> float | None:
         """None when a signal ended it."""
+        self._settle()
         batches = self._loader(dataset, 0)
         try:
             loss = self.trainer.evaluate(batches, self.config.training.eval_iters, lambda: self.stop.name is not None)
@@ -219,6 +248,7 @@ class Pretraining:
 
     def save(self) -> None:
         """Write a checkpoint, or begin to, if --save is given."""
+        self._settle()
         self.checkpoints.save(*self._to_save())
         self.watchdog.progress()
 
@@ -280,7 +310,11 @@ def launch(config: Config, process: Process) -> int:
             if process.rank == 0:
                 write_status(status_path(config.logging), "running", "", run.trainer.progress.iteration)
         outcome = run.run()
-    except (ConfigError, CheckpointError, TrainingError, PipelineError) as error:
+    except PipelineError as error:
+        report_own(str(error), process.rank)
+        outcome = Outcome("failed", str(error), _iteration(run))
+        _write_for_rank_zero(config, process, outcome)
+    except (ConfigError, CheckpointError, TrainingError) as error:
         report(str(error), process.rank, lambda: stop.name is not None)
         outcome = Outcome("bad_config" if run is None else "failed", str(error), _iteration(run))
     except BaseException as error:
@@ -306,8 +340,20 @@ def _write_outcome(config: Config, process: Process, outcome: Outcome, started: 
     logging = config.logging
     if process.rank != 0 or (logging.status_file is None and not started):
         return
-    try:
-        write_status(status_path(logging), outcome.status, outcome.reason, outcome.iteration)
-    except OSError as error:
-        print(f"error: --status-file {status_path(logging)}: {error}", file=sys.stderr, flush=True)
+    _write(config, outcome)
     print(f"{outcome.status}: {outcome.reason}", flush=True)
+
+
+def _write_for_rank_zero(config: Config, process: Process, outcome: Outcome) -> None:
+    """Rank 0 may be the one that is lost, so the first of the others writes the status file. If rank 0 is there it
+    writes its own word over that."""
+    if process.rank != 0 and not ended(status_path(config.logging)):
+        _write(config, outcome)
+
+
+def _write(config: Config, outcome: Outcome) -> None:
+    path = status_path(config.logging)
+    try:
+        write_status(path, outcome.status, outcome.reason, outcome.iteration)
+    except OSError as error:
+        print(f"error: --status-file {path}: {error}", file=sys.stderr, flush=True)

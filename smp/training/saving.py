@@ -22,6 +22,8 @@ from smp.checkpoint.manifest import MANIFEST, read_manifest
 from smp.checkpoint.recovery import clean, load_newest, load_step
 from smp.checkpoint.retention import prune_and_tell
 from smp.config import CheckpointConfig, Config, ConfigError
+from smp.convert.hf_config import is_hf_folder
+from smp.convert.load import load_hf
 from smp.training.persistence import load_training, run_state
 from smp.training.save_clock import SaveClock
 from smp.training.trainer import Progress
@@ -80,6 +82,9 @@ class RunCheckpoints:
         def restore(folder: Folder, manifest: Manifest) -> tuple[Progress, list[str]]:
             return load_training(folder, manifest, self.config, model, optimizer)
 
+        load = self.config.checkpoint.load
+        if load not in (None, "auto") and on_rank_zero(lambda: is_hf_folder(load)):
+            return self._load_hf(load, model)
         found = self._load(restore)
         progress, notes = found[1] if found is not None else (Progress(), [])
         if found is not None:
@@ -88,6 +93,17 @@ class RunCheckpoints:
             self.say(line)
         self._look_for_newer(progress.iteration)
         return progress
+
+    def _load_hf(self, load: str, model: nn.Module) -> Progress:
+        """Weights of a Hugging Face folder: there is nothing else in it to go on from."""
+        if self.config.checkpoint.ckpt_step is not None:
+            raise ConfigError(f"--ckpt-step {self.config.checkpoint.ckpt_step}: --load {load} is a Hugging Face folder")
+        notes = load_hf(model, load)
+        self.say(f"weights from the Hugging Face folder {load}; optimizer and counters start afresh")
+        for line in notes:
+            self.say(f"note: {line}")
+        self._look_for_newer(0)
+        return Progress()
 
     def _load(self, restore: Callable[[Folder, Manifest], Loaded]) -> tuple[Folder, Loaded] | None:
         settings, load = self.config.checkpoint, self.config.checkpoint.load

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from smp.config import Config, ConfigError, Layout, LoggingConfig, check_files, load_config, resolve
+from smp.convert.describe import read_architecture
+from smp.convert.hf_config import architecture, is_hf_folder
 from smp.data.tokenizer_files import load_tokenizer
 from smp.pipeline.plan import plans_by_size
 
@@ -20,13 +22,27 @@ def read_settings(argv: list[str], presets: Mapping[str, Mapping[str, Any]], wor
     Raises:
         ConfigError: one line that names the flag to change.
     """
-    config = load_config(argv, presets)
+    config = load_config(argv, presets, read_architecture)
     check_files(config)
     config = resolve(_with_vocabulary(config), world_size)
+    _check_architecture(config)
     layout = Layout.from_config(config.parallel, world_size)
     if layout.pp > 1:
         plans_by_size(config, layout)
     return config
+
+
+def _check_architecture(config: Config) -> None:
+    """Refuse flags under which the weights of a Hugging Face folder would mean something else."""
+    load = config.checkpoint.load
+    if load is None or not is_hf_folder(load):
+        return
+    ours, theirs = architecture(config.model), read_architecture(load)
+    assert theirs is not None
+    for name, value in theirs.items():
+        if ours[name] != value:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"--load {load} is a model with {flag} {value}, this run has {ours[name]}")
 
 
 def _with_vocabulary(config: Config) -> Config:
@@ -77,3 +93,8 @@ def report(message: str, rank: int, stopped: Callable[[], bool] = lambda: False)
     time.sleep(2)
     if not stopped():
         print(f"error: rank {rank}: {message}", file=sys.stderr, flush=True)
+
+
+def report_own(message: str, rank: int) -> None:
+    """Say at once what this rank found out for itself. Others found out something else, and rank 0 may be gone."""
+    print(f"error: rank {rank}: {message}", file=sys.stderr, flush=True)

@@ -44,17 +44,20 @@ def compare(rank: int, world: int, vocab: int) -> dict[str, float]:
         errors[f"loss, chunks of {chunk}"] = abs(loss.item() / (want * counts).sum().item() - 1)
         errors[f"dx, chunks of {chunk}"] = ((x.grad - hidden.grad).norm() / hidden.grad.norm()).item()
         errors[f"dw, chunks of {chunk}"] = ((mine.grad - grad).norm() / weight.grad.norm()).item()
-    x, mine.grad = hidden.detach().clone().requires_grad_(), None
-    per_token = vocab_parallel_cross_entropy(copy_to_group(x, group) @ mine.t(), labels, shard)
-    (per_token * counts).sum().backward()
-    errors["per token"] = ((per_token - want).norm() / want.norm()).item()
-    errors["dx per token"] = ((x.grad - hidden.grad).norm() / hidden.grad.norm()).item()
-    errors["dw per token"] = ((mine.grad - grad).norm() / weight.grad.norm()).item()
+    for overwrite in (False, True):
+        x, mine.grad = hidden.detach().clone().requires_grad_(), None
+        logits = copy_to_group(x, group) @ mine.t()
+        per_token = vocab_parallel_cross_entropy(logits, labels, shard, overwrite=overwrite)
+        (per_token * counts).sum().backward()
+        how = ", overwritten" * overwrite
+        errors["per token" + how] = ((per_token - want).norm() / want.norm()).item()
+        errors["dx per token" + how] = ((x.grad - hidden.grad).norm() / hidden.grad.norm()).item()
+        errors["dw per token" + how] = ((mine.grad - grad).norm() / weight.grad.norm()).item()
     return errors
 
 
 @pytest.mark.parametrize(
-    ("world", "vocab"), [(1, 7), (3, 24), (3, 17), (3, 13)]
+    ("world", "vocab"), [(1, 7), (2, 15), (3, 24), (3, 17), (3, 13), (4, 30)]
 )  # 13: the last rank holds padding only
 def test_equals_cross_entropy_of_the_whole_vocabulary(world: int, vocab: int) -> None:
     for errors in run_distributed(compare, world, vocab):

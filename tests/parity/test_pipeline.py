@@ -15,6 +15,12 @@ PIPELINES = [*cases.pipeline_cases(), *cases.special_cases()]
 BF16 = cases.bf16_cases()
 EXACT = cases.exact_cases()
 SABOTAGED = cases.sabotaged_cases()
+PRODUCT = list(dict.fromkeys(cases.product_cases()))
+
+
+@pytest.fixture(scope="module")
+def slow_lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    return Lab([*PRODUCT, *(case.one_rank for case in PRODUCT)], tmp_path_factory.mktemp("product"))
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +29,17 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     layouts = [*PIPELINES, *BF16, *(case for case, _ in SABOTAGED)]
     one_rank = [single for case in layouts for single in (case.one_rank, case.one_rank_fp32)]
     return Lab([*layouts, *exact, *one_rank], tmp_path_factory.mktemp("pipeline"))
+
+
+def test_the_set_covers_every_pair_and_most_triples() -> None:
+    values = cases.pipeline_values()
+    for size, share in ((2, 1), (3, 0.7)):
+        covered = {group for chosen in values for group in cases.groups_of(chosen, size)}
+        assert len(covered) >= share * len(cases.valid_groups(size))
+    spreads = [case.spread for case in cases.pipeline_cases()]
+    assert any(s.reshard and s.shard > 1 for s in spreads)
+    split = [s for s in spreads if s.schedule in ("zb-h1", "zb-v") and s.sp]
+    assert {s.recompute for s in split} == {"none", "selective", "full"} and {s.reshard for s in split} == {False, True}
 
 
 @pytest.mark.parametrize("case", PIPELINES, ids=str)
@@ -50,3 +67,9 @@ def test_a_bug_is_seen(lab: Lab, case: Case, error: str) -> None:
             lab.result(case)
     else:
         assert getattr(errors(lab, case), error) > 100 * TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PRODUCT, ids=str)
+def test_the_product_of_pipelines(slow_lab: Lab, case: Case) -> None:
+    assert errors(slow_lab, case).worst <= TOLERANCE, errors(slow_lab, case)

@@ -145,6 +145,28 @@ def step_traffic(mesh: Any, model: GPT, parallel: ParallelConfig, data_parallel:
     return traffic.passes[1:]
 
 
+class Order(TorchDispatchMode):
+    """When weights are gathered and when blocks compute, in the order of the host."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        for i in "01":
+            norm: Any = model.layers[i].attention_norm
+            norm.register_forward_pre_hook(lambda module, args, i=i: self.seen.append(f"block {i}"))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and COLLECTIVES.get(func.overloadpacket.__name__) == "all-gather":
+            self.seen.append("gather")
+        return func(*args, **(kwargs or {}))
+
+
+def order_of_forward(model: GPT) -> list[str]:
+    with Order(model) as order, torch.no_grad():
+        loss_of(model)
+    return order.seen
+
+
 def measure(rank: int, world: int) -> dict[str, dict[str, Any]]:
     out: dict[str, dict[str, Any]] = {}
     for degree, bf16 in ((0, False), (1, False), (2, False), (2, True)):
@@ -155,6 +177,7 @@ def measure(rank: int, world: int) -> dict[str, dict[str, Any]]:
             "residence": residence(model),
             "dtypes": dtypes(model),
             "traffic": step_traffic(mesh, model, parallel, world),
+            "order": order_of_forward(model),
         }
     return out
 
@@ -167,6 +190,13 @@ def measured() -> dict[str, dict[str, Any]]:
 
 
 UNITS = 2 + MODEL.num_layers  # embedding, blocks, final norm with head
+
+
+def test_the_next_blocks_weights_are_under_way_while_a_block_computes(measured: dict[str, dict[str, Any]]) -> None:
+    """Embedding, block 0 and block 1 are gathered before block 0 computes."""
+    order = measured["degree 0"]["order"]
+    assert order == ["gather"] * 3 + ["block 0", "block 1", "gather"]
+    assert measured["degree 1"]["order"] == ["block 0", "block 1"]
 
 
 def counts(passes: list[list[tuple[str, str]]], kind: str) -> list[int]:

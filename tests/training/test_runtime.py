@@ -317,17 +317,17 @@ import os, sys, time
 import pretrain_gpt
 from smp.training import trainer
 
-step = trainer.Trainer.train_step
+step = trainer.Trainer.start_step
 
-def train_step(self, batch):
+def start_step(self, *arguments):
     if self.progress.iteration == 2 and os.environ["RANK"] == "1":
         hang()
-    return step(self, batch)
+    return step(self, *arguments)
 
 def hang():
     time.sleep(100)
 
-trainer.Trainer.train_step = train_step
+trainer.Trainer.start_step = start_step
 sys.exit(pretrain_gpt.main(sys.argv[1:]))
 """
 
@@ -355,7 +355,7 @@ def test_a_rank_that_hangs_ends_the_run_and_the_stacks_say_which(tmp_path: Path)
             process.kill()
             process.wait()
     dumps = [text.partition("of 2 has made no progress for")[2].partition("Traceback")[0] for text in errors]
-    assert "in all_reduce" in dumps[0] and "in train_step" in dumps[0] and "in hang" not in dumps[0]
+    assert "in all_reduce" in dumps[0] and "in start_step" in dumps[0] and "in hang" not in dumps[0]
     assert "in hang" in dumps[1] and "in all_reduce" not in dumps[1]
     status = json.loads((tmp_path / "logs/status.json").read_text())
     assert status["status"] == "failed" and status["iteration"] == 2 and "6000ms" in status["reason"]

@@ -1,0 +1,337 @@
+"""The table of kernels: ``make gpu`` and ``make bench-cpu`` write it to ``benchmarks/results/kernels_*.txt``.
+
+Each operation by our kernels, by eager PyTorch, by torch.compile and by Liger where it is installed: microseconds, GB/s
+by the bytes that it must move (each input read once, each output written once, see the files of ``smp/kernels``), and
+that as a part of the measured bandwidth of a copy. Products (output layer with its loss, attention) in TFLOP/s instead.
+The backward pass is timed alone, except for the cross-entropy's, which writes over its input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timing import RESULTS, Clock, copy_bandwidth, header, product_rate
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from smp.kernels import norm, rope, swiglu
+from smp.kernels.attention import BACKENDS
+from smp.kernels.cuda.library import library_path
+from smp.layers.cross_entropy import VocabShard, linear_cross_entropy, vocab_parallel_cross_entropy
+from smp.parallel.collectives import Group
+
+Function = Callable[..., Any]
+NOT_MEASURED = "not yet measured"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Llama 3 8B's widths on a GPU; on a CPU what takes milliseconds."""
+
+    tokens: int
+    hidden: int
+    ffn: int
+    vocabulary: int
+    heads: int
+    groups: int
+    head_dim: int
+    length: int
+    dtype: torch.dtype
+    device: str
+
+
+ON = {
+    "cuda": Sizes(8192, 4096, 14336, 128_256, 32, 8, 128, 8192, torch.bfloat16, "cuda"),
+    "cpu": Sizes(1024, 1024, 2816, 8192, 16, 4, 64, 512, torch.float32, "cpu"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation.
+
+    Attributes:
+        inputs: shapes of what it takes and has gradients for.
+        versions: name -> function of the inputs; None is not there.
+        forward, backward: bytes in elements of the compute dtype that each pass must move.
+        together: the passes cannot be told apart; ``backward`` is then what both must move.
+    """
+
+    name: str
+    inputs: list[tuple[int, ...]]
+    versions: dict[str, Function | None]
+    forward: int
+    backward: int
+    together: bool = False
+
+
+def liger(module: str, function: str) -> Any:
+    """An autograd function of Liger's, or None."""
+    if importlib.util.find_spec("liger_kernel") is None:
+        return None
+    return getattr(importlib.import_module(f"liger_kernel.ops.{module}"), function).apply
+
+
+def compiled(function: Function) -> Function:
+    return torch.compile(function, dynamic=False)
+
+
+def moving(s: Sizes, fused: bool) -> Iterator[Case]:
+    """Operations whose floor is memory; ``fused`` says whether Triton can run."""
+    row, rows, mlp = (s.hidden,), s.tokens * s.hidden, s.tokens * s.ffn
+
+    def case(name: str, inputs: Any, plain: Function, ours: Function, theirs: Any, forward: int, backward: int) -> Case:
+        versions = {
+            "smp triton": ours if fused else None,
+            "eager": plain,
+            "torch.compile": compiled(plain),
+            "liger": theirs,
+        }
+        return Case(name, inputs, versions, forward, backward)
+
+    def plain_rms(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, row, w, 1e-5)
+
+    def plain_layer(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, row, w, b, 1e-5)
+
+    def plain_add(x: torch.Tensor, a: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + a
+        return F.rms_norm(total, row, w, 1e-5), total
+
+    def plain_swiglu(g: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+        return F.silu(g) * u
+
+    rms, layer, silu = (
+        liger("rms_norm", "LigerRMSNormFunction"),
+        liger("layer_norm", "LigerLayerNormFunction"),
+        liger("swiglu", "LigerSiLUMulFunction"),
+    )
+    x = (s.tokens, s.hidden)
+    yield case(
+        "RMSNorm",
+        [x, row],
+        plain_rms,
+        lambda x, w: norm.rms_norm(x, w, 1e-5, "triton"),
+        rms and (lambda x, w: rms(x, w, 1e-5)),
+        2 * rows,
+        3 * rows,
+    )
+    yield case(
+        "LayerNorm",
+        [x, row, row],
+        plain_layer,
+        lambda x, w, b: norm.layer_norm(x, w, b, 1e-5, "triton"),
+        layer and (lambda x, w, b: layer(x, w, b, 1e-5)),
+        2 * rows,
+        3 * rows,
+    )
+    yield case(
+        "add + RMSNorm",
+        [x, x, row],
+        plain_add,
+        lambda x, a, w: norm.add_norm(x, a, w, None, 1e-5, "triton"),
+        None,
+        4 * rows,
+        4 * rows,
+    )
+    yield case(
+        "SwiGLU",
+        [(s.tokens, s.ffn)] * 2,
+        plain_swiglu,
+        lambda g, u: swiglu.swiglu(g, u, "triton"),
+        silu,
+        3 * mlp,
+        5 * mlp,
+    )
+    yield rotation(s, case)
+    yield loss(s, fused)
+
+
+def rotation(s: Sizes, case: Callable[..., Case]) -> Case:
+    angle = torch.rand(s.tokens, 1, s.head_dim // 2, device=s.device) * 6
+    angle = torch.cat((angle, angle), dim=-1)
+    table = angle.cos(), angle.sin()
+    elements = s.tokens * (s.heads + s.groups) * s.head_dim
+    return case(
+        "RoPE of q and k",
+        [(s.tokens, s.heads * s.head_dim), (s.tokens, s.groups * s.head_dim)],
+        lambda q, k: rope.rope(q, k, *table, s.head_dim),
+        lambda q, k: rope.rope(q, k, *table, s.head_dim, "triton"),
+        None,
+        2 * elements,
+        2 * elements,
+    )
+
+
+def loss(s: Sizes, fused: bool) -> Case:
+    labels = torch.randint(0, s.vocabulary, (s.tokens,), device=s.device)
+    shard = VocabShard.of(Group("", 1, 0), s.vocabulary, s.vocabulary)
+
+    def ours(backend: str) -> Function:
+        return lambda z: vocab_parallel_cross_entropy(z, labels, shard, overwrite=True, backend=backend)
+
+    def plain(z: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(z.float(), labels, reduction="none")
+
+    theirs = liger("cross_entropy", "LigerCrossEntropyFunction")
+    versions: dict[str, Function | None] = {
+        "smp triton": ours("triton") if fused else None,
+        "smp cuda": ours("cuda") if fused and library_path().exists() else None,
+        "smp torch": ours("torch"),
+        "eager": plain,
+        "torch.compile": compiled(plain),
+        "liger": theirs and (lambda z: theirs(z, labels, None)[0]),
+    }
+    logits = s.tokens * s.vocabulary
+    return Case("cross-entropy", [(s.tokens, s.vocabulary)], versions, logits, 3 * logits, together=True)
+
+
+class Table:
+    """Measures cases and collects lines."""
+
+    def __init__(self, device: str, rounds: int) -> None:
+        self.device, self.sizes, self.clock = device, ON[device], Clock(device, rounds)
+        self.bandwidth = copy_bandwidth(self.clock)
+        product = (8192, 8192, 8192) if device == "cuda" else (1024, 1024, 2816)
+        self.product = product_rate(self.clock, *product, self.sizes.dtype)
+        s = self.sizes
+        self.lines = [
+            header(device),
+            "",
+            f"ceilings: copy {self.bandwidth / 1e9:.0f} GB/s (read + written), product "
+            f"{' x '.join(map(str, product))} {self.product / 1e12:.3f} TFLOP/s",
+            f"{s.tokens} tokens, hidden {s.hidden}, ffn {s.ffn}, vocabulary {s.vocabulary}, "
+            f"{s.heads} + {s.groups} heads of {s.head_dim}, {s.dtype}",
+            "",
+            f"{'operation':34s}{'version':16s}{'us':>12s}{'GB/s':>10s}{'of copy':>10s}",
+        ]
+
+    def draw(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randn(shape, device=self.device).to(self.sizes.dtype).requires_grad_()
+
+    def add(self, case: Case) -> None:
+        """Rows of one operation; forward and backward pass each have their own."""
+        for name, function in case.versions.items():
+            for title, elements, seconds in self.passes(case, function):
+                label = f"{case.name}, {title}"
+                if seconds is None:
+                    self.say(f"{label:34s}{name:16s}{NOT_MEASURED:>32s}")
+                    continue
+                rate = elements * self.sizes.dtype.itemsize / seconds
+                self.say(f"{label:34s}{name:16s}{seconds * 1e6:12.1f}{rate / 1e9:10.1f}{rate / self.bandwidth:10.2f}")
+
+    def passes(self, case: Case, function: Function | None) -> Iterator[tuple[str, int, float | None]]:
+        names = (
+            [("both passes", case.backward)]
+            if case.together
+            else [("forward", case.forward), ("backward", case.backward)]
+        )
+        if function is None:
+            yield from ((name, elements, None) for name, elements in names)
+            return
+        leaves = [self.draw(shape) for shape in case.inputs]
+        outputs = as_tuple(function(*leaves))
+        grads = [torch.randn_like(y) for y in outputs]
+        if case.together:
+            (leaf,), source = leaves, leaves[0].detach().clone()
+
+            def both() -> None:
+                torch.autograd.grad(as_tuple(function(leaf)), leaf, grads)
+
+            def restore() -> None:
+                leaf.data.copy_(source)
+
+            yield "both passes", case.backward, self.clock.seconds(both, restore)
+            return
+        yield "forward", case.forward, self.clock.seconds(lambda: function(*leaves))
+        outputs = as_tuple(function(*leaves))
+        backward = self.clock.seconds(lambda: torch.autograd.grad(outputs, leaves, grads, retain_graph=True))
+        yield "backward", case.backward, backward
+
+    def add_product(self, label: str, name: str, flops: float, run: Callable[[], object] | None) -> None:
+        """A row whose ceiling is arithmetic."""
+        try:
+            seconds = None if run is None else self.clock.seconds(run)
+        except RuntimeError as error:
+            self.say(f"{label:34s}{name:16s}  {str(error).splitlines()[0][:60]}")
+            return
+        if seconds is None:
+            self.say(f"{label:34s}{name:16s}{NOT_MEASURED:>32s}")
+            return
+        rate = flops / seconds
+        self.say(f"{label:34s}{name:16s}{seconds * 1e6:12.1f}{rate / 1e12:10.3f}{rate / self.product:10.2f}")
+
+    def say(self, line: str) -> None:
+        print(line, flush=True)
+        self.lines.append(line)
+
+
+def as_tuple(x: Any) -> tuple[torch.Tensor, ...]:
+    return x if isinstance(x, tuple) else (x,)
+
+
+def products(table: Table, fused: bool) -> None:
+    """Output layer with its loss, both passes: 6 FLOPs per token, channel and vocabulary entry. Causal attention, both
+    passes: 14 FLOPs per pair of tokens and channel (4 in the forward pass, 10 in the backward pass)."""
+    s = table.sizes
+    table.say(f"\n{'operation':34s}{'version':16s}{'us':>12s}{'TFLOP/s':>10s}{'of product':>11s}")
+    hidden, weight = table.draw((s.tokens, s.hidden)), table.draw((s.vocabulary, s.hidden))
+    labels = torch.randint(0, s.vocabulary, (s.tokens,), device=table.device)
+    weights, shard = (
+        torch.full((s.tokens,), 1 / s.tokens, device=table.device),
+        VocabShard.of(Group("", 1, 0), s.vocabulary, s.vocabulary),
+    )
+
+    def chunked(backend: str) -> Callable[[], object]:
+        def run() -> object:
+            loss = linear_cross_entropy(hidden, weight, labels, weights, shard, chunk_tokens=2048, backend=backend)
+            return torch.autograd.grad(loss, (hidden, weight))
+
+        return run
+
+    def whole() -> object:
+        return torch.autograd.grad(F.cross_entropy((hidden @ weight.t()).float(), labels), (hidden, weight))
+
+    flops = 6 * s.tokens * s.hidden * s.vocabulary
+    runs = {"smp triton": chunked("triton") if fused else None, "smp torch": chunked("torch"), "eager": whole}
+    for name, run in runs.items():
+        table.add_product("linear + cross-entropy", name, flops, run)
+    q, k, v = (table.draw((s.tokens // s.length, s.heads, s.length, s.head_dim)) for _ in range(3))
+    grad = torch.randn_like(q)
+    for name, backend in BACKENDS.items():
+
+        def attend(backend: SDPBackend = backend) -> object:
+            with sdpa_kernel([backend]):
+                return torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), grad)
+
+        pairs = s.tokens * s.length / 2
+        if table.device == "cuda" or name in ("flash", "math"):  # a CPU has no others
+            table.add_product("causal attention", name, 14 * pairs * s.heads * s.head_dim, attend)
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--rounds", type=int, default=20, help="timed calls of each version")
+    arguments = parser.parse_args()
+    torch.set_float32_matmul_precision("high")
+    table, fused = Table(arguments.device, arguments.rounds), arguments.device == "cuda"
+    print("\n".join(table.lines))
+    for case in moving(table.sizes, fused):
+        table.add(case)
+    products(table, fused)
+    path = RESULTS / f"kernels_{'gpu' if fused else 'cpu'}.txt"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n".join(table.lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

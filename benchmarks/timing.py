@@ -1,0 +1,89 @@
+"""How the tables of ``benchmarks/`` measure: times, ceilings, and the header that says of what."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def header(device: str) -> str:
+    """Date, commit, versions and device of a table."""
+    words = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout.strip() or "unknown"
+    name = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    if device == "cuda":
+        name = torch.cuda.get_device_name()
+    return f"{date.today()}, commit {commit}, torch {torch.__version__}, {name}"
+
+
+def synchronize(device: str) -> None:
+    """Wait for the device."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+class Clock:
+    """Median time of single calls with cold caches.
+
+    Before each call a buffer larger than any cache is overwritten. On a GPU that also keeps the device busy while the
+    host issues the call, so that what is timed is the device (events on a starved stream time the host).
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``.
+        rounds: timed calls; three more come first.
+    """
+
+    def __init__(self, device: str, rounds: int) -> None:
+        self.device, self.rounds = device, rounds
+        self._buffer = torch.empty((256 if device == "cuda" else 64) << 20, dtype=torch.int8, device=device)
+
+    def seconds(self, run: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> float:
+        """Median seconds of ``run``; ``prepare`` comes before each call and is not timed."""
+        times = []
+        for turn in range(self.rounds + 3):
+            prepare()
+            self._buffer.zero_()
+            elapsed = self._device_seconds(run) if self.device == "cuda" else self._host_seconds(run)
+            if turn >= 3:
+                times.append(elapsed)
+        return statistics.median(times)
+
+    @staticmethod
+    def _host_seconds(run: Callable[[], object]) -> float:
+        started = time.perf_counter()
+        run()
+        return time.perf_counter() - started
+
+    @staticmethod
+    def _device_seconds(run: Callable[[], object]) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+
+
+def copy_bandwidth(clock: Clock) -> float:
+    """Bytes per second, read and written, of a large copy: the ceiling of everything that only moves memory."""
+    size = (2 << 30) if clock.device == "cuda" else (128 << 20)
+    source = torch.randint(0, 100, (size,), dtype=torch.int8, device=clock.device)
+    target = torch.empty_like(source)
+    return 2 * size / clock.seconds(lambda: target.copy_(source))
+
+
+def product_rate(clock: Clock, rows: int, inner: int, columns: int, dtype: torch.dtype) -> float:
+    """FLOP/s of a matrix product of random numbers into memory that is there: what no training step exceeds."""
+    a = torch.randn(rows, inner).to(clock.device, dtype)
+    b, out = torch.randn(inner, columns).to(clock.device, dtype), torch.empty(rows, columns).to(clock.device, dtype)
+    return 2 * rows * inner * columns / clock.seconds(lambda: torch.mm(a, b, out=out))

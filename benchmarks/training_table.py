@@ -1,0 +1,175 @@
+"""The one-device training table: ``make gpu`` and ``make bench-cpu`` write it to ``benchmarks/results/training_*.txt``.
+
+Llama shapes by transformers (eager and compiled) and by smp, in turn on the same device in the same run: fp32 master
+weights, fused AdamW, clipping; bf16 by autocast there, by FSDP2's mixed precision here. Tokens per second, model FLOP/s
+as a part of the measured rate of a large matrix product in the same precision (MFU), and peak memory. Rows are written
+as they come, so that a run that is cut short leaves what it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from timing import RESULTS, Clock, header, product_rate, synchronize
+from torch.distributed.device_mesh import DeviceMesh
+from training_step import MODEL, Step, Work, smp_step, transformers_step
+
+from smp.config import Config, Layout, ModelConfig, resolve
+from smp.models.arithmetic import count_parameters, training_flops_per_token
+from smp.models.presets import PRESETS
+from smp.parallel.mesh import build_mesh
+
+GROUPS = 3
+"""Timed groups of steps per entry; the table shows the median, and the device is waited for once per group."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, cut to fit, and what a step holds."""
+
+    name: str
+    model: ModelConfig
+    batch: int
+    length: int
+    bf16: bool
+
+
+def llama(name: str, layers: int | None = None) -> ModelConfig:
+    """A named size as transformers' plain Llama can be built too: no RoPE scaling, an output matrix of its own."""
+    model = replace(ModelConfig(), **{**PRESETS[name], "untie_embeddings_and_output_weights": True})
+    model = replace(model, use_rope_scaling=False, num_layers=layers or model.num_layers)
+    config = Config(model=model)
+    config.training.dry_run = True
+    return resolve(config, 1).model
+
+
+def shapes(device: str) -> list[Shape]:
+    """8,192 tokens a step on a GPU. The 8B shape keeps 12 of 32 layers: with AdamW in fp32, 16 bytes a parameter, that
+    is 59 GB, and leaves room for the eager entries' activations in 141 GB."""
+    if device == "cpu":
+        return [Shape("small, 8 x 512", MODEL, 2, 512, bf16) for bf16 in (False, True)]
+    models = {"llama3.2-1b": llama("llama3.2-1b"), "llama3-8b, 12 layers": llama("llama3-8b", 12)}
+    sizes = ((2, 4096), (1, 8192))
+    return [Shape(name, model, batch, length, True) for name, model in models.items() for batch, length in sizes]
+
+
+def entries(work: Work, mesh: DeviceMesh, bf16: bool) -> dict[str, Callable[[], Step]]:
+    """Name -> how to build its step."""
+
+    def ours(**parallel: Any) -> Callable[[], Step]:
+        return lambda: smp_step(work, mesh, bf16=bf16, **parallel)
+
+    table: dict[str, Callable[[], Step]] = {
+        "transformers": lambda: transformers_step(work, bf16),
+        "transformers, torch.compile": lambda: transformers_step(work, bf16, compiled=True),
+        "smp --kernels torch": ours(kernels="torch"),
+        "smp --kernels torch --compile": ours(kernels="torch", compile=True),
+    }
+    if work.device == "cuda":
+        table |= {
+            "smp": ours(),
+            "smp --compile": ours(compile=True),
+            "smp --kernels triton --compile": ours(kernels="triton", compile=True),
+        }
+    return table
+
+
+def measure(build: Callable[[], Step], device: str, steps: int) -> tuple[float, float, float]:
+    """(median seconds per step, fastest group's, peak bytes on the device or 0)."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    step = build()
+    for _ in range(3):
+        step()
+    times = []
+    for _ in range(GROUPS):
+        synchronize(device)
+        started = time.perf_counter()
+        for _ in range(steps):
+            step()
+        synchronize(device)
+        times.append((time.perf_counter() - started) / steps)
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+    return statistics.median(times), min(times), peak
+
+
+class Report:
+    """The table, on the screen and in its file."""
+
+    def __init__(self, device: str) -> None:
+        self.path = RESULTS / f"training_{'gpu' if device == 'cuda' else 'cpu'}.txt"
+        self.path.parent.mkdir(exist_ok=True)
+        self.path.write_text("")
+        self.say(header(device))
+
+    def say(self, line: str) -> None:
+        print(line, flush=True)
+        with self.path.open("a") as file:
+            file.write(line + "\n")
+
+
+def one_shape(report: Report, shape: Shape, device: str, mesh: DeviceMesh, steps: int) -> None:
+    """The rows of one shape."""
+    dtype = torch.bfloat16 if shape.bf16 else torch.float32
+    sides = (8192, 8192, 8192) if device == "cuda" else (2048, 512, 1536)
+    limit = product_rate(Clock(device, 10), *sides, dtype)
+    work = Work(shape.model, shape.batch, shape.length, device)
+    vocabulary = shape.model.vocab_size or 0
+    flops = training_flops_per_token(shape.model, shape.length, vocabulary)
+    parameters = count_parameters(shape.model, vocabulary).total / 1e9
+    report.say(
+        f"\n{shape.name}, {parameters:.2f} B parameters, {work.batch} x {work.length} tokens, "
+        f"{'bf16' if shape.bf16 else 'fp32'}; product {' x '.join(map(str, sides))}: {limit / 1e12:.3f} TFLOP/s"
+    )
+    report.say(f"{'entry':34s}{'tokens/s':>10s}{'TFLOP/s':>10s}{'MFU':>7s}{'peak GB':>9s}{'x first':>9s}")
+    first = 0.0
+    for name, build in entries(work, mesh, shape.bf16).items():
+        try:
+            seconds, _, peak = measure(build, device, steps)
+        except torch.OutOfMemoryError:
+            report.say(f"{name:34s}{'out of memory':>20s}")
+            continue
+        finally:
+            torch._dynamo.reset()
+            gc.collect()
+            if device == "cuda":
+                torch.cuda.empty_cache()
+        rate = work.tokens / seconds
+        first = first or rate
+        memory = f"{peak / 1e9:9.1f}" if peak else f"{'-':>9s}"
+        report.say(
+            f"{name:34s}{rate:10.0f}{rate * flops / 1e12:10.3f}{rate * flops / limit:7.3f}{memory}{rate / first:9.3f}"
+        )
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--steps", type=int, default=5, help="steps in each of three timed groups")
+    parser.add_argument(
+        "--only", default="", help="shapes whose name and length contain this, such as 'llama3-8b' or 'x 8192'"
+    )
+    arguments = parser.parse_args()
+    device = arguments.device
+    torch.set_float32_matmul_precision("high")
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
+    mesh, report = build_mesh(Layout(), device), Report(device)
+    for shape in shapes(device):
+        if arguments.only in f"{shape.name}, {shape.batch} x {shape.length}":
+            one_shape(report, shape, device, mesh, arguments.steps)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""What a folder says about the architecture of the model in it, without torch and without reading weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from smp.config import ModelConfig
+from smp.convert.hf_config import CONFIG, FREE, architecture, from_hf, is_hf_folder, read_hf_config
+
+
+def read_architecture(folder: str) -> dict[str, Any] | None:
+    """Settings of the model, by field of ``ModelConfig``: of a Hugging Face folder, a checkpoint of ours, or a run of
+    ours, where the newest counts. None: the folder does not say.
+
+    Raises:
+        ConfigError: a Hugging Face folder with an architecture that is not supported.
+    """
+    if "://" in folder:
+        return None
+    if is_hf_folder(folder):
+        return architecture(from_hf(read_hf_config(folder), str(Path(folder) / CONFIG)))
+    try:
+        latest = Path(folder) / "latest"
+        own = Path(folder) / latest.read_text().strip() if latest.is_file() else Path(folder)
+        saved = json.loads((own / "manifest.json").read_bytes())["extra"]["config"]
+        return {f.name: saved[f.name] for f in fields(ModelConfig) if f.name not in FREE}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None  # whoever loads it says what is wrong with it

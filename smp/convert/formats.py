@@ -1,0 +1,137 @@
+"""The three formats side by side: told apart, opened as weights, written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+
+from smp.checkpoint import CheckpointError, find
+from smp.checkpoint.latest import LATEST
+from smp.checkpoint.manifest import MANIFEST
+from smp.config import ConfigError, ModelConfig
+from smp.convert.convert import Target
+from smp.convert.hf import HFTarget, carried, open_hf
+from smp.convert.hf_config import from_hf as config_from_hf
+from smp.convert.hf_config import is_hf_folder, read_hf_config
+from smp.convert.megatron_read import TRACKER, is_one, open_megatron
+from smp.convert.megatron_write import MegatronTarget
+from smp.convert.smp_format import SmpTarget, SmpWeights
+from smp.convert.weights import Weights
+
+Format = Literal["hf", "megatron", "smp"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+
+
+def detect(path: Path) -> Format:
+    """The format of what lies at a path.
+
+    Raises:
+        CheckpointError: nothing is there, or none of the three.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: there is no such folder")
+    if is_hf_folder(path):
+        return "hf"
+    if (path / TRACKER).is_file() or is_one(path):
+        return "megatron"
+    if (path / MANIFEST).is_file() or (path / LATEST).is_file() or any(path.glob(f"*/{MANIFEST}")):
+        return "smp"
+    raise CheckpointError(
+        f"{path} is no checkpoint: it has neither config.json (Hugging Face), nor {TRACKER} or .metadata (Megatron), "
+        f"nor {MANIFEST} (ours)"
+    )
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Weights, and what came with them.
+
+    Attributes:
+        weights: under our names.
+        reference: a folder with config.json, tokenizer and the like; None: there is none.
+    """
+
+    weights: Weights
+    reference: Path | None
+
+
+def open_checkpoint(
+    path: Path,
+    kind: Format | None = None,
+    *,
+    reference: Path | None = None,
+    vocab_size: int | None = None,
+    allow_pickle: bool = False,
+) -> Opened:
+    """Open a checkpoint of any of the formats.
+
+    Args:
+        path: its folder; a run's folder stands for its newest.
+        kind: its format; None: found out.
+        reference: a Hugging Face folder or a checkpoint of ours that says what does not lie in ``path``: the settings
+            of a bare checkpoint of Megatron's, and the tokenizer.
+        vocab_size: of a checkpoint of Megatron's: token ids without padding.
+        allow_pickle: read ``.bin`` files of a Hugging Face folder.
+
+    Raises:
+        CheckpointError, ConfigError: as :func:`open_hf`, :func:`open_megatron` and :class:`SmpWeights`.
+    """
+    kind = kind or detect(path)
+    if kind == "hf":
+        return Opened(open_hf(path, allow_pickle=allow_pickle), _companions(reference) or path)
+    if kind == "smp":
+        folder = find(path)
+        return Opened(SmpWeights(folder), _companions(reference) or carried(folder))
+    companions = _companions(reference) or carried(path)
+    try:
+        return Opened(open_megatron(path, vocab_size=vocab_size), companions)
+    except ConfigError as error:
+        if reference is None or "--reference" not in str(error):
+            raise
+    return Opened(open_megatron(path, config=_config(reference)), companions)
+
+
+def _companions(reference: Path | None) -> Path | None:
+    """Where the tokenizer of a reference lies: in it, or in what a checkpoint of ours carries."""
+    if reference is None:
+        return None
+    if not reference.is_dir():
+        raise ConfigError(f"--reference {reference}: there is no such folder")
+    return reference if is_hf_folder(reference) else carried(find(reference))
+
+
+def _config(reference: Path) -> ModelConfig:
+    if is_hf_folder(reference):
+        return config_from_hf(read_hf_config(reference), str(reference))
+    return SmpWeights(find(reference)).config
+
+
+def make_target(
+    kind: Format,
+    opened: Opened,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_size: int | None = None,
+    megatron_tp: int = 1,
+) -> Target:
+    """What is to be written.
+
+    Args:
+        kind: the format.
+        opened: the weights.
+        dtype: of floating-point tensors; None: as they are.
+        shard_size: most bytes of a file; None: what suits the format.
+        megatron_tp: tensor-parallel ranks that the padded vocabulary of Megatron's is to suit.
+
+    Raises:
+        ConfigError: the format cannot say what this model does.
+    """
+    size = {} if shard_size is None else {"shard_size": shard_size}
+    if kind == "hf":
+        return HFTarget(opened.weights, dtype, opened.reference, **size)
+    if kind == "smp":
+        return SmpTarget(opened.weights, dtype, opened.reference, **size)
+    return MegatronTarget(opened.weights, dtype, opened.reference, megatron_tp, **size)

@@ -1,0 +1,220 @@
+"""Hugging Face folders: opened as weights, and written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smp.checkpoint import CheckpointError
+from smp.checkpoint.local import LocalFolder, write_durably
+from smp.checkpoint.tensor_file import lay_out, write_file
+from smp.convert.families import FAMILIES, Family
+from smp.convert.hf_config import CONFIG, family_of, from_hf, is_hf_folder, read_hf_config, to_hf
+from smp.convert.hf_store import INDEX, SINGLE, bin_store, safetensors_store
+from smp.convert.layout import Link, by_theirs, links
+from smp.convert.pieces import Feed, Planned, in_files
+from smp.convert.weights import LinkedWeights, Store, Stored, Weights, unknown
+
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates",
+    "generation_config.json",
+)
+"""Files and folders that go with a model unchanged: tokenizer, chat template, generation settings."""
+
+CARRIED = "hf"
+"""Folder inside of a converted checkpoint with config.json, tokenizer and the like of the folder that it came from."""
+
+
+def open_hf(folder: str | Path, *, allow_pickle: bool = False) -> LinkedWeights:
+    """The weights of a Hugging Face folder.
+
+    Args:
+        folder: with ``config.json`` and safetensors files.
+        allow_pickle: read ``pytorch_model*.bin`` when there are no safetensors files, without running what they hold.
+
+    Raises:
+        CheckpointError: files are missing or damaged, or tensors are not those of the architecture.
+        ConfigError: the architecture is not supported.
+    """
+    folder = Path(folder)
+    content, where = read_hf_config(folder), str(folder / CONFIG)
+    family, config = family_of(content, where), from_hf(content, where)
+    store = _store(folder, allow_pickle)
+    try:
+        found = _found(links(family.table, config), store, family)
+        weights = LinkedWeights(store, found, config)
+        _refuse_extra(weights, store, family)
+    except BaseException:
+        store.close()
+        raise
+    return weights
+
+
+def _store(folder: Path, allow_pickle: bool) -> Store:
+    if (folder / INDEX).is_file() or (folder / SINGLE).exists():
+        return safetensors_store(folder)
+    bins = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+    if not bins:
+        raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}")
+    if not allow_pickle:
+        raise CheckpointError(
+            f"{folder / bins[0]} is a pickle file, which can hold code: --allow-pickle reads the tensors, runs nothing"
+        )
+    return bin_store(folder)
+
+
+def _found(wanted: Mapping[str, Link], store: Store, family: Family) -> dict[str, Link]:
+    """Links as this folder spells them: base models leave out the first word, and some names changed over time."""
+    first = family.table.block.split(".")[0] + "."
+    bare = not any(name.startswith(first) for name in store.tensors)
+
+    def spelled(name: str) -> str:
+        if bare:
+            name = name.removeprefix(first)
+        for old, new in family.renamed.items():
+            if name not in store.tensors and name.startswith(f"{old}."):
+                return new + name.removeprefix(old)
+        return name
+
+    return {ours: replace(link, theirs=spelled(link.theirs)) for ours, link in wanted.items()}
+
+
+def _refuse_extra(weights: LinkedWeights, store: Store, family: Family) -> None:
+    """Every tensor of the files must mean something. A tied head that is stored all the same must be the embedding."""
+    extra = unknown(store, weights.links, family.ignored)
+    tied = weights.config.untie_embeddings_and_output_weights is False
+    embedding = weights.links["embedding.weight"].theirs
+    for name in list(extra):
+        if tied and name in ("lm_head.weight", "embed_out.weight"):
+            if not _equal(store, name, embedding):
+                raise CheckpointError(
+                    f"{store.where(name)}: tensor {name} differs from {embedding}, to which {CONFIG} ties it"
+                )
+            weights.notes.append(f"{name} is left out: it is {embedding} again")
+            extra.remove(name)
+    if extra:
+        more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
+        raise CheckpointError(
+            f"{store.where(extra[0])}: tensor {extra[0]}{more} belongs to nothing in this architecture"
+        )
+
+
+def _equal(store: Store, one: str, other: str) -> bool:
+    """Whether two tensors have the same bits; a few rows at a time."""
+    stored = store.tensors[one]
+    if stored != store.tensors[other]:
+        return False
+    step = max(1, (1 << 23) // max(1, stored.nbytes // stored.shape[0]))
+    for first in range(0, stored.shape[0], step):
+        rows = (min(step, stored.shape[0] - first), *stored.shape[1:])
+        a, b = torch.empty(rows, dtype=stored.dtype), torch.empty(rows, dtype=stored.dtype)
+        store.read_into(one, (first, 0), a)
+        store.read_into(other, (first, 0), b)
+        if not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+            return False
+    return True
+
+
+class HFTarget:
+    """What a Hugging Face folder with these weights is made of.
+
+    Args:
+        weights: under our names.
+        dtype: of the floating-point tensors to write; None: as they are.
+        reference: a folder with config.json, tokenizer and so on that belong to these weights; None: there is none.
+        shard_size: most bytes of a file.
+
+    Raises:
+        ConfigError: no architecture of theirs computes what this model does.
+        CheckpointError: a fused tensor of theirs would have parts of different dtypes.
+    """
+
+    def __init__(
+        self, weights: Weights, dtype: torch.dtype | None, reference: Path | None, shard_size: int = 5 * 10**9
+    ) -> None:
+        self.weights, self.reference = weights, reference
+        base = read_hf_config(reference) if reference is not None and is_hf_folder(reference) else None
+        kinds = sorted({str(dtype or t.dtype).removeprefix("torch.") for t in weights.tensors.values()})
+        self.content = to_hf(weights.config, kinds[0] if len(kinds) == 1 else "float32", base)
+        family = FAMILIES[self.content["model_type"]]
+        tensors = [
+            Planned(name, Stored(parts[0].their_shape, dtype or weights.tensors[parts[0].ours].dtype), tuple(parts))
+            for name, parts in by_theirs(links(family.table, weights.config)).items()
+        ]
+        grouped = in_files(tensors, shard_size)
+        names = [f"model-{i + 1:05d}-of-{len(grouped):05d}.safetensors" for i in range(len(grouped))]
+        self.files: dict[str, list[Planned]] = dict(zip(names if len(grouped) > 1 else [SINGLE], grouped, strict=True))
+
+    @property
+    def companions(self) -> list[str]:
+        """What is carried along."""
+        return companions(self.reference)
+
+    def path(self, file: str) -> str:
+        """Of a data file, in the folder."""
+        return file
+
+    def write(self, folder: Path, file: str, feed: Feed) -> Any:
+        """One file."""
+        planned = {tensor.name: tensor for tensor in self.files[file]}
+        metas = {n: torch.empty(t.stored.shape, dtype=t.stored.dtype, device="meta") for n, t in planned.items()}
+        layout = lay_out(metas, {"format": "pt"})
+        stream = ((slot.key, piece) for slot in layout.slots for piece in feed.stream(planned[slot.key]))
+        write_file(LocalFolder(folder), file, layout, stream)
+        return None
+
+    def finish(self, folder: Path, records: Mapping[str, Any]) -> None:
+        """The index, the configuration, and what goes along."""
+        if list(self.files) != [SINGLE]:
+            total = sum(tensor.stored.nbytes for tensors in self.files.values() for tensor in tensors)
+            where = {tensor.name: file for file, tensors in self.files.items() for tensor in tensors}
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+            write_durably(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
+        write_durably(folder / CONFIG, (json.dumps(self.content, indent=2) + "\n").encode())
+        copy_companions(self.reference, folder)
+
+
+def companions(folder: Path | None) -> list[str]:
+    """Names of files that go along with the model of a folder."""
+    return [] if folder is None else [name for name in COMPANIONS if (folder / name).exists()]
+
+
+def copy_companions(source: Path | None, target: Path) -> None:
+    """Tokenizer, chat template and generation settings, byte for byte."""
+    for name in companions(source):
+        assert source is not None
+        if (source / name).is_dir():
+            shutil.copytree(source / name, target / name, dirs_exist_ok=True)
+        else:
+            shutil.copyfile(source / name, target / name)
+
+
+def carry(reference: Path | None, folder: Path) -> None:
+    """Put what goes along with a model, config.json included, into a folder of its own inside of ``folder``."""
+    if reference is None:
+        return
+    (folder / CARRIED).mkdir(exist_ok=True)
+    copy_companions(reference, folder / CARRIED)
+    if (reference / CONFIG).is_file():
+        shutil.copyfile(reference / CONFIG, folder / CARRIED / CONFIG)
+
+
+def carried(folder: Path) -> Path | None:
+    """What :func:`carry` left in a folder, if it did."""
+    found = folder / CARRIED
+    return found if found.is_dir() else None

@@ -1,0 +1,106 @@
+"""Files of a Hugging Face folder: which holds which tensor."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from smp.checkpoint import CheckpointError, DamagedError
+from smp.checkpoint.tensor_file import Slot, read_header
+from smp.convert.store import OpenFiles, PieceStore, single
+from smp.convert.torch_file import read_torch_file
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+BIN_INDEX, BIN_SINGLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
+_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
+
+
+def safetensors_store(folder: Path) -> PieceStore:
+    """The tensors of ``model.safetensors``, or of the files that its index names.
+
+    Raises:
+        CheckpointError: files are missing, cut off, or not what the index says.
+    """
+    return _store(folder, INDEX, SINGLE, _safetensors)
+
+
+def bin_store(folder: Path) -> PieceStore:
+    """The tensors of ``pytorch_model.bin``, or of the files that its index names; nothing that they hold is run.
+
+    Raises:
+        CheckpointError: as :func:`safetensors_store`; or a file holds something else than tensors.
+    """
+    return _store(folder, BIN_INDEX, BIN_SINGLE, _torch_tensors)
+
+
+def _safetensors(files: OpenFiles, name: str) -> dict[str, Slot]:
+    source, path = files.open(name), files.folder / name
+    try:
+        slots = read_header(source)
+    except DamagedError as error:
+        raise DamagedError(f"{path} is damaged or cut off: {error}") from None
+    end = 0
+    for slot in sorted(slots.values(), key=lambda s: (s.start, s.size)):
+        if slot.start < end:
+            raise DamagedError(f"{path}: tensor {slot.key} overlaps another")
+        end = slot.start + slot.size
+    return slots
+
+
+def _torch_tensors(files: OpenFiles, name: str) -> dict[str, Slot]:
+    content, path = read_torch_file(files.open(name), files.folder / name), files.folder / name
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a dictionary of tensors")
+    for key, value in content.items():
+        if not isinstance(key, str) or not isinstance(value, Slot):
+            raise CheckpointError(f"{path}: {key} is not a tensor but a {type(value).__name__}")
+    return content
+
+
+def _store(folder: Path, index_name: str, single_name: str, read: object) -> PieceStore:
+    assert callable(read)
+    index = read_index(folder, index_name) if (folder / index_name).is_file() else None
+    names = sorted(set(index.values())) if index is not None else [single_name]
+    files = OpenFiles(folder)
+    try:
+        slots: dict[str, tuple[str, Slot]] = {}
+        for name in names:
+            for key, slot in read(files, name).items():
+                if key in slots:
+                    raise CheckpointError(f"{folder / name}: tensor {key} is also in {slots[key][0]}")
+                slots[key] = name, slot
+        if index is not None:
+            _compare(folder, index_name, index, slots)
+        return PieceStore(files, {key: single(*place) for key, place in slots.items()}, {})
+    except BaseException:
+        files.close()
+        raise
+
+
+def _compare(folder: Path, index_name: str, index: Mapping[str, str], slots: Mapping[str, tuple[str, Slot]]) -> None:
+    for tensor, file in index.items():
+        if tensor not in slots or slots[tensor][0] != file:
+            raise CheckpointError(f"{folder / file}: tensor {tensor} is not in it, but {index_name} says so")
+    for tensor, (file, _) in slots.items():
+        if tensor not in index:
+            raise CheckpointError(f"{folder / file}: tensor {tensor} is not in {index_name}")
+
+
+def read_index(folder: Path, name: str) -> dict[str, str]:
+    """Tensor -> file of an index, each checked to be a plain name.
+
+    Raises:
+        CheckpointError: it cannot be read, or an entry leads out of the folder.
+    """
+    path = folder / name
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        items = {str(tensor): str(file) for tensor, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not an index ({type(error).__name__}: {error})"[:500]) from None
+    for tensor, file in items.items():
+        if not _PLAIN.fullmatch(file):
+            raise CheckpointError(f"{path}: tensor {tensor} is said to be in {file!r}: that is no file of this folder")
+    return items

@@ -1,0 +1,92 @@
+"""Weights into a sharded model: every rank reads its own boxes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from smp.checkpoint import CheckpointError, DamagedError, collect_logical_rows, training_state
+from smp.checkpoint.agree import gather
+from smp.convert.hf import open_hf
+from smp.convert.weights import Weights
+from smp.parallel.boxes import local_box
+
+_ROWS = 1 << 24  # bytes that are read at a time when they have to be converted or lie on another device
+
+
+def load_hf(model: nn.Module, folder: str | Path) -> list[str]:
+    """Fill a model with the weights of a Hugging Face folder, in any layout. Every rank calls it.
+
+    Args:
+        model: of the folder's configuration (:func:`smp.convert.hf_config.read_architecture`), sharded or not.
+        folder: which all ranks see.
+
+    Returns:
+        What the user should hear.
+
+    Raises:
+        CheckpointError: the folder is damaged or of another architecture; all ranks raise it.
+        DamagedError: a CheckpointError, when damage is all that any rank met.
+    """
+    return load_weights(model, lambda: open_hf(folder))
+
+
+def load_weights(model: nn.Module, open_weights: Callable[[], Weights]) -> list[str]:
+    """Fill a model with weights from anywhere; see :func:`load_hf`. Parameters keep their dtype."""
+    problem: tuple[str, bool] | None = None
+    notes: list[str] = []
+    try:
+        with open_weights() as weights:
+            _fill(model, weights)
+            notes = list(weights.notes)
+    except (ValueError, OSError) as error:  # the other ranks are waiting
+        problem = str(error), isinstance(error, DamagedError)
+    problems = list(dict.fromkeys(found for found in gather(problem) if found is not None))
+    if problems:
+        kind = DamagedError if all(damage for _, damage in problems) else CheckpointError
+        raise kind("; ".join(text for text, _ in problems))
+    return notes
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, weights: Weights) -> None:
+    tensors, _ = training_state(model)
+    rows = collect_logical_rows(model)
+    converted = set()
+    for full_name, parameter in tensors.items():
+        name = full_name.removeprefix("model.")
+        stored = weights.tensors.get(name)
+        shape = (rows.get(full_name, parameter.shape[0]), *parameter.shape[1:])
+        if stored is None or stored.shape != shape:
+            there = "absent" if stored is None else f"of shape {list(stored.shape)}"
+            raise CheckpointError(f"tensor {name} is {there} in the files and of shape {list(shape)} in the model")
+        if stored.dtype != parameter.dtype:
+            converted.add(f"weights are {stored.dtype} in the files and {parameter.dtype} here".replace("torch.", ""))
+        box = local_box(parameter)
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        if local.numel() == 0:
+            continue
+        real = min(max(shape[0] - box.offsets[0], 0), box.sizes[0])
+        local[real:].zero_()  # padding of the vocabulary
+        _read(weights, name, box.offsets, local[:real])
+    weights.notes += sorted(converted)
+
+
+def _read(weights: Weights, name: str, offsets: tuple[int, ...], out: torch.Tensor) -> None:
+    """A box, converted to what ``out`` is; a few rows at a time where that costs no more."""
+    dtype = weights.tensors[name].dtype
+    if out.shape[0] == 0:
+        return
+    if out.dtype == dtype and out.is_cpu:
+        weights.read_into(name, offsets, out)
+        return
+    row = max(1, out[0].numel() * dtype.itemsize)
+    step = max(1, _ROWS // row) if weights.sliced(name) else out.shape[0]
+    for first in range(0, out.shape[0], step):
+        target = out[first : first + step]
+        block = torch.empty(target.shape, dtype=dtype)
+        weights.read_into(name, (offsets[0] + first, *offsets[1:]), block)
+        target.copy_(block)

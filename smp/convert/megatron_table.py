@@ -1,0 +1,199 @@
+"""Megatron's GPT: names of its tensors, and its arguments as our settings and back. No torch here.
+
+Sources: ``megatron/core/models/gpt`` and ``megatron/core/transformer`` of megatron-core 0.16, Megatron-LM's
+``arguments.py`` and ``checkpointing.py``.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+from smp.config import ConfigError, ModelConfig
+from smp.convert.hf_config import architecture, resolved
+from smp.convert.layout import In, Table
+
+_ENDS = {
+    "embedding": "embedding.word_embeddings",
+    "positions": "embedding.position_embeddings",
+    "final_norm": "decoder.final_layernorm",
+    "head": "output_layer",
+}
+_BLOCK: dict[str, str | In] = {
+    "attention_norm": "self_attention.linear_qkv.layer_norm_",
+    "attention.query": In("self_attention.linear_qkv", "per_group", "query"),
+    "attention.key": In("self_attention.linear_qkv", "per_group", "key"),
+    "attention.value": In("self_attention.linear_qkv", "per_group", "value"),
+    "attention.query_norm": "self_attention.q_layernorm",
+    "attention.key_norm": "self_attention.k_layernorm",
+    "attention.output": "self_attention.linear_proj",
+    "mlp_norm": "mlp.linear_fc1.layer_norm_",
+    "mlp.down": "mlp.linear_fc2",
+}
+_PLAIN: dict[str, str | In] = {"mlp.up": "mlp.linear_fc1"}
+_GATED: dict[str, str | In] = {
+    "mlp.gate": In("mlp.linear_fc1", "halves", "gate"),
+    "mlp.up": In("mlp.linear_fc1", "halves", "up"),
+}
+RENAMED = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+"""Norms by Transformer Engine's names, which the table has, and by those of the local layers."""
+COLUMN_PARALLEL = ("embedding.word_embeddings", "output_layer", "self_attention.linear_qkv", "mlp.linear_fc1")
+ROW_PARALLEL = ("self_attention.linear_proj", "mlp.linear_fc2")
+"""Modules that are cut over the tensor-parallel ranks, by rows and by columns. Biases of the latter are whole."""
+OLD_NAMES = (
+    ("language_model.transformer.", "language_model.encoder."),
+    ("language_model.embedding.", "embedding."),
+    ("language_model.output_layer.", "output_layer."),
+    ("language_model.encoder.final_layernorm.", "decoder.final_layernorm."),
+    ("language_model.encoder.layers.", "decoder.layers."),
+    (".self_attention.query_key_value.", ".self_attention.linear_qkv."),
+    (".self_attention.dense.", ".self_attention.linear_proj."),
+    (".post_attention_layernorm.", ".pre_mlp_layernorm."),
+    (".post_attention_norm.", ".pre_mlp_layernorm."),
+    (".input_norm.", ".input_layernorm."),
+    (".mlp.dense_h_to_4h.", ".mlp.linear_fc1."),
+    (".mlp.dense_4h_to_h.", ".mlp.linear_fc2."),
+    ("final_norm.", "final_layernorm."),
+)
+"""Parts of names that models before megatron-core had, and what they are called since."""
+
+
+def megatron_table(config: ModelConfig) -> Table:
+    """Names of the tensors of a model."""
+    return Table("decoder.layers.{}.", _BLOCK | (_GATED if config.swiglu else _PLAIN), _ENDS)
+
+
+_SAME = {
+    "num_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "ffn_hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "kv_channels": "kv_channels",
+    "max_position_embeddings": "max_position_embeddings",
+    "position_embedding_type": "position_embedding_type",
+    "normalization": "normalization",
+    "untie_embeddings_and_output_weights": "untie_embeddings_and_output_weights",
+}
+"""Megatron's argument -> our setting; each must be there."""
+_OPTIONAL: dict[str, tuple[str, Any]] = {
+    "rotary_base": ("rotary_base", 10000.0),
+    "rotary_percent": ("rotary_percent", 1.0),
+    "swiglu": ("swiglu", False),
+    "squared_relu": ("squared_relu", False),
+    "add_qkv_bias": ("add_qkv_bias", False),
+    "qk_layernorm": ("qk_layernorm", False),
+    "use_rope_scaling": ("use_rope_scaling", False),
+    "rope_scaling_factor": ("rope_scaling_factor", 8.0),
+}
+"""The same, with Megatron's default for arguments that a version does not have yet."""
+_MUST_BE: dict[str, tuple[Any, ...]] = {
+    "num_experts": (None, 0),
+    "multi_latent_attention": (False,),
+    "apply_layernorm_1p": (False,),
+    "rotary_interleaved": (False,),
+    "apply_residual_connection_post_layernorm": (False,),
+    "heterogeneous_layers_config_path": (None,),
+    "mtp_num_layers": (None, 0),
+    "rotary_seq_len_interpolation_factor": (None, 1),
+    "qk_l2_norm": (False,),
+    "is_hybrid_model": (False,),
+    "use_rotary_position_embeddings_2d": (False,),
+}
+"""Values with which our decoder computes the same."""
+
+
+def from_args(args: Mapping[str, Any], where: str, padded_vocab: int, vocab_size: int | None = None) -> ModelConfig:
+    """Settings of the model that Megatron's arguments describe, resolved.
+
+    Args:
+        args: of the run that saved.
+        where: for messages.
+        padded_vocab: rows of the embedding in the files.
+        vocab_size: number of token ids; None: what the arguments say, or else all rows.
+
+    Raises:
+        ConfigError: an argument is missing, or has a value that our decoder does not compute.
+    """
+    for name, allowed in _MUST_BE.items():
+        if args.get(name, allowed[0]) not in allowed:
+            raise ConfigError(f"{where}: a model with {name} {args[name]} is not supported")
+    missing = [name for name in _SAME if name not in args]
+    if missing:
+        raise ConfigError(f"{where}: its arguments do not say {', '.join(missing)}")
+    values = {ours: args[name] for name, ours in _SAME.items()}
+    values |= {ours: args.get(name, default) for name, (ours, default) in _OPTIONAL.items()}
+    bias = bool(args.get("add_bias_linear", True))
+    plain = not values["swiglu"] and not values["squared_relu"]
+    tanh = args.get("openai_gelu", False) or (bias and args.get("bias_gelu_fusion", False))  # the fused one is tanh's
+    window = args.get("window_size")
+    if window is not None and (not isinstance(window, tuple | list) or len(window) != 2 or window[1] not in (0, -1)):
+        raise ConfigError(f"{where}: a model with window_size {window} is not supported")
+    grouped = args.get("group_query_attention", False)
+    values |= {
+        "num_query_groups": args.get("num_query_groups") if grouped else values["num_attention_heads"],
+        "norm_epsilon": args.get("norm_epsilon", args.get("layernorm_epsilon", 1e-5)),
+        "disable_bias_linear": not bias,
+        "tanh_gelu": bool(plain and tanh),
+        "window_size": None if window is None or window[0] < 0 else window[0] + 1,
+        "vocab_size": vocab_size or _vocab_size(args, padded_vocab),
+    }
+    try:
+        config = resolved(**values)
+    except (ConfigError, TypeError) as error:
+        raise ConfigError(f"{where}: {error}") from None
+    assert config.vocab_size is not None
+    if config.vocab_size > padded_vocab:
+        raise ConfigError(f"{where}: the embedding has {padded_vocab} rows for {config.vocab_size} token ids")
+    return config
+
+
+def _vocab_size(args: Mapping[str, Any], padded: int) -> int:
+    size = args.get("vocab_size")
+    return size if type(size) is int and 0 < size <= padded else padded
+
+
+def to_args(config: ModelConfig, tp: int) -> Namespace:
+    """Megatron's arguments for a model, as far as they decide what its weights mean.
+
+    Raises:
+        ConfigError: Megatron's GPT does not compute what this model does.
+    """
+    c, default = config, ModelConfig()
+    refused = {"parallel_residual": False}
+    if c.use_rope_scaling:
+        scaling = ("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position")
+        refused |= {name: getattr(default, name) for name in scaling}
+    for name, only in refused.items():
+        if getattr(c, name) != only:
+            flag = f"--{name.replace('_', '-')} {getattr(c, name)}"
+            raise ConfigError(f"Megatron's GPT has no {flag}: these weights cannot be written for it")
+    values = {name: getattr(c, ours) for name, ours in _SAME.items()}
+    values |= {name: getattr(c, ours) for name, (ours, _) in _OPTIONAL.items()}
+    values |= {
+        "group_query_attention": c.num_query_groups != c.num_attention_heads,
+        "num_query_groups": c.num_query_groups,
+        "norm_epsilon": c.norm_epsilon,
+        "add_bias_linear": not c.disable_bias_linear,
+        "openai_gelu": c.tanh_gelu,
+        "bias_gelu_fusion": c.tanh_gelu and not c.disable_bias_linear,
+        "window_size": None if c.window_size is None else (c.window_size - 1, 0),
+        "vocab_size": c.vocab_size,
+        "padded_vocab_size": padded_vocab(config, tp),
+        "make_vocab_size_divisible_by": c.make_vocab_size_divisible_by,
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": 1,
+        "seq_length": c.max_position_embeddings,
+    }
+    assert architecture(from_args(values, "", values["padded_vocab_size"])) == architecture(c), "a table is one-sided"
+    return Namespace(**values)
+
+
+def padded_vocab(config: ModelConfig, tp: int) -> int:
+    """Rows of the embedding that Megatron expects with ``tp`` tensor-parallel ranks."""
+    assert config.vocab_size is not None
+    multiple = config.make_vocab_size_divisible_by * tp
+    return -(-config.vocab_size // multiple) * multiple

@@ -1,0 +1,139 @@
+"""Our own checkpoints: opened as weights, and written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smp import __version__
+from smp.checkpoint import CheckpointError, Manifest, Shard, TensorEntry, read_manifest
+from smp.checkpoint.box import read_box_into
+from smp.checkpoint.entries import DTYPE_NAMES, DTYPES
+from smp.checkpoint.folder import Folder
+from smp.checkpoint.local import LocalFolder, open_folder
+from smp.checkpoint.manifest import MANIFEST
+from smp.checkpoint.rewrite import write_shards
+from smp.checkpoint.storage import commit
+from smp.config import ModelConfig
+from smp.convert.hf import carry
+from smp.convert.layout import Link, our_tensors, whole
+from smp.convert.pieces import Feed, Planned, in_files
+from smp.convert.weights import Stored, Weights
+
+_MODEL = "model."
+
+
+class SmpWeights(Weights):
+    """The model in a checkpoint of ours; optimizer state is left alone.
+
+    Args:
+        folder: one checkpoint's own folder.
+        manifest: its manifest, when it was read before.
+
+    Raises:
+        CheckpointError: it is not a checkpoint of a training run, or not of the model that its settings describe.
+    """
+
+    def __init__(self, folder: str | Path | Folder, manifest: Manifest | None = None) -> None:
+        self.folder, self.notes = open_folder(folder), []
+        self.manifest = manifest or read_manifest(self.folder)
+        self.config = saved_config(self.manifest, self.folder)
+        stored = {
+            name.removeprefix(_MODEL): Stored(entry.shape, DTYPES[entry.dtype])
+            for name, entry in self.manifest.tensors.items()
+            if name.startswith(_MODEL)
+        }
+        wanted = our_tensors(self.config)
+        for name in [*wanted, *stored]:
+            there, should = stored.get(name), wanted.get(name)
+            if there is None or there.shape != should:
+                found = _shown(None if there is None else there.shape)
+                raise CheckpointError(
+                    f"{self.folder}/{MANIFEST}: tensor {_MODEL}{name} is {found}; its settings say {_shown(should)}"
+                )
+        self.tensors = {name: stored[name] for name in wanted}
+        if left := len(self.manifest.tensors) - len(stored):
+            self.notes.append(f"{left} tensors of optimizer state are left out")
+
+    def sliced(self, name: str) -> bool:
+        """Every read verifies the checksums of whole shards."""
+        return False
+
+    def read_into(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> None:
+        target = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
+        read_box_into(self.folder, self.manifest, _MODEL + name, offsets, target)
+        if target is not out:
+            out.copy_(target)
+
+    def fingerprint(self) -> Any:
+        return self.folder.read(MANIFEST)[:64].decode(errors="replace")  # its own checksum, which covers all others
+
+
+def _shown(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else f"of shape {list(shape)}"
+
+
+def saved_config(manifest: Manifest, folder: Folder) -> ModelConfig:
+    """The settings of the model that a checkpoint's ``extra`` holds.
+
+    Raises:
+        CheckpointError: it holds none.
+    """
+    saved = manifest.extra.get("config")
+    names = [f.name for f in fields(ModelConfig)]
+    if not isinstance(saved, dict) or not all(name in saved for name in names):
+        raise CheckpointError(f"{folder}/{MANIFEST} holds no settings of a model: it is not of a training run")
+    return ModelConfig(**{name: saved[name] for name in names})
+
+
+class SmpTarget:
+    """What a checkpoint of ours with these weights is made of: weights only, at iteration 0.
+
+    Args:
+        weights: under our names.
+        dtype: of the floating-point tensors to write; None: as they are.
+        reference: a Hugging Face folder whose config.json, tokenizer and so on are to go along; None: there is none.
+        shard_size: most bytes of a file.
+    """
+
+    def __init__(
+        self, weights: Weights, dtype: torch.dtype | None, reference: Path | None, shard_size: int = 10**9
+    ) -> None:
+        self.weights, self.reference = weights, reference
+        tensors = [
+            Planned(_MODEL + name, Stored(t.shape, dtype or t.dtype), (Link(name, name, t.shape, whole(t.shape)),))
+            for name, t in weights.tensors.items()
+        ]
+        grouped = in_files(tensors, shard_size)
+        self.files = {f"shard_{i:05d}.safetensors": group for i, group in enumerate(grouped)}
+
+    def path(self, file: str) -> str:
+        """Of a data file, in the folder."""
+        return file
+
+    def write(self, folder: Path, file: str, feed: Feed) -> Any:
+        """One file; what the manifest needs to know of it."""
+        planned = {tensor.name: tensor for tensor in self.files[file]}
+        boxes = {n: ((0,) * len(t.stored.shape), t.stored.shape) for n, t in planned.items()}
+        dtypes = {n: t.stored.dtype for n, t in planned.items()}
+        shards = write_shards(LocalFolder(folder), file, boxes, dtypes, lambda name: feed.stream(planned[name]))
+        return [asdict(shard) for shard in shards]
+
+    def finish(self, folder: Path, records: Mapping[str, Any]) -> None:
+        """The manifest, and what goes along."""
+        carry(self.reference, folder)
+        stored = {t.name: t.stored for tensors in self.files.values() for t in tensors}
+        entries = {}
+        for shard in (shard for record in records.values() for shard in record):
+            shard = Shard(**{**shard, "offsets": tuple(shard["offsets"]), "sizes": tuple(shard["sizes"])})
+            entries[shard.key] = TensorEntry(stored[shard.key].shape, DTYPE_NAMES[stored[shard.key].dtype], (shard,))
+        extra = {
+            "progress": {"iteration": 0, "consumed_samples": 0, "skipped_iterations": 0, "nan_iterations": 0},
+            "config": asdict(self.weights.config),
+            "smp_version": __version__,
+        }
+        commit(LocalFolder(folder), Manifest(dict(sorted(entries.items())), {}, extra))

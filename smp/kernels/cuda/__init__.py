@@ -1,0 +1,1 @@
+"""CUDA C++ kernels of ``csrc/``: built when asked for, loaded when first used."""

@@ -1,0 +1,150 @@
+"""--kernels: which implementation each operation of a run uses, decided once, with the reason."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import torch
+
+from smp.config import ConfigError
+
+Backend = Literal["torch", "triton", "cuda", "apex"]
+Wish = Literal["auto", "torch", "triton", "cuda", "apex"]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The backend of each operation. Layers take it as an argument; by default all is plain PyTorch.
+
+    Attributes:
+        cross_entropy: softmax statistics and gradient of local logits (:mod:`smp.kernels.cross_entropy`).
+        norm: RMSNorm and LayerNorm, alone and after an addition (:mod:`smp.kernels.norm`).
+        swiglu: SiLU(gate) x up, computed again in the backward pass (:mod:`smp.kernels.swiglu`).
+        rope: rotation of queries and keys (:mod:`smp.kernels.rope`).
+        weight_gradient: products added to an fp32 gradient (:mod:`smp.kernels.weight_gradient`).
+    """
+
+    cross_entropy: Backend = "torch"
+    norm: Backend = "torch"
+    swiglu: Backend = "torch"
+    rope: Backend = "torch"
+    weight_gradient: Literal["torch"] = "torch"
+
+
+TORCH = Kernels()
+OPERATIONS = tuple(field.name for field in fields(Kernels))
+LONGEST_ROW = 8192
+"""Features that a Triton norm takes: more do not stay in registers (16,384 spill 600 bytes a thread)."""
+_FUSIBLE = ("norm", "swiglu", "rope")  # what torch.compile fuses with its neighbours, and an operator keeps it from
+_IN_PRODUCT = "cuBLAS adds to fp32 in the product itself"
+
+
+def interpreted() -> bool:
+    """Whether Triton kernels run in its interpreter, which needs no GPU. Read when a kernel's file is imported."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def choose_kernels(
+    wish: Wish, device: torch.device, *, features: int = 0, compile: bool = False
+) -> tuple[Kernels, dict[str, str]]:
+    """What a run uses, and why, by operation.
+
+    Args:
+        wish: of --kernels.
+        device: of the run.
+        features: width of the widest norm.
+        compile: whether blocks go through torch.compile.
+
+    Raises:
+        ConfigError: the wish cannot be met; one line.
+    """
+    chosen = {name: _automatic(name, device, features, compile) for name in OPERATIONS}
+    if wish == "torch":
+        chosen = dict.fromkeys(OPERATIONS, ("torch", "--kernels torch"))
+    elif wish == "triton":
+        _require_triton(device, features)
+        chosen |= dict.fromkeys(("cross_entropy", *_FUSIBLE), ("triton", "--kernels triton"))
+    elif wish == "cuda":
+        _require_cuda(device)
+        chosen["cross_entropy"] = ("cuda", "--kernels cuda")
+    elif wish == "apex":
+        _require_apex(device, compile)
+        chosen["norm"] = ("apex", "--kernels apex")
+    kernels = Kernels(**{name: backend for name, (backend, _) in chosen.items()})  # type: ignore[arg-type]
+    return kernels, {name: reason for name, (_, reason) in chosen.items()}
+
+
+def describe_kernels(kernels: Kernels, reasons: dict[str, str]) -> list[str]:
+    """One line for each backend and reason, such as ``"kernels: triton for cross_entropy (fused on CUDA)"``."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name in OPERATIONS:
+        groups.setdefault((getattr(kernels, name), reasons[name]), []).append(name)
+    return [f"kernels: {backend} for {', '.join(names)} ({reason})" for (backend, reason), names in groups.items()]
+
+
+def _automatic(name: str, device: torch.device, features: int, compile: bool) -> tuple[str, str]:
+    if device.type != "cuda":
+        return "torch", f"runs on {device.type}"
+    if name == "weight_gradient":
+        return "torch", _IN_PRODUCT
+    if compile and name in _FUSIBLE:
+        return "torch", "torch.compile fuses it with its neighbours"
+    if not _installed("triton"):
+        return "torch", "triton is not installed"
+    if name == "norm" and features > LONGEST_ROW:
+        return "torch", f"rows of {features} do not fit into a multiprocessor's registers"
+    return "triton", "fused on CUDA"
+
+
+def _installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def _require_triton(device: torch.device, features: int) -> None:
+    if not _installed("triton"):
+        raise ConfigError("--kernels triton needs triton, which is not installed; --kernels torch needs nothing")
+    if device.type != "cuda" and not interpreted():
+        raise ConfigError(
+            f"--kernels triton needs a CUDA device, this run is on {device.type}; with TRITON_INTERPRET=1 in the "
+            "environment kernels are interpreted (slow, for tests), --kernels torch runs anywhere"
+        )
+    if features > LONGEST_ROW:
+        raise ConfigError(
+            f"--kernels triton normalizes rows of up to {LONGEST_ROW}, --hidden-size is {features}; --kernels auto "
+            "leaves norms to PyTorch there"
+        )
+
+
+def _require_cuda(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise ConfigError(
+            f"--kernels cuda needs a CUDA device, this run is on {device.type}; --kernels torch runs anywhere"
+        )
+    from smp.kernels.cuda.library import library_path
+
+    if not library_path().exists():
+        raise ConfigError(
+            "--kernels cuda needs the CUDA C++ kernels, which were not built: python -m smp.kernels.cuda.build, or "
+            "SMP_BUILD_CUDA=1 at pip install (both need nvcc)"
+        )
+
+
+def _require_apex(device: torch.device, compile: bool) -> None:
+    if device.type != "cuda":
+        raise ConfigError(
+            f"--kernels apex needs a CUDA device, this run is on {device.type}; --kernels torch runs anywhere"
+        )
+    if compile:
+        raise ConfigError(
+            "--kernels apex and --compile exclude each other: torch.compile cannot trace apex; leave out one"
+        )
+    try:
+        importlib.import_module("apex.normalization.fused_layer_norm")
+        importlib.import_module("fused_layer_norm_cuda")
+    except ImportError as error:
+        raise ConfigError(
+            f"--kernels apex needs apex with its CUDA extensions: {error}; --kernels auto needs none"
+        ) from None

@@ -1,0 +1,199 @@
+"""RMSNorm and LayerNorm over the last dimension, alone and after an addition to the residual stream.
+
+RMSNorm (Zhang & Sennrich 2019): y = x r w with r = 1 / sqrt(mean(x^2) + eps). LayerNorm (Ba et al. 2016): y = (x - m) r
+w + b with r = 1 / sqrt(var(x) + eps). With c(.) the mean over a row and n = y's part before w and b, both have the
+gradient dx = r (dy w - n c(n dy w)), LayerNorm's minus r c(dy w); dw = sum dy n, db = sum dy.
+
+Bytes per element in bf16: forward 4 (read x, write y), with an addition 8 (read both, write the sum and y); backward 6
+(read x and dy, write dx), with an addition 8 (read the sum's own gradient too). What is kept is x, or the sum, and one
+or two floats per row. Arithmetic is fp32 inside and rounds once, when storing; the sum rounds before it is normalized,
+as it would without fusion.
+
+The operators work on rows: (n, features), features contiguous.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from smp.kernels.registry import accumulation_dtype, kernels_of, register
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, backend: str = "torch") -> torch.Tensor:
+    """RMSNorm of the last dimension, (..., features) -> the same; ``backend`` torch, triton or apex."""
+    if backend == "torch":
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    if backend == "apex":
+        return kernels_of("norm", backend).rms_norm(x, weight, eps)
+    return _Norm.apply(x, None, weight, None, eps, backend)[0]
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, backend: str = "torch"
+) -> torch.Tensor:
+    """LayerNorm of the last dimension, (..., features) -> the same; ``backend`` torch, triton or apex."""
+    if backend == "torch":
+        return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+    if backend == "apex":
+        return kernels_of("norm", backend).layer_norm(x, weight, bias, eps)
+    return _Norm.apply(x, None, weight, bias, eps, backend)[0]
+
+
+def add_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    backend: str = "torch",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm(x + residual), x + residual), of the shape of ``x``: LayerNorm with a ``bias``, else RMSNorm."""
+    if backend == "triton":
+        y, total = _Norm.apply(x, residual, weight, bias, eps, backend)
+        return y, total
+    total = x + residual
+    if bias is None:
+        return rms_norm(total, weight, eps, backend), total
+    return layer_norm(total, weight, bias, eps, backend), total
+
+
+class _Norm(torch.autograd.Function):
+    """(y, sum), or (y, None) without an addition."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        eps: float,
+        backend: str,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        rows, added = _rows(x), None if residual is None else _rows(residual)
+        y, total, mean, scale = _forward_op(rows, added, weight, bias, eps, backend)
+        ctx.save_for_backward(rows if residual is None else total, weight, mean, scale)
+        ctx.backend, ctx.adds, ctx.has_bias = backend, residual is not None, bias is not None
+        return y.view(x.shape), None if residual is None else total.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor, dtotal: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        x, weight, mean, scale = ctx.saved_tensors
+        added = _rows(dtotal) if dtotal is not None and ctx.adds else None
+        dx, dweight, dbias = _backward_op(_rows(dy), added, x, weight, mean, scale, ctx.has_bias, ctx.backend)
+        dx = dx.view(dy.shape)
+        return dx, dx if ctx.adds else None, dweight, dbias if ctx.has_bias else None, None, None
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """(..., features) -> (n, features) with contiguous rows."""
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def forward_reference(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+) -> Tensors:
+    """(y, sum, mean, r) by the formulas above; the sum is empty without ``residual``, the mean without ``bias``."""
+    total = x if residual is None else x + residual
+    wide = total.to(accumulation_dtype(x.dtype))
+    mean = wide.mean(dim=1) if bias is not None else wide.new_empty(0)
+    if bias is not None:
+        wide = wide - mean[:, None]
+    scale = (wide.square().mean(dim=1) + eps).rsqrt()
+    y = wide * scale[:, None] * weight
+    y = y if bias is None else y + bias
+    return y.to(x.dtype), x.new_empty(0) if residual is None else total, mean, scale
+
+
+def backward_reference(
+    dy: torch.Tensor,
+    dtotal: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    has_bias: bool,
+) -> Tensors:
+    """(dx, dw, db) by the formulas above; ``dtotal`` is added to dx, and db is empty without ``has_bias``."""
+    wide = x.to(scale.dtype)
+    wide = (wide - mean[:, None] if has_bias else wide) * scale[:, None]
+    dwide = dy.to(scale.dtype) * weight
+    dx = dwide - wide * (wide * dwide).mean(dim=1, keepdim=True)
+    dx = (dx - dwide.mean(dim=1, keepdim=True) if has_bias else dx) * scale[:, None]
+    dx = dx if dtotal is None else dx + dtotal
+    dbias = dy.to(scale.dtype).sum(dim=0) if has_bias else scale.new_empty(0)
+    return dx.to(x.dtype), (dy.to(scale.dtype) * wide).sum(dim=0).to(weight.dtype), dbias.to(weight.dtype)
+
+
+def _forward(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    backend: str,
+) -> Tensors:
+    if backend == "torch":
+        return forward_reference(x, residual, weight, bias, eps)
+    return kernels_of("norm", backend).forward(x, residual, weight, bias, eps)
+
+
+def _forward_fake(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    backend: str,
+) -> Tensors:
+    wide = accumulation_dtype(x.dtype)
+    total = x.new_empty(0 if residual is None else x.shape)
+    mean = x.new_empty(0 if bias is None else x.shape[0], dtype=wide)
+    return x.new_empty(x.shape), total, mean, x.new_empty(x.shape[0], dtype=wide)
+
+
+def _backward(
+    dy: torch.Tensor,
+    dtotal: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    has_bias: bool,
+    backend: str,
+) -> Tensors:
+    if backend == "torch":
+        return backward_reference(dy, dtotal, x, weight, mean, scale, has_bias)
+    return kernels_of("norm", backend).backward(dy, dtotal, x, weight, mean, scale, has_bias)
+
+
+def _backward_fake(
+    dy: torch.Tensor,
+    dtotal: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    has_bias: bool,
+    backend: str,
+) -> Tensors:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape if has_bias else 0)
+
+
+_forward_op = register(
+    "norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps, str backend)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _forward,
+    _forward_fake,
+)
+_backward_op = register(
+    "norm_backward(Tensor dy, Tensor? dtotal, Tensor x, Tensor weight, Tensor mean, Tensor scale, bool has_bias,"
+    " str backend) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _backward_fake,
+)

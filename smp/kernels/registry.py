@@ -1,0 +1,52 @@
+"""Operators that graphs see: ``torch.ops.smp.*``.
+
+An operator has one schema and takes the name of its backend as an argument: which kernel runs is data, not state. It is
+opaque to the compiler and has no autograd formula; the functions of this package's operation files put an
+``autograd.Function`` around it, which costs a third of what ``torch.library.custom_op`` does per call.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+_LIBRARY = torch.library.Library("smp", "FRAGMENT")
+
+
+def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Define ``smp::<schema>``, run by ``run`` on CPU and CUDA; ``fake`` makes its outputs' shapes for tracing.
+
+    Returns:
+        The operator, to be bound once and called.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, run, "CPU")
+    _LIBRARY.impl(name, _on_its_device(run), "CUDA")
+    torch.library.register_fake(f"smp::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.smp, name).default
+
+
+def _on_its_device(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Launchers use the current device's stream; a tensor may be on another one."""
+
+    def wrapped(*arguments: Any) -> Any:
+        with torch.cuda.device(arguments[0].device):
+            return run(*arguments)
+
+    return wrapped
+
+
+@cache
+def kernels_of(operation: str, backend: str) -> Any:
+    """The module with the launchers of ``operation`` in ``backend``, such as ``smp.kernels.triton.rope``."""
+    return importlib.import_module(f"smp.kernels.{backend}.{operation}")
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums are made in: fp32, and fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)

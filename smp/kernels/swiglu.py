@@ -1,0 +1,104 @@
+"""SwiGLU (Shazeer 2020): a = SiLU(g) u, where g and u may be the two halves of one fused projection's output.
+
+With s = sigmoid(g): du = da g s and dg = da u s (1 + g (1 - s)).
+
+Bytes per element in bf16: forward 6 (read g and u, write a), backward 10 (read da, g, u, write dg, du). Only g and u
+are kept. Whoever needs a again in the backward pass, as the matrix product behind it does for its weight's gradient,
+gets it from the same pass for 2 bytes more, instead of keeping it: see ``smp.layers.mlp``. Arithmetic is fp32 inside
+and rounds once. Rows may have any stride, so halves are not copied.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from smp.kernels.registry import accumulation_dtype, kernels_of, register
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor, backend: str = "torch") -> torch.Tensor:
+    """SiLU(gate) x up, (..., f) each -> (..., f); ``backend`` torch or triton."""
+    if backend == "torch":
+        return torch.nn.functional.silu(gate) * up
+    return _Swiglu.apply(gate, up, backend)
+
+
+def swiglu_forward(gate: torch.Tensor, up: torch.Tensor, backend: str) -> torch.Tensor:
+    """:func:`swiglu` without autograd, for a function that has its own backward pass."""
+    return _forward_op(_rows(gate), _rows(up), backend).view(gate.shape)
+
+
+def swiglu_backward(
+    da: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, backend: str, *, again: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dgate, dup, a); a, bit for bit that of the forward pass, is empty unless asked for by ``again``."""
+    dgate, dup, a = _backward_op(_rows(da), _rows(gate), _rows(up), again, backend)
+    return dgate.view(gate.shape), dup.view(gate.shape), a.view(gate.shape) if again else a
+
+
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, backend: str) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.backend = backend
+        return swiglu_forward(gate, up, backend)
+
+    @staticmethod
+    def backward(ctx: Any, da: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        gate, up = ctx.saved_tensors
+        dgate, dup, _ = swiglu_backward(da, gate, up, ctx.backend)
+        return dgate, dup, None
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """(..., f) -> (n, f) with contiguous elements in each row; halves of a fused projection stay where they are."""
+    rows = x.flatten(0, -2) if x.ndim > 1 else x[None]
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def forward_reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """a by the formula."""
+    g = gate.to(accumulation_dtype(gate.dtype))
+    return (g * g.sigmoid() * up).to(gate.dtype)
+
+
+def backward_reference(da: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, again: bool) -> tuple[torch.Tensor, ...]:
+    """(dgate, dup, a or nothing) by the formulas."""
+    g = gate.to(accumulation_dtype(gate.dtype))
+    s = g.sigmoid()
+    dgate, dup = da * up * s * (1 + g * (1 - s)), da * (g * s)
+    a = forward_reference(gate, up) if again else gate.new_empty(0)
+    return dgate.to(gate.dtype), dup.to(gate.dtype), a
+
+
+def _forward(gate: torch.Tensor, up: torch.Tensor, backend: str) -> torch.Tensor:
+    if backend == "torch":
+        return forward_reference(gate, up)
+    return kernels_of("swiglu", backend).forward(gate, up)
+
+
+def _forward_fake(gate: torch.Tensor, up: torch.Tensor, backend: str) -> torch.Tensor:
+    return gate.new_empty(gate.shape)
+
+
+def _backward(
+    da: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, again: bool, backend: str
+) -> tuple[torch.Tensor, ...]:
+    if backend == "torch":
+        return backward_reference(da, gate, up, again)
+    return kernels_of("swiglu", backend).backward(da, gate, up, again)
+
+
+def _backward_fake(
+    da: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, again: bool, backend: str
+) -> tuple[torch.Tensor, ...]:
+    return gate.new_empty(gate.shape), gate.new_empty(gate.shape), gate.new_empty(gate.shape if again else 0)
+
+
+_forward_op = register("swiglu(Tensor gate, Tensor up, str backend) -> Tensor", _forward, _forward_fake)
+_backward_op = register(
+    "swiglu_backward(Tensor da, Tensor gate, Tensor up, bool again, str backend) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _backward_fake,
+)

@@ -1,0 +1,166 @@
+"""See :mod:`smp.kernels.norm`. A program takes a tile of whole rows; in the backward pass a few programs per
+multiprocessor go over all tiles and add up the weights' gradients in registers, a partial sum each."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from smp.kernels.dispatch import LONGEST_ROW, interpreted
+
+TILE = 2048
+"""Elements of a tile: one long row, or several short ones (heads of qk-norm)."""
+
+
+@triton.jit
+def forward_kernel(
+    x,
+    residual,
+    weight,
+    bias,
+    y,
+    total,
+    mean,
+    scale,
+    rows,
+    features,
+    EPS: tl.constexpr,
+    ADD: tl.constexpr,
+    CENTER: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row[:, None] < rows) & (column[None, :] < features)
+    place = row[:, None] * features + column[None, :]
+    wide = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        wide += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+        rounded = wide.to(total.dtype.element_ty)
+        tl.store(total + place, rounded, mask=inside)
+        wide = rounded.to(tl.float32)
+    if CENTER:
+        average = tl.sum(wide, axis=1) / features
+        tl.store(mean + row, average, mask=row < rows)
+        wide = tl.where(inside, wide - average[:, None], 0.0)
+    inverse = tl.rsqrt(tl.sum(wide * wide, axis=1) / features + EPS)
+    tl.store(scale + row, inverse, mask=row < rows)
+    out = wide * inverse[:, None] * tl.load(weight + column, mask=column < features, other=0.0).to(tl.float32)[None, :]
+    if CENTER:
+        out += tl.load(bias + column, mask=column < features, other=0.0).to(tl.float32)[None, :]
+    tl.store(y + place, out.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def backward_kernel(
+    dy,
+    dtotal,
+    x,
+    weight,
+    mean,
+    scale,
+    dx,
+    dweight,
+    dbias,
+    rows,
+    features,
+    tiles,
+    ADD: tl.constexpr,
+    CENTER: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    column = tl.arange(0, BLOCK)
+    dw = tl.zeros((BLOCK,), tl.float32)
+    db = tl.zeros((BLOCK,), tl.float32)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+        inside = (row[:, None] < rows) & (column[None, :] < features)
+        place = row[:, None] * features + column[None, :]
+        inverse = tl.load(scale + row, mask=row < rows, other=0.0)[:, None]
+        normal = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+        if CENTER:
+            normal = tl.where(inside, normal - tl.load(mean + row, mask=row < rows, other=0.0)[:, None], 0.0)
+        normal *= inverse
+        g = tl.load(dy + place, mask=inside, other=0.0).to(tl.float32)
+        dw += tl.sum(g * normal, axis=0)
+        if CENTER:
+            db += tl.sum(g, axis=0)
+        # read again for each row: it comes from a cache, and the registers are full
+        g *= tl.load(weight + column, mask=column < features, other=0.0).to(tl.float32)[None, :]
+        out = g - normal * (tl.sum(g * normal, axis=1) / features)[:, None]
+        if CENTER:
+            out -= (tl.sum(g, axis=1) / features)[:, None]
+        out *= inverse
+        if ADD:
+            out += tl.load(dtotal + place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + place, out.to(dx.dtype.element_ty), mask=inside)
+    partial = tl.program_id(0).to(tl.int64) * features + column
+    tl.store(dweight + partial, dw, mask=column < features)
+    if CENTER:
+        tl.store(dbias + partial, db, mask=column < features)
+
+
+def tile_options(features: int, *, backward: bool = False) -> dict[str, Any]:
+    """Shape of a tile and warps that work on it: 16 elements a thread, 8 in the backward pass over the longest rows.
+
+    More threads would be fewer registers each: with these no register spills on sm_80 and sm_90.
+
+    Raises:
+        ValueError: rows longer than ``LONGEST_ROW``.
+    """
+    if features > LONGEST_ROW:
+        raise ValueError(f"a norm over {features} features: the Triton kernel takes at most {LONGEST_ROW}")
+    block = triton.next_power_of_2(features)
+    rows = max(1, min(16, TILE // block))
+    per_warp = 256 if backward and block == LONGEST_ROW else 512
+    return {"ROWS": rows, "BLOCK": block, "num_warps": max(4, rows * block // per_warp)}
+
+
+def programs(device: torch.device) -> int:
+    """Programs that share the rows of a backward pass; in the interpreter a few, so that some take two tiles."""
+    return 3 if interpreted() else 2 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def forward(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, ...]:
+    """See :func:`smp.kernels.norm.forward_reference`."""
+    (rows, features), options = x.shape, tile_options(x.shape[1])
+    y, total = x.new_empty(x.shape), x.new_empty(0 if residual is None else x.shape)
+    mean = x.new_empty(0 if bias is None else rows, dtype=torch.float32)
+    scale = x.new_empty(rows, dtype=torch.float32)
+    if rows:
+        flags = {"EPS": eps, "ADD": residual is not None, "CENTER": bias is not None}
+        grid = (triton.cdiv(rows, options["ROWS"]),)
+        added, shift = x if residual is None else residual, weight if bias is None else bias  # not read
+        forward_kernel[grid](x, added, weight, shift, y, total, mean, scale, rows, features, **flags, **options)
+    return y, total, mean, scale
+
+
+def backward(
+    dy: torch.Tensor,
+    dtotal: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    has_bias: bool,
+) -> tuple[torch.Tensor, ...]:
+    """See :func:`smp.kernels.norm.backward_reference`."""
+    (rows, features), options = x.shape, tile_options(x.shape[1], backward=True)
+    tiles = triton.cdiv(rows, options["ROWS"])
+    parts = min(tiles, programs(x.device))
+    dx = x.new_empty(x.shape)
+    dweight = x.new_empty((parts, features), dtype=torch.float32)
+    dbias = x.new_empty((parts if has_bias else 0, features), dtype=torch.float32)
+    if rows:
+        flags = {"ADD": dtotal is not None, "CENTER": has_bias}
+        added = dy if dtotal is None else dtotal  # not read
+        backward_kernel[(parts,)](
+            dy, added, x, weight, mean, scale, dx, dweight, dbias, rows, features, tiles, **flags, **options
+        )
+    db = dbias.sum(dim=0) if has_bias else dbias.new_empty(0)
+    return dx, dweight.sum(dim=0).to(weight.dtype), db.to(weight.dtype)

@@ -1,0 +1,33 @@
+"""Adding a product to an fp32 weight gradient: G += dy^T x with dy (n, out) and x (n, in) in bf16.
+
+On a GPU cuBLAS does it in the product itself: 8 bytes per element of G (read and write), and no bf16 rounding of the
+product on the way. There is nothing left to fuse, so there is no kernel of our own. (apex's
+``fused_weight_gradient_dense`` predates ``torch.addmm(out_dtype=...)``.) On a CPU that product does not exist; the bf16
+product is rounded and then added.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def accumulate_weight_gradient(total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, *, first: bool = False) -> None:
+    """``total += dy^T x``, in place, in fp32.
+
+    Args:
+        total: fp32 (out, in); not read when ``first``.
+        dy: (n, out).
+        x: (n, in), of the same dtype as ``dy``.
+        first: start from zero, without reading what ``total`` holds.
+    """
+    left = dy.t()
+    if x.dtype == total.dtype:
+        torch.mm(left, x, out=total) if first else torch.addmm(total, left, x, out=total)
+    elif x.is_cuda:
+        if first:
+            torch.mm(left, x, out_dtype=total.dtype, out=total)
+        else:
+            torch.addmm(total, left, x, out_dtype=total.dtype, out=total)
+    else:
+        product = left @ x
+        total.copy_(product) if first else total.add_(product)

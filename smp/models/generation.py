@@ -1,0 +1,98 @@
+"""Text from a decoder, token by token: each token goes through the model once, keys and values are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from smp.layers.attention import KeyValueCache, SelfAttention
+from smp.models.gpt import GPT
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Attributes:
+        temperature: the logits are divided by it; 0 takes the likeliest token.
+        top_k: choose among so many likeliest tokens; 0: all.
+        top_p: choose among the fewest likeliest tokens whose probabilities add up to this (Holtzman et al. 2020).
+        seed: of the choices.
+
+    Raises:
+        ValueError: a value outside of its range.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 50
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+            raise ValueError("temperature and top-k must not be negative, top-p must be above 0 and at most 1")
+
+
+@contextmanager
+def cached(model: GPT, length: int) -> Iterator[None]:
+    """Within, the model's attention layers keep keys and values of up to ``length`` tokens."""
+    layers = [module for module in model.modules() if isinstance(module, SelfAttention)]
+    for layer in layers:
+        layer.cache = KeyValueCache(length)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.cache = None
+
+
+@torch.no_grad()
+def generate(model: GPT, prompt: Sequence[int], count: int, sampling: Sampling, ends: Sequence[int]) -> Iterator[int]:
+    """Up to ``count`` token ids after ``prompt``, one by one. Ends before any id of ``ends``, and where the model's
+    longest sequence ends.
+
+    Args:
+        model: whole, in evaluation mode, without sequence parallelism; every rank of its mesh calls this alike.
+        prompt: token ids, at least one.
+        count: most new ids.
+        sampling: how each is chosen.
+        ends: ids that end the text.
+
+    Raises:
+        ValueError: no prompt, one that is longer than the model allows, or ids outside of its vocabulary.
+    """
+    longest, vocab = model.config.max_position_embeddings, model.config.vocab_size
+    assert vocab is not None and not model.sequence_parallel
+    if not 0 < len(prompt) <= longest:
+        raise ValueError(f"the prompt has {len(prompt)} tokens, this model takes 1 to {longest}")
+    if min(prompt) < 0 or max(prompt) >= vocab:
+        raise ValueError(f"token ids {min(prompt)}..{max(prompt)} are outside of the model's vocabulary of {vocab}")
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(sampling.seed)
+    total = min(len(prompt) + count, longest)
+    new, start = list(prompt), 0
+    with cached(model, total):
+        while start + len(new) < total:
+            tokens = torch.tensor([new], device=device)
+            places = torch.arange(start, start + len(new), device=device)[None]
+            logits = model(tokens, positions=places)[0, -1].float().cpu()
+            choice = choose(logits, sampling, generator)
+            if choice in ends:
+                return
+            yield choice
+            start, new = start + len(new), [choice]
+
+
+def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """A token by its logit, fp32 (vocab,)."""
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    best = logits.topk(min(sampling.top_k or logits.numel(), logits.numel()))
+    weights = (best.values / sampling.temperature).softmax(dim=0)
+    if sampling.top_p < 1:
+        before = weights.cumsum(dim=0) - weights  # of all that are likelier
+        weights = weights.masked_fill(before >= sampling.top_p, 0.0)
+    return int(best.indices[torch.multinomial(weights, 1, generator=generator)])

@@ -1,0 +1,303 @@
+"""Damaged, incomplete and foreign input: one line that names file and tensor, and nothing under the target's name."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import pickle
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.convert.tiny import save_theirs
+from tools.convert_checkpoint import main
+
+pytest.importorskip("transformers")
+Change = Callable[[Path], None]
+FIRST = "model.embed_tokens.weight"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_theirs("llama3", tmp_path_factory.mktemp("hf") / "whole", shard="20KB")
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str]:
+    code = main([str(word) for word in words])
+    return code, capsys.readouterr().err
+
+
+def refused(capsys: pytest.CaptureFixture[str], source: Path, *parts: str, flags: tuple[str, ...] = ()) -> str:
+    """The error line of a conversion, which leaves nothing under the target's name."""
+    target = source.with_name("target")
+    code, error = run(capsys, "--load", source, "--save", target, *flags)
+    lines = [line for line in error.splitlines() if line.startswith("error: ")]
+    assert code == 1 and len(lines) == 1 and not target.exists()
+    for part in parts:
+        assert part in lines[0], lines[0]
+    return lines[0]
+
+
+def file_of(folder: Path, tensor: str) -> Path:
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    return folder / index["weight_map"][tensor]
+
+
+def edit_index(folder: Path, tensor: str, file: str | None) -> None:
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    if file is None:
+        del index["weight_map"][tensor]
+    else:
+        index["weight_map"][tensor] = file
+    path.write_text(json.dumps(index))
+
+
+def edit_tensors(folder: Path, tensor: str, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    path = file_of(folder, tensor)
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, {"format": "pt"})
+
+
+def truncate(folder: Path) -> None:
+    path = file_of(folder, FIRST)
+    os.truncate(path, path.stat().st_size - 100)
+
+
+def garble_header(folder: Path) -> None:
+    path = file_of(folder, FIRST)
+    data = bytearray(path.read_bytes())
+    data[8:40] = b"x" * 32
+    path.write_bytes(data)
+
+
+def overlap(folder: Path) -> None:
+    path = file_of(folder, "model.layers.0.mlp.up_proj.weight")
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    spans = sorted((e["data_offsets"], n) for n, e in header.items() if n != "__metadata__" and len(e["shape"]) == 2)
+    (start, end), name = spans[1]
+    header[name]["data_offsets"] = [start - 64, end - 64]
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (size - len(text))
+    path.write_bytes(data[:8] + text + data[8 + size :])
+
+
+def wrong_shape(folder: Path) -> None:
+    edit_tensors(folder, FIRST, lambda tensors: tensors.update({FIRST: tensors[FIRST][:50].clone()}))
+
+
+def extra_tensor(folder: Path) -> None:
+    edit_tensors(folder, FIRST, lambda tensors: tensors.update({"model.extra.weight": torch.ones(2)}))
+    edit_index(folder, "model.extra.weight", file_of(folder, FIRST).name)
+
+
+def unlisted_tensor(folder: Path) -> None:
+    edit_tensors(folder, FIRST, lambda tensors: tensors.update({"model.extra.weight": torch.ones(2)}))
+
+
+def missing_tensor(folder: Path) -> None:
+    name = "model.layers.1.self_attn.k_proj.weight"
+    edit_tensors(folder, name, lambda tensors: tensors.__delitem__(name))
+    edit_index(folder, name, None)
+
+
+def twice(folder: Path) -> None:
+    other = "model.layers.1.mlp.down_proj.weight"
+    first = load_file(file_of(folder, FIRST))[FIRST]
+    edit_tensors(folder, other, lambda tensors: tensors.update({FIRST: first}))
+
+
+HF: dict[str, tuple[Change, tuple[str, ...]]] = {
+    "cut off": (truncate, ("model-00001-of", "is damaged or cut off", "tensor 'model.")),
+    "garbled header": (garble_header, ("model-00001-of", "damaged")),
+    "overlapping tensors": (overlap, ("overlaps another", ".safetensors")),
+    "missing file": (lambda f: file_of(f, FIRST).unlink(), ("model-00001-of", "is missing")),
+    "wrong shape": (wrong_shape, ("model-00001-of", FIRST, "[50, 32]", "[99, 32]")),
+    "extra tensor": (extra_tensor, ("model-00001-of", "model.extra.weight", "belongs to nothing")),
+    "tensor not in the index": (unlisted_tensor, ("model-00001-of", "model.extra.weight", "is not in model.safetens")),
+    "missing tensor": (missing_tensor, ("model.layers.1.self_attn.k_proj.weight is missing",)),
+    "tensor twice": (twice, (FIRST, "is also in")),
+    "index without the tensor's file": (
+        lambda f: edit_index(f, FIRST, file_of(f, "model.layers.1.mlp.down_proj.weight").name),
+        (FIRST, "is not in it"),
+    ),
+    "index out of the folder": (lambda f: edit_index(f, FIRST, "../evil.safetensors"), (FIRST, "../evil.safetensors")),
+    "index to an absolute path": (lambda f: edit_index(f, FIRST, "/etc/passwd"), (FIRST, "/etc/passwd")),
+    "index no JSON": (lambda f: (f / "model.safetensors.index.json").write_text("{") and None, ("is not an index",)),
+    "config no JSON": (lambda f: (f / "config.json").write_text("[1]") and None, ("config.json is not a JSON object",)),
+}
+
+
+@pytest.mark.parametrize("kind", HF)
+def test_hugging_face_folders(kind: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(whole, folder)
+    change, parts = HF[kind]
+    change(folder)
+    refused(capsys, folder, *parts)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]  # found before anything was written
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "mixtral": (
+        {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"},
+        "MixtralForCausalLM is not supported (mixture-of-experts layers do not exist here); the nearest that is: "
+        "MistralForCausalLM",
+    ),
+    "qwen3 moe": ({"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}, "that is: Qwen3ForCausalLM"),
+    "yarn": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "RoPE of type 'yarn' is not supported"),
+    "one bias": ({"attention_bias": True}, "attention_bias and mlp_bias differ"),
+    "activation": ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported, only silu"),
+    "heads": ({"num_key_value_heads": 3}, "not divisible by --num-query-groups 3"),
+    "text for a number": ({"hidden_size": "32"}, "hidden_size '32' is not a number"),
+    "no size": ({"hidden_size": None}, "config.json"),
+}
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_architectures(kind: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(whole, folder)
+    changes, message = SETTINGS[kind]
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    refused(capsys, folder, "config.json: ", message)
+
+
+def bins(whole: Path, folder: Path, value: Any = None) -> Path:
+    """The same model as pytorch_model.bin; ``value`` replaces the last tensor."""
+    folder.mkdir()
+    shutil.copy(whole / "config.json", folder)
+    tensors = {n: t for path in sorted(whole.glob("*.safetensors")) for n, t in load_file(path).items()}
+    if value is not None:
+        tensors["lm_head.weight"] = value
+    torch.save(tensors, folder / "pytorch_model.bin")
+    return folder
+
+
+def test_bin_files_are_read_only_when_allowed(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.convert.test_hf import assert_same_tensors
+
+    folder = bins(whole, tmp_path / "folder")
+    refused(capsys, folder, "pytorch_model.bin is a pickle file", "--allow-pickle")
+    code, error = run(capsys, "--load", folder, "--to", "hf", "--save", tmp_path / "back", "--allow-pickle")
+    assert code == 0, error
+    assert_same_tensors(whole, tmp_path / "back")
+
+
+class Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_code_in_pickles_is_never_run(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = bins(whole, tmp_path / "folder", Evil(tmp_path / "pwned"))
+    refused(capsys, folder, "pytorch_model.bin asks for posix.mkdir", "refused", flags=("--allow-pickle",))
+    dist = tmp_path / "dist"
+    dist.mkdir()
+    (dist / ".metadata").write_bytes(pickle.dumps({"a": Evil(tmp_path / "pwned")}))
+    refused(capsys, dist, ".metadata asks for posix.mkdir", "refused")
+    rank = tmp_path / "legacy" / "mp_rank_00"
+    rank.mkdir(parents=True)
+    torch.save({"args": Evil(tmp_path / "pwned"), "model": {}}, rank / "model_optim_rng.pt")
+    refused(capsys, tmp_path / "legacy", "model_optim_rng.pt asks for posix.mkdir")
+    assert not (tmp_path / "pwned").exists()
+
+
+def bend(path: Path, old: bytes, new: bytes) -> None:
+    """Change the pickle in a file of torch.save."""
+    with zipfile.ZipFile(path) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in entries.items():
+            assert not name.endswith("data.pkl") or old in data
+            archive.writestr(name, data.replace(old, new) if name.endswith("data.pkl") else data)
+
+
+def test_bin_files_that_lie(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--allow-pickle",)
+    cut = bins(whole, tmp_path / "cut")
+    os.truncate(cut / "pytorch_model.bin", 3000)
+    refused(capsys, cut, "pytorch_model.bin is damaged or cut off", flags=flags)
+    refused(capsys, bins(whole, tmp_path / "view", torch.ones(32, 99).t()), "does not lie row by row", flags=flags)
+    refused(
+        capsys, bins(whole, tmp_path / "text", "no tensor"), "lm_head.weight is not a tensor but a str", flags=flags
+    )
+    sizes = bins(whole, tmp_path / "sizes")
+    bend(sizes / "pytorch_model.bin", b"K\x63K \x86", b"K\xffK \x86")  # 99 x 32 becomes 255 x 32
+    refused(capsys, sizes, "in a storage of 3168 elements", flags=flags)
+
+
+def test_megatron_files(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = tmp_path / "good"
+    assert run(capsys, "--load", whole, "--to", "megatron", "--save", good, "--max-shard-size", "3e-5")[0] == 0
+
+    def broken(name: str, change: Callable[[Path], Any], *parts: str) -> None:
+        folder = tmp_path / name / "megatron"
+        shutil.copytree(good, folder)
+        change(folder / "release")
+        refused(capsys, folder, *parts)
+
+    broken("missing", lambda f: (f / "__1_0.distcp").unlink(), "__1_0.distcp is missing")
+    broken("cut", lambda f: os.truncate(f / "__0_0.distcp", 3000), "__0_0.distcp is cut off: tensor ")
+    broken("metadata", lambda f: os.truncate(f / ".metadata", 300), ".metadata is damaged or cut off")
+    broken("common", lambda f: os.truncate(f / "common.pt", 300), "common.pt is damaged or cut off")
+    broken("data", lambda f: _garble(f / "__0_0.distcp"), "__0_0.distcp is not a zip archive", "tensor ")
+    broken("tracker", lambda f: f.rename(f.with_name("iter_5")), "latest_checkpointed_iteration.txt names 'release'")
+    broken("link", lambda f: _point_out(f / ".metadata"), "'../../../secret': that is no file", ".metadata: tensor")
+    broken("arguments", lambda f: _arguments(f / "common.pt", num_experts=8), "a model with num_experts 8")
+    broken("layers", lambda f: _arguments(f / "common.pt", num_layers=3), "linear_qkv", "has shape [2, ")
+
+
+def _garble(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[:64] = bytes(64)
+    path.write_bytes(data)
+
+
+def _point_out(path: Path) -> None:
+    metadata = pickle.loads(path.read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = "../../../secret"
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def _arguments(path: Path, **changes: Any) -> None:
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        content = torch.load(io.BytesIO(path.read_bytes()))
+    vars(content["args"]).update(changes)
+    torch.save(content, path)
+
+
+def test_our_checkpoints(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours = tmp_path / "ours"
+    assert run(capsys, "--load", whole, "--save", ours)[0] == 0
+    path = ours / "shard_00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    refused(capsys, ours, "shard_00000.safetensors: ", "do not match their checksum", "tensor model.")
+
+
+def test_targets_are_never_overwritten(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").write_text("mine")
+    code, error = run(capsys, "--load", whole, "--save", tmp_path / "there")
+    assert code == 1 and "exists already" in error
+    assert (tmp_path / "there" / "file").read_text() == "mine"
+    code, error = run(capsys, "--load", tmp_path / "there", "--save", tmp_path / "new")
+    assert code == 1 and "is no checkpoint" in error

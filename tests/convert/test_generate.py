@@ -1,0 +1,125 @@
+"""tools/generate.py: greedy tokens are those of transformers, whatever the format; and what is printed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from smp.convert.formats import Format, open_checkpoint
+from smp.models.generation import Sampling, generate
+from tests.convert.test_megatron import convert
+from tests.convert.tiny import TINY, save_theirs, their_model
+from tests.distributed import run_distributed
+from tools.generate import load_model, main, stream
+
+pytest.importorskip("transformers")
+Run = Callable[..., tuple[int, str, str]]
+PROMPT, COUNT = [5, 17, 80, 3, 41, 9], 64
+
+
+def greedy(rank: int, world: int, folders: list[str]) -> list[list[int]]:
+    out = []
+    for folder in folders:
+        model = load_model(open_checkpoint(Path(folder)), torch.device("cpu"))
+        out.append(list(generate(model, PROMPT, COUNT, Sampling(temperature=0), ends=[])))
+    return out
+
+
+def theirs(kind: str) -> list[int]:
+    settings: dict[str, Any] = {"max_new_tokens": COUNT, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return their_model(kind).generate(torch.tensor([PROMPT]), **settings)[0, len(PROMPT) :].tolist()
+
+
+def test_greedy_tokens_are_theirs(tmp_path: Path) -> None:
+    folders = {kind: str(save_theirs(kind, tmp_path / kind)) for kind in TINY}
+    (found,) = run_distributed(greedy, 1, list(folders.values()))
+    for kind, ours in zip(TINY, found, strict=True):
+        assert len(ours) == COUNT and len(set(ours)) > 2
+        assert ours == theirs(kind), kind
+
+
+def test_every_format_gives_the_same_tokens(tmp_path: Path) -> None:
+    source = save_theirs("qwen3", tmp_path / "hf")
+    kinds: list[Format] = ["smp", "megatron"]
+    folders = [source, *(convert(source, tmp_path / kind, kind) for kind in kinds)]
+    (found,) = run_distributed(greedy, 1, [str(folder) for folder in folders])
+    assert found[0] == found[1] == found[2] == theirs("qwen3")
+
+
+def tokenizer(folder: Path) -> None:
+    """Of words w3 ... w98, with <s> in front of every text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, 99)}}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    made.save(str(folder / "tokenizer.json"))
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command: exit code, output, errors."""
+
+    def call(*words: str | Path) -> tuple[int, str, str]:
+        code = main([str(word) for word in words])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
+
+
+def test_the_command_prints_what_the_model_writes(run: Run, tmp_path: Path) -> None:
+    source = save_theirs("llama3", tmp_path / "hf")
+    tokenizer(source)
+    ours = convert(source, tmp_path / "smp", "smp")
+    ids = [1, 5, 17]
+    wanted = their_model("llama3").generate(torch.tensor([ids]), max_new_tokens=9, do_sample=False)[0].tolist()
+    code, out, error = run("--load", ours, "--prompt", "w5 w17", "--max-new-tokens", "9", "--temperature", "0")
+    assert (code, out.strip()) == (0, " ".join(f"w{i}" for i in wanted[1:] if i > 2)), error
+
+
+def test_sampling_flags_change_what_is_written(run: Run, tmp_path: Path) -> None:
+    source = save_theirs("llama3", tmp_path / "hf")
+    tokenizer(source)
+    common = ["--load", source, "--prompt", "w5 w17", "--max-new-tokens", "12"]
+    flags = [
+        ["--temperature", "1.5"],
+        ["--temperature", "1.5", "--seed", "1"],
+        ["--temperature", "1.5", "--top-k", "2"],
+    ]
+    flags += [["--temperature", "1.5", "--top-k", "0", "--top-p", "0.3"], ["--temperature", "0.1"]]
+    outputs = [run(*common, *more)[1] for more in flags]
+    assert len(set(outputs)) == len(flags) and all(outputs)
+    assert run(*common, *flags[0])[1] == outputs[0]
+    exact, rounded = (run(*common, "--temperature", "1.5", "--dtype", dtype)[1] for dtype in ("fp32", "bf16"))
+    assert exact == outputs[0] and rounded
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--temperature", "-1"], "temperature and top-k must not be negative"),
+        ([], "no tokenizer lies with the model: give --tokenizer-model"),
+        (["--tokenizer-model", "nowhere.json"], "nowhere.json is not a tokenizer.json"),
+        (["--reference", "nowhere"], "--reference nowhere: there is no such folder"),
+    ],
+)
+def test_mistakes_are_one_line(flags: list[str], message: str, run: Run, tmp_path: Path) -> None:
+    source = save_theirs("llama3", tmp_path / "hf")
+    run("--load", "nowhere")  # also empties what transformers said
+    code, _, error = run("--load", source, *flags)
+    assert code == 2 and error.startswith("error: ") and message in error
+    assert len(error.splitlines()) == 1
+
+
+def test_characters_appear_when_they_are_complete() -> None:
+    text = "naïve €".encode()
+    shown: list[str] = []
+    stream(text[2:], list(text[:2]), lambda ids: bytes(ids).decode(errors="replace"), shown.append)
+    assert "".join(shown) == "ïve €"
+    assert [part for part in shown if part] == ["ï", "v", "e", " ", "€"]

@@ -1,0 +1,88 @@
+"""Hugging Face folders to our checkpoints and back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from smp.convert.convert import write
+from smp.convert.hf import HFTarget, open_hf
+from smp.convert.hf_config import read_hf_config
+from smp.convert.smp_format import SmpTarget, SmpWeights
+from tests.convert.tiny import TINY, save_theirs
+
+pytest.importorskip("transformers")
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def assert_same_tensors(one: Path, other: Path) -> None:
+    a, b = tensors_of(one), tensors_of(other)
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        assert tensor.dtype == b[name].dtype
+        assert torch.equal(tensor.view(torch.uint8), b[name].view(torch.uint8)), name
+
+
+def assert_same_files(one: Path, other: Path) -> None:
+    """As ``assert_same_tensors``, a tensor at a time."""
+    from safetensors import safe_open
+
+    def places(folder: Path) -> dict[str, Path]:
+        paths = folder.glob("*.safetensors")
+        return {name: path for path in paths for name in safe_open(path, "pt").keys()}  # noqa: SIM118
+
+    a, b = places(one), places(other)
+    assert a.keys() == b.keys()
+    for name in a:
+        tensors = [safe_open(place[name], "pt").get_tensor(name) for place in (a, b)]
+        assert tensors[0].dtype == tensors[1].dtype and torch.equal(*(t.view(torch.uint8) for t in tensors)), name
+
+
+def to_smp(source: Path, target: Path, **options: Any) -> Path:
+    with open_hf(source) as weights:
+        write(weights, SmpTarget(weights, None, source, **options), target, options={}, workers=2)
+    return target
+
+
+def to_hf(source: Path, target: Path, reference: Path | None, **options: Any) -> Path:
+    weights = SmpWeights(source)
+    write(weights, HFTarget(weights, None, reference, **options), target, options={}, workers=2)
+    return target
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", TINY)
+def test_there_and_back_keeps_every_bit(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    theirs = save_theirs(kind, tmp_path / "theirs", dtype, shard="20KB")
+    ours = to_smp(theirs, tmp_path / "ours", shard_size=30_000)
+    back = to_hf(ours, tmp_path / "back", ours / "hf", shard_size=20_000)
+    assert len(list(back.glob("model-*.safetensors"))) > 1
+    assert_same_tensors(theirs, back)
+    assert read_hf_config(back) == read_hf_config(theirs)
+    assert (back / "generation_config.json").read_bytes() == (theirs / "generation_config.json").read_bytes()
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_without_their_configuration_an_equivalent_one_is_written(kind: str, tmp_path: Path) -> None:
+    import transformers
+
+    theirs = save_theirs(kind, tmp_path / "theirs")
+    back = to_hf(to_smp(theirs, tmp_path / "ours"), tmp_path / "back", None)
+    inputs = torch.arange(50)[None]
+    with torch.no_grad():
+        a, b = (
+            transformers.AutoModelForCausalLM.from_pretrained(folder).eval()(inputs).logits for folder in (theirs, back)
+        )
+    assert torch.equal(a, b)
+    index = json.loads((theirs / "config.json").read_text())
+    assert (index["model_type"], index["architectures"]) == tuple(
+        read_hf_config(back)[key] for key in ("model_type", "architectures")
+    )

@@ -1,0 +1,101 @@
+"""config.json to settings and back, without weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from smp.config import ConfigError
+from smp.convert.hf_config import architecture, from_hf, resolved, to_hf
+from smp.models.presets import PRESETS
+
+NAMED = {name: preset for name, preset in PRESETS.items() if "vocab_size" in preset}
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+SCALING = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
+QWEN = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 128}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_sizes_there_and_back(name: str) -> None:
+    config = resolved(**NAMED[name])
+    content = to_hf(config, "bfloat16")
+    assert architecture(from_hf(content)) == architecture(config)
+    family = {"gpt": "GPT2LMHeadModel", "lla": "Llama", "mis": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+    expected = next(value for key, value in family.items() if name.startswith(key))
+    assert content["architectures"][0].startswith(expected)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", **SCALING}},
+        {"rope_theta": 500000.0, "rope_scaling": {"type": "llama3", **SCALING}},
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **SCALING}},
+    ],
+)
+def test_every_way_to_write_rope(rope: dict[str, Any]) -> None:
+    assert architecture(from_hf(LLAMA | rope)) == architecture(resolved(**PRESETS["llama3.1-8b"]))
+
+
+def test_what_is_left_out_means_what_it_means_to_transformers() -> None:
+    bare = {key: value for key, value in LLAMA.items() if key not in ("rms_norm_eps", "num_key_value_heads")}
+    config = from_hf(bare)
+    assert (config.norm_epsilon, config.num_query_groups, config.rotary_base) == (1e-6, 32, 10000.0)
+    assert from_hf({"model_type": "gpt2"}).hidden_size == 768
+    with pytest.raises(ConfigError, match="there: vocab_size is missing"):
+        from_hf({key: value for key, value in LLAMA.items() if key != "vocab_size"}, "there")
+
+
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [
+        ({"use_sliding_window": False}, None),
+        ({"max_window_layers": 0}, 128),
+        ({"max_window_layers": 32}, None),
+        ({"layer_types": ["sliding_attention"] * 32}, 128),
+        ({"layer_types": ["full_attention"] * 32}, None),
+    ],
+)
+def test_windows_in_all_layers_or_none(changes: dict[str, Any], window: int | None) -> None:
+    config = from_hf(QWEN | changes)
+    assert config.window_size == window
+    assert architecture(from_hf(to_hf(config, "float32"))) == architecture(config)
+
+
+def test_windows_in_some_layers_are_refused() -> None:
+    with pytest.raises(ConfigError, match="a sliding window in some layers only"):
+        from_hf(QWEN | {"max_window_layers": 16})
+
+
+def test_a_configuration_that_still_fits_is_kept() -> None:
+    base = LLAMA | {"torch_dtype": "bfloat16", "bos_token_id": 128000, "custom": [1]}
+    config = from_hf(base)
+    assert to_hf(config, "float32", base) == base | {"torch_dtype": "float32"}
+    other = resolved(**{**architecture(config), "num_layers": 2})
+    written = to_hf(other, "float32", base)
+    assert (written["num_hidden_layers"], written["bos_token_id"], "custom" in written) == (2, 128000, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"swiglu": False, "squared_relu": True}, "has no .*--squared-relu True"),
+        ({"position_embedding_type": "none"}, "has no --position-embedding-type none"),
+        ({"parallel_residual": True}, "has no --parallel-residual True"),
+        ({"rotary_percent": 0.5}, "has no --rotary-percent 0.5"),
+    ],
+)
+def test_models_that_no_family_computes_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"no Hugging Face architecture of the table .* {message}"):
+        to_hf(resolved(**{**PRESETS["llama3-8b"], **changes}), "float32")

@@ -1,0 +1,91 @@
+"""Our decoder against transformers' models of every family: the same weights, through our reader of their folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.convert.tiny import TINY, VOCAB, save_theirs, their_model
+from tests.distributed import run_distributed
+
+pytest.importorskip("transformers")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("theirs")
+    for kind in TINY:
+        for name, dtype in DTYPES.items():
+            save_theirs(kind, root / kind / name, dtype, shard="20KB")
+    return root
+
+
+def _their_logits(folder: str, dtype: torch.dtype, inputs: torch.Tensor) -> torch.Tensor:
+    """Loaded as users do: tables of RoPE stay in fp32 then."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()(inputs).logits.float()
+
+
+@torch.no_grad()
+def differences(rank: int, world: int, root: str) -> dict[str, tuple[float, float, float, float, float]]:
+    """By family: largest difference of the logits and largest logit in fp32, relative difference of the loss; distances
+    of our bf16 logits and of theirs from the fp32 ones of the same rounded weights."""
+    from smp.config import Layout
+    from smp.convert.describe import read_architecture
+    from smp.convert.hf_config import resolved
+    from smp.convert.load import load_hf
+    from smp.models.gpt import GPT
+    from smp.parallel.mesh import build_mesh
+
+    mesh, out = build_mesh(Layout(tp=world), "cpu"), {}
+    tokens = torch.randint(0, VOCAB, (2, 41), generator=torch.Generator().manual_seed(1))
+    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+    for kind in TINY:
+        logits = {}
+        for name, dtype in DTYPES.items():
+            folder = f"{root}/{kind}/{name}"
+            config = resolved(**(read_architecture(folder) or {}))
+            ours = GPT(config, mesh["tp"], sequence_parallel=world > 1, device="cpu").to(dtype).eval()
+            load_hf(ours, folder)
+            logits[name] = ours(inputs)
+            if name == "fp32":
+                loss = ours(inputs, labels, torch.full(labels.shape, 1.0 / labels.numel()))
+        theirs = their_model(kind)
+        want = theirs(inputs).logits
+        reference = torch.nn.functional.cross_entropy(want.flatten(0, 1), labels.flatten())
+        bf16, exact = (_their_logits(f"{root}/{kind}/bf16", dtype, inputs) for dtype in (torch.bfloat16, torch.float32))
+        out[kind] = (
+            (logits["fp32"] - want).abs().max().item(),
+            want.abs().max().item(),
+            abs(loss.item() / reference.item() - 1),
+            ((logits["bf16"].float() - exact).norm() / exact.norm()).item(),
+            ((bf16 - exact).norm() / exact.norm()).item(),
+        )
+    return out
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["tp 1", "tp 2"])
+def measured(request: pytest.FixtureRequest, folders: Path) -> list[dict[str, tuple[float, ...]]]:
+    return run_distributed(differences, request.param, str(folders))
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_logits_and_loss_are_theirs(measured: list[dict[str, tuple[float, ...]]], kind: str) -> None:
+    for rank in measured:
+        difference, largest, loss, *_ = rank[kind]
+        assert largest > 1
+        assert difference <= 1e-4
+        assert loss <= 1e-5
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_bf16_logits_are_as_near_to_exact_ones_as_theirs(
+    measured: list[dict[str, tuple[float, ...]]], kind: str
+) -> None:
+    for rank in measured:
+        ours, theirs = rank[kind][3:]
+        assert 0 < ours <= 1.5 * theirs

@@ -1,0 +1,147 @@
+"""torch_dist checkpoints: megatron-core loads ours and computes what we compute, and we load what it writes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from smp.config import ConfigError, Layout, ModelConfig
+from smp.convert.convert import write
+from smp.convert.formats import make_target, open_checkpoint
+from smp.convert.hf_config import architecture
+from smp.convert.megatron_table import padded_vocab
+from tests.convert import megatron_core
+from tests.convert.test_hf import assert_same_tensors
+from tests.convert.tiny import TINY, save_theirs
+from tests.distributed import run_distributed
+
+pytest.importorskip("transformers")
+pytest.importorskip("megatron.core")
+KINDS = [kind for kind in TINY if kind not in ("llama3.1", "neox", "neox-serial")]
+COMPARED = [kind for kind in KINDS if kind not in ("mistral", "llama-bias")]
+"""megatron-core's layers without Transformer Engine have no sliding window; llama-bias is near qwen2 and gpt2."""
+
+
+def convert(source: Path, target: Path, kind: Any, reference: Path | None = None, **options: Any) -> Path:
+    opened = open_checkpoint(source, reference=reference)
+    with opened.weights as weights:
+        write(weights, make_target(kind, opened, **options), target, options={}, workers=2)
+    return target
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_long_way_round_keeps_every_bit(kind: str, tmp_path: Path) -> None:
+    theirs = save_theirs(kind, tmp_path / "theirs", torch.bfloat16)
+    smp = convert(theirs, tmp_path / "smp", "smp")
+    megatron = convert(smp, tmp_path / "megatron", "megatron", megatron_tp=2, shard_size=30_000)
+    again = convert(megatron, tmp_path / "again", "smp")
+    back = convert(again, tmp_path / "back", "hf")
+    assert_same_tensors(theirs, back)
+    assert (back / "config.json").read_text() == (convert(smp, tmp_path / "short", "hf") / "config.json").read_text()
+    assert (back / "generation_config.json").read_bytes() == (theirs / "generation_config.json").read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["neox", "llama3.1"])
+def test_what_megatron_does_not_compute_is_refused(kind: str, tmp_path: Path) -> None:
+    theirs = save_theirs(kind, tmp_path / "theirs")
+    with pytest.raises(ConfigError, match="Megatron's GPT has no --(parallel-residual|rope-original-max-position)"):
+        convert(theirs, tmp_path / "megatron", "megatron")
+    assert list(tmp_path.iterdir()) == [theirs]
+
+
+@torch.no_grad()
+def our_logits(rank: int, world: int, folders: list[str]) -> list[torch.Tensor]:
+    """Of checkpoints of any format, read with ``world`` tensor-parallel ranks."""
+    from smp.convert.load import load_weights
+    from smp.models.gpt import GPT
+    from smp.parallel.mesh import build_mesh
+
+    mesh, out = build_mesh(Layout(tp=world), "cpu"), []
+    tokens = torch.arange(megatron_core.LENGTH)[None] * 7 % 99
+    for folder in folders:
+        weights = open_checkpoint(Path(folder)).weights
+        model = GPT(weights.config, mesh["tp"], sequence_parallel=world > 1, device="cpu").eval()
+        load_weights(model, lambda weights=weights: weights)  # type: ignore[misc]
+        out.append(model(tokens))
+    return out
+
+
+TP = [pytest.param(1, marks=pytest.mark.slow), 2]
+
+
+@pytest.mark.parametrize("tp", TP)
+def test_megatron_core_loads_ours_and_computes_the_same(tp: int, tmp_path: Path) -> None:
+    jobs, sources = [], []
+    for kind in COMPARED:
+        source = save_theirs(kind, tmp_path / kind / "theirs")
+        config = open_checkpoint(source).weights.config
+        convert(source, tmp_path / kind / "megatron", "megatron", megatron_tp=2)
+        jobs.append(
+            {
+                "action": "load",
+                "settings": asdict(config),
+                "padded": padded_vocab(config, 2),
+                "checkpoint": str(tmp_path / kind / "megatron" / "release"),
+                "logits": str(tmp_path / kind / "logits.pt"),
+            }
+        )
+        sources.append(str(source))
+    megatron_core.run(jobs, tp, tmp_path / "run")
+    for kind, job, ours in zip(COMPARED, jobs, run_distributed(our_logits, 1, sources)[0], strict=True):
+        theirs = torch.load(job["logits"])[..., : ours.shape[-1]]
+        assert ours.abs().max() > 1
+        assert (theirs - ours).abs().max() <= 1e-4, kind
+
+
+LLAMA = {"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 8}
+LLAMA |= {"ffn_hidden_size": 64, "max_position_embeddings": 64, "vocab_size": 99, "rotary_base": 500.0}
+GPT = LLAMA | {"num_query_groups": 4, "normalization": "LayerNorm", "swiglu": False, "tanh_gelu": True}
+GPT |= {"disable_bias_linear": False, "position_embedding_type": "learned_absolute"}
+TIED = {"untie_embeddings_and_output_weights": False}
+WRITTEN: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "gpt": GPT | TIED,
+    "qwen2": LLAMA | TIED | {"add_qkv_bias": True},
+    "qwen3": LLAMA | {"qk_layernorm": True, "kv_channels": 16},
+}
+
+
+@pytest.mark.parametrize("tp", TP)
+def test_we_load_what_megatron_core_writes(tp: int, tmp_path: Path) -> None:
+    jobs = []
+    for name, settings in WRITTEN.items():
+        for layers in ("stacked", "single"):
+            job = {"action": "save", "settings": asdict(ModelConfig(**settings)), "padded": 128, "args": True}
+            job |= {"metadata": {"non_homogeneous_layers": layers == "single"}}
+            job |= {"checkpoint": str(tmp_path / name / layers), "logits": str(tmp_path / f"{name} {layers}.pt")}
+            jobs.append(job)
+    megatron_core.run(jobs, tp, tmp_path / "run")
+    weights = open_checkpoint(Path(jobs[0]["checkpoint"])).weights
+    assert any("_extra_state" in note for note in weights.notes) and any("29 rows" in note for note in weights.notes)
+    for found in run_distributed(our_logits, 3 - tp, [job["checkpoint"] for job in jobs]):
+        for job, ours in zip(jobs, found, strict=True):
+            theirs = torch.load(job["logits"])[..., :99]
+            assert ours.abs().max() > 1
+            assert (theirs - ours).abs().max() <= 1e-4, job["checkpoint"]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_without_arguments_needs_a_reference(tmp_path: Path) -> None:
+    job = {"action": "save", "settings": asdict(ModelConfig(**LLAMA)), "padded": 128, "args": False, "metadata": {}}
+    job |= {"checkpoint": str(tmp_path / "bare"), "logits": str(tmp_path / "logits.pt")}
+    megatron_core.run([job], 1, tmp_path / "run")
+    with pytest.raises(ConfigError, match="--reference FOLDER says what model it is"):
+        open_checkpoint(tmp_path / "bare")
+    like = save_theirs("llama3", tmp_path / "other")
+    with pytest.raises(ValueError, match="has shape"):
+        open_checkpoint(tmp_path / "bare", reference=like)
+    settings = {**TINY["llama3"][1], "num_hidden_layers": 3, "max_position_embeddings": 64}
+    import transformers
+
+    transformers.LlamaConfig(**settings, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path / "like")
+    weights = open_checkpoint(tmp_path / "bare", reference=tmp_path / "like").weights
+    assert architecture(weights.config) == architecture(ModelConfig(**LLAMA))

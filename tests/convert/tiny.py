@@ -1,0 +1,72 @@
+"""Tiny random models of every family, made by transformers, and what they compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB = 99
+_SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+_SIZES |= {"max_position_embeddings": 128}
+_IDS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2}
+_LLAMA: dict[str, Any] = {**_SIZES, **_IDS, "intermediate_size": 64, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
+_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+
+
+def _rope(kind: str = "default", theta: float = 500.0, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_theta": theta, "rope_type": kind, **more}}
+
+
+_LLAMA32 = _rope("llama3", 500_000.0, **{**_LLAMA3, "factor": 32.0, "original_max_position_embeddings": 8192})
+
+
+TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("Llama", {**_LLAMA, **_rope(), "num_key_value_heads": 4, "tie_word_embeddings": False}),
+    "llama3": ("Llama", {**_LLAMA, **_rope(), "tie_word_embeddings": False}),
+    "llama3.1": ("Llama", {**_LLAMA, **_rope("llama3", **_LLAMA3), "tie_word_embeddings": False}),
+    "llama3.2": ("Llama", {**_LLAMA, **_LLAMA32, "tie_word_embeddings": True}),
+    "llama-bias": (
+        "Llama",
+        {**_LLAMA, **_rope(), "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
+    ),
+    "mistral": ("Mistral", {**_LLAMA, **_rope(), "sliding_window": 7, "tie_word_embeddings": False}),
+    "qwen2": ("Qwen2", {**_LLAMA, **_rope(), "tie_word_embeddings": False}),
+    "qwen2-tied": ("Qwen2", {**_LLAMA, **_rope(), "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {**_LLAMA, **_rope(), "head_dim": 16, "tie_word_embeddings": True}),
+    "gpt2": ("GPT2", {"vocab_size": VOCAB, "n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 4, **_IDS}),
+    "neox": ("GPTNeoX", {**_SIZES, **_IDS, "intermediate_size": 128, **_rope(partial_rotary_factor=0.25)}),
+    "neox-serial": (
+        "GPTNeoX",
+        {
+            **_SIZES,
+            **_IDS,
+            "intermediate_size": 128,
+            **_rope(partial_rotary_factor=0.5),
+            "use_parallel_residual": False,
+        },
+    ),
+}
+"""Name -> (their class without its ending, its configuration)."""
+
+
+def their_model(kind: str, dtype: torch.dtype = torch.float32) -> Any:
+    """All parameters drawn: theirs start with biases of 0 and norms of 1, which would hide what is left out."""
+    import transformers
+
+    name, settings = TINY[kind]
+    config = getattr(transformers, f"{name}Config")(**settings)
+    model = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")(config).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            norm = parameter.ndim == 1 and parameter_name.endswith("weight")
+            parameter.normal_(mean=1.0 if norm else 0.0, std=0.3, generator=generator)
+    return model.to(dtype)
+
+
+def save_theirs(kind: str, folder: Path, dtype: torch.dtype = torch.float32, shard: str = "5GB") -> Path:
+    """A Hugging Face folder written by transformers."""
+    their_model(kind, dtype).save_pretrained(folder, max_shard_size=shard)
+    return folder

@@ -1,0 +1,159 @@
+"""Kernels on a GPU: errors against fp64 beside PyTorch's own, odd inputs, and CUDA C++ beside Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from smp.kernels import cross_entropy, norm, rope, swiglu
+from smp.kernels.cuda.library import library_path
+from smp.layers.cross_entropy import IGNORE_INDEX, VocabShard, vocab_parallel_cross_entropy
+from smp.parallel.collectives import Group
+from tests.kernels.cases import OPERATIONS, error
+
+pytestmark = pytest.mark.gpu
+TOKENS, HIDDEN, WIDTH, VOCABULARY = 512, 4096, 14336, 128_256
+NEEDS_LIBRARY = pytest.mark.skipif(not library_path().exists(), reason="the CUDA C++ kernels are not built")
+BACKENDS = ["triton", pytest.param("cuda", marks=NEEDS_LIBRARY)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_triton_equals_the_reference(operation: str, dtype: torch.dtype) -> None:
+    """The same inputs as in the interpreter; a GPU rounds to nearest, so bf16 is half a unit nearer."""
+    limit = 3e-6 if dtype == torch.float32 else 2**-8
+    cases = OPERATIONS[operation](dtype, "triton", "cuda")
+    errors = {f"{case}: {name}": error(*pair) for case, both in cases for name, pair in both.items()}
+    assert len(errors) >= 18 and {name: e for name, e in errors.items() if e > limit} == {}
+
+
+@NEEDS_LIBRARY
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuda_equals_the_reference(dtype: torch.dtype) -> None:
+    limit = 3e-6 if dtype == torch.float32 else 2**-8
+    cases = OPERATIONS["cross_entropy"](dtype, "cuda", "cuda")
+    errors = {f"{case}: {name}": error(*pair) for case, both in cases for name, pair in both.items()}
+    assert len(errors) >= 18 and {name: e for name, e in errors.items() if e > limit} == {}
+
+
+def tensors(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    """Fresh bf16 numbers in fp64, so that every version starts from the same values."""
+    return [torch.randn(shape, device="cuda").bfloat16().double() for shape in shapes]
+
+
+def results(run: Callable[..., Any], inputs: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Outputs and the inputs' gradients, for output gradients that depend on nothing but their shape."""
+    leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
+    outputs = run(*leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    grads = [torch.linspace(-1, 1, y.numel(), device="cuda", dtype=torch.float64).view(y.shape) for y in outputs]
+    torch.autograd.backward(outputs, [g.to(y.dtype) for g, y in zip(grads, outputs, strict=True)])
+    return [*(y.detach() for y in outputs), *(x.grad for x in leaves if x.grad is not None)]
+
+
+def table() -> tuple[torch.Tensor, torch.Tensor]:
+    angle = torch.rand(TOKENS, 1, 64, device="cuda") * 6
+    angle = torch.cat((angle, angle), dim=-1)
+    return angle.cos(), angle.sin()
+
+
+def compare(name: str, backend: str) -> dict[str, tuple[float, float]]:
+    """Per output and gradient: our error and that of PyTorch in bf16, both against fp64."""
+    eps, shard = 1e-5, VocabShard.of(Group("", 1, 0), VOCABULARY, VOCABULARY)
+    cos, sin = table()
+    labels = torch.randint(0, VOCABULARY, (TOKENS,), device="cuda")
+    labels[::7] = IGNORE_INDEX
+    plain: dict[str, Any] = {
+        "rms_norm": lambda x, w: F.rms_norm(x, (HIDDEN,), w, eps),
+        "layer_norm": lambda x, w, b: F.layer_norm(x, (HIDDEN,), w, b, eps),
+        "add_norm": lambda x, a, w: (F.rms_norm(x + a, (HIDDEN,), w, eps), x + a),
+        "swiglu": lambda g, u: F.silu(g) * u,
+        "rope": lambda q, k: rope.rope(q, k, cos, sin, 128),
+        "cross_entropy": lambda z: F.cross_entropy(z, labels, reduction="none", ignore_index=IGNORE_INDEX),
+    }
+    ours: dict[str, Any] = {
+        "rms_norm": lambda x, w: norm.rms_norm(x, w, eps, backend),
+        "layer_norm": lambda x, w, b: norm.layer_norm(x, w, b, eps, backend),
+        "add_norm": lambda x, a, w: norm.add_norm(x, a, w, None, eps, backend),
+        "swiglu": lambda g, u: swiglu.swiglu(g, u, backend),
+        "rope": lambda q, k: rope.rope(q, k, cos, sin, 128, backend),
+        "cross_entropy": lambda z: vocab_parallel_cross_entropy(z, labels, shard, backend=backend),
+    }
+    row, weight = (TOKENS, HIDDEN), (HIDDEN,)
+    shapes: dict[str, list[tuple[int, ...]]] = {
+        "rms_norm": [row, weight],
+        "layer_norm": [row, weight, weight],
+        "add_norm": [row, row, weight],
+        "swiglu": [(TOKENS, WIDTH), (TOKENS, WIDTH)],
+        "rope": [(TOKENS, 32 * 128), (TOKENS, 8 * 128)],
+        "cross_entropy": [(TOKENS, VOCABULARY)],
+    }
+    inputs = tensors(*shapes[name])
+    want = results(plain[name], inputs, torch.float64)
+    got = results(ours[name], inputs, torch.bfloat16)
+    torchs = results(plain[name], inputs, torch.bfloat16)
+
+    def off(y: torch.Tensor, reference: torch.Tensor) -> float:
+        return ((y.double() - reference).norm() / reference.norm()).item()
+
+    return {str(i): (off(g, w), off(t, w)) for i, (g, t, w) in enumerate(zip(got, torchs, want, strict=True))}
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "add_norm", "swiglu", "rope"])
+def test_errors_are_at_most_twice_pytorchs(name: str) -> None:
+    errors = compare(name, "triton")
+    assert {key: e for key, e in errors.items() if not e[0] <= 2 * e[1] + 1e-7} == {}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_error_of_cross_entropy_is_at_most_twice_pytorchs(backend: str) -> None:
+    errors = compare("cross_entropy", backend)
+    assert {key: e for key, e in errors.items() if not e[0] <= 2 * e[1] + 1e-7} == {}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("offset", [0, 1])
+def test_logits_that_are_part_of_a_larger_matrix(backend: str, offset: int) -> None:
+    """Row strides that 8 does not divide, starts that 16 bytes do not."""
+    whole = torch.randn(5, 1003, device="cuda").bfloat16()
+    logits, columns = whole[:, offset : offset + 1000], torch.arange(5, device="cuda") * 199
+    want = cross_entropy.softmax_stats(logits, columns, 997)
+    torch.testing.assert_close(cross_entropy.softmax_stats(logits, columns, 997, backend), want, rtol=1e-5, atol=1e-5)
+    untouched, weights = whole.clone(), torch.rand(5, device="cuda")
+    gradient = logits.clone()
+    cross_entropy.logits_to_gradient(gradient, want[0], columns, 997, weights)
+    cross_entropy.logits_to_gradient(logits, want[0], columns, 997, weights, backend)
+    torch.testing.assert_close(logits, gradient, rtol=2**-7, atol=1e-6)
+    assert torch.equal(whole[:, offset + 1000 :], untouched[:, offset + 1000 :])
+    assert torch.equal(whole[:, :offset], untouched[:, :offset])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_more_than_two_to_the_31_logits(backend: str) -> None:
+    """A row number times a stride no longer fits into 32 bits: 17,000 rows of 128,256."""
+    rows = 17_000
+    logits = torch.zeros(rows, VOCABULARY, device="cuda", dtype=torch.bfloat16)
+    logits[-1, -1] = 30.0
+    columns = torch.full((rows,), VOCABULARY - 1, device="cuda")
+    stats = cross_entropy.softmax_stats(logits, columns, VOCABULARY, backend)
+    assert stats[0, 0].item() == pytest.approx(torch.tensor(float(VOCABULARY)).log().item(), rel=1e-5)
+    assert stats[1, -1].item() == 30.0 and stats[0, -1].item() == pytest.approx(30.0, abs=1e-3)
+    cross_entropy.logits_to_gradient(logits, stats[0], columns, VOCABULARY, torch.ones(rows, device="cuda"), backend)
+    assert logits[0, -1].item() == pytest.approx(-1.0, rel=1e-2) and logits[-1, 0].item() == pytest.approx(
+        0.0, abs=1e-6
+    )
+
+
+def test_the_weight_gradient_is_added_in_fp32() -> None:
+    from smp.kernels.weight_gradient import accumulate_weight_gradient
+
+    dy, x = torch.randn(512, 256, device="cuda").bfloat16(), torch.randn(512, 128, device="cuda").bfloat16()
+    total = torch.empty(256, 128, device="cuda")
+    accumulate_weight_gradient(total, dy, x, first=True)
+    accumulate_weight_gradient(total, dy, x)
+    want = 2 * dy.double().t() @ x.double()
+    assert ((total - want).norm() / want.norm()).item() < 1e-5  # bf16 rounding of the product would be 2e-3

@@ -1,0 +1,109 @@
+"""Inputs for every kernel, nice and nasty, and the two backends' results on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from smp.kernels import cross_entropy, norm, rope, swiglu
+
+Results = dict[str, tuple[torch.Tensor, torch.Tensor]]  # name -> what a backend gives, what the reference gives
+
+# rows, columns, real columns. Rows of one element, of no power of two, of many blocks; ranks with nothing but padding.
+VOCABULARIES = [(1, 7, 7), (5, 123, 120), (3, 5000, 4999), (4, 4096, 4096), (2, 151_936, 151_936), (2, 16, 0)]
+NORMS = [(1, 8), (7, 123), (40, 16), (5, 128), (3, 5000)]  # rows, features
+MLPS = [(1, 8), (7, 123), (3, 2500)]  # rows, width
+HEADS = [(1, 1, 1, 2, 2), (5, 6, 2, 20, 12), (3, 20, 4, 128, 128)]  # tokens, query heads, key heads, width, rotated
+
+
+def draw(*shape: int, dtype: torch.dtype, device: str, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype).to(device)
+
+
+def cross_entropies(dtype: torch.dtype, backend: str, device: str = "cpu") -> Iterator[tuple[str, Results]]:
+    for rows, width, valid in VOCABULARIES:
+        logits = 5 * draw(rows, width, dtype=dtype, device=device, seed=0)
+        generator = torch.Generator().manual_seed(1)
+        columns = torch.randint(-1, valid + 2, (rows,), generator=generator).to(device)
+        weights = torch.rand(rows, generator=generator).to(device)
+        for name, weight in (("some ignored", weights * (weights > 0.5)), ("all ignored", 0 * weights)):
+            total = cross_entropy.softmax_stats(logits, columns, valid)[0].nan_to_num(neginf=0.0)
+            both: Results = {}
+            got, want = (cross_entropy.softmax_stats(logits, columns, valid, b) for b in (backend, "torch"))
+            both["log sum"] = got[0].nan_to_num(neginf=0.0), want[0].nan_to_num(neginf=0.0)
+            both["target"] = got[1], want[1]
+            got, want = (
+                cross_entropy.logits_to_gradient(logits.clone(), total, columns, valid, weight, b)
+                for b in (backend, "torch")
+            )
+            both["gradient"] = got, want
+            yield f"{rows} x {width}, {valid} real, {name}", both
+
+
+def norms(dtype: torch.dtype, backend: str, device: str = "cpu") -> Iterator[tuple[str, Results]]:
+    for rows, features in NORMS:
+        x, added, dy, dtotal = (draw(rows, features, dtype=dtype, device=device, seed=i) for i in range(4))
+        weight, shift = (1 + draw(features, dtype=dtype, device=device, seed=i) for i in (4, 5))
+        for adds in (False, True):
+            for bias in (None, shift):
+                residual, dsum = (added, dtotal) if adds else (None, None)
+                _, total, mean, scale = want = norm.forward_reference(x, residual, weight, bias, 1e-5)
+                got = norm._forward_op(x, residual, weight, bias, 1e-5, backend)
+                saved = (total if adds else x, weight, mean, scale, bias is not None)
+                want += norm.backward_reference(dy, dsum, *saved)
+                got += norm._backward_op(dy, dsum, *saved, backend)
+                names = ("y", "sum", "mean", "scale", "dx", "dweight", "dbias")
+                title = f"{rows} x {features}{', after addition' * adds}{', LayerNorm' * (bias is not None)}"
+                yield title, {n: (g, w) for n, g, w in zip(names, got, want, strict=True)}
+
+
+def swiglus(dtype: torch.dtype, backend: str, device: str = "cpu") -> Iterator[tuple[str, Results]]:
+    for rows, width in MLPS:
+        fused, da = (
+            draw(rows, 2 * width, dtype=dtype, device=device, seed=0),
+            draw(rows, width, dtype=dtype, device=device, seed=1),
+        )
+        halves = fused.chunk(2, dim=1)  # views, not copies: the kernel takes their stride
+        got, want = (
+            (
+                swiglu.swiglu_forward(*halves, b),
+                *swiglu.swiglu_backward(da, *halves, b, again=True),
+                *swiglu.swiglu_backward(da, *halves, b)[:2],
+            )
+            for b in (backend, "torch")
+        )
+        names = ("a", "dgate", "dup", "a again", "dgate alone", "dup alone")
+        yield f"{rows} x {width}", {n: (g, w) for n, g, w in zip(names, got, want, strict=True)}
+
+
+def ropes(dtype: torch.dtype, backend: str, device: str = "cpu") -> Iterator[tuple[str, Results]]:
+    for tokens, query_heads, key_heads, width, rotated in HEADS:
+        q = draw(tokens, query_heads, width, dtype=dtype, device=device, seed=0)
+        k = draw(tokens, key_heads, width, dtype=dtype, device=device, seed=1)
+        angle = draw(tokens, 1, rotated // 2, dtype=torch.float32, device=device, seed=2)
+        angle = torch.cat((angle, angle), dim=-1)
+        table = angle.cos(), angle.sin()
+        both: Results = {}
+        for inverse in (False, True):
+            got, want = (rope._rope_op(q, k, *table, inverse, b) for b in (backend, "torch"))
+            in_place = q.clone(), k.clone()
+            rope._rope_in_place_op(*in_place, *table, inverse, backend)
+            way = "back" if inverse else "forth"
+            for i, name in enumerate("qk"):
+                both[f"{name} {way}"] = got[i], want[i]
+                both[f"{name} {way}, in place"] = in_place[i], want[i]
+        yield f"{tokens} tokens, {query_heads} + {key_heads} heads of {width}, {rotated} rotated", both
+
+
+OPERATIONS = {"cross_entropy": cross_entropies, "norm": norms, "swiglu": swiglus, "rope": ropes}
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """||got - want|| / ||want||; where want is zero the largest element. NaN is infinite."""
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return float("inf")
+    distance, size = (got.double() - want.double()).norm().item(), want.double().norm().item()
+    value = distance / size if size else distance
+    return value if value == value else float("inf")

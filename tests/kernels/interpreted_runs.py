@@ -1,0 +1,46 @@
+"""Losses of real runs with ``--kernels torch`` and with ``--kernels triton`` in Triton's interpreter, as JSON.
+
+    python -m tests.kernels.interpreted_runs FOLDER FLAGS [FLAGS ...]
+
+A process of its own, because Triton reads TRITON_INTERPRET when it is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+from tests.training.flag_runs import run_here
+
+_compile = torch.compile
+FEW_TOKENS = "--seq-length 8 --micro-batch-size 1 --global-batch-size 1"  # a program takes a millisecond or two
+
+
+def _compile_eagerly(function: Any, **options: Any) -> Any:
+    """Graphs are captured; turning them into machine code is torch's affair, and slow."""
+    return _compile(function, backend="aot_eager", **options)
+
+
+def main(folder: str, cases: list[str]) -> None:
+    torch.compile = _compile_eagerly  # type: ignore[assignment]
+    out = []
+    for i, flags in enumerate(cases):
+        losses = {}
+        for kernels in ("torch", "triton"):
+            run = run_here(Path(folder) / f"{i}-{kernels}", f"{FEW_TOKENS} {flags} --kernels {kernels}")
+            assert run.code == 0, run.err
+            assert f"kernels: {kernels} for cross_entropy, norm, swiglu, rope" in run.out + run.err, run.out + run.err
+            losses[kernels] = run.losses
+        out.append(losses)
+    print(json.dumps(out))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,121 @@
+"""Which kernels a run uses: what is chosen, why, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from smp.config import ConfigError
+from smp.kernels import TORCH, Kernels, dispatch, norm
+from smp.kernels.attention import AttentionShape, choose_attention
+from smp.kernels.dispatch import choose_kernels, describe_kernels
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # choosing touches no device
+FUSED = {"cross_entropy": "triton", "norm": "triton", "swiglu": "triton", "rope": "triton"}
+
+
+@pytest.fixture(autouse=True)
+def triton_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_installed", lambda name: True)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+def test_auto_is_pytorch_on_a_cpu_and_triton_on_a_gpu() -> None:
+    assert choose_kernels("auto", CPU)[0] == TORCH
+    assert choose_kernels("auto", CUDA)[0] == Kernels(**FUSED)  # type: ignore[arg-type]
+
+
+def test_auto_leaves_to_the_compiler_what_it_fuses() -> None:
+    kernels, reasons = choose_kernels("auto", CUDA, compile=True)
+    assert kernels == Kernels(cross_entropy="triton")
+    assert describe_kernels(kernels, reasons) == [
+        "kernels: triton for cross_entropy (fused on CUDA)",
+        "kernels: torch for norm, swiglu, rope (torch.compile fuses it with its neighbours)",
+        "kernels: torch for weight_gradient (cuBLAS adds to fp32 in the product itself)",
+    ]
+
+
+def test_auto_leaves_long_rows_to_pytorch_and_triton_refuses_them() -> None:
+    kernels, reasons = choose_kernels("auto", CUDA, features=16384)
+    assert kernels == Kernels(**{**FUSED, "norm": "torch"}) and "16384" in reasons["norm"]  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="up to 8192, --hidden-size is 16384"):
+        choose_kernels("triton", CUDA, features=16384)
+
+
+def test_auto_without_triton_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_installed", lambda name: False)
+    kernels, reasons = choose_kernels("auto", CUDA)
+    assert kernels == TORCH and reasons["norm"] == "triton is not installed"
+    with pytest.raises(ConfigError, match="not installed"):
+        choose_kernels("triton", CUDA)
+
+
+def test_a_wish_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_kernels("torch", CUDA)[0] == TORCH
+    assert choose_kernels("triton", CUDA, compile=True)[0] == Kernels(**FUSED)  # type: ignore[arg-type]
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert choose_kernels("triton", CPU)[0] == Kernels(**FUSED)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wish", ["triton", "cuda", "apex"])
+def test_a_wish_that_needs_a_gpu_is_one_line_without_one(wish: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose_kernels(wish, CPU)
+    assert f"--kernels {wish} needs a CUDA device" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_cuda_needs_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    from smp.kernels.cuda import library
+
+    monkeypatch.setattr(library, "library_path", lambda: tmp_path / "no.so")
+    with pytest.raises(ConfigError, match="not built: python -m smp.kernels.cuda.build"):
+        choose_kernels("cuda", CUDA)
+    monkeypatch.setattr(library, "library_path", lambda: tmp_path)
+    assert choose_kernels("cuda", CUDA)[0] == Kernels(**{**FUSED, "cross_entropy": "cuda"})  # type: ignore[arg-type]
+
+
+def test_apex_computes_the_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in of apex's functions, which need CUDA."""
+    with pytest.raises(ConfigError, match="needs apex with its CUDA extensions"):
+        choose_kernels("apex", CUDA)
+    called: list[str] = []
+
+    def fused_rms_norm_affine(x: torch.Tensor, weight: torch.Tensor, shape: Any, eps: float) -> torch.Tensor:
+        called.append("rms")
+        return torch.nn.functional.rms_norm(x, shape, weight, eps)
+
+    def fused_layer_norm_affine(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, shape: Any, eps: float
+    ) -> Any:
+        called.append("layer")
+        return torch.nn.functional.layer_norm(x, shape, weight, bias, eps)
+
+    module: Any = types.ModuleType("apex.normalization.fused_layer_norm")
+    module.fused_rms_norm_affine, module.fused_layer_norm_affine = fused_rms_norm_affine, fused_layer_norm_affine
+    for name in ("apex", "apex.normalization", "fused_layer_norm_cuda"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "apex.normalization.fused_layer_norm", module)
+    assert choose_kernels("apex", CUDA)[0] == Kernels(**{**FUSED, "norm": "apex"})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="--compile exclude each other"):
+        choose_kernels("apex", CUDA, compile=True)
+    x, weight = torch.randn(3, 4), torch.randn(4)
+    torch.testing.assert_close(norm.rms_norm(x, weight, 1e-5, "apex"), norm.rms_norm(x, weight, 1e-5))
+    both = norm.add_norm(x, x, weight, weight, 1e-5, "apex"), norm.add_norm(x, x, weight, weight, 1e-5)
+    torch.testing.assert_close(*both)
+    assert called == ["rms", "layer"]
+
+
+def test_attention_is_the_first_backend_that_takes_the_shape() -> None:
+    shape = AttentionShape(heads=2, length=8, head_dim=16, dtype=torch.float32, masked=False)
+    choice = choose_attention("auto", CPU, shape)
+    assert choice.name == "flash" and choice.reason == "the first of flash, math that takes this model"
+    assert choose_attention("math", CPU, shape).name == "math"
+    for wish in ("cudnn", "efficient"):
+        with pytest.raises(
+            ConfigError, match=f"--attention-backend {wish} does not take 2 heads of 16, 8 tokens, float32"
+        ):
+            choose_attention(wish, CPU, shape)  # type: ignore[arg-type]

@@ -1,0 +1,89 @@
+"""The operators as graphs see them: schemas, fake outputs, fullgraph compilation, recompute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from smp.kernels import norm, rope, swiglu
+from smp.layers.cross_entropy import VocabShard, vocab_parallel_cross_entropy
+from smp.parallel.collectives import Group
+
+ops = torch.ops.smp
+X, W, DY, BIAS = torch.randn(6, 8), torch.randn(8), torch.randn(6, 8), torch.randn(8)
+Q, K, COS, SIN = torch.randn(6, 2, 4), torch.randn(6, 1, 4), torch.randn(6, 1, 4), torch.randn(6, 1, 4)
+MEAN, SCALE, COLUMNS = torch.randn(6), torch.rand(6), torch.arange(6)
+CALLS = {
+    "softmax_stats": (X, COLUMNS, 7, "torch"),
+    "logits_to_gradient_": (X, MEAN, COLUMNS, 7, SCALE, "torch"),
+    "norm": (X, DY, W, W, 1e-5, "torch"),
+    "norm (plain)": (X, None, W, None, 1e-5, "torch"),
+    "norm_backward": (DY, X, X, W, MEAN, SCALE, True, "torch"),
+    "norm_backward (plain)": (DY, None, X, W, torch.empty(0), SCALE, False, "torch"),
+    "swiglu": (X, DY, "torch"),
+    "swiglu_backward": (DY, X, X, True, "torch"),
+    "rope": (Q, K, COS, COS, True, "torch"),
+    "rope_": (Q, K, COS, COS, False, "torch"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_opcheck(name: str) -> None:
+    arguments = tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in CALLS[name])
+    torch.library.opcheck(getattr(ops, name.split()[0]).default, arguments)
+
+
+SHARD = VocabShard.of(Group("", 1, 0), 7, 7)
+FUNCTIONS: dict[str, tuple[Callable[..., Any], list[torch.Tensor]]] = {
+    "norm": (lambda x, w: norm._Norm.apply(x, None, w, None, 1e-5, "torch")[0], [X, W]),
+    "add_norm": (lambda x, a, w, b: sum(norm._Norm.apply(x, a, w, b, 1e-5, "torch")), [X, DY, W, BIAS]),
+    "swiglu": (lambda g, u: swiglu._Swiglu.apply(g, u, "torch"), [X, DY]),
+    "rope": (lambda q, k: sum(y.sum() for y in rope._Rope.apply(q, k, COS, SIN, 4, False, "torch")), [Q, K]),
+    "cross_entropy": (lambda z: vocab_parallel_cross_entropy(z, COLUMNS, SHARD), [X]),
+}
+
+
+def gradients(run: Callable[..., Any], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out = run(*leaves)
+    return [out.detach(), *torch.autograd.grad((out * out).sum(), leaves)]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_compiles_as_one_graph(name: str) -> None:
+    function, inputs = FUNCTIONS[name]
+    torch._dynamo.reset()
+    compiled = gradients(torch.compile(function, fullgraph=True, backend="aot_eager"), inputs)
+    for got, want in zip(compiled, gradients(function, inputs), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_recompute_gives_the_same_bits(name: str) -> None:
+    function, inputs = FUNCTIONS[name]
+    again = gradients(lambda *x: checkpoint(lambda *y: function(*(t * 1 for t in y)), *x, use_reentrant=False), inputs)
+    for got, want in zip(again, gradients(function, inputs), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_the_swiglu_of_a_row_parallel_layer_keeps_no_activation() -> None:
+    """gate, up and the weight are all that is kept; the gradients are those of the plain formula."""
+    from smp.layers.linear import _RowParallelSwiglu
+
+    gate, up, weight = (torch.randn(5, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True), torch.randn(3, 8))
+    weight.requires_grad_()
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+        y = _RowParallelSwiglu.apply(gate, up, weight, Group("", 1, 0), False, "torch")
+    assert {t.data_ptr() for t in kept} == {t.data_ptr() for t in (gate, up, weight)}
+    got = torch.autograd.grad(y.square().sum(), (gate, up, weight))
+    want = torch.autograd.grad(F.linear(F.silu(gate) * up, weight).square().sum(), (gate, up, weight))
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w)
+    frozen = _RowParallelSwiglu.apply(gate, up, weight.detach(), Group("", 1, 0), False, "torch")
+    torch.testing.assert_close(torch.autograd.grad(frozen.square().sum(), gate)[0], want[0])

@@ -1,0 +1,191 @@
+"""Triton kernels without a GPU: their results in Triton's interpreter, and what they compile to."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+needs_interpreter = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is not None and version("triton").startswith(("3.5.", "3.6.")),
+    reason="the interpreter of triton 3.6 and older cannot loop with numpy 2.4",
+)
+
+
+def in_interpreter(*words: str) -> Any:
+    """Run a module with TRITON_INTERPRET=1 and read the JSON that is its last line."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-W", "ignore", "-m", *words]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, float]:
+    return in_interpreter("tests.kernels.interpreted")
+
+
+@needs_interpreter
+@pytest.mark.parametrize("operation", ["cross_entropy", "norm", "swiglu", "rope"])
+def test_fp32_equals_the_reference(errors: dict[str, float], operation: str) -> None:
+    mine = {name: e for name, e in errors.items() if name.startswith(f"{operation}, float32")}
+    assert len(mine) >= 18
+    assert {name: e for name, e in mine.items() if e > 1e-6} == {}
+
+
+@needs_interpreter
+@pytest.mark.parametrize("operation", ["cross_entropy", "norm", "swiglu", "rope"])
+def test_bf16_storage_is_within_a_unit_in_the_last_place(errors: dict[str, float], operation: str) -> None:
+    """The interpreter cuts off where a GPU rounds, so half of the values are one unit, 2^-7 of themselves, lower."""
+    mine = {name: e for name, e in errors.items() if name.startswith(f"{operation}, bfloat16")}
+    assert len(mine) >= 18
+    assert {name: e for name, e in mine.items() if e > 2**-7} == {}
+
+
+RUNS = ["--bf16", "--recompute-granularity selective --num-query-groups 2 --qk-layernorm"]
+MORE_RUNS = [
+    "--recompute-granularity full --normalization LayerNorm --rotary-percent 0.5",
+    "--no-swiglu --no-disable-bias-linear",
+    "--parallel-residual --hidden-dropout 0.1 --compile",
+]
+
+
+@needs_interpreter
+@pytest.mark.parametrize("cases", [RUNS, pytest.param(MORE_RUNS, marks=pytest.mark.slow)])
+def test_real_runs_learn_alike_with_and_without_kernels(tmp_path: Path, cases: list[str]) -> None:
+    short = [f"--train-iters 2 {flags}" for flags in cases]
+    for flags, losses in zip(
+        cases, in_interpreter("tests.kernels.interpreted_runs", str(tmp_path), *short), strict=True
+    ):
+        assert len(losses["torch"]) == 2
+        assert losses["triton"] == pytest.approx(losses["torch"], rel=5e-3 if "bf16" in flags else 1e-5), flags
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@needs_interpreter
+def test_200_steps_follow_the_same_curve(tmp_path: Path) -> None:
+    """Rounding differs in the last digit, and training makes small differences grow."""
+    flags = "--train-iters 200 --num-query-groups 2"
+    (losses,) = in_interpreter("tests.kernels.interpreted_runs", str(tmp_path), flags)
+    assert len(losses["torch"]) == 200
+    assert losses["triton"] == pytest.approx(losses["torch"], rel=1e-3)
+
+
+FEATURES = (128, 4096, 8192)
+
+
+def compilations() -> list[tuple[str, str, dict[str, str], dict[str, Any], int]]:
+    """(file, kernel, types of the arguments, compile-time arguments, warps) of what a run compiles for bf16."""
+    from smp.kernels.triton import cross_entropy, norm, rope, swiglu
+
+    low, full, size = "*bf16", "*fp32", "i32"
+    rows = {"stride": size, "valid": size, "columns": "*i64"}
+    out: list[Any] = [
+        (
+            "cross_entropy",
+            "stats_kernel",
+            {**rows, "logits": low, "log_sums": full, "targets": full},
+            {"BLOCK": cross_entropy.FORWARD_BLOCK},
+            cross_entropy.FORWARD_WARPS,
+        ),
+        (
+            "cross_entropy",
+            "gradient_kernel",
+            {**rows, "logits": low, "log_totals": full, "weights": full, "width": size},
+            {"BLOCK": cross_entropy.GRADIENT_BLOCK},
+            cross_entropy.GRADIENT_WARPS,
+        ),
+    ]
+    strides = dict.fromkeys(("gate_stride", "up_stride", "da_stride", "width"), size)
+    mlp = {**strides, **dict.fromkeys(("gate", "up", "out", "da", "dgate", "dup", "again"), low)}
+    out.append(("swiglu", "forward_kernel", mlp, {"BLOCK": swiglu.BLOCK}, swiglu.WARPS))
+    out += [
+        ("swiglu", "backward_kernel", mlp, {"BLOCK": swiglu.BLOCK, "AGAIN": again}, swiglu.WARPS)
+        for again in (False, True)
+    ]
+    heads = dict.fromkeys(("q_heads", "k_heads", "half", "rest", "head_dim", "q_blocks"), size)
+    turned = {**heads, **dict.fromkeys(("q", "k", "q_out", "k_out"), low), "cos": full, "sin": full}
+    out += [
+        (
+            "rope",
+            "rope_kernel",
+            turned,
+            {"INVERSE": rest > 0, "HEADS": rope.HEADS, "HALF": half, "REST": rest},
+            rope.WARPS,
+        )
+        for half, rest in ((64, 0), (16, 128))
+    ]
+    tensors = {**dict.fromkeys(("x", "residual", "weight", "bias", "y", "total", "dy", "dtotal", "dx"), low)}
+    tensors |= {**dict.fromkeys(("mean", "scale", "dweight", "dbias"), full)}
+    tensors |= dict.fromkeys(("rows", "features", "tiles"), size)
+    for features in FEATURES:
+        options = norm.tile_options(features)
+        forward, backward = options.pop("num_warps"), norm.tile_options(features, backward=True)["num_warps"]
+        for adds, center in ((False, False), (True, False), (True, True)):
+            flags = {"ADD": adds, "CENTER": center, **options}
+            out.append(("norm", "forward_kernel", tensors, {"EPS": 1e-5, **flags}, forward))
+            out.append(("norm", "backward_kernel", tensors, flags, backward))
+    return out
+
+
+def compile_for(
+    arch: int, kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int
+) -> tuple[str, str]:
+    """(PTX, what ptxas -v says of the machine code) of a kernel, with pointers and sizes that 16 divides."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    places = {(names.index(name),): value for name, value in constants.items()}
+    aligned = [name for name in names if name not in constants and name not in ("valid", "rows", "tiles")]
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(kernel, signature, constexprs=places, attrs=attributes)
+    ptx = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps}).asm["ptx"]
+    target = re.search(r"\.target\s+(sm_\w+)", ptx)
+    assert target is not None
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        words = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={target[1]}", "-o", os.devnull, file.name]
+        said = subprocess.run(words, capture_output=True, text=True, check=True).stderr
+    return ptx, said
+
+
+@pytest.mark.parametrize("arch", [90, pytest.param(80, marks=pytest.mark.slow)])
+def test_kernels_compile_without_double_precision_and_spills(arch: int) -> None:
+    import importlib
+
+    faults = {}
+    for file, name, types, constants, warps in compilations():
+        kernel = getattr(importlib.import_module(f"smp.kernels.triton.{file}"), name)
+        ptx, said = compile_for(arch, kernel, types, constants, warps)
+        spills = {int(number) for number in re.findall(r"(\d+) bytes spill", said)}
+        wide = ".v4" in ptx  # loads and stores of 16 bytes
+        if ".f64" in ptx or spills != {0} or not wide:
+            faults[f"{file}.{name} {constants}"] = (".f64" in ptx, spills, wide)
+    assert not faults
+
+
+def test_the_interpreter_is_not_what_compiles() -> None:
+    """The other tests of this file would pass on nothing if kernels of this process were interpreted."""
+    from triton.runtime.jit import JITFunction
+
+    from smp.kernels.triton.rope import rope_kernel
+
+    assert isinstance(rope_kernel, JITFunction)

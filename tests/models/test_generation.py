@@ -1,0 +1,101 @@
+"""Generation with kept keys and values against running the whole sequence every time, and how tokens are chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from smp.config import Layout, ModelConfig
+from smp.layers import init_weights
+from smp.models.generation import Sampling, choose, generate
+from smp.models.gpt import GPT
+from smp.parallel.mesh import build_mesh
+from tests.distributed import run_distributed
+
+SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2}
+SIZES |= {"kv_channels": 8, "ffn_hidden_size": 64, "vocab_size": 50, "max_position_embeddings": 40}
+SIZES |= {"make_vocab_size_divisible_by": 2, "init_method_std": 0.3}
+GPT2 = {"position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "swiglu": False}
+MODELS = {"rope": SIZES, "window": SIZES | {"window_size": 5}, "learned positions": SIZES | GPT2}
+GREEDY = Sampling(temperature=0)
+
+
+def texts(rank: int, world: int) -> dict[str, tuple[list[int], list[int], list[int]]]:
+    """Of each model: with the cache, without it, and with an end."""
+    out = {}
+    for name, settings in MODELS.items():
+        mesh = build_mesh(Layout(tp=world), "cpu")["tp"]
+        model = GPT(ModelConfig(**settings), mesh, device="cpu").eval()
+        init_weights(model, 1)
+        prompt = [3, 1, 4, 1, 5]
+        slow = list(prompt)
+        with torch.no_grad():
+            while len(slow) < 30:
+                slow.append(int(model(torch.tensor([slow]))[0, -1].argmax()))
+        fast = list(generate(model, prompt, 25, GREEDY, ends=[]))
+        out[name] = fast, slow[5:], list(generate(model, prompt, 25, GREEDY, ends=[fast[9]]))
+    return out
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_kept_keys_and_values_change_nothing(tp: int) -> None:
+    for rank in run_distributed(texts, tp):
+        for name, (fast, slow, ended) in rank.items():
+            assert fast == slow, name
+            assert ended == fast[: fast.index(fast[9])]
+
+
+def limits(rank: int, world: int) -> tuple[int, list[str]]:
+    """How many tokens fit behind a prompt of 30, and what is wrong with other prompts."""
+    model = GPT(ModelConfig(**SIZES), build_mesh(Layout(), "cpu")["tp"], device="cpu").eval()
+    init_weights(model, 1)
+    messages = []
+    for prompt in ([], [0] * 41, [50]):
+        with pytest.raises(ValueError) as error:
+            list(generate(model, prompt, 1, GREEDY, ends=[]))
+        messages.append(str(error.value))
+    return len(list(generate(model, [7] * 30, 99, GREEDY, ends=[]))), messages
+
+
+def test_the_longest_sequence_is_the_models() -> None:
+    ((count, messages),) = run_distributed(limits, 1)
+    assert count == 10
+    assert messages == [
+        "the prompt has 0 tokens, this model takes 1 to 40",
+        "the prompt has 41 tokens, this model takes 1 to 40",
+        "token ids 50..50 are outside of the model's vocabulary of 50",
+    ]
+
+
+LOGITS = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "possible"),
+    [
+        (Sampling(temperature=0), {0}),
+        (Sampling(temperature=1.0, top_k=0), {0, 1, 2, 3}),
+        (Sampling(temperature=1.0, top_k=2), {0, 1}),
+        (Sampling(temperature=1.0, top_k=0, top_p=0.5), {0}),
+        (Sampling(temperature=1.0, top_k=0, top_p=0.6), {0, 1}),
+        (Sampling(temperature=0.01, top_k=0), {0}),
+    ],
+)
+def test_what_can_be_chosen(sampling: Sampling, possible: set[int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    assert {choose(LOGITS, sampling, generator) for _ in range(400)} == possible
+
+
+def test_choices_follow_the_probabilities() -> None:
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.tensor([choose(LOGITS, Sampling(temperature=1.0, top_k=0), generator) for _ in range(4000)])
+    shares = chosen.bincount(minlength=4) / 4000
+    assert (shares - LOGITS.exp()).abs().max() < 0.03
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}])
+def test_impossible_sampling_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="must"):
+        Sampling(**wrong)  # type: ignore[arg-type]

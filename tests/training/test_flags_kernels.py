@@ -1,0 +1,175 @@
+"""--kernels and --attention-backend, and a step in which the host never waits for the device."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from smp.optim.optimizer import step_on_device_if
+from smp.training import trainer
+from tests.training.flag_runs import Runs, Watched, proves
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    yield Runs(tmp_path_factory.mktemp("kernels"))
+
+
+@proves("kernels")
+def test_kernels_says_what_runs_and_refuses_what_cannot(runs: Runs) -> None:
+    run = runs()
+    assert "kernels: torch for cross_entropy, norm, swiglu, rope, weight_gradient (runs on cpu)" in run.out
+    wished = runs("--kernels torch")
+    assert "(--kernels torch)" in wished.out and wished.losses == run.losses
+    for wish in ("triton", "cuda", "apex"):
+        refused = runs.fresh(f"--kernels {wish}")
+        assert refused.code == 2 and len(refused.errors) == 1
+        assert refused.errors[0].startswith(f"error: --kernels {wish} needs a CUDA device, this run is on cpu")
+
+
+OPERATORS = """
+import json, sys
+from pathlib import Path
+from tests.training.flag_runs import run_here
+run = run_here(Path("run"), sys.argv[1], count_ops=True)
+print(json.dumps([run.code, run.err, run.losses, {k: v for k, v in run.ops.items() if k.startswith("smp::")}]))
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_kernels_triton_runs_other_operators_and_learns_the_same(tmp_path: Path) -> None:
+    """In Triton's interpreter, which a process has to be started with. Two blocks, two micro-batches, one step."""
+    few = "--seq-length 8 --micro-batch-size 1 --global-batch-size 2 --train-iters 1"
+    measured = []
+    for kernels in ("torch", "triton"):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
+        words = [sys.executable, "-W", "ignore", "-c", OPERATORS, f"{few} --kernels {kernels}"]
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        code, errors, losses, operators = json.loads(done.stdout.splitlines()[-1])
+        assert code == 0, errors
+        measured.append((losses, operators))
+    (plain, plain_operators), (fused, operators) = measured
+    assert fused == pytest.approx(plain, rel=1e-5)
+    assert set(plain_operators) == {"smp::softmax_stats", "smp::logits_to_gradient_"}
+    assert operators == {
+        "smp::softmax_stats": 2,
+        "smp::logits_to_gradient_": 2,
+        "smp::norm": 2 * 5,  # two per block, half of them after an addition, and the final one
+        "smp::norm_backward": 2 * 5,
+        "smp::swiglu": 2 * 2,
+        "smp::swiglu_backward": 2 * 2,
+        "smp::rope_": 2 * 2,  # in place
+        "smp::rope": 2 * 2,  # its adjoint
+    }
+
+
+@proves("attention_backend")
+def test_attention_backend(runs: Runs) -> None:
+    flash, math = runs(count_ops=True), runs("--attention-backend math", count_ops=True)
+    operator = "_scaled_dot_product_flash_attention_for_cpu"
+    assert flash.ops[operator] == 3 * 2 * 2 and math.ops[operator] == 0
+    assert "attention: flash (the first of flash, math that takes this model)" in flash.out
+    assert "attention: math (--attention-backend math)" in math.out
+    assert math.losses == pytest.approx(flash.losses, rel=1e-5) and math.ops["bmm"] > flash.ops["bmm"]
+    refused = runs.fresh("--attention-backend cudnn")
+    assert refused.code == 2 and len(refused.errors) == 1 and "--attention-backend cudnn does not take" in refused.err
+
+
+class Waits(TorchDispatchMode):
+    """Who reads a tensor's value on the host: functions of ours, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.callers: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._overloadpacket.__name__
+        if name in ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero"):
+            ours = [f.name for f in traceback.extract_stack() if f"{os.sep}smp{os.sep}" in f.filename]
+            self.callers.append(ours[-1] if ours else "?")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "flags", ["", "--hidden-dropout 0.1 --window-size 5 --optimizer sgd", "--bf16 --recompute-granularity full"]
+)
+def test_a_step_reads_nothing_from_the_device(runs: Runs, monkeypatch: pytest.MonkeyPatch, flags: str) -> None:
+    """On a CPU every tensor looks alike, so the test takes the GPU's way through the optimizer; the number of valid
+    tokens is counted on the host, before anything is on the device."""
+
+    def step(wanted: torch.Tensor, optimizer: Any) -> None:
+        if "sgd" not in flags:
+            step_on_device_if(wanted, optimizer)
+
+    monkeypatch.setattr(trainer, "step_if", step)
+
+    def probe(run: Watched) -> list[str]:
+        batch = next(run.batches)
+        with Waits() as waits:
+            issued = run.trainer.start_step(batch)
+        run.trainer.settle(issued)
+        return waits.callers
+
+    assert set(runs.fresh(flags, probe=probe).probed) <= {"_valid_tokens"}
+
+
+def test_the_probe_sees_waits() -> None:
+    with Waits() as waits:
+        torch.ones(2).sum().item()
+    assert waits.callers == ["?"]
+
+
+def test_a_step_that_is_not_finite_is_skipped_on_the_device(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU does: the same weights, moments and counts as when the host decides."""
+
+    by_host = runs.fresh("--train-iters 4", each_step=spoil)
+    monkeypatch.setattr(trainer, "step_if", step_on_device_if)
+    by_device = runs.fresh("--train-iters 4", each_step=spoil)
+    assert by_host.losses[2:] == by_device.losses[2:] and len(by_host.losses) == 4
+    assert by_host.records("skipped iterations") == by_device.records("skipped iterations") == [0, 1, 1, 1]
+    for name, weight in by_host.final.items():
+        assert torch.equal(weight, by_device.final[name]), name
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(by_host.state[key][name], by_device.state[key][name]), (key, name)
+
+
+def spoil(run: Watched) -> None:
+    """Make the loss of iteration 2 infinite."""
+    if run.trainer.progress.iteration == 1:
+        run.trainer.model.register_forward_hook(
+            lambda module, args, out: out * float("inf") if run.trainer.progress.iteration == 1 else out
+        )
+
+
+def test_with_a_device_that_is_behind_logs_come_a_step_later_and_say_the_same(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps whose numbers are never there at once are settled after the next one is issued, and all before a save."""
+    flags = "--train-iters 5 --eval-interval 2 --eval-iters 1 --save ck --save-interval 3"
+    plain = runs.fresh(flags)
+    order: list[str] = []
+    start, settle = trainer.Trainer.start_step, trainer.Trainer.settle
+    monkeypatch.setattr(trainer.Step, "finished", lambda self: False)
+    monkeypatch.setattr(trainer.Trainer, "start_step", lambda self, *a: (order.append("start"), start(self, *a))[1])
+    monkeypatch.setattr(
+        trainer.Trainer, "settle", lambda self, s: (order.append(f"settle {s.iteration}"), settle(self, s))[1]
+    )
+    late = runs.fresh(flags)
+    assert order[:5] == ["start", "start", "settle 1", "settle 2", "start"]  # 2 at once: there is an evaluation
+    assert order[-3:] == ["start", "settle 4", "settle 5"] or order[-2:] == ["start", "settle 5"]
+    for name in ("lm loss", "grad norm", "learning rate", "consumed samples", "validation loss", "skipped iterations"):
+        assert late.records(name) == plain.records(name), name

@@ -1,0 +1,113 @@
+"""Convert checkpoints between Hugging Face, Megatron and ours, bit for bit, without building a model.
+
+    python tools/convert_checkpoint.py --load Llama-3.2-1B --save checkpoint                 # Hugging Face to ours
+    python tools/convert_checkpoint.py --load run --save exported --dtype bf16               # ours to Hugging Face
+    python tools/convert_checkpoint.py --load run --to megatron --save megatron --megatron-tp 8
+    python tools/convert_checkpoint.py --load megatron --to hf --save exported --reference Llama-3.2-1B
+
+A tensor at a time, so memory does not grow with the model. The target appears under its name when it is complete; the
+same command goes on where an interrupted one stopped. Exit code 0: done; 1: something is damaged, does not fit or
+cannot be written; 2: a mistake in the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from smp.checkpoint import CheckpointError
+from smp.config import ConfigError
+from smp.convert.convert import write
+from smp.convert.formats import FORMATS, Format, detect, make_target, open_checkpoint
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags."""
+    out = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    out.add_argument("--from", dest="source", choices=FORMATS, help="format of --load (default: found out)")
+    out.add_argument("--to", choices=FORMATS, help="format of --save (default: smp, or hf when --load is smp)")
+    out.add_argument("--load", required=True, type=Path, help="folder to read; of a run its newest")
+    out.add_argument("--save", required=True, type=Path, help="folder to write; must not exist")
+    out.add_argument(
+        "--reference",
+        type=Path,
+        help="Hugging Face folder, or checkpoint converted from one, that tokenizer, chat template and configuration "
+        "are taken from, when --load does not have them",
+    )
+    out.add_argument("--dtype", choices=DTYPES, help="convert all weights to this (default: keep every bit)")
+    out.add_argument("--vocab-size", type=int, help="token ids of a Megatron checkpoint, without its padding")
+    out.add_argument("--megatron-tp", type=int, default=1, help="TP size that Megatron's padded vocabulary is to suit")
+    out.add_argument("--max-shard-size", type=float, help="largest file in GB (default: hf 5, megatron 2, smp 1)")
+    out.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1), help="files read and written at once")
+    out.add_argument(
+        "--allow-pickle", action="store_true", help="read .bin files: tensors only, nothing in them is run"
+    )
+    return out
+
+
+def convert(args: argparse.Namespace) -> None:
+    """Do it, with a progress bar where somebody can see it.
+
+    Raises:
+        CheckpointError, ConfigError: one line that says why not.
+    """
+    source: Format = args.source or detect(args.load)
+    kind: Format = args.to or ("hf" if source == "smp" else "smp")
+    opened = open_checkpoint(
+        args.load, source, reference=args.reference, vocab_size=args.vocab_size, allow_pickle=args.allow_pickle
+    )
+    with opened.weights as weights:
+        for note in weights.notes:
+            print(f"note: {note}", file=sys.stderr)
+        size = None if args.max_shard_size is None else int(args.max_shard_size * 1e9)
+        dtype = None if args.dtype is None else DTYPES[args.dtype]
+        target = make_target(kind, opened, dtype=dtype, shard_size=size, megatron_tp=args.megatron_tp)
+        total = sum(tensor.stored.nbytes for tensors in target.files.values() for tensor in tensors)
+        options = [kind, args.dtype, args.max_shard_size, args.megatron_tp, str(opened.reference)]
+        started = time.perf_counter()
+        with tqdm(total=total, desc=f"{source} -> {kind}", unit="B", unit_scale=True, disable=None) as bar:
+            kept = write(
+                weights,
+                target,
+                args.save,
+                options=options,
+                workers=args.workers,
+                progress=lambda n: bar.update(n) and None,
+            )
+        seconds = time.perf_counter() - started
+    if kept:
+        print(f"note: {kept} of {len(target.files)} files were there from an interrupted conversion", file=sys.stderr)
+    print(
+        f"{args.save}: {source} -> {kind}, {total / 1e9:.3f} GB in {seconds:.1f} s ({total / 1e9 / seconds:.2f} GB/s)"
+    )
+
+
+def main(argv: list[str]) -> int:
+    """Command line; returns the exit code."""
+    args = parser().parse_args(argv)
+    if args.workers < 1 or (args.max_shard_size or 1) <= 0 or args.megatron_tp < 1:
+        print("error: --workers, --max-shard-size and --megatron-tp must be above 0", file=sys.stderr)
+        return 2
+    try:
+        convert(args)
+    except (CheckpointError, ConfigError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on from here", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
