@@ -8,7 +8,8 @@
     python tools/checkpoint.py reshard RUN s3://bucket/copy --files 8
 
 A path is a run's folder, which stands for its newest complete checkpoint, or one checkpoint's own folder; both may be
-URLs such as s3://bucket/run. Exit code 0 means all is well; 1 damage or a difference; 2 a mistake in the command.
+URLs such as s3://bucket/run. Exit code 0 means all is well; 1 damage or a difference; 2 a mistake in the command, or
+something that cannot be read or written.
 """
 
 from __future__ import annotations
@@ -18,32 +19,31 @@ import json
 import math
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from tqdm import tqdm
 
-from smp.checkpoint import CheckpointError, Manifest, read_manifest, verify
-from smp.checkpoint.box import read_box
+from smp.checkpoint import CheckpointError, DamagedError, Manifest, find, read_manifest, verify
 from smp.checkpoint.diff import diff_tensor
 from smp.checkpoint.entries import DTYPES, TensorEntry
 from smp.checkpoint.folder import Folder
-from smp.checkpoint.latest import ITERATION, LATEST, complete
+from smp.checkpoint.latest import ITERATION, LATEST, complete, misnamed
 from smp.checkpoint.local import open_folder
 from smp.checkpoint.lock import RunLock
 from smp.checkpoint.manifest import MANIFEST
 from smp.checkpoint.retention import VALIDATION_LOSS, Retention, doomed, prune
 from smp.checkpoint.rewrite import rewrite
+from smp.checkpoint.summary import SHOWN_WHOLE, Summary
 
 _SELECTION = re.compile(r"(?P<name>[^\[\]]+)(?:\[(?P<slices>[-\d:, ]*)\])?")
 
 
 def opened(path: str) -> tuple[Folder, Manifest]:
     """The checkpoint that a path means. Raises CheckpointError when there is none."""
-    folder = open_folder(path)
-    if folder.size(MANIFEST) is None and (names := complete(folder)):
-        folder = folder.child(names[0])
+    folder = find(path)
     return folder, read_manifest(folder)
 
 
@@ -59,25 +59,38 @@ def total_size(manifest: Manifest) -> int:
 
 @contextmanager
 def bar(size: int, what: str) -> Iterator[Callable[[int], None]]:
-    """A progress bar in bytes, where somebody can see it; yields what to tell of bytes that are done."""
+    """A progress bar in bytes, where somebody can see it; yields what to tell of bytes that are done.
+
+    At the end a line tells their number and the speed, on the error output as the bar.
+    """
+    started, done = time.perf_counter(), 0
     with tqdm(total=size, desc=what, unit="B", unit_scale=True, unit_divisor=1000, disable=None) as shown:
-        yield lambda count: (shown.update(count), None)[1]
+
+        def tell(count: int) -> None:
+            nonlocal done
+            done += count
+            shown.update(count)
+
+        yield tell
+    seconds = time.perf_counter() - started
+    print(f"{what}: {done / 1e9:.3f} GB in {seconds:.2f} s, {done / 1e9 / seconds:.2f} GB/s", file=sys.stderr)
 
 
 def ls(args: argparse.Namespace) -> int:
-    """A run's checkpoints, or a checkpoint's tensors."""
+    """A run's checkpoints, or a checkpoint's tensors. One that is damaged so that it cannot be listed is damage."""
     folder = open_folder(args.path)
     rows = _tensors(read_manifest(folder)) if folder.size(MANIFEST) is not None else _checkpoints(folder)
     if not rows:
         raise CheckpointError(f"{folder} holds no checkpoint")
+    damaged = int(any(str(row.get("state")).startswith("damaged") for row in rows))
     if args.json:
         print(json.dumps(rows, indent=1))
-        return 0
+        return damaged
     table: list[dict[str, object]] = [{key: key for key in rows[0]}, *rows]
     widths = {key: max(len(str(row[key])) for row in table) for key in rows[0]}
     for row in table:
         print("  ".join(str(row[key]).ljust(width) for key, width in widths.items()).rstrip())
-    return 0
+    return damaged
 
 
 def _checkpoints(root: Folder) -> list[dict[str, object]]:
@@ -93,8 +106,10 @@ def _checkpoints(root: Folder) -> list[dict[str, object]]:
                 row |= {"state": "latest" if name == newest else "complete", "bytes": total_size(manifest)}
                 row |= {"tensors": len(manifest.tensors), "files": len(manifest.files)}
                 row |= {"processes": manifest.extra.get("world_size", ""), "validation loss": loss or ""}
-            except CheckpointError as error:
+            except DamagedError as error:
                 row["state"] = f"damaged: {error}"
+            except CheckpointError as error:
+                row["state"] = f"not readable: {error}"
         elif not ITERATION.fullmatch(name):
             row["state"] = "set aside"
         rows.append(row)
@@ -117,7 +132,7 @@ def _tensors(manifest: Manifest) -> list[dict[str, object]]:
 def check(args: argparse.Namespace) -> int:
     """Every checksum of one checkpoint, or with --all of every complete one of a run."""
     root = open_folder(args.path)
-    folders = [root.child(name) for name in complete(root)] if args.all else [opened(args.path)[0]]
+    folders = [root.child(name) for name in complete(root)] if args.all else [find(root)]
     if not folders:
         raise CheckpointError(f"{root} holds no complete checkpoint")
     damaged = False
@@ -126,7 +141,8 @@ def check(args: argparse.Namespace) -> int:
             manifest = read_manifest(folder)
             with bar(total_size(manifest), folder.name) as shown:
                 wrong = verify(folder, manifest, shown, args.workers)
-        except CheckpointError as error:
+            wrong += [line for line in [misnamed(folder, manifest.extra)] if line is not None]
+        except DamagedError as error:
             wrong = [str(error)]
         for line in wrong or [f"{folder}: whole"]:
             print(line)
@@ -171,13 +187,13 @@ def cat(args: argparse.Namespace) -> int:
         raise CheckpointError(f"{folder} has no tensor {args.tensor!r}; ls shows their names")
     entry = manifest.tensors[match["name"]]
     offsets, sizes = _box(match["slices"], entry.shape)
-    tensor = read_box(folder, manifest, match["name"], offsets, sizes)
-    numbers = tensor.double()
+    found = Summary(folder, manifest, match["name"], offsets, sizes)
     print(f"{match['name']}: {entry.dtype} {list(entry.shape)}" + (f", shown {list(sizes)}" if match["slices"] else ""))
-    if numbers.numel():
-        print(f"min {numbers.min():.6g}  max {numbers.max():.6g}  mean {numbers.mean():.6g}  norm {numbers.norm():.6g}")
-        print(f"NaN {numbers.isnan().sum()}  infinite {numbers.isinf().sum()}")
-    print(tensor)
+    if found.count:
+        print(f"min {found.lowest:.6g}  max {found.highest:.6g}  mean {found.mean:.6g}  norm {found.norm:.6g}")
+        print(f"NaN {found.nan}  infinite {found.infinite}")
+    torch.set_printoptions(precision=6, linewidth=120, threshold=0 if found.cut else SHOWN_WHOLE)
+    print(found.shown)
     return 0
 
 
@@ -202,20 +218,27 @@ def _box(text: str | None, shape: tuple[int, ...]) -> tuple[list[int], list[int]
 def thin_out(args: argparse.Namespace) -> int:
     """Delete checkpoints that no rule keeps."""
     root = open_folder(args.path)
+    if not root.exists() or root.size(MANIFEST) is not None:
+        raise CheckpointError(f"{root} is not the folder of a run, which holds checkpoints")
     keep = Retention(args.keep_last_k, args.save_retain_interval, args.keep_best_k)
-    freed = sum(total_size(read_manifest(root.child(name))) for name in doomed(root, keep))
-    if args.dry_run:
+    lock = None if args.dry_run else RunLock(root, print)
+    try:
         names = doomed(root, keep)
-    else:
-        lock = RunLock(root, print)
-        try:
+        freed = sum(_held(root.child(name)) for name in names)
+        if lock is not None:
             names = prune(root, keep)
-        finally:
+    finally:
+        if lock is not None:
             lock.release()
     for name in names:
         print(f"{'would remove' if args.dry_run else 'removed'} {root.child(name)}")
     print(f"{len(names)} checkpoints, {freed / 1e9:.3f} GB; {', '.join(complete(root)) or 'none'} left")
     return 0
+
+
+def _held(folder: Folder) -> int:
+    """Bytes of the files in a folder, whatever they are."""
+    return sum(folder.size(name) or 0 for name in folder.names())
 
 
 def reshard(args: argparse.Namespace) -> int:
@@ -244,8 +267,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--all", action="store_true", help="every complete checkpoint of a run")
     made.add_argument("--workers", type=_positive, default=1, help="files read at the same time")
     made = command("diff", diff, "a", "b")
-    made.add_argument("--atol", type=float, default=0.0, help="largest difference of an element that may pass")
-    made.add_argument("--rtol", type=float, default=0.0, help="largest relative difference of a tensor that may pass")
+    made.add_argument("--atol", type=_tolerance, default=0.0, help="largest difference of an element that may pass")
+    made.add_argument("--rtol", type=_tolerance, default=0.0, help="largest relative difference of a tensor that may")
     command("cat", cat, "path").add_argument("tensor", nargs="?", help="name, with a selection such as [0:4,:8]")
     made = command("prune", thin_out, "path")
     made.add_argument("--keep-last-k", type=int, required=True, help="newest checkpoints that stay, at least 2")
@@ -263,15 +286,22 @@ def _positive(text: str) -> int:
     return value
 
 
+def _tolerance(text: str) -> float:
+    value = float(text)
+    if not value >= 0:  # NaN is not either
+        raise argparse.ArgumentTypeError(f"{text} is not 0 or above")
+    return value
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     args = parser().parse_args(argv)
     torch.set_printoptions(precision=6, linewidth=120)
     try:
         return int(args.run(args))
-    except (CheckpointError, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, DamagedError) else 2
 
 
 if __name__ == "__main__":

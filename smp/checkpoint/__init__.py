@@ -3,7 +3,8 @@
 from smp.checkpoint.api import load, save
 from smp.checkpoint.async_save import AsyncSaver, Saved, async_save
 from smp.checkpoint.entries import CheckpointError, DamagedError, Manifest, Shard, TensorEntry
-from smp.checkpoint.latest import commit_latest, find, iteration_folder, latest
+from smp.checkpoint.latest import commit_latest, find
+from smp.checkpoint.lock import LockLostError, RunLock
 from smp.checkpoint.manifest import read_manifest
 from smp.checkpoint.retention import Retention, prune
 from smp.checkpoint.state import (
@@ -18,8 +19,10 @@ __all__ = [
     "AsyncSaver",
     "CheckpointError",
     "DamagedError",
+    "LockLostError",
     "Manifest",
     "Retention",
+    "RunLock",
     "Saved",
     "Shard",
     "TensorEntry",
@@ -27,8 +30,6 @@ __all__ = [
     "collect_logical_rows",
     "commit_latest",
     "find",
-    "iteration_folder",
-    "latest",
     "load",
     "materialize_optimizer_state",
     "prune",

@@ -16,6 +16,7 @@ from smp.checkpoint.agree import on_rank_zero, rank
 from smp.checkpoint.entries import CheckpointError, DamagedError, Manifest
 from smp.checkpoint.folder import Folder
 from smp.checkpoint.local import open_folder
+from smp.checkpoint.lock import LockLostError, RunLock
 from smp.checkpoint.manifest import read_manifest
 from smp.checkpoint.planner import ManifestLoadPlanner, ManifestSavePlanner
 from smp.checkpoint.reader import ManifestReader
@@ -30,7 +31,8 @@ def save(
     *,
     extra: Mapping[str, Any],
     logical_rows: Mapping[str, int] = _NONE,
-) -> None:
+    lock: RunLock | None = None,
+) -> list[str]:
     """Write a checkpoint folder; when this returns it is complete and on disk. Every rank calls it.
 
     A checkpoint that is in the folder already is replaced, and stays readable until the new one is complete.
@@ -42,13 +44,20 @@ def save(
             ``latest`` is moved separately (``commit_latest``).
         extra: plain JSON that comes back from :func:`load`; rank 0's is written.
         logical_rows: tensor name -> rows of dimension 0 that are real. The rows after them are padding and not written.
+        lock: the lock of the run's folder, on the rank that holds it. It is looked at again just before the commit.
+
+    Returns:
+        On rank 0, a line when files of the checkpoint before could not be removed; else nothing.
 
     Raises:
         TypeError: a value of ``state`` is not a tensor, or ``extra`` is not plain JSON.
         CheckpointError: anything else that went wrong on any rank; all ranks raise it. A checkpoint that was in the
             folder before is still readable, and what was written of the new one is deleted.
+        LockLostError: a CheckpointError, when another job has taken ``lock``.
     """
-    run_save(state, ManifestWriter(open_folder(folder), extra), logical_rows)
+    writer = ManifestWriter(open_folder(folder), extra, lock)
+    run_save(state, writer, logical_rows)
+    return writer.notes
 
 
 def run_save(state: Mapping[str, torch.Tensor], writer: ManifestWriter, logical_rows: Mapping[str, int]) -> None:
@@ -120,8 +129,8 @@ def one_line(action: str) -> Iterator[None]:
 
 
 def _kind(errors: list[BaseException]) -> type[Exception]:
-    """What to raise on all ranks: damage only when nothing else went wrong, because it makes a loader go on."""
-    for kind in (TypeError, DamagedError):
+    """What to raise on all ranks; of these only when nothing else went wrong, because a loader goes on after damage."""
+    for kind in (TypeError, DamagedError, LockLostError):
         if all(isinstance(error, kind) for error in errors):
             return kind
     return CheckpointError

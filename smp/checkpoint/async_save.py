@@ -24,10 +24,14 @@ from smp.checkpoint.api import run_save
 from smp.checkpoint.entries import CheckpointError
 from smp.checkpoint.folder import Folder
 from smp.checkpoint.local import open_folder
+from smp.checkpoint.lock import RunLock
 from smp.checkpoint.retention import Retention
 from smp.checkpoint.staging import StagingBuffer, StagingWriter
 from smp.checkpoint.storage import discard_unfinished
 from smp.checkpoint.writer_process import WriterDiedError, WriterProcess
+
+LAST_WAIT = 60.0
+"""Seconds that the end of a program waits for the files of other ranks, once its own is written."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ def async_save(
     logical_rows: Mapping[str, int] | None = None,
     latest_in: Path | str | Folder | None = None,
     retention: Retention | None = None,
+    lock: RunLock | None = None,
 ) -> None:
     """Copy ``state`` and let ``saver`` write it; ``state`` may be changed when this returns. Every rank calls it.
 
@@ -67,6 +72,7 @@ def async_save(
         logical_rows: as for :func:`smp.checkpoint.save`.
         latest_in: folder whose ``latest`` is to name the checkpoint when it is complete.
         retention: which checkpoints stay in ``latest_in`` after that.
+        lock: as for :func:`smp.checkpoint.save`.
 
     Raises:
         TypeError: as :func:`smp.checkpoint.save`.
@@ -77,7 +83,7 @@ def async_save(
     if latest_in is not None:
         keep = None if retention is None else asdict(retention)
         after = {"root": str(open_folder(latest_in)), "retention": keep}
-    saver.begin(state, open_folder(folder), extra, logical_rows or {}, after)
+    saver.begin(state, open_folder(folder), extra, logical_rows or {}, after, lock)
 
 
 class AsyncSaver:
@@ -113,6 +119,7 @@ class AsyncSaver:
         extra: Mapping[str, Any],
         logical_rows: Mapping[str, int],
         after: dict[str, Any] | None,
+        lock: RunLock | None,
     ) -> None:
         """Copy and hand over; see :func:`async_save`."""
         assert self._save is None
@@ -122,7 +129,8 @@ class AsyncSaver:
         token = on_rank_zero(lambda: secrets.token_hex(8))
         commit = None
         if staged.manifest is not None:
-            commit = {"manifest": asdict(staged.manifest), "patience": self.patience, "after": after}
+            held = None if lock is None else {"root": str(lock.root), "token": lock.token}
+            commit = {"manifest": asdict(staged.manifest), "patience": self.patience, "after": after, "lock": held}
         self._save = _UnderWay(folder, started, awaited=["part"] + ["commit"] * (commit is not None))
         try:
             job = {"save": token, "folder": str(folder), "part": staged.part, "commit": commit}
@@ -192,16 +200,29 @@ class AsyncSaver:
     def close(self) -> None:
         """Wait for a save that is under way, without the other ranks, and end the writer. May be called twice.
 
-        A failure is printed: who did not wait before cannot be told otherwise.
+        Other ranks may have died without their files: they get as long again as this rank's file took, and
+        :data:`LAST_WAIT`. A failure is printed: who did not wait before cannot be told otherwise.
         """
         atexit.unregister(self.close)
         if self._save is not None:
-            self._listen(None)
+            self._finish_alone(self._save)
             if self._save.error is not None:
                 print(f"error: cannot save {self._save.folder}: {self._save.error}", file=sys.stderr, flush=True)
         self._save = None
         self._writer.close()
         self._memory.close()
+
+    def _finish_alone(self, save: _UnderWay) -> None:
+        while not save.part_is_over:
+            self._listen(1.0)
+        deadline = time.monotonic() + save.part_took + LAST_WAIT
+        while save.awaited and time.monotonic() < deadline:
+            self._listen(min(1.0, LAST_WAIT))
+        if save.awaited:
+            self._writer.give_up()
+            self._listen(LAST_WAIT)
+        if save.awaited:
+            save.fail("another rank does not finish its file")
 
     def __enter__(self) -> AsyncSaver:
         return self
@@ -221,6 +242,8 @@ class _UnderWay:
     awaited: list[str]
     error: str | None = None
     notes: list[str] = field(default_factory=list)
+    part_took: float = 0.0
+    """Seconds until this rank heard that its own file is written."""
 
     @property
     def part_is_over(self) -> bool:
@@ -228,6 +251,8 @@ class _UnderWay:
 
     def hear(self, answer: dict[str, Any]) -> None:
         what = self.awaited.pop(0)
+        if what == "part":
+            self.part_took = time.monotonic() - self.started
         self.notes += answer["notes"]
         if answer[what] is not None:
             self.fail(answer[what])

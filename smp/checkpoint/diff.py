@@ -6,54 +6,94 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from smp.checkpoint.box import read_box
-from smp.checkpoint.entries import Manifest
+from smp.checkpoint.box import read_blocks, read_box
+from smp.checkpoint.entries import DTYPES, Manifest
 from smp.checkpoint.folder import Folder
+
+_ELEMENTS = 1 << 18  # compared at a time: 2 MB of them in double precision
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class TensorDifference:
     """How far a tensor of the second checkpoint is from that of the first.
 
+    Elements of equal bits do not differ, NaNs and infinities included; a NaN on one side only is as far away as can be.
+
     Attributes:
-        equal: to the last bit, NaNs included.
+        equal: to the last bit.
+        floating: whether elements are floating-point numbers: only those can be close to each other.
         largest: largest |a - b|.
-        relative: |a - b| / |a| in the L2 norm.
+        relative: |a - b| / |a| in the L2 norm; infinite elements that are equal are left out.
     """
 
     equal: bool
+    floating: bool
     largest: float
     relative: float
 
     def within(self, atol: float, rtol: float) -> bool:
-        """Whether it may pass: equal, or no element is off by more than ``atol``, or the norm by more than ``rtol``."""
-        return self.equal or self.largest <= atol or self.relative <= rtol
+        """Whether it may pass: equal, or floating and no element off by more than ``atol`` or the norm by ``rtol``.
+
+        A tolerance of 0 is none: 0.0 and -0.0 are different bits.
+        """
+        close = (atol > 0 and self.largest <= atol) or (rtol > 0 and self.relative <= rtol)
+        return self.equal or (self.floating and close)
 
 
 def diff_tensor(
     a: tuple[Folder, Manifest], b: tuple[Folder, Manifest], name: str, progress: Callable[[int], None]
 ) -> TensorDifference:
-    """Compare a tensor that both have, of one shape and dtype, shard by shard of the first.
+    """Compare a tensor that both have, of one shape and dtype. Memory: the largest shard of the first.
 
     Raises:
         DamagedError, CheckpointError: one of them cannot be read.
     """
-    equal, largest, squares, norm = True, 0.0, 0.0, 0.0
-    for shard in a[1].tensors[name].shards:
-        left, right = (read_box(*side, name, shard.offsets, shard.sizes) for side in (a, b))
-        progress(left.nbytes)
-        if torch.equal(left.view(-1).view(torch.uint8), right.view(-1).view(torch.uint8)):
-            norm += left.double().square().sum().item()
-            continue
-        difference = (left.double() - right.double()).abs()
-        equal, largest = False, max(largest, _finite(difference.max().item()))
-        squares += _finite(difference.square().sum().item())
-        norm += left.double().square().sum().item()
-    return TensorDifference(equal, largest, math.sqrt(squares / norm) if norm else math.inf if squares else 0.0)
+    entry = a[1].tensors[name]
+    found = _Difference(DTYPES[entry.dtype])
+    for shard in entry.shards:
+        whole = read_box(*b, name, shard.offsets, shard.sizes)
+        for where, left in read_blocks(*a, name, shard.offsets, shard.sizes):
+            right = whole
+            for dim, (offset, size) in enumerate(zip(where, left.shape, strict=True)):
+                right = right.narrow(dim, offset, size)
+            for pair in zip(*(side.reshape(-1).split(_ELEMENTS) for side in (left, right)), strict=True):
+                found.add(*pair)
+            progress(left.nbytes)
+    return found.result()
 
 
-def _finite(value: float) -> float:
-    """A NaN on one side is as far away as can be."""
-    return math.inf if math.isnan(value) else value
+class _Difference:
+    """Sums over all that was compared so far."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.floating, self.bits = dtype.is_floating_point, _BITS[dtype.itemsize]
+        self.equal, self.largest, self.squares, self.norm = True, 0.0, 0.0, 0.0
+
+    def add(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Some elements of both sides, in one dimension."""
+        differs = left.view(self.bits) != right.view(self.bits)
+        numbers = left.double()
+        self.norm += numbers[numbers.isfinite() | differs].square().sum().item()
+        if not differs.any():
+            return
+        self.equal = False
+        away = _distance(left[differs], right[differs])
+        self.largest = max(self.largest, away.max().item())
+        self.squares += away.square().sum().item()
+
+    def result(self) -> TensorDifference:
+        relative = math.sqrt(self.squares / self.norm) if self.norm else math.inf if self.squares else 0.0
+        return TensorDifference(self.equal, self.floating, self.largest, math.inf if math.isnan(relative) else relative)
+
+
+def _distance(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """|left - right| in double precision; of integers the difference is taken before anything is rounded."""
+    if left.dtype.is_floating_point:
+        return (left.double() - right.double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+    one, other = (side.to(torch.int64).numpy() for side in (left, right))
+    apart = np.maximum(one, other).view(np.uint64) - np.minimum(one, other).view(np.uint64)
+    return torch.from_numpy(apart.astype(np.float64))

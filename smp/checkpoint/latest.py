@@ -7,7 +7,9 @@ by one checkpoint when a crash came between the two.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from smp.checkpoint.entries import CheckpointError
 from smp.checkpoint.folder import Folder
@@ -26,11 +28,6 @@ def iteration_name(iteration: int) -> str:
 def iteration_of(name: str) -> int:
     """The iteration of a folder with such a name."""
     return int(name.removeprefix("iter_"))
-
-
-def iteration_folder(root: Path | str, iteration: int) -> Path:
-    """Where the checkpoint of ``iteration`` lives on a file system."""
-    return Path(root) / iteration_name(iteration)
 
 
 def complete(root: Path | str | Folder) -> list[str]:
@@ -55,38 +52,21 @@ def commit_latest(root: Path | str | Folder, folder: Path | str | Folder) -> Non
     root.replace(LATEST, f"{name}\n".encode())
 
 
-def latest(root: Path | str) -> Path | None:
-    """The folder that ``ROOT/latest`` names; None when ``root`` does not exist or holds no complete checkpoint.
+def find(path: Path | str | Folder) -> Folder:
+    """The checkpoint that ``path`` means: that folder itself, or the newest complete one of a run's folder.
 
-    Raises:
-        CheckpointError: when ``latest`` names something that is not there, and when there are complete checkpoints but
-            no ``latest``: starting from scratch beside them would hide a loss.
+    It need not be whole, and may not exist: whoever reads its manifest finds that out.
     """
-    root = Path(root)
-    if not (root / LATEST).is_file():
-        found = sorted(path.parent.name for path in root.glob(f"*/{MANIFEST}"))
-        if found:
-            raise CheckpointError(
-                f"{root} has no '{LATEST}' file but complete checkpoints, such as {found[-1]}: load it by name"
-            )
+    folder = open_folder(path)
+    if folder.size(MANIFEST) is None and (names := complete(folder)):
+        return folder.child(names[0])
+    return folder
+
+
+def misnamed(folder: Folder, extra: Mapping[str, Any]) -> str | None:
+    """A line when a training run's checkpoint lies under the name of another iteration than the one it holds."""
+    progress = extra.get("progress")
+    held = progress.get("iteration") if isinstance(progress, dict) else None
+    if not ITERATION.fullmatch(folder.name) or not isinstance(held, int) or held == iteration_of(folder.name):
         return None
-    name = (root / LATEST).read_text().strip()
-    folder = root / name
-    if not name or folder.resolve().parent != root.resolve() or not (folder / MANIFEST).is_file():
-        raise CheckpointError(f"{root / LATEST} names {name!r}, which is not a complete checkpoint in {root}")
-    return folder
-
-
-def find(path: Path | str) -> Path:
-    """The checkpoint that ``path`` means: that folder itself, or the one that its ``latest`` names.
-
-    Raises:
-        CheckpointError: it is neither.
-    """
-    path = Path(path)
-    if (path / MANIFEST).is_file():
-        return path
-    folder = latest(path)
-    if folder is None:
-        raise CheckpointError(f"{path} holds no complete checkpoint")
-    return folder
+    return f"{folder} holds iteration {held}: somebody gave it another name, or other content"

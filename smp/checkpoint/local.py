@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import shutil
 import stat
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from smp.checkpoint.folder import Folder, Sink, Source
 
 PIECE = 1 << 22
 """Bytes per read or write: few calls, and the data are still in the cache when the checksum comes by."""
+_NOT_KNOWN = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM)
+"""What file systems answer to a call that they do not have."""
 
 
 class LocalFolder(Folder):
@@ -36,9 +39,10 @@ class LocalFolder(Folder):
         return self.local.is_dir()
 
     def make(self) -> None:
-        if not self.local.is_dir():
-            self.local.mkdir(parents=True, exist_ok=True)
-            sync_to_disk(self.local.parent)
+        made = [path for path in (self.local, *self.local.parents) if not path.is_dir()]
+        self.local.mkdir(parents=True, exist_ok=True)
+        for path in made:
+            sync_to_disk(path.parent)
 
     def names(self) -> list[str]:
         return sorted(os.listdir(self.local)) if self.local.is_dir() else []
@@ -58,11 +62,13 @@ class LocalFolder(Folder):
         write_durably(self.local / name, data)
 
     def create(self, name: str, data: bytes) -> bool:
+        path = self.local / name
         try:
-            descriptor = os.open(self.local / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            with _written_beside(path, data) as temporary:
+                _give_name(temporary, path)
         except FileExistsError:
             return False
-        _write_and_close(descriptor, data)
+        sync_to_disk(self.local)
         return True
 
     @contextmanager
@@ -70,8 +76,7 @@ class LocalFolder(Folder):
         path = self.local / name
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            if size:  # a disk too full says so now, and the file system finds room in one piece
-                os.posix_fallocate(descriptor, 0, size)
+            _reserve(descriptor, size)
             yield _LocalSink(descriptor)
             os.fsync(descriptor)
         except BaseException:
@@ -122,7 +127,7 @@ class _LocalSource:
 
     def read_into(self, offset: int, into: memoryview) -> None:
         while into:
-            count = os.preadv(self._descriptor, [into], offset)
+            count = _read_at(self._descriptor, into, offset)
             if count == 0:
                 raise EOFError(f"the file ends at {offset}")
             offset, into = offset + count, into[count:]
@@ -144,18 +149,63 @@ def _open_plain(path: Path) -> int:
 
 def write_durably(path: Path, data: bytes) -> None:
     """Replace ``path`` by ``data`` so that a crash leaves the old content or the new, on disk when this returns."""
-    temporary = path.with_name(path.name + ".tmp")
-    _write_and_close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), data)
-    os.replace(temporary, path)
+    with _written_beside(path, data) as temporary:
+        os.replace(temporary, path)
     sync_to_disk(path.parent)
 
 
-def _write_and_close(descriptor: int, data: bytes) -> None:
+@contextmanager
+def _written_beside(path: Path, data: bytes) -> Iterator[Path]:
+    """A file with ``data``, on disk, under a name that nobody else uses, to be renamed; after an error it is gone."""
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        _LocalSink(descriptor).write(memoryview(data))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        try:
+            _LocalSink(descriptor).write(memoryview(data))
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        yield temporary
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def _give_name(temporary: Path, path: Path) -> None:
+    """Let a whole file appear as ``path``. Raises FileExistsError when there is one."""
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno not in _NOT_KNOWN:
+            raise
+        # a file system without links: whoever looks between the two calls sees an empty file
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        os.replace(temporary, path)
+    else:
+        with suppress(OSError):  # the next start cleans up
+            temporary.unlink()
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    """Room for ``size`` bytes in one piece, and a disk too full says so now. A hint: not every system can."""
+    allocate = getattr(os, "posix_fallocate", None)
+    if allocate is None or size == 0:
+        return
+    try:
+        allocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno not in _NOT_KNOWN:
+            raise
+
+
+def _read_at(descriptor: int, into: memoryview, offset: int) -> int:
+    """Fill what one call can fill of ``into``; how much that is."""
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, [into], offset)
+    data = os.pread(descriptor, len(into), offset)
+    into[: len(data)] = data
+    return len(data)
 
 
 def sync_to_disk(path: Path) -> None:

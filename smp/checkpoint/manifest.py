@@ -6,7 +6,8 @@ The format is written down in ``docs/checkpoint-format.md``. Here is only JSON; 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ __all__ = [
     "Shard",
     "TensorEntry",
     "check_extra",
+    "check_files",
     "check_manifest",
     "parse_manifest",
     "parse_unique",
@@ -40,7 +42,7 @@ __all__ = [
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "smp-checkpoint", 1
-_UNSIGNED = '{"checksum": "0000000000000000"'
+_CHECKSUM = re.compile(rb'[ \t\r\n]*\{[ \t\r\n]*"checksum"[ \t\r\n]*:[ \t\r\n]*"([0-9a-f]{16})"')
 
 
 def read_manifest(folder: Path | str | Folder) -> Manifest:
@@ -66,6 +68,19 @@ def read_manifest(folder: Path | str | Folder) -> Manifest:
     return manifest
 
 
+def check_files(folder: Folder, manifest: Manifest, files: Iterable[str]) -> None:
+    """Refuse data files that are not as large as the manifest says. What it says about tensors is bounded by that.
+
+    Raises:
+        DamagedError: one of ``files`` is missing or has another size.
+    """
+    for file in files:
+        size = folder.size(file)
+        if size != manifest.files[file]:
+            found = "is missing" if size is None else f"has {size} bytes instead of {manifest.files[file]}"
+            raise DamagedError(f"{folder}/{file}: {found}")
+
+
 def _bytes(folder: Folder) -> bytes:
     try:
         return folder.read(MANIFEST)
@@ -82,7 +97,7 @@ def _bytes(folder: Folder) -> bytes:
 def _parse_json(data: bytes) -> dict[str, Any]:
     content = parse_unique(data)
     require(isinstance(content, dict) and content.get("format") == FORMAT, f"format is not {FORMAT!r}")
-    require(_signed(_unsigned(data)) == data, "content does not match its checksum: it was damaged or edited")
+    require(_is_signed(data), "content does not match its checksum: it was damaged or edited")
     assert isinstance(content, dict)
     return content
 
@@ -137,9 +152,13 @@ def check_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
     return copy
 
 
-def _unsigned(data: bytes) -> bytes:
-    """The file's bytes with the digits of its checksum set to zero."""
-    return _UNSIGNED.encode() + data[len(_UNSIGNED) :]
+def _is_signed(data: bytes) -> bool:
+    """Whether the file begins with its checksum: that of its bytes with zeros in the place of the digits."""
+    found = _CHECKSUM.match(data)
+    if found is None:
+        return False
+    zeroed = data[: found.start(1)] + b"0" * 16 + data[found.end(1) :]
+    return xxhash.xxh3_64_hexdigest(zeroed).encode() == found[1]
 
 
 def _signed(data: bytes) -> bytes:

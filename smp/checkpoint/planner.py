@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.tensor import DTensor
 
 from smp.checkpoint.entries import DTYPES, CheckpointError
+from smp.checkpoint.tensor_file import rows_of_a_shard
 from smp.parallel.boxes import Box, local_box
 
 _NAMED_AT_MOST = 8
@@ -108,9 +109,9 @@ class ManifestSavePlanner(DefaultSavePlanner):
         self.parts = local_parts(state_dict, self.logical_rows)
 
     def create_local_plan(self) -> SavePlan:
-        """One item per nonempty box; a tensor without any element keeps one empty box, so that it is not forgotten."""
-        items = [_write_item(n, p) for n, p in self.parts.items() if not p.box.empty or math.prod(p.shape) == 0]
-        return SavePlan(items)
+        """One item per shard; a tensor without any element keeps one empty box, so that it is not forgotten."""
+        kept = [(name, part) for name, part in self.parts.items() if not part.box.empty or math.prod(part.shape) == 0]
+        return SavePlan([_write_item(name, part, box) for name, part in kept for box in _shards(part)])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Refuse ranks that disagree about a tensor, which merging their boxes would hide; then merge."""
@@ -124,12 +125,29 @@ class ManifestSavePlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         """The data of an item of this rank's plan."""
-        return self.parts[write_item.index.fqn].data
+        part, written = self.parts[write_item.index.fqn], write_item.tensor_data
+        assert written is not None
+        if not part.shape:
+            return part.data
+        return part.data.narrow(0, written.chunk.offsets[0] - part.box.offsets[0], written.chunk.sizes[0])
 
 
-def _write_item(name: str, part: Part) -> WriteItem:
-    written = TensorWriteData(part.chunk, TensorProperties(part.data.dtype), part.shape)
-    return WriteItem(MetadataIndex(name, part.chunk.offsets), WriteItemType.SHARD, tensor_data=written)
+def _shards(part: Part) -> Iterator[Box]:
+    """The part's box, cut between rows where it is too large for one shard."""
+    box = part.box
+    if not part.shape or box.empty:
+        yield box
+        return
+    rows = rows_of_a_shard(part.data.nbytes // box.sizes[0])
+    for first in range(0, box.sizes[0], rows):
+        count = min(rows, box.sizes[0] - first)
+        yield Box((box.offsets[0] + first, *box.offsets[1:]), (count, *box.sizes[1:]))
+
+
+def _write_item(name: str, part: Part, box: Box) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+    written = TensorWriteData(chunk, TensorProperties(part.data.dtype), part.shape)
+    return WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=written)
 
 
 class ManifestLoadPlanner(LoadPlanner):

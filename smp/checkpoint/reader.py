@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 import xxhash
@@ -82,21 +83,10 @@ class ManifestReader(StorageReader):
         return done
 
     def _read_file(self, file: str, by_place: Mapping[Place, list[ReadItem]], planner: LoadPlanner) -> None:
-        path, names = f"{self.folder}/{file}", ", ".join(sorted({name for name, _ in by_place})[:3])
-        try:
-            with self.folder.reader(file) as source:
-                if source.size != self.manifest.files[file]:
-                    raise DamagedError(f"has {source.size} bytes instead of {self.manifest.files[file]}")
-                slots = read_header(source)
-                found = {place: check_slot(slots, *self._named(place)) for place in by_place}
-                for place, slot in sorted(found.items(), key=lambda pair: pair[1].start):
-                    self._read_shard(source, slot, place, by_place[place], planner)
-        except DamagedError as error:
-            raise DamagedError(f"{path}: {error}") from None
-        except (FileNotFoundError, EOFError) as error:
-            raise DamagedError(f"{path} is missing or cut off ({error}); it should hold {names}, ...") from error
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read ({error}); it should hold {names}, ...") from error
+        with opened_file(self.folder, self.manifest, file, {name for name, _ in by_place}) as (source, slots):
+            found = {place: check_slot(slots, *self._named(place)) for place in by_place}
+            for place, slot in sorted(found.items(), key=lambda pair: pair[1].start):
+                self._read_shard(source, slot, place, by_place[place], planner)
 
     def _named(self, place: Place) -> tuple[str, Shard, str]:
         """Name, shard and dtype of a tensor."""
@@ -112,26 +102,65 @@ class ManifestReader(StorageReader):
             found = read_tensor(source, slot, raw_bytes(targets[0]))
         else:
             found = _read_in_blocks(source, slot, list(zip(items, targets, strict=True)))
-        if found != self.shards[place].xxh3_64:
-            raise DamagedError(f"the data of tensor {place[0]} do not match their checksum: the file is damaged")
+        require_checksum(place[0], self.shards[place], found)
         for item, target in zip(items, targets, strict=True):
             planner.commit_tensor(item, target)
 
 
-def _read_in_blocks(source: Source, slot: Slot, parts: list[tuple[ReadItem, torch.Tensor]]) -> str:
-    """Read a shard some rows at a time and copy what of them is wanted while it is in the cache; its checksum."""
+@contextmanager
+def opened_file(
+    folder: Folder, manifest: Manifest, file: str, names: Iterable[str]
+) -> Iterator[tuple[Source, dict[str, Slot]]]:
+    """A data file that is as large as the manifest says, and the tensors in it by key.
+
+    Raises:
+        DamagedError: it is missing, has another size or no header that can be; or one from inside of the ``with``, with
+            the file's name in front.
+        CheckpointError: it cannot be read. What it should hold, ``names``, is in the message.
+    """
+    path, held = f"{folder}/{file}", ", ".join(sorted(names)[:3])
+    try:
+        with folder.reader(file) as source:
+            if source.size != manifest.files[file]:
+                raise DamagedError(f"has {source.size} bytes instead of {manifest.files[file]}")
+            yield source, read_header(source)
+    except DamagedError as error:
+        raise DamagedError(f"{path}: {error}") from None
+    except (FileNotFoundError, EOFError) as error:
+        raise DamagedError(f"{path} is missing or cut off ({error}); it should hold {held}, ...") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); it should hold {held}, ...") from error
+
+
+def require_checksum(name: str, shard: Shard, found: str) -> None:
+    """Raise DamagedError when what was read of a shard is not what was saved."""
+    if found != shard.xxh3_64:
+        raise DamagedError(f"the data of tensor {name} do not match their checksum: the file is damaged")
+
+
+def blocks_of(
+    source: Source, slot: Slot, hashed: xxhash.xxh3_64, pinned: bool = False
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """The first row's number and some rows, (rows, *shape[1:]), until all of a shard went through ``hashed``.
+
+    A few megabytes at a time, in the same memory again and again. A tensor without dimensions has one row.
+    """
     shape = slot.shape or (1,)
     row = slot.size // max(shape[0], 1)
     step = max(1, min(shape[0], source.piece // max(row, 1)))
-    pinned = any(target.is_cuda for _, target in parts)
     buffer = torch.empty(step * row, dtype=torch.uint8, pin_memory=pinned)
-    hashed = xxhash.xxh3_64()
     for first in range(0, shape[0], step):
         count = min(step, shape[0] - first)
         block = buffer[: count * row]
         source.read_into(slot.start + first * row, raw_bytes(block))
         hashed.update(raw_bytes(block))
-        rows = block.view(DTYPES[slot.dtype]).view(count, *shape[1:])
+        yield first, block.view(DTYPES[slot.dtype]).view(count, *shape[1:])
+
+
+def _read_in_blocks(source: Source, slot: Slot, parts: list[tuple[ReadItem, torch.Tensor]]) -> str:
+    """Read a shard some rows at a time and copy what of them is wanted while it is in the cache; its checksum."""
+    hashed = xxhash.xxh3_64()
+    for first, rows in blocks_of(source, slot, hashed, pinned=any(target.is_cuda for _, target in parts)):
         for item, target in parts:
             _copy_rows(rows, first, item, target.view(1) if not slot.shape else target)
     return hashed.hexdigest()

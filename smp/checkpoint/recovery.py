@@ -6,6 +6,7 @@ one is loaded. Nothing that could be a checkpoint is ever deleted here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -13,11 +14,14 @@ from smp.checkpoint.agree import on_rank_zero
 from smp.checkpoint.entries import CheckpointError, DamagedError, Manifest
 from smp.checkpoint.folder import Folder
 from smp.checkpoint.latest import ITERATION, LATEST, commit_latest, complete
+from smp.checkpoint.lock import LEFT_BY_TAKERS
 from smp.checkpoint.manifest import MANIFEST, read_manifest
 from smp.checkpoint.storage import discard_unfinished
 
 DAMAGED = "damaged_"  # in front, so that no pattern for checkpoints matches
 REASON = "DAMAGED.txt"
+_LEFT_IN_ROOT = re.compile(rf"{LATEST}(\.[0-9a-f]+)?\.tmp|{LEFT_BY_TAKERS.pattern}")
+_LEFT_ASIDE = re.compile(rf"{re.escape(REASON)}(\.[0-9a-f]+)?\.tmp")
 Loaded = TypeVar("Loaded")
 
 
@@ -36,10 +40,17 @@ def clean(root: Folder) -> list[str]:
         others = root.child(name).names()
         if others and MANIFEST not in others:
             lines.append(f"{root.child(name)} is not a checkpoint and holds files of others ({others[0]}, ...)")
-    root.delete(f"{LATEST}.tmp")
+    for name in set_aside_names(root):
+        _delete_matching(root.child(name), _LEFT_ASIDE)
+    _delete_matching(root, _LEFT_IN_ROOT)
     if (newest := _point_at_newest(root)) is not None:
         lines.append(f"{root}/{LATEST} now names {newest}, the newest complete checkpoint")
     return lines
+
+
+def _delete_matching(folder: Folder, pattern: re.Pattern[str]) -> None:
+    for name in filter(pattern.fullmatch, folder.names()):
+        folder.delete(name)
 
 
 def _point_at_newest(root: Folder) -> str | None:
@@ -60,15 +71,23 @@ def _latest_name(root: Folder) -> str:
         return ""
 
 
-def set_aside(root: Folder, name: str, reason: str) -> Folder:
-    """Rename a damaged checkpoint so that nothing takes it for one, and write down why; call on one rank."""
+def set_aside(root: Folder, name: str, reason: str) -> str:
+    """Rename a damaged checkpoint so that nothing takes it for one, and write down why; call on one rank.
+
+    Returns:
+        What was done, for the user. On a disk without any room the name is changed and nothing is written.
+    """
     new = DAMAGED + name
     while new in root.names():
         new += "+"
     root.rename(name, new)
-    root.child(new).replace(REASON, f"{reason}\n".encode())
-    _point_at_newest(root)
-    return root.child(new)
+    said = f"it is set aside as {root.child(new)}"
+    try:
+        root.child(new).replace(REASON, f"{reason}\n".encode())
+        _point_at_newest(root)
+    except OSError as error:
+        said += f"; {REASON} or '{LATEST}' could not be written: {error}"
+    return said
 
 
 def set_aside_names(root: Folder) -> list[str]:
@@ -115,7 +134,7 @@ def load_newest(
 def _put_away(root: Folder, name: str, reason: str, may_rename: bool) -> str:
     if not may_rename:
         return f"{root.child(name)} is passed over"
-    return f"it is set aside as {on_rank_zero(lambda: str(set_aside(root, name, reason)))}"
+    return on_rank_zero(lambda: set_aside(root, name, reason))
 
 
 def load_step(root: Folder, name: str, load: Callable[[Folder, Manifest], Loaded]) -> tuple[Folder, Loaded]:

@@ -7,7 +7,8 @@ is no rename, so a checkpoint is committed by its manifest, which is put last.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import wraps
 from typing import Any
 
 from smp.checkpoint.entries import CheckpointError
@@ -26,7 +27,7 @@ class RemoteFolder(Folder):
     """
 
     def __init__(self, files: Any, path: str, url: str) -> None:
-        self.files, self.path, self.url = files, path.rstrip("/"), url.rstrip("/")
+        self.files, self.path, self.url = _Calls(files), path.rstrip("/"), url.rstrip("/")
 
     @staticmethod
     def at(url: str) -> RemoteFolder:
@@ -53,7 +54,7 @@ class RemoteFolder(Folder):
         return self.url
 
     def child(self, name: str) -> Folder:
-        return RemoteFolder(self.files, f"{self.path}/{name}", f"{self.url}/{name}")
+        return RemoteFolder(self.files.to, f"{self.path}/{name}", f"{self.url}/{name}")
 
     def _at(self, name: str) -> str:
         return f"{self.path}/{name}"
@@ -96,14 +97,15 @@ class RemoteFolder(Folder):
 
     @contextmanager
     def writer(self, name: str, size: int) -> Iterator[Sink]:
-        file = self.files.open(self._at(name), "wb", block_size=_PART)
+        file = _Calls(self.files.open(self._at(name), "wb", block_size=_PART))
         try:
             yield file
+            file.close()
         except BaseException:
-            file.discard()
-            file.closed = True  # or its destructor tries to go on
+            with suppress(OSError):
+                file.discard()
+            file.to.closed = True  # or its destructor tries to go on
             raise
-        file.close()
 
     @contextmanager
     def reader(self, name: str) -> Iterator[Source]:
@@ -132,12 +134,33 @@ class RemoteFolder(Folder):
         """Nothing: what was put is durable."""
 
 
+class _Calls:
+    """Calls of the methods of ``to``. Back-ends raise what they like; from here it is always an OSError."""
+
+    def __init__(self, to: Any) -> None:
+        self.to = to
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.to, name)
+
+        @wraps(method)
+        def call(*args: Any, **options: Any) -> Any:
+            try:
+                return method(*args, **options)
+            except OSError:
+                raise
+            except Exception as error:
+                raise OSError(f"{type(error).__name__}: {error}") from error
+
+        return call
+
+
 class _RemoteSource:
     """Ranges of an object. Requests are large, because each costs tens of milliseconds."""
 
     piece = _PART
 
-    def __init__(self, files: Any, path: str, size: int) -> None:
+    def __init__(self, files: _Calls, path: str, size: int) -> None:
         self._files, self._path, self.size = files, path, size
 
     def read_into(self, offset: int, into: memoryview) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from smp.checkpoint.entries import CheckpointError, DamagedError
 from smp.checkpoint.folder import Folder
-from smp.checkpoint.latest import ITERATION, complete, iteration_of
+from smp.checkpoint.latest import ITERATION, commit_latest, complete, iteration_of
 from smp.checkpoint.manifest import MANIFEST, read_manifest
 from smp.checkpoint.storage import discard_unfinished
 
@@ -47,6 +48,9 @@ def doomed(root: Folder, retention: Retention) -> list[str]:
     """Names of the checkpoints in ``root`` that ``retention`` does not want, oldest first.
 
     Only folders named ``iter_NNNNNNN`` are looked at, so renaming one keeps it for ever.
+
+    Raises:
+        CheckpointError: a validation loss that matters cannot be read, and that may be for a while only.
     """
     names = {iteration_of(name): name for name in complete(root)}
     losses = {
@@ -70,18 +74,33 @@ def prune(root: Folder, retention: Retention) -> list[str]:
     return removed
 
 
-def prune_and_tell(root: Folder, retention: Retention) -> list[str]:
-    """:func:`prune`, as lines for the user; what cannot be deleted is no reason to fail a save that is complete."""
+def publish(root: Folder, folder: Folder, retention: Retention | None, check: Callable[[], None]) -> list[str]:
+    """What follows a commit: ``latest`` names the checkpoint, and old ones go; call on one rank.
+
+    Args:
+        root: the run's folder.
+        folder: the checkpoint in it.
+        retention: which checkpoints stay; None: all.
+        check: raises when another job has ``root``, called before anything is changed.
+
+    Returns:
+        Lines for the user. What cannot be done is one of them, for the checkpoint is complete all the same.
+    """
     try:
-        return [f"removed {root.child(name)}" for name in prune(root, retention)]
-    except OSError as error:
-        return [f"WARNING: cannot remove old checkpoints in {root}: {error}"]
+        check()
+        commit_latest(root, folder)
+    except (OSError, CheckpointError) as error:
+        return [f"WARNING: {folder} is complete, but 'latest' does not name it: {error}"]
+    try:
+        return [f"removed {root.child(name)}" for name in prune(root, retention)] if retention is not None else []
+    except (OSError, CheckpointError) as error:
+        return [f"WARNING: no old checkpoints are removed from {root} now: {error}"]
 
 
 def _validation_loss(folder: Folder) -> float | None:
     try:
         loss = read_manifest(folder).extra.get(VALIDATION_LOSS)
-    except ValueError:  # a damaged one: found out about when it is loaded
+    except DamagedError:  # then it has none; found out about when it is loaded
         return None
     return loss if isinstance(loss, float) else None
 

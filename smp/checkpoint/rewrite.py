@@ -10,9 +10,9 @@ import torch
 from smp.checkpoint.box import read_box
 from smp.checkpoint.entries import DTYPES, CheckpointError, Manifest, Shard, TensorEntry
 from smp.checkpoint.folder import Folder
-from smp.checkpoint.manifest import MANIFEST, read_manifest
+from smp.checkpoint.manifest import MANIFEST, check_files, read_manifest
 from smp.checkpoint.storage import commit, discard_unfinished
-from smp.checkpoint.tensor_file import lay_out, raw_bytes, write_file
+from smp.checkpoint.tensor_file import lay_out, raw_bytes, rows_of_a_shard, shard_keys, write_file
 
 _Piece = tuple[str, int, int]  # name, first row, rows; a tensor without dimensions has one row
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -37,6 +37,7 @@ def rewrite(
         CheckpointError: ``target`` is a checkpoint already, or something cannot be read or written; nothing is left.
     """
     manifest = read_manifest(source)
+    check_files(source, manifest, manifest.files)
     if target.size(MANIFEST) is not None or target.names():
         raise CheckpointError(f"{target} is not empty")
     target.make()
@@ -44,8 +45,8 @@ def rewrite(
         shards: dict[str, list[Shard]] = {name: [] for name in manifest.tensors}
         for number, pieces in enumerate(cut(manifest, files)):
             file = f"shard_{number:05d}.safetensors"
-            for shard in _write(source, manifest, target, file, pieces, progress):
-                shards[shard.key].append(shard)
+            for name, shard in _write(source, manifest, target, file, pieces, progress):
+                shards[name].append(shard)
         tensors = {n: TensorEntry(e.shape, e.dtype, tuple(shards[n])) for n, e in manifest.tensors.items()}
         commit(target, Manifest(tensors, {}, manifest.extra))
     except BaseException as error:
@@ -66,7 +67,8 @@ def cut(manifest: Manifest, files: int) -> Iterator[list[_Piece]]:
         rows = entry.shape[0] if entry.shape else 1
         width, first = sizes[name] // max(rows, 1), 0
         while first < max(rows, 1):
-            count = min(rows - first, max(1, -(-room // max(width, 1))))  # until the file is full or more
+            until_full = max(1, -(-room // max(width, 1)))  # or more than full
+            count = min(rows - first, until_full, rows_of_a_shard(width))
             pieces.append((name, first, count))
             first, room = first + max(count, 1), room - count * width
             if room <= 0:
@@ -83,16 +85,17 @@ def _write(
     file: str,
     pieces: list[_Piece],
     progress: Callable[[int], None],
-) -> list[Shard]:
-    boxes = {name: _box(manifest.tensors[name], first, count) for name, first, count in pieces}
+) -> list[tuple[str, Shard]]:
+    names = dict(zip(shard_keys(pieces), (name for name, _, _ in pieces), strict=True))
+    boxes = {key: _box(manifest.tensors[n], first, count) for key, (n, first, count) in zip(names, pieces, strict=True)}
 
-    def data(name: str) -> Iterator[memoryview]:
-        tensor = read_box(source, manifest, name, *boxes[name])
+    def data(key: str) -> Iterator[memoryview]:
+        tensor = read_box(source, manifest, names[key], *boxes[key])
         yield raw_bytes(tensor)
         progress(tensor.nbytes)
 
-    dtypes = {name: DTYPES[manifest.tensors[name].dtype] for name in boxes}
-    return write_shards(target, file, boxes, dtypes, data)
+    dtypes = {key: DTYPES[manifest.tensors[name].dtype] for key, name in names.items()}
+    return [(names[shard.key], shard) for shard in write_shards(target, file, boxes, dtypes, data)]
 
 
 def write_shards(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -20,12 +21,15 @@ from torch.futures import Future
 
 from smp.checkpoint.entries import DTYPES, Manifest
 from smp.checkpoint.folder import Folder
-from smp.checkpoint.storage import ManifestWriter, build_manifest, planned_tensors, write_results
+from smp.checkpoint.storage import ManifestWriter, Planned, build_manifest, planned_tensors, write_results
 from smp.checkpoint.tensor_file import FileLayout, lay_out
 
 
 class StagingBuffer:
-    """Shared memory without a name (no /dev/shm, whose size containers limit; nothing to clean up after a crash)."""
+    """Shared memory without a name (no /dev/shm, whose size containers limit; nothing to clean up after a crash).
+
+    Where the system has no such memory, a file without a name takes its place; its pages are memory all the same.
+    """
 
     def __init__(self) -> None:
         self.descriptor = -1
@@ -41,7 +45,7 @@ class StagingBuffer:
             return
         self.close()
         self.generation += 1
-        self.descriptor = os.memfd_create("checkpoint", os.MFD_CLOEXEC)
+        self.descriptor = _nameless_file()
         os.ftruncate(self.descriptor, size)
         self._memory = torch.frombuffer(mmap.mmap(self.descriptor, size), dtype=torch.uint8)
         if pinned:
@@ -73,6 +77,14 @@ class StagingBuffer:
         self.descriptor, self._memory = -1, torch.empty(0, dtype=torch.uint8)
 
 
+def _nameless_file() -> int:
+    """A descriptor of nothing yet, that can grow and be shared."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("checkpoint", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
 def _check(code: object) -> None:
     if int(code) != 0:  # type: ignore[call-overload]
         raise RuntimeError(f"cannot lock or unlock the staging memory: CUDA error {code}")
@@ -92,16 +104,17 @@ class StagingWriter(ManifestWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Copy what this rank is to write."""
         done: Future[list[WriteResult]] = Future()
-        done.set_result(self._stage(plan, planned_tensors(plan, planner)) if plan.items else [])
+        done.set_result(self._stage(plan.storage_data, planned_tensors(plan, planner)) if plan.items else [])
         return done
 
-    def _stage(self, plan: SavePlan, tensors: Mapping[str, torch.Tensor]) -> list[WriteResult]:
+    def _stage(self, file: str, planned: Planned) -> list[WriteResult]:
+        tensors = {key: tensor for key, (_, tensor) in planned.items()}
         layout = lay_out(tensors)
         self.memory.reserve(max(layout.data_size, 1), pinned=any(t.is_cuda for t in tensors.values()))
         self.memory.fill(layout, tensors)
         slots = [list(asdict(slot).values()) for slot in layout.slots]
-        self.part = {"file": plan.storage_data, "header": layout.header.decode("latin-1"), "slots": slots}
-        return write_results(plan, tensors, dict.fromkeys(tensors, ""))
+        self.part = {"file": file, "header": layout.header.decode("latin-1"), "slots": slots}
+        return write_results(file, planned, dict.fromkeys(tensors, ""))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Keep the manifest."""

@@ -16,17 +16,21 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from smp.checkpoint.entries import DTYPE_NAMES, CheckpointError, Manifest, Shard, TensorEntry
 from smp.checkpoint.folder import Folder
+from smp.checkpoint.lock import RunLock
 from smp.checkpoint.manifest import MANIFEST, check_extra, read_manifest, write_manifest
-from smp.checkpoint.tensor_file import lay_out, raw_bytes, write_file
+from smp.checkpoint.tensor_file import lay_out, raw_bytes, shard_keys, write_file
+
+Planned = dict[str, tuple[WriteItem, torch.Tensor]]
+"""What a rank is to write, by key in its file."""
 
 SHARD_FILE = re.compile(r"shard_\d{5,}(?:\.(\d+))?\.safetensors")
-OUR_FILES = re.compile(rf"{SHARD_FILE.pattern}(\.json)?(\.tmp)?|{re.escape(MANIFEST)}(\.tmp)?")
+OUR_FILES = re.compile(rf"({SHARD_FILE.pattern}(\.json)?|{re.escape(MANIFEST)})((\.[0-9a-f]+)?\.tmp)?")
 """All names that a save gives to files: data, reports of background writers, the manifest, and what replaces them."""
 
 
@@ -36,10 +40,13 @@ class ManifestWriter(StorageWriter):
     Args:
         folder: the checkpoint's own folder, on storage that all ranks share. Made when it does not exist.
         extra: plain JSON; rank 0's is written.
+        lock: on rank 0, the lock under which this is done, if any; looked at once more before the commit.
     """
 
-    def __init__(self, folder: Folder, extra: Mapping[str, Any]) -> None:
-        self.folder, self.extra = folder, extra
+    def __init__(self, folder: Folder, extra: Mapping[str, Any], lock: RunLock | None = None) -> None:
+        self.folder, self.extra, self.lock = folder, extra, lock
+        self.notes: list[str] = []
+        """On rank 0, after :meth:`finish`: what could not be done after the commit."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -69,36 +76,39 @@ class ManifestWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file, if there is anything in its plan, and bring it to disk."""
         done: Future[list[WriteResult]] = Future()
-        done.set_result(self._write(plan, planned_tensors(plan, planner)) if plan.items else [])
+        done.set_result(self._write(plan.storage_data, planned_tensors(plan, planner)) if plan.items else [])
         return done
 
-    def _write(self, plan: SavePlan, tensors: Mapping[str, torch.Tensor]) -> list[WriteResult]:
+    def _write(self, file: str, planned: Planned) -> list[WriteResult]:
+        tensors = {key: tensor for key, (_, tensor) in planned.items()}
         layout = lay_out(tensors)
         # what lies contiguous in CPU memory is written from there; only other tensors are copied, one at a time
         data = ((slot.key, raw_bytes(tensors[slot.key].cpu().contiguous())) for slot in layout.slots)
-        return write_results(plan, tensors, write_file(self.folder, plan.storage_data, layout, data))
+        return write_results(file, planned, write_file(self.folder, file, layout, data))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit with the manifest, then remove data files that it does not name."""
-        commit(self.folder, build_manifest(metadata, results, self.extra))
+        if self.lock is not None:
+            self.lock.check()
+        self.notes = commit(self.folder, build_manifest(metadata, results, self.extra))
 
 
-def planned_tensors(plan: SavePlan, planner: SavePlanner) -> dict[str, torch.Tensor]:
-    """What a rank is to write, by name."""
-    tensors: dict[str, torch.Tensor] = {}
-    for item in plan.items:
-        data = planner.resolve_data(item)
-        assert isinstance(data, torch.Tensor) and item.index.fqn not in tensors
-        tensors[item.index.fqn] = data.detach()
-    return tensors
+def planned_tensors(plan: SavePlan, planner: SavePlanner) -> Planned:
+    """What a rank is to write."""
+    tensors = [data for item in plan.items if isinstance(data := planner.resolve_data(item), torch.Tensor)]
+    rows = [(i.index.fqn, *_rows(tuple(i.index.offset or ()), t)) for i, t in zip(plan.items, tensors, strict=True)]
+    return {k: (i, t.detach()) for k, i, t in zip(shard_keys(rows), plan.items, tensors, strict=True)}
 
 
-def write_results(plan: SavePlan, tensors: Mapping[str, torch.Tensor], hashes: Mapping[str, str]) -> list[WriteResult]:
+def _rows(offsets: tuple[int, ...], tensor: torch.Tensor) -> tuple[int, int]:
+    return (offsets[0], len(tensor)) if offsets else (0, 1)
+
+
+def write_results(file: str, planned: Planned, hashes: Mapping[str, str]) -> list[WriteResult]:
     """For DCP: the shards that a rank wrote."""
     results = []
-    for item in plan.items:
-        name, tensor = item.index.fqn, tensors[item.index.fqn]
-        shard = Shard(plan.storage_data, name, tuple(item.index.offset or ()), tuple(tensor.shape), hashes[name])
+    for key, (item, tensor) in planned.items():
+        shard = Shard(file, key, tuple(item.index.offset or ()), tuple(tensor.shape), hashes[key])
         results.append(WriteResult(item.index, tensor.nbytes, shard))
     return results
 
@@ -116,8 +126,11 @@ def build_manifest(metadata: Metadata, results: Sequence[Sequence[WriteResult]],
     return Manifest(tensors, {}, check_extra(extra))
 
 
-def commit(folder: Folder, manifest: Manifest) -> None:
+def commit(folder: Folder, manifest: Manifest) -> list[str]:
     """Write the manifest, with the sizes that the files have; then remove data files that it does not name.
+
+    Returns:
+        A line when they cannot be removed, which is no failure: the checkpoint is complete.
 
     Raises:
         CheckpointError: a file is not there.
@@ -126,7 +139,11 @@ def commit(folder: Folder, manifest: Manifest) -> None:
     files = {name: _size(folder, name) for name in names}
     folder.sync()
     write_manifest(folder, replace(manifest, files=files))
-    remove_unnamed(folder, files)
+    try:
+        remove_unnamed(folder, files)
+    except OSError as error:
+        return [f"WARNING: {folder} is complete; files of the checkpoint before could not be removed: {error}"]
+    return []
 
 
 def _size(folder: Folder, file: str) -> int:

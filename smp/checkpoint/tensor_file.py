@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import xxhash
 
-from smp.checkpoint.entries import DTYPE_NAMES, DTYPES, DamagedError
+from smp.checkpoint.entries import DTYPE_NAMES, DTYPES, CheckpointError, DamagedError
 from smp.checkpoint.folder import Folder, Source
 from smp.checkpoint.local import PIECE
 from smp.checkpoint.manifest import parse_unique
@@ -24,6 +25,8 @@ from smp.checkpoint.validate import require
 
 _LONGEST_HEADER = 100_000_000  # the limit of the safetensors package
 _ALIGNMENT = 64  # of the first tensor in the file: a cache line
+LARGEST_SHARD = 1 << 26
+"""Bytes. A checksum covers a shard, so whoever wants a part of one reads all of it."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,25 @@ def lay_out(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | N
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     return FileLayout(struct.pack("<Q", len(text)) + text, tuple(slots))
+
+
+def rows_of_a_shard(row_size: int) -> int:
+    """How many rows of ``row_size`` bytes make a shard: one at least."""
+    return max(1, LARGEST_SHARD // max(row_size, 1))
+
+
+def shard_keys(pieces: Sequence[tuple[str, int, int]]) -> list[str]:
+    """A key for each (tensor, first row, rows) of one file: the tensor's name, with the rows if it has several.
+
+    Raises:
+        CheckpointError: a tensor's name is like such a key.
+    """
+    times = Counter(name for name, _, _ in pieces)
+    keys = [name if times[name] == 1 else f"{name}[{first}:{first + rows}]" for name, first, rows in pieces]
+    if len(set(keys)) < len(keys):
+        twice = Counter(keys).most_common(1)[0][0]
+        raise CheckpointError(f"{twice} would be two tensors in one file: rename the one that is called so")
+    return keys
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
@@ -120,7 +142,9 @@ def read_header(source: Source) -> dict[str, Slot]:
         text = bytearray(length)
         source.read_into(8, memoryview(text))
         content = parse_unique(bytes(text))
-        return {key: _slot(key, entry, 8 + length, source.size) for key, entry in content.items() if key[:2] != "__"}
+        slots = {key: _slot(key, entry, 8 + length, source.size) for key, entry in content.items() if key[:2] != "__"}
+        _refuse_overlaps(slots.values())
+        return slots
     except DamagedError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, EOFError, OverflowError) as error:
@@ -136,6 +160,13 @@ def _slot(key: str, entry: dict[str, Any], data_start: int, file_size: int) -> S
     known = dtype in DTYPES and math.prod(shape) * DTYPES[dtype].itemsize == end - begin
     require(known, f"tensor {key!r} of {dtype!r} {shape} cannot have {end - begin} bytes")
     return Slot(key, dtype, shape, data_start + begin, end - begin)
+
+
+def _refuse_overlaps(slots: Iterable[Slot]) -> None:
+    end = 0
+    for slot in sorted((slot for slot in slots if slot.size), key=lambda slot: slot.start):
+        require(slot.start >= end, f"tensor {slot.key!r} overlaps another one")
+        end = slot.start + slot.size
 
 
 def read_tensor(source: Source, slot: Slot, into: memoryview) -> str:

@@ -22,10 +22,10 @@ from typing import Any
 
 from smp.checkpoint.entries import CheckpointError, Manifest, TensorEntry
 from smp.checkpoint.folder import Folder
-from smp.checkpoint.latest import commit_latest
 from smp.checkpoint.local import open_folder
+from smp.checkpoint.lock import require_lock
 from smp.checkpoint.manifest import parse_manifest
-from smp.checkpoint.retention import Retention, prune_and_tell
+from smp.checkpoint.retention import Retention, publish
 from smp.checkpoint.storage import commit
 from smp.checkpoint.tensor_file import FileLayout, Slot, write_file
 
@@ -47,12 +47,12 @@ def main(descriptor: int, trainer: int) -> None:
     while True:
         try:
             job = json.loads(connection.recv_bytes())
-        except EOFError:
-            return
-        if "memory" in job:
-            memory = _map(recv_handle(connection), job["memory"])
-        elif "folder" in job:
-            _Save(connection, job, memory).run()
+            if "memory" in job:
+                memory = _map(recv_handle(connection), job["memory"])
+            elif "folder" in job:
+                _Save(connection, job, memory).run()
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            return  # the trainer is gone
 
 
 def _die_with(trainer: int) -> None:
@@ -114,14 +114,17 @@ class _Save:
         wanted = self.job["commit"]
         manifest = parse_manifest(wanted["manifest"])
         hashes = self._gather(sorted({s.file for entry in manifest.tensors.values() for s in entry.shards}))
-        commit(self.folder, _with_hashes(manifest, hashes))
+        self._check()
+        self.notes += commit(self.folder, _with_hashes(manifest, hashes))
         if wanted["after"] is not None:
-            self._publish(open_folder(wanted["after"]["root"]), wanted["after"]["retention"])
+            keep = wanted["after"]["retention"]
+            root = open_folder(wanted["after"]["root"])
+            self.notes += publish(root, self.folder, None if keep is None else Retention(**keep), self._check)
 
-    def _publish(self, root: Folder, retention: dict[str, Any] | None) -> None:
-        commit_latest(root, self.folder)
-        if retention is not None:
-            self.notes += prune_and_tell(root, Retention(**retention))
+    def _check(self) -> None:
+        """Raise CheckpointError when another job has the lock under which this save began."""
+        if (lock := self.job["commit"]["lock"]) is not None:
+            require_lock(open_folder(lock["root"]), lock["token"])
 
     def _gather(self, files: list[str]) -> dict[str, dict[str, str]]:
         """The hashes of all files by tensor, when the last report is there."""

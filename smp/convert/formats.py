@@ -83,7 +83,7 @@ def open_checkpoint(
     if kind == "hf":
         return Opened(open_hf(path, allow_pickle=allow_pickle), _companions(reference) or path)
     if kind == "smp":
-        folder = find(path)
+        folder = _own_folder(path)
         return Opened(SmpWeights(folder), _companions(reference) or carried(folder))
     companions = _companions(reference) or carried(path)
     try:
@@ -100,13 +100,20 @@ def _companions(reference: Path | None) -> Path | None:
         return None
     if not reference.is_dir():
         raise ConfigError(f"--reference {reference}: there is no such folder")
-    return reference if is_hf_folder(reference) else carried(find(reference))
+    return reference if is_hf_folder(reference) else carried(_own_folder(reference))
+
+
+def _own_folder(path: Path) -> Path:
+    """Of the checkpoint of ours that a path means."""
+    folder = find(path)
+    assert folder.local is not None, "a path is not a URL"
+    return folder.local
 
 
 def _config(reference: Path) -> ModelConfig:
     if is_hf_folder(reference):
         return config_from_hf(read_hf_config(reference), str(reference))
-    return SmpWeights(find(reference)).config
+    return SmpWeights(_own_folder(reference)).config
 
 
 def make_target(

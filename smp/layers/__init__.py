@@ -6,6 +6,7 @@ from smp.layers.cross_entropy import IGNORE_INDEX, VocabShard, linear_cross_entr
 from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from smp.layers.head import VocabParallelHead
 from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
+from smp.layers.lora import Lora, adapters_off, add_adapters
 from smp.layers.mlp import MLP
 from smp.layers.norm import LayerNorm, RMSNorm
 from smp.layers.parameter import Constant, Normal, init_weights, local, tp_parameter
@@ -17,6 +18,7 @@ __all__ = [
     "ColumnParallelLinear",
     "Constant",
     "LayerNorm",
+    "Lora",
     "Normal",
     "PositionEmbedding",
     "RMSNorm",
@@ -28,6 +30,8 @@ __all__ = [
     "VocabParallelEmbedding",
     "VocabParallelHead",
     "VocabShard",
+    "adapters_off",
+    "add_adapters",
     "apply_rope",
     "column_parallel",
     "init_weights",

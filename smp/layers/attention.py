@@ -27,7 +27,7 @@ class SequenceInfo:
         tokens: rows after padding; rows from batch x length on are padding.
         rope: cos and sin tables, fp32 (tokens, 1, rotated channels), or None.
         numbers: int64 (tokens,) global token numbers that dropout is keyed by, or None without dropout.
-        local_numbers: this rank's part of ``numbers`` under sequence parallelism; without it None means the same.
+        local_numbers: this rank's part of ``numbers`` under sequence parallelism; by default the same.
         mask: (batch or 1, 1, length, length) in the dtype of the activations, see ``document_mask``: which tokens see
             which, instead of a layer's own ``causal`` and ``window``. One for all layers. None: one document per
             sequence.
@@ -40,6 +40,10 @@ class SequenceInfo:
     numbers: torch.Tensor | None = None
     local_numbers: torch.Tensor | None = None
     mask: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.local_numbers is None:
+            self.local_numbers = self.numbers
 
 
 def document_mask(documents: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
@@ -184,7 +188,8 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, info: SequenceInfo, key: torch.Tensor | None = None) -> torch.Tensor:
         """(tokens [/p], hidden) -> (tokens [/p], hidden); ``key`` is the dropout key of this layer's probabilities."""
-        q, k, v = column_parallel(x, [self.query, self.key, self.value])  # (tokens, heads/p x head_dim)
+        outputs = column_parallel(x, [self.query, self.key, self.value], info.local_numbers)
+        q, k, v = outputs  # (tokens, heads/p x head_dim)
         normed = self.query_norm is not None and self.key_norm is not None
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(self._heads(q)), self.key_norm(self._heads(k))
@@ -193,7 +198,7 @@ class SelfAttention(nn.Module):
             q, k = rope(q, k, *info.rope, self.head_dim, self.rope_backend, in_place=in_place)
         q, k, v = (_unfold(self._heads(y), info) for y in (q, k, v))
         out = self._attend(q, k, v, info, key)
-        return self.output(_fold(out, info))
+        return self.output(_fold(out, info), info.numbers)
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.view(x.shape[0], -1, self.head_dim)  # (tokens, heads/p, head_dim)

@@ -67,14 +67,17 @@ class TransformerBlock(nn.Module):
         attended = self.attention(self.attention_norm(x), info, None if keys is None else keys[0])
         attended = self._drop(attended, info, keys, 1)
         if self.parallel_residual:
-            return x + attended + self._drop(self.mlp(self.mlp_norm(x)), info, keys, 2)
+            return x + attended + self._drop(self._feed_forward(self.mlp_norm(x), info), info, keys, 2)
         normed, x = self.mlp_norm.after_addition(x, attended)
-        return x + self._drop(self.mlp(normed), info, keys, 2)
+        return x + self._drop(self._feed_forward(normed, info), info, keys, 2)
+
+    def _feed_forward(self, x: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
+        return self.mlp(x, info.numbers, info.local_numbers)
 
     def _drop(self, x: torch.Tensor, info: SequenceInfo, keys: torch.Tensor | None, site: int) -> torch.Tensor:
         if self.dropout == 0.0 or not self.training:
             return x
-        numbers = info.numbers if info.local_numbers is None else info.local_numbers
+        numbers = info.local_numbers
         if keys is None or numbers is None or numbers.shape[0] != x.shape[0]:
             raise ValueError(
                 "dropout needs keys and SequenceInfo.numbers, under sequence parallelism local_numbers: "

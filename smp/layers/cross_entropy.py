@@ -123,26 +123,48 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), device=hidden.device)
         logits = hidden.new_empty(min(chunk_tokens, hidden.shape[0]), weight.shape[0])  # one buffer for all chunks
         dhidden = torch.empty_like(hidden) if with_gradient else None
-        dweight = torch.empty(weight.shape, dtype=torch.float32, device=weight.device) if with_gradient else None
-        if dweight is not None and hidden.shape[0] == 0:
-            dweight.zero_()  # no chunk will write it
+        dweight = None  # of a frozen matrix there is none
+        if with_gradient and ctx.needs_input_grad[1]:
+            make = torch.empty if hidden.shape[0] else torch.zeros  # without tokens there is no chunk to write it
+            dweight = make(weight.shape, dtype=torch.float32, device=weight.device)
         for start in range(0, hidden.shape[0], chunk_tokens):
             part = slice(start, start + chunk_tokens)
             buffer = logits[: hidden[part].shape[0]]
             torch.mm(hidden[part], weight.t(), out=buffer)
             total += _chunk_loss(buffer, labels[part], token_weights[part], shard, with_gradient, backend)
-            if dhidden is not None and dweight is not None:
+            if dhidden is not None:
                 torch.mm(buffer, weight, out=dhidden[part])
+            if dweight is not None:
                 accumulate_weight_gradient(dweight, buffer, hidden[part], first=start == 0)
-        if dhidden is not None and dweight is not None:
-            ctx.save_for_backward(dhidden, dweight.to(weight.dtype))
+        ctx.save_for_backward(dhidden, None if dweight is None else dweight.to(weight.dtype))
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Scales in place, to touch no new memory; autograd refuses a second backward pass through it."""
         dhidden, dweight = ctx.saved_tensors
-        return dhidden.mul_(grad), dweight.mul_(grad), *([None] * 6)
+        return dhidden.mul_(grad), None if dweight is None else dweight.mul_(grad), *([None] * 6)
+
+
+@torch.no_grad()
+def linear_token_losses(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    shard: VocabShard,
+    *,
+    chunk_tokens: int,
+    backend: str = "torch",
+) -> torch.Tensor:
+    """Cross-entropy of each token, fp32 (n,), without gradient; arguments as in :func:`linear_cross_entropy`.
+
+    Labels that do not count give any number.
+    """
+    losses = torch.empty(hidden.shape[0], device=hidden.device)
+    for start in range(0, hidden.shape[0], chunk_tokens):
+        part = slice(start, start + chunk_tokens)
+        losses[part] = _losses(hidden[part] @ weight.t(), labels[part], shard, backend)[0]
+    return losses
 
 
 def linear_cross_entropy(

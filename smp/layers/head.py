@@ -10,6 +10,7 @@ from smp.kernels import TORCH, Kernels
 from smp.layers.cross_entropy import VocabShard, linear_cross_entropy
 from smp.layers.embedding import padded_vocab_size
 from smp.layers.parameter import SHARD_ROWS, Initializer, Normal, local, tp_parameter
+from smp.layers.preference import Preference, linear_preference
 from smp.parallel.collectives import Group, copy_to_group, gather_tokens, start_all_gather, wait
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
@@ -61,6 +62,7 @@ class VocabParallelHead(nn.Module):
         labels: torch.Tensor | None = None,
         token_weights: torch.Tensor | None = None,
         tied_weight: torch.Tensor | None = None,
+        preference: Preference | None = None,
     ) -> torch.Tensor:
         """Weighted loss sum (0-dim fp32, equal on all ranks), or without labels and weights the logits (tokens, vocab).
 
@@ -69,6 +71,7 @@ class VocabParallelHead(nn.Module):
             labels: int64 (tokens,).
             token_weights: fp32 (tokens,), what each token's loss counts.
             tied_weight: the embedding's parameter when tied.
+            preference: instead of the weighted sum, the loss of pairs of answers; tokens of weight 0 are the prompt's.
 
         Raises:
             ValueError: for labels without weights, or weights without labels.
@@ -85,10 +88,11 @@ class VocabParallelHead(nn.Module):
         if labels is None or token_weights is None:
             return self._logits(hidden, weight)
         chunk = max(1, CHUNK_BYTES.get(x.device.type, CHUNK_BYTES["cuda"]) // (4 * weight.shape[0]))
+        arguments = hidden, weight, labels, token_weights, self.shard
         backend = self.kernels.cross_entropy
-        return linear_cross_entropy(
-            hidden, weight, labels, token_weights, self.shard, chunk_tokens=chunk, backend=backend
-        )
+        if preference is not None:
+            return linear_preference(*arguments, preference, chunk_tokens=chunk, backend=backend)
+        return linear_cross_entropy(*arguments, chunk_tokens=chunk, backend=backend)
 
     def _logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """All logits on every rank, for generation and comparison (not differentiable across ranks)."""

@@ -80,9 +80,14 @@ class MLP(nn.Module):
         row = {**column, "init_std": output_std}
         self.down = RowParallelLinear(ffn_hidden_size, hidden_size, mesh, **row)  # type: ignore[arg-type]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(tokens [/p], hidden) -> (tokens [/p], hidden)."""
+    def forward(
+        self, x: torch.Tensor, numbers: torch.Tensor | None = None, local_numbers: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """(tokens [/p], hidden) -> (tokens [/p], hidden).
+
+        ``numbers`` are those of all tokens and ``local_numbers`` of the ones in ``x``, int64, for dropout in adapters.
+        """
         if self.gate is None:
-            return self.down(_activate(self.up(x), self.activation))
-        gate, up = column_parallel(x, [self.gate, self.up])  # (tokens, ffn/p) each
-        return row_parallel_swiglu(gate, up, self.down, self.backend)
+            return self.down(_activate(self.up(x, local_numbers), self.activation), numbers)
+        gate, up = column_parallel(x, [self.gate, self.up], local_numbers)  # (tokens, ffn/p) each
+        return row_parallel_swiglu(gate, up, self.down, self.backend, numbers)

@@ -72,12 +72,13 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
     return dtensor.to_local(grad_placements=dtensor.placements)
 
 
-def init_weights(model: nn.Module, seed: int) -> None:
+def init_weights(model: nn.Module, seed: int, *, only: str | None = None) -> None:
     """Fill every parameter of ``model``, in place, from (seed, parameter name) alone.
 
     Works before and after ``fully_shard`` and after ``to_empty``; every layout gets the same bits. Modules state their
     first values in an attribute ``initializers`` (parameter name -> :class:`Normal` or :class:`Constant`); another
-    module can be given one. A tied parameter takes the first name it is found under.
+    module can be given one. A tied parameter takes the first name it is found under. With ``only`` modules of other
+    last names (``lora`` of ``layers.0.mlp.up.lora``) are left as they are.
 
     Raises:
         ValueError: for a parameter on the meta device, or without an initializer: torch's own way to draw first values
@@ -85,6 +86,8 @@ def init_weights(model: nn.Module, seed: int) -> None:
     """
     seen: set[int] = set()
     for prefix, module in model.named_modules():
+        if only is not None and prefix.rpartition(".")[2] != only:
+            continue
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) in seen:
                 continue

@@ -12,7 +12,7 @@ from smp.layers import init_weights
 from smp.models.gpt import GPT
 from smp.pipeline.plan import Plan
 from smp.sharding.parallelize import parallelize
-from smp.training.passes import Accumulation, Passes
+from smp.training.passes import Accumulation, Inputs, MakeInputs, Passes
 from smp.training.pipelined import Pipelined
 
 
@@ -55,6 +55,16 @@ def build_model(config: Config, mesh: DeviceMesh, device: torch.device, plan: Pl
     return model
 
 
-def build_passes(config: Config, mesh: DeviceMesh, device: torch.device, model: GPT, plan: Plan | None) -> Passes:
-    """Through the pipeline that ``plan`` describes, or without one by accumulation."""
-    return Accumulation(model, device) if plan is None else Pipelined(config, plan, model, mesh, device)
+def build_passes(
+    config: Config,
+    mesh: DeviceMesh,
+    device: torch.device,
+    model: GPT,
+    plan: Plan | None,
+    make_inputs: MakeInputs = Inputs,
+    rows: int = 1,
+) -> Passes:
+    """Through the pipeline that ``plan`` describes, or without one by accumulation; ``rows`` of each sample."""
+    if plan is None:
+        return Accumulation(model, device, make_inputs)
+    return Pipelined(config, plan, model, mesh, device, make_inputs, rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -14,12 +15,17 @@ from smp.checkpoint.agree import gather
 from smp.checkpoint.api import load_from
 from smp.checkpoint.entries import Manifest
 from smp.checkpoint.folder import Folder
+from smp.checkpoint.latest import misnamed
 from smp.checkpoint.retention import VALIDATION_LOSS
 from smp.config import Config, ConfigError, as_flat_dict
 from smp.convert.hf_config import FREE
 from smp.convert.load import load_weights
 from smp.convert.smp_format import SmpWeights
+from smp.layers.lora import adapters_of
+from smp.training.saved_run import SavedRun
 from smp.training.trainer import Progress
+
+_NOTHING: Mapping[str, Any] = {}
 
 _ORDER = ("seed", "split", "seq_length", "packing", "data_path", "mock_data")
 """Settings that the order of the data is a function of."""
@@ -31,6 +37,7 @@ def run_state(
     optimizer: torch.optim.Optimizer,
     progress: Progress,
     validation_loss: float | None,
+    more: Mapping[str, Any] = _NOTHING,
 ) -> dict[str, Any]:
     """Arguments of ``checkpoint.save``: the tensors, what else a resume needs, and the padded rows.
 
@@ -40,8 +47,10 @@ def run_state(
         optimizer: over its parameters.
         progress: counters.
         validation_loss: of exactly these weights, if it was measured.
+        more: settings beside ``config``, by group.
     """
-    tensors, own_steps = checkpoint.training_state(model, optimizer)
+    frozen = not getattr(model, "frozen", False)  # adapters are saved without the model that they belong to
+    tensors, own_steps = checkpoint.training_state(model, optimizer, frozen=frozen)
     steps = {name: step for part in gather(own_steps) for name, step in part.items()}  # pipeline ranks hold parts
     extra = {
         "progress": asdict(progress),
@@ -50,39 +59,68 @@ def run_state(
         "config": as_flat_dict(config),
         "world_size": dist.get_world_size(),
         "smp_version": __version__,
+        **more,
     }
-    return {"state": tensors, "extra": extra, "logical_rows": checkpoint.collect_logical_rows(model, optimizer)}
+    if not frozen:
+        scales = gather({name: adapter.alpha / adapter.rank for name, adapter in adapters_of(model).items()})
+        extra["adapters"] = {name: scale for part in scales for name, scale in part.items()}
+    rows = checkpoint.collect_logical_rows(model, optimizer, frozen=frozen)
+    return {"state": tensors, "extra": extra, "logical_rows": rows}
 
 
 def load_training(
-    folder: Folder, manifest: Manifest, config: Config, model: nn.Module, optimizer: torch.optim.Optimizer
+    folder: Folder,
+    manifest: Manifest,
+    config: Config,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    more: Mapping[str, Any] = _NOTHING,
 ) -> tuple[Progress, list[str]]:
     """Fill model and optimizer from ``folder``; returns the progress and what to tell the user.
+
+    ``more`` are settings beside ``config``, by group, as in :func:`run_state`.
 
     With --no-load-optim the optimizer is left as it is, with --finetune the progress is none as well.
 
     Raises:
         ConfigError: the checkpoint is of another architecture.
-        CheckpointError: as ``checkpoint.load``.
+        CheckpointError: as ``checkpoint.load``; or what a resume needs is not there.
     """
-    has_manifest = manifest.extra.get("progress", {}).get("data") is not None
-    notes = compare_settings(manifest.extra.get("config", {}), config, as_flat_dict(config), has_manifest)
-    weights_only = config.checkpoint.finetune or not config.checkpoint.load_optim
-    if not weights_only:
-        _check_optimizer(manifest.extra.get("config", {}), as_flat_dict(config))
-        _check_complete(manifest, folder)
-        tensors, _ = checkpoint.training_state(model, optimizer)
-        load_from(folder, manifest, tensors, logical_rows=checkpoint.collect_logical_rows(model, optimizer))
-        checkpoint.restore_optimizer_scalars(model, optimizer, manifest.extra["optimizer_steps"])
-        return Progress(**manifest.extra["progress"]), notes
-    loading = load_weights(model, lambda: SmpWeights(folder, manifest))
-    if config.checkpoint.finetune:
-        return Progress(), [*loading, f"weights are those of iteration {manifest.extra['progress']['iteration']}"]
-    return Progress(**manifest.extra["progress"]), [*notes, *loading]
+    finetune = config.checkpoint.finetune
+    saved = SavedRun.for_weights(manifest.extra) if finetune else SavedRun.of(manifest.extra, folder)
+    has_manifest = saved.progress is not None and saved.progress.data is not None
+    notes = compare_settings(saved.config, config, as_flat_dict(config), has_manifest)
+    if finetune:
+        loading = load_weights(model, lambda: SmpWeights(folder, manifest, config.model))
+        at = [] if saved.progress is None else [f"weights are those of iteration {saved.progress.iteration}"]
+        return Progress(), [*loading, *at]
+    notes = [f"WARNING: {line}" for line in [misnamed(folder, manifest.extra)] if line is not None] + notes
+    if not config.checkpoint.load_optim and saved.progress is not None:
+        return saved.progress, [*notes, *load_weights(model, lambda: SmpWeights(folder, manifest, config.model))]
+    if saved.progress is None or saved.optimizer_steps is None:
+        raise ConfigError(f"{folder} holds weights only, nothing to resume: give --finetune")
+    _check_optimizer(saved.config, as_flat_dict(config))
+    frozen = not getattr(model, "frozen", False)
+    tensors, _ = checkpoint.training_state(model, optimizer, frozen=frozen)
+    rows = checkpoint.collect_logical_rows(model, optimizer, frozen=frozen)
+    load_from(folder, manifest, tensors, logical_rows=rows)
+    checkpoint.restore_optimizer_scalars(model, optimizer, saved.optimizer_steps)
+    return saved.progress, [*notes, *_changed(manifest, more, as_flat_dict(config))]
+
+
+def _changed(manifest: Manifest, more: Mapping[str, Any], shared: Mapping[str, Any]) -> list[str]:
+    """A line for each setting in ``more`` that changed, but for those that ``shared`` has as well."""
+    return [
+        f"note: {name} was {saved[name]} in the checkpoint and is {value} now"
+        for group, values in more.items()
+        if (saved := manifest.extra.get(group, {}))
+        for name, value in values.items()
+        if name not in shared and saved.get(name, value) != value
+    ]
 
 
 def compare_settings(
-    saved: dict[str, Any], config: Config, settings: dict[str, Any], has_manifest: bool = False
+    saved: Mapping[str, Any], config: Config, settings: Mapping[str, Any], has_manifest: bool = False
 ) -> list[str]:
     """A line for each setting that the data order depends on and that changed. A manifest of the data tells apart what
     was read and what was not by itself, whatever the files are called.
@@ -108,13 +146,7 @@ def compare_settings(
     return notes
 
 
-def _check_complete(manifest: Manifest, folder: Folder) -> None:
-    """Raise ConfigError for a checkpoint that never had an optimizer: a converted one."""
-    if "optimizer_steps" not in manifest.extra:
-        raise ConfigError(f"{folder} holds weights only, nothing to resume: give --finetune")
-
-
-def _check_optimizer(saved: dict[str, Any], settings: dict[str, Any]) -> None:
+def _check_optimizer(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Raise ConfigError when the saved optimizer state is of another kind than this run's."""
     before, now = _state_kind(saved), _state_kind(settings)
     if saved and before != now:
@@ -124,7 +156,7 @@ def _check_optimizer(saved: dict[str, Any], settings: dict[str, Any]) -> None:
         )
 
 
-def _state_kind(settings: dict[str, Any]) -> str:
+def _state_kind(settings: Mapping[str, Any]) -> str:
     if settings.get("optimizer") != "sgd":
         return "--optimizer adam"  # torch's and apex's have the same
-    return "--optimizer sgd with" + ("" if settings["sgd_momentum"] else "out") + " --sgd-momentum"
+    return "--optimizer sgd with" + ("" if settings.get("sgd_momentum") else "out") + " --sgd-momentum"

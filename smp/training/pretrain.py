@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -26,21 +26,23 @@ from smp.data.build import Datasets, build_datasets
 from smp.data.loader import BatchLoader
 from smp.data.sample import SampleDataset
 from smp.kernels.dispatch import describe_kernels
+from smp.models.gpt import GPT
 from smp.optim.optimizer import build_optimizer
 from smp.parallel.mesh import build_mesh, data_rank
 from smp.pipeline.failure import PipelineError, naming
-from smp.pipeline.plan import describe_plan, plan_pipeline
+from smp.pipeline.plan import Plan, describe_plan, plan_pipeline
 from smp.pipeline.timeline import to_trace
 from smp.training.build import attention_of, build_model, build_passes, run_kernels
 from smp.training.console import Console
 from smp.training.describe import describe
+from smp.training.passes import Passes
 from smp.training.pipelined import Pipelined
 from smp.training.process import Process, Status, ended, status_path, write_status
 from smp.training.profiler import Profiler
 from smp.training.runtime import StopSignal, Watchdog, start_process_group
 from smp.training.saving import RunCheckpoints
 from smp.training.settings import report, report_own
-from smp.training.trainer import Progress, Step, Trainer, TrainingError
+from smp.training.trainer import Progress, Step, StepResult, Trainer, TrainingError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,16 +72,22 @@ class Pretraining:
         timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
         self.mesh = build_mesh(self.layout, device.type, timeout)
         train, self.valid, self.test = self._datasets()
+        evaluated = [self.valid] if config.training.eval_interval is not None else []
+        for line in [line for blend in (train, *evaluated, self.test) if blend is not None for line in blend.notes]:
+            self._announce(line)
         self.sizes = BatchSizes.of(config.data)
         self.validation: tuple[int, float] | None = None  # iteration and loss of the last evaluation
         self.traced = False
         self._steps: deque[Step] = deque()  # issued, not yet accounted for
-        self.checkpoints = RunCheckpoints(config, self._announce)
+        self.checkpoints = self._open_checkpoints()
         try:
             self._build(device, train)
         except BaseException:
             self.checkpoints.close()
             raise
+
+    def _open_checkpoints(self) -> RunCheckpoints:
+        return RunCheckpoints(self.config, self._announce)
 
     def _announce(self, line: str) -> None:
         """Before there is a console; what is said then is seen even if the start fails."""
@@ -96,8 +104,7 @@ class Pretraining:
         attention = attention_of(config, device)
         self._announce(f"attention: {attention.name} ({attention.reason})")
         self._attention = attention.backend
-        model = build_model(config, self.mesh, device, plan)
-        passes = build_passes(config, self.mesh, device, model, plan)
+        model, passes = self._model(device, plan)
         optimizer = build_optimizer(model, config.optim)
         progress = self.checkpoints.load(model, optimizer)
         for line in train.resume(progress.data, progress.consumed_samples):
@@ -106,7 +113,12 @@ class Pretraining:
         self.trainer = Trainer(config, model, passes, optimizer, self.mesh, device, progress)
         self.batches = self._loader(train, progress.consumed_samples, self.sizes)
         with _blamed_on("--log-dir", config.logging.log_dir):
-            self.console = Console(config, self.layout, self.process.rank, device, progress.iteration)
+            self.console = Console(config, self.layout, self.process.rank, device, progress.iteration, self._work())
+
+    def _model(self, device: torch.device, plan: Plan | None) -> tuple[GPT, Passes]:
+        """The model as it is before a checkpoint is loaded, and how micro-batches go through it."""
+        model = build_model(self.config, self.mesh, device, plan)
+        return model, build_passes(self.config, self.mesh, device, model, plan)
 
     def _datasets(self) -> Datasets:
         config = self.config
@@ -143,10 +155,14 @@ class Pretraining:
         )
 
     def run(self) -> Outcome:
-        """Train to the end; in a pipeline, a rank that loses contact with another one says on which stages it is."""
+        """Train until the last iteration or a reason to stop; evaluate and save on the way.
+
+        Raises:
+            PipelineError: another rank of a pipeline is gone or late; the text says on which stages this one is.
+        """
         passes = self.trainer.passes
-        places = naming(passes.place) if isinstance(passes, Pipelined) else contextlib.nullcontext()
-        with places, sdpa_kernel([self._attention]):
+        named = naming(passes.place) if isinstance(passes, Pipelined) else contextlib.nullcontext()
+        with named, sdpa_kernel([self._attention]):
             return self._run()
 
     def _run(self) -> Outcome:
@@ -191,6 +207,14 @@ class Pretraining:
             return Outcome("failed", f"{outcome.reason}; nothing was saved: --save is not given", progress.iteration)
         return outcome
 
+    def _work(self) -> float:
+        """FLOPs of a step, relative to pretraining on as many tokens."""
+        return 1.0
+
+    def _tell(self, result: StepResult) -> None:
+        """Report a step."""
+        self.console.step(self.trainer.progress, result)
+
     def _settle(self, keep: int = 0) -> None:
         """Account for steps: for all but the newest ``keep``, and for those that the device has finished.
 
@@ -198,7 +222,7 @@ class Pretraining:
         """
         while len(self._steps) > keep or (self._steps and self._steps[0].finished()):
             result = self.trainer.settle(self._steps.popleft())
-            self.console.step(self.trainer.progress, result)
+            self._tell(result)
             self.trainer.check_skipped(result)
 
     @contextlib.contextmanager
@@ -294,8 +318,14 @@ def _due(iteration: int, interval: int | None) -> bool:
     return interval is not None and iteration % interval == 0
 
 
-def launch(config: Config, process: Process) -> int:
-    """Run, report why it ended, and return the exit code: 0, 1 when it failed, 2 when it could not start."""
+def launch(config: Config, process: Process, kind: Callable[..., Pretraining] | None = None) -> int:
+    """Run, report why it ended, and return the exit code: 0, 1 when it failed, 2 when it could not start.
+
+    Args:
+        config: resolved settings.
+        process: this one.
+        kind: makes the run; by default a ``Pretraining``.
+    """
     if config.training.dry_run:
         if process.rank == 0:
             print(describe(config, process.world_size))
@@ -305,7 +335,7 @@ def launch(config: Config, process: Process) -> int:
     stop = StopSignal()
     run: Pretraining | None = None
     try:
-        run = Pretraining(config, process, device, stop)
+        run = (kind or Pretraining)(config, process, device, stop)
         with _blamed_on("--status-file", str(status_path(config.logging))):
             if process.rank == 0:
                 write_status(status_path(config.logging), "running", "", run.trainer.progress.iteration)

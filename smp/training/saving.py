@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -15,12 +15,12 @@ from smp.checkpoint import CheckpointError, Retention
 from smp.checkpoint.agree import on_rank_zero
 from smp.checkpoint.entries import Manifest
 from smp.checkpoint.folder import Folder
-from smp.checkpoint.latest import commit_latest, complete, iteration_name, iteration_of
+from smp.checkpoint.latest import complete, iteration_name, iteration_of
 from smp.checkpoint.local import open_folder, same_folder
-from smp.checkpoint.lock import RunLock
+from smp.checkpoint.lock import LockLostError, RunLock
 from smp.checkpoint.manifest import MANIFEST, read_manifest
 from smp.checkpoint.recovery import clean, load_newest, load_step
-from smp.checkpoint.retention import prune_and_tell
+from smp.checkpoint.retention import publish
 from smp.config import CheckpointConfig, Config, ConfigError
 from smp.convert.hf_config import is_hf_folder
 from smp.convert.load import load_hf
@@ -37,13 +37,21 @@ class RunCheckpoints:
     Args:
         config: resolved settings.
         say: tells the user one line; on ranks other than 0 it does nothing.
+        more: settings that checkpoints are to note beside those of ``config``, by group.
+        resume: the flag that goes on from what --save holds.
 
     Raises:
         ConfigError: --save cannot be written, or another job uses it.
     """
 
-    def __init__(self, config: Config, say: Callable[[str], None]) -> None:
-        self.config, self.say = config, say
+    def __init__(
+        self,
+        config: Config,
+        say: Callable[[str], None],
+        more: Mapping[str, Any] | None = None,
+        resume: str = "--load auto",
+    ) -> None:
+        self.config, self.say, self.more, self.resume = config, say, dict(more or {}), resume
         self.root = None if config.checkpoint.save is None else open_folder(config.checkpoint.save)
         self.saved_at = -1
         self._lock: RunLock | None = None
@@ -67,7 +75,11 @@ class RunCheckpoints:
             self._made_root = not self.root.exists()
             self.root.make()
             self._lock = RunLock(self.root, self.say)
-            return clean(self.root)
+            try:
+                return clean(self.root)
+            except BaseException:
+                self._lock.release()
+                raise
         except OSError as error:
             raise CheckpointError(f"{self.root}: {error}") from error
 
@@ -80,7 +92,7 @@ class RunCheckpoints:
         """
 
         def restore(folder: Folder, manifest: Manifest) -> tuple[Progress, list[str]]:
-            return load_training(folder, manifest, self.config, model, optimizer)
+            return load_training(folder, manifest, self.config, model, optimizer, self.more)
 
         load = self.config.checkpoint.load
         if load not in (None, "auto") and on_rank_zero(lambda: is_hf_folder(load)):
@@ -111,6 +123,7 @@ class RunCheckpoints:
             return None
         root = self.root if load == "auto" else open_folder(load)
         assert root is not None
+        self._refuse_another_history(root)
         if on_rank_zero(lambda: root.size(MANIFEST) is not None):
             if settings.ckpt_step is not None:
                 raise ConfigError(f"--ckpt-step {settings.ckpt_step}: --load {load} is one checkpoint already")
@@ -128,6 +141,17 @@ class RunCheckpoints:
             self.say(f"WARNING: --load {load} holds no complete checkpoint: starting from nothing")
         return found
 
+    def _refuse_another_history(self, source: Folder) -> None:
+        """A run that starts from ``source`` and saves elsewhere must find no checkpoints there."""
+        if self.root is None or same_folder(source, self.root) or same_folder(source, self.root.child(source.name)):
+            return
+        root = self.root
+        if names := on_rank_zero(lambda: complete(root)):
+            raise ConfigError(
+                f"--save {root} holds {names[0]} of another run than --load {source}: --load auto goes on from there; "
+                "else give another --save"
+            )
+
     def _look_for_newer(self, iteration: int) -> None:
         """Note whether --save holds this iteration. Newer ones are refused: two histories in one folder would be mixed
         up by the next restart."""
@@ -140,7 +164,7 @@ class RunCheckpoints:
         if newest and iteration_of(newest[0]) > iteration:
             raise ConfigError(
                 f"--save {root} holds {newest[0]}, which is newer than where this run starts, iteration {iteration}: "
-                "--load auto goes on from there; else give another --save or move it away"
+                f"{self.resume} goes on from there; else give another --save or move it away"
             )
 
     def due(self, iteration: int) -> bool:
@@ -158,11 +182,11 @@ class RunCheckpoints:
         """Save, or begin to. A failure is said; training goes on without that checkpoint.
 
         Raises:
-            CheckpointError: another job has taken the folder.
+            LockLostError: another job has taken the folder.
         """
         self._settle()
         if self.root is not None:
-            state = run_state(self.config, model, optimizer, progress, validation_loss)
+            state = run_state(self.config, model, optimizer, progress, validation_loss, self.more)
             self._save(self.root, state, progress.iteration)
 
     def finish(
@@ -186,24 +210,28 @@ class RunCheckpoints:
             self._attempt(self._saver.wait)
 
     def _save(self, root: Folder, arguments: dict[str, Any], iteration: int) -> None:
-        on_rank_zero(lambda: None if self._lock is None else self._lock.check())
         started, self.saved_at = time.perf_counter(), iteration
         self._attempt(lambda: self._write(root, root.child(iteration_name(iteration)), arguments))
         self._clock.saved(time.perf_counter() - started)
 
     def _write(self, root: Folder, folder: Folder, arguments: dict[str, Any]) -> checkpoint.Saved | None:
         started = time.perf_counter()
-        keep = _retention(self.config.checkpoint)
+        keep, lock = _retention(self.config.checkpoint), self._lock
+        check = (lambda: None) if lock is None else lock.check
+        on_rank_zero(check)
         if self._saver is not None:
-            checkpoint.async_save(folder=folder, saver=self._saver, latest_in=root, retention=keep, **arguments)
+            arguments |= {"latest_in": root, "retention": keep}
+            checkpoint.async_save(folder=folder, saver=self._saver, lock=lock, **arguments)
             return None
-        checkpoint.save(folder=folder, **arguments)
-        notes = on_rank_zero(lambda: _publish(root, folder, keep))
+        notes = checkpoint.save(folder=folder, lock=lock, **arguments)
+        notes = on_rank_zero(lambda: notes + publish(root, folder, keep, check))
         return checkpoint.Saved(folder, time.perf_counter() - started, tuple(notes))
 
     def _attempt(self, action: Callable[[], checkpoint.Saved | None]) -> None:
         try:
             saved = action()
+        except LockLostError:
+            raise
         except CheckpointError as error:
             self._failure, self.saved_at = str(error), -1
             self.say(f"ERROR: {error}; training goes on without this checkpoint")
@@ -225,11 +253,6 @@ class RunCheckpoints:
             with contextlib.suppress(OSError):
                 if self._made_root and self.root is not None and not self.root.names():
                     self.root.remove()
-
-
-def _publish(root: Folder, folder: Folder, keep: Retention | None) -> list[str]:
-    commit_latest(root, folder)
-    return [] if keep is None else prune_and_tell(root, keep)
 
 
 def _retention(settings: CheckpointConfig) -> Retention | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -9,14 +10,27 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from smp.checkpoint import AsyncSaver, CheckpointError, Retention, async_save, load, read_manifest, save
+from smp.checkpoint import (
+    AsyncSaver,
+    CheckpointError,
+    LockLostError,
+    Retention,
+    RunLock,
+    async_save,
+    load,
+    read_manifest,
+    save,
+)
 from smp.checkpoint.latest import complete
+from smp.checkpoint.local import open_folder
+from smp.checkpoint.lock import Holder
 from tests.checkpoint.layouts import build, build_mesh
 from tests.checkpoint.test_folder import example
 from tests.distributed import run_distributed
@@ -231,3 +245,85 @@ def test_two_ranks(tmp_path: Path) -> None:
         "shard_00001.safetensors",
     ]
     assert len(os.listdir(tmp_path / "iter_0000003")) == 2
+
+
+DYING = """
+import datetime, importlib, os, sys
+import torch, torch.distributed as dist
+from smp.checkpoint import AsyncSaver, async_save
+importlib.import_module("smp.checkpoint.async_save").LAST_WAIT = 0.5
+rank = int(sys.argv[1])
+store = dist.FileStore(sys.argv[2] + "/store", 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
+with AsyncSaver() as saver:
+    if rank == 1:
+        os.kill(saver.writer_pid, 9)
+    async_save({"w": torch.ones(300), "v": torch.ones(200)}, sys.argv[2] + "/x", saver=saver, extra={})
+    if rank == 1:
+        os.kill(os.getpid(), 9)
+    if sys.argv[3] == "error":
+        raise ValueError("of the training")
+    while saver.poll() is None:
+        pass
+"""
+
+
+@pytest.mark.parametrize("how", ["error", "poll"])
+def test_a_rank_that_dies_in_a_save_does_not_keep_the_others(tmp_path: Path, how: str) -> None:
+    """Their writers would wait for its file for an hour."""
+    ranks = []
+    for rank in ("0", "1"):
+        command = [sys.executable, "-c", DYING, rank, str(tmp_path), how]
+        ranks.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT))
+    _, said = ranks[0].communicate(timeout=200)
+    assert ranks[0].returncode == 1 and ranks[1].wait(timeout=10) == -signal.SIGKILL
+    assert f"error: cannot save {tmp_path}/x: given up, because another rank failed" in said
+    assert not (tmp_path / "x/manifest.json").exists()
+
+
+def test_what_fails_after_the_commit_is_told_and_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()
+    (tmp_path / "latest/file").touch()
+    with AsyncSaver() as saver:
+        async_save({"w": torch.ones(3)}, tmp_path / "iter_0000001", saver=saver, extra={}, latest_in=tmp_path)
+        saved = saver.wait()
+    assert saved is not None and len(saved.notes) == 1
+    assert saved.notes[0].startswith(f"WARNING: {tmp_path}/iter_0000001 is complete, but 'latest' does not name it")
+    assert load({"w": torch.zeros(3)}, tmp_path / "iter_0000001") == {}
+
+
+def steal(root: Path) -> None:
+    """As a job does that takes this one for dead."""
+    thief = replace(Holder.here(), pid=12345, host="elsewhere")
+    (root / "lock").write_text(json.dumps(asdict(thief)))
+
+
+def test_nothing_is_committed_by_who_lost_the_folder(tmp_path: Path) -> None:
+    lock = RunLock(open_folder(tmp_path), print)
+    state, first = {"w": torch.ones(3)}, tmp_path / "iter_0000001"
+    with AsyncSaver() as saver:
+        async_save(state, first, saver=saver, extra={}, latest_in=tmp_path, lock=lock)
+        saver.wait()
+        os.kill(saver.writer_pid, signal.SIGSTOP)
+        async_save(state, tmp_path / "iter_0000002", saver=saver, extra={}, latest_in=tmp_path, lock=lock)
+        steal(tmp_path)
+        os.kill(saver.writer_pid, signal.SIGCONT)
+        with pytest.raises(CheckpointError, match="was taken over by process 12345 on elsewhere"):
+            saver.wait()
+    with pytest.raises(LockLostError, match="was taken over by process 12345 on elsewhere"):
+        save(state, tmp_path / "iter_0000003", extra={}, lock=lock)
+    lock.release()
+    assert complete(tmp_path) == ["iter_0000001"] and sorted(os.listdir(tmp_path)) == ["iter_0000001", "latest", "lock"]
+
+
+def test_a_writer_whose_trainer_is_gone_ends_in_silence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    saver = AsyncSaver()
+    os.kill(saver.writer_pid, signal.SIGSTOP)
+    async_save({"w": torch.ones(3)}, tmp_path / "x", saver=saver, extra={})
+    writer = saver._writer
+    writer._connection.close()
+    os.kill(writer.pid, signal.SIGCONT)
+    assert writer._process.wait(timeout=100) == 0
+    assert capfd.readouterr().err == ""
+    saver._save = None
+    saver.close()

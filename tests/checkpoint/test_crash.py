@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,20 +42,29 @@ class Chain:
             after: kill all processes so many seconds after the first step began instead.
         """
         self.runs += 1
+        if crash is not None:
+            Path(f"{self.root}.fired").unlink(missing_ok=True)
+        ranks, outputs = self._start(steps, flags, {} if crash is None else {"CRASH": f"{crash}:{self.root}"})
+        self._see_to_the_end(ranks, outputs, after)
+        return self._judge(ranks, outputs, after)
+
+    def _start(
+        self, steps: int, flags: list[str], more: dict[str, str]
+    ) -> tuple[list[subprocess.Popen[bytes]], list[Path]]:
+        """Both ranks, and the files with what they say."""
         store = self.root.with_name(f"store{self.runs}")
         outputs = [self.root.with_name(f"out{self.runs}.{rank}") for rank in (0, 1)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "STORE": str(store), "WORLD_SIZE": "2"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "STORE": str(store), "WORLD_SIZE": "2", **more}
         environment["PYTHONPATH"] = os.pathsep.join([str(HERE), str(REPOSITORY)])
-        if crash is not None:
-            environment["CRASH"] = f"{crash}:{self.root}"
-            Path(f"{self.root}.fired").unlink(missing_ok=True)
         ranks = []
         for rank, output in enumerate(outputs):
             command = [sys.executable, str(HERE / "trainer.py"), str(self.root), str(steps), *flags]
             with output.open("w") as out:
                 environment["RANK"] = str(rank)
                 ranks.append(subprocess.Popen(command, env=environment, stdout=out, stderr=out, cwd=self.root.parent))
-        self._see_to_the_end(ranks, outputs, after)
+        return ranks, outputs
+
+    def _judge(self, ranks: list[subprocess.Popen[bytes]], outputs: list[Path], after: float | None) -> str:
         said = "\n".join(output.read_text() for output in outputs)
         codes = [rank.wait() for rank in ranks]
         self.fired += Path(f"{self.root}.fired").exists() or after is not None
@@ -61,6 +72,30 @@ class Chain:
         assert died or codes == [0, 0], said
         assert "AssertionError" not in said, said
         return said
+
+    def run_and_kill_one(self, flags: list[str], victim: str, after: float) -> None:
+        """One run of many steps; so many seconds after the first one began ``victim`` is killed, and nobody else.
+
+        Who is left must end without help: with all that is to do after a writer died, with an error after a rank died.
+        """
+        self.runs += 1
+        ranks, outputs = self._start(400, flags, {})
+        role, number = victim.split(":")
+        try:
+            wait_for(lambda: all("started from" in output.read_text() for output in outputs))
+            time.sleep(after)
+            trainer = ranks[int(number)].pid
+            pid = trainer if role == "trainer" else writer_of(trainer)
+            if pid is not None and ranks[int(number)].poll() is None:
+                os.kill(pid, signal.SIGKILL)
+                self.fired += 1
+            wait_for(lambda: all(rank.poll() is not None for rank in ranks))
+        finally:
+            for rank in ranks:
+                rank.kill()
+        codes, said = [rank.wait() for rank in ranks], "\n".join(output.read_text() for output in outputs)
+        assert "AssertionError" not in said, said
+        assert codes == [0, 0] if role == "writer" else codes[int(number)] in (0, -signal.SIGKILL), (codes, said)
 
     def _see_to_the_end(self, ranks: list[subprocess.Popen[bytes]], outputs: list[Path], after: float | None) -> None:
         """As a launcher does: when one rank has died, the others are killed too."""
@@ -96,6 +131,21 @@ def test_a_run_without_a_crash(tmp_path: Path) -> None:
     assert complete(chain.root) == ["iter_0000005", "iter_0000004", "iter_0000003"]
 
 
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 240
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def writer_of(trainer: int) -> int | None:
+    """The process that writes for a trainer."""
+    for pid in Path(f"/proc/{trainer}/task/{trainer}/children").read_text().split():
+        if b"smp.checkpoint.writer" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            return int(pid)
+    return None
+
+
 MOMENTS = [
     ("writer:0", ["--async-save"], [3, 9, 16, 24, 31, 39]),
     ("writer:1", ["--async-save"], [4, 8, 14]),
@@ -103,6 +153,15 @@ MOMENTS = [
     ("trainer:1", [], [2, 6]),
     ("trainer:0", [], [12, 20, 26]),
 ]
+
+
+@pytest.mark.parametrize(("victim", "flags"), [("trainer:1", ["--async-save"]), ("writer:0", ["--async-save"])])
+def test_who_is_left_ends_without_help(tmp_path: Path, victim: str, flags: list[str]) -> None:
+    chain = Chain(tmp_path)
+    chain.run_and_kill_one([*flags, *KEEP], victim, 0.1)
+    assert chain.fired == 1
+    chain.run(1, KEEP, None)
+    chain.check()
 
 
 def test_killed_at_chosen_calls(tmp_path: Path) -> None:
@@ -147,13 +206,29 @@ def test_killed_at_every_call_of_a_plain_save(tmp_path: Path, victim: str) -> No
     chain.check()
 
 
+AT_RANDOM = [
+    *[("all", flags, 12, seed) for flags in ("--async-save", "") for seed in (1, 2)],
+    *[(victim, "--async-save", 10, 3) for victim in ("trainer:0", "trainer:1", "writer:0", "writer:1")],
+    *[(victim, "", 10, 4) for victim in ("trainer:0", "trainer:1")],
+]
+
+
+def test_there_are_a_hundred_random_moments() -> None:
+    assert sum(moments for _, _, moments, _ in AT_RANDOM) >= 100
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("flags", [["--async-save"], []])
-def test_all_killed_at_random_moments(tmp_path: Path, flags: list[str]) -> None:
-    chain, chance = Chain(tmp_path), random.Random(1)
-    for _ in range(25):
-        chain.run(60, [*flags, *KEEP], None, after=chance.uniform(0, 0.5))
-    assert chain.fired == 25
+@pytest.mark.parametrize(("victim", "flags", "moments", "seed"), AT_RANDOM)
+def test_killed_at_random_moments(tmp_path: Path, victim: str, flags: str, moments: int, seed: int) -> None:
+    """All at once as a machine dies, or a single process of them."""
+    chain, chance = Chain(tmp_path), random.Random(seed)
+    for _ in range(moments):
+        after = chance.uniform(0, 0.5)
+        if victim == "all":
+            chain.run(60, [*flags.split(), *KEEP], None, after)
+        else:
+            chain.run_and_kill_one([*flags.split(), *KEEP], victim, after)
+    assert chain.fired == moments
     chain.run(1, KEEP, None)
     chain.check()

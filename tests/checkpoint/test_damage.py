@@ -101,6 +101,9 @@ HEADERS: dict[str, Callable[[dict[str, Any]], bytes]] = {
     "unknown dtype": lambda h: json.dumps(h | {"F32": h["F32"] | {"dtype": "OBJECT"}}).encode(),
     "no tensor": lambda h: json.dumps({k: v for k, v in h.items() if k != "F32"}).encode(),
     "a tensor is a number": lambda h: json.dumps(h | {"F32": 7}).encode(),
+    "two tensors in one place": lambda h: json.dumps(
+        h | {"F32": h["F32"] | {"data_offsets": [n + 4 for n in h["F32"]["data_offsets"]]}}
+    ).encode(),
     "twice": lambda h: (json.dumps(h)[:-1] + ', "F32": ' + json.dumps(h["F32"]) + "}").encode(),
     "NaN": lambda h: (json.dumps(h)[:-1] + ', "x": NaN}').encode(),
 }

@@ -21,12 +21,14 @@ from smp.checkpoint import (
     Shard,
     TensorEntry,
     commit_latest,
-    iteration_folder,
-    latest,
+    find,
     load,
     read_manifest,
     save,
+    verify,
 )
+from smp.checkpoint.latest import misnamed
+from smp.checkpoint.local import open_folder
 from smp.checkpoint.manifest import DTYPES, Manifest, check_manifest, write_manifest
 from tests.checkpoint.plain_reader import read_checkpoint
 
@@ -187,7 +189,7 @@ def test_signed_edit_is_refused(folder: Path, edit: str) -> None:
 
 def test_signed_edit_of_a_key_cannot_be_read(folder: Path) -> None:
     rewrite(folder, lambda content: content["tensors"]["F32"]["shards"][0].update(key="I32"))
-    with pytest.raises(CheckpointError, match=r"tensor F32 is I32"):
+    with pytest.raises(CheckpointError, match="two shards are tensor 'I32' of 'shard_00000.safetensors'"):
         load(zeros(example()), folder)
     rewrite(folder, lambda content: content["tensors"]["F32"]["shards"][0].update(key="absent"))
     with pytest.raises(CheckpointError, match=f"{FILE}: has no tensor 'absent'"):
@@ -218,7 +220,7 @@ def test_link_out_of_the_folder_is_refused(folder: Path) -> None:
 def test_coverage(rows: list[int], columns: list[int], spoil: int, data: st.DataObject) -> None:
     """Any tiling passes; one with a tile missing, doubled or shortened does not."""
     tiles = [
-        Shard(FILE, "w", (sum(rows[:i]), sum(columns[:j])), (r, c), "0" * 16)
+        Shard(FILE, f"w{i} {j}", (sum(rows[:i]), sum(columns[:j])), (r, c), "0" * 16)
         for i, r in enumerate(rows)
         for j, c in enumerate(columns)
     ]
@@ -326,28 +328,63 @@ def test_no_manifest_is_committed_that_load_would_refuse(tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
-def test_latest(folder: Path) -> None:
-    root = folder.parent
-    assert latest(root / "absent") is None and iteration_folder(root, 10) == folder
-    with pytest.raises(CheckpointError, match=r"no 'latest' file but complete checkpoints, such as iter_0000010"):
-        latest(root)
-    commit_latest(root, folder)
-    assert latest(root) == folder and (root / "latest").read_text() == "iter_0000010\n"
-    save({"w": torch.ones(2)}, iteration_folder(root, 20), extra={})
-    assert latest(root) == folder
-    commit_latest(root, iteration_folder(root, 20))
-    assert latest(root) == iteration_folder(root, 20)
+def test_latest_names_a_complete_checkpoint_in_one_line(folder: Path) -> None:
+    commit_latest(folder.parent, folder)
+    assert (folder.parent / "latest").read_text() == "iter_0000010\n"
     with pytest.raises(CheckpointError, match="not directly inside"):
-        commit_latest(root / "other", folder)
+        commit_latest(folder.parent / "other", folder)
 
 
-@pytest.mark.parametrize("name", ["", "iter_0000099", "../x/iter_0000010", "/", "."])
-def test_latest_that_names_nothing_is_an_error(folder: Path, name: str) -> None:
-    (folder.parent / "latest").write_text(name)
-    with pytest.raises(CheckpointError, match="which is not a complete checkpoint"):
-        latest(folder.parent)
+def test_a_path_means_a_checkpoint_or_the_newest_one_of_a_run(folder: Path) -> None:
+    root = folder.parent
+    assert str(find(folder)) == str(find(root)) == str(folder)
+    save({"w": torch.ones(2)}, root / "iter_0000020", extra={})
+    (root / "iter_0000030").mkdir()
+    commit_latest(root, folder)
+    assert str(find(root)) == str(root / "iter_0000020")
+    with pytest.raises(CheckpointError, match="no checkpoint folder"):
+        read_manifest(find(root / "absent"))
 
 
-def test_empty_root_has_no_latest(tmp_path: Path) -> None:
-    (tmp_path / "iter_0000010").mkdir()
-    assert latest(tmp_path) is None
+@pytest.mark.parametrize("style", [{"separators": (",", ":")}, {"indent": 2}])
+def test_another_writers_spaces_are_its_own_business(folder: Path, style: dict[str, Any]) -> None:
+    path = folder / "manifest.json"
+    content = json.loads(path.read_text()) | {"checksum": "0" * 16}
+    text = json.dumps(content, **style)
+    signed = text.replace("0" * 16, xxhash.xxh3_64_hexdigest(text.encode()), 1)
+    path.write_text(signed)
+    assert load(zeros(example()), folder) == {"iteration": 10}
+    path.write_text(signed + " ")
+    with pytest.raises(CheckpointError, match="does not match its checksum"):
+        read_manifest(folder)
+
+
+def test_a_name_of_another_iteration_is_told(folder: Path) -> None:
+    extra = {"progress": {"iteration": 10}}
+    assert misnamed(open_folder(folder), extra) is None
+    assert misnamed(open_folder(folder.parent / "best"), extra) is None and misnamed(open_folder(folder), {}) is None
+    told = misnamed(open_folder(folder.parent / "iter_0000020"), extra)
+    assert told is not None and "iter_0000020 holds iteration 10" in told
+
+
+def test_a_stranger_writes_it(tmp_path: Path) -> None:
+    """By docs/checkpoint-format.md, with json, xxhash and the safetensors package."""
+    state = {"any name/at all": torch.arange(12.0).view(4, 3), "n": torch.tensor(7)}
+    parts = {"upper": state["any name/at all"][:3], "lower": state["any name/at all"][3:], "n": state["n"]}
+    save_file({key: part.contiguous() for key, part in parts.items()}, tmp_path / "0.mine-x.safetensors", {"by": "me"})
+
+    def shard(key: str, offsets: list[int]) -> dict[str, Any]:
+        part = parts[key].contiguous()
+        digest = xxhash.xxh3_64_hexdigest(part.numpy().tobytes())
+        place = {"file": "0.mine-x.safetensors", "key": key, "offsets": offsets, "sizes": list(part.shape)}
+        return place | {"xxh3_64": digest}
+
+    rows = {"shape": [4, 3], "dtype": "F32", "shards": [shard("lower", [3, 0]), shard("upper", [0, 0])]}
+    tensors = {"any name/at all": rows, "n": {"shape": [], "dtype": "I64", "shards": [shard("n", [])]}}
+    files = {"0.mine-x.safetensors": (tmp_path / "0.mine-x.safetensors").stat().st_size}
+    content = {"format": "smp-checkpoint", "version": 1, "extra": {"by": "me"}, "files": files, "tensors": tensors}
+    text = json.dumps({"checksum": "0" * 16, **content}, separators=(",", ":"))
+    (tmp_path / "manifest.json").write_text(text.replace("0" * 16, xxhash.xxh3_64_hexdigest(text.encode()), 1))
+    into = zeros(state)
+    assert load(into, tmp_path) == {"by": "me"} and verify(tmp_path) == []
+    assert all(torch.equal(into[name], tensor) for name, tensor in state.items())

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from smp.checkpoint import CheckpointError, DamagedError, commit_latest, load, save
+from smp.checkpoint import CheckpointError, DamagedError, Retention, commit_latest, load, prune, save
 from smp.checkpoint.entries import Manifest
 from smp.checkpoint.folder import Folder
 from smp.checkpoint.latest import complete
 from smp.checkpoint.local import LocalFolder, open_folder
 from smp.checkpoint.recovery import clean, load_newest, load_step
+from smp.checkpoint.retention import publish
 from tests.distributed import run_distributed
 
 FILE = "shard_00000.safetensors"
@@ -222,3 +223,67 @@ def test_all_ranks_agree_on_the_one_loaded(tmp_path: Path) -> None:
     assert [value for value, _ in results] == [10, 10]
     assert results[0][1] == results[1][1] and "shard_00001" in results[0][1][0]
     assert complete(tmp_path) == ["iter_0000010"]
+
+
+def broken(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_setting_aside_needs_no_room_on_the_disk(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flip(root / "iter_0000020" / FILE)
+    said: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFolder, "replace", broken)
+        assert loads(root, said) == 10
+    assert "DAMAGED.txt or 'latest' could not be written" in said[1] and "No space left" in said[1]
+    assert complete(root) == ["iter_0000010", "iter_0000005"] and (root / "damaged_iter_0000020").is_dir()
+    clean(open_folder(root))
+    assert (root / "latest").read_text() == "iter_0000010\n"
+
+
+def test_what_crashes_leave_beside_checkpoints_is_removed(root: Path) -> None:
+    flip(root / "iter_0000020" / FILE)
+    assert loads(root, []) == 10
+    before = sorted(path.relative_to(root) for path in root.rglob("*"))
+    left = ["latest.0a1b2c3d.tmp", "lock.00112233aabbccdd", "lock.00112233aabbccdd.0a1b2c3d.tmp", "lock.tmp"]
+    left += ["damaged_iter_0000020/DAMAGED.txt.0a1b2c3d.tmp", "iter_0000010/manifest.json.0a1b2c3d.tmp"]
+    for name in left:
+        (root / name).write_text("x")
+    (root / "latest.bak").write_text("mine")
+    clean(open_folder(root))
+    assert sorted(p.relative_to(root) for p in root.rglob("*") if p.name != "latest.bak") == before
+
+
+def test_a_loss_that_cannot_be_read_now_is_not_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, loss in enumerate([0.5, 1.0, 2.0, 3.0], start=1):
+        folder = tmp_path / f"iter_000000{number}"
+        save({"w": torch.ones(3)}, folder, extra={"validation_loss": loss})
+    plain, root, keep = LocalFolder.read, open_folder(tmp_path), Retention(2, best=1)
+
+    def read(self: LocalFolder, name: str) -> bytes:
+        if "iter_0000001" in str(self):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return plain(self, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFolder, "read", read)
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            prune(root, keep)
+        notes = publish(root, root.child("iter_0000004"), keep, lambda: None)
+    assert (
+        len(notes) == 1
+        and notes[0].startswith("WARNING: no old checkpoints are removed")
+        and "iter_0000001" in notes[0]
+    )
+    assert len(complete(tmp_path)) == 4 and (tmp_path / "latest").read_text() == "iter_0000004\n"
+    flip(tmp_path / "iter_0000002/manifest.json", 60)  # damaged: it has none
+    assert prune(root, keep) == ["iter_0000002"] and complete(tmp_path)[-1] == "iter_0000001"
+
+
+def test_nothing_is_published_by_who_lost_the_folder(root: Path) -> None:
+    def lost() -> None:
+        raise CheckpointError("taken over")
+
+    notes = publish(open_folder(root), open_folder(root / "iter_0000010"), Retention(2), lost)
+    assert len(notes) == 1 and "taken over" in notes[0] and (root / "latest").read_text() == "iter_0000020\n"
+    assert len(complete(root)) == 3

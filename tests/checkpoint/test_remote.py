@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from smp.checkpoint import (
     save,
     verify,
 )
+from smp.checkpoint import lock as lock_module
 from smp.checkpoint.latest import complete
 from smp.checkpoint.local import open_folder
 from smp.checkpoint.lock import RunLock
@@ -43,30 +46,55 @@ SETTINGS = {
     "AWS_ACCESS_KEY_ID": "test",
     "AWS_SECRET_ACCESS_KEY": "test",
     "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_MAX_ATTEMPTS": "2",  # a server that is away is noticed soon
 }
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 60
-    while True:
+class Server:
+    """moto's, which forgets everything when it ends."""
+
+    def __init__(self) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        until(self.answers)
+
+    def answers(self) -> bool:
+        assert self.process.poll() is None
         try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            break
+            socket.create_connection(("127.0.0.1", self.port), 1).close()
         except OSError:
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.1)
-    yield f"http://127.0.0.1:{port}"
-    process.kill()
-    process.wait()
+            return False
+        return True
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def machine() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def server(machine: Server) -> str:
+    return machine.url
 
 
 @pytest.fixture
@@ -165,6 +193,40 @@ def test_pruning_and_the_lock(root: str) -> None:
         RunLock(open_folder(root), print)
     lock.release()
     RunLock(open_folder(root), print).release()
+
+
+def test_the_lock_outlives_a_server_that_is_away(root: str, machine: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock_module, "RENEWED_EVERY", 0.2)
+    monkeypatch.setattr(lock_module, "_PATIENCE", 1.0)
+    folder = open_folder(root)
+    lock = RunLock(folder, print)
+    until(lambda: lock._me.beat > 0)
+    machine.stop()
+    with pytest.raises(OSError, match="EndpointConnectionError"):  # the back-end's own is no OSError
+        folder.read("lock")
+    renewed = lock._renewed
+    until(lambda: time.monotonic() - renewed > 1.0)
+    with pytest.raises(CheckpointError, match="could not be renewed for"):
+        lock.check()
+    machine.start()
+    fsspec.filesystem("s3").mkdir("bucket")  # empty: the lock is gone as well
+    until(lambda: folder.size("lock") is not None)
+    lock.check()
+    assert lock._renewed > renewed and folder.names() == ["lock"]
+    lock.release()
+
+
+def test_one_of_two_takers_has_a_dead_jobs_lock(root: str) -> None:
+    dead = replace(lock_module.Holder.here(), started="1")
+    folder = open_folder(root)
+    folder.replace("lock", json.dumps(asdict(dead)).encode())
+    folder.replace(f"lock.{dead.token}", json.dumps(asdict(lock_module.Holder.here())).encode())  # another was faster
+    with pytest.raises(CheckpointError, match="is in use by"):
+        RunLock(folder, print)
+    folder.delete(f"lock.{dead.token}")
+    said: list[str] = []
+    RunLock(folder, said.append).release()
+    assert len(said) == 1 and "took over" in said[0] and folder.names() == []
 
 
 def test_in_the_background(root: str) -> None:

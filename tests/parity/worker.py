@@ -140,11 +140,11 @@ def _average_gradients(patch: pytest.MonkeyPatch) -> None:
 def _count_own_tokens(patch: pytest.MonkeyPatch) -> None:
     """Each rank divides by its own number of valid tokens, and the ranks' losses are averaged."""
 
-    def count(self: Trainer, batch: GlobalBatch) -> int:
+    def count(self: Trainer, batch: GlobalBatch) -> tuple[int, int]:
         ranks = self.mesh["dp_shard"].size() * self.mesh["dp_replicate"].size()
-        return int((batch.labels != IGNORED_LABEL).sum()) * ranks
+        return int((batch.labels != IGNORED_LABEL).sum()) * ranks, 0
 
-    patch.setattr(Trainer, "_valid_tokens", count)
+    patch.setattr(Trainer, "_counts", count)
 
 
 def _count_copies(patch: pytest.MonkeyPatch) -> None:
@@ -162,10 +162,10 @@ def _drop_a_weight_gradient(patch: pytest.MonkeyPatch) -> None:
 def _count_on_every_stage(patch: pytest.MonkeyPatch) -> None:
     """Every stage counts the tokens of the batch that all of them read."""
 
-    def count(self: Trainer, batch: GlobalBatch) -> int:
-        return int((batch.labels != IGNORED_LABEL).sum()) * self.mesh["pp"].size()
+    def count(self: Trainer, batch: GlobalBatch) -> tuple[int, int]:
+        return int((batch.labels != IGNORED_LABEL).sum()) * self.mesh["pp"].size(), 0
 
-    patch.setattr(Trainer, "_valid_tokens", count)
+    patch.setattr(Trainer, "_counts", count)
 
 
 def _number_tokens_per_rank(patch: pytest.MonkeyPatch) -> None:

@@ -152,9 +152,11 @@ def test_a_hanging_rank_ends_the_others_within_the_timeout() -> None:
 
 
 class Reducing(Affine):
-    """Every rank sums something over all ranks when a stage is reduced; rank 1 is killed when it should."""
+    """To reduce a stage is to sum something over all ranks, twice. Rank 1 is killed after the first time, when all its
+    messages have arrived."""
 
     def reduce(self, stage: int) -> None:
+        dist.all_reduce(torch.ones(3))
         if stage == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         dist.all_reduce(torch.ones(3))

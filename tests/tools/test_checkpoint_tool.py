@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
+import termios
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +24,12 @@ from smp.checkpoint.entries import Manifest, TensorEntry
 from smp.checkpoint.local import open_folder
 from smp.checkpoint.lock import RunLock
 from smp.checkpoint.rewrite import cut
+from tests.checkpoint.test_folder import rewrite as rewrite_manifest
 from tests.distributed import run_distributed
 from tests.training.flag_runs import run_here
 from tools.checkpoint import main
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +84,7 @@ def test_ls_tells_what_is_not_whole(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "iter_0000001" / "manifest.json").unlink()
     flip(tmp_path / "iter_0000002" / "manifest.json")
     (tmp_path / "damaged_iter_0000003").mkdir()
-    assert main(["ls", str(tmp_path)]) == 0
+    assert main(["ls", str(tmp_path)]) == 1
     out = capsys.readouterr().out
     assert "iter_0000001          incomplete" in out and "damaged: " in out
     assert "damaged_iter_0000003  set aside" in out
@@ -192,7 +201,7 @@ def test_reshard_keeps_every_bit(small: Path, tmp_path: Path, files: int, capsys
 
 def test_reshard_of_a_damaged_checkpoint_leaves_nothing(small: Path, tmp_path: Path) -> None:
     flip(small / "shard_00000.safetensors")
-    assert main(["reshard", str(small), str(tmp_path / "target"), "--files", "2"]) == 2
+    assert main(["reshard", str(small), str(tmp_path / "target"), "--files", "2"]) == 1
     assert not (tmp_path / "target").exists()
 
 
@@ -225,3 +234,236 @@ def test_cut_covers_every_row_once() -> None:
             ranges = [(first, count) for of_file in pieces for n, first, count in of_file if n == name]
             rows = [row for first, count in ranges for row in range(first, first + count)]
             assert rows == list(range(shape[0] if shape else 1)) and ranges
+
+
+def both(tmp_path: Path, left: torch.Tensor, right: torch.Tensor) -> list[str]:
+    """Two checkpoints of one tensor each, as arguments."""
+    made = len(list(tmp_path.iterdir()))
+    paths = [str(tmp_path / f"{made}{side}") for side in "ab"]
+    for path, tensor in zip(paths, (left, right), strict=True):
+        save({"w": tensor}, path, extra={})
+    return ["diff", *paths]
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "left", "right", "largest"),
+    [
+        (torch.int64, 2**60, 2**60 + 1, "1"),  # one number in double precision
+        (torch.int64, -(2**63), 2**63 - 1, "1.84e+19"),
+        (torch.uint8, 3, 255, "252"),
+        (torch.bool, True, False, "1"),
+        (torch.float32, 0.0, -0.0, "0"),
+        (torch.float32, 1.0, 1.5, "0.5"),
+        (torch.float64, NAN, 1.0, "inf"),
+        (torch.float64, -INF, INF, "inf"),
+        (torch.bfloat16, 1.0, INF, "inf"),
+        (torch.float8_e4m3fn, 1.0, 1.125, "0.125"),
+    ],
+)
+def test_diff_calls_nothing_equal_that_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: torch.dtype, left: float, right: float, largest: str
+) -> None:
+    common = torch.tensor([1, 0, 1]).to(dtype)
+    sides = [torch.cat([common, torch.tensor([value]).to(dtype)]) for value in (left, right)]
+    assert main(both(tmp_path, *sides)) == 1
+    assert capsys.readouterr().out.startswith(f"w: largest difference {largest}, relative ")
+    if not dtype.is_floating_point:
+        assert main([*both(tmp_path, *sides), "--atol", "1e30", "--rtol", "1e30"]) == 1
+
+
+def test_diff_leaves_out_what_has_equal_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    left = torch.tensor([-INF, NAN, INF, 3.0, 4.0])
+    right = left.clone()
+    right[4] += 0.5
+    flags = both(tmp_path, left, right)
+    assert main(flags) == 1
+    assert capsys.readouterr().out == "w: largest difference 0.5, relative 0.1\n"
+    assert main([*flags, "--atol", "0.5"]) == 0 and main([*flags, "--rtol", "0.11"]) == 0
+    assert main(both(tmp_path, left, left)) == 0
+
+
+@pytest.mark.parametrize("flag", ["--atol=nan", "--atol=-1", "--rtol=nan", "--rtol=-0.1", "--atol=x"])
+def test_diff_refuses_tolerances_that_are_none(small: Path, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["diff", str(small), str(small), flag])
+    assert stopped.value.code == 2 and flag[:6] in capsys.readouterr().err
+
+
+def lie(folder: Path) -> None:
+    """A tensor of four million gigabytes, in a file of that size, says a manifest whose checksum is right."""
+
+    def change(content: dict[str, Any]) -> None:
+        content["files"]["shard_00000.safetensors"] = 2**60
+        entry = content["tensors"]["b"]
+        entry["shape"] = entry["shards"][0]["sizes"] = [2**50]
+
+    rewrite_manifest(folder, change)
+
+
+COMMANDS = {
+    "verify": "verify {x}",
+    "cat": "cat {x} b",
+    "cat a slice": "cat {x} b[2:5]",
+    "diff": "diff {x} {good}",
+    "diff with": "diff {good} {x}",
+    "reshard": "reshard {x} {new}",
+}
+DAMAGES = {
+    "manifest": lambda folder: flip(folder / "manifest.json"),
+    "data": lambda folder: corrupt(folder, "b"),
+    "cut": lambda folder: shorten(folder / "shard_00000.safetensors"),
+    "missing": lambda folder: (folder / "shard_00000.safetensors").unlink(),
+    "sizes": lie,
+}
+
+
+def corrupt(folder: Path, name: str) -> None:
+    """A bit of a tensor's data."""
+    path = folder / "shard_00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[content.index(tensors()[name].numpy().tobytes())] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("in_run", [False, True])
+def test_damage_is_exit_code_1_and_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, damage: str, in_run: bool
+) -> None:
+    for name in ("run/iter_0000001", "good"):
+        save(tensors(), tmp_path / name, extra={})
+    DAMAGES[damage](tmp_path / "run/iter_0000001")
+    paths = {"x": tmp_path / ("run" if in_run else "run/iter_0000001"), "good": tmp_path / "good"}
+    assert main(COMMANDS[command].format(**paths, new=tmp_path / "new").split()) == 1
+    said = capsys.readouterr()
+    lines = [line for line in (said.out + said.err).splitlines() if " GB/s" not in line]
+    assert len(lines) == 1 and "iter_0000001/" in lines[0] and "Traceback" not in said.err
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_mistake_in_the_command_is_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    save(tensors(), tmp_path / "good", extra={})
+    paths = {"x": tmp_path / "absent", "good": tmp_path / "good", "new": tmp_path / "new"}
+    assert main(COMMANDS[command].format(**paths).split()) == 2
+    assert "error: no checkpoint folder" in capsys.readouterr().err
+
+
+def test_verify_tells_a_checkpoint_under_another_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tensors(), tmp_path / "iter_0000010", extra={"progress": {"iteration": 10}})
+    assert main(["verify", str(tmp_path)]) == 0
+    (tmp_path / "iter_0000010").rename(tmp_path / "iter_0000020")
+    capsys.readouterr()
+    assert main(["verify", str(tmp_path)]) == 1
+    assert "iter_0000020 holds iteration 10" in capsys.readouterr().out
+
+
+def test_prune_reads_no_manifest_that_it_does_not_need(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(1, 5):
+        save(tensors(), tmp_path / f"iter_000000{number}", extra={})
+    flip(tmp_path / "iter_0000001/manifest.json")
+    sizes = sum(path.stat().st_size for i in (1, 2) for path in (tmp_path / f"iter_000000{i}").iterdir())
+    assert main(["prune", str(tmp_path), "--keep-last-k", "2"]) == 0
+    assert f"2 checkpoints, {sizes / 1e9:.3f} GB" in capsys.readouterr().out.splitlines()[-1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", "iter_0000004"]
+
+
+@pytest.mark.parametrize("flags", [[], ["--dry-run"]])
+def test_prune_refuses_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
+    save(tensors(), tmp_path / "iter_0000001", extra={})
+    before = sorted(tmp_path.rglob("*"))
+    for path in (tmp_path / "absent", tmp_path / "iter_0000001"):
+        assert main(["prune", str(path), "--keep-last-k", "2", *flags]) == 2
+        assert "is not the folder of a run" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_cat_shows_what_torch_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also of tensors that torch prints in part, of which only the corners are kept."""
+    torch.manual_seed(1)
+    state = {
+        "short": torch.randn(9, 7),
+        "long": torch.randn(5000),
+        "wide": torch.randn(2, 3000),
+        "deep": torch.randn(8, 7, 6, 9).to(torch.bfloat16),
+        "whole": torch.arange(10_000).view(100, 100),
+        "flags": torch.rand(70, 70) > 0.5,
+        "eight": torch.randn(50, 50).to(torch.float8_e4m3fn),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 4),
+        "nan": torch.tensor([1.0, NAN, -INF]),
+    }
+    save(state, tmp_path / "x", extra={})
+    for name, tensor in state.items():
+        assert main(["cat", str(tmp_path / "x"), name]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        torch.set_printoptions(precision=6, linewidth=120, threshold=1000)
+        assert lines[3 if tensor.numel() else 1 :] == str(tensor).splitlines(), name
+        numbers = tensor.double()
+        if tensor.numel() and name != "nan":
+            assert f"min {numbers.min():.6g}  max {numbers.max():.6g}" in lines[1]
+            mean, norm = float(lines[1].split("mean ")[1].split()[0]), float(lines[1].split("norm ")[1])
+            assert mean == pytest.approx(numbers.mean().item(), rel=1e-4, abs=1e-9)
+            assert norm == pytest.approx(numbers.norm().item(), rel=1e-4)
+    assert main(["cat", str(tmp_path / "x"), "wide[1:2,10:2000]"]) == 0
+    assert capsys.readouterr().out.splitlines()[3:] == str(state["wide"][1:2, 10:2000]).splitlines()
+    assert main(["cat", str(tmp_path / "x"), "nan"]) == 0
+    assert "min nan  max nan" in capsys.readouterr().out
+    torch.set_printoptions(profile="default")
+
+
+MEMORY = """
+import contextlib, io, shutil, sys
+from tools.checkpoint import main
+def peak():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) / 1e3
+for words in ("verify {0}/a", "cat {0}/a w", "cat {0}/a w[:,5:7]", "diff {0}/a {0}/b", "reshard {0}/a {0}/c"):
+    for timed in (False, True):
+        shutil.rmtree(sys.argv[1] + "/c", ignore_errors=True)
+        path = sys.argv[1] if timed else sys.argv[1] + "/small"
+        open("/proc/self/clear_refs", "w").write("5")
+        before = peak()
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            main(words.format(path).split())
+    print(words.split()[0], peak() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="asks the system for the most memory used")
+def test_memory_is_bounded_by_a_shard(tmp_path: Path) -> None:
+    """Of 48 MB in bf16, which are 192 MB in double precision; what one call costs at all, a small checkpoint shows."""
+    for folder, rows in ((tmp_path, 24_000), (tmp_path / "small", 10)):
+        w = torch.randn(rows, 1000).bfloat16()
+        save({"w": w}, folder / "a", extra={})
+        w[3] += 1
+        save({"w": w}, folder / "b", extra={})
+    result = subprocess.run([sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    used = [(line.split()[0], float(line.split()[1])) for line in result.stdout.splitlines()]
+    assert [command for command, _ in used] == ["verify", "cat", "cat", "diff", "reshard"]
+    for command, megabytes in used:
+        assert megabytes < (30 if command in ("verify", "cat") else 48 + 30), used
+
+
+def test_progress_and_speed_are_shown(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(run)]) == 0
+    assert re.search(r"^iter_0000004: 0\.\d{3} GB in \d+\.\d\d s, \d+\.\d\d GB/s$", capsys.readouterr().err, re.M)
+    assert main(["diff", str(run), str(run)]) == 0 and "comparing: " in capsys.readouterr().err
+    assert main(["reshard", str(run), str(tmp_path / "x")]) == 0 and "rewriting: " in capsys.readouterr().err
+
+
+def test_a_terminal_gets_a_bar(small: Path) -> None:
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (24, 120))
+    command = [sys.executable, "-m", "tools.checkpoint", "verify", str(small)]
+    result = subprocess.run(command, stderr=theirs, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    os.close(theirs)
+    shown = os.read(ours, 10_000).decode()
+    os.close(ours)
+    assert result.stdout == f"{small}: whole\n" and "small: 100%|" in shown and "GB/s" in shown

@@ -7,14 +7,20 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from smp.checkpoint import save
+from smp.checkpoint.lock import Holder
 from smp.checkpoint.writer_process import WriterProcess
 from smp.training.trainer import Trainer
+from tests.checkpoint.test_folder import rewrite
 from tests.training.flag_runs import Hook, Run, Runs, Watched, proves
 
 
@@ -207,6 +213,7 @@ def test_leftovers_of_a_crash_are_removed_at_the_start(runs: Runs, ck: Path) -> 
         ("--finetune", "--finetune says how to load: give --load"),
         ("--no-load-optim", "--no-load-optim says how to load: give --load"),
         ("--save x --load auto --finetune", "--finetune would undo the progress at every restart"),
+        ("--save x --load auto --no-load-optim", "--no-load-optim would undo the progress at every restart"),
         ("--save x --load auto --ckpt-step 3", "--ckpt-step 3 would undo the progress at every restart"),
         ("--save . --load . --finetune", "--finetune starts at iteration 0"),
         ("--async-save", "--async-save needs --save"),
@@ -276,3 +283,99 @@ def test_a_run_that_cannot_start_gives_the_folder_back(runs: Runs, ck: Path, tmp
     run = runs.fresh(f"--save {ck} --load auto --log-dir {tmp_path}/file/x")
     assert run.code == 2 and not (ck / "lock").exists()
     assert runs.fresh(f"--train-iters 5 --save {ck} --load auto").code == 0
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """The ``extra`` of a manifest, with the right checksum."""
+    rewrite(folder, lambda content: (change(content["extra"]), None)[1])
+
+
+EXTRAS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "empty": lambda extra: extra.clear(),
+    "no progress": lambda extra: extra.pop("progress"),
+    "no steps": lambda extra: extra.pop("optimizer_steps"),
+    "progress is a list": lambda extra: extra.update(progress=[1]),
+    "progress is empty": lambda extra: extra.update(progress={}),
+    "iteration is a text": lambda extra: extra["progress"].update(iteration="5"),
+    "iteration is below zero": lambda extra: extra["progress"].update(iteration=-5),
+    "iteration is a truth value": lambda extra: extra["progress"].update(iteration=True),
+    "unknown counter": lambda extra: extra["progress"].update(epochs=3),
+    "data is a text": lambda extra: extra["progress"].update(data="x"),
+    "data without sources": lambda extra: extra["progress"].update(data=[{"start": 0}]),
+    "data of no phase": lambda extra: extra["progress"].update(data=[]),
+    "config is a text": lambda extra: extra.update(config="x"),
+    "config is empty, steps are a list": lambda extra: extra.update(config={}, optimizer_steps=[1]),
+    "a step is a text": lambda extra: extra["optimizer_steps"].update({"head.weight": "5"}),
+    "a step is missing": lambda extra: extra["optimizer_steps"].pop("head.weight"),
+}
+
+
+@pytest.mark.parametrize("kind", EXTRAS)
+def test_what_a_manifest_says_of_its_run_is_not_believed(runs: Runs, ck: Path, kind: str) -> None:
+    one = ck / "iter_0000005"
+    edit(one, EXTRAS[kind])
+    run = runs.fresh(f"--train-iters 7 --load {one}")
+    assert run.code == 2 and len(run.errors) == 1 and len(run.errors[0]) < 300
+    assert folders(ck) == [2, 4, 5], "it is not damaged"
+    tuned = runs.fresh(f"--train-iters 1 --load {one} --finetune")
+    assert tuned.code == 0, tuned.err
+
+
+def test_weights_that_the_library_saved_can_be_loaded(runs: Runs, saved: Run, tmp_path: Path) -> None:
+    state = {f"model.{name}": tensor for name, tensor in saved.final.items()}
+    rows = {name: 97 for name, tensor in state.items() if len(tensor) > 97}  # the vocabulary's padding
+    save(state, tmp_path / "weights", extra={"config": 7}, logical_rows=rows)
+    run = runs.fresh(f"--train-iters 2 --load {tmp_path}/weights --finetune --save new")
+    assert run.code == 0, run.err
+    assert all(torch.equal(p[:97], saved.final[name][:97]) for name, p in run.initial.items())
+    refused = runs.fresh(f"--train-iters 2 --load {tmp_path}/weights")
+    assert refused.code == 2 and "--finetune" in refused.errors[0]
+
+
+def test_a_folder_with_another_runs_checkpoints_is_not_saved_into(runs: Runs, saved: Run, ck: Path) -> None:
+    shutil.rmtree(ck / "iter_0000004")
+    shutil.rmtree(ck / "iter_0000005")  # what is left is older than where the run would start
+    for load in (f"{saved.folder}/ck", f"{saved.folder}/ck/iter_0000004"):
+        run = runs.fresh(f"--train-iters 9 --save {ck} --load {load}")
+        assert run.code == 2 and "holds iter_0000002 of another run than --load" in run.errors[0]
+    assert folders(ck) == [2]
+    assert runs.fresh(f"--train-iters 3 --save {ck} --load {ck}/iter_0000002").code == 0
+    assert runs.fresh(f"--train-iters 4 --save {ck} --load auto").code == 0 and folders(ck) == [2, 3, 4]
+
+
+def test_a_checkpoint_under_another_name_is_told(runs: Runs, ck: Path, tmp_path: Path) -> None:
+    (ck / "iter_0000005").rename(tmp_path / "iter_0000050")
+    run = runs.fresh(f"--train-iters 6 --load {tmp_path}/iter_0000050")
+    assert run.code == 0 and "iter_0000050 holds iteration 5" in lines(run, "WARNING")[0]
+    assert run.records("iteration") == [6]
+
+
+def test_a_start_that_fails_gives_the_lock_back(runs: Runs, ck: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("smp.training.saving.clean", fail)
+        run = runs.fresh(f"--save {ck} --load auto")
+    assert run.code == 2 and "Input/output error" in run.errors[0] and not (ck / "lock").exists()
+
+
+@pytest.mark.parametrize("flag", ["", "--async-save"])
+def test_a_run_that_lost_its_folder_ends(runs: Runs, tmp_path: Path, flag: str) -> None:
+    def steal(run: Watched) -> None:
+        if run.trainer.progress.iteration == 3:
+            while not (tmp_path / "ck/latest").exists():
+                time.sleep(0.01)
+            thief = replace(Holder.here(), pid=12345, host="elsewhere")
+            (tmp_path / "ck/lock").write_text(json.dumps(asdict(thief)))
+
+    run = runs.fresh(f"--train-iters 9 --save {tmp_path}/ck --save-interval 2 {flag}", each_step=steal)
+    assert run.code == 1 and "was taken over by process 12345 on elsewhere" in run.errors[0]
+    assert folders(tmp_path / "ck") == [2] and (tmp_path / "ck/lock").exists()
+
+
+def test_latest_that_cannot_be_written_is_no_failure(runs: Runs, saved: Run, tmp_path: Path) -> None:
+    (tmp_path / "ck/latest/x").mkdir(parents=True)
+    run = runs.fresh(f"--train-iters 5 --save {tmp_path}/ck --save-interval 2")
+    assert run.code == 0 and len(lines(run, "saved ")) == 3 and folders(tmp_path / "ck") == [2, 4, 5]
+    assert len(lines(run, "is complete, but 'latest' does not name it")) == 3

@@ -87,7 +87,8 @@ def test_all_but_the_lost_rank_say_where_they_stand(name: str, tmp_path: Path) -
         found = LINE.match(line)
         assert found is not None and int(found[1]) == rank and "stage" in line, line
     if where != "backward_input":  # outside of the schedule: who was to meet the lost rank there says in what
-        assert any(f"{where} failed" in line for line in said.values()), said
+        # (a sum just before may have been over for the lost rank alone)
+        assert any(re.search(f"({where}|sum_over_parts) failed", line) for line in said.values()), said
     status = json.loads((tmp_path / "logs" / "status.json").read_text())
     assert (status["status"], status["iteration"]) == ("failed", 0 if where == "backward_input" else 3)
     writers = [rank for rank, line in said.items() if line == f"error: rank {rank}: {status['reason']}"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -120,3 +121,35 @@ def check_going_on(saved: dict[str, Losses], folder: Path, layout: str, sources:
         before, after = (tensors(folder / model / name) for name in (names[1], f"{names[0]}-from-{names[1]}"))
         assert before.keys() == after.keys() and any(name.startswith("optim.exp_avg_sq.") for name in before)
         assert all(torch.equal(before[name], after[name]) for name in before), (model, source)
+
+
+def samples_of(rank: int, world: int, folder: str, flags: str, steps: int) -> list[Any]:
+    """Numbers and tokens of the samples of each step on this rank, (micro-batches, micro-batch) of them."""
+    os.chdir(folder)
+    run, seen = start(flags, rank, world), []
+    for _ in range(steps):
+        batch = next(run.batches)
+        seen.append((batch.sample_index.tolist(), batch.tokens.tolist()))
+        run.trainer.train_step(batch)
+    run.save()
+    run.close()
+    return seen
+
+
+def in_order(ranks: list[list[Any]]) -> list[list[Any]]:
+    """Of each step, all samples: in a micro-batch, rank after rank."""
+    steps = []
+    for parts in zip(*ranks, strict=True):
+        order = [zip(*(part[kind] for part in parts), strict=True) for kind in (0, 1)]
+        rows = [[row for ranks_of in kind for micro in ranks_of for row in micro] for kind in order]
+        steps.append(list(zip(*rows, strict=True)))
+    return steps
+
+
+def test_data_go_on_in_the_same_order_whatever_the_number_of_ranks(tmp_path: Path) -> None:
+    straight = in_order(run_distributed(samples_of, 1, str(tmp_path), "", 6))
+    found = []
+    for world in (2, 3, 1):
+        found += in_order(run_distributed(samples_of, world, str(tmp_path), "--save ck --load auto", 2))
+    assert found == straight
+    assert [number for step in found for number, _ in step] == list(range(6 * 12))

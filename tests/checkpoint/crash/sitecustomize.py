@@ -1,7 +1,8 @@
 """Python imports this at the start of every process whose PYTHONPATH has this folder: crash tests put it there.
 
 CRASH=role:rank:count:root kills one process, once, at its count-th call that touches files under root. A write dies in
-the middle. Imports nothing but the standard library, because everything else comes after it.
+the middle. FAIL=errno:file:root lets a call of a writer fail: that which brings the number in ``file``, lowered by one
+at every call, to 0. Imports nothing but the standard library, because everything else comes after it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,32 @@ CALLS = ("open", "write", "posix_fallocate", "fsync", "replace", "rename", "unli
 def is_victim(role: str, rank: str) -> bool:
     here = "writer" if any("smp.checkpoint.writer" in word for word in sys.orig_argv) else "trainer"
     return role == here and os.environ.get("RANK") == rank
+
+
+def install_failures(error: int, counter: str, root: str) -> None:
+    plain = {name: getattr(os, name) for name in CALLS}
+
+    def number() -> int:
+        descriptor = plain["open"](counter, os.O_RDWR)
+        try:
+            left = int(os.read(descriptor, 20)) - 1
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, str(left).encode(), 0)
+            return left
+        finally:
+            os.close(descriptor)
+
+    def watched(name: str) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            path = os.readlink(f"/proc/self/fd/{args[0]}") if isinstance(args[0], int) else os.fspath(args[0])
+            if root + "/" in path + "/" and number() == 0:
+                raise OSError(error, os.strerror(error))
+            return plain[name](*args, **options)
+
+        return call
+
+    for name in CALLS:
+        setattr(os, name, watched(name))
 
 
 def install(count: int, root: str) -> None:
@@ -54,3 +81,7 @@ if "CRASH" in os.environ:
     wanted_role, wanted_rank, wanted_count, wanted_root = os.environ["CRASH"].split(":")
     if is_victim(wanted_role, wanted_rank):
         install(int(wanted_count), wanted_root)
+
+if "FAIL" in os.environ and any("smp.checkpoint.writer" in word for word in sys.orig_argv):
+    code, counter_file, failing_root = os.environ["FAIL"].split(":")
+    install_failures(int(code), counter_file, failing_root)

@@ -7,6 +7,7 @@ WORLD_SIZE, STORE. ROOT.log has a line for each checkpoint that the run was told
 from __future__ import annotations
 
 import datetime
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ def settings(root: str, flags: list[str]) -> Config:
 
 
 def main(root: str, steps: int, flags: list[str]) -> None:
+    importlib.import_module("smp.checkpoint.async_save").LAST_WAIT = 1.0  # type: ignore[attr-defined]
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     store = dist.FileStore(os.environ["STORE"], world_size)

@@ -1,0 +1,81 @@
+"""What the ``extra`` of a checkpoint says of the training run that saved it. Anybody may have written it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from smp.checkpoint import CheckpointError
+from smp.training.trainer import Progress
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """As far as it is there.
+
+    Attributes:
+        config: settings by name; empty when there are none.
+        progress: counters.
+        optimizer_steps: by the parameter's name.
+    """
+
+    config: Mapping[str, Any]
+    progress: Progress | None
+    optimizer_steps: Mapping[str, float] | None
+
+    @staticmethod
+    def of(extra: Mapping[str, Any], where: object) -> SavedRun:
+        """Read ``extra``.
+
+        Raises:
+            CheckpointError: something has another form than a run gives it; in one line that begins with ``where``.
+        """
+        config, steps = extra.get("config", {}), extra.get("optimizer_steps")
+        _require(isinstance(config, dict), where, "'config'")
+        _require(
+            steps is None or (isinstance(steps, dict) and all(type(n) in (int, float) for n in steps.values())),
+            where,
+            "'optimizer_steps'",
+        )
+        return SavedRun(config, _progress(extra.get("progress"), where), steps)
+
+    @staticmethod
+    def for_weights(extra: Mapping[str, Any]) -> SavedRun:
+        """What of ``extra`` helps whoever takes only the weights; nothing is required of it."""
+        try:
+            return SavedRun.of(extra, "")
+        except CheckpointError:
+            return SavedRun({}, None, None)
+
+
+def _progress(saved: Any, where: object) -> Progress | None:
+    if saved is None:
+        return None
+    names = {field.name for field in fields(Progress)}
+    known = isinstance(saved, dict) and "iteration" in saved and set(saved) <= names
+    _require(known and all(_is_count(n) for name, n in saved.items() if name != "data"), where, "'progress'")
+    _require(saved.get("data") is None or _is_blend(saved["data"]), where, "'data' of 'progress'")
+    return Progress(**saved)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_blend(phases: Any) -> bool:
+    """Whether it is what :mod:`smp.data.blend` writes down of the data that were read."""
+    try:
+        sources = [source for phase in phases for source in phase["sources"]]
+        starts = all(_is_count(phase["start"]) for phase in phases)
+        read = all(isinstance(s["key"], str) and s["weight"] >= 0 and _is_count(s["offset"]) for s in sources)
+    except (TypeError, KeyError):
+        return False
+    return isinstance(phases, list) and len(phases) > 0 and starts and read
+
+
+def _require(condition: bool, where: object, problem: str) -> None:
+    if not condition:
+        raise CheckpointError(
+            f"{where}: {problem} in extra is not that of a run: only weights can be loaded, by --finetune"
+        )

@@ -1,0 +1,108 @@
+"""Large tensors are cut into shards, and whoever wants little of one reads little."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from smp.checkpoint import AsyncSaver, CheckpointError, async_save, load, read_manifest, save, verify
+from smp.checkpoint.box import read_box
+from smp.checkpoint.local import _LocalSource, open_folder
+from smp.checkpoint.rewrite import rewrite
+from tests.checkpoint.plain_reader import read_checkpoint
+from tests.checkpoint.test_folder import zeros
+
+LIMIT = 256
+
+
+def state() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "rows": torch.randn(100, 8, generator=generator),  # 32 bytes each: 8 in a shard
+        "across": torch.randn(8, 50, generator=generator).t(),  # not as it lies in memory
+        "long": torch.randn(1000, generator=generator),
+        "wide": torch.randn(3, 100, generator=generator),  # a row is more than a shard
+        "scalar": torch.tensor(1.5),
+        "empty": torch.zeros(0, 4),
+    }
+
+
+@pytest.fixture
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("smp.checkpoint.tensor_file.LARGEST_SHARD", LIMIT)
+
+
+@pytest.fixture
+def count(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Bytes of each read of a data file."""
+    sizes: list[int] = []
+    plain = _LocalSource.read_into
+
+    def counted(self: _LocalSource, offset: int, into: memoryview) -> None:
+        sizes.append(len(into))
+        plain(self, offset, into)
+
+    monkeypatch.setattr(_LocalSource, "read_into", counted)
+    yield sizes
+
+
+def check(folder: Path) -> None:
+    manifest = read_manifest(folder)
+    for name, tensor in state().items():
+        row = tensor.nbytes // max(len(tensor), 1) if tensor.ndim else 4
+        sizes = [s.sizes for s in manifest.tensors[name].shards]
+        assert all(torch.Size(size).numel() * 4 <= max(LIMIT, row) for size in sizes), (name, sizes)
+    assert len(manifest.tensors["rows"].shards) == 13 and len(manifest.tensors["wide"].shards) == 3
+    into = zeros(state())
+    load(into, folder)
+    assert all(torch.equal(into[name], tensor) for name, tensor in state().items())
+    strangers, _ = read_checkpoint(folder)
+    assert all(torch.equal(torch.from_numpy(strangers[name]), tensor) for name, tensor in state().items())
+    assert verify(folder) == []
+
+
+def test_what_a_rank_writes_is_cut(tmp_path: Path, small_shards: None) -> None:
+    save(state(), tmp_path / "x", extra={})
+    check(tmp_path / "x")
+    with AsyncSaver() as saver:
+        async_save(state(), tmp_path / "y", saver=saver, extra={})
+        saver.wait()
+    for name in ("manifest.json", "shard_00000.safetensors"):
+        assert (tmp_path / "x" / name).read_bytes() == (tmp_path / "y" / name).read_bytes()
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_what_reshard_writes_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: int) -> None:
+    save(state(), tmp_path / "x", extra={})
+    assert {len(entry.shards) for entry in read_manifest(tmp_path / "x").tensors.values()} == {1}
+    monkeypatch.setattr("smp.checkpoint.tensor_file.LARGEST_SHARD", LIMIT)
+    rewrite(open_folder(tmp_path / "x"), open_folder(tmp_path / "y"), files)
+    assert len(read_manifest(tmp_path / "y").files) == files
+    manifest = read_manifest(tmp_path / "y")
+    assert all(s.sizes[0] * 32 <= LIMIT for s in manifest.tensors["rows"].shards)
+    into = zeros(state())
+    load(into, tmp_path / "y")
+    assert all(torch.equal(into[name], tensor) for name, tensor in state().items())
+
+
+def test_little_is_read_for_little(tmp_path: Path, small_shards: None, count: list[int]) -> None:
+    save(state(), tmp_path / "x", extra={})
+    folder, manifest = open_folder(tmp_path / "x"), read_manifest(tmp_path / "x")
+    header = int.from_bytes((tmp_path / "x/shard_00000.safetensors").read_bytes()[:8], "little") + 8
+    count.clear()
+    box = read_box(folder, manifest, "rows", (41, 2), (1, 3))
+    assert torch.equal(box, state()["rows"][41:42, 2:5]) and sum(count) == header + LIMIT
+    count.clear()
+    whole = read_box(folder, manifest, "rows", (0, 0), (100, 8))
+    assert torch.equal(whole, state()["rows"]) and sum(count) == header + 3200
+
+
+def test_names_that_are_like_our_keys_are_refused(tmp_path: Path, small_shards: None) -> None:
+    twins: dict[str, Any] = {"w": torch.zeros(100), "w[0:64]": torch.zeros(3)}
+    with pytest.raises(CheckpointError, match=r"w\[0:64\] would be two tensors in one file"):
+        save(twins, tmp_path / "x", extra={})
+    assert not (tmp_path / "x").exists()
