@@ -27,7 +27,7 @@ class SequenceInfo:
         tokens: rows after padding; rows from batch x length on are padding.
         rope: cos and sin tables, fp32 (tokens, 1, rotated channels), or None.
         numbers: int64 (tokens,) global token numbers that dropout is keyed by, or None without dropout.
-        local_numbers: this rank's part of ``numbers`` under sequence parallelism; without it None means the same.
+        local_numbers: this rank's part of ``numbers`` under sequence parallelism; by default the same.
         mask: (batch or 1, 1, length, length) in the dtype of the activations, see ``document_mask``: which tokens see
             which, instead of a layer's own ``causal`` and ``window``. One for all layers. None: one document per
             sequence.
@@ -40,6 +40,10 @@ class SequenceInfo:
     numbers: torch.Tensor | None = None
     local_numbers: torch.Tensor | None = None
     mask: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.local_numbers is None:
+            self.local_numbers = self.numbers
 
 
 def document_mask(documents: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:

@@ -77,7 +77,7 @@ class TransformerBlock(nn.Module):
     def _drop(self, x: torch.Tensor, info: SequenceInfo, keys: torch.Tensor | None, site: int) -> torch.Tensor:
         if self.dropout == 0.0 or not self.training:
             return x
-        numbers = info.numbers if info.local_numbers is None else info.local_numbers
+        numbers = info.local_numbers
         if keys is None or numbers is None or numbers.shape[0] != x.shape[0]:
             raise ValueError(
                 "dropout needs keys and SequenceInfo.numbers, under sequence parallelism local_numbers: "

@@ -125,9 +125,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dhidden = torch.empty_like(hidden) if with_gradient else None
         dweight = None  # of a frozen matrix there is none
         if with_gradient and ctx.needs_input_grad[1]:
-            dweight = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
-            if hidden.shape[0] == 0:
-                dweight.zero_()  # no chunk will write it
+            make = torch.empty if hidden.shape[0] else torch.zeros  # without tokens there is no chunk to write it
+            dweight = make(weight.shape, dtype=torch.float32, device=weight.device)
         for start in range(0, hidden.shape[0], chunk_tokens):
             part = slice(start, start + chunk_tokens)
             buffer = logits[: hidden[part].shape[0]]

@@ -243,7 +243,7 @@ def column_parallel(
 
     Args:
         x: (tokens [/p], ..., in).
-        layers: of one group.
+        layers: one or more.
         numbers: int64 (tokens [/p],), global numbers of the tokens, which dropout in adapters is keyed by.
 
     Raises:
