@@ -61,7 +61,9 @@ HF = ["transformers>=5"]
 DATA = ["pyarrow", "tiktoken", "zstandard"]  # kinds of files and tokenizers
 GIGATOKEN = ["gigatoken", "awkward"]  # a faster library for preprocessing, and the arrays that it returns
 S3 = ["s3fs>=2024.10"]
-TRITON = ['triton; platform_system == "Linux"']  # a CUDA torch brings it; beside a CPU torch it interprets kernels
+# A CUDA torch brings its own; beside a CPU torch it interprets and compiles kernels. 3.7.1 was tried; with 3.9.0
+# the test of compiled kernels fails.
+TRITON = ['triton>=3.6,<3.8; platform_system == "Linux"']
 EXTRAS = {
     "data": DATA,
     "gigatoken": GIGATOKEN,
