@@ -80,7 +80,7 @@ def test_compiled_layout_equals_one_rank_without_compile(lab: Lab, case: Case) -
 
 @pytest.mark.parametrize("case", BF16, ids=str)
 def test_bf16_layout_is_as_close_as_rounding_allows(lab: Lab, case: Case) -> None:
-    within_rounding(lab, case)
+    within_rounding(lab, case, ROUNDED)
 
 
 def within_rounding(lab: Lab, case: Case, rounded: list[Case]) -> None:
