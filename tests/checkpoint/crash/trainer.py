@@ -31,7 +31,7 @@ def main(root: str, steps: int, flags: list[str]) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     store = dist.FileStore(os.environ["STORE"], world_size)
-    patience = datetime.timedelta(seconds=60)
+    patience = datetime.timedelta(seconds=200)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=patience)
 
     def say(line: str) -> None:
