@@ -1,5 +1,6 @@
 # make env      .venv with everything, once; other targets do it for you
 # make demo     corpus, tokenizer, training on two processes, a loss curve and a sample, in minutes on a CPU
+# make finetune-demo   the demo's model learns to write docstrings (LoRA), in minutes on a CPU
 # make test     tests; make test-slow: the long ones; make check: lint, format, types, import directions
 # make parity   the errors of the parity matrix, written to docs/parity.md
 # make bench    benchmarks of this machine; make bench-cpu: the tables of make gpu on a CPU
@@ -19,7 +20,7 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip
 READY = $(VENV)/.ready
 
-.PHONY: env demo test test-slow parity check bench bench-cpu gpu clean
+.PHONY: env demo finetune-demo test test-slow parity check bench bench-cpu gpu clean
 .DELETE_ON_ERROR:
 
 env: $(READY)
@@ -35,6 +36,9 @@ $(READY): setup.py constraints.txt
 
 demo: $(READY)
 	$(BIN)/python tools/demo.py
+
+finetune-demo: $(READY)
+	$(BIN)/python tools/demo.py --finetune
 
 # Two workers: a file whose tests start up to eight processes, and one that waits for something else.
 test: $(READY)

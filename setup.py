@@ -49,19 +49,24 @@ BASE = [
     "torch>=2.11",
     "numpy>=2",
     "einops",
+    "jinja2>=3.1",
     "sentencepiece>=0.2",
+    "tokenizers>=0.21",
     "tensorboard",
     "PyYAML>=6",
     "tqdm",
     "xxhash>=3",
 ]
 HF = ["transformers>=5"]
-DATA = ["pyarrow", "tiktoken", "tokenizers>=0.21", "zstandard"]  # kinds of files and tokenizers
+DATA = ["pyarrow", "tiktoken", "zstandard"]  # kinds of files and tokenizers
+GIGATOKEN = ["gigatoken", "awkward"]  # a faster library for preprocessing, and the arrays that it returns
 S3 = ["s3fs>=2024.10"]
-TRITON = ['triton; platform_system == "Linux"']  # a CUDA torch brings it; beside a CPU torch it interprets kernels
+# A CUDA torch brings its own; beside a CPU torch it interprets and compiles kernels. 3.7.1 was tried; with 3.9.0
+# the test of compiled kernels fails.
+TRITON = ['triton>=3.6,<3.8; platform_system == "Linux"']
 EXTRAS = {
     "data": DATA,
-    "gigatoken": ["gigatoken"],  # a faster tokenizer for preprocessing
+    "gigatoken": GIGATOKEN,
     "hf": HF,
     "fsspec": ["fsspec>=2024.10"],  # checkpoints in any object store; its back-end comes on top
     "s3": S3,
@@ -76,16 +81,18 @@ EXTRAS = {
         "packaging",
         "setuptools>=77",
         "safetensors",
+        *DATA,
         *TRITON,
         *HF,
         *S3,
         "moto[server]",
-        *DATA,
-        "gigatoken",
-        # the builder that our files are compared with; it imports psutil without asking for it, and takes any torch
-        # from 2.6 on, so it brings none. Elsewhere there is no wheel, and those tests are skipped.
-        "megatron-core>=0.16,<0.17; sys_platform == 'linux' and platform_machine == 'x86_64'",
+        *GIGATOKEN,
+        # the builder that our files are compared with, and checkpoints that we read; it imports psutil without asking
+        # for it, and takes any torch from 2.6 on, so it brings none. Elsewhere there is no wheel, and those tests are
+        # skipped.
+        "megatron-core==0.16.1; sys_platform == 'linux' and platform_machine == 'x86_64'",
         "psutil",
+        "peft>=0.17",
     ],
     "dev": ["ruff", "mypy", "import-linter>=2", "pre-commit"],
 }

@@ -172,7 +172,7 @@ def rotation(s: Sizes, case: Callable[..., Case]) -> Case:
 
 def loss(s: Sizes, fused: bool) -> Case:
     labels = torch.randint(0, s.vocabulary, (s.tokens,), device=s.device)
-    shard = VocabShard(0, s.vocabulary, Group("", 1, 0))
+    shard = VocabShard.of(Group("", 1, 0), s.vocabulary, s.vocabulary)
 
     def ours(backend: str) -> Function:
         return lambda z: vocab_parallel_cross_entropy(z, labels, shard, overwrite=True, backend=backend)
@@ -286,7 +286,7 @@ def products(table: Table, fused: bool) -> None:
     labels = torch.randint(0, s.vocabulary, (s.tokens,), device=table.device)
     weights, shard = (
         torch.full((s.tokens,), 1 / s.tokens, device=table.device),
-        VocabShard(0, s.vocabulary, Group("", 1, 0)),
+        VocabShard.of(Group("", 1, 0), s.vocabulary, s.vocabulary),
     )
 
     def chunked(backend: str) -> Callable[[], object]:

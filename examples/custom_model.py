@@ -25,16 +25,15 @@ VOCAB, HIDDEN, HEADS, LENGTH, BATCH, MASK = 100, 64, 4, 16, 48, 99
 
 
 class Encoder(nn.Module):
-    """Tokens (batch, length) and labels -> loss per token (batch x length,), 0 where the label is -100."""
+    """Tokens, labels and weights, each (batch, length) -> sum of weight x cross-entropy of the label."""
 
     def __init__(self, tp: DeviceMesh, depth: int = 2) -> None:
         super().__init__()
-        self.embedding = layers.VocabParallelEmbedding(VOCAB, HIDDEN, tp, divisible_by=1)
+        self.embedding = layers.VocabParallelEmbedding(VOCAB, HIDDEN, tp)
         self.positions = layers.PositionEmbedding(LENGTH, HIDDEN, tp)
         self.blocks = nn.ModuleList(self.block(tp) for _ in range(depth))
         self.norm = layers.LayerNorm(HIDDEN, tp)
-        self.output = layers.ColumnParallelLinear(HIDDEN, VOCAB, tp)  # each rank has some columns of the logits
-        self.columns = layers.VocabShard.of(self.output.group, VOCAB // tp.size(), VOCAB)
+        self.head = layers.VocabParallelHead(VOCAB, HIDDEN, tp)  # each rank has some columns of the logits
 
     @staticmethod
     def block(tp: DeviceMesh) -> nn.Module:
@@ -42,13 +41,13 @@ class Encoder(nn.Module):
         mlp = layers.MLP(HIDDEN, 4 * HIDDEN, tp, activation="gelu", bias=True)
         return layers.TransformerBlock(attention, mlp, layers.LayerNorm(HIDDEN, tp), layers.LayerNorm(HIDDEN, tp))
 
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         batch, length = tokens.shape
         info = layers.SequenceInfo(batch, length, tokens.numel())
         x = self.embedding(tokens.flatten()) + self.positions(torch.arange(length, device=tokens.device).repeat(batch))
         for block in self.blocks:
             x = block(x, info)  # (tokens, hidden)
-        return layers.vocab_parallel_cross_entropy(self.output(self.norm(x)), labels.flatten(), self.columns)
+        return self.head(self.norm(x), labels.flatten(), weights.flatten())
 
 
 def mean_loss(model: nn.Module, step: int, data: DeviceMesh, device: str) -> torch.Tensor:
@@ -56,10 +55,10 @@ def mean_loss(model: nn.Module, step: int, data: DeviceMesh, device: str) -> tor
     generator = torch.Generator().manual_seed(step)
     tokens = (torch.randint(MASK, (BATCH, 1), generator=generator) + torch.arange(LENGTH)) % MASK
     masked = torch.rand(tokens.shape, generator=generator) < 0.2
-    inputs, labels = tokens.masked_fill(masked, MASK), tokens.masked_fill(~masked, layers.IGNORE_INDEX)
+    inputs, weights = tokens.masked_fill(masked, MASK), masked / masked.sum()
     rank = data.get_local_rank("replicate") * data["shard"].size() + data.get_local_rank("shard")
     mine = slice(rank, None, data.size())
-    return model(inputs[mine].to(device), labels[mine].to(device)).sum() / masked.sum()
+    return model(*(x[mine].to(device) for x in (inputs, tokens, weights)))
 
 
 def report(step: int, loss: torch.Tensor, data: DeviceMesh) -> None:

@@ -161,7 +161,8 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
 def test_what_is_imported_is_declared(requirements: list[Requirement]) -> None:
     base = {canonicalize_name(r.name) for r in requirements if r.marker is None}
     optional = {canonicalize_name(r.name) for r in requirements} | NOT_ON_AN_INDEX
-    files = [ROOT / "pretrain_gpt.py", *(ROOT / "smp").rglob("*.py"), *(ROOT / "tools").glob("*.py")]
+    entry_points = [ROOT / "pretrain_gpt.py", ROOT / "finetune.py"]
+    files = [*entry_points, *(ROOT / "smp").rglob("*.py"), *(ROOT / "tools").glob("*.py")]
     late = ROOT / "smp" / "kernels" / "triton"  # imported when the first of its kernels runs
     found = [(path, name, lazy or path.parent == late) for path in files for name, lazy in imports(path)]
     own = {"smp", "tools", *sys.stdlib_module_names}
@@ -223,7 +224,7 @@ def test_make_gpu_uses_the_python_it_is_given_and_installs_nothing() -> None:
     assert lines and all("machine-python" in line and "install" not in line for line in lines if line.strip())
 
 
-@pytest.mark.parametrize("target", ["test", "check", "demo"])
+@pytest.mark.parametrize("target", ["test", "check", "demo", "finetune-demo"])
 def test_targets_bring_their_environment(target: str) -> None:
     assert any("-m venv" in line for line in make(target, "VENV=not-there"))
 

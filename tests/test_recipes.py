@@ -7,11 +7,15 @@ import os
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from smp.config import load_config, resolve
+from smp.config import ModelConfig, load_config, resolve
+from smp.config.cli import build_tree, read_values
+from smp.config.finetune import FinetuneConfig
+from smp.config.finetune_checks import fill_in
 from smp.models.presets import PRESETS
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -44,7 +48,18 @@ FAKES = {
 }
 
 
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def recipes(*, finetune: bool) -> list[Path]:
+    return sorted(path for path in RECIPES.glob("*.yaml") if path.stem.startswith("finetune") == finetune)
+
+
+@pytest.mark.parametrize("path", recipes(finetune=True), ids=lambda path: path.stem)
+def test_recipes_of_fine_tuning_fit_together(path: Path) -> None:
+    values = read_values(["--config", str(path), "--load", "model", "--data-path", "samples.jsonl"], FinetuneConfig, "")
+    config = fill_in(build_tree(FinetuneConfig, values))
+    assert resolve(replace(config, model=ModelConfig(vocab_size=4096)).as_run(), world_size=2).training.train_iters
+
+
+@pytest.mark.parametrize("path", recipes(finetune=False), ids=lambda path: path.stem)
 def test_recipes_resolve(path: Path) -> None:
     flags = ["--config", str(path), "--mock-data", "--vocab-size", "4096", "--tensor-model-parallel-size", "2"]
     config = resolve(load_config(flags, PRESETS), world_size=2)

@@ -2,9 +2,13 @@
 
     python tools/demo.py
     python tools/demo.py --folder /tmp/demo --train-iters 20
+    python tools/demo.py --finetune
+
+With --finetune the trained model (which is trained first if there is none) learns to write docstrings: LoRA on
+functions of the standard library, the adapters merged, and both models side by side.
 
 Every command is printed before it runs, so each can be repeated alone. Flags that this tool does not know go to
-pretrain_gpt.py. What an earlier demo left in --folder is replaced.
+pretrain_gpt.py, or to finetune.py. What an earlier demo left in --folder is replaced.
 """
 
 from __future__ import annotations
@@ -18,11 +22,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import zip_longest
 from math import log
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "class Parser:\n    def __init__(self"
+HEADS = ('def remove_file(path, missing_ok=False):\n    """', 'def is_valid(self, name):\n    """')
+"""Of functions that want a docstring."""
 LINE = "{:28}{:8.3f} nats per token{:8.3f} bits per byte"
 
 
@@ -128,16 +135,64 @@ def summary(model: float, bigram: float, bytes_per_token: float) -> str:
     return "\n".join([*lines, f"the model {verdict} what the last token alone can tell"])
 
 
+def finetune(folder: Path, processes: int, flags: Sequence[str]) -> None:
+    """Adapters on the demo's model, and what it writes before and after."""
+    base, pairs, tuned, merged = (folder / name for name in ("checkpoints", "pairs.jsonl", "lora", "merged"))
+    logs, with_tokenizer = folder / "logs_lora", ("--tokenizer-model", folder / "tokenizer.model")
+    for old in (tuned, merged, logs):
+        shutil.rmtree(ROOT / old, ignore_errors=True)
+    python = Runner(processes).python
+    python("tools/demo_corpus.py", "--output", pairs, "--pairs")
+    data = ("--load", base, *with_tokenizer, "--data-path", pairs)
+    python("finetune.py", *data, "--preview", 2)
+    python(
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes),
+        *("finetune.py", "--config", "recipes/finetune_demo.yaml", *data, "--save", tuned, "--log-dir", logs, *flags),
+    )
+    python("tools/merge_lora.py", "--load", base, "--adapter", tuned / "adapter", "--save", merged, "--to", "smp")
+    written = {}
+    for model, head in ((model, head) for model in (base, merged) for head in HEADS):
+        options = ("--max-new-tokens", 40, "--temperature", 0)
+        written[model, head] = python("tools/generate.py", "--load", model, *with_tokenizer, "--prompt", head, *options)
+    before, after = validation_losses(ROOT / logs / "metrics.jsonl")
+    for head in HEADS:
+        print("\n" + side_by_side(written[base, head], written[merged, head]))
+    print(f"\nvalidation loss, nats per token of docstrings: {before:.3f} before, {after:.3f} after")
+
+
+def validation_losses(metrics: Path) -> tuple[float, float]:
+    """Of the first and the last evaluation, in nats per token."""
+    records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    losses = [record["validation loss"] for record in records if "validation loss" in record]
+    return losses[0], losses[-1]
+
+
+def side_by_side(left: str, right: str, width: int = 58) -> str:
+    """Two texts in columns."""
+    columns = []
+    for title, text in (("before", left), ("after", right)):
+        lines = [title, "-" * width, *text.rstrip().expandtabs().splitlines()]
+        columns.append([line[i : i + width] for line in lines for i in range(0, max(len(line), 1), width)])
+    return "\n".join(f"{a:{width}} | {b}".rstrip() for a, b in zip_longest(*columns, fillvalue=""))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--folder", default=ROOT / "demo", type=Path, help="where everything goes (default: demo)")
+    parser.add_argument("--finetune", action="store_true", help="fine-tune the demo's model")
     args, extra = parser.parse_known_args(argv)
     import torch  # after --help
 
     processes, flags = layout(torch.cuda.device_count())
-    run(Path(_relative(args.folder)), processes, [*flags, *extra])
+    folder = Path(_relative(args.folder))
+    if not args.finetune:
+        run(folder, processes, [*flags, *extra])
+        return
+    if not (ROOT / folder / "checkpoints" / "latest").is_file():
+        run(folder, processes, flags)
+    finetune(folder, processes, [*flags, *extra])
 
 
 if __name__ == "__main__":

@@ -1,21 +1,28 @@
 """Write a small real corpus without a download: the sources of Python's standard library.
 
     python tools/demo_corpus.py --output corpus.jsonl
+    python tools/demo_corpus.py --output pairs.jsonl --pairs
 
 One record {"text", "path"} per module. The order is that of a hash of the path, so that the last documents, which
-become the validation split, are a fair sample.
+become the validation split, are a fair sample. With --pairs one record {"prompt", "completion", "path"} per function
+that has a docstring, to fine-tune on: its head, and the first paragraph of the docstring.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+QUOTES = '"""'
+LONGEST_PAIR = 500
+"""Characters of a head and its docstring."""
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -42,16 +49,42 @@ def records(root: Path, seed: int, max_bytes: float) -> Iterator[tuple[str, str]
             yield text, path.as_posix()
 
 
-def write(output: Path, seed: int, max_bytes: float) -> tuple[int, int]:
-    """Write the corpus, under its name only once it is whole; returns documents and bytes of text."""
+def functions(source: str) -> Iterator[tuple[str, str]]:
+    """(head with the quotes of the docstring, its first paragraph with the closing quotes) of each function."""
+    lines = source.splitlines()
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError):  # a module that shows what does not compile
+        return
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (text := ast.get_docstring(node)):
+            head = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.body[0].lineno - 1]))
+            paragraph = text.split("\n\n")[0]
+            if head and len(head) + len(paragraph) <= LONGEST_PAIR and QUOTES not in paragraph:
+                yield f"{head}\n    {QUOTES}", f"{paragraph}{QUOTES}"
+
+
+def pairs_of(documents: Iterable[tuple[str, str]]) -> Iterator[dict[str, str]]:
+    """Records for fine-tuning, each prompt once."""
+    seen = set()
+    for source, path in documents:
+        for prompt, completion in functions(source):
+            if prompt not in seen:
+                seen.add(prompt)
+                yield {"prompt": prompt, "completion": completion, "path": path}
+
+
+def write(output: Path, seed: int, max_bytes: float, pairs: bool = False) -> tuple[int, int]:
+    """Write the corpus, under its name only once it is whole; returns records and bytes of text."""
     documents = size = 0
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_name(f"{output.name}.{os.getpid()}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
-        for text, path in records(Path(sysconfig.get_path("stdlib")), seed, max_bytes):
-            file.write(json.dumps({"text": text, "path": path}) + "\n")
+        modules = records(Path(sysconfig.get_path("stdlib")), seed, max_bytes)
+        for record in pairs_of(modules) if pairs else ({"text": text, "path": path} for text, path in modules):
+            file.write(json.dumps(record) + "\n")
             documents += 1
-            size += len(text.encode())
+            size += sum(len(text.encode()) for key, text in record.items() if key != "path")
     if not documents:
         temporary.unlink()
         raise ValueError(f"no module of the standard library fits into {max_bytes / 1e6} MB (--max-mb)")
@@ -63,6 +96,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help=".jsonl file to write")
     parser.add_argument("--max-mb", type=float, default=float("inf"), help="megabytes of text (default: all there is)")
+    parser.add_argument("--pairs", action="store_true", help="functions and their docstrings instead of whole modules")
     parser.add_argument("--seed", type=int, default=0, help="key of the order (default: 0)")
     return parser
 
@@ -71,10 +105,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse_args(argv)
     try:
-        documents, size = write(args.output, args.seed, args.max_mb * 1e6)
+        documents, size = write(args.output, args.seed, args.max_mb * 1e6, args.pairs)
     except (ValueError, OSError) as error:
         parser.exit(2, f"error: {error}\n")
-    print(f"{args.output}: {documents} documents, {size / 1e6:.2f} MB of text")
+    print(f"{args.output}: {documents} {'pairs' if args.pairs else 'documents'}, {size / 1e6:.2f} MB of text")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 
 from smp.pipeline.plot import Panel, caption, draw, to_html, to_text
@@ -54,8 +55,9 @@ def write(panels: Sequence[Panel], output: Path) -> None:
 
 
 def plot(args: argparse.Namespace) -> str:
-    if args.forward <= 0 or min(args.backward_input, args.backward_weight, args.link) < 0:
-        raise ValueError("--forward has to be above 0, the other times at least 0")
+    times = (args.forward, args.backward_input, args.backward_weight, args.link)
+    if not (args.forward > 0 and all(0 <= time < inf for time in times)):
+        raise ValueError("--forward has to be above 0, the other times at least 0, and none endless")
     if args.schedule and not (args.pipeline_model_parallel_size and args.micro_batches):
         raise ValueError("--schedule needs --pipeline-model-parallel-size and --micro-batches")
     panels = [predict(args, name) for name in args.schedule] + [read(path) for path in args.trace]

@@ -20,9 +20,9 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def training_state(
-    model: nn.Module, optimizer: Optimizer | None = None
+    model: nn.Module, optimizer: Optimizer | None = None, *, frozen: bool = True
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """(tensors by name, step count by parameter name).
+    """(tensors by name, step count by parameter name). Without ``frozen`` only what is trained.
 
     The tensors are the live ones: loading into them fills model and optimizer. Optimizer state that does not exist
     yet is created as zeros, as the first step would. Hyper-parameters are not state: they come from the configuration.
@@ -31,7 +31,7 @@ def training_state(
         CheckpointError: when the optimizer holds parameters that are not the model's (it was built before
             ``fully_shard``), or is of a kind whose state is not known.
     """
-    names = _parameter_names(model)
+    names = {name: p for name, p in _parameter_names(model).items() if frozen or p.requires_grad}
     tensors: dict[str, torch.Tensor] = {f"model.{name}": parameter for name, parameter in names.items()}
     tensors |= {f"model.{name}": buffer for name, buffer in _persistent_buffers(model).items()}
     if optimizer is None:
@@ -133,8 +133,11 @@ def _new_step(parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor
     )
 
 
-def collect_logical_rows(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, int]:
+def collect_logical_rows(
+    model: nn.Module, optimizer: Optimizer | None = None, *, frozen: bool = True
+) -> dict[str, int]:
     """Tensor name -> number of real rows, for every padded parameter of ``model`` and its state in ``optimizer``.
+    Without ``frozen`` only of what is trained.
 
     A module states them in an attribute ``logical_rows``: its own parameter's name -> real rows of dimension 0.
     """
@@ -142,6 +145,8 @@ def collect_logical_rows(model: nn.Module, optimizer: Optimizer | None = None) -
     rows: dict[str, int] = {}
     for module in model.modules():
         for own_name, count in getattr(module, "logical_rows", {}).items():
+            if not frozen and not getattr(module, own_name).requires_grad:
+                continue
             name = name_of[id(getattr(module, own_name))]
             assert rows.setdefault(f"model.{name}", count) == count, f"modules disagree about the rows of {name}"
     if optimizer is not None:

@@ -29,7 +29,8 @@ _FRACTIONS = {
 _FROM_ZERO = {"num_workers", "hybrid_shard_degree", "lr_warmup_iters", "min_lr", "weight_decay", "clip_grad", "seed"}
 
 
-def _require(fits: bool, message: str) -> None:
+def require(fits: bool, message: str) -> None:
+    """Raise ConfigError with ``message`` unless ``fits``."""
     if not fits:
         raise ConfigError(message)
 
@@ -41,11 +42,11 @@ def check_ranges(config: Config) -> None:
         if setting.type not in (int, float) or value is None:
             continue
         if name in _FRACTIONS:
-            _require(0 <= value < 1, f"{setting.flag} {value} must be at least 0 and below 1")
+            require(0 <= value < 1, f"{setting.flag} {value} must be at least 0 and below 1")
         elif name in _FROM_ZERO:
-            _require(value >= 0, f"{setting.flag} {value} must not be negative")
+            require(value >= 0, f"{setting.flag} {value} must not be negative")
         else:
-            _require(value > 0, f"{setting.flag} {value} must be above 0")
+            require(value > 0, f"{setting.flag} {value} must be above 0")
 
 
 def check_combinations(config: Config, layout: Layout) -> None:
@@ -67,15 +68,15 @@ def check_combinations(config: Config, layout: Layout) -> None:
 def _check_heads_and_widths(model: ModelConfig, tp: int) -> None:
     heads, groups, ffn = model.num_attention_heads, model.num_query_groups, model.ffn_hidden_size
     assert groups is not None and ffn is not None, "filled in before"
-    _require(
+    require(
         heads % groups == 0,
         f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}; change one of them",
     )
     for flag, size in (("--num-attention-heads", heads), ("--ffn-hidden-size", ffn)):
-        _require(
+        require(
             size % tp == 0, f"{flag} {size} is not divisible by --tensor-model-parallel-size {tp}; change one of them"
         )
-    _require(
+    require(
         groups % tp == 0 or tp % groups == 0,
         f"--num-query-groups {groups} and --tensor-model-parallel-size {tp}: one must divide the other; change one",
     )
@@ -90,16 +91,16 @@ def _check_pipeline(parallel: ParallelConfig, training: TrainingConfig) -> None:
     )
     if parallel.pipeline_model_parallel_size == 1:
         given = _given(parallel, *names) + _given(training, "trace_pipeline")
-        _require(not given, f"{', '.join(given)}: there is no pipeline; give --pipeline-model-parallel-size above 1")
+        require(not given, f"{', '.join(given)}: there is no pipeline; give --pipeline-model-parallel-size above 1")
         return
     name = parallel.pipeline_schedule
-    _require(
+    require(
         not (parallel.compile and name in ("zb-h1", "zb-v")),
         f"--pipeline-schedule {name} and --compile exclude each other: a compiled graph drops the weight gradients "
         "that the schedule leaves for later; leave out --compile or take --pipeline-schedule 1f1b or interleaved",
     )
     start, iters = training.profile_step_start, training.train_iters
-    _require(
+    require(
         not training.trace_pipeline or iters is None or start <= iters,
         f"--trace-pipeline records iteration --profile-step-start {start}, which is after the last one, {iters}",
     )
@@ -107,26 +108,24 @@ def _check_pipeline(parallel: ParallelConfig, training: TrainingConfig) -> None:
 
 def _check_mlp_activation(model: ModelConfig) -> None:
     for flag, chosen in (("--squared-relu", model.squared_relu), ("--tanh-gelu", model.tanh_gelu)):
-        _require(not (chosen and model.swiglu), f"{flag} is for the plain MLP: add --no-swiglu or leave it out")
-    _require(
-        not (model.squared_relu and model.tanh_gelu), "--squared-relu and --tanh-gelu exclude each other; give one"
-    )
+        require(not (chosen and model.swiglu), f"{flag} is for the plain MLP: add --no-swiglu or leave it out")
+    require(not (model.squared_relu and model.tanh_gelu), "--squared-relu and --tanh-gelu exclude each other; give one")
 
 
 def _check_positions(model: ModelConfig) -> None:
     kind = model.position_embedding_type
-    _require(
+    require(
         kind == "rope" or not model.use_rope_scaling,
         f"--use-rope-scaling needs --position-embedding-type rope, not {kind}",
     )
-    _require(
+    require(
         not model.use_rope_scaling or model.rope_low_freq_factor < model.rope_high_freq_factor,
         f"--rope-low-freq-factor {model.rope_low_freq_factor} must be below "
         f"--rope-high-freq-factor {model.rope_high_freq_factor}",
     )
     assert model.kv_channels is not None, "filled in before"
-    rotated = int(model.kv_channels * model.rotary_percent)
-    _require(
+    rotated = round(model.kv_channels * model.rotary_percent)
+    require(
         kind != "rope" or (rotated > 0 and rotated % 2 == 0 and model.rotary_percent <= 1),
         f"--rotary-percent {model.rotary_percent} of --kv-channels {model.kv_channels} rotates {rotated} channels: "
         "RoPE needs an even number above 0 and at most all of them; change one of the two",
@@ -141,23 +140,23 @@ def _check_data_source(data: DataConfig, model: ModelConfig, training: TrainingC
         "--mock-data": data.mock_data,
     }
     given = [flag if value is True else f"{flag} {value}" for flag, value in sources.items() if value]
-    _require(len(given) < 2, f"{' and '.join(given)}: give one")
-    _require(
+    require(len(given) < 2, f"{' and '.join(given)}: give one")
+    require(
         bool(given) or training.dry_run, "what to train on is missing: give --data-path or --mock-data (or --dry-run)"
     )
     _check_separate_paths(data, training)
     _check_packing(data)
-    _require(model.vocab_size is not None or not data.mock_data, "--mock-data needs --vocab-size")
-    _require((model.vocab_size or 2) > 1 or not data.mock_data, "--mock-data needs a --vocab-size of at least 2")
-    _require(
+    require(model.vocab_size is not None or not data.mock_data, "--mock-data needs --vocab-size")
+    require((model.vocab_size or 2) > 1 or not data.mock_data, "--mock-data needs a --vocab-size of at least 2")
+    require(
         model.vocab_size is not None or data.tokenizer_model is not None,
         "the number of token ids is unknown: give --tokenizer-model or --vocab-size",
     )
     train, validation, _ = parse_split(data.split)
     if data.train_data_path is not None:
         return
-    _require(train > 0, f"--split {data.split} leaves nothing to train on; its first number is the training part")
-    _require(
+    require(train > 0, f"--split {data.split} leaves nothing to train on; its first number is the training part")
+    require(
         validation > 0 or training.eval_interval is None,
         f"--eval-interval {training.eval_interval} needs a validation part, the second number of --split {data.split}",
     )
@@ -165,11 +164,11 @@ def _check_data_source(data: DataConfig, model: ModelConfig, training: TrainingC
 
 def _check_separate_paths(data: DataConfig, training: TrainingConfig) -> None:
     for flag, path in (("--valid-data-path", data.valid_data_path), ("--test-data-path", data.test_data_path)):
-        _require(path is None or data.train_data_path is not None, f"{flag} {path} needs --train-data-path")
+        require(path is None or data.train_data_path is not None, f"{flag} {path} needs --train-data-path")
     if data.train_data_path is None:
         return
-    _require(data.split == DataConfig.split, f"--split {data.split} divides --data-path, not --train-data-path")
-    _require(
+    require(data.split == DataConfig.split, f"--split {data.split} divides --data-path, not --train-data-path")
+    require(
         (training.eval_interval is None) == (data.valid_data_path is None),
         "--eval-interval and --valid-data-path go together: give both or none with --train-data-path",
     )
@@ -178,8 +177,8 @@ def _check_separate_paths(data: DataConfig, training: TrainingConfig) -> None:
 def _check_packing(data: DataConfig) -> None:
     flags = ("packing", "reset_attention_mask", "reset_position_ids", "eod_mask_loss", "data_cache_path")
     given = _given(data, *flags)
-    _require(not (data.mock_data and given), f"--mock-data has no documents: leave out {', '.join(given)}")
-    _require(
+    require(not (data.mock_data and given), f"--mock-data has no documents: leave out {', '.join(given)}")
+    require(
         not (data.packing == "best-fit" and data.eod_mask_loss),
         "--eod-mask-loss: with --packing best-fit no document predicts the next; leave it out",
     )
@@ -202,13 +201,13 @@ def parse_split(split: str) -> tuple[float, float, float]:
 def _check_batch(data: DataConfig, model: ModelConfig, layout: Layout) -> None:
     length, batch, micro = data.seq_length, data.global_batch_size, data.micro_batch_size
     assert length is not None and batch is not None, "filled in before"
-    _require(
+    require(
         length <= model.max_position_embeddings,
         f"--seq-length {length} is above --max-position-embeddings {model.max_position_embeddings}; change one of them",
     )
     for size in (batch, *BatchSizes.of(data).sizes):
         flag = "--global-batch-size" if size == batch else f"--rampup-batch-size {data.rampup_batch_size}: a batch of"
-        _require(
+        require(
             size % (micro * layout.data_parallel) == 0,
             f"{flag} {size} is not divisible by --micro-batch-size {micro} x {layout.data_parallel} "
             f"data-parallel processes = {micro * layout.data_parallel}; change one of them",
@@ -216,16 +215,16 @@ def _check_batch(data: DataConfig, model: ModelConfig, layout: Layout) -> None:
 
 
 def _check_schedule(optim: OptimizerConfig) -> None:
-    _require(optim.min_lr <= optim.lr, f"--min-lr {optim.min_lr} is above --lr {optim.lr}")
+    require(optim.min_lr <= optim.lr, f"--min-lr {optim.min_lr} is above --lr {optim.lr}")
     warmup, decay, final = optim.lr_warmup_iters, optim.lr_decay_iters, optim.lr_wsd_decay_iters
-    _require(
+    require(
         final is None or optim.lr_decay_style == "WSD",
         f"--lr-wsd-decay-iters {final} needs --lr-decay-style WSD, not {optim.lr_decay_style}",
     )
     if decay is None:
         return
-    _require(warmup < decay, f"--lr-warmup-iters {warmup} must be below --lr-decay-iters {decay} (the run)")
-    _require(
+    require(warmup < decay, f"--lr-warmup-iters {warmup} must be below --lr-decay-iters {decay} (the run)")
+    require(
         final is None or warmup + final <= decay,
         f"--lr-warmup-iters {warmup} + --lr-wsd-decay-iters {final} is above --lr-decay-iters {decay} (the run)",
     )
@@ -235,20 +234,20 @@ def _check_training(training: TrainingConfig) -> None:
     start, end, iters = training.profile_step_start, training.profile_step_end, training.train_iters
     if not training.profile:
         return
-    _require(start < end, f"--profile-step-start {start} must be below --profile-step-end {end}")
-    _require(iters is None or start <= iters, f"--profile-step-start {start} is after the last iteration, {iters}")
+    require(start < end, f"--profile-step-start {start} must be below --profile-step-end {end}")
+    require(iters is None or start <= iters, f"--profile-step-start {start} is after the last iteration, {iters}")
 
 
 def _check_loading(checkpoint: CheckpointConfig) -> None:
     load, given = checkpoint.load, _given(checkpoint, "ckpt_step", "finetune", "load_optim")
-    _require(load != "auto" or checkpoint.save is not None, "--load auto resumes from --save: give --save")
+    require(load != "auto" or checkpoint.save is not None, "--load auto resumes from --save: give --save")
     for flag in given:
-        _require(load is not None, f"{flag} says how to load: give --load")
-        _require(
+        require(load is not None, f"{flag} says how to load: give --load")
+        require(
             load != "auto",
             f"{flag} would undo the progress at every restart with --load auto: give --load a folder",
         )
-    _require(
+    require(
         not (checkpoint.finetune and load == checkpoint.save),
         f"--finetune starts at iteration 0: give it a --save other than --load {load}",
     )
@@ -257,18 +256,16 @@ def _check_loading(checkpoint: CheckpointConfig) -> None:
 def _check_saving(checkpoint: CheckpointConfig, training: TrainingConfig) -> None:
     names = ("save_interval", "save_mtbf_hours", "async_save", "keep_last_k", "save_retain_interval", "keep_best_k")
     for flag in _given(checkpoint, *names):
-        _require(checkpoint.save is not None, f"{flag} needs --save, the folder to save under")
+        require(checkpoint.save is not None, f"{flag} needs --save, the folder to save under")
     for flag in _given(training, "exit_interval", "exit_duration_in_mins"):
-        _require(checkpoint.save is not None, f"{flag} saves and stops: give --save, the folder to save under")
+        require(checkpoint.save is not None, f"{flag} saves and stops: give --save, the folder to save under")
     interval, mtbf, last = checkpoint.save_interval, checkpoint.save_mtbf_hours, checkpoint.keep_last_k
-    _require(
-        interval is None or mtbf is None, f"--save-interval {interval} and --save-mtbf-hours {mtbf} are both given"
-    )
-    _require(
+    require(interval is None or mtbf is None, f"--save-interval {interval} and --save-mtbf-hours {mtbf} are both given")
+    require(
         last is None or last >= 2,
         f"--keep-last-k {last} leaves nothing to fall back to when the newest checkpoint is damaged: give at least 2",
     )
-    _require(
+    require(
         checkpoint.keep_best_k is None or training.eval_interval is not None,
         f"--keep-best-k {checkpoint.keep_best_k} needs --eval-interval, which measures the validation loss",
     )
@@ -306,7 +303,7 @@ def _given(group: Any, *names: str) -> list[str]:
 
 
 def _check_logging(logging: LoggingConfig) -> None:
-    _require(
+    require(
         logging.wandb_exp_name is None or logging.wandb_project is not None,
         f"--wandb-exp-name {logging.wandb_exp_name} needs --wandb-project",
     )

@@ -12,13 +12,14 @@ import argparse
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from smp.config.fields import Setting, as_text, did_you_mean, docstrings, group_classes, settings
 from smp.config.schema import Config, ConfigError
 
 Presets = Mapping[str, Mapping[str, Any]]
 Describe = Callable[[str], dict[str, Any] | None]
+Tree = TypeVar("Tree")
 
 
 def load_config(argv: Sequence[str], presets: Presets, described: Describe = lambda load: None) -> Config:
@@ -33,27 +34,38 @@ def load_config(argv: Sequence[str], presets: Presets, described: Describe = lam
     Raises:
         ConfigError: an unknown flag, key, preset or value; one line with the nearest valid name.
     """
-    given, extras = _parser(presets).parse_known_args(argv)
-    _refuse_extras(extras)
-    texts = vars(given)
-    files = texts.pop("config", [])
-    if len(files) > 1:
-        raise ConfigError(f"--config is given {len(files)} times: {', '.join(files)}; flags may override one file")
-    values = read_yaml(files[0]) if files else {}
-    values |= {name: _flag_value(settings()[name], text) for name, text in texts.items()}
+    values = read_values(argv, Config, f"Named sizes: {', '.join(presets)}.")
     model = None
     if "model" not in values and values.get("load") not in (None, "auto"):
         model = described(values["load"])
     if model is None:
         model = _preset(values.get("model"), presets)
-    return _build(model | values)
+    return build_tree(Config, model | values)
 
 
-def _build(values: Mapping[str, Any]) -> Config:
-    by_group: dict[str, dict[str, Any]] = {group: {} for group in group_classes()}
+def read_values(argv: Sequence[str], tree: type, epilog: str) -> dict[str, Any]:
+    """The settings of ``tree`` that a command line and its --config give, by name.
+
+    Raises:
+        ConfigError: as :func:`load_config`.
+    """
+    given, extras = _parser(tree, epilog).parse_known_args(argv)
+    _refuse_extras(extras, tree)
+    texts = vars(given)
+    files = texts.pop("config", [])
+    if len(files) > 1:
+        raise ConfigError(f"--config is given {len(files)} times: {', '.join(files)}; flags may override one file")
+    values = read_yaml(files[0], tree) if files else {}
+    return values | {name: _flag_value(settings(tree)[name], text) for name, text in texts.items()}
+
+
+def build_tree(tree: type[Tree], values: Mapping[str, Any]) -> Tree:
+    """A tree of settings with these values, and its defaults for the others."""
+    known: Mapping[str, Setting] = settings(tree)  # type: ignore[arg-type]  # a class is hashable
+    by_group: dict[str, dict[str, Any]] = {group: {} for group in group_classes(tree)}
     for name, value in values.items():
-        by_group[settings()[name].group][name] = value
-    return Config(**{group: cls(**by_group[group]) for group, cls in group_classes().items()})
+        by_group[known[name].group][name] = value
+    return tree(**{group: cls(**by_group[group]) for group, cls in group_classes(tree).items()})
 
 
 def _preset(name: str | None, presets: Presets) -> dict[str, Any]:
@@ -83,12 +95,12 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message.removeprefix("argument "))
 
 
-def _parser(presets: Presets) -> _Parser:
+def _parser(tree: type, epilog: str) -> _Parser:
     """A parser with every setting as a flag; what is not given is absent from the namespace."""
     parser = _Parser(
         usage="%(prog)s [--config recipe.yaml] [--flag value ...]",
         description="A flag overrides --config, which overrides the named size of --model. 'none' unsets a value.",
-        epilog=f"Named sizes: {', '.join(presets)}.",
+        epilog=epilog,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30),
@@ -96,9 +108,9 @@ def _parser(presets: Presets) -> _Parser:
     parser.add_argument(
         "--config", metavar="FILE", action="append", help="YAML file of settings, one 'name: value' a line"
     )
-    for group, cls in group_classes().items():
+    for group, cls in group_classes(tree).items():
         section, texts = parser.add_argument_group(group, (cls.__doc__ or "").replace("``", "")), docstrings(cls)
-        for setting in settings().values():
+        for setting in settings(tree).values():
             if setting.group == group:
                 section.add_argument(setting.flag, help=_help(setting, texts[setting.name]), **_argument(setting))
     return parser
@@ -118,17 +130,17 @@ def _help(setting: Setting, text: str) -> str:
     return (text + default).replace("%", "%%")
 
 
-def _refuse_extras(extras: Sequence[str]) -> None:
+def _refuse_extras(extras: Sequence[str], tree: type) -> None:
     """Name the first word that is no flag of ours. Switches take no value, so ``--bf16 true`` ends here."""
     for word in extras[:1]:
         if not word.startswith("-"):
             raise ConfigError(f"unexpected {word!r}: a value follows its flag, and a switch (--x or --no-x) takes none")
-        flag, switches = word.split("=")[0], [s for s in settings().values() if s.type is bool]
-        known = [s.flag for s in settings().values()] + ["--config"] + ["--no" + s.flag[1:] for s in switches]
+        flag, switches = word.split("=")[0], [s for s in settings(tree).values() if s.type is bool]
+        known = [s.flag for s in settings(tree).values()] + ["--config"] + ["--no" + s.flag[1:] for s in switches]
         raise ConfigError(f"unknown flag {flag}{did_you_mean(flag, known, ' (--help lists them all)')}")
 
 
-def read_yaml(path: str) -> dict[str, Any]:
+def read_yaml(path: str, tree: type = Config) -> dict[str, Any]:
     """Settings of a flat YAML file, parsed and checked by the rules of flags.
 
     Raises:
@@ -155,17 +167,17 @@ def read_yaml(path: str) -> dict[str, Any]:
         name = str(key.value)
         if name in values:
             raise ConfigError(f"{where}: {name} is given twice")
-        values[name] = _yaml_value(name, node, where)
+        values[name] = _yaml_value(name, node, where, settings(tree))
     return values
 
 
-def _yaml_value(name: str, node: Any, where: str) -> Any:
+def _yaml_value(name: str, node: Any, where: str, known: Mapping[str, Setting]) -> Any:
     """The value of one YAML node, which knows its text, its tag and its place but no Python type yet."""
-    if name not in settings():
-        raise ConfigError(f"{where}: unknown key {name}{did_you_mean(name, settings())}")
+    if name not in known:
+        raise ConfigError(f"{where}: unknown key {name}{did_you_mean(name, known)}")
     if not isinstance(node.value, str):
         raise ConfigError(f"{where}: {name}: expected one value; keys are flat, without groups or lists")
-    setting = settings()[name]
+    setting = known[name]
     if node.tag == "tag:yaml.org,2002:null":
         if setting.optional:
             return None
@@ -176,13 +188,13 @@ def _yaml_value(name: str, node: Any, where: str) -> Any:
         raise ConfigError(f"{where}: {name}: {error}") from None
 
 
-def as_flat_dict(config: Config) -> dict[str, Any]:
+def as_flat_dict(config: Any) -> dict[str, Any]:
     """Every setting by its flat name, in the order of the schema."""
     return {name: value for group in asdict(config).values() for name, value in group.items()}
 
 
-def to_yaml(config: Config) -> str:
-    """Flat YAML that ``--config`` reads back to an equal ``Config``."""
+def to_yaml(config: Any) -> str:
+    """Flat YAML that ``--config`` reads back to an equal tree."""
     import yaml
 
     # escapes outside of ASCII: PyYAML writes some line separators as they are and reads them back as line ends

@@ -84,17 +84,17 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
     return f": did you mean {by_lower[near[0]]}?" if near else otherwise
 
 
-def group_classes() -> dict[str, type]:
-    """Name of each group in ``Config`` and its dataclass, in order."""
-    hints = get_type_hints(Config)
-    return {group.name: hints[group.name] for group in fields(Config)}
+def group_classes(tree: type = Config) -> dict[str, type]:
+    """Name of each group in a tree of settings and its dataclass, in order."""
+    hints = get_type_hints(tree)
+    return {group.name: hints[group.name] for group in fields(tree)}
 
 
 @cache
-def settings() -> dict[str, Setting]:
+def settings(tree: type = Config) -> dict[str, Setting]:
     """Every setting by name, in the order of the schema."""
     table: dict[str, Setting] = {}
-    for group, cls in group_classes().items():
+    for group, cls in group_classes(tree).items():
         hints = get_type_hints(cls, include_extras=True)
         for item in fields(cls):
             assert item.name not in table, f"{item.name} is in two groups, but flags are flat"
@@ -117,9 +117,11 @@ def _setting(item: Field[Any], group: str, hint: Any) -> Setting:
 
 def docstrings(cls: type) -> dict[str, str]:
     """The text under each field of a dataclass, on one line (from the source: Python keeps none at run time)."""
+    texts: dict[str, str] = {}
+    for base in cls.__bases__:
+        texts |= {} if base is object else docstrings(base)
     body = ast.parse(inspect.getsource(cls)).body[0]
     assert isinstance(body, ast.ClassDef)
-    texts: dict[str, str] = {}
     for item, following in zip(body.body, body.body[1:], strict=False):
         match item, following:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -34,13 +34,16 @@ def load_hf(model: nn.Module, folder: str | Path) -> list[str]:
     return load_weights(model, lambda: open_hf(folder))
 
 
-def load_weights(model: nn.Module, open_weights: Callable[[], Weights]) -> list[str]:
-    """Fill a model with weights from anywhere; see :func:`load_hf`. Parameters keep their dtype."""
+def load_weights(
+    model: nn.Module, open_weights: Callable[[], Weights], *, leave: Collection[str] = frozenset()
+) -> list[str]:
+    """Fill a model with weights from anywhere; see :func:`load_hf`. Parameters keep their dtype; those that ``leave``
+    names keep their values too."""
     problem: tuple[str, bool] | None = None
     notes: list[str] = []
     try:
         with open_weights() as weights:
-            _fill(model, weights)
+            _fill(model, weights, leave)
             notes = list(weights.notes)
     except (ValueError, OSError) as error:  # the other ranks are waiting
         problem = str(error), isinstance(error, DamagedError)
@@ -52,12 +55,14 @@ def load_weights(model: nn.Module, open_weights: Callable[[], Weights]) -> list[
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, weights: Weights) -> None:
+def _fill(model: nn.Module, weights: Weights, leave: Collection[str]) -> None:
     tensors, _ = training_state(model)
     rows = collect_logical_rows(model)
     converted = set()
     for full_name, parameter in tensors.items():
         name = full_name.removeprefix("model.")
+        if name in leave:
+            continue
         stored = weights.tensors.get(name)
         shape = (rows.get(full_name, parameter.shape[0]), *parameter.shape[1:])
         if stored is None or stored.shape != shape:

@@ -33,7 +33,7 @@ class SmpWeights(Weights):
     Args:
         folder: one checkpoint's own folder.
         manifest: its manifest, when it was read before.
-        config: settings of the model that it should be; None: those that it holds.
+        config: the model that is to be filled; by default the one that the checkpoint describes.
 
     Raises:
         CheckpointError: it is not a checkpoint of a training run, or not of the model that its settings describe.
@@ -56,7 +56,7 @@ class SmpWeights(Weights):
             if there is None or there.shape != should:
                 found = _shown(None if there is None else there.shape)
                 raise CheckpointError(
-                    f"{self.folder}/{MANIFEST}: tensor {_MODEL}{name} is {found}; its settings say {_shown(should)}"
+                    f"{self.folder}/{MANIFEST}: tensor {_MODEL}{name} is {found}; the model's is {_shown(should)}"
                 )
         self.tensors = {name: stored[name] for name in wanted}
         if left := len(self.manifest.tensors) - len(stored):

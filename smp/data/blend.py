@@ -130,6 +130,8 @@ class BlendedDataset:
         self.seq_length = sources[0].data.seq_length
         self._turns = Turns(weights, cache)
         self._cache = cache
+        self.notes: list[str] = []
+        """What the user should know about how it was made."""
         self.manifest: Manifest = [self._phase(0, {})]
 
     @property

@@ -102,13 +102,24 @@ class _Corpus:
 def _blend(corpora: Sequence[_Corpus], ranges: Sequence[range], required: bool = True) -> BlendedDataset | None:
     """Those ranges of documents as one; None when there is nothing. What is not required may lack data sets that are
     too small for a sample."""
-    sources, shares = [], []
+    sources, shares, notes = [], [], []
     for corpus, documents in zip(corpora, ranges, strict=True):
         source = corpus.source(documents)
         if required:
             source.data.check_not_empty()  # type: ignore[attr-defined]
         size = source.data.samples_per_epoch or 0
-        if size:
-            sources.append(source)
-            shares.append(corpus.part.weight or Fraction(size))
-    return BlendedDataset(sources, integer_weights(shares), corpora[0].cache) if sources else None
+        if not size:
+            notes.append(f"note: {source.name} is left out of validation: it has less than one sample there")
+            continue
+        sources.append(source)
+        shares.append(corpus.part.weight or Fraction(size))
+        if isinstance(source.data, PackedDataset):
+            notes.append(f"{source.name}: {size} sequences per epoch, {100 * source.data.filled:.2f} % of them filled")
+    if not sources:
+        return None
+    weights = integer_weights(shares)
+    if [weight * sum(shares) for weight in weights] != [share * sum(weights) for share in shares]:
+        notes.append(f"note: weights are rounded to multiples of 1/{sum(weights)}: {', '.join(map(str, weights))}")
+    blend = BlendedDataset(sources, weights, corpora[0].cache)
+    blend.notes = notes
+    return blend

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,11 +26,27 @@ class GlobalBatch:
     sample_index: torch.Tensor  # int64 (num_microbatches, micro_batch), global sample numbers
     documents: torch.Tensor | None = None  # int64 like tokens: those with one number see each other; None: all do
     positions: torch.Tensor | None = None  # int64 like tokens; None: counted from 0 in every row
+    widths: tuple[int, ...] | None = None  # columns of each micro-batch that are not padding in all rows; None: all are
+    held: int | None = None  # tokens that are not padding; None: all
+
+    @property
+    def samples(self) -> int:
+        """Samples of this rank."""
+        return self.sample_index.numel()
+
+    def held_tokens(self) -> int:
+        """Tokens of this rank that are not padding."""
+        return self.tokens.numel() if self.held is None else self.held
+
+    def count(self) -> int:
+        """What the loss is averaged over, on this rank: tokens with a label."""
+        return int((self.labels != IGNORED_LABEL).sum())
 
     def pinned(self) -> GlobalBatch:
         """The same in memory that a GPU copies from by itself."""
-        rest = (None if x is None else x.pin_memory() for x in (self.documents, self.positions))
-        return GlobalBatch(self.tokens.pin_memory(), self.labels.pin_memory(), self.sample_index.pin_memory(), *rest)
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        pinned: dict[str, Any] = {name: x.pin_memory() for name, x in values if isinstance(x, torch.Tensor)}
+        return replace(self, **pinned)
 
 
 @dataclass(frozen=True)
@@ -55,6 +72,7 @@ class BatchLoader(Iterator[GlobalBatch]):
         num_workers: threads; each reads whole steps. Without any, a step is read when it is asked for.
         with_documents, with_positions: whether batches carry these.
         pin_memory: for faster copies to a GPU.
+        read: makes a batch of the samples with given numbers, (micro-batches, samples), instead of ``dataset.sample``.
     """
 
     def __init__(
@@ -71,9 +89,10 @@ class BatchLoader(Iterator[GlobalBatch]):
         with_documents: bool = False,
         with_positions: bool = False,
         pin_memory: bool = False,
+        read: Callable[[np.ndarray], GlobalBatch] | None = None,
     ) -> None:
         assert micro_batch_size > 0 and num_microbatches > 0 and 0 <= dp_rank < dp_size and start_sample >= 0
-        self.dataset = dataset
+        self.dataset, self._make = dataset, read or self._stack
         self._micro, self._dp_rank, self._dp_size = micro_batch_size, dp_rank, dp_size
         self._batch_size = batch_size or (lambda start: micro_batch_size * num_microbatches * dp_size)
         self._with_documents, self._with_positions, self._pin = with_documents, with_positions, pin_memory
@@ -135,17 +154,19 @@ class BatchLoader(Iterator[GlobalBatch]):
         return step.reshape(-1, self._dp_size, self._micro)[:, self._dp_rank]
 
     def _read(self, start: int) -> GlobalBatch:
-        indices = self._indices(start)
+        batch = self._make(self._indices(start))
+        return batch.pinned() if self._pin else batch
+
+    def _stack(self, indices: np.ndarray) -> GlobalBatch:
         samples = [self.dataset.sample(index) for index in indices.ravel().tolist()]
 
         def rows(arrays: list[np.ndarray]) -> torch.Tensor:
             return torch.from_numpy(np.stack(arrays)).view(*indices.shape, -1)
 
-        batch = GlobalBatch(
+        return GlobalBatch(
             rows([sample.tokens for sample in samples]),
             rows([sample.labels for sample in samples]),
             torch.from_numpy(indices.copy()),
             rows([sample.documents for sample in samples]) if self._with_documents else None,
             rows([sample.positions for sample in samples]) if self._with_positions else None,
         )
-        return batch.pinned() if self._pin else batch

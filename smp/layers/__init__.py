@@ -4,10 +4,12 @@ from smp.layers.attention import SelfAttention, SequenceInfo
 from smp.layers.block import TransformerBlock
 from smp.layers.cross_entropy import IGNORE_INDEX, VocabShard, linear_cross_entropy, vocab_parallel_cross_entropy
 from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
+from smp.layers.head import VocabParallelHead
 from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
+from smp.layers.lora import Lora, adapters_off, add_adapters
 from smp.layers.mlp import MLP
 from smp.layers.norm import LayerNorm, RMSNorm
-from smp.layers.parameter import Constant, Normal, init_weights
+from smp.layers.parameter import Constant, Normal, init_weights, local, tp_parameter
 from smp.layers.rope import RopeScaling, apply_rope, rope_frequencies, rope_table
 
 __all__ = [
@@ -16,6 +18,7 @@ __all__ = [
     "ColumnParallelLinear",
     "Constant",
     "LayerNorm",
+    "Lora",
     "Normal",
     "PositionEmbedding",
     "RMSNorm",
@@ -25,12 +28,17 @@ __all__ = [
     "SequenceInfo",
     "TransformerBlock",
     "VocabParallelEmbedding",
+    "VocabParallelHead",
     "VocabShard",
+    "adapters_off",
+    "add_adapters",
     "apply_rope",
     "column_parallel",
     "init_weights",
     "linear_cross_entropy",
+    "local",
     "rope_frequencies",
     "rope_table",
+    "tp_parameter",
     "vocab_parallel_cross_entropy",
 ]

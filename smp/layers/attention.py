@@ -27,9 +27,10 @@ class SequenceInfo:
         tokens: rows after padding; rows from batch x length on are padding.
         rope: cos and sin tables, fp32 (tokens, 1, rotated channels), or None.
         numbers: int64 (tokens,) global token numbers that dropout is keyed by, or None without dropout.
-        local_numbers: this rank's part of ``numbers`` under sequence parallelism, else the same.
-        mask: (batch, 1, length, length) in the dtype of the activations, see ``document_mask``: which tokens see which,
-            instead of a layer's own ``causal`` and ``window``. One for all layers. None: one document per sequence.
+        local_numbers: this rank's part of ``numbers`` under sequence parallelism; by default the same.
+        mask: (batch or 1, 1, length, length) in the dtype of the activations, see ``document_mask``: which tokens see
+            which, instead of a layer's own ``causal`` and ``window``. One for all layers. None: one document per
+            sequence.
     """
 
     batch: int
@@ -39,6 +40,10 @@ class SequenceInfo:
     numbers: torch.Tensor | None = None
     local_numbers: torch.Tensor | None = None
     mask: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.local_numbers is None:
+            self.local_numbers = self.numbers
 
 
 def document_mask(documents: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
@@ -103,7 +108,7 @@ class SelfAttention(nn.Module):
         hidden_size: width of the residual stream.
         num_heads, num_groups: query heads, key/value heads (global). Heads must be divisible by the mesh size; groups
             by the mesh size, or the mesh size by groups: then neighbouring ranks share a key/value head.
-        head_dim: width of a head.
+        head_dim: width of a head; by default hidden_size / num_heads.
         mesh: 1-D tensor-parallel mesh.
         bias, qkv_bias: bias on the output projection, on the others.
         qk_norm_eps: when given, RMS-normalize queries and keys per head with this epsilon before RoPE.
@@ -116,6 +121,9 @@ class SelfAttention(nn.Module):
         device, dtype: of the parameters.
 
     Shapes: (tokens [/p], hidden) -> the same.
+
+    Raises:
+        ValueError: for sizes that do not divide; on use, when dropout in training mode lacks the key or the numbers.
 
     Attributes:
         rope_in_place: let a fused kernel rotate where the projections' outputs are. Not for selective recompute, which
@@ -145,12 +153,15 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         groups = num_groups or num_heads
-        self.head_dim = head_dim or hidden_size // num_heads
         if num_heads % mesh.size() or num_heads % groups:
             raise ValueError(f"{num_heads} heads do not split over {mesh.size()} ranks and {groups} key/value heads")
+        if head_dim is None and hidden_size % num_heads:
+            raise ValueError(f"hidden size {hidden_size} is not divisible by {num_heads} heads: give head_dim")
+        self.head_dim = head_dim or hidden_size // num_heads
         if window is not None and not causal:
             raise ValueError("a sliding window needs causal attention")
         self.window, self.causal, self.dropout = window, causal, dropout
+        self.sequence_parallel = sequence_parallel
         self.rope_backend, self.rope_in_place = kernels.rope, True
         place: dict[str, Any] = {"device": device, "dtype": dtype, "sequence_parallel": sequence_parallel}
         column = {**place, "bias": qkv_bias, "init_std": init_std}
@@ -164,10 +175,10 @@ class SelfAttention(nn.Module):
         self.query_norm = self.key_norm = None
         if qk_norm_eps is not None:
             norm: dict[str, Any] = {
+                "sequence_parallel": True,  # each rank has its own heads, as elsewhere its own tokens
                 "device": device,
                 "dtype": dtype,
                 "eps": qk_norm_eps,
-                "split": True,
                 "kernels": kernels,
             }
             self.query_norm = RMSNorm(self.head_dim, mesh, **norm)
@@ -177,7 +188,8 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, info: SequenceInfo, key: torch.Tensor | None = None) -> torch.Tensor:
         """(tokens [/p], hidden) -> (tokens [/p], hidden); ``key`` is the dropout key of this layer's probabilities."""
-        q, k, v = column_parallel(x, [self.query, self.key, self.value])  # (tokens, heads/p x head_dim)
+        outputs = column_parallel(x, [self.query, self.key, self.value], info.local_numbers)
+        q, k, v = outputs  # (tokens, heads/p x head_dim)
         normed = self.query_norm is not None and self.key_norm is not None
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(self._heads(q)), self.key_norm(self._heads(k))
@@ -186,7 +198,7 @@ class SelfAttention(nn.Module):
             q, k = rope(q, k, *info.rope, self.head_dim, self.rope_backend, in_place=in_place)
         q, k, v = (_unfold(self._heads(y), info) for y in (q, k, v))
         out = self._attend(q, k, v, info, key)
-        return self.output(_fold(out, info))
+        return self.output(_fold(out, info), info.numbers)
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.view(x.shape[0], -1, self.head_dim)  # (tokens, heads/p, head_dim)
@@ -200,9 +212,8 @@ class SelfAttention(nn.Module):
             if k.shape[2] > q.shape[2]:
                 return self._attend_to_past(q, k, v)
         k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
-        dropout = self.dropout if self.training and info.numbers is not None else 0.0
-        if dropout > 0.0:
-            return self._attend_with_dropout(q, k, v, info, key, dropout)
+        if self.dropout > 0.0 and self.training:
+            return self._attend_with_dropout(q, k, v, info, key, self.dropout)
         if info.mask is not None:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=info.mask)
         if self.window is None or self.window >= info.length:
@@ -231,7 +242,8 @@ class SelfAttention(nn.Module):
         dropout: float,
     ) -> torch.Tensor:
         """Attention with materialised probabilities, so that dropout can be keyed by (token, global head, position)."""
-        assert key is not None and info.numbers is not None
+        if key is None or info.numbers is None:
+            raise ValueError("dropout needs keys and SequenceInfo.numbers: its masks are keyed by them")
         batch, heads, length, _ = q.shape
         scores = (q @ k.transpose(-1, -2)).float() * self.head_dim**-0.5  # (batch, heads/p, length, length)
         if info.mask is not None:

@@ -25,6 +25,10 @@ class TransformerBlock(nn.Module):
         dropout: on what each part adds to the residual stream.
 
     Shapes: (tokens [/p], hidden) -> the same.
+
+    Raises:
+        ValueError: when the parts differ in ``sequence_parallel``; on use, when dropout in training mode lacks the keys
+            or the tokens' numbers.
     """
 
     def __init__(
@@ -38,6 +42,15 @@ class TransformerBlock(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        parts: dict[str, SelfAttention | MLP | Norm] = {
+            "attention": attention,
+            "mlp": mlp,
+            "attention_norm": attention_norm,
+            "mlp_norm": mlp_norm,
+        }
+        split = {name: part.sequence_parallel for name, part in parts.items()}
+        if len(set(split.values())) > 1:
+            raise ValueError(f"the parts of a block differ in sequence_parallel: {split}")
         self.attention_norm, self.attention = attention_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp
         self.parallel_residual, self.dropout = parallel_residual, dropout
@@ -54,11 +67,20 @@ class TransformerBlock(nn.Module):
         attended = self.attention(self.attention_norm(x), info, None if keys is None else keys[0])
         attended = self._drop(attended, info, keys, 1)
         if self.parallel_residual:
-            return x + attended + self._drop(self.mlp(self.mlp_norm(x)), info, keys, 2)
+            return x + attended + self._drop(self._feed_forward(self.mlp_norm(x), info), info, keys, 2)
         normed, x = self.mlp_norm.after_addition(x, attended)
-        return x + self._drop(self.mlp(normed), info, keys, 2)
+        return x + self._drop(self._feed_forward(normed, info), info, keys, 2)
+
+    def _feed_forward(self, x: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
+        return self.mlp(x, info.numbers, info.local_numbers)
 
     def _drop(self, x: torch.Tensor, info: SequenceInfo, keys: torch.Tensor | None, site: int) -> torch.Tensor:
-        if self.dropout == 0.0 or not self.training or keys is None or info.local_numbers is None:
+        if self.dropout == 0.0 or not self.training:
             return x
-        return keyed_dropout(x, keys[site], info.local_numbers, self.dropout)
+        numbers = info.local_numbers
+        if keys is None or numbers is None or numbers.shape[0] != x.shape[0]:
+            raise ValueError(
+                "dropout needs keys and SequenceInfo.numbers, under sequence parallelism local_numbers: "
+                "its masks are keyed by them"
+            )
+        return keyed_dropout(x, keys[site], numbers, self.dropout)

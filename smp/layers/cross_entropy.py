@@ -22,27 +22,30 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's columns: the first token id, how many are real, and the group that holds the others."""
+    """This rank's columns: the first token id, how many are real, and the group that holds the others of the
+    vocabulary."""
 
     start: int
     valid: int
     group: Group
+    vocab_size: int
 
     @staticmethod
     def of(group: Group, rows_per_rank: int, vocab_size: int) -> VocabShard:
         """The shard of rank ``group.rank`` when each rank holds ``rows_per_rank`` rows, padding included."""
         start = group.rank * rows_per_rank
-        return VocabShard(start, min(max(vocab_size - start, 0), rows_per_rank), group)
+        return VocabShard(start, min(max(vocab_size - start, 0), rows_per_rank), group, vocab_size)
 
 
 def _losses(logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard, backend: str) -> tuple[torch.Tensor, ...]:
-    """Loss per token (n,), and (log_total, columns) from which the gradient follows. One exchange of 2 floats a
-    token."""
+    """Loss per token (n,), NaN where the label is outside the vocabulary, and (log_total, columns) from which the
+    gradient follows. One exchange of 2 floats a token."""
     columns = labels - shard.start
     stats = softmax_stats(logits, columns, shard.valid, backend)
     everyone = wait(start_all_gather(stats, shard.group), shard.group).view(shard.group.size, 2, -1)
     log_total, target = combine_stats(everyone)
-    return log_total - target, log_total, columns
+    known = (labels >= 0) & (labels < shard.vocab_size)
+    return torch.where(known, log_total - target, torch.nan), log_total, columns
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -77,7 +80,7 @@ def vocab_parallel_cross_entropy(
 
     Args:
         logits: this rank's columns, (n, rows per rank).
-        labels: int64 (n,), global token ids.
+        labels: int64 (n,), global token ids. One outside the vocabulary, other than ``IGNORE_INDEX``, gives NaN.
         shard: which columns these are.
         overwrite: the backward pass writes the gradient over the logits, for no memory and 6 bytes of traffic per logit
             in bf16. Nothing else may need them then; a second backward pass is an error.
@@ -120,24 +123,48 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), device=hidden.device)
         logits = hidden.new_empty(min(chunk_tokens, hidden.shape[0]), weight.shape[0])  # one buffer for all chunks
         dhidden = torch.empty_like(hidden) if with_gradient else None
-        dweight = torch.empty(weight.shape, dtype=torch.float32, device=weight.device) if with_gradient else None
+        dweight = None  # of a frozen matrix there is none
+        if with_gradient and ctx.needs_input_grad[1]:
+            make = torch.empty if hidden.shape[0] else torch.zeros  # without tokens there is no chunk to write it
+            dweight = make(weight.shape, dtype=torch.float32, device=weight.device)
         for start in range(0, hidden.shape[0], chunk_tokens):
             part = slice(start, start + chunk_tokens)
             buffer = logits[: hidden[part].shape[0]]
             torch.mm(hidden[part], weight.t(), out=buffer)
             total += _chunk_loss(buffer, labels[part], token_weights[part], shard, with_gradient, backend)
-            if dhidden is not None and dweight is not None:
+            if dhidden is not None:
                 torch.mm(buffer, weight, out=dhidden[part])
+            if dweight is not None:
                 accumulate_weight_gradient(dweight, buffer, hidden[part], first=start == 0)
-        if dhidden is not None and dweight is not None:
-            ctx.save_for_backward(dhidden, dweight.to(weight.dtype))
+        ctx.save_for_backward(dhidden, None if dweight is None else dweight.to(weight.dtype))
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Scales in place, to touch no new memory; autograd refuses a second backward pass through it."""
         dhidden, dweight = ctx.saved_tensors
-        return dhidden.mul_(grad), dweight.mul_(grad), *([None] * 6)
+        return dhidden.mul_(grad), None if dweight is None else dweight.mul_(grad), *([None] * 6)
+
+
+@torch.no_grad()
+def linear_token_losses(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    shard: VocabShard,
+    *,
+    chunk_tokens: int,
+    backend: str = "torch",
+) -> torch.Tensor:
+    """Cross-entropy of each token, fp32 (n,), without gradient; arguments as in :func:`linear_cross_entropy`.
+
+    Labels that do not count give any number.
+    """
+    losses = torch.empty(hidden.shape[0], device=hidden.device)
+    for start in range(0, hidden.shape[0], chunk_tokens):
+        part = slice(start, start + chunk_tokens)
+        losses[part] = _losses(hidden[part] @ weight.t(), labels[part], shard, backend)[0]
+    return losses
 
 
 def linear_cross_entropy(
@@ -156,7 +183,8 @@ def linear_cross_entropy(
         hidden: (n, h), all tokens, equal on every rank of the group. Its gradient is this rank's part of a sum: pass it
             through ``copy_to_group`` or ``gather_tokens`` first.
         weight: this rank's rows of the output matrix, (rows per rank, h).
-        labels: int64 (n,). Tokens that do not count have weight 0; their label may be anything.
+        labels: int64 (n,). Tokens that do not count have weight 0; their label may be anything. Another label outside
+            the vocabulary makes the loss NaN.
         token_weights: fp32 (n,), no gradient.
         shard: which rows these are.
         chunk_tokens: tokens per chunk; bounds the memory at chunk_tokens x rows per rank.

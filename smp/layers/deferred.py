@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from smp.layers.operators import column_forward, row_forward
 from smp.parallel.collectives import start_all_gather, start_all_reduce, start_reduce_scatter, wait
 
 if TYPE_CHECKING:
@@ -51,8 +52,11 @@ class _ColumnParallel(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.layers = layers
         ctx.save_for_backward(x, *weights)
-        full = _gathered(x, layers[0])
-        return tuple(F.linear(full, weight) for weight in weights)
+        group = layers[0].group
+        if group.size == 1:
+            return tuple(F.linear(x, weight) for weight in weights)
+        where = group.name, group.size, group.rank, layers[0].sequence_parallel
+        return tuple(column_forward(x, list(weights), *where))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -83,8 +87,9 @@ class _RowParallel(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, layer: RowParallelLinear, weight: torch.Tensor) -> torch.Tensor:
         ctx.layer = layer
         ctx.save_for_backward(x, weight)
-        start = start_reduce_scatter if layer.sequence_parallel else start_all_reduce
-        return wait(start(F.linear(x, weight), layer.group), layer.group)
+        if layer.group.size == 1:
+            return F.linear(x, weight)
+        return row_forward(x, weight, layer.group.name, layer.group.size, layer.group.rank, layer.sequence_parallel)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -36,6 +36,9 @@ class VocabParallelEmbedding(nn.Module):
 
     Shapes: ids (tokens, ...) -> (tokens [/p], ..., hidden). Each output element is nonzero on one rank only, so the sum
     over the ranks is exact in any precision.
+
+    Raises:
+        IndexError: for an id outside the vocabulary, in any layout; on a GPU a device-side assertion.
     """
 
     def __init__(
@@ -62,11 +65,13 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids (tokens, ...) int64 -> (tokens [/p], ..., hidden)."""
         weight = local(self.weight)
+        unknown = (ids < 0) | (ids >= self.vocab_size)  # F.embedding refuses row -1, and the device does not wait
         if self.group.size == 1:
-            return F.embedding(ids, weight)
+            return F.embedding(ids.masked_fill(unknown, -1), weight)
         row = ids - self.group.rank * self.rows_per_rank
         elsewhere = (row < 0) | (row >= self.rows_per_rank)
-        partial = F.embedding(row.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        row = row.masked_fill(elsewhere, 0).masked_fill(unknown, -1)
+        partial = F.embedding(row, weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
         if self.sequence_parallel:
             return reduce_scatter_tokens(partial, self.group)
         return reduce_from_group(partial, self.group)

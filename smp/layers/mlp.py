@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,9 @@ class MLP(nn.Module):
         device, dtype: of the parameters.
 
     Shapes: (tokens [/p], hidden) -> the same.
+
+    Raises:
+        ValueError: for an unknown activation, or when the mesh does not divide ``ffn_hidden_size``.
     """
 
     def __init__(
@@ -58,7 +61,10 @@ class MLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if activation not in get_args(Activation):
+            raise ValueError(f"activation {activation!r} is not one of {', '.join(get_args(Activation))}")
         self.activation: Activation = activation
+        self.sequence_parallel = sequence_parallel
         self.backend = kernels.swiglu
         column = {
             "bias": bias,
@@ -74,9 +80,14 @@ class MLP(nn.Module):
         row = {**column, "init_std": output_std}
         self.down = RowParallelLinear(ffn_hidden_size, hidden_size, mesh, **row)  # type: ignore[arg-type]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(tokens [/p], hidden) -> (tokens [/p], hidden)."""
+    def forward(
+        self, x: torch.Tensor, numbers: torch.Tensor | None = None, local_numbers: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """(tokens [/p], hidden) -> (tokens [/p], hidden).
+
+        ``numbers`` are those of all tokens and ``local_numbers`` of the ones in ``x``, int64, for dropout in adapters.
+        """
         if self.gate is None:
-            return self.down(_activate(self.up(x), self.activation))
-        gate, up = column_parallel(x, [self.gate, self.up])  # (tokens, ffn/p) each
-        return row_parallel_swiglu(gate, up, self.down, self.backend)
+            return self.down(_activate(self.up(x, local_numbers), self.activation), numbers)
+        gate, up = column_parallel(x, [self.gate, self.up], local_numbers)  # (tokens, ffn/p) each
+        return row_parallel_swiglu(gate, up, self.down, self.backend, numbers)

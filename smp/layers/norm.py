@@ -19,8 +19,7 @@ class Norm(nn.Module):
         features: size of the last dimension.
         mesh: 1-D tensor-parallel mesh.
         eps: added to the variance.
-        split: each rank normalizes different data (tokens under sequence parallelism, heads in qk-norm), so the
-            gradient is the sum over the ranks.
+        sequence_parallel: each rank normalizes its own part of the data, so the gradient is the sum over the ranks.
         kernels: what computes it.
         device, dtype: of the parameters.
     """
@@ -31,14 +30,14 @@ class Norm(nn.Module):
         mesh: DeviceMesh,
         *,
         eps: float = 1e-5,
-        split: bool = False,
+        sequence_parallel: bool = False,
         bias: bool = False,
         kernels: Kernels = TORCH,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.features, self.eps, self.split = features, eps, split
+        self.features, self.eps, self.sequence_parallel = features, eps, sequence_parallel
         self.backend, self.group = kernels.norm, Group.of(mesh)
         self.weight = tp_parameter((features,), REPLICATE, mesh, device, dtype)
         self.bias = tp_parameter((features,), REPLICATE, mesh, device, dtype) if bias else None
@@ -50,7 +49,7 @@ class Norm(nn.Module):
         return add_norm(x, added, self._own(self.weight), bias, self.eps, self.backend)
 
     def _own(self, parameter: torch.Tensor) -> torch.Tensor:
-        return sum_gradient(local(parameter), self.group) if self.split else local(parameter)
+        return sum_gradient(local(parameter), self.group) if self.sequence_parallel else local(parameter)
 
 
 class RMSNorm(Norm):

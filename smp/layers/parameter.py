@@ -39,10 +39,10 @@ def tp_parameter(
     shape: tuple[int, ...],
     placement: Placement,
     mesh: DeviceMesh,
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
 ) -> nn.Parameter:
-    """A parameter of global ``shape`` placed on the 1-D ``mesh``.
+    """A parameter of global ``shape`` placed on the 1-D ``mesh``: ``Shard(dim)`` or ``Replicate()``.
 
     Outside the meta device its elements are NaN until :func:`init_weights`: forgetting that shows in the first loss.
 
@@ -72,18 +72,22 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
     return dtensor.to_local(grad_placements=dtensor.placements)
 
 
-def init_weights(model: nn.Module, seed: int) -> None:
-    """Fill every parameter of our layers in ``model``, in place, from (seed, parameter name) alone.
+def init_weights(model: nn.Module, seed: int, *, only: str | None = None) -> None:
+    """Fill every parameter of ``model``, in place, from (seed, parameter name) alone.
 
     Works before and after ``fully_shard`` and after ``to_empty``; every layout gets the same bits. Modules state their
-    first values in an attribute ``initializers`` (parameter name -> :class:`Normal` or :class:`Constant`); modules
-    without one are left as they are. A tied parameter takes the first name it is found under.
+    first values in an attribute ``initializers`` (parameter name -> :class:`Normal` or :class:`Constant`); another
+    module can be given one. A tied parameter takes the first name it is found under. With ``only`` modules of other
+    last names (``lora`` of ``layers.0.mlp.up.lora``) are left as they are.
 
     Raises:
-        ValueError: for a parameter on the meta device.
+        ValueError: for a parameter on the meta device, or without an initializer: torch's own way to draw first values
+            gives other bits in another layout, and after ``to_empty`` there are none.
     """
     seen: set[int] = set()
     for prefix, module in model.named_modules():
+        if only is not None and prefix.rpartition(".")[2] != only:
+            continue
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) in seen:
                 continue
@@ -91,10 +95,14 @@ def init_weights(model: nn.Module, seed: int) -> None:
             full_name = f"{prefix}.{name}" if prefix else name
             if parameter.is_meta:
                 raise ValueError(f"{full_name} is on the meta device: call model.to_empty(device=...) first")
-            initializers = getattr(module, "initializers", None)
-            if initializers is not None:
-                rows = getattr(module, "logical_rows", {}).get(name, parameter.shape[0])
-                _fill(parameter, full_name, initializers[name], seed, rows)
+            initializer = getattr(module, "initializers", {}).get(name)
+            if initializer is None:
+                raise ValueError(
+                    f"{full_name} has no initializer: set {prefix or 'model'}.initializers = "
+                    f"{{{name!r}: Normal(0.02)}}, or Constant(...), of smp.layers"
+                )
+            rows = getattr(module, "logical_rows", {}).get(name, parameter.shape[0])
+            _fill(parameter, full_name, initializer, seed, rows)
 
 
 @torch.no_grad()

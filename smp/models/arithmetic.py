@@ -187,7 +187,12 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    config: Config, layout: Layout, chunk_bytes: int, parts: Sequence[ModelPart] | None = None, held: int = 1
+    config: Config,
+    layout: Layout,
+    chunk_bytes: int,
+    parts: Sequence[ModelPart] | None = None,
+    held: int = 1,
+    losses: int = 1,
 ) -> MemoryEstimate:
     """Memory of one process of a training run: an estimate to choose a layout by, not a bound.
 
@@ -200,7 +205,8 @@ def estimate_memory(
     - activations: layers x what a block keeps (``_kept_per_token`` x T), as much as one whole block for the gradients
       in flight, under recompute one more for the block that is replayed, and what the output layer takes and gives
       back.
-    - logits: one chunk and the output matrix's gradient in fp32; logits of all tokens never exist.
+    - logits: one chunk; logits of all tokens never exist. The output matrix's gradient, summed over chunks in fp32 and
+      kept in compute precision from the forward pass, where the loss computes it: one for each of the ``losses``.
 
     Of a pipeline's process n counts its own parts. Their gradients are whole, 4 n, until they are reduced, and the
     weights are gathered for the whole step (without --pipeline-reshard). Activations are there ``held`` times for an
@@ -216,6 +222,7 @@ def estimate_memory(
         chunk_bytes: size of one chunk of fp32 logits, ``smp.layers.head.CHUNK_BYTES`` of the device.
         parts: of the model that the process holds; by default all of it.
         held: most activations that it holds at once, in micro-batches of one part.
+        losses: most micro-batches at once between their loss and its backward pass.
     """
     model, data = config.model, config.data
     assert model.vocab_size is not None and data.seq_length is not None, "resolved before"
@@ -234,7 +241,7 @@ def estimate_memory(
         optimizer=_optimizer_bytes(config) * n // layout.dp_shard,
         units=b * gathered + (b + 4) * max(block, vocabulary),
         activations=int(tokens * _activations_per_token(config, layout, b, layers * held / len(parts), last)),
-        logits=last * (_logits_bytes(tokens, rows, chunk_bytes, b) + vocabulary * (4 if b == 4 else 4 + b)),
+        logits=last * (_logits_bytes(tokens, rows, chunk_bytes, b) + vocabulary * (b * losses + (4 if b < 4 else 0))),
     )
 
 

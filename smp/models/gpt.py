@@ -18,6 +18,7 @@ from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from smp.layers.head import VocabParallelHead
 from smp.layers.mlp import MLP, Activation
 from smp.layers.norm import LayerNorm, Norm, RMSNorm
+from smp.layers.preference import Preference
 from smp.layers.rope import RopeScaling, rope_frequencies, rope_table
 from smp.models.part import ModelPart, whole
 from smp.parallel.collectives import Group
@@ -66,6 +67,8 @@ class GPT(nn.Module):
         super().__init__()
         assert config.vocab_size is not None
         self.config, self.seed = config, seed
+        self.frozen = False  # apart from adapters
+        self.adapter_dropout = 0.0
         self.parts = tuple(parts) if parts is not None else (whole(config.num_layers),)
         self.group, self.sequence_parallel = Group.of(mesh), sequence_parallel
         place: dict[str, Any] = {"sequence_parallel": sequence_parallel, "device": device}
@@ -106,6 +109,7 @@ class GPT(nn.Module):
         sample_index: torch.Tensor | None = None,
         documents: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
+        preference: Preference | None = None,
         hidden: torch.Tensor | None = None,
         part: ModelPart | None = None,
     ) -> torch.Tensor:
@@ -113,22 +117,27 @@ class GPT(nn.Module):
 
         Args:
             tokens: int64 (batch, length).
-            labels: int64 (batch, length), the token that follows each; without them logits are returned.
+            labels: int64 (batch, length), the token that follows each; without them and the weights logits are
+                returned.
             token_weights: fp32 (batch, length): what each token's loss counts. 1 / (valid tokens of the global batch)
                 makes the sum over micro-batches and ranks the mean loss; 0 leaves a token out.
-            sample_index: int64 (batch,), global numbers of the samples. Dropout is keyed by them; needed in training
-                mode when dropout is on.
+            sample_index: int64 (batch,), global numbers of the samples, or (batch, length), of the tokens. Dropout is
+                keyed by them; needed in training mode when dropout is on.
             documents: int64 (batch, length): tokens see only tokens with the same number. Without it a sequence is one
                 document.
             positions: int64 (batch, length), below ``max_position_embeddings``: where each token stands. Without it
                 they count from 0 in every sequence.
+            preference: rows are pairs of answers, whose loss this describes; tokens of weight 0 belong to the prompt.
             hidden: what the part before returned, when ``part`` has no embedding.
             part: one of ``self.parts``; by default the only one.
 
         Returns:
-            0-dim fp32, equal on all TP ranks; without labels (batch, length, vocab); of a part without head
-            ``hidden_shape(batch, length)``.
+            0-dim fp32, equal on all TP ranks; without labels (batch, length, vocab); with a preference that has no
+            reference the log-probability of each answer, fp32 (batch,); of a part without head ``hidden_shape(batch,
+            length)``.
         """
+        if (labels is None) != (token_weights is None):
+            raise ValueError("a loss needs labels and token_weights, logits neither")
         if part is None:
             (part,) = self.parts
         batch, length = tokens.shape
@@ -137,8 +146,11 @@ class GPT(nn.Module):
         info = self._sequence_info(tokens, padding, places, sample_index)
         keys = self._dropout_keys(info, tokens.device)
         x = self._embed(_flat(tokens, padding), places, info, keys) if hidden is None else hidden
+        window = self.config.window_size
+        if documents is None and window is not None and window < length:
+            documents = tokens.new_zeros(1, length)  # one mask for all samples, as for all layers
         if documents is not None:
-            info.mask = document_mask(documents, self.config.window_size, x.dtype)
+            info.mask = document_mask(documents, window, x.dtype)
         for i in part.layers:
             x = self.layers[str(i)](
                 x, info, None if keys is None else keys[SITES_PER_BLOCK * i : SITES_PER_BLOCK * (i + 1)]
@@ -151,7 +163,7 @@ class GPT(nn.Module):
         if labels is None or token_weights is None:
             logits = self.head(x, tied_weight=tied_weight)
             return logits[: batch * length].view(batch, length, -1)
-        return self.head(x, _flat(labels, padding), _flat(token_weights, padding), tied_weight)
+        return self.head(x, _flat(labels, padding), _flat(token_weights, padding), tied_weight, preference)
 
     def hidden_shape(self, batch: int, length: int) -> tuple[int, int]:
         """(tokens [/p], hidden) of what one part hands to the next."""
@@ -179,13 +191,14 @@ class GPT(nn.Module):
                     c.rope_original_max_position,
                 )
             assert c.kv_channels is not None
-            freqs = rope_frequencies(int(c.kv_channels * c.rotary_percent), c.rotary_base, scaling, tokens.device)
+            freqs = rope_frequencies(round(c.kv_channels * c.rotary_percent), c.rotary_base, scaling, tokens.device)
             info.rope = rope_table(places, freqs)
-        if self.training and (c.hidden_dropout > 0 or c.attention_dropout > 0):
+        if self.training and max(c.hidden_dropout, c.attention_dropout, self.adapter_dropout) > 0:
             if sample_index is None:
                 raise ValueError("dropout needs sample_index: masks are keyed by the global number of each sample")
-            numbers = sample_index[:, None] * length + torch.arange(length, device=tokens.device)
-            info.numbers = _flat(numbers, padding)
+            if sample_index.ndim == 1:
+                sample_index = sample_index[:, None] * length + torch.arange(length, device=tokens.device)
+            info.numbers = _flat(sample_index, padding)
             info.local_numbers = self._own(info.numbers)
         return info
 
@@ -233,7 +246,7 @@ def _norm(config: ModelConfig, mesh: DeviceMesh, kernels: Kernels, place: dict[s
         config.hidden_size,
         mesh,
         eps=config.norm_epsilon,
-        split=place["sequence_parallel"],
+        sequence_parallel=place["sequence_parallel"],
         kernels=kernels,
         device=place["device"],
     )

@@ -1,21 +1,19 @@
 """Collectives for layers, as pairs of adjoints.
 
-Each differentiable function names its adjoint, which is the other one's backward pass:
+Each differentiable function's backward pass is its adjoint:
 
 ======================  =============================  =====================
-function                forward                        its adjoint
+function                forward                        backward
 ======================  =============================  =====================
 copy_to_group           identity                       reduce_from_group
 reduce_from_group       all-reduce                     copy_to_group
 gather_tokens           all-gather of dim 0            reduce_scatter_tokens
 reduce_scatter_tokens   reduce-scatter of dim 0        gather_tokens
-split_tokens            this rank's part of dim 0      concat_tokens
-concat_tokens           all-gather of dim 0            split_tokens
+split_tokens            this rank's part of dim 0      all-gather of dim 0
 ======================  =============================  =====================
 
-``gather_tokens`` and ``concat_tokens`` run the same forward. They differ in what follows: after ``gather_tokens`` each
-rank does different work on the whole (its columns of a matrix), so gradients are summed; after ``concat_tokens`` all
-ranks do the same work, so each keeps its part.
+The backward pass of ``gather_tokens`` sums, because each rank does different work on the whole (its columns of a
+matrix). That of ``split_tokens`` only gathers: what is split was the same on all ranks.
 
 All are built on torch's functional collectives, which trace under ``torch.compile(fullgraph=True)``. The ``start_*``
 functions return at once and ``wait`` finishes them: layers put a matrix product in between.
@@ -49,9 +47,9 @@ class Group:
         return Group(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
 
 
-def start_all_reduce(x: torch.Tensor, group: Group, op: str = "sum") -> torch.Tensor:
-    """Begin an all-reduce. The result must go through :func:`wait` before use."""
-    return x if group.size == 1 else _ops.all_reduce(x.contiguous(), op, group.name)
+def start_all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Begin a sum over the group. The result must go through :func:`wait` before use."""
+    return x if group.size == 1 else _ops.all_reduce(x.contiguous(), "sum", group.name)
 
 
 def start_all_gather(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -146,17 +144,6 @@ class _SplitTokens(torch.autograd.Function):
         return _all_gather(grad, ctx.group), None
 
 
-class _ConcatTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return _all_gather(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _own_part(grad, ctx.group), None
-
-
 class _SumGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -191,12 +178,6 @@ def reduce_scatter_tokens(x: torch.Tensor, group: Group) -> torch.Tensor:
 def split_tokens(x: torch.Tensor, group: Group) -> torch.Tensor:
     """This rank's rows of a tensor that all ranks hold, (n, ...) -> (n / size, ...); gradients are gathered."""
     return x if group.size == 1 else _SplitTokens.apply(x, group)
-
-
-def concat_tokens(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """All ranks' rows, (n, ...) -> (n * size, ...), for work that every rank repeats; each rank's gradient keeps its
-    part."""
-    return x if group.size == 1 else _ConcatTokens.apply(x, group)
 
 
 def sum_gradient(parameter: torch.Tensor, group: Group) -> torch.Tensor:

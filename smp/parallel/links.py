@@ -35,6 +35,10 @@ class Links:
             for lane in sorted({_lane(channel, self.size) for channel in channels})
         }
 
+    def global_rank(self, rank: int) -> int:
+        """The number in the whole run of a pipeline rank."""
+        return self._ranks[rank]
+
     def send(self, tensor: torch.Tensor, to: int) -> dist.Work:
         """Begin to send; the tensor must stay as it is until the work is done."""
         group = self._groups[_lane((self.rank, to), self.size)]

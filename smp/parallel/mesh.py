@@ -1,8 +1,9 @@
 """The one device mesh of a run.
 
 Dimensions, slowest first: ``(pp, dp_replicate, dp_shard, cp, tp)``. Neighbouring ranks share a TP group, so the
-chattiest traffic stays inside a node. Hybrid FSDP shards over ``dp_shard`` (and ``cp``) and replicates over
-``dp_replicate``. Dimensions of size one keep their place: code that looks one up never asks whether it exists.
+chattiest traffic stays inside a node. Hybrid FSDP shards over ``dp_shard`` and replicates over ``dp_replicate``; ``cp``
+is the place of context parallelism and always 1 so far. Dimensions of size one keep their place: code that looks one up
+never asks whether it exists.
 """
 
 from __future__ import annotations

@@ -77,25 +77,35 @@ def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
-def keyed_keep_mask(key: torch.Tensor, tokens: torch.Tensor, channels: int, p: float) -> torch.Tensor:
+def dropout_key(seed: int, site: str) -> int:
+    """The 32-bit key of one dropout site that has a name."""
+    return stable_hash(seed, "dropout", site) & _MASK
+
+
+def keyed_keep_mask(
+    key: torch.Tensor, tokens: torch.Tensor, channels: int, p: float, first_channel: int = 0
+) -> torch.Tensor:
     """Boolean (len(tokens), channels): True with probability 1 - p, a function of (key, token, channel) alone.
 
     Args:
         key: 0-dim int64, this site's key.
         tokens: int64 (n,), global token numbers.
-        channels: number of columns; column c is channel c of every layout.
+        channels: number of columns; column c is channel first_channel + c of every layout.
         p: probability of False, in [0, 1).
+        first_channel: of the columns that this rank holds.
     """
     rows = _mix((tokens & _MASK) ^ key)
     rows = _mix(rows ^ ((tokens >> 32) & _MASK) ^ 0x5BF03635)
-    columns = _mix(torch.arange(channels, device=tokens.device) + 0x9E3779B9)
+    columns = _mix(torch.arange(first_channel, first_channel + channels, device=tokens.device) + 0x9E3779B9)
     bits = _mix(rows[:, None] ^ columns[None, :])  # (n, channels)
     return bits >= int(p * 2**32)
 
 
-def keyed_dropout(x: torch.Tensor, key: torch.Tensor, tokens: torch.Tensor, p: float) -> torch.Tensor:
+def keyed_dropout(
+    x: torch.Tensor, key: torch.Tensor, tokens: torch.Tensor, p: float, *, first_channel: int = 0
+) -> torch.Tensor:
     """Dropout of ``x`` (n, channels) whose mask is keyed by (key, global token, channel); p == 0 returns ``x``."""
     if p == 0.0:
         return x
-    keep = keyed_keep_mask(key, tokens, x.shape[-1], p)
+    keep = keyed_keep_mask(key, tokens, x.shape[-1], p, first_channel)
     return torch.where(keep, x / (1.0 - p), 0.0)

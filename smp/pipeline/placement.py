@@ -74,18 +74,6 @@ def _from_counts(counts: Sequence[int]) -> tuple[ModelPart, ...]:
     return tuple(ModelPart(firsts[s], count, embedding=s == 0, head=s == last) for s, count in enumerate(counts))
 
 
-def stage_costs(
-    placement: Sequence[ModelPart], layer_costs: Sequence[float], embedding_cost: float = 0, head_cost: float = 0
-) -> tuple[float, ...]:
-    """What each stage costs, in the unit of the layers."""
-    return tuple(
-        sum(layer_costs[stage.first : stage.first + stage.count])
-        + embedding_cost * stage.embedding
-        + head_cost * stage.head
-        for stage in placement
-    )
-
-
 def parse_layout(layout: str, num_layers: int, stages: int) -> tuple[ModelPart, ...]:
     """A placement in Megatron's notation, ``--pipeline-model-parallel-layout``.
 
@@ -95,12 +83,12 @@ def parse_layout(layout: str, num_layers: int, stages: int) -> tuple[ModelPart, 
     Raises:
         ConfigError: not of this form, or of another size than ``num_layers`` and ``stages`` (ranks x chunks).
     """
-    rows = _repeat(layout.replace(",", "")).split("|")
+    rows = _repeat(layout, num_layers + stages).split("|")
     text = "".join(rows)
-    unknown = set(text) - set("EtL")
+    unknown = sorted(set(text) - set("EtL"))
     if unknown:
-        known = "E, t, L, |, x*n and (...)*n"
-        raise ConfigError(f"{FLAG} {layout!r} has {', '.join(sorted(unknown))}; it is made of {known}")
+        known = "E, t, L, |, x*n and (...)*n, where no group is inside of another"
+        raise ConfigError(f"{FLAG} {layout!r} has {', '.join(map(repr, unknown))}; it is made of {known}")
     if len(rows) != stages:
         raise ConfigError(
             f"{FLAG} {layout!r} names {len(rows)} stages, but --pipeline-model-parallel-size x "
@@ -113,11 +101,22 @@ def parse_layout(layout: str, num_layers: int, stages: int) -> tuple[ModelPart, 
     return _from_counts([row.count("t") for row in rows])
 
 
-def _repeat(layout: str) -> str:
-    """Write out repetitions: groups first, so that a group may hold repetitions."""
-    for pattern in (r"\(([^()]*)\)\*(\d+)", r"([^*])\*(\d+)"):
-        layout = re.sub(pattern, lambda match: match[1] * int(match[2]), layout)
-    return layout
+def _repeat(layout: str, most: int) -> str:
+    """Write out repetitions: groups first, so that a group may hold repetitions. None is longer than ``most``, the
+    characters of a layout that fits."""
+
+    def repeated(match: re.Match[str]) -> str:
+        digits = match[2].lstrip("0")
+        if len(digits) > len(str(most)) or int(digits or "0") > most:
+            raise ConfigError(
+                f"{FLAG} {layout!r} repeats {match[1]!r} more than {most} times, layers and stages together"
+            )
+        return match[1] * int(digits or "0")
+
+    written = layout.replace(",", "")
+    for pattern in (r"\(([^()]*)\)\*([0-9]+)", r"([^*])\*([0-9]+)"):
+        written = re.sub(pattern, repeated, written)
+    return written
 
 
 def format_layout(placement: Sequence[ModelPart]) -> str:

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from smp.config import Config, Layout
+from smp.config import Config, ConfigError, Layout, ModelConfig, ParallelConfig
 from smp.config.batch import BatchSizes
 from smp.models.arithmetic import count_part, forward_flops
 from smp.models.part import ModelPart
 from smp.pipeline.actions import Op, Schedule
-from smp.pipeline.placement import balance, parse_layout, stage_costs
+from smp.pipeline.placement import FLAG, balance, parse_layout
 from smp.pipeline.schedules import build_forward_schedule, build_schedule
 from smp.pipeline.simulate import StageCosts, simulate
 from smp.pipeline.timeline import Timeline
+from smp.pipeline.validate import validate
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,13 @@ class Plan:
     Attributes:
         parts: the part of the model that each stage holds.
         training, evaluation: what every rank does in a step, and to evaluate.
-        costs: forward FLOPs of each stage for one micro-batch.
+        costs: FLOPs of each stage for one micro-batch.
     """
 
     parts: tuple[ModelPart, ...]
     training: Schedule
     evaluation: Schedule
-    costs: tuple[float, ...]
+    costs: tuple[StageCosts, ...]
 
     @property
     def split_backward(self) -> bool:
@@ -44,7 +45,7 @@ class Plan:
 
     def predicted(self) -> Timeline:
         """The step, simulated with messages that take no time; the unit is one FLOP's."""
-        return simulate(self.training, [StageCosts(cost, cost, cost) for cost in self.costs])
+        return simulate(self.training, self.costs)
 
 
 def plan_pipeline(config: Config, layout: Layout) -> Plan:
@@ -61,15 +62,40 @@ def plan_pipeline(config: Config, layout: Layout) -> Plan:
     reshard = parallel.pipeline_reshard
     training = build_schedule(*sizes, reshard_after_use=reshard)
     evaluation = build_forward_schedule(*sizes, reshard_after_use=reshard)
-    flops = forward_flops(model, data.seq_length or 1)
-    layers = [flops.layer] * model.num_layers
-    if parallel.pipeline_model_parallel_layout is not None:
-        parts = parse_layout(parallel.pipeline_model_parallel_layout, model.num_layers, training.stages)
-    else:
-        parts = balance(layers, training.stages, flops.embedding, flops.head)
+    for schedule in (training, evaluation):
+        validate(schedule)
+    parts = _place(model, parallel, training.stages, data.seq_length or 1)
     tokens = data.micro_batch_size * (data.seq_length or 1)
-    costs = stage_costs(parts, [cost * tokens for cost in layers], flops.embedding * tokens, flops.head * tokens)
-    return Plan(parts, training, evaluation, costs)
+    return Plan(parts, training, evaluation, tuple(_costs(part, config, tokens) for part in parts))
+
+
+def _place(model: ModelConfig, parallel: ParallelConfig, stages: int, seq_length: int) -> tuple[ModelPart, ...]:
+    """As the user says, or balanced by the FLOPs of a whole step."""
+    if parallel.pipeline_model_parallel_layout is not None:
+        return parse_layout(parallel.pipeline_model_parallel_layout, model.num_layers, stages)
+    if stages > model.num_layers + 2:
+        raise ConfigError(
+            f"--pipeline-model-parallel-size x --num-virtual-stages-per-pipeline-rank is {stages} stages, more than "
+            f"{model.num_layers} layers (--num-layers), embedding and head: name the empty ones with {FLAG}, or take "
+            "fewer"
+        )
+    flops, replays = forward_flops(model, seq_length), _replays(parallel)
+    layer = flops.layer * (1 + replays / 3)  # a step is 3 forward passes long, or 4
+    return balance([layer] * model.num_layers, stages, flops.embedding, flops.head)
+
+
+def _replays(parallel: ParallelConfig) -> int:
+    """Forward passes of a layer that come on top of its own."""
+    return 1 if parallel.recompute_granularity == "full" else 0
+
+
+def _costs(part: ModelPart, config: Config, tokens: int) -> StageCosts:
+    """A layer's forward pass costs as much as either part of its backward pass; the input part begins with the replay
+    of the forward pass, if there is one. The output layer computes its gradients in its forward pass."""
+    flops = forward_flops(config.model, config.data.seq_length or 1)
+    layers = part.count * flops.layer * tokens
+    both, head = layers + part.embedding * flops.embedding * tokens, part.head * flops.head * tokens
+    return StageCosts(both + 3 * head, both + _replays(config.parallel) * layers, both)
 
 
 def plans_by_size(config: Config, layout: Layout) -> dict[int, Plan]:
@@ -87,16 +113,16 @@ def plans_by_size(config: Config, layout: Layout) -> dict[int, Plan]:
 
 def describe_plan(plan: Plan, config: Config) -> list[str]:
     """The plan as lines: stage, its rank, layers, parameters and time."""
-    schedule, mean = plan.training, sum(plan.costs) / len(plan.costs)
+    schedule, times = plan.training, [cost.total for cost in plan.costs]
     predicted = plan.predicted()
     lines = [
         f"pipeline: {schedule.name}, {schedule.ranks} ranks x {schedule.chunks} stages, {schedule.micro_batches} "
         f"micro-batches; predicted bubble {100 * predicted.bubble_fraction:.1f} % of the step"
     ]
-    for stage, (part, cost) in enumerate(zip(plan.parts, plan.costs, strict=True)):
+    for stage, (part, time) in enumerate(zip(plan.parts, times, strict=True)):
         parameters = count_part(config.model, part)
         lines.append(
             f"  stage {stage}  rank {schedule.rank_of(stage)}  {parameters:>14,} parameters  "
-            f"time {cost / mean:5.2f} of the mean  {part}"
+            f"time {time * len(times) / sum(times):5.2f} of the mean  {part}"
         )
     return lines

@@ -14,12 +14,9 @@ import torch
 import torch.distributed as dist
 
 from smp.parallel.links import Links
-from smp.pipeline.actions import RECEIVE, SEND, Action, Op, Schedule
+from smp.pipeline.actions import RECEIVE, SEND, Action, Op, Schedule, Sends, counterpart
+from smp.pipeline.failure import PipelineError, collective_failed, lost_contact, reason
 from smp.pipeline.recorder import Recorder
-
-
-class PipelineError(RuntimeError):
-    """A message of the pipeline did not come or go. The text names the stage and the other rank."""
 
 
 class Stages(Protocol):
@@ -63,8 +60,11 @@ class Runner:
         """One step: all actions of this rank.
 
         Raises:
-            PipelineError: a message failed, because the rank at its other end is gone or late.
+            PipelineError: a message or a collective failed, because another rank is gone or late.
+            ValueError: the schedule needs paired sends; messages are posted here.
         """
+        if schedule.sends is not Sends.POSTED:
+            raise ValueError(f"{schedule.name} is a schedule of {schedule.sends.value} sends; the runner posts them")
         step = _Step(self, schedule, stages, recorder)
         for action in schedule.actions[self.links.rank]:
             step.run(action)
@@ -91,11 +91,22 @@ class _Step:
         elif action.op in RECEIVE:
             self._receive(action)
         else:
-            arguments = self._arguments(action)
+            self._work(action)
+
+    def _work(self, action: Action) -> None:
+        """A computation, or an action on parameters. Either may communicate with other ranks than the pipeline's."""
+        arguments = self._arguments(action)
+        try:
             with nullcontext() if self.recorder is None else self.recorder.running(action):
                 result = getattr(self.stages, action.op.value)(action.stage, *arguments)
-            if result is not None:
-                self.results[_result(action)] = result
+        except RuntimeError as error:
+            if not lost_contact(error):
+                raise
+            raise PipelineError(
+                collective_failed(f"pipeline rank {self.runner.links.rank}: {action}", error)
+            ) from error
+        if result is not None:
+            self.results[_result(action)] = result
 
     def _arguments(self, action: Action) -> tuple[int | torch.Tensor | None, ...]:
         """After the stage: none for parameters, the micro-batch, and what a computation reads from its neighbour."""
@@ -151,9 +162,13 @@ class _Step:
             raise self._failure(action, error) from error
 
     def _failure(self, action: Action, error: RuntimeError) -> PipelineError:
-        rank, peer = self.runner.links.rank, self.schedule.peer(action)
-        reason = str(error).strip().splitlines()[0]
-        return PipelineError(f"pipeline rank {rank}: {action} {_WAY[action.op]} pipeline rank {peer} failed: {reason}")
+        """Of a message: its other end is lost or, if its rank speaks up too, waits for another one itself."""
+        links, peer, stage = self.runner.links, self.schedule.peer(action), counterpart(action).stage
+        other = f"rank {links.global_rank(peer)}"
+        return PipelineError(
+            f"pipeline rank {links.rank}: {action} {_WAY[action.op]} stage {stage} on pipeline rank {peer} ({other}) "
+            f"failed: {reason(error)}; {other} is lost, or says what it waits for itself"
+        )
 
 
 _WAY = dict.fromkeys(SEND, "to") | dict.fromkeys(RECEIVE, "from")

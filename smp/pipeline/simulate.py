@@ -28,6 +28,11 @@ class StageCosts:
     unshard: float = 0
     reduce: float = 0
 
+    @property
+    def total(self) -> float:
+        """Time of all computation for one micro-batch."""
+        return self.forward + self.backward_input + self.backward_weight
+
     def of(self, op: Op) -> float:
         """Time that an action takes once it runs; a whole backward is the sum of its parts."""
         if op is Op.BACKWARD:

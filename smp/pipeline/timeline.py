@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from typing import Any
 
 from smp.pipeline.actions import COMPUTE, Action, Op
@@ -113,6 +114,8 @@ def from_trace(trace: dict[str, Any]) -> Timeline:
         raise ValueError(f"not a trace of a pipeline: {error!r}") from None
     if not any(span.action.op in COMPUTE for span in spans):
         raise ValueError("not a trace of a pipeline: no forward or backward in it")
+    if not all(0 <= span.end - span.start < inf for span in spans) or all(span.end == span.start for span in spans):
+        raise ValueError("not a trace of a pipeline: durations are numbers, at least 0 and not all of them 0")
     return Timeline(ranks=max(span.rank for span in spans) + 1, spans=spans)
 
 

@@ -19,6 +19,8 @@ from smp.pipeline.execute import ScheduleError, at, execution_order
 
 def validate(schedule: Schedule) -> None:
     """Raise ScheduleError, which names rank, position and action, unless the schedule is right."""
+    if len(schedule.actions) != schedule.ranks:
+        raise ScheduleError(f"{schedule.name} is for {schedule.ranks} ranks but has actions of {len(schedule.actions)}")
     for rank in range(schedule.ranks):
         _check_rank(schedule, rank)
     _check_channels(schedule)
@@ -35,6 +37,15 @@ def peak_activations(schedule: Schedule) -> tuple[int, ...]:
     return tuple(
         max(accumulate((change.get(action.op, 0) for action in actions), initial=0)) for actions in schedule.actions
     )
+
+
+def peak_losses(schedule: Schedule) -> int:
+    """Most micro-batches that have gone forward through the last stage and not backward yet: for each of them a loss
+    that has its gradients ready is kept, with one for the output matrix."""
+    change = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.BACKWARD_INPUT: -1}
+    last = schedule.stages - 1
+    actions = (action for action in schedule.actions[schedule.rank_of(last)] if action.stage == last)
+    return max(accumulate((change.get(action.op, 0) for action in actions), initial=0))
 
 
 def _check_rank(schedule: Schedule, rank: int) -> None:

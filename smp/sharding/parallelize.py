@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from smp.config import ParallelConfig
@@ -104,24 +105,41 @@ def shard(model: nn.Module, units: list[Any], mesh: DeviceMesh, *, bf16: bool = 
     Gradients are summed, never averaged: the loss is already divided by the global number of valid tokens.
 
     Args:
-        model: anything whose parameters are DTensors on the TP mesh of the same parent mesh.
-        units: submodules (or lists of them) that are gathered and freed together; the rest of ``model`` is one more
-        unit. mesh: 1-D ``dp_shard`` or 2-D ``(dp_replicate, dp_shard)``, see ``smp.parallel.mesh.data_mesh``.
+        model: anything whose parameters are DTensors on the TP mesh of the same parent mesh; on a TP mesh of one rank
+            also ordinary parameters.
+        units: submodules (or lists of them) that are gathered and freed together; the rest of ``model`` is one more.
+        mesh: 1-D ``dp_shard`` or 2-D ``(dp_replicate, dp_shard)``, see ``smp.parallel.mesh.data_mesh``.
         bf16: compute in bfloat16 with fp32 master weights; gradients are reduced in fp32.
+
+    Raises:
+        ValueError: for an ordinary parameter beside parameters that are spread over several TP ranks.
     """
+    _check_parameters(model)
     precision = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     for unit in units:
         fully_shard(unit, mesh=mesh, mp_policy=precision)
     fully_shard(model, mesh=mesh, mp_policy=precision)
-    for module in model.modules():
-        if (
-            isinstance(module, FSDPModule) and mesh.size() > 1
-        ):  # for one rank FSDP2 would divide by 1.0: a pass for nothing
+    for module in model.modules() if mesh.size() > 1 else ():  # one rank would divide by 1.0: a pass for nothing
+        if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
     return model
+
+
+def _check_parameters(model: nn.Module) -> None:
+    """Whether an ordinary parameter's gradient is the same on all TP ranks, or each has a part of it, only its module
+    knows. And nothing in it says that the ranks hold copies: a norm or a checkpoint would count each of them."""
+    parameters = dict(model.named_parameters())
+    meshes = [p.device_mesh for p in parameters.values() if isinstance(p, DTensor)]
+    size = max((m.size() for m in meshes), default=1)
+    plain = [name for name, p in parameters.items() if not isinstance(p, DTensor)]
+    if size > 1 and plain:
+        raise ValueError(
+            f"{plain[0]} is an ordinary parameter beside parameters on a tensor-parallel mesh of {size} ranks: "
+            "use a layer of smp.layers, or make it with smp.layers.tp_parameter"
+        )
 
 
 def last_micro_batch(model: nn.Module, last: bool) -> None:

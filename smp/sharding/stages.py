@@ -53,8 +53,9 @@ class ShardedStages:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_modules_to_backward_prefetch([module])  # itself: gathered already, so nothing
-            if split_backward and isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
-                module.defer = self._pending.append
+            linear = isinstance(module, (ColumnParallelLinear, RowParallelLinear))
+            if split_backward and linear and module.weight.requires_grad:  # frozen ones leave nothing for later
+                module.defer = self._pending.append  # type: ignore[assignment]
 
     def unshard(self, stage: int) -> None:
         """Begin to gather the parameters of a stage."""

@@ -12,7 +12,7 @@ from smp.layers import init_weights
 from smp.models.gpt import GPT
 from smp.pipeline.plan import Plan
 from smp.sharding.parallelize import parallelize
-from smp.training.passes import Accumulation, Passes
+from smp.training.passes import Accumulation, Inputs, MakeInputs, Passes
 from smp.training.pipelined import Pipelined
 
 
@@ -31,7 +31,7 @@ def attention_of(config: Config, device: torch.device) -> AttentionChoice:
         length=length,
         head_dim=model.kv_channels,
         dtype=torch.bfloat16 if parallel.bf16 else torch.float32,
-        masked=model.window_size is not None and model.window_size < length,
+        masked=config.data.reset_attention_mask or (model.window_size is not None and model.window_size < length),
     )
     return choose_attention(parallel.attention_backend, device, shape, deterministic=config.training.deterministic_mode)
 
@@ -55,6 +55,16 @@ def build_model(config: Config, mesh: DeviceMesh, device: torch.device, plan: Pl
     return model
 
 
-def build_passes(config: Config, mesh: DeviceMesh, device: torch.device, model: GPT, plan: Plan | None) -> Passes:
-    """Through the pipeline that ``plan`` describes, or without one by accumulation."""
-    return Accumulation(model, device) if plan is None else Pipelined(config, plan, model, mesh, device)
+def build_passes(
+    config: Config,
+    mesh: DeviceMesh,
+    device: torch.device,
+    model: GPT,
+    plan: Plan | None,
+    make_inputs: MakeInputs = Inputs,
+    rows: int = 1,
+) -> Passes:
+    """Through the pipeline that ``plan`` describes, or without one by accumulation; ``rows`` of each sample."""
+    if plan is None:
+        return Accumulation(model, device, make_inputs)
+    return Pipelined(config, plan, model, mesh, device, make_inputs, rows)

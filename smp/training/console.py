@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -11,6 +12,8 @@ from smp.config import Config, Layout
 from smp.models.arithmetic import peak_flops, training_flops_per_token
 from smp.training.metrics import MetricsLog, log_line
 from smp.training.trainer import Progress, StepResult
+
+_NOTHING: Mapping[str, float] = {}
 
 
 class Console:
@@ -22,18 +25,21 @@ class Console:
         rank: of this process.
         device: whose memory and peak rate are reported.
         iteration: where the run starts; records after it are left-overs of a lost part and dropped.
+        work: FLOPs of a step, relative to pretraining on as many tokens.
     """
 
-    def __init__(self, config: Config, layout: Layout, rank: int, device: torch.device, iteration: int) -> None:
+    def __init__(
+        self, config: Config, layout: Layout, rank: int, device: torch.device, iteration: int, work: float = 1.0
+    ) -> None:
         self.config, self.layout, self.device = config, layout, device
         self._speaks = rank == 0
         self._window: list[StepResult] = []
-        self._progress = Progress()
+        self._progress, self._more = Progress(), _NOTHING
         if not self._speaks:
             return
         assert config.model.vocab_size is not None and config.data.seq_length is not None
         flops = training_flops_per_token(config.model, config.data.seq_length, config.model.vocab_size)
-        self._tflop_per_sample = flops * config.data.seq_length / layout.world_size / 1e12  # of each process
+        self._tflop_per_token = work * flops / layout.world_size / 1e12  # of each process
         self._metrics = MetricsLog(Path(config.logging.log_dir), config.logging, iteration)
         self._bar = tqdm(
             total=config.training.train_iters,
@@ -50,14 +56,15 @@ class Console:
         if self._speaks:
             tqdm.write(line)
 
-    def step(self, progress: Progress, result: StepResult) -> None:
+    def step(self, progress: Progress, result: StepResult, more: Mapping[str, float] = _NOTHING) -> None:
         """Note a step; every --log-interval iterations, and for the last ones at the end, write a line and a record.
 
-        A skipped step is said at once. ``progress`` may be a step ahead of ``result``.
+        A skipped step is said at once. ``progress`` may be a step ahead of ``result``. ``more`` is what else the step
+        measured, for the record and the end of the line.
         """
         if not self._speaks:
             return
-        self._progress = progress
+        self._progress, self._more = progress, more
         self._bar.update(1)
         self._window.append(result)
         if result.skipped:
@@ -66,13 +73,13 @@ class Console:
                 "step skipped"
             )
         if result.iteration % self.config.logging.log_interval == 0:
-            self._report(progress)
+            self._report(progress, more)
 
-    def _report(self, progress: Progress) -> None:
+    def _report(self, progress: Progress, more: Mapping[str, float]) -> None:
         last_step = self._window[-1]
         finite = [r for r in self._window if not r.skipped]
         last = finite[-1] if finite else last_step
-        samples = sum(r.samples for r in self._window) / len(self._window)
+        tokens = sum(r.tokens for r in self._window) / len(self._window)
         waited = sum(r.waited for r in self._window) / len(self._window)
         seconds = waited + sum(r.seconds for r in self._window) / len(self._window)
         record = {
@@ -85,21 +92,22 @@ class Console:
             "nan iterations": progress.nan_iterations,
             "seconds per iteration": seconds,
             "seconds waiting for data": waited,
-            "tokens/s": samples * (self.config.data.seq_length or 0) / seconds,
-            "TFLOP/s per process": samples * self._tflop_per_sample / seconds,
-            **self._device_record(samples / seconds),
+            "tokens/s": tokens / seconds,
+            "TFLOP/s per process": self._tflop_per_token * tokens / seconds,
+            **self._device_record(self._tflop_per_token * tokens / seconds),
+            **more,
         }
         self._window.clear()
         self._metrics.log(last_step.iteration, record)
-        self.say(log_line(self.config, last_step.iteration, record))
+        self.say(log_line(self.config, last_step.iteration, record) + _texts(more))
 
-    def _device_record(self, samples_per_second: float) -> dict[str, float]:
+    def _device_record(self, rate: float) -> dict[str, float]:
         """Memory, and the fraction of the peak rate where that is known."""
         if self.device.type != "cuda":
             return {"peak memory (GB)": _peak_resident_bytes() / 1e9}
         record = {"peak memory (GB)": torch.cuda.max_memory_allocated() / 1e9}
         peak = peak_flops(torch.cuda.get_device_name(), "bf16" if self.config.parallel.bf16 else "fp32")
-        return record | ({"MFU": self._tflop_per_sample * 1e12 * samples_per_second / peak} if peak else {})
+        return record | ({"MFU": rate * 1e12 / peak} if peak else {})
 
     def evaluation(self, iteration: int, loss: float, part: str = "validation") -> None:
         """Report a loss in nats per token on a part of the data that is not trained on."""
@@ -113,9 +121,13 @@ class Console:
         """Report the steps since the last line, flush and close the sinks."""
         if self._speaks:
             if self._window:
-                self._report(self._progress)
+                self._report(self._progress, self._more)
             self._bar.close()
             self._metrics.close()
+
+
+def _texts(more: Mapping[str, float]) -> str:
+    return "".join(f" {name}: {value:.6f} |" for name, value in more.items())
 
 
 def _peak_resident_bytes() -> int:

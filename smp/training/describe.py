@@ -9,11 +9,12 @@ from smp.layers.head import CHUNK_BYTES
 from smp.models.arithmetic import MemoryEstimate, count_parameters, estimate_memory, training_flops_per_token
 from smp.parallel.mesh import MESH_DIMS
 from smp.pipeline.plan import Plan, describe_plan, plan_pipeline
-from smp.pipeline.validate import peak_activations
+from smp.pipeline.validate import peak_activations, peak_losses
 
 
-def describe(config: Config, world_size: int) -> str:
-    """Settings, mesh, parameters and memory, as text."""
+def describe(config: Config, world_size: int, tree: object | None = None) -> str:
+    """Settings, mesh, parameters and memory, as text; ``tree`` is shown as the settings when it is more than
+    ``config``."""
     layout = Layout.from_config(config.parallel, world_size)
     vocab, length = config.model.vocab_size, config.data.seq_length
     assert vocab is not None and length is not None
@@ -23,7 +24,7 @@ def describe(config: Config, world_size: int) -> str:
     mesh = " x ".join(f"{name} {getattr(layout, name)}" for name in MESH_DIMS)
     tflop = training_flops_per_token(config.model, length, vocab) / 1e12
     lines = [
-        to_yaml(config).rstrip(),
+        to_yaml(config if tree is None else tree).rstrip(),
         "",
         f"mesh: {mesh} = {layout.world_size} processes, tp fastest",
         f"parameters: {count.total:,} (vocabulary and positions {count.embedding:,}, "
@@ -42,9 +43,9 @@ def _largest(config: Config, layout: Layout, plan: Plan | None) -> MemoryEstimat
     """Of the pipeline rank that needs most memory."""
     if plan is None:
         return estimate_memory(config, layout, CHUNK_BYTES["cuda"])
-    held = peak_activations(plan.training)
+    held, losses = peak_activations(plan.training), peak_losses(plan.training)
     ranks = (
-        estimate_memory(config, layout, CHUNK_BYTES["cuda"], list(plan.stages_of(rank).values()), held[rank])
+        estimate_memory(config, layout, CHUNK_BYTES["cuda"], list(plan.stages_of(rank).values()), held[rank], losses)
         for rank in range(layout.pp)
     )
     return max(ranks, key=lambda estimate: estimate.total)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,13 +28,17 @@ class Passes(Protocol):
     def evaluate(self, batch: GlobalBatch, valid_tokens: int) -> torch.Tensor:
         """The loss without gradients, 0-dim fp32."""
 
+    def outputs(self, inputs: Inputs) -> list[torch.Tensor]:
+        """What the model's head returns for each micro-batch, in order and without gradients; nothing on a pipeline
+        rank that does not have it."""
+
 
 class Inputs:
     """Arguments of the model for each micro-batch, on the device when they are asked for.
 
     Args:
         batch: this rank's share.
-        valid_tokens: of the global batch, over all ranks.
+        valid_tokens: what the loss is averaged over, of the global batch, over all ranks.
         device: where the model is.
     """
 
@@ -43,17 +48,28 @@ class Inputs:
     def __len__(self) -> int:
         return len(self.batch.tokens)
 
-    def __getitem__(self, i: int) -> tuple[torch.Tensor | None, ...]:
+    def __getitem__(self, i: int) -> tuple[Any, ...]:
         """(tokens, labels, token weights, sample index, documents, positions). The weights make the sum of the losses
         of all tokens the mean loss over the valid tokens of the whole global batch."""
         batch = self.batch
         labels = to_device(batch.labels[i], self.device)
         weights = (labels != IGNORE_INDEX).float() / max(self.valid_tokens, 1)
-        rest = (self._on_device(part, i) for part in (batch.sample_index, batch.documents, batch.positions))
-        return to_device(batch.tokens[i], self.device), labels, weights, *rest
+        index = to_device(batch.sample_index[i], self.device)
+        if batch.widths is not None:  # tokens keep the numbers that they have in whole rows
+            width = batch.widths[i]
+            labels, weights = labels[:, :width], weights[:, :width]
+            index = index[:, None] * batch.tokens.shape[-1] + torch.arange(width, device=self.device)
+        tokens, *rest = (self._on_device(part, i) for part in (batch.tokens, batch.documents, batch.positions))
+        return tokens, labels, weights, index, *rest
 
     def _on_device(self, part: torch.Tensor | None, i: int) -> torch.Tensor | None:
-        return None if part is None else to_device(part[i], self.device)
+        if part is None:
+            return None
+        width = part.shape[-1] if self.batch.widths is None else self.batch.widths[i]
+        return to_device(part[i, ..., :width], self.device)
+
+
+MakeInputs = Callable[[GlobalBatch, int, torch.device], Inputs]
 
 
 class Accumulation:
@@ -62,17 +78,18 @@ class Accumulation:
     Args:
         model: after ``parallelize``.
         device: where it is.
+        make_inputs: of (batch, valid tokens, device).
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.model, self.device = model, device
+    def __init__(self, model: nn.Module, device: torch.device, make_inputs: MakeInputs = Inputs) -> None:
+        self.model, self.device, self.make_inputs = model, device, make_inputs
 
     @property
     def copies(self) -> dict[torch.Tensor, int]:
         return {}
 
     def train(self, batch: GlobalBatch, valid_tokens: int) -> torch.Tensor:
-        total, inputs = torch.zeros((), device=self.device), Inputs(batch, valid_tokens, self.device)
+        total, inputs = torch.zeros((), device=self.device), self.make_inputs(batch, valid_tokens, self.device)
         for i in range(len(inputs)):
             last_micro_batch(self.model, i == len(inputs) - 1)
             loss = self.model(*inputs[i])
@@ -81,7 +98,9 @@ class Accumulation:
         return total
 
     def evaluate(self, batch: GlobalBatch, valid_tokens: int) -> torch.Tensor:
-        total, inputs = torch.zeros((), device=self.device), Inputs(batch, valid_tokens, self.device)
-        for i in range(len(inputs)):
-            total += self.model(*inputs[i])
-        return total
+        losses = self.outputs(self.make_inputs(batch, valid_tokens, self.device))
+        return sum(losses, torch.zeros((), device=self.device))
+
+    @torch.no_grad()
+    def outputs(self, inputs: Inputs) -> list[torch.Tensor]:
+        return [self.model(*inputs[i]) for i in range(len(inputs))]

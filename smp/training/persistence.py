@@ -21,8 +21,11 @@ from smp.config import Config, ConfigError, as_flat_dict
 from smp.convert.hf_config import FREE
 from smp.convert.load import load_weights
 from smp.convert.smp_format import SmpWeights
+from smp.layers.lora import adapters_of
 from smp.training.saved_run import SavedRun
 from smp.training.trainer import Progress
+
+_NOTHING: Mapping[str, Any] = {}
 
 _ORDER = ("seed", "split", "seq_length", "packing", "data_path", "mock_data")
 """Settings that the order of the data is a function of."""
@@ -34,6 +37,7 @@ def run_state(
     optimizer: torch.optim.Optimizer,
     progress: Progress,
     validation_loss: float | None,
+    more: Mapping[str, Any] = _NOTHING,
 ) -> dict[str, Any]:
     """Arguments of ``checkpoint.save``: the tensors, what else a resume needs, and the padded rows.
 
@@ -43,8 +47,10 @@ def run_state(
         optimizer: over its parameters.
         progress: counters.
         validation_loss: of exactly these weights, if it was measured.
+        more: settings beside ``config``, by group.
     """
-    tensors, own_steps = checkpoint.training_state(model, optimizer)
+    frozen = not getattr(model, "frozen", False)  # adapters are saved without the model that they belong to
+    tensors, own_steps = checkpoint.training_state(model, optimizer, frozen=frozen)
     steps = {name: step for part in gather(own_steps) for name, step in part.items()}  # pipeline ranks hold parts
     extra = {
         "progress": asdict(progress),
@@ -53,14 +59,26 @@ def run_state(
         "config": as_flat_dict(config),
         "world_size": dist.get_world_size(),
         "smp_version": __version__,
+        **more,
     }
-    return {"state": tensors, "extra": extra, "logical_rows": checkpoint.collect_logical_rows(model, optimizer)}
+    if not frozen:
+        scales = gather({name: adapter.alpha / adapter.rank for name, adapter in adapters_of(model).items()})
+        extra["adapters"] = {name: scale for part in scales for name, scale in part.items()}
+    rows = checkpoint.collect_logical_rows(model, optimizer, frozen=frozen)
+    return {"state": tensors, "extra": extra, "logical_rows": rows}
 
 
 def load_training(
-    folder: Folder, manifest: Manifest, config: Config, model: nn.Module, optimizer: torch.optim.Optimizer
+    folder: Folder,
+    manifest: Manifest,
+    config: Config,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    more: Mapping[str, Any] = _NOTHING,
 ) -> tuple[Progress, list[str]]:
     """Fill model and optimizer from ``folder``; returns the progress and what to tell the user.
+
+    ``more`` are settings beside ``config``, by group, as in :func:`run_state`.
 
     With --no-load-optim the optimizer is left as it is, with --finetune the progress is none as well.
 
@@ -82,10 +100,23 @@ def load_training(
     if saved.progress is None or saved.optimizer_steps is None:
         raise ConfigError(f"{folder} holds weights only, nothing to resume: give --finetune")
     _check_optimizer(saved.config, as_flat_dict(config))
-    tensors, _ = checkpoint.training_state(model, optimizer)
-    load_from(folder, manifest, tensors, logical_rows=checkpoint.collect_logical_rows(model, optimizer))
+    frozen = not getattr(model, "frozen", False)
+    tensors, _ = checkpoint.training_state(model, optimizer, frozen=frozen)
+    rows = checkpoint.collect_logical_rows(model, optimizer, frozen=frozen)
+    load_from(folder, manifest, tensors, logical_rows=rows)
     checkpoint.restore_optimizer_scalars(model, optimizer, saved.optimizer_steps)
-    return saved.progress, notes
+    return saved.progress, [*notes, *_changed(manifest, more, as_flat_dict(config))]
+
+
+def _changed(manifest: Manifest, more: Mapping[str, Any], shared: Mapping[str, Any]) -> list[str]:
+    """A line for each setting in ``more`` that changed, but for those that ``shared`` has as well."""
+    return [
+        f"note: {name} was {saved[name]} in the checkpoint and is {value} now"
+        for group, values in more.items()
+        if (saved := manifest.extra.get(group, {}))
+        for name, value in values.items()
+        if name not in shared and saved.get(name, value) != value
+    ]
 
 
 def compare_settings(

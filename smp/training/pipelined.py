@@ -21,7 +21,7 @@ from smp.pipeline.run import Runner
 from smp.pipeline.timeline import Timeline
 from smp.sharding.stages import ShardedStages
 from smp.sharding.tied import TiedMatrix
-from smp.training.passes import Inputs
+from smp.training.passes import Inputs, MakeInputs
 
 _Key = tuple[int, int]  # stage, micro-batch
 
@@ -35,23 +35,34 @@ class Pipelined:
         model: this rank's parts, after ``parallelize``.
         mesh: of the run.
         device: where the model is.
+        make_inputs: of (batch, valid tokens, device).
+        rows: of a sample: 2 when it is a pair.
     """
 
-    def __init__(self, config: Config, plan: Plan, model: GPT, mesh: DeviceMesh, device: torch.device) -> None:
-        self.plan, self.model, self.device = plan, model, device
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        model: GPT,
+        mesh: DeviceMesh,
+        device: torch.device,
+        make_inputs: MakeInputs = Inputs,
+        rows: int = 1,
+    ) -> None:
+        self.plan, self.model, self.device, self.make_inputs = plan, model, device, make_inputs
         ranks = {name: mesh[name].size() for name in MESH_DIMS}
         self._plans = plans_by_size(config, Layout(**ranks))
         pp = mesh["pp"]
         self._group = pp.get_group()
         ends = plan.training.rank_of(0), plan.training.rank_of(plan.training.stages - 1)
-        tied = model.tied and ends[0] != ends[1]
+        tied = model.tied and ends[0] != ends[1] and not model.frozen
         channels = {
             *(c for planned in self._plans.values() for c in _channels(planned)),
             *([ends, ends[::-1]] if tied else []),
         }
         links = Links(pp, channels, timedelta(minutes=config.parallel.distributed_timeout_minutes))
         assert config.data.seq_length is not None
-        shape = model.hidden_shape(config.data.micro_batch_size, config.data.seq_length)
+        shape = model.hidden_shape(rows * config.data.micro_batch_size, config.data.seq_length)
         dtype = torch.bfloat16 if config.parallel.bf16 else torch.float32
         self._runner = Runner(links, shape, dtype, device)
         self._parts = plan.stages_of(links.rank)
@@ -60,22 +71,36 @@ class Pipelined:
         self._recorder: Recorder | None = None
 
     @property
+    def place(self) -> str:
+        """This rank in the pipeline, for messages."""
+        stages = ", ".join(map(str, self._parts))
+        return f"pipeline rank {self._runner.links.rank} (stage{'s' * (len(self._parts) > 1)} {stages})"
+
+    @property
     def copies(self) -> dict[torch.Tensor, int]:
         return {} if self._tied is None else self._tied.copies
 
     def train(self, batch: GlobalBatch, valid_tokens: int) -> torch.Tensor:
-        stages = _Stages(self.model, self._parts, self._sharded, Inputs(batch, valid_tokens, self.device))
+        inputs = self.make_inputs(batch, valid_tokens, self.device)
+        stages = _Stages(self.model, self._parts, self._sharded, inputs)
         self._runner.run(self._plans[len(batch.tokens)].training, stages, self._recorder)
         self._sharded.finish()
         if self._tied is not None:
             self._tied.sum_gradients()
-        return stages.loss
+        return self._sum(list(stages.outputs.values()))
 
     def evaluate(self, batch: GlobalBatch, valid_tokens: int) -> torch.Tensor:
-        stages = _Stages(self.model, self._parts, self._sharded, Inputs(batch, valid_tokens, self.device))
+        return self._sum(self.outputs(self.make_inputs(batch, valid_tokens, self.device)))
+
+    @torch.no_grad()
+    def outputs(self, inputs: Inputs) -> list[torch.Tensor]:
+        stages = _Stages(self.model, self._parts, self._sharded, inputs)
         self._runner.run(self.plan.evaluation, stages)
         self._sharded.finish()
-        return stages.loss
+        return [stages.outputs[i] for i in sorted(stages.outputs)]
+
+    def _sum(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        return sum(losses, torch.zeros((), device=self.device))
 
     def record(self) -> None:
         """Take the times of the next training step; every rank calls it."""
@@ -104,7 +129,7 @@ class _Stages:
 
     def __init__(self, model: GPT, parts: dict[int, ModelPart], sharded: ShardedStages, inputs: Inputs) -> None:
         self.model, self.parts, self.sharded, self.inputs = model, parts, sharded, inputs
-        self.loss = torch.zeros((), device=inputs.device)
+        self.outputs: dict[int, torch.Tensor] = {}  # of the head, by micro-batch
         self.unshard, self.reshard, self.reduce = sharded.unshard, sharded.reshard, sharded.reduce
         self._kept: dict[_Key, tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._pending: dict[_Key, list[WeightGradients]] = {}
@@ -120,13 +145,14 @@ class _Stages:
             self._kept[stage, micro_batch] = hidden, output
         if not part.head:
             return output.detach()
-        self.loss += output.detach()
+        self.outputs[micro_batch] = output.detach()
         return None
 
     def backward_input(self, stage: int, micro_batch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         hidden, output = self._kept.pop((stage, micro_batch))
         self.sharded.gathered(stage)
-        torch.autograd.backward(output, gradient)
+        if output.requires_grad:  # not that of a first stage without anything to train
+            torch.autograd.backward(output, gradient)
         self._pending[stage, micro_batch] = self.sharded.take_pending()
         return None if hidden is None else hidden.grad
 

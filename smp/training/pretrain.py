@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -26,21 +26,23 @@ from smp.data.build import Datasets, build_datasets
 from smp.data.loader import BatchLoader
 from smp.data.sample import SampleDataset
 from smp.kernels.dispatch import describe_kernels
+from smp.models.gpt import GPT
 from smp.optim.optimizer import build_optimizer
 from smp.parallel.mesh import build_mesh, data_rank
-from smp.pipeline.plan import describe_plan, plan_pipeline
-from smp.pipeline.run import PipelineError
+from smp.pipeline.failure import PipelineError, naming
+from smp.pipeline.plan import Plan, describe_plan, plan_pipeline
 from smp.pipeline.timeline import to_trace
 from smp.training.build import attention_of, build_model, build_passes, run_kernels
 from smp.training.console import Console
 from smp.training.describe import describe
+from smp.training.passes import Passes
 from smp.training.pipelined import Pipelined
-from smp.training.process import Process, Status, status_path, write_status
+from smp.training.process import Process, Status, ended, status_path, write_status
 from smp.training.profiler import Profiler
 from smp.training.runtime import StopSignal, Watchdog, start_process_group
 from smp.training.saving import RunCheckpoints
-from smp.training.settings import report
-from smp.training.trainer import Progress, Step, Trainer, TrainingError
+from smp.training.settings import report, report_own
+from smp.training.trainer import Progress, Step, StepResult, Trainer, TrainingError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,16 +72,22 @@ class Pretraining:
         timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
         self.mesh = build_mesh(self.layout, device.type, timeout)
         train, self.valid, self.test = self._datasets()
+        evaluated = [self.valid] if config.training.eval_interval is not None else []
+        for line in [line for blend in (train, *evaluated, self.test) if blend is not None for line in blend.notes]:
+            self._announce(line)
         self.sizes = BatchSizes.of(config.data)
         self.validation: tuple[int, float] | None = None  # iteration and loss of the last evaluation
         self.traced = False
         self._steps: deque[Step] = deque()  # issued, not yet accounted for
-        self.checkpoints = RunCheckpoints(config, self._announce)
+        self.checkpoints = self._open_checkpoints()
         try:
             self._build(device, train)
         except BaseException:
             self.checkpoints.close()
             raise
+
+    def _open_checkpoints(self) -> RunCheckpoints:
+        return RunCheckpoints(self.config, self._announce)
 
     def _announce(self, line: str) -> None:
         """Before there is a console; what is said then is seen even if the start fails."""
@@ -96,8 +104,7 @@ class Pretraining:
         attention = attention_of(config, device)
         self._announce(f"attention: {attention.name} ({attention.reason})")
         self._attention = attention.backend
-        model = build_model(config, self.mesh, device, plan)
-        passes = build_passes(config, self.mesh, device, model, plan)
+        model, passes = self._model(device, plan)
         optimizer = build_optimizer(model, config.optim)
         progress = self.checkpoints.load(model, optimizer)
         for line in train.resume(progress.data, progress.consumed_samples):
@@ -106,7 +113,12 @@ class Pretraining:
         self.trainer = Trainer(config, model, passes, optimizer, self.mesh, device, progress)
         self.batches = self._loader(train, progress.consumed_samples, self.sizes)
         with _blamed_on("--log-dir", config.logging.log_dir):
-            self.console = Console(config, self.layout, self.process.rank, device, progress.iteration)
+            self.console = Console(config, self.layout, self.process.rank, device, progress.iteration, self._work())
+
+    def _model(self, device: torch.device, plan: Plan | None) -> tuple[GPT, Passes]:
+        """The model as it is before a checkpoint is loaded, and how micro-batches go through it."""
+        model = build_model(self.config, self.mesh, device, plan)
+        return model, build_passes(self.config, self.mesh, device, model, plan)
 
     def _datasets(self) -> Datasets:
         config = self.config
@@ -143,11 +155,18 @@ class Pretraining:
         )
 
     def run(self) -> Outcome:
-        """Train until the last iteration or a reason to stop; evaluate and save on the way."""
-        with sdpa_kernel([self._attention]):
+        """Train until the last iteration or a reason to stop; evaluate and save on the way.
+
+        Raises:
+            PipelineError: another rank of a pipeline is gone or late; the text says on which stages this one is.
+        """
+        passes = self.trainer.passes
+        named = naming(passes.place) if isinstance(passes, Pipelined) else contextlib.nullcontext()
+        with named, sdpa_kernel([self._attention]):
             return self._run()
 
     def _run(self) -> Outcome:
+        """Train until the last iteration or a reason to stop; evaluate and save on the way."""
         training, progress = self.config.training, self.trainer.progress
         last = training.train_iters
         assert last is not None
@@ -188,6 +207,14 @@ class Pretraining:
             return Outcome("failed", f"{outcome.reason}; nothing was saved: --save is not given", progress.iteration)
         return outcome
 
+    def _work(self) -> float:
+        """FLOPs of a step, relative to pretraining on as many tokens."""
+        return 1.0
+
+    def _tell(self, result: StepResult) -> None:
+        """Report a step."""
+        self.console.step(self.trainer.progress, result)
+
     def _settle(self, keep: int = 0) -> None:
         """Account for steps: for all but the newest ``keep``, and for those that the device has finished.
 
@@ -195,7 +222,7 @@ class Pretraining:
         """
         while len(self._steps) > keep or (self._steps and self._steps[0].finished()):
             result = self.trainer.settle(self._steps.popleft())
-            self.console.step(self.trainer.progress, result)
+            self._tell(result)
             self.trainer.check_skipped(result)
 
     @contextlib.contextmanager
@@ -291,8 +318,14 @@ def _due(iteration: int, interval: int | None) -> bool:
     return interval is not None and iteration % interval == 0
 
 
-def launch(config: Config, process: Process) -> int:
-    """Run, report why it ended, and return the exit code: 0, 1 when it failed, 2 when it could not start."""
+def launch(config: Config, process: Process, kind: Callable[..., Pretraining] | None = None) -> int:
+    """Run, report why it ended, and return the exit code: 0, 1 when it failed, 2 when it could not start.
+
+    Args:
+        config: resolved settings.
+        process: this one.
+        kind: makes the run; by default a ``Pretraining``.
+    """
     if config.training.dry_run:
         if process.rank == 0:
             print(describe(config, process.world_size))
@@ -302,12 +335,16 @@ def launch(config: Config, process: Process) -> int:
     stop = StopSignal()
     run: Pretraining | None = None
     try:
-        run = Pretraining(config, process, device, stop)
+        run = (kind or Pretraining)(config, process, device, stop)
         with _blamed_on("--status-file", str(status_path(config.logging))):
             if process.rank == 0:
                 write_status(status_path(config.logging), "running", "", run.trainer.progress.iteration)
         outcome = run.run()
-    except (ConfigError, CheckpointError, TrainingError, PipelineError) as error:
+    except PipelineError as error:
+        report_own(str(error), process.rank)
+        outcome = Outcome("failed", str(error), _iteration(run))
+        _write_for_rank_zero(config, process, outcome)
+    except (ConfigError, CheckpointError, TrainingError) as error:
         report(str(error), process.rank, lambda: stop.name is not None)
         outcome = Outcome("bad_config" if run is None else "failed", str(error), _iteration(run))
     except BaseException as error:
@@ -333,8 +370,20 @@ def _write_outcome(config: Config, process: Process, outcome: Outcome, started: 
     logging = config.logging
     if process.rank != 0 or (logging.status_file is None and not started):
         return
-    try:
-        write_status(status_path(logging), outcome.status, outcome.reason, outcome.iteration)
-    except OSError as error:
-        print(f"error: --status-file {status_path(logging)}: {error}", file=sys.stderr, flush=True)
+    _write(config, outcome)
     print(f"{outcome.status}: {outcome.reason}", flush=True)
+
+
+def _write_for_rank_zero(config: Config, process: Process, outcome: Outcome) -> None:
+    """Rank 0 may be the one that is lost, so the first of the others writes the status file. If rank 0 is there it
+    writes its own word over that."""
+    if process.rank != 0 and not ended(status_path(config.logging)):
+        _write(config, outcome)
+
+
+def _write(config: Config, outcome: Outcome) -> None:
+    path = status_path(config.logging)
+    try:
+        write_status(path, outcome.status, outcome.reason, outcome.iteration)
+    except OSError as error:
+        print(f"error: --status-file {path}: {error}", file=sys.stderr, flush=True)

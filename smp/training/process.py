@@ -70,9 +70,17 @@ def forget_status(path: Path) -> None:
         raise ConfigError(f"--status-file {path}: {error}") from None
 
 
+def ended(path: Path) -> bool:
+    """Whether a status file is there and says how the run ended."""
+    try:
+        return json.loads(path.read_text())["status"] != "running"
+    except (OSError, ValueError):
+        return False
+
+
 def write_status(path: Path, status: Status, reason: str, iteration: int) -> None:
     """Say how the run is or why it ended, atomically: ``{"status", "reason", "iteration"}``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # two ranks may want to say that a third is lost
     temporary.write_text(json.dumps({"status": status, "reason": reason, "iteration": iteration}) + "\n")
     os.replace(temporary, path)

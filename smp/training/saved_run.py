@@ -55,7 +55,8 @@ def _progress(saved: Any, where: object) -> Progress | None:
     names = {field.name for field in fields(Progress)}
     known = isinstance(saved, dict) and "iteration" in saved and set(saved) <= names
     _require(known and all(_is_count(n) for name, n in saved.items() if name != "data"), where, "'progress'")
-    _require(saved.get("data") is None or _is_blend(saved["data"]), where, "'data' of 'progress'")
+    data = saved.get("data")
+    _require(data is None or _is_blend(data) or _is_tuning(data), where, "'data' of 'progress'")
     return Progress(**saved)
 
 
@@ -72,6 +73,13 @@ def _is_blend(phases: Any) -> bool:
     except (TypeError, KeyError):
         return False
     return isinstance(phases, list) and len(phases) > 0 and starts and read
+
+
+def _is_tuning(parts: Any) -> bool:
+    """Whether it is what :mod:`smp.data.tuning.batches` writes down: names of texts and their fingerprints."""
+    if not isinstance(parts, list) or len(parts) != 1 or not isinstance(parts[0], dict):
+        return False
+    return set(parts[0]) == {"samples", "sequences"} and all(isinstance(text, str) for text in parts[0].values())
 
 
 def _require(condition: bool, where: object, problem: str) -> None:

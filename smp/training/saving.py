@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -37,13 +37,21 @@ class RunCheckpoints:
     Args:
         config: resolved settings.
         say: tells the user one line; on ranks other than 0 it does nothing.
+        more: settings that checkpoints are to note beside those of ``config``, by group.
+        resume: the flag that goes on from what --save holds.
 
     Raises:
         ConfigError: --save cannot be written, or another job uses it.
     """
 
-    def __init__(self, config: Config, say: Callable[[str], None]) -> None:
-        self.config, self.say = config, say
+    def __init__(
+        self,
+        config: Config,
+        say: Callable[[str], None],
+        more: Mapping[str, Any] | None = None,
+        resume: str = "--load auto",
+    ) -> None:
+        self.config, self.say, self.more, self.resume = config, say, dict(more or {}), resume
         self.root = None if config.checkpoint.save is None else open_folder(config.checkpoint.save)
         self.saved_at = -1
         self._lock: RunLock | None = None
@@ -84,7 +92,7 @@ class RunCheckpoints:
         """
 
         def restore(folder: Folder, manifest: Manifest) -> tuple[Progress, list[str]]:
-            return load_training(folder, manifest, self.config, model, optimizer)
+            return load_training(folder, manifest, self.config, model, optimizer, self.more)
 
         load = self.config.checkpoint.load
         if load not in (None, "auto") and on_rank_zero(lambda: is_hf_folder(load)):
@@ -156,7 +164,7 @@ class RunCheckpoints:
         if newest and iteration_of(newest[0]) > iteration:
             raise ConfigError(
                 f"--save {root} holds {newest[0]}, which is newer than where this run starts, iteration {iteration}: "
-                "--load auto goes on from there; else give another --save or move it away"
+                f"{self.resume} goes on from there; else give another --save or move it away"
             )
 
     def due(self, iteration: int) -> bool:
@@ -178,7 +186,7 @@ class RunCheckpoints:
         """
         self._settle()
         if self.root is not None:
-            state = run_state(self.config, model, optimizer, progress, validation_loss)
+            state = run_state(self.config, model, optimizer, progress, validation_loss, self.more)
             self._save(self.root, state, progress.iteration)
 
     def finish(

@@ -64,11 +64,11 @@ def _with_vocabulary(config: Config) -> Config:
     return replace(config, model=replace(config.model, vocab_size=size or known))
 
 
-def status_file_in(argv: list[str]) -> str | None:
+def status_file_in(argv: list[str], log_dir: str = LoggingConfig.log_dir) -> str | None:
     """Where a run that cannot start says so, found without parsing: the other flags may be wrong.
 
-    That is the value of --status-file, or the default place if an earlier run left word there, which would be taken for
-    this one's.
+    That is the value of --status-file, or the default place (in ``log_dir`` unless --log-dir is given) if an earlier
+    run left word there, which would be taken for this one's.
     """
     found = {}
     for i, word in enumerate(argv):
@@ -77,7 +77,7 @@ def status_file_in(argv: list[str]) -> str | None:
                 found[flag] = word.partition("=")[2]
             elif word == flag and i + 1 < len(argv):
                 found[flag] = argv[i + 1]
-    default = Path(found.get("--log-dir", LoggingConfig.log_dir)) / "status.json"
+    default = Path(found.get("--log-dir", log_dir)) / "status.json"
     return found.get("--status-file", str(default) if default.exists() else None)
 
 
@@ -93,3 +93,8 @@ def report(message: str, rank: int, stopped: Callable[[], bool] = lambda: False)
     time.sleep(2)
     if not stopped():
         print(f"error: rank {rank}: {message}", file=sys.stderr, flush=True)
+
+
+def report_own(message: str, rank: int) -> None:
+    """Say at once what this rank found out for itself. Others found out something else, and rank 0 may be gone."""
+    print(f"error: rank {rank}: {message}", file=sys.stderr, flush=True)

@@ -16,7 +16,6 @@ from smp.checkpoint.agree import gather
 from smp.config import Config
 from smp.data.blend import Manifest
 from smp.data.loader import BatchLoader, GlobalBatch, Unreadable
-from smp.layers.cross_entropy import IGNORE_INDEX
 from smp.optim.optimizer import clip_gradients, set_learning_rate, step_if
 from smp.optim.schedule import learning_rate
 from smp.parallel.mesh import sum_over_parts
@@ -51,6 +50,7 @@ class StepResult:
         consumed_samples: up to its end, since the first step of all.
         skipped: loss or norm was not finite, so the weights were left alone.
         seconds: wall time from its start, or the end of the step before, to its end.
+        tokens: of the global batch, without padding.
         waited: wall time before it in which its data were not there yet and the device had nothing to do.
     """
 
@@ -62,6 +62,7 @@ class StepResult:
     consumed_samples: int
     skipped: bool
     seconds: float
+    tokens: int
     waited: float = 0.0
 
 
@@ -69,7 +70,7 @@ class Step:
     """A step that was issued. Its numbers are on their way to the host, which nothing has waited for yet.
 
     Args:
-        iteration, samples, consumed_samples, learning_rate: as in :class:`StepResult`.
+        iteration, samples, consumed_samples, learning_rate, tokens: as in :class:`StepResult`.
         started: ``time.perf_counter()`` then; ``waited`` seconds before that were spent on data.
         numbers: fp32 (2,) on the training device: loss and gradient norm.
     """
@@ -80,12 +81,13 @@ class Step:
         samples: int,
         consumed_samples: int,
         learning_rate: float,
+        tokens: int,
         started: float,
         waited: float,
         numbers: torch.Tensor,
     ) -> None:
         self.iteration, self.samples, self.consumed_samples = iteration, samples, consumed_samples
-        self.learning_rate, self.started, self.waited = learning_rate, started, waited
+        self.learning_rate, self.tokens, self.started, self.waited = learning_rate, tokens, started, waited
         self._event: torch.cuda.Event | None = None
         self._numbers = numbers
         if numbers.is_cuda:
@@ -149,12 +151,12 @@ class Trainer:
             TrainingError: on all ranks, when one of them could not read its share.
         """
         started = time.perf_counter()
-        valid_tokens = self._valid_tokens(batch)
+        counted, held = self._counts(batch)
         assert isinstance(batch, GlobalBatch)
-        samples = batch.sample_index.numel() * self._data_ranks
+        samples = batch.samples * self._data_ranks
         lr = learning_rate(self.config.optim, self.progress.iteration + 1)
         set_learning_rate(self.optimizer, lr)
-        loss = sum_over_parts(self.passes.train(batch, valid_tokens), self.mesh)
+        loss = sum_over_parts(self.passes.train(batch, counted), self.mesh)
         limit, copies = self.config.optim.clip_grad, self.passes.copies
         norm = clip_gradients(self.model.parameters(), limit, copies=copies, device=self.device)
         numbers = torch.stack((loss, norm))
@@ -162,7 +164,8 @@ class Trainer:
         self.optimizer.zero_grad()
         self.progress.iteration += 1
         self.progress.consumed_samples += samples
-        return Step(self.progress.iteration, samples, self.progress.consumed_samples, lr, started, waited, numbers)
+        consumed = self.progress.consumed_samples
+        return Step(self.progress.iteration, samples, consumed, lr, held, started, waited, numbers)
 
     def settle(self, step: Step) -> StepResult:
         """Wait for a step's numbers and count it if it was skipped. Steps are settled in their order."""
@@ -175,22 +178,23 @@ class Trainer:
         self.progress.skipped_iterations += skipped
         self.progress.nan_iterations += math.isnan(loss) or math.isnan(norm)
         rate, samples, consumed = step.learning_rate, step.samples, step.consumed_samples
-        return StepResult(step.iteration, loss, norm, rate, samples, consumed, skipped, seconds, waited)
+        return StepResult(step.iteration, loss, norm, rate, samples, consumed, skipped, seconds, step.tokens, waited)
 
-    def _valid_tokens(self, batch: GlobalBatch | Unreadable) -> int:
-        """Tokens of the global batch that count, over all ranks; a host-side message, which also says whether a rank
-        has nothing to train on: all of them end then, and none waits for it."""
+    def _counts(self, batch: GlobalBatch | Unreadable) -> tuple[int, int]:
+        """What the loss is averaged over (tokens that count, or pairs) and all tokens but padding, of the global batch,
+        over all ranks; a host-side message, which also says whether a rank has nothing to train on: all of them end
+        then, and none waits for it."""
         reason = batch.reason if isinstance(batch, Unreadable) else ""
-        count = 0
+        own = [0, 0]
         if isinstance(batch, GlobalBatch) and self._counts_tokens:
-            count = int((batch.labels != IGNORE_INDEX).sum())
-        counts = torch.tensor([count, bool(reason)], dtype=torch.int64)
+            own = [batch.count(), batch.held_tokens()]
+        counts = torch.tensor([*own, bool(reason)], dtype=torch.int64)
         dist.all_reduce(counts)
-        if counts[1]:
+        if counts[2]:
             reasons = gather(reason)
             rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason)
             raise TrainingError(f"rank {rank} could not read its data: {reason}")
-        return int(counts[0])
+        return int(counts[0]), int(counts[1])
 
     def _anywhere(self, flag: bool) -> bool:
         flags = torch.tensor(flag, dtype=torch.int32)
@@ -219,7 +223,7 @@ class Trainer:
                 self.model.train()
                 return None
             batch = batches.next_or_reason()
-            valid = self._valid_tokens(batch)
+            valid, _ = self._counts(batch)
             assert isinstance(batch, GlobalBatch)
             total += sum_over_parts(self.passes.evaluate(batch, valid), self.mesh).double() * valid
             tokens += valid

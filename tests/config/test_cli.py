@@ -10,7 +10,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from smp.config import Config, ConfigError, ModelConfig, as_flat_dict, load_config, resolve, to_yaml
-from smp.config.cli import _build
+from smp.config.cli import build_tree
 from smp.config.fields import Setting, as_text, docstrings, group_classes, settings
 from smp.models.presets import PRESETS as NAMED_SIZES
 
@@ -201,7 +201,7 @@ def as_flags(values: dict) -> list[str]:
 @hypothesis_settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(values=some_settings())
 def test_flags_and_yaml_mean_the_same_and_yaml_loads_back(recipe, values):
-    config = _build(values)
+    config = build_tree(Config, values)
     assert load_config(as_flags(values), PRESETS) == config
     assert load_config(["--config", recipe(to_yaml(config))], PRESETS) == config
     assert values.items() <= as_flat_dict(config).items()

@@ -5,22 +5,35 @@ from pathlib import Path
 
 import pytest
 
-from smp.config.docs import BEGIN, END, main, with_tables
+from smp.config import Config
+from smp.config.docs import BEGIN, END, main, settings_tables, with_tables
 from smp.config.fields import as_text, settings
+from smp.config.finetune import FinetuneConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_the_committed_tables_are_current():
-    page = (DOCS / "configuration.md").read_text(encoding="utf-8")
-    assert with_tables(page) == page, "run: python -m smp.config.docs"
+@pytest.mark.parametrize(("name", "tree"), [("configuration.md", Config), ("finetuning.md", FinetuneConfig)])
+def test_the_committed_tables_are_current(name, tree):
+    page = (DOCS / name).read_text(encoding="utf-8")
+    assert with_tables(page, tree) == page, "run: python -m smp.config.docs"
+
+
+def test_the_tables_of_fine_tuning_hold_what_pretraining_does_not_have():
+    tables = settings_tables(FinetuneConfig)
+    new = [s for name, s in settings(FinetuneConfig).items() if name not in settings()]
+    assert new and all(f"| `{setting.flag}` |" in tables for setting in new)
+    assert "| `--lr` |" in tables, "its default differs"
+    assert "| `--hidden-size` |" not in tables and "| `--tensor-model-parallel-size` |" not in tables
 
 
 def test_a_stale_table_is_replaced_and_the_text_around_it_stays(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").mkdir()
     page = tmp_path / "docs" / "configuration.md"
-    page.write_text(f"before\n\n{BEGIN}\nstale\n{END}\n\nafter\n", encoding="utf-8")
+    for name in ("configuration.md", "finetuning.md"):
+        text = f"before\n\n{BEGIN}\nstale\n{END}\n\nafter\n"
+        page.with_name(name).write_text(text, encoding="utf-8")
     main()
     text = page.read_text(encoding="utf-8")
     assert text.startswith("before\n") and text.endswith("\n\nafter\n") and "stale" not in text

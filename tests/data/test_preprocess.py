@@ -21,10 +21,11 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import smp.data.preprocess as preprocess_module
+import smp.data.job_output as job_output
 import smp.data.text_files as text_files
 from smp.data.indexed_dataset import IndexedDataset
-from smp.data.preprocess import Encoder, Output, Report, preprocess
+from smp.data.job_output import Output
+from smp.data.preprocess import Encoder, Report, preprocess
 from smp.data.text_files import Chunk
 from smp.data.tokenizer import SentencePieceTokenizer
 from tools.train_tokenizer import train
@@ -125,7 +126,7 @@ def test_a_job_goes_on_where_it_was_killed(
     run(tmp_path, model, inputs, name="whole")
     add, count, written = Output.add, iter(range(100)), []
 
-    def dying(self: Output, encoded: preprocess_module.Encoded) -> None:
+    def dying(self: Output, encoded: job_output.Encoded) -> None:
         if next(count) == after:
             self._tokens[0].write(b"rubbish")  # was on its way when the process died
             raise Killed
@@ -133,7 +134,7 @@ def test_a_job_goes_on_where_it_was_killed(
         written.append(encoded)
 
     with monkeypatch.context() as patch:
-        patch.setattr(preprocess_module, "_JOURNAL_SECONDS", 0.0)
+        patch.setattr(job_output, "_JOURNAL_SECONDS", 0.0)
         patch.setattr(Output, "add", dying)
         with pytest.raises(Killed):
             run(tmp_path, model, inputs)
@@ -151,7 +152,7 @@ def test_a_killed_process_is_gone_on_with(tmp_path: Path, model: str) -> None:
     words = ["--input", source, "--tokenizer-model", model, "--output-prefix", tmp_path / "out", "--workers", "1"]
     code = f"""
 import runpy, sys
-import smp.data.preprocess as p, smp.data.text_files as t
+import smp.data.job_output as p, smp.data.text_files as t
 p._JOURNAL_SECONDS, t.CHUNK_BYTES = 0.0, 2000
 sys.argv = ["tool", *{list(map(str, words))!r}]
 runpy.run_path({str(TOOL)!r}, run_name="__main__")
@@ -196,7 +197,7 @@ def test_a_full_disk_leaves_what_can_be_gone_on_with(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "0.idx")
 
     with monkeypatch.context() as patch:
-        patch.setattr(preprocess_module, "write_index", full)
+        patch.setattr(job_output, "write_index", full)
         with pytest.raises(OSError, match="No space left on device"):
             run(tmp_path, model, [source])
     assert not list(tmp_path.glob("out.bin")) and (tmp_path / "out.partial").exists()

@@ -38,7 +38,7 @@ def test_opcheck(name: str) -> None:
     torch.library.opcheck(getattr(ops, name.split()[0]).default, arguments)
 
 
-SHARD = VocabShard(0, 7, Group("", 1, 0))
+SHARD = VocabShard.of(Group("", 1, 0), 7, 7)
 FUNCTIONS: dict[str, tuple[Callable[..., Any], list[torch.Tensor]]] = {
     "norm": (lambda x, w: norm._Norm.apply(x, None, w, None, 1e-5, "torch")[0], [X, W]),
     "add_norm": (lambda x, a, w, b: sum(norm._Norm.apply(x, a, w, b, 1e-5, "torch")), [X, DY, W, BIAS]),

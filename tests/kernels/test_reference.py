@@ -104,7 +104,7 @@ def test_rope_in_place_uses_no_memory_and_is_noticed_by_who_kept_its_input() -> 
 def test_cross_entropy_is_its_formula_and_has_its_gradient() -> None:
     """11 columns of which the last two are padding; a label is ignored."""
     logits, labels = leaf(5, 11, seed=0), torch.tensor([3, 8, IGNORE_INDEX, 0, 8])
-    shard = VocabShard(0, 9, ALONE)
+    shard = VocabShard.of(ALONE, 11, 9)
     got = vocab_parallel_cross_entropy(logits, labels, shard)
     close(got, F.cross_entropy(logits[:, :9], labels, reduction="none", ignore_index=IGNORE_INDEX))
     assert gradcheck(lambda z: vocab_parallel_cross_entropy(z, labels, shard), (logits,))
@@ -118,7 +118,7 @@ def test_the_gradient_takes_the_place_of_the_logits_when_it_may() -> None:
     for overwrite in (False, True):
         logits = F.linear(draw(3, 4, seed=1), weight)
         before = logits.detach().clone()
-        loss = vocab_parallel_cross_entropy(logits, labels, VocabShard(0, 6, ALONE), overwrite=overwrite).sum()
+        loss = vocab_parallel_cross_entropy(logits, labels, VocabShard.of(ALONE, 6, 6), overwrite=overwrite).sum()
         (grad,) = torch.autograd.grad(loss, logits, retain_graph=True)
         assert (grad.data_ptr() == logits.data_ptr()) == overwrite
         assert torch.equal(logits, before) == (not overwrite)

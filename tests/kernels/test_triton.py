@@ -75,9 +75,10 @@ def test_real_runs_learn_alike_with_and_without_kernels(tmp_path: Path, cases: l
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @needs_interpreter
 def test_200_steps_follow_the_same_curve(tmp_path: Path) -> None:
-    """Small differences grow with training: 1e-4 is what they have become where the loss has halved."""
+    """Rounding differs in the last digit, and training makes small differences grow."""
     flags = "--train-iters 200 --num-query-groups 2"
     (losses,) = in_interpreter("tests.kernels.interpreted_runs", str(tmp_path), flags)
     assert len(losses["torch"]) == 200

@@ -178,3 +178,11 @@ def test_impossible_heads_are_named(arguments: tuple[int, int], options: dict[st
     with fake_mesh(Layout(tp=4)) as mesh, pytest.raises(ValueError) as raised:
         SelfAttention(*arguments, mesh["tp"], **options)
     assert str(raised.value) == message
+
+
+def test_a_width_that_the_heads_do_not_divide_is_refused() -> None:
+    with fake_mesh() as mesh:
+        with pytest.raises(ValueError, match="hidden size 10 is not divisible by 4 heads"):
+            SelfAttention(10, 4, mesh["tp"])
+        assert SelfAttention(10, 4, mesh["tp"], head_dim=3).head_dim == 3
+        assert SelfAttention(12, 4, mesh["tp"]).head_dim == 3

@@ -120,3 +120,14 @@ def test_split_logits_have_no_gradient() -> None:
         head = VocabParallelHead(5, HIDDEN, mesh["tp"], divisible_by=1)
         with pytest.raises(RuntimeError, match="logits of a tensor-parallel model have no gradient"):
             head(torch.zeros(2, HIDDEN))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("unknown", [-1, 5, 7, 8, 99])  # below, padding, the last padding, past it, far away
+def test_an_unknown_id_is_an_error_in_every_layout(unknown: int, tp: int) -> None:
+    for rank in range(tp):
+        with fake_mesh(Layout(tp=tp), rank) as mesh, torch.no_grad():
+            layer = VocabParallelEmbedding(5, HIDDEN, mesh["tp"], divisible_by=8 // tp)
+            layer(torch.arange(5))
+            with pytest.raises(IndexError):
+                layer(torch.tensor([0, unknown]))

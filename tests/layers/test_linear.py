@@ -180,3 +180,18 @@ def test_impossible_sizes_are_named(make: Any, message: str) -> None:
 def test_a_mesh_of_two_dimensions_is_refused() -> None:
     with fake_mesh(Layout(dp_shard=2, tp=2)) as mesh, pytest.raises(ValueError, match="one-dimensional mesh"):
         ColumnParallelLinear(8, 8, mesh["dp_shard", "tp"])
+
+
+def test_layers_with_one_input_must_agree() -> None:
+    with fake_mesh(Layout(tp=2, dp_shard=2)) as mesh:
+        layer = ColumnParallelLinear(IN, OUT, mesh["tp"])
+        split, elsewhere = (
+            ColumnParallelLinear(IN, OUT, mesh["tp"], sequence_parallel=True),
+            ColumnParallelLinear(IN, OUT, mesh["dp_shard"]),
+        )
+        deferred = ColumnParallelLinear(IN, OUT, mesh["tp"])
+        deferred.defer = [].append
+        for other in (split, elsewhere, deferred):
+            for pair in ([layer, other], [other, layer]):
+                with pytest.raises(ValueError, match="differ in their group, in sequence_parallel or in defer"):
+                    column_parallel(draw(TOKENS, IN, seed=1), pair)

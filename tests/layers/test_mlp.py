@@ -6,12 +6,14 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 from smp.config import Layout
 from smp.layers import MLP
 from smp.parallel.mesh import build_mesh
 from tests.distributed import run_distributed
+from tests.fake_group import fake_mesh
 from tests.layers.whole import beyond, draw, error, gradient, leaf, load_all, part
 
 TOKENS, HIDDEN, FFN = 6, 8, 12
@@ -62,3 +64,8 @@ def test_values_and_gradients_are_those_of_the_formula() -> None:
         assert sum(name.endswith(": y") for name in errors) == 2 * 4 * 2 * 2
         assert sum(name.endswith(": gate.bias") for name in errors) == 2 * 2
         assert beyond(errors, 2e-6) == {}
+
+
+def test_an_unknown_activation_is_refused() -> None:
+    with fake_mesh() as mesh, pytest.raises(ValueError, match="'relu' is not one of swiglu, gelu"):
+        MLP(HIDDEN, FFN, mesh["tp"], activation="relu")  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ def formula(kind: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 
 
 def errors_of(mesh: Any, kind: str, split: bool, dtype: torch.dtype) -> dict[str, float]:
-    layer = KINDS[kind](FEATURES, mesh, eps=EPS, split=split, dtype=dtype)
+    layer = KINDS[kind](FEATURES, mesh, eps=EPS, sequence_parallel=split, dtype=dtype)
     wholes = {name: leaf(w.double()) for name, w in load_all(layer).items()}
     x, target = draw(TOKENS, 3, FEATURES, seed=1, dtype=dtype), draw(TOKENS, 3, FEATURES, seed=2, dtype=dtype)
     exact = leaf(x.double())

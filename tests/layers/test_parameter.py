@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from smp.config import Layout, ModelConfig, ParallelConfig
-from smp.layers import ColumnParallelLinear, RMSNorm, VocabParallelEmbedding, init_weights
+from smp.layers import ColumnParallelLinear, Constant, Normal, RMSNorm, VocabParallelEmbedding, init_weights
 from smp.models.gpt import GPT
 from smp.sharding.parallelize import parallelize
 from tests.fake_group import fake_mesh
@@ -144,10 +144,14 @@ def test_forgotten_memory_is_an_error() -> None:
             init_weights(model, 0)
 
 
-def test_modules_of_others_are_left_alone() -> None:
+def test_an_unknown_first_value_is_an_error() -> None:
+    """After to_empty a module that is left as it is would hold whatever was in memory."""
     with fake_mesh() as mesh:
-        model = nn.Sequential(nn.Linear(4, 4), RMSNorm(4, mesh["tp"]))
-        before = [p.detach().clone() for p in model[0].parameters()]
+        with torch.device("meta"):
+            model = nn.Sequential(RMSNorm(4, mesh["tp"]), nn.Linear(4, 4))
+        model.to_empty(device="cpu")
+        with pytest.raises(ValueError, match=r"1\.weight has no initializer: set 1\.initializers = \{'weight': "):
+            init_weights(model, 0)
+        model[1].initializers = {"weight": Constant(2.0), "bias": Normal(0.5)}  # type: ignore[assignment]
         init_weights(model, 0)
-        assert all(torch.equal(a, b) for a, b in zip(before, model[0].parameters(), strict=True))
-        assert (model[1].weight.to_local() == 1).all()
+        assert (model[1].weight == 2).all() and 0 < model[1].bias.abs().max() < 3

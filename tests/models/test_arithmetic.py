@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from smp.config import Config, ConfigError, DataConfig, Layout, ModelConfig, OptimizerConfig, ParallelConfig, resolve
 from smp.config.schema import TrainingConfig
+from smp.layers.cross_entropy import VocabShard, linear_cross_entropy
 from smp.models.arithmetic import (
     _kept_per_token,
     count_parameters,
@@ -20,6 +21,7 @@ from smp.models.arithmetic import (
 )
 from smp.models.gpt import GPT
 from smp.models.part import ModelPart, whole
+from smp.parallel.collectives import Group
 from smp.parallel.mesh import build_mesh
 from smp.sharding.parallelize import _wrapped
 from tests.distributed import run_distributed
@@ -349,3 +351,33 @@ def test_memory_of_a_pipeline_rank() -> None:
     assert (one.activations, three.activations) == (64 * 3 * block, 64 * 7 * block)
     freed = replace(config, parallel=replace(config.parallel, pipeline_reshard=True))
     assert estimate_memory(freed, layout, 1, parts).units == 4 * (2 * layer + vocabulary) + 8 * max(layer, vocabulary)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_each_loss_in_flight_keeps_a_gradient_of_the_output_matrix(bf16: bool) -> None:
+    """The formula, and what autograd holds for three losses that have not gone backward."""
+    config, vocabulary, b = _config(SMALL, bf16=bf16), 128 * 16, 2 if bf16 else 4
+    one, three = (estimate_memory(config, Layout(), 1 << 20, losses=losses) for losses in (1, 3))
+    assert three.logits - one.logits == 2 * vocabulary * b and replace(three, logits=one.logits) == one
+    assert run_distributed(_kept_by_losses, 1, bf16) == [3 * vocabulary * b]
+
+
+def _kept_by_losses(rank: int, world_size: int, bf16: bool) -> int:
+    """Bytes of the size of the output matrix that three losses keep, the matrix itself left out."""
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    group = Group.of(build_mesh(Layout(), "cpu")["tp"])
+    weight = torch.randn(128, 16, dtype=dtype, requires_grad=True)
+    saved: dict[int, int] = {}
+
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        if t.shape == weight.shape and t.data_ptr() != weight.data_ptr():
+            saved[t.data_ptr()] = t.nbytes
+        return t
+
+    labels, losses = torch.arange(8), []
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        for _ in range(3):
+            hidden = torch.randn(8, 16, dtype=dtype, requires_grad=True)
+            shard = VocabShard.of(group, 128, 100)
+            losses.append(linear_cross_entropy(hidden, weight, labels, torch.ones(8), shard, chunk_tokens=4))
+    return sum(saved.values())

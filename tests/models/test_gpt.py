@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smp.config import Layout, ModelConfig
-from smp.layers import init_weights
+from smp.layers import SelfAttention, init_weights
 from smp.models.gpt import GPT, activation_of
 from tests.fake_group import fake_mesh
 from tests.layers.whole import draw, error, load_all
@@ -225,3 +225,31 @@ def test_tokens_are_padded_for_sequence_parallelism_in_one_place() -> None:
     x, info, _ = seen[0]
     assert x.shape == (2, 16)
     assert (info.batch, info.length, info.tokens) == (1, 5, 8)
+
+
+def test_labels_without_weights_are_refused() -> None:
+    """They would give logits where a loss is expected."""
+    tokens, weights = draw_tokens(2, LENGTH), torch.ones(2, LENGTH)
+    with fake_mesh() as mesh:
+        model = build(mesh, LLAMA)
+        for options in ({"labels": tokens}, {"token_weights": weights}):
+            with pytest.raises(ValueError, match="a loss needs labels and token_weights"):
+                model(tokens, **options)
+            flat: Any = {name: x.flatten() for name, x in options.items()}
+            with pytest.raises(ValueError, match="a loss needs labels and token_weights"):
+                model.head(draw(2 * LENGTH, LLAMA.hidden_size, seed=0), **flat)  # type: ignore[misc]
+
+
+def test_a_window_is_one_mask_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one sample, which all share: a mask has the size of the length squared."""
+    seen: list[Any] = []
+    monkeypatch.setattr(SelfAttention, "_mask", lambda *_: pytest.fail("a layer made its own mask"))
+    with fake_mesh() as mesh, torch.no_grad():
+        model = build(mesh, replace(LLAMA, window_size=3))
+        for layer in model.layers.values():
+            layer.register_forward_pre_hook(lambda module, args: seen.append(args[1].mask))
+        model(draw_tokens(2, LENGTH))
+        assert len(seen) == LLAMA.num_layers and all(mask is seen[0] for mask in seen)
+        assert seen[0].shape == (1, 1, LENGTH, LENGTH) and (seen[0] == 0).sum(-1).max() == 3
+        model(draw_tokens(2, 3))
+        assert seen[-1] is None  # a window that holds the sequence hides nothing

@@ -14,7 +14,6 @@ PAIRS = {
     "gather_tokens": (2, 6, False, False),
     "reduce_scatter_tokens": (6, 2, False, False),
     "split_tokens": (6, 2, True, False),
-    "concat_tokens": (2, 6, False, True),
 }
 
 

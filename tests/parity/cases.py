@@ -85,6 +85,7 @@ class Spread:
     schedule: str | None = None
     placement: str | None = None
     reshard: bool = False
+    chunk_bytes: int | None = None  # of logits at a time; None: as users have it, more than these problems have
 
     @property
     def data_parallel(self) -> int:
@@ -127,6 +128,7 @@ class Case:
             "" if s.recompute == "none" else s.recompute,
             *(name for name in ("dropout", "unequal", "clip", "packed") if getattr(p, name)),
             *(name for name in ("bf16", "compile") if getattr(s, name)),
+            "" if s.chunk_bytes is None else f"chunks{s.chunk_bytes}",
             self.sabotage,
         ]
         return "-".join(word for word in words if word)
@@ -302,7 +304,7 @@ def _drawn(values: dict[str, Any], draw: random.Random) -> dict[str, Any]:
 def bf16_cases() -> list[Case]:
     """Layouts in bf16."""
     spreads: list[dict[str, Any]] = [
-        {"tensor": (2, True), "style": "llama", "extra": "qknorm", "unequal": True},
+        {"tensor": (2, True), "style": "llama", "extra": "qknorm", "unequal": True, "chunk_bytes": 1000},
         {"tensor": (4, True), "style": "gpt2", "kv_heads": 2, "recompute": "full", "tied": True},
         {"tensor": (4, False), "style": "llama", "kv_heads": 1, "clip": True},
         {"shard": 4, "style": "gpt2", "extra": "window", "dropout": True},
@@ -315,7 +317,7 @@ def bf16_cases() -> list[Case]:
 def compiled_cases() -> list[Case]:
     """Layouts under ``--compile``, in which recompute and bf16 take other ways."""
     spreads: list[dict[str, Any]] = [
-        {"tensor": (2, True), "style": "llama", "unequal": True, "clip": True},
+        {"tensor": (2, True), "style": "llama", "unequal": True, "clip": True, "chunk_bytes": 1000},
         {"shard": 2, "accumulation": 4, "style": "gpt2", "tied": True, "dropout": True},
         {"tensor": (4, True), "style": "gpt2", "kv_heads": 2, "extra": "qknorm", "recompute": "selective"},
         {"tensor": (2, False), "shard": 2, "style": "llama", "extra": "window", "recompute": "full", "dropout": True},

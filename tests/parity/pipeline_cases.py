@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import random
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from smp.pipeline.placement import balance, format_layout
 from smp.pipeline.schedules import SCHEDULES
 from tests.parity.cases import MAX_WORLD, Case, Problem, Spread
 
@@ -23,19 +26,89 @@ _PROBLEMS: tuple[dict[str, Any], ...] = (
     {"style": "llama", "layers": 1, "dropout": True, "clip": True, "extra": "window"},
 )
 """Layer counts that no schedule divides evenly; with 1 or 3 some stages are empty."""
-_SPREADS: tuple[dict[str, Any], ...] = ({}, {"recompute": "full"}, {"reshard": True}, {"recompute": "selective"})
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "schedule": tuple(SCHEDULES),
+    "pp": (2, 4),
+    "beside": tuple(range(len(_BESIDE))),
+    "problem": tuple(range(len(_PROBLEMS))),
+    "recompute": ("none", "selective", "full"),
+    "reshard": (False, True),
+    "accumulation": (4, 8),
+}
+"""The matrix; "beside" and "problem" are places in the tuples above."""
+
+_CROSSED, _DRAWN = tuple(FACTORS)[:3], tuple(FACTORS)[3:]
+_Values = dict[str, Any]
+_Group = tuple[tuple[str, Any], ...]
+
+
+def pipeline_values() -> list[_Values]:
+    """Every schedule x ranks x other splits, with values of the other factors for each; the same on every call.
+
+    Greedy: each takes the values that cover most new pairs, then most new triples. Ties are drawn, and so is the order
+    in which they take, so that no factor follows another.
+    """
+    draw, made = random.Random(0), []
+    pairs, triples = set[_Group](), set[_Group]()
+    cells = [dict(zip(_CROSSED, values, strict=True)) for values in _product(_CROSSED) if _world(values) <= MAX_WORLD]
+    options = [dict(zip(_DRAWN, values, strict=True)) for values in _product(_DRAWN)]
+    for cell in draw.sample(cells, len(cells)):
+        chosen = max(
+            ({**cell, **option} for option in options),
+            key=lambda values: (len(groups_of(values, 2) - pairs), len(groups_of(values, 3) - triples), draw.random()),
+        )
+        pairs |= groups_of(chosen, 2)
+        triples |= groups_of(chosen, 3)
+        made.append(chosen)
+    return sorted(made, key=lambda values: cells.index({name: values[name] for name in _CROSSED}))
+
+
+def _product(names: Iterable[str]) -> Iterator[tuple[Any, ...]]:
+    return itertools.product(*(FACTORS[name] for name in names))
+
+
+def _world(crossed: tuple[Any, ...]) -> int:
+    _, pp, beside = crossed
+    return Spread(pp=pp, **_BESIDE[beside]).world_size
+
+
+def valid_groups(size: int) -> set[_Group]:
+    """Every pair (2) or triple (3) of values of different factors that some layout has."""
+    every = (dict(zip(FACTORS, values, strict=True)) for values in _product(FACTORS) if _world(values[:3]) <= MAX_WORLD)
+    return {group for values in every for group in groups_of(values, size)}
+
+
+def groups_of(values: _Values, size: int) -> set[_Group]:
+    """The pairs (2) or triples (3) of factor values of a case."""
+    return set(itertools.combinations(values.items(), size))
 
 
 def pipeline_cases() -> list[Case]:
-    """Every schedule x ranks x other splits; problems, recompute and resharding take turns."""
-    chosen = itertools.product(SCHEDULES, (2, 4), _BESIDE)
+    """The fast set: all pairs of the factors, and most triples."""
+    return [_case_of(values) for values in pipeline_values()]
+
+
+def product_cases() -> list[Case]:
+    """Every schedule x ranks x other splits x tied or not x resharding; the other factors are drawn."""
+    draw = random.Random(0)
+    names = {tied: [i for i, p in enumerate(_PROBLEMS) if p.get("tied", False) == tied] for tied in (False, True)}
     made = []
-    for number, (schedule, pp, beside) in enumerate(chosen):
-        problem, spread = _PROBLEMS[number % 5], _SPREADS[number % 3 if schedule == "gpipe" else number % 4]
-        case = _case(problem, {"pp": pp, "schedule": schedule, "accumulation": (4, 8)[number % 2], **beside, **spread})
-        if case.spread.world_size <= MAX_WORLD:
-            made.append(case)
+    for crossed, tied, reshard in itertools.product(_product(_CROSSED), names, FACTORS["reshard"]):
+        drawn = (
+            draw.choice(names[tied]),
+            draw.choice(FACTORS["recompute"]),
+            reshard,
+            draw.choice(FACTORS["accumulation"]),
+        )
+        if _world(crossed) <= MAX_WORLD:
+            made.append(_case_of(dict(zip(FACTORS, (*crossed, *drawn), strict=True))))
     return made
+
+
+def _case_of(values: _Values) -> Case:
+    spread = {name: value for name, value in values.items() if name not in ("beside", "problem")}
+    return _case(_PROBLEMS[values["problem"]], spread | _BESIDE[values["beside"]])
 
 
 def special_cases() -> list[Case]:
@@ -83,6 +156,12 @@ def sabotaged_cases() -> list[tuple[Case, str]]:
     return [(replace(case, sabotage=bug), error) for bug, error, case in chosen]
 
 
-def _case(problem: dict[str, Any], spread: dict[str, Any]) -> Case:
+def _case(problem: _Values, spread: _Values) -> Case:
     made = Spread(**spread)
+    if made.placement is None and (stages := made.pp * _chunks(made)) > problem["layers"] + 2:
+        made = replace(made, placement=format_layout(balance([1] * problem["layers"], stages)))  # with empty stages
     return Case(Problem(**problem, steps=5, micro_batches=made.data_parallel * made.accumulation), made)
+
+
+def _chunks(spread: Spread) -> int:
+    return 1 if spread.schedule is None else SCHEDULES[spread.schedule].CHUNKS

@@ -65,7 +65,7 @@ def linear(x: torch.Tensor, weights: Weights, name: str) -> torch.Tensor:
 
 def frequencies(config: ModelConfig) -> torch.Tensor:
     """RoPE's, with Llama 3.1's scaling written as its three cases."""
-    dim = int((config.kv_channels or 0) * config.rotary_percent)
+    dim = round((config.kv_channels or 0) * config.rotary_percent)
     out = []
     for i in range(0, dim, 2):
         f = config.rotary_base ** (-i / dim)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
 import tempfile
-from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+
+import torch
 
 from tests.parity import cases, pipeline_cases
 from tests.parity.cases import Case
 from tests.parity.lab import Lab
-from tests.parity.result import TOLERANCE, Errors, compare
+from tests.parity.result import TOLERANCE, Result, compare
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "parity.md"
 INTRODUCTION = f"""# Parallelism never changes the math: measured
@@ -24,57 +28,84 @@ Errors are the worst over steps and tensors. Loss and gradient norm: |x - y| / |
 first and the last step) and weights: |x - y| / |y| in the L2 norm per tensor, for weights relative to how far
 training moved them. A difference of eps times the norm of the tensor's layer counts as {TOLERANCE:g}: GPT-2's key
 bias has a gradient of exactly zero in theory, so relative to itself its rounding is never small. In fp32 the bound is
-{TOLERANCE:g}. In bf16 it is twice the largest distance between bf16 and fp32 on one process, in the first rows of
-that table.
+{TOLERANCE:g}. In bf16 it is twice the distance between bf16 and fp32 of the same problem on one process, in the first
+rows of that table; for the loss, one number in which roundings may cancel, twice the largest of those distances.
 
 Names: pp = pipeline ranks and their schedule, tp = tensor parallel (sp: with sequence parallelism), shard and rep =
 hybrid FSDP's two degrees, acc = accumulation, then the problem: style, variant, head, vocabulary and what its rows are
 padded to per rank, key/value heads of heads, micro-batches x samples x tokens. `unequal` has ranks and micro-batches
-with different numbers of valid tokens, also none; `clip` clips at every step.
-"""
-PIPELINES = """## Pipelines against one process, fp32
-
-Every schedule on 2 and 4 ranks beside every other way to split, then few micro-batches, placements by hand and
-compilation. A pipeline alone equals accumulation on one process to the last bit (asserted, not listed).
+with different numbers of valid tokens, also none; `clip` clips at every step; `chunks` is the bytes of one chunk of
+logits.
 """
 HEAD = "| case | loss | gradient | norm | weight |\n|---|---|---|---|---|\n"
 
 
-def main() -> None:
+@dataclass(frozen=True)
+class Section:
+    """A table of the page: each case is compared with another one, or with plain torch in float64 (None)."""
+
+    title: str
+    text: str
+    rows: list[tuple[Case, Case | None]]
+
+
+def sections() -> list[Section]:
+    """What the page lists, in its order."""
     pairwise, bf16, compiled = cases.pairwise_cases(), cases.bf16_cases(), cases.compiled_cases()
     pipelines = [*pipeline_cases.pipeline_cases(), *pipeline_cases.special_cases()]
-    bf16 += pipeline_cases.bf16_cases()
-    layouts = [*pairwise, *bf16, *compiled, *pipelines]
-    rounded = [case for case in [*bf16, *compiled] if case.spread.bf16]
-    problems = list(dict.fromkeys(case.one_rank_fp32 for case in [*pairwise, *compiled]))
-    singles = [single for case in layouts for single in (case.one_rank, case.one_rank_fp32)]
+    rounded = [case for case in [*bf16, *pipeline_cases.bf16_cases(), *compiled] if case.spread.bf16]
+    problems = dict.fromkeys(case.one_rank_fp32 for case in [*pairwise, *compiled])
+    return [
+        Section(
+            "Layouts against one process, fp32",
+            f"The first {len(pairwise)} cases contain every pair of values of every two factors; the others compile.",
+            [(case, case.one_rank) for case in [*pairwise, *compiled] if not case.spread.bf16],
+        ),
+        Section(
+            "Pipelines against one process, fp32",
+            "Every schedule on 2 and 4 ranks beside every other way to split, then few micro-batches, placements by "
+            "hand and compilation.\nA pipeline alone equals accumulation on one process to the last bit (asserted; not "
+            "listed).",
+            [(case, case.one_rank) for case in pipelines],
+        ),
+        Section("One process against plain torch in float64", "", [(case, None) for case in problems]),
+        Section(
+            "bf16: one process against fp32, then layouts against one process in bf16",
+            "",
+            [*((c.one_rank, c.one_rank_fp32) for c in rounded), *((c, c.one_rank) for c in rounded)],
+        ),
+    ]
+
+
+def main() -> None:
+    chosen = sections()
+    needed = [
+        case for section in chosen for case, other in section.rows for case in (case, other or case.one_rank_fp32)
+    ]
     with tempfile.TemporaryDirectory() as folder:
-        lab = Lab([*layouts, *singles], Path(folder))
-        fp32 = [case for case in [*pairwise, *compiled] if not case.spread.bf16]
-        parts = [
-            INTRODUCTION,
-            "## Layouts against one process, fp32\n\n"
-            f"The first {len(pairwise)} cases contain every pair of values of every two factors; the others compile.\n",
-            _table((case, compare(lab.result(case), lab.result(case.one_rank))) for case in fp32),
-            PIPELINES,
-            _table((case, compare(lab.result(case), lab.result(case.one_rank))) for case in pipelines),
-            "## One process against plain torch in float64\n",
-            _table((case, compare(lab.result(case), lab.reference(case))) for case in problems),
-            "## bf16: one process against fp32, then layouts against one process in bf16\n",
-            _table(
-                [
-                    *((c.one_rank, compare(lab.result(c.one_rank), lab.result(c.one_rank_fp32))) for c in rounded),
-                    *((c, compare(lab.result(c), lab.result(c.one_rank))) for c in rounded),
-                ]
-            ),
-        ]
+        lab = Lab(needed, Path(folder))
+        parts = [INTRODUCTION, _measured(), *(_text(section, lab) for section in chosen)]
     PAGE.write_text("\n".join(parts), encoding="utf-8")
     print(f"wrote {PAGE}")
 
 
-def _table(rows: Iterable[tuple[Case, Errors]]) -> str:
+def _measured() -> str:
+    """When, of what and with what."""
+    git = ["git", "-C", str(PAGE.parent)]
+    commit = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True).strip()
+    changed = subprocess.check_output([*git, "status", "--porcelain", "--untracked-files=no", ":/smp"], text=True)
+    where = f"commit {commit}{' with changes' if changed else ''}"
+    return f"Measured {datetime.now(UTC):%Y-%m-%d}, {where}, torch {torch.__version__}.\n"
+
+
+def _text(section: Section, lab: Lab) -> str:
+    rows = [(case, compare(lab.result(case), _expected(lab, case, other))) for case, other in section.rows]
     lines = [f"| {case} | {e.loss:.1e} | {e.gradient:.1e} | {e.norm:.1e} | {e.weight:.1e} |\n" for case, e in rows]
-    return HEAD + "".join(lines)
+    return f"## {section.title}\n\n" + (f"{section.text}\n\n" if section.text else "") + HEAD + "".join(lines)
+
+
+def _expected(lab: Lab, case: Case, other: Case | None) -> Result:
+    return lab.reference(case) if other is None else lab.result(other)
 
 
 if __name__ == "__main__":

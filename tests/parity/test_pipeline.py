@@ -9,12 +9,18 @@ from tests.parity import pipeline_cases as cases
 from tests.parity.cases import Case
 from tests.parity.lab import Lab
 from tests.parity.result import TOLERANCE
-from tests.parity.test_matrix import errors, rounding_bounds
+from tests.parity.test_matrix import errors, within_rounding
 
 PIPELINES = [*cases.pipeline_cases(), *cases.special_cases()]
 BF16 = cases.bf16_cases()
 EXACT = cases.exact_cases()
 SABOTAGED = cases.sabotaged_cases()
+PRODUCT = list(dict.fromkeys(cases.product_cases()))
+
+
+@pytest.fixture(scope="module")
+def slow_lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    return Lab([*PRODUCT, *(case.one_rank for case in PRODUCT)], tmp_path_factory.mktemp("product"))
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +31,17 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     return Lab([*layouts, *exact, *one_rank], tmp_path_factory.mktemp("pipeline"))
 
 
+def test_the_set_covers_every_pair_and_most_triples() -> None:
+    values = cases.pipeline_values()
+    for size, share in ((2, 1), (3, 0.7)):
+        covered = {group for chosen in values for group in cases.groups_of(chosen, size)}
+        assert len(covered) >= share * len(cases.valid_groups(size))
+    spreads = [case.spread for case in cases.pipeline_cases()]
+    assert any(s.reshard and s.shard > 1 for s in spreads)
+    split = [s for s in spreads if s.schedule in ("zb-h1", "zb-v") and s.sp]
+    assert {s.recompute for s in split} == {"none", "selective", "full"} and {s.reshard for s in split} == {False, True}
+
+
 @pytest.mark.parametrize("case", PIPELINES, ids=str)
 def test_a_pipeline_equals_one_rank(lab: Lab, case: Case) -> None:
     assert errors(lab, case).worst <= TOLERANCE, errors(lab, case)
@@ -32,9 +49,7 @@ def test_a_pipeline_equals_one_rank(lab: Lab, case: Case) -> None:
 
 @pytest.mark.parametrize("case", BF16, ids=str)
 def test_bf16_is_as_close_as_rounding_allows(lab: Lab, case: Case) -> None:
-    found, bounds = errors(lab, case), rounding_bounds(lab, BF16)
-    for name, bound in bounds.items():
-        assert 0 < getattr(found, name) <= bound, (name, found, bounds)
+    within_rounding(lab, case, BF16)
 
 
 @pytest.mark.parametrize(("case", "one_rank"), EXACT, ids=[str(case) for case, _ in EXACT])
@@ -52,3 +67,9 @@ def test_a_bug_is_seen(lab: Lab, case: Case, error: str) -> None:
             lab.result(case)
     else:
         assert getattr(errors(lab, case), error) > 100 * TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PRODUCT, ids=str)
+def test_the_product_of_pipelines(slow_lab: Lab, case: Case) -> None:
+    assert errors(slow_lab, case).worst <= TOLERANCE, errors(slow_lab, case)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from smp.config import Layout
 from smp.data.loader import IGNORED_LABEL, GlobalBatch
+from smp.layers.head import CHUNK_BYTES
 from smp.models.gpt import GPT
 from smp.optim import optimizer as optimizer_module
 from smp.optim.optimizer import build_optimizer
@@ -39,6 +40,8 @@ def run_cases(rank: int, world_size: int, cases: list[Case], folder: str) -> Non
     meshes: Meshes = {}
     for number, case in enumerate(cases):
         with pytest.MonkeyPatch.context() as patch:
+            if case.spread.chunk_bytes is not None:
+                patch.setitem(CHUNK_BYTES, "cpu", case.spread.chunk_bytes)
             if case.sabotage:
                 SABOTAGE[case.sabotage](patch)
             record = train(case, meshes)
@@ -124,8 +127,8 @@ def _break_adjoint(function: str) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def _keep_own_part(patch: pytest.MonkeyPatch) -> None:
-    """gather_tokens with concat_tokens' adjoint."""
-    backward = collectives._ConcatTokens.backward
+    """gather_tokens as if all ranks did the same work behind it: each keeps its part of the gradient."""
+    backward = lambda ctx, grad: (collectives._own_part(grad, ctx.group), None)  # noqa: E731
     patch.setattr(collectives._GatherTokens, "backward", staticmethod(backward))
 
 
@@ -137,11 +140,11 @@ def _average_gradients(patch: pytest.MonkeyPatch) -> None:
 def _count_own_tokens(patch: pytest.MonkeyPatch) -> None:
     """Each rank divides by its own number of valid tokens, and the ranks' losses are averaged."""
 
-    def count(self: Trainer, batch: GlobalBatch) -> int:
+    def count(self: Trainer, batch: GlobalBatch) -> tuple[int, int]:
         ranks = self.mesh["dp_shard"].size() * self.mesh["dp_replicate"].size()
-        return int((batch.labels != IGNORED_LABEL).sum()) * ranks
+        return int((batch.labels != IGNORED_LABEL).sum()) * ranks, 0
 
-    patch.setattr(Trainer, "_valid_tokens", count)
+    patch.setattr(Trainer, "_counts", count)
 
 
 def _count_copies(patch: pytest.MonkeyPatch) -> None:
@@ -159,10 +162,10 @@ def _drop_a_weight_gradient(patch: pytest.MonkeyPatch) -> None:
 def _count_on_every_stage(patch: pytest.MonkeyPatch) -> None:
     """Every stage counts the tokens of the batch that all of them read."""
 
-    def count(self: Trainer, batch: GlobalBatch) -> int:
-        return int((batch.labels != IGNORED_LABEL).sum()) * self.mesh["pp"].size()
+    def count(self: Trainer, batch: GlobalBatch) -> tuple[int, int]:
+        return int((batch.labels != IGNORED_LABEL).sum()) * self.mesh["pp"].size(), 0
 
-    patch.setattr(Trainer, "_valid_tokens", count)
+    patch.setattr(Trainer, "_counts", count)
 
 
 def _number_tokens_per_rank(patch: pytest.MonkeyPatch) -> None:

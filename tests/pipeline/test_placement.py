@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from itertools import combinations, pairwise
 
 import pytest
@@ -6,13 +7,18 @@ from hypothesis import strategies as st
 
 from smp.config import ConfigError
 from smp.models.part import ModelPart
-from smp.pipeline.placement import balance, format_layout, parse_layout, stage_costs
+from smp.pipeline.placement import balance, format_layout, parse_layout
 
 costs = st.integers(0, 20)
 
 
 def counts(placement: tuple[ModelPart, ...]) -> list[int]:
     return [stage.count for stage in placement]
+
+
+def stage_costs(placement: Sequence[ModelPart], layers: Sequence[int], embedding: int, head: int) -> tuple[int, ...]:
+    """What each stage costs."""
+    return tuple(sum(layers[i] for i in s.layers) + embedding * s.embedding + head * s.head for s in placement)
 
 
 def all_placements(layers: int, stages: int) -> list[tuple[ModelPart, ...]]:
@@ -87,6 +93,7 @@ def test_impossible_costs_are_refused(stages: int, layer_costs: list[int]) -> No
         ("Et*10|t*12L", 22, [10, 12]),
         ("E(tt|t|)*2L", 6, [2, 1, 2, 1, 0]),
         ("EtL", 1, [1]),
+        ("Et*007|t*0L", 7, [7, 0]),
     ],
 )
 def test_megatrons_notation(layout: str, layers: int, expected: list[int]) -> None:
@@ -100,15 +107,20 @@ def test_megatrons_notation(layout: str, layers: int, expected: list[int]) -> No
         ("Et*16|t*17L", "names 33 layers of 32"),
         ("Et*16|t*8|t*8L", "names 3 stages, but --pipeline-model-parallel-size x"),
         ("Et*32L", "names 1 stages"),
-        ("Et*16|t*16,m|L", "has m; it is made of E, t, L, |, x*n and (...)*n"),
-        ("E(t*16|t*16L", "has (;"),
-        ("E(t)*|t*16L", "has (, ), *;"),
+        ("Et*16|t*16,m|L", "has 'm'; it is made of E, t, L, |, x*n and (...)*n"),
+        ("E(t*16|t*16L", "has '(';"),
+        ("E(t)*|t*16L", "has '(', ')', '*';"),
         ("t*16E|t*16L", "begin with its one E"),
         ("t*16|Et*16L", "begin with its one E"),
         ("Et*16|Lt*16", "end with its one L"),
         ("Et*16L|t*16L", "its one L"),
         ("t*16|t*16", "begin with its one E"),
         ("", "names 1 stages"),
+        ("E t*16 | t*16 L", "has ' ';"),
+        ("E((t)*4|)*2t*28L", "no group is inside of another"),
+        ("Et*99999999999999|L", "repeats 't' more than 34 times"),
+        ("Et*" + "9" * 5000 + "|L", "repeats 't' more than 34 times"),
+        ("E(tt)*35|L", "repeats 'tt' more than 34 times"),
     ],
 )
 def test_a_wrong_layout_is_one_line(layout: str, message: str) -> None:

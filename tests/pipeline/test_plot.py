@@ -1,5 +1,6 @@
 import json
 import xml.etree.ElementTree as ElementTree
+from math import inf, nan
 
 import pytest
 
@@ -8,6 +9,8 @@ from smp.pipeline.plot import bars, draw, to_html, to_text
 from smp.pipeline.schedules import build_schedule
 from smp.pipeline.simulate import StageCosts, simulate
 from smp.pipeline.timeline import Span, Timeline, from_trace, to_trace
+
+FIRST = {"stage": 0, "micro_batch": 0}
 
 
 @pytest.fixture
@@ -49,6 +52,10 @@ def test_events_of_a_profiler_are_left_out(timeline: Timeline) -> None:
         {"traceEvents": [{"name": "no ph"}]},
         {"traceEvents": [{"ph": "X", "cat": "forward", "pid": 0, "ts": 0, "dur": 1}]},
         {"traceEvents": [{"ph": "X", "cat": "forward", "pid": 0, "ts": None, "dur": 1, "args": {"stage": 0}}]},
+        *(
+            {"traceEvents": [{"ph": "X", "cat": "forward", "pid": 0, "ts": start, "dur": duration, "args": FIRST}]}
+            for start, duration in ((0, 0), (0, -1), (0, nan), (nan, 1), (0, inf), (inf, 1))
+        ),
     ],
 )
 def test_what_is_not_a_trace_is_refused(trace: dict[str, object]) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from smp.parallel.links import Links, _lane
-from smp.pipeline.actions import SEND, Schedule
+from smp.pipeline.actions import SEND, Schedule, Sends
 from smp.pipeline.run import Runner
 from smp.pipeline.schedules import SCHEDULES, build_forward_schedule, build_schedule
 from tests.distributed import run_distributed
@@ -114,8 +117,17 @@ def lose_a_rank(rank: int, ranks: int) -> None:
 
 
 def test_a_killed_rank_ends_the_others_with_the_stage_in_the_message() -> None:
-    with pytest.raises(RuntimeError, match=r"PipelineError: pipeline rank [02]: .*\(stage [02], .* pipeline rank 1"):
+    """Both others name the stage and the rank at the other end; rank 1 alone says nothing."""
+    with pytest.raises(RuntimeError, match="ranks without an answer: \\[1\\]") as caught:
         run_distributed(lose_a_rank, 3)
+    errors = [line for line in str(caught.value).splitlines() if "PipelineError: " in line]
+    assert len(errors) == 2
+    for rank, error in zip((0, 2), errors, strict=True):
+        assert re.search(
+            rf"PipelineError: pipeline rank {rank}: (send|receive)_[a-z]+\(stage {rank}, micro-batch \d\) (to|from) "
+            r"stage 1 on pipeline rank 1 \(rank 1\) failed: .*; rank 1 is lost, or says what it waits for itself$",
+            error,
+        ), error
 
 
 class Sleeping(Affine):
@@ -132,9 +144,57 @@ def wait_for_a_rank(rank: int, ranks: int) -> None:
 
 
 def test_a_hanging_rank_ends_the_others_within_the_timeout() -> None:
-    message = r"PipelineError: pipeline rank 0: receive_gradient\(stage 0, micro-batch 0\) from pipeline rank 1 failed"
+    message = (
+        r"pipeline rank 0: receive_gradient\(stage 0, micro-batch 0\) from stage 1 on pipeline rank 1 \(rank 1\) fa"
+    )
     with pytest.raises(RuntimeError, match=message):
         run_distributed(wait_for_a_rank, 2)
+
+
+class Reducing(Affine):
+    """To reduce a stage is to sum something over all ranks, twice. Rank 1 is killed after the first time, when all its
+    messages have arrived."""
+
+    def reduce(self, stage: int) -> None:
+        dist.all_reduce(torch.ones(3))
+        if stage == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(3))
+
+
+def lose_a_rank_of_a_collective(rank: int, ranks: int) -> None:
+    runner(ranks).run(build_schedule("gpipe", ranks, 2), Reducing(ranks))
+
+
+def test_a_collective_that_fails_names_the_action() -> None:
+    with pytest.raises(RuntimeError, match=r"PipelineError: pipeline rank 0: reduce\(stage 0\) failed: .*nothing"):
+        run_distributed(lose_a_rank_of_a_collective, 2)
+
+
+class Wrong(Affine):
+    """A bug: an error that has nothing to do with other ranks."""
+
+    def forward(self, stage: int, micro_batch: int, hidden: torch.Tensor | None) -> torch.Tensor | None:
+        return torch.ones(3) @ torch.ones(4)
+
+
+def run_a_bug(rank: int, ranks: int) -> None:
+    runner(ranks).run(build_schedule("1f1b", ranks, 2), Wrong(ranks))
+
+
+def test_a_bug_in_a_stage_stays_what_it_is() -> None:
+    with pytest.raises(RuntimeError, match="rank 0:\n(.*\n)*RuntimeError: inconsistent tensor size") as caught:
+        run_distributed(run_a_bug, 2)
+    assert "in forward" in str(caught.value)
+
+
+def paired(rank: int, ranks: int) -> None:
+    runner(ranks).run(replace(build_schedule("gpipe", ranks, 2), sends=Sends.PAIRED), Affine(ranks))
+
+
+def test_a_schedule_that_needs_paired_sends_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="ValueError: gpipe is a schedule of paired sends; the runner posts them"):
+        run_distributed(paired, 2)
 
 
 @given(st.integers(2, 17))

@@ -11,7 +11,7 @@ from smp.pipeline.actions import COMPUTE, SEND, Action, Op, Schedule, Sends, nee
 from smp.pipeline.communication import add_communication
 from smp.pipeline.execute import ScheduleError
 from smp.pipeline.schedules import SCHEDULES, build_forward_schedule, build_schedule
-from smp.pipeline.validate import peak_activations, validate
+from smp.pipeline.validate import peak_activations, peak_losses, validate
 from tests.pipeline.strategies import Sizes, sizes
 
 F, B, I, W = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT  # noqa: E741
@@ -226,6 +226,19 @@ def test_ranks_that_wait_for_each_other_deadlock_with_posted_sends_too() -> None
     assert "backward(stage 0, micro-batch 0)" in str(error.value) and "forward(stage 1, micro-batch 1)" in str(
         error.value
     )
+
+
+@pytest.mark.parametrize(("name", "losses"), [("gpipe", 8), ("1f1b", 1), ("interleaved", 1), ("zb-h1", 1), ("zb-v", 1)])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_losses_that_wait_for_their_backward_pass(name: str, losses: int, ranks: int) -> None:
+    assert peak_losses(build_schedule(name, ranks, 8)) == losses
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_there_are_as_many_lists_as_ranks(ranks: int) -> None:
+    schedule = build_schedule("1f1b", 2, 4)
+    with pytest.raises(ScheduleError, match=f"1f1b is for {ranks} ranks but has actions of 2"):
+        validate(replace(schedule, ranks=ranks))
 
 
 def test_a_schedule_made_by_hand_is_completed_and_valid() -> None:

@@ -7,13 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.tensor import Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from smp import layers
 from smp.config import Config, DataConfig, Layout, OptimizerConfig, ParallelConfig, TrainingConfig, resolve
 from smp.data.loader import GlobalBatch
 from smp.models.gpt import GPT
-from smp.optim.optimizer import build_optimizer
+from smp.optim.optimizer import build_optimizer, clip_gradients
 from smp.parallel.mesh import build_mesh
+from smp.sharding.parallelize import shard
 from smp.training.passes import Accumulation
 from smp.training.trainer import Progress, Trainer
 from tests.distributed import run_distributed
@@ -235,3 +239,52 @@ def test_bf16_computes_in_bf16_and_reduces_and_rests_in_fp32(measured: dict[str,
     assert measured["degree 2"]["dtypes"] == {"in use": single, "activations": single} | rest
     traffic = {pair for collectives in measured["degree 2, bf16"]["traffic"] for pair in collectives}
     assert traffic == {("all-gather", "bfloat16"), ("reduce-scatter", "float32"), ("all-reduce", "float32")}
+
+
+# ---- parameters that are not ours ----
+
+
+class Scale(nn.Module):
+    """An own layer with a parameter that every TP rank holds and uses alike."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        self.weight = layers.tp_parameter((8,), Replicate(), mesh)
+        self.initializers = {"weight": layers.Constant(1.5)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * layers.local(self.weight)
+
+
+def mixed(mesh: Any, middle: nn.Module) -> nn.Sequential:
+    wide: dict[str, Any] = {"activation": "gelu", "bias": True, "init_std": 1.0, "output_std": 1.0}
+    return nn.Sequential(layers.LayerNorm(8, mesh["tp"]), middle, layers.MLP(8, 16, mesh["tp"], **wide))
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_an_ordinary_parameter_beside_shared_ones_is_refused(meta: bool) -> None:
+    """Its copies would each count in the gradient norm."""
+    with fake_mesh(Layout(dp_shard=2, tp=2)) as mesh, torch.device("meta" if meta else "cpu"):
+        with pytest.raises(ValueError, match=r"1\.weight is an ordinary parameter beside .* mesh of 2 ranks"):
+            shard(mixed(mesh, nn.Linear(8, 8)), [], mesh["dp_shard"])
+        shard(mixed(mesh, Scale(mesh["tp"])), [], mesh["dp_shard"])
+    with fake_mesh(Layout(dp_shard=2)) as mesh:
+        shard(mixed(mesh, nn.Linear(8, 8)), [], mesh["dp_shard"])
+
+
+def norms_by_layout(rank: int, world: int) -> dict[int, float]:
+    """Gradient norm of one batch, by TP size."""
+    out, batch = {}, torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    for tp in (1, 2):
+        mesh = build_mesh(Layout(dp_shard=world // tp, tp=tp), "cpu")
+        model = mixed(mesh, Scale(mesh["tp"]))
+        shard(model, [], mesh["dp_shard"])
+        layers.init_weights(model, 0)
+        model(batch[mesh.get_local_rank("dp_shard") :: world // tp]).square().sum().backward()
+        out[tp] = clip_gradients(model.parameters(), 0.0).item()
+    return out
+
+
+def test_own_parameters_count_once() -> None:
+    norms = run_distributed(norms_by_layout, 2)[0]
+    assert norms[2] == pytest.approx(norms[1], rel=1e-6)

@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smp.config import Layout, ParallelConfig
+from smp.layers import ColumnParallelLinear, RowParallelLinear
 from smp.models.gpt import GPT
 from tests.fake_group import fake_mesh
 from tests.operations import order_of
@@ -67,12 +68,18 @@ def test_full_recompute_keeps_the_input_of_a_block_alone() -> None:
     assert bytes_per_block("full", 2, sp=True) == BATCH * LENGTH / 2 * MODEL.hidden_size * 4
 
 
-def backward_work(granularity: Any) -> tuple[int, int]:
-    """Products and collectives in the backward pass."""
-    parallel = ParallelConfig(2, sequence_parallel=True, recompute_granularity=granularity)
+def backward_work(granularity: Any, *, sp: bool = True, deferred: bool = False) -> tuple[int, int]:
+    """Products and collectives in the backward pass; when ``deferred`` without those of weight gradients."""
+    parallel = ParallelConfig(2, sequence_parallel=sp, recompute_granularity=granularity)
     with fake_mesh(Layout(tp=2)) as mesh:
-        loss = loss_of(build(mesh, MODEL, parallel))
+        model = build(mesh, MODEL, parallel)
+        later: list[Any] = []
+        for module in model.modules():
+            if deferred and isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+                module.defer = later.append
+        loss = loss_of(model)
         events = order_of(loss.backward, 0)
+    assert bool(later) == deferred
     products = events.count("dw")
     return products, len(events) - products - events.count("wait_tensor")
 
@@ -85,6 +92,15 @@ def test_full_recompute_repeats_products_and_selective_none() -> None:
     repeated = work["full"][0] - products
     assert MODEL.num_layers * 6 <= repeated <= MODEL.num_layers * 7  # the last product's result is not needed
     assert work["full"][1] > collectives
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_selective_recompute_repeats_nothing_when_weight_gradients_are_deferred(sp: bool) -> None:
+    """As schedules with a split backward pass do."""
+    work = {g: backward_work(g, sp=sp, deferred=True) for g in RECOMPUTE}
+    assert min(work["none"]) > 0
+    assert work["selective"] == work["none"]
+    assert work["full"][1] > work["none"][1]
 
 
 def test_recompute_changes_no_bit_of_a_gradient_with_dropout_either() -> None:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from smp.data.indexed_dataset import IndexedDataset
-from smp.data.preprocess import Encoded, encode_all
+from smp.data.job_output import Encoded
+from smp.data.preprocess import encode_all
 from smp.data.text_files import Chunk
 from smp.data.tokenizer import SentencePieceTokenizer
 from tools.train_tokenizer import sample

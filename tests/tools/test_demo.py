@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tools.demo import Runner, bigram_figures, last_validation_loss, layout, summary
+from tools.demo import Runner, bigram_figures, last_validation_loss, layout, side_by_side, summary, validation_losses
+from tools.demo_corpus import functions
+from tools.demo_corpus import main as demo_corpus
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,3 +67,38 @@ def test_demo_twice_from_corpus_to_sample(tmp_path: Path) -> None:
         assert "validation loss" in done.stdout and "what the last token alone can tell" in done.stdout
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "logs" / "status.json").read_text())["iteration"] == 3
+
+
+def test_validation_before_and_after_are_the_first_and_the_last(tmp_path: Path) -> None:
+    records = [{"validation loss": 5.0}, {"lm loss": 3.0}, {"validation loss": 4.5}, {"validation loss": 4.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert validation_losses(tmp_path / "metrics.jsonl") == (5.0, 4.0)
+
+
+def test_two_texts_stand_side_by_side_and_long_lines_go_on() -> None:
+    lines = side_by_side("one\n", "a longer text\n\ttwo", width=8).splitlines()
+    assert lines[2:] == ["one      | a longer", "         |  text", "         |", "         | two"]
+
+
+def test_pairs_are_heads_of_functions_and_the_beginning_of_their_docstrings(tmp_path: Path) -> None:
+    source = '''
+class A:
+    @staticmethod
+    def f(x,
+          y):
+        """Do it.
+
+        More."""
+        return 1
+
+    def none(self): return 2
+
+def short(): "In one line."
+'''
+    found = list(functions(source))
+    assert found == [('def f(x,\n      y):\n    """', 'Do it."""')]
+    assert not list(functions("def broken(:"))
+    demo_corpus(["--output", str(tmp_path / "pairs.jsonl"), "--pairs", "--max-mb", "0.3"])
+    rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
+    assert len(rows) > 20 and len({row["prompt"] for row in rows}) == len(rows)
+    assert all(row["prompt"].endswith('"""') and row["completion"].endswith('"""') for row in rows)

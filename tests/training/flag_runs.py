@@ -28,8 +28,8 @@ from smp.config import Config
 from smp.training.pretrain import Pretraining
 
 TINY = (
-    "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --vocab-size 97 --mock-data "
-    "--seq-length 17 --micro-batch-size 2 --global-batch-size 4 --train-iters 3 --log-interval 1 "
+    "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --num-query-groups 2 --vocab-size 97 "
+    "--mock-data --seq-length 17 --micro-batch-size 2 --global-batch-size 4 --train-iters 3 --log-interval 1 "
     "--init-method-std 0.2 --lr 0.01 --no-tensorboard --no-progress-bar --log-dir logs"
 )
 """The baseline. Initial weights are large, so that what happens inside of a block shows in the loss at once."""

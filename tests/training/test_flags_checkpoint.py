@@ -317,7 +317,8 @@ def test_what_a_manifest_says_of_its_run_is_not_believed(runs: Runs, ck: Path, k
     run = runs.fresh(f"--train-iters 7 --load {one}")
     assert run.code == 2 and len(run.errors) == 1 and len(run.errors[0]) < 300
     assert folders(ck) == [2, 4, 5], "it is not damaged"
-    assert runs.fresh(f"--train-iters 1 --load {one} --finetune").code == 0
+    tuned = runs.fresh(f"--train-iters 1 --load {one} --finetune")
+    assert tuned.code == 0, tuned.err
 
 
 def test_weights_that_the_library_saved_can_be_loaded(runs: Runs, saved: Run, tmp_path: Path) -> None:

@@ -99,23 +99,23 @@ def cosine(top: float, low: float, done: float) -> float:
 
 # setting -> flags, rates of the 8 iterations
 RATES: dict[str, tuple[str, list[float]]] = {
-    "baseline": ("", [cosine(0.008, 0, i / 8) for i in range(1, 9)]),
-    "min_lr": ("--min-lr 0.002", [cosine(0.008, 0.002, i / 8) for i in range(1, 9)]),
-    "lr_decay_iters": ("--lr-decay-iters 4", [cosine(0.008, 0, min(1, i / 4)) for i in range(1, 9)]),
+    "baseline": ("", [cosine(0.008, 0, i / 8) for i in range(8)]),
+    "min_lr": ("--min-lr 0.002", [cosine(0.008, 0.002, i / 8) for i in range(8)]),
+    "lr_decay_iters": ("--lr-decay-iters 4", [cosine(0.008, 0, min(1, i / 4)) for i in range(8)]),
     "lr_warmup_iters": (
         "--lr-warmup-iters 4",
-        [0.002, 0.004, 0.006, 0.008, *(cosine(0.008, 0, i / 4) for i in range(1, 5))],
+        [0.002, 0.004, 0.006, 0.008, *(cosine(0.008, 0, i / 4) for i in range(4))],
     ),
     "lr_warmup_fraction": (
         "--lr-warmup-fraction 0.25",
-        [0.004, 0.008, *(cosine(0.008, 0, i / 6) for i in range(1, 7))],
+        [0.004, 0.008, *(cosine(0.008, 0, i / 6) for i in range(6))],
     ),
-    "linear": ("--lr-decay-style linear", [0.008 - 0.001 * i for i in range(1, 9)]),
+    "linear": ("--lr-decay-style linear", [0.008 - 0.001 * i for i in range(8)]),
     "constant": ("--lr-decay-style constant", [0.008] * 8),
-    "WSD": ("--lr-decay-style WSD", [0.008] * 7 + [0.0]),
+    "WSD": ("--lr-decay-style WSD", [0.008] * 8),
     "lr_wsd_decay_iters": (
         "--lr-decay-style WSD --lr-wsd-decay-iters 4",
-        [0.008] * 4 + [0.008 * (2 * 0.5 ** (i / 4) - 1) for i in range(1, 5)],
+        [0.008] * 4 + [0.008 * (2 * 0.5 ** (i / 4) - 1) for i in range(4)],
     ),
 }
 

@@ -75,6 +75,35 @@ def test_checkpoint_of_one_layout_continues_in_another(tmp_path: Path) -> None:
         assert b[iteration] == pytest.approx(a[iteration], rel=1e-5)
 
 
+QUICK_COMPILER = """
+import functools, sys
+import torch
+import pretrain_gpt
+torch.compile = functools.partial(torch.compile, backend="aot_eager")  # all but the generation of code
+sys.exit(pretrain_gpt.main(sys.argv[1:]))
+"""
+
+
+def test_a_compiled_run_evaluates_under_tensor_parallelism(tmp_path: Path) -> None:
+    """Training, evaluation and training again, each pass through the same compiled blocks."""
+    (tmp_path / "quick.py").write_text(QUICK_COMPILER)
+    flags = [*BASE, *SMALL, *TWO, "--train-iters", "4", "--eval-interval", "2", "--eval-iters", "1"]
+    plain = run(tmp_path, *flags, "--log-interval", "1", "--log-dir", "a", processes=2)
+    assert plain.returncode == 0, plain.stderr
+    words = command(*flags, "--log-interval", "1", "--log-dir", "b", "--compile", processes=2)
+    words[words.index(str(ROOT / "pretrain_gpt.py"))] = "quick.py"
+    compiled = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=200)
+    assert compiled.returncode == 0, compiled.stderr
+    for name in ("lm loss", "validation loss"):
+        a, b = (values(tmp_path, logs, name) for logs in "ab")
+        assert len(a) == (4 if name == "lm loss" else 2) and b == pytest.approx(a, rel=1e-5)
+
+
+def values(folder: Path, logs: str, name: str) -> list[float]:
+    records = [json.loads(line) for line in (folder / logs / "metrics.jsonl").read_text().splitlines()]
+    return [record[name] for record in records if name in record]
+
+
 def test_sigterm_saves_and_asks_to_be_requeued(tmp_path: Path) -> None:
     flags = [*BASE, *SMALL, "--train-iters", "100000", "--save", "ck", "--log-interval", "1"]
     with subprocess.Popen(command(*flags), cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL) as process:

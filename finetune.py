@@ -1,0 +1,47 @@
+"""Fine-tune a Llama/GPT-family model: all of its weights or adapters, on samples or on preferences.
+
+    torchrun --nproc-per-node 2 finetune.py --load HF_FOLDER --data-path samples.jsonl --train-epochs 1 --lora-rank 16
+
+``--help`` lists every setting, ``--dry-run`` shows what a command line resolves to, ``--preview 5`` what the model
+would see. Settings are checked before torch is imported, and nothing is written until all fits together.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from smp.config import LoggingConfig
+from smp.config.finetune import FinetuneConfig, FinetuneLoggingConfig
+from smp.data.tuning.build import TuningData
+from smp.training.entry import run_command
+from smp.training.finetune_settings import read_finetune_settings
+from smp.training.process import Process
+
+Settings = tuple[FinetuneConfig, TuningData | None]
+
+
+def read(argv: list[str], world_size: int) -> tuple[Settings, LoggingConfig | None]:
+    """Settings and data, and where logs of a run go."""
+    config, data = read_finetune_settings(argv, world_size)
+    return (config, data), None if config.training.dry_run or config.data.preview else config.logging
+
+
+def run(settings: Settings, process: Process) -> int:
+    """Show samples, or build and run."""
+    config, data = settings
+    if config.data.preview and data is not None:
+        if process.rank == 0:
+            print("\n".join([*data.lines, *data.preview(config.data.preview)]))
+        return 0
+    from smp.training.finetune import launch_finetune  # imports torch, which takes seconds
+
+    return launch_finetune(config, data, process)
+
+
+def main(argv: list[str]) -> int:
+    """Parse, build, run. Returns the exit code: 0, 1 when the run failed, 2 when it could not start."""
+    return run_command(argv, FinetuneLoggingConfig, read, run)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

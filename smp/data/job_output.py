@@ -1,0 +1,198 @@
+"""The files of a preprocessing job: what a chunk became, sums, a journal, and the folder of a job that is not done.
+
+A job works in the folder PREFIX.partial: the tokens and the lengths so far, and a journal that says how much of both
+belongs to the part of the input that is done. A job that is started again cuts both to that and goes on. The files get
+their names at the end, so under those names there is never a half-written dataset.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from smp.data.indexed_dataset import publish, write_index
+
+_JOURNAL_SECONDS = 5.0
+_NAMED = 10
+"""Skipped records that are named one by one."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """The documents of a chunk under one key: tokens and lengths as they are written, and bytes of their text."""
+
+    tokens: bytes
+    lengths: bytes
+    text_bytes: int
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A chunk's result: a column per key, why records were left out, where the next chunk begins, bytes of input."""
+
+    columns: list[Column]
+    skipped: list[str]
+    next: tuple[int, int, int]
+    size: int
+
+
+@dataclass
+class Totals:
+    """Sums for the report of one key."""
+
+    documents: int = 0
+    empty: int = 0
+    tokens: int = 0
+    longest: int = 0
+    text_bytes: int = 0
+
+    def add(self, column: Column) -> None:
+        lengths = np.frombuffer(column.lengths, "<i4")
+        self.documents += len(lengths)
+        self.empty += int((lengths == 0).sum())
+        self.tokens += int(lengths.sum(dtype=np.int64))
+        self.longest = max(self.longest, int(lengths.max(initial=0)))
+        self.text_bytes += column.text_bytes
+
+    def __str__(self) -> str:
+        ratio = f"{self.text_bytes / self.tokens:.4f}" if self.tokens else "no"
+        return (
+            f"{self.documents} documents, {self.tokens} tokens, {ratio} bytes per token, "
+            f"longest {self.longest} tokens, {self.empty} empty"
+        )
+
+
+@dataclass
+class Journal:
+    """How far a job is.
+
+    Attributes:
+        job: stands for input and settings; another job does not go on from here.
+        next: file, place and record with which the next chunk begins.
+        totals: what was written, for each key.
+        dropped: records left out.
+    """
+
+    job: str
+    next: tuple[int, int, int]
+    totals: list[Totals]
+    dropped: int = 0
+    named: list[str] = field(default_factory=list)
+
+    def write(self, path: Path) -> None:
+        temporary = path.with_suffix(".tmp")
+        with temporary.open("w") as file:
+            json.dump(asdict(self), file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> Journal:
+        known = json.loads(path.read_text())
+        totals = [Totals(**total) for total in known.pop("totals")]
+        return cls(**{**known, "next": tuple(known["next"]), "totals": totals})
+
+
+class Output:
+    """The partial files of a job. A context manager: bad input removes them, anything else leaves them to go on from.
+
+    Args:
+        prefix: of the output; its folder is PREFIX.partial.
+        names: prefix of the dataset of each key.
+        dtype: of a stored token.
+        job: stands for input and settings.
+
+    Raises:
+        ValueError: another process works there, or another job was left there.
+    """
+
+    def __init__(self, prefix: str, names: Sequence[str], dtype: np.dtype, job: str) -> None:
+        self.folder, self.names, self.dtype = Path(f"{prefix}.partial"), names, dtype
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.folder / "lock").open("a")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise ValueError(f"{self.folder}: another process is writing {prefix}") from None
+        path = self.folder / "journal.json"
+        self.resumed = path.exists()
+        self.journal = Journal.read(path) if self.resumed else Journal(job, (0, 0, 1), [Totals() for _ in names])
+        if self.journal.job != job:
+            raise ValueError(f"{self.folder}: left by a job with other input or settings; delete it to start anew")
+
+    def __enter__(self) -> Output:
+        self._tokens = [self._opened(i, "bin", t.tokens * self.dtype.itemsize) for i, t in enumerate(self._totals)]
+        self._lengths = [self._opened(i, "lengths", t.documents * 4) for i, t in enumerate(self._totals)]
+        self._written = time.monotonic()
+        return self
+
+    @property
+    def _totals(self) -> list[Totals]:
+        return self.journal.totals
+
+    def _path(self, key: int, suffix: str) -> Path:
+        return self.folder / f"{key}.{suffix}"
+
+    def _opened(self, key: int, suffix: str, size: int) -> BinaryIO:
+        file = self._path(key, suffix).open("ab")
+        if file.tell() < size:
+            raise ValueError(f"{file.name}: shorter than its journal says; delete {self.folder} to start anew")
+        file.truncate(size)
+        return file
+
+    def add(self, encoded: Encoded) -> None:
+        """Append a chunk."""
+        for i, column in enumerate(encoded.columns):
+            self._tokens[i].write(column.tokens)
+            self._lengths[i].write(column.lengths)
+            self._totals[i].add(column)
+        journal = self.journal
+        journal.next = encoded.next
+        journal.dropped += len(encoded.skipped)
+        journal.named += encoded.skipped[: _NAMED - len(journal.named)]
+        if time.monotonic() - self._written > _JOURNAL_SECONDS:
+            self._sync()
+            self.journal.write(self.folder / "journal.json")
+            self._written = time.monotonic()
+
+    def _sync(self) -> None:
+        for file in (*self._tokens, *self._lengths):
+            file.flush()
+            os.fsync(file.fileno())
+
+    def commit(self) -> None:
+        """Give everything its name."""
+        self._sync()
+        for i in range(len(self.names)):
+            path = self._path(i, "lengths")
+            lengths = np.memmap(path, "<i4", "r") if path.stat().st_size else np.empty(0, "<i4")
+            documents = np.concatenate(([0], np.cumsum(lengths > 0)))  # an empty document has no sequence
+            write_index(self._path(i, "idx"), self.dtype, lengths[lengths > 0], documents)
+        for i, name in enumerate(self.names):
+            publish(self._path(i, "bin"), self._path(i, "idx"), name)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: Any) -> None:
+        finished = kind is not None and issubclass(kind, ValueError)  # bad input: there is nothing to go on with
+        try:
+            if kind is None:
+                self.commit()
+                finished = True
+        finally:
+            for file in (*self._tokens, *self._lengths):
+                with suppress(OSError):  # what could not be written was reported where it was needed
+                    file.close()
+            if finished:
+                shutil.rmtree(self.folder)
+            self._lock.close()

@@ -1,0 +1,140 @@
+"""Sequences as batches: what the loader asks for, a function of (seed, samples, sequence number) alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from smp.data.keyed_random import keyed_permutation
+from smp.data.loader import GlobalBatch
+from smp.data.sample import IGNORED_LABEL
+from smp.data.tuning.samples import Samples, fingerprint
+from smp.data.tuning.sequences import Sequences
+
+
+@dataclass(frozen=True)
+class PairBatch(GlobalBatch):
+    """Pairs of answers: row 2 i is the chosen answer of a pair, row 2 i + 1 the rejected one."""
+
+    texts: torch.Tensor | None = None  # int64 (num_microbatches, rows): number of the answer; -1: none, to fill up
+    reference: torch.Tensor | None = None  # fp32 (num_microbatches, rows): log-probabilities by the reference
+
+    @property
+    def samples(self) -> int:
+        """Pairs of this rank."""
+        return self.sample_index.numel() // 2
+
+    def count(self) -> int:
+        """Pairs of this rank, without those that only fill up."""
+        return int((self.labels[:, ::2] != IGNORED_LABEL).any(-1).sum())
+
+
+class TuningDataset:
+    """Numbered sequences without end: number i is one of epoch i // n, where n is their number.
+
+    The order within an epoch is drawn with (seed, epoch), so it depends neither on the length of the run nor on the
+    layout nor on what was read before.
+
+    Args:
+        samples: all texts.
+        sequences: the ones of this dataset.
+        seed: of the order; None: as they are, once, and after them sequences without text.
+        pairs: two sequences after each other are a pair and one sample: the chosen and the rejected answer.
+        trim: leave out columns at the end of a micro-batch that hold padding only. Not for pipelines and compiled
+            models, which want one shape.
+        notes: what the user should hear.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        sequences: Sequences,
+        *,
+        seed: int | None,
+        pairs: bool = False,
+        trim: bool = False,
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        self.notes = notes
+        self.samples, self.sequences, self.seed, self.trim = samples, sequences, seed, trim
+        self.seq_length = sequences.length
+        self.rows = 2 if pairs else 1  # of a sample
+        self.packed = bool((np.diff(sequences.offsets) > 1).any())
+        self._order: tuple[int, npt.NDArray[np.int64]] | None = None
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples before any is repeated."""
+        return len(self.sequences) // self.rows
+
+    @property
+    def manifest(self) -> list[dict[str, str]]:
+        """What the order is a function of beside the seed, for checkpoints."""
+        return [{"samples": self.samples.fingerprint(), "sequences": fingerprint(self.sequences.texts)}]
+
+    def resume(self, manifest: list[dict[str, str]] | None, consumed: int) -> list[str]:
+        """What to tell the user when a run goes on that has read ``consumed`` samples of what ``manifest`` says."""
+        if manifest is None or consumed == 0 or manifest == self.manifest:
+            return []
+        return [f"note: these are not the samples of the checkpoint: after {consumed:,} of those the order is another"]
+
+    def batch(self, indices: npt.NDArray[np.int64]) -> GlobalBatch:
+        """Samples by number, ``indices`` (micro-batches, samples) >= 0."""
+        rows = (indices[:, :, None] * self.rows + np.arange(self.rows)).reshape(len(indices), -1)
+        parts = [self._row(int(i) // self.rows, int(i) % self.rows) for i in rows.ravel()]
+        stacked = np.stack(parts).reshape(*rows.shape, 4, self.seq_length)
+        tokens, labels, documents, positions = (
+            torch.from_numpy(np.ascontiguousarray(stacked[:, :, i])) for i in range(4)
+        )
+        widths = None
+        if self.trim:
+            used = (documents >= 0).sum(-1).amax(-1)  # of each micro-batch
+            widths = tuple(int(w) for w in used.clamp(min=1))
+        options: dict[str, Any] = {
+            "documents": documents if self.packed else None,
+            "positions": positions if self.packed else None,
+            "widths": widths,
+            "held": int((documents >= 0).sum()),
+        }
+        numbers = torch.from_numpy(rows)
+        if self.rows == 1:
+            return GlobalBatch(tokens, labels, numbers, **options)
+        texts = torch.tensor([self._text(int(i) // 2, int(i) % 2) for i in rows.flat])
+        return PairBatch(tokens, labels, numbers, **options, texts=texts.view(rows.shape))
+
+    def _text(self, index: int, part: int) -> int:
+        """Number of an answer; -1 where there is none."""
+        place = self._place(index)
+        return -1 if place is None else int(self.sequences[place * self.rows + part][0])
+
+    def _row(self, index: int, part: int) -> npt.NDArray[np.int64]:
+        """Tokens, labels, documents and positions of a sequence, (4, seq_length). Padding is document -1."""
+        row = np.zeros((4, self.seq_length), np.int64)
+        row[1], row[2], row[3] = IGNORED_LABEL, -1, 0
+        place = self._place(index)
+        if place is None:
+            return row
+        at = 0
+        for number, text in enumerate(self.sequences[place * self.rows + part].tolist()):
+            ids, trained = self.samples[text]
+            end = at + len(ids) - 1
+            row[0, at:end] = ids[:-1]
+            row[1, at:end] = np.where(trained[1:], ids[1:], IGNORED_LABEL)
+            row[2, at:end] = number
+            row[3, at:end] = np.arange(end - at)
+            at = end
+        return row
+
+    def _place(self, index: int) -> int | None:
+        """Which of the sequences (pairs) has number ``index``; None: there is none."""
+        epoch, place = divmod(index, self.samples_per_epoch)
+        if self.seed is None:
+            return place if epoch == 0 else None
+        order = self._order  # several threads read
+        if order is None or order[0] != epoch:
+            order = self._order = epoch, keyed_permutation(self.samples_per_epoch, self.seed, 1, epoch)
+        return int(order[1][place])

@@ -1,0 +1,109 @@
+"""From settings to the samples of a run and what they are laid out as. No torch, so that bad data end a run at once."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from smp.config.checks import parse_split
+from smp.config.finetune import FinetuneConfig
+from smp.config.schema import ConfigError
+from smp.data.tuning.chat_template import ChatTemplate
+from smp.data.tuning.encode import Encoder
+from smp.data.tuning.files import read_records
+from smp.data.tuning.preview import coloured
+from smp.data.tuning.samples import Samples, collect
+from smp.data.tuning.sequences import Sequences, lay_out, split_samples
+from smp.data.tuning.tokenizer import TuningTokenizer
+
+
+@dataclass(frozen=True)
+class TuningData:
+    """What a run trains and validates on.
+
+    Attributes:
+        tokenizer: of the model.
+        samples: all texts.
+        train, valid: sequences of the two parts.
+        pairs: whether two sequences are a pair of answers.
+        lines: what the user should hear.
+    """
+
+    tokenizer: TuningTokenizer
+    samples: Samples
+    train: Sequences
+    valid: Sequences
+    pairs: bool
+    lines: tuple[str, ...]
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Sequences (pairs) of the training part."""
+        return len(self.train) // (2 if self.pairs else 1)
+
+    def preview(self, count: int) -> list[str]:
+        """The first texts of the training part, coloured."""
+        return [f"--- text {n}\n{coloured(self.tokenizer, self.samples[n])}" for n in self.train.texts[:count].tolist()]
+
+
+def read_data(config: FinetuneConfig, tokenizer: TuningTokenizer) -> TuningData:
+    """Read, encode and lay out everything.
+
+    Args:
+        config: with its defaults; sequence length and vocabulary are known.
+        tokenizer: of the model.
+
+    Raises:
+        ConfigError: the data cannot be used; one line that says which and why.
+    """
+    data, pairs = config.data, config.objective.objective == "dpo"
+    assert data.seq_length is not None and config.model.vocab_size is not None and data.data_path is not None
+    assert data.packing is not None
+    try:
+        template = _template(data.chat_template, tokenizer)
+        encoder = Encoder(tokenizer, template, mask_prompt=data.mask_prompt)
+        samples, report = collect(
+            read_records(shlex.split(data.data_path)),
+            encoder.pair if pairs else encoder.sample,
+            seq_length=data.seq_length,
+            vocab_size=config.model.vocab_size,
+            threshold=data.bad_sample_threshold,
+        )
+    except ValueError as error:
+        raise ConfigError(f"--data-path {error}") from None
+    rows = 2 if pairs else 1
+    chosen = split_samples(len(samples) // rows, parse_split(data.split), config.training.seed)
+    train, valid = (lay_out(samples, _texts(part, rows), data.seq_length, data.packing) for part in chosen)
+    if len(train) == 0:
+        raise ConfigError(f"--split {data.split} leaves none of {report.used} samples to train on")
+    if config.training.eval_interval is not None and len(valid) == 0:
+        raise ConfigError(f"--eval-interval: --split {data.split} leaves none of {report.used} samples for validation")
+    lines = [*report.lines(), *(_described(name, part) for name, part in (("training", train), ("validation", valid)))]
+    return TuningData(tokenizer, samples, train, valid, pairs, tuple(lines))
+
+
+def _template(path: str | None, tokenizer: TuningTokenizer) -> ChatTemplate | None:
+    if path is None:
+        source = tokenizer.template
+    else:
+        try:
+            source = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--chat-template {path} cannot be read: {error}") from None
+    return None if source is None else ChatTemplate(source, tokenizer.template_tokens)
+
+
+def _texts(samples: npt.NDArray[np.int64], rows: int) -> npt.NDArray[np.int64]:
+    """Numbers of the texts of samples."""
+    return (samples[:, None] * rows + np.arange(rows)).ravel()
+
+
+def _described(name: str, part: Sequences) -> str:
+    return (
+        f"{name}: {len(part.texts):,} texts in {len(part):,} sequences of {part.length:,} tokens, "
+        f"{100 * part.efficiency:.2f} % full"
+    )

@@ -1,0 +1,108 @@
+"""Samples to token ids, and which of them are trained."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from smp.data.tuning.chat_template import ChatTemplate, Span
+from smp.data.tuning.shapes import BadSampleError, Conversation, Plain, Sample, recognise, recognise_pair
+from smp.data.tuning.tokenizer import TuningTokenizer
+
+Encoded = tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]
+"""Token ids (n,), and for each whether the model is trained to say it."""
+
+
+class Encoder:
+    """Turns samples into token ids.
+
+    Args:
+        tokenizer: of the model.
+        template: of the chat; None: conversations are refused.
+        mask_prompt: train only what the assistant says, or the completion. False: all tokens but the first.
+    """
+
+    def __init__(self, tokenizer: TuningTokenizer, template: ChatTemplate | None, *, mask_prompt: bool = True) -> None:
+        self.tokenizer, self.template, self.mask_prompt = tokenizer, template, mask_prompt
+
+    def sample(self, record: dict[str, Any]) -> list[Encoded]:
+        """The one text of a record.
+
+        Raises:
+            BadSampleError: the record is broken, or nothing in it is trained.
+        """
+        return [self._encode(recognise(record, chat=self.template is not None))]
+
+    def pair(self, record: dict[str, Any]) -> list[Encoded]:
+        """The two texts of a preference: chosen, rejected.
+
+        Raises:
+            BadSampleError: the record is broken, or nothing in one of the answers is trained.
+        """
+        pair = recognise_pair(record)
+        return [self._encode(pair.chosen), self._encode(pair.rejected)]
+
+    def _encode(self, sample: Sample) -> Encoded:
+        ids, trained = self._plain(sample) if isinstance(sample, Plain) else self._conversation(sample)
+        if not self.mask_prompt:
+            trained = [True] * len(ids)
+        if not any(trained[1:]):  # the first token is never predicted
+            raise BadSampleError("nothing in it is trained")
+        return np.array(ids, np.int32), np.array(trained, np.bool_)
+
+    def _plain(self, sample: Plain) -> tuple[list[int], list[bool]]:
+        """Pieces are encoded apart, as they are when the model is asked to go on after a prompt. The end is trained."""
+        ids = list(self.tokenizer.before)
+        trained = [False] * len(ids)
+        for text, train in sample.pieces:
+            piece = _checked(self.tokenizer, text)
+            ids += piece
+            trained += [train] * len(piece)
+        return [*ids, self.tokenizer.eos], [*trained, True]
+
+    def _conversation(self, sample: Conversation) -> tuple[list[int], list[bool]]:
+        if self.template is None:
+            raise BadSampleError("it is a conversation, and there is no chat template: give --chat-template")
+        text, spans = self.template.render(sample)
+        try:
+            ids, places = self.tokenizer.encode_at(text, [edge for span in spans for edge in span])
+        except ValueError as error:
+            raise BadSampleError(str(error)) from None
+        trained = _within(places, spans)
+        return ids, _without_line_ends(self.tokenizer, ids, trained)
+
+
+def _checked(tokenizer: TuningTokenizer, text: str) -> list[int]:
+    try:
+        return tokenizer.encode(text)
+    except (ValueError, UnicodeError) as error:
+        raise BadSampleError(str(error)) from None
+
+
+def _within(places: Sequence[int], spans: Sequence[Span]) -> list[bool]:
+    """Whether each place lies in one of the spans, which are in order."""
+    starts = [first for first, _ in spans]
+    hits = (bisect_right(starts, place) - 1 for place in places)
+    return [hit >= 0 and place < spans[hit][1] for place, hit in zip(places, hits, strict=True)]
+
+
+def _without_line_ends(tokenizer: TuningTokenizer, ids: list[int], trained: list[bool]) -> list[bool]:
+    """Templates write a line end after the token that ends a turn. The model never gets to write it: it has stopped."""
+    out = list(trained)
+    for i in range(1, len(ids)):
+        follows_end = ids[i - 1] in tokenizer.special or (trained[i - 1] and not out[i - 1])
+        if out[i] and follows_end and ids[i] not in tokenizer.special and not _rest_is_said(trained, ids, i, tokenizer):
+            out[i] = False
+    return out
+
+
+def _rest_is_said(trained: list[bool], ids: list[int], i: int, tokenizer: TuningTokenizer) -> bool:
+    """Whether there is more than white space between token ``i`` and the end of its trained stretch."""
+    end = i
+    while end < len(ids) and trained[end]:
+        end += 1
+    return bool(tokenizer.decode(ids[i:end]).strip())

@@ -1,0 +1,149 @@
+"""All samples of a run in a few arrays, and what became of those that could not be used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from smp.data.tuning.encode import Encoded
+from smp.data.tuning.files import Record
+from smp.data.tuning.shapes import BadSampleError
+
+_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Texts one after the other. Of pairs, text 2 i is the chosen answer of pair i and text 2 i + 1 the rejected one.
+
+    Attributes:
+        tokens: int32 (sum of lengths,).
+        trained: bool like ``tokens``: the model is trained to say this token.
+        offsets: int64 (texts + 1,), where each text begins.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    trained: npt.NDArray[np.bool_]
+    offsets: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of each text."""
+        return np.diff(self.offsets)
+
+    def fingerprint(self) -> str:
+        """Of all that is in it."""
+        return " ".join(map(fingerprint, (self.tokens, self.trained, self.offsets)))
+
+    def __getitem__(self, text: int) -> Encoded:
+        part = slice(int(self.offsets[text]), int(self.offsets[text + 1]))
+        return self.tokens[part], self.trained[part]
+
+
+def fingerprint(array: npt.NDArray[Any]) -> str:
+    """xxh3_64 of an array's bytes."""
+    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(array).view(np.uint8).data)
+
+
+@dataclass
+class Report:
+    """What was read.
+
+    Attributes:
+        records: lines with something on them.
+        used: samples that are trained on.
+        tokens: of them, ``supervised`` of which are trained.
+        truncated: texts that were cut at the sequence length.
+        bad: (place, why) of samples that were left out.
+    """
+
+    records: int = 0
+    used: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    truncated: int = 0
+    bad: list[tuple[str, str]] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """For people."""
+        share = 100 * self.supervised / max(self.tokens, 1)
+        text = (
+            f"samples: {self.used:,} of {self.records:,} used, {self.tokens:,} tokens, {self.supervised:,} of them "
+            f"trained ({share:.1f} %), {self.truncated:,} texts cut at the sequence length, {len(self.bad):,} dropped"
+        )
+        more = [f"  and {len(self.bad) - _NAMED:,} more"] if len(self.bad) > _NAMED else []
+        return [text, *(f"  dropped {where}: {why}" for where, why in self.bad[:_NAMED]), *more]
+
+
+def collect(
+    records: Iterable[Record],
+    encode: Callable[[dict[str, Any]], list[Encoded]],
+    *,
+    seq_length: int,
+    vocab_size: int,
+    threshold: float,
+) -> tuple[Samples, Report]:
+    """Encode every record.
+
+    Args:
+        records: in order.
+        encode: gives the texts of one (``Encoder.sample`` or ``Encoder.pair``).
+        seq_length: longest text is one token more: the last is only predicted.
+        vocab_size: of the model; token ids from here on are refused.
+        threshold: largest fraction of records that may be dropped.
+
+    Raises:
+        ValueError: no sample is left, or more than ``threshold`` were dropped; the message names some.
+    """
+    report, texts = Report(), list[Encoded]()
+    for record in records:
+        report.records += 1
+        try:
+            if record.value is None:
+                raise BadSampleError(record.problem)
+            found, cut = _cut(encode(record.value), seq_length)
+        except BadSampleError as error:
+            report.bad.append((record.where, str(error)))
+            continue
+        report.used += 1
+        report.truncated += cut
+        texts += found
+    _check(report, threshold)
+    lengths = np.array([len(ids) for ids, _ in texts], np.int64)
+    samples = Samples(
+        np.concatenate([ids for ids, _ in texts]),
+        np.concatenate([trained for _, trained in texts]),
+        np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]),
+    )
+    if samples.tokens.max() >= vocab_size:
+        raise ValueError(f"the tokenizer gave id {samples.tokens.max()}, the model's vocabulary has {vocab_size}")
+    report.tokens, report.supervised = len(samples.tokens), int(samples.trained.sum())
+    return samples, report
+
+
+def _cut(texts: list[Encoded], seq_length: int) -> tuple[list[Encoded], int]:
+    """Texts of at most ``seq_length`` + 1 tokens, and how many were longer."""
+    longest = seq_length + 1
+    for _, trained in texts:
+        if not trained[1:longest].any():
+            raise BadSampleError(f"nothing in its first {longest} tokens is trained")
+    return [(ids[:longest], trained[:longest]) for ids, trained in texts], sum(len(ids) > longest for ids, _ in texts)
+
+
+def _check(report: Report, threshold: float) -> None:
+    some = "; ".join(f"{where}: {why}" for where, why in report.bad[:_NAMED])
+    if len(report.bad) > threshold * report.records:
+        raise ValueError(
+            f"{len(report.bad)} of {report.records} samples cannot be used, --bad-sample-threshold allows "
+            f"{100 * threshold:g} %: {some}"
+        )
+    if report.used == 0:
+        raise ValueError(f"no sample is left of {report.records}" + (f": {some}" if some else ""))

@@ -1,0 +1,178 @@
+"""The shapes in which people keep samples, recognised by their keys and brought to two forms.
+
+A :class:`Conversation` goes through the model's chat template; a :class:`Plain` text is taken as it is. Each says which
+of its parts are trained. A sample for preference optimization is a :class:`Pair` of two such answers to one prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant"}
+_SHAREGPT |= {"system": "system", "tool": "tool", "function_response": "tool", "observation": "tool"}
+SHAPES = "messages, conversations, prompt/completion, text, instruction/output, prompt/chosen/rejected"
+
+
+class BadSampleError(ValueError):
+    """A sample that cannot be trained on; the message says why."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages for a chat template.
+
+    Attributes:
+        messages: each with "role" and "content", and what else its template may know.
+        trained: whether a message is trained; only the assistant's can be.
+        tools: descriptions of tools for the template, or None.
+    """
+
+    messages: tuple[dict[str, Any], ...]
+    trained: tuple[bool, ...]
+    tools: Any = None
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Text in pieces: (piece, whether it is trained)."""
+
+    pieces: tuple[tuple[str, bool], ...]
+
+
+Sample = Conversation | Plain
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two answers to one prompt, the first preferred."""
+
+    chosen: Sample
+    rejected: Sample
+
+
+def recognise(record: dict[str, Any], *, chat: bool) -> Sample:
+    """A sample from a record of any of the known shapes.
+
+    Args:
+        record: what stands in a line.
+        chat: whether there is a chat template: instructions in Alpaca's shape then become a conversation.
+
+    Raises:
+        BadSampleError: none of the shapes, or a broken one.
+    """
+    if "messages" in record:
+        return _conversation(record["messages"], record)
+    if "conversations" in record:
+        return _conversation(_from_sharegpt(record["conversations"]), record)
+    if "prompt" in record and "completion" in record:
+        return _answer(record["prompt"], record["completion"], record)
+    if "instruction" in record and "output" in record:
+        return _alpaca(record, chat)
+    if "text" in record:
+        return Plain(((_text(record["text"], "text"), True),))
+    raise BadSampleError(f"keys {', '.join(sorted(record)) or 'none'} are none of the known shapes: {SHAPES}")
+
+
+def recognise_pair(record: dict[str, Any]) -> Pair:
+    """A pair of answers from a record with "chosen" and "rejected", and with or without "prompt".
+
+    Raises:
+        BadSampleError: as :func:`recognise`.
+    """
+    if "chosen" not in record or "rejected" not in record:
+        raise BadSampleError(f"keys {', '.join(sorted(record)) or 'none'}: a pair needs chosen and rejected")
+    chosen, rejected = record["chosen"], record["rejected"]
+    if "prompt" in record:
+        return Pair(_answer(record["prompt"], chosen, record), _answer(record["prompt"], rejected, record))
+    if not (isinstance(chosen, list) and isinstance(rejected, list)):
+        raise BadSampleError(
+            "chosen and rejected without a prompt must be lists of messages that share their beginning"
+        )
+    common = 0
+    while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
+        common += 1
+    if common == 0:
+        raise BadSampleError("chosen and rejected share no beginning: there is no prompt")
+    prompt = chosen[:common]
+    return Pair(_answer(prompt, chosen[common:], record), _answer(prompt, rejected[common:], record))
+
+
+def _answer(prompt: Any, answer: Any, record: dict[str, Any]) -> Sample:
+    """A prompt and what is trained after it: both text, or messages."""
+    if isinstance(prompt, str) and isinstance(answer, str):
+        return Plain(((prompt, False), (answer, True)))
+    if isinstance(prompt, str) and isinstance(answer, list):  # some data sets repeat the prompt within the answer
+        first = answer[0] if answer and isinstance(answer[0], dict) else {}
+        prompt = [] if first.get("role") in ("user", "system") else [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list) or not isinstance(answer, list):
+        raise BadSampleError("prompt and answer must both be text, or lists of messages")
+    whole = _conversation([*prompt, *answer], record)
+    trained = tuple(t and i >= len(prompt) for i, t in enumerate(whole.trained))
+    return Conversation(whole.messages, trained, whole.tools)
+
+
+def _conversation(messages: Any, record: dict[str, Any]) -> Conversation:
+    if not isinstance(messages, list) or not messages:
+        raise BadSampleError("messages are not a list with something in it")
+    checked = tuple(_message(m, i) for i, m in enumerate(messages))
+    trained = tuple(m["role"] == "assistant" and _is_trained(m, i) for i, m in enumerate(checked))
+    tools = record.get("tools")
+    return Conversation(tuple({k: v for k, v in m.items() if k != "train"} for m in checked), trained, tools)
+
+
+def _message(message: Any, number: int) -> dict[str, Any]:
+    if not isinstance(message, dict) or "role" not in message:
+        raise BadSampleError(f"message {number} is no object with role and content")
+    role, content = message["role"], message.get("content")
+    if role not in ROLES:
+        raise BadSampleError(f"message {number}: unknown role {role!r}; known are {', '.join(ROLES)}")
+    if content is None and not message.get("tool_calls"):
+        raise BadSampleError(f"message {number} ({role}) has no content")
+    if content is not None and not isinstance(content, str):
+        raise BadSampleError(f"message {number} ({role}): content is not text")
+    return {**message, "content": content or ""}
+
+
+def _is_trained(message: dict[str, Any], number: int) -> bool:
+    train = message.get("train", True)
+    if not isinstance(train, bool):
+        raise BadSampleError(f"message {number}: train is {train!r}, not true or false")
+    return train
+
+
+def _from_sharegpt(turns: Any) -> list[Any]:
+    """ShareGPT's from/value; turns that say role and content stay as they are."""
+    if not isinstance(turns, list):
+        raise BadSampleError("conversations are not a list")
+    out = []
+    for number, turn in enumerate(turns):
+        if isinstance(turn, dict) and "from" in turn:
+            if turn["from"] not in _SHAREGPT:
+                raise BadSampleError(f"turn {number}: unknown role {turn['from']!r}; known are {', '.join(_SHAREGPT)}")
+            rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+            turn = {"role": _SHAREGPT[turn["from"]], "content": turn.get("value"), **rest}
+        out.append(turn)
+    return out
+
+
+def _alpaca(record: dict[str, Any], chat: bool) -> Sample:
+    """Instruction, optional input, output. Without a chat template under headings, as most models of this kind know."""
+    instruction, output = _text(record["instruction"], "instruction"), _text(record["output"], "output")
+    extra = _text(record.get("input") or "", "input")
+    system = _text(record.get("system") or "", "system")
+    if chat:
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": "\n\n".join(filter(None, (instruction, extra)))})
+        return _conversation([*messages, {"role": "assistant", "content": output}], record)
+    parts: Sequence[tuple[str, str]] = (("", system), ("### Instruction:\n", instruction), ("### Input:\n", extra))
+    prompt = "".join(f"{heading}{text}\n\n" for heading, text in parts if text)
+    return Plain(((f"{prompt}### Response:\n", False), (output, True)))
+
+
+def _text(value: Any, key: str) -> str:
+    if not isinstance(value, str):
+        raise BadSampleError(f"{key} is not text")
+    return value

@@ -1,0 +1,177 @@
+"""What fine-tuning needs of a tokenizer: token ids with their places in the text, special tokens, the chat template."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from smp.data.tokenizer import SentencePieceTokenizer
+
+_TEMPLATE_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class TuningTokenizer(ABC):
+    """A tokenizer as fine-tuning sees it.
+
+    Attributes:
+        vocab_size: token ids are below.
+        eos: the token that ends a text.
+        before: token ids that a plain text begins with.
+        special: ids of tokens that are no text.
+        template: source of the chat template, or None.
+        template_tokens: special tokens that the template may name.
+    """
+
+    vocab_size: int
+    eos: int
+    before: list[int]
+    special: frozenset[int]
+    template: str | None = None
+    template_tokens: dict[str, str]
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a piece of text, nothing added."""
+
+    @abstractmethod
+    def encode_at(self, text: str, cuts: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Token ids of ``text`` and for each the place of its first character. Places in ``cuts`` matter: a token that
+        could cross one may be cut there."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens too."""
+
+
+class FolderTokenizer(TuningTokenizer):
+    """``tokenizer.json`` of a Hugging Face folder, with what lies beside it.
+
+    Args:
+        folder: with tokenizer.json; special tokens and chat template come from tokenizer_config.json,
+            special_tokens_map.json, chat_template.jinja or chat_template.json.
+
+    Raises:
+        ValueError: a file is missing or damaged, or no token ends a text.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from tokenizers import Tokenizer  # an extra; what trains on .bin files does without
+
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ValueError(f"{folder} has no tokenizer.json")
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise ValueError(f"{path} is not a tokenizer: {error}") from None
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        config = _json(folder / "special_tokens_map.json") | _json(folder / "tokenizer_config.json")
+        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special = frozenset(number for number, token in added.items() if token.special)
+        self.template_tokens = {name: text for name in _TEMPLATE_TOKENS if (text := _token(config.get(name)))}
+        self.eos = self._end(folder)
+        self.before = self._before()
+        self.template = _template(folder, config)
+
+    def _end(self, folder: Path) -> int:
+        text = self.template_tokens.get("eos_token")
+        number = None if text is None else self._tokenizer.token_to_id(text)
+        if number is None:
+            raise ValueError(f"{folder}: tokenizer_config.json names no eos_token that is in tokenizer.json")
+        return int(number)
+
+    def _before(self) -> list[int]:
+        """What its own rules put in front of a text."""
+        ids = self._tokenizer.encode("a", add_special_tokens=True).ids
+        bare = self._tokenizer.encode("a", add_special_tokens=False).ids
+        return list(ids[: len(ids) - len(bare)]) if bare and ids[-len(bare) :] == bare else []
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_at(self, text: str, cuts: Sequence[int]) -> tuple[list[int], list[int]]:
+        """In one piece, as the model sees it when it is used."""
+        encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        return list(encoded.ids), [first for first, _ in encoded.offsets]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+class PieceTokenizer(TuningTokenizer):
+    """A sentencepiece model file. It has no chat template of its own.
+
+    Args:
+        path: the file.
+
+    Raises:
+        ValueError: as :class:`smp.data.tokenizer.SentencePieceTokenizer`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._tokenizer = SentencePieceTokenizer(path)
+        self.vocab_size, self.eos, self.before = self._tokenizer.vocab_size, self._tokenizer.eod, []
+        self.special = frozenset([self.eos])
+        self.template_tokens = {}
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    def encode_at(self, text: str, cuts: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Piece by piece between the cuts: which token comes from where is known to that precision."""
+        ids: list[int] = []
+        places: list[int] = []
+        edges = [0, *cuts, len(text)]
+        for first, last in pairwise(edges):
+            piece = self.encode(text[first:last])
+            ids += piece
+            places += [first] * len(piece)
+        return ids, places
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids))
+
+
+def open_tokenizer(path: str | Path) -> TuningTokenizer:
+    """The tokenizer of a folder, or of a sentencepiece file.
+
+    Raises:
+        ValueError: there is none.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        return PieceTokenizer(path)
+    if (path / "tokenizer.json").is_file() or not (path / "tokenizer.model").is_file():
+        return FolderTokenizer(path)
+    return PieceTokenizer(path / "tokenizer.model")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    return content if isinstance(content, dict) else {}
+
+
+def _token(value: Any) -> str | None:
+    """A special token's text: written as text, or as an object around it."""
+    return value.get("content") if isinstance(value, dict) else value
+
+
+def _template(folder: Path, config: dict[str, Any]) -> str | None:
+    """The newest place first. Of several templates the one named "default"."""
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    value = _json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
+    if isinstance(value, list):
+        return next((entry["template"] for entry in value if entry.get("name") == "default"), None)
+    return value

@@ -1,0 +1,201 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) on column- and row-parallel linear layers.
+
+A linear layer with an adapter computes ``x W^T + (alpha / rank) x A^T B^T``; W stays as it is, A (rank, in) and B (out,
+rank) are trained. Where A and B lie follows from where W lies:
+
+=============  ======================  ======================  ============================================
+layer          A                       B                       the low-rank activations u = x A^T
+=============  ======================  ======================  ============================================
+column         on every rank           rows, as W              this rank's tokens; gathered under SP
+row            columns, as W           on every rank           a partial sum; all-reduced, or reduce-scattered
+=============  ======================  ======================  ============================================
+
+So what crosses links is (tokens, rank), never (tokens, hidden) once more. Under sequence parallelism the factor that
+every rank holds is used on different tokens by each, so its gradient is summed over the ranks; without it all ranks
+compute the same gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from smp.layers.parameter import REPLICATE, SHARD_COLUMNS, Constant, Initializer, Normal, local, tp_parameter
+from smp.parallel.boxes import local_box
+from smp.parallel.collectives import (
+    copy_to_group,
+    gather_tokens,
+    reduce_from_group,
+    reduce_scatter_tokens,
+    sum_gradient,
+)
+from smp.parallel.rng import dropout_key, keyed_dropout
+
+if TYPE_CHECKING:
+    from smp.layers.linear import ColumnParallelLinear, RowParallelLinear
+
+
+class Lora(nn.Module):
+    """The adapter of one layer; the layer applies it.
+
+    Args:
+        layer: a ``ColumnParallelLinear`` or ``RowParallelLinear``; A and B lie on its mesh and device.
+        rank: of B A.
+        alpha: B A is scaled by alpha / rank.
+        dropout: on the input of A, not on that of W.
+        key: of the dropout's masks, see ``smp.parallel.rng``.
+
+    A starts as N(0, 1 / (3 in)), the variance of the usual uniform start, and B as 0: the layer starts as it was.
+    Both are fp32 whatever the layer's weight is.
+    """
+
+    def __init__(
+        self,
+        layer: ColumnParallelLinear | RowParallelLinear,
+        rank: int,
+        alpha: float,
+        dropout: float = 0.0,
+        key: int = 0,
+    ) -> None:
+        super().__init__()
+        weight = cast(DTensor, layer.weight)
+        (out_features, in_features), [placement] = weight.shape, weight.placements
+        by_columns = placement == SHARD_COLUMNS
+        place = weight.device_mesh, weight.device, torch.float32
+        self.a = tp_parameter((rank, in_features), SHARD_COLUMNS if by_columns else REPLICATE, *place)
+        self.b = tp_parameter((out_features, rank), REPLICATE if by_columns else placement, *place)
+        self.initializers: dict[str, Initializer] = {"a": Normal((3 * in_features) ** -0.5), "b": Constant(0.0)}
+        self.rank, self.alpha, self.dropout, self.key = rank, alpha, dropout, key
+        self.first_channel = local_box(weight).offsets[1]
+        self.enabled = True
+
+    def down(self, x: torch.Tensor, a: torch.Tensor, numbers: torch.Tensor | None) -> torch.Tensor:
+        """``(alpha / rank) dropout(x) A^T``: (tokens, ..., in) -> (tokens, ..., rank)."""
+        if self.dropout > 0.0 and self.training:
+            if numbers is None:
+                raise ValueError("dropout of adapters needs the tokens' numbers: its masks are keyed by them")
+            key = torch.tensor(self.key, device=x.device)
+            x = keyed_dropout(x, key, numbers, self.dropout, first_channel=self.first_channel)
+        return F.linear(x, a.to(x.dtype)) * (self.alpha / self.rank)
+
+
+def add_column_adapters(
+    x: torch.Tensor,
+    outputs: Sequence[torch.Tensor],
+    layers: Sequence[ColumnParallelLinear],
+    numbers: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    """``outputs`` of column-parallel layers with one input, plus what their adapters add.
+
+    Args:
+        x: (tokens [/p], ..., in), the input of all.
+        outputs: (tokens, ..., this rank's outputs) of each.
+        layers: with or without adapters. Those with share one collective in each direction.
+        numbers: int64 (tokens [/p],), global numbers of the tokens in ``x``; needed for dropout.
+    """
+    adapters = [layer.lora if layer.lora is not None and layer.lora.enabled else None for layer in layers]
+    used = [adapter for adapter in adapters if adapter is not None]
+    if not used:
+        return list(outputs)
+    group, split = layers[0].group, layers[0].sequence_parallel
+    factors = [sum_gradient(local(m.a), group) if split else local(m.a) for m in used]
+    low = torch.cat([m.down(x, a, numbers) for m, a in zip(used, factors, strict=True)], dim=-1)
+    low = gather_tokens(low, group) if split else copy_to_group(low, group)  # (tokens, ..., sum of ranks)
+    parts = iter(low.split([m.rank for m in used], dim=-1))
+    return [
+        y if m is None else y + F.linear(next(parts), layer._own(m.b).to(y.dtype))
+        for y, m, layer in zip(outputs, adapters, layers, strict=True)
+    ]
+
+
+def add_row_adapter(
+    x: torch.Tensor, output: torch.Tensor, layer: RowParallelLinear, numbers: torch.Tensor | None
+) -> torch.Tensor:
+    """``output`` of a row-parallel layer plus what its adapter adds.
+
+    Args:
+        x: (tokens, ..., in / p), the layer's input.
+        output: (tokens [/p], ..., out).
+        layer: with or without an adapter.
+        numbers: int64 (tokens,), global numbers of the tokens; needed for dropout.
+    """
+    adapter = layer.lora
+    if adapter is None or not adapter.enabled:
+        return output
+    low = adapter.down(x, local(adapter.a), numbers)  # (tokens, ..., rank), this rank's part of the sum
+    b = local(adapter.b)
+    if layer.sequence_parallel:
+        low, b = reduce_scatter_tokens(low, layer.group), sum_gradient(b, layer.group)
+    else:
+        low = reduce_from_group(low, layer.group)
+    return output + F.linear(low, b.to(output.dtype))
+
+
+def add_adapters(
+    model: nn.Module, targets: Sequence[str], rank: int, alpha: float, *, dropout: float = 0.0, seed: int = 0
+) -> dict[str, list[str]]:
+    """Give linear layers of ``model`` adapters, and freeze everything else. Before ``fully_shard``.
+
+    Args:
+        model: with layers of this package.
+        targets: shell patterns; a layer is chosen when one of them matches its whole name in ``model`` or the last
+            part of it, as ``query`` and ``layers.1?.mlp.*`` do.
+        rank, alpha, dropout: see :class:`Lora`.
+        seed: keys dropout.
+
+    Returns:
+        Names of the chosen layers, by pattern.
+    """
+    chosen = choose(model, targets)
+    sizes = {name: (rank, alpha) for names in chosen.values() for name in names}
+    attach(model, sizes, dropout=dropout, seed=seed)
+    return chosen
+
+
+def choose(model: nn.Module, targets: Sequence[str]) -> dict[str, list[str]]:
+    """Names of the linear layers that each pattern chooses; see :func:`add_adapters`."""
+    names = [name for name, _ in linear_layers(model)]
+    return {t: [n for n in names if fnmatchcase(n, t) or fnmatchcase(n.rpartition(".")[2], t)] for t in targets}
+
+
+def attach(model: nn.Module, sizes: Mapping[str, tuple[int, float]], *, dropout: float = 0.0, seed: int = 0) -> None:
+    """Put an adapter of the given (rank, alpha) on each named layer, and freeze everything else. Names of layers that
+    this part of a model does not have are passed over."""
+    model.requires_grad_(False)
+    for name, layer in list(linear_layers(model)):
+        if name in sizes:
+            layer.lora = Lora(layer, *sizes[name], dropout, dropout_key(seed, f"{name}.lora"))
+
+
+def linear_layers(model: nn.Module) -> Iterator[tuple[str, ColumnParallelLinear | RowParallelLinear]]:
+    """(name, layer) of every layer that can have an adapter."""
+    from smp.layers.linear import ColumnParallelLinear, RowParallelLinear  # which imports this file
+
+    for name, module in model.named_modules():
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+            yield name, module
+
+
+def adapters_of(model: nn.Module) -> dict[str, Lora]:
+    """Adapters by the name of their layer."""
+    return {name: layer.lora for name, layer in linear_layers(model) if layer.lora is not None}
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """The model without its adapters, inside of the ``with``."""
+    adapters = adapters_of(model).values()
+    for adapter in adapters:
+        adapter.enabled = False
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.enabled = True

@@ -1,0 +1,101 @@
+"""Direct preference optimization (Rafailov et al. 2023, arXiv 2305.18290) on top of the vocabulary-parallel head.
+
+With r(y) = log p(y) - log p_ref(y), summed over the tokens of an answer, and z = beta (r(chosen) - r(rejected)):
+
+    loss of a pair = -(1 - s) log sigmoid(z) - s log sigmoid(-z)        s: label smoothing
+
+The loss is no sum over tokens, but its gradient is: every token of an answer has the weight d loss / d log p(answer).
+So the head runs twice, each time a chunk of tokens at a time: once for the log-probabilities, once for the weighted
+cross-entropy whose gradient is that of the loss. Logits of all tokens never exist, and one exchange of three floats per
+token between the TP ranks serves any of both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from smp.layers.cross_entropy import VocabShard, linear_cross_entropy, linear_token_losses
+
+
+@dataclass
+class Preference:
+    """What turns the log-probabilities of a micro-batch's answers into a loss.
+
+    Attributes:
+        rows, length: answers in the micro-batch (chosen, rejected, chosen, rejected, ...) and tokens of each.
+        beta, label_smoothing: see the formula above.
+        pairs: of the global batch, over which the loss is averaged.
+        reference: fp32 (rows,), log-probabilities by the reference; None: only those of this model are wanted.
+        measured: after the loss, fp64 (4,), sums over the pairs: 1 where the chosen answer is rewarded more, the margin
+            between the rewards, the reward of the chosen, of the rejected. A reward is beta r.
+    """
+
+    rows: int
+    length: int
+    beta: float
+    label_smoothing: float
+    pairs: int
+    reference: torch.Tensor | None
+    measured: torch.Tensor | None = field(default=None, init=False)
+
+
+def preference_loss(log_probs: torch.Tensor, counts: torch.Tensor, preference: Preference) -> tuple[torch.Tensor, ...]:
+    """(this micro-batch's part of the mean loss, 0-dim fp32; its derivative by each log-probability, (rows,)).
+
+    Args:
+        log_probs: fp32 (rows,).
+        counts: bool (rows / 2,), False for a pair that only fills up.
+        preference: what to compare with, and how.
+    """
+    assert preference.reference is not None
+    rewards = preference.beta * (log_probs - preference.reference).double()
+    chosen, rejected = rewards[::2], rewards[1::2]
+    margin, smoothing = chosen - rejected, preference.label_smoothing
+    losses = -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
+    slope = preference.beta * (smoothing * torch.sigmoid(margin) - (1 - smoothing) * torch.sigmoid(-margin))
+    weight = counts.double() / max(preference.pairs, 1)
+    slopes = torch.stack((slope * weight, -slope * weight), dim=1).flatten()
+    measured = torch.stack([(margin > 0).double(), margin, chosen, rejected])  # (4, pairs)
+    preference.measured = torch.where(counts, measured, 0.0).sum(1)
+    return torch.where(counts, losses * weight, 0.0).sum().float(), slopes.float()
+
+
+def linear_preference(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    counted: torch.Tensor,
+    shard: VocabShard,
+    preference: Preference,
+    *,
+    chunk_tokens: int,
+    backend: str = "torch",
+) -> torch.Tensor:
+    """The loss of the pairs in a micro-batch, or without a reference the log-probabilities of its answers.
+
+    Args:
+        hidden, weight, labels, shard, chunk_tokens, backend: as in ``linear_cross_entropy``; ``hidden`` holds ``rows``
+            answers of ``length`` tokens, one after the other, then padding.
+        counted: (n,), above 0 where a token belongs to an answer.
+        preference: what to do.
+
+    Returns:
+        0-dim fp32, or fp32 (rows,) without gradient; equal on all ranks of the group.
+    """
+    rows, length = preference.rows, preference.length
+    with torch.no_grad():
+        losses = linear_token_losses(hidden, weight, labels, shard, chunk_tokens=chunk_tokens, backend=backend)
+        mine = counted[: rows * length] > 0
+        log_probs = -torch.where(mine, losses[: rows * length], 0.0).view(rows, length).sum(1)
+        if preference.reference is None:
+            return log_probs
+        loss, slopes = preference_loss(log_probs, mine.view(rows // 2, -1).any(1), preference)
+        weights = torch.where(mine, -slopes.repeat_interleave(length), 0.0)  # log p = - cross-entropy
+        weights = F.pad(weights, (0, len(losses) - len(weights)))
+    if not torch.is_grad_enabled():
+        return loss
+    weighted = linear_cross_entropy(hidden, weight, labels, weights, shard, chunk_tokens=chunk_tokens, backend=backend)
+    return loss + (weighted - weighted.detach())  # this value with that gradient

@@ -1,0 +1,54 @@
+"""What a rank says when it loses contact with another one.
+
+No rank can know which one is lost: it sees that a message or a collective fails, and what is at its other end may have
+ended only because it lost contact too. So each rank says where it stands, and the one that says nothing is lost.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+
+class PipelineError(RuntimeError):
+    """A message or a collective of a run with a pipeline failed, because another rank is gone or late. The text names
+    what failed and the stage, of a message also the stage and the rank at its other end."""
+
+
+def lost_contact(error: RuntimeError) -> bool:
+    """Whether communication failed: torch's own types, or gloo's plain RuntimeError, which names a file of gloo."""
+    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo/" in reason(error))
+
+
+def reason(error: RuntimeError) -> str:
+    """The first line of the message, without gloo's good wishes."""
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return first.partition(". This is typically caused by")[0]
+
+
+def collective_failed(what: str, error: RuntimeError) -> str:
+    """The text for what several ranks did together."""
+    return f"{what} failed: {reason(error)}; lost is the rank that says nothing"
+
+
+@contextmanager
+def naming(place: str) -> Iterator[None]:
+    """For what ranks do together outside of a schedule: a failure of communication inside becomes a PipelineError that
+    begins with ``place`` and names the function of this package that failed. Every other error passes as it is."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not lost_contact(error):
+            raise
+        raise PipelineError(collective_failed(f"{place}: {_function(error)}", error)) from error
+
+
+def _function(error: RuntimeError) -> str:
+    """The innermost function of this package, such as clip_gradients."""
+    package = str(Path(__file__).parents[1])
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return [code.co_qualname for code in codes if code.co_filename.startswith(package)][-1]

@@ -1,0 +1,54 @@
+"""What the entry points have in common: the way from a command line to an exit code. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from smp.config import ConfigError, LoggingConfig
+from smp.training.process import Process, forget_status, status_path, write_status
+from smp.training.settings import report, status_file_in
+
+Settings = TypeVar("Settings")
+
+
+def run_command(
+    argv: list[str],
+    logging: type[LoggingConfig],
+    read: Callable[[list[str], int], tuple[Settings, LoggingConfig | None]],
+    launch: Callable[[Settings, Process], int],
+) -> int:
+    """Read settings, then run. Returns the exit code: 0, 1 when the run failed, 2 when it could not start.
+
+    Args:
+        argv: the command line.
+        logging: whose default place of logs this entry point has.
+        read: (command line, number of processes) -> settings, and where logs go; None: nothing will be trained.
+        launch: runs; imports torch, which takes seconds.
+    """
+    try:
+        process = Process.from_environment()
+    except ConfigError as error:
+        report(str(error), 0)
+        return 2
+    try:
+        settings, place = read(argv, process.world_size)
+        if place is not None:
+            process.require_launcher()
+            if process.rank == 0:
+                forget_status(status_path(place))
+    except ConfigError as error:
+        report(str(error), process.rank)
+        if process.rank == 0 and (path := status_file_in(argv, logging.log_dir)) is not None:
+            _write_status(path, str(error))
+        return 2
+    return launch(settings, process)
+
+
+def _write_status(path: str, reason: str) -> None:
+    try:
+        write_status(Path(path), "bad_config", reason, 0)
+    except OSError as unwritable:
+        if not reason.startswith("--status-file"):
+            report(f"--status-file {path}: {unwritable}", 0)

@@ -1,0 +1,91 @@
+"""From the command line of a fine-tuning run to settings that can work and the data to train on, before torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from pathlib import Path
+
+from smp.config import ConfigError, Layout, resolve
+from smp.config.cli import build_tree, read_values
+from smp.config.finetune import FinetuneConfig
+from smp.config.finetune_checks import fill_in
+from smp.convert.describe import read_architecture
+from smp.convert.hf_config import FREE
+from smp.data.tuning.build import TuningData, read_data
+from smp.data.tuning.tokenizer import TuningTokenizer, open_tokenizer
+from smp.pipeline.plan import plan_pipeline
+
+CARRIED = "hf"
+"""Folder inside of our converted checkpoints that holds the tokenizer that came with the model."""
+
+
+def read_finetune_settings(argv: list[str], world_size: int) -> tuple[FinetuneConfig, TuningData | None]:
+    """Parse, fill in defaults, check, and read the data; there are none in a dry run without --data-path.
+
+    Raises:
+        ConfigError: one line that names the flag to change.
+    """
+    values = read_values(argv, FinetuneConfig, "The architecture is that of the model in --load.")
+    if "model" in values:
+        raise ConfigError(f"--model {values['model']}: the architecture is that of the model in --load; leave it out")
+    config = fill_in(build_tree(FinetuneConfig, values))
+    config = _with_architecture(config, set(values))
+    config = _sized(config, world_size)
+    tokenizer = _tokenizer(config)
+    data = None if config.data.data_path is None else read_data(config, tokenizer)
+    if config.training.train_epochs is not None and data is not None:
+        samples = config.training.train_epochs * data.samples_per_epoch
+        config = replace(config, training=replace(config.training, train_samples=samples))
+    if config.data.preview:
+        return config, data
+    run = resolve(config.as_run(), world_size)
+    layout = Layout.from_config(run.parallel, world_size)
+    if layout.pp > 1:
+        plan_pipeline(run, layout)
+    return config.with_run(run), data
+
+
+def _sized(config: FinetuneConfig, world_size: int) -> FinetuneConfig:
+    """With the defaults that do not depend on how long the run is: that may follow from the data."""
+    any_length = replace(config.training, dry_run=True)
+    run = resolve(replace(config, training=any_length).as_run(), world_size)
+    data = replace(config.data, seq_length=run.data.seq_length, global_batch_size=run.data.global_batch_size)
+    return replace(config, model=run.model, parallel=run.parallel, data=data)
+
+
+def _with_architecture(config: FinetuneConfig, given: set[str]) -> FinetuneConfig:
+    """The model as the folder describes it. What was given beside may only be what does not change it."""
+    load = config.checkpoint.load
+    assert load is not None, "checked before"
+    if "://" not in load and not Path(load).is_dir():
+        raise ConfigError(f"--load {load}: there is no such folder")
+    found = read_architecture(load)
+    if found is None:
+        raise ConfigError(f"--load {load} holds neither a Hugging Face model nor a checkpoint of a training run")
+    for field in dataclasses.fields(config.model):
+        name, value = field.name, getattr(config.model, field.name)
+        if name in given and name not in FREE and value != found.get(name, value):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"--load {load} is a model with {flag} {found[name]}, not {value}; leave {flag} out")
+    return replace(config, model=replace(config.model, **found))
+
+
+def _tokenizer(config: FinetuneConfig) -> TuningTokenizer:
+    """Of --tokenizer-model, or what came with the model."""
+    given, load = config.data.tokenizer_model, Path(config.checkpoint.load or "")
+    try:
+        if given is not None:
+            return open_tokenizer(given)
+        for folder in (load, load / CARRIED, *_newest(load)):
+            if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+                return open_tokenizer(folder)
+    except ValueError as error:
+        raise ConfigError(f"--tokenizer-model: {error}") from None
+    raise ConfigError(f"there is no tokenizer in --load {load}: give --tokenizer-model")
+
+
+def _newest(load: Path) -> list[Path]:
+    """What came with the newest checkpoint of a run's folder."""
+    latest = load / "latest"
+    return [load / latest.read_text(encoding="utf-8").strip() / CARRIED] if latest.is_file() else []

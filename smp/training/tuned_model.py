@@ -1,0 +1,133 @@
+"""The model of a fine-tuning run: adapters put on, the rest frozen, sharded, and filled from where it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from smp.checkpoint.agree import gather
+from smp.checkpoint.latest import find, iteration_name
+from smp.config import Config, ConfigError
+from smp.config.finetune import FinetuneConfig
+from smp.config.finetune_checks import ALL_LINEAR
+from smp.convert.adapters import Adapter
+from smp.convert.hf import open_hf
+from smp.convert.hf_config import is_hf_folder
+from smp.convert.load import load_weights
+from smp.convert.smp_format import SmpWeights
+from smp.convert.weights import Weights
+from smp.layers import init_weights
+from smp.layers.lora import adapters_of, attach, choose
+from smp.models.gpt import GPT
+from smp.parallel.boxes import local_box
+from smp.pipeline.plan import Plan
+from smp.sharding.parallelize import parallelize
+from smp.training.build import run_kernels
+
+
+def open_base(tuning: FinetuneConfig) -> Weights:
+    """The weights that --load names.
+
+    Raises:
+        CheckpointError, ConfigError: they cannot be read, or are not of a supported architecture.
+    """
+    load, step = tuning.checkpoint.load, tuning.checkpoint.ckpt_step
+    assert load is not None, "checked with the settings"
+    if is_hf_folder(load):
+        if step is not None:
+            raise ConfigError(f"--ckpt-step {step}: --load {load} is a Hugging Face folder")
+        return open_hf(load)
+    return SmpWeights(find(load) if step is None else Path(load) / iteration_name(step))
+
+
+def build_tuned_model(
+    config: Config,
+    tuning: FinetuneConfig,
+    mesh: DeviceMesh,
+    device: torch.device,
+    plan: Plan | None,
+    start: Mapping[str, Adapter] | None,
+    *,
+    trainable: bool = True,
+) -> tuple[GPT, list[str]]:
+    """(the model, what the user should hear). Built without memory, sharded, and only then filled.
+
+    Args:
+        config: what the run shares with pretraining, resolved.
+        tuning: the whole settings.
+        mesh, device, plan: of the run.
+        start: adapters to begin with, which say which layers have one; None: those that ``tuning`` asks for, if any.
+        trainable: False for a frozen copy.
+
+    Raises:
+        ConfigError: a pattern of --lora-target-modules chooses no layer.
+        CheckpointError: the weights cannot be read.
+    """
+    parts = None if plan is None else list(plan.stages_of(mesh.get_local_rank("pp")).values())
+    split, seed = config.parallel.sequence_parallel, config.training.seed
+    kernels, _ = run_kernels(config, device)
+    model = GPT(config.model, mesh["tp"], sequence_parallel=split, seed=seed, parts=parts, kernels=kernels)
+    adapted = _add_adapters(model, tuning, seed, start)
+    model.frozen = adapted
+    if not trainable:
+        model.requires_grad_(False)
+    if config.parallel.bf16:
+        _keep_in_bf16(model)
+    parallelize(model, mesh, config.parallel)
+    model.to_empty(device=device)
+    if adapted:
+        init_weights(model, seed, only="lora")
+    notes = load_weights(model, lambda: open_base(tuning), leave=_of_adapters(model))
+    if start is not None:
+        _fill_adapters(model, start)
+    return model, notes
+
+
+def _add_adapters(model: GPT, tuning: FinetuneConfig, seed: int, start: Mapping[str, Adapter] | None) -> bool:
+    """Put adapters on ``model``, which is then frozen but for them; whether there are any in the whole model."""
+    lora = tuning.lora
+    model.adapter_dropout = lora.lora_dropout
+    if start is not None:
+        sizes = {name: (adapter.rank, adapter.alpha) for name, adapter in start.items()}
+        attach(model, sizes, dropout=lora.lora_dropout, seed=seed)
+        return True
+    if lora.lora_rank is None:
+        return False
+    assert lora.lora_target_modules is not None and lora.lora_alpha is not None, "filled in before"
+    targets = [target.strip() for target in lora.lora_target_modules.split(",")]
+    chosen = choose(model, targets)
+    everywhere = gather({target: len(names) for target, names in chosen.items()})  # pipeline ranks have parts
+    nothing = [target for target in targets if not any(counts[target] for counts in everywhere)]
+    if nothing and lora.lora_target_modules != ALL_LINEAR:  # a plain MLP has no gate
+        raise ConfigError(f"--lora-target-modules {nothing[0]} chooses no linear layer of this model")
+    sizes = {name: (lora.lora_rank, lora.lora_alpha) for names in chosen.values() for name in names}
+    attach(model, sizes, dropout=lora.lora_dropout, seed=seed)
+    return True
+
+
+def _keep_in_bf16(model: nn.Module) -> None:
+    """Frozen weights need no fp32 master copy: nothing is ever added to them, and they are computed with in bf16."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.requires_grad:
+                setattr(module, name, nn.Parameter(parameter.to(torch.bfloat16), requires_grad=False))
+
+
+def _of_adapters(model: GPT) -> set[str]:
+    return {f"{layer}.lora.{name}" for layer in adapters_of(model) for name in ("a", "b")}
+
+
+@torch.no_grad()
+def _fill_adapters(model: GPT, start: Mapping[str, Adapter]) -> None:
+    """Every rank takes its boxes of A and B."""
+    for name, adapter in adapters_of(model).items():
+        for parameter, whole in ((adapter.a, start[name].a), (adapter.b, start[name].b)):
+            box = local_box(parameter)
+            part = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+            cast(DTensor, parameter).to_local().copy_(whole[part])

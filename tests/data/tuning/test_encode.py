@@ -1,0 +1,141 @@
+"""Chat templates, the spans that are trained, and token ids: against transformers, and by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from smp.data.tuning.chat_template import ChatTemplate
+from smp.data.tuning.encode import Encoder
+from smp.data.tuning.preview import coloured
+from smp.data.tuning.shapes import BadSampleError, Conversation
+from smp.data.tuning.tokenizer import FolderTokenizer, open_tokenizer
+from tests.training.tiny_hf import TEMPLATE, write_tokenizer
+
+pytest.importorskip("tokenizers")
+
+MESSAGES = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "what is it?"},
+    {"role": "assistant", "content": "it is four"},
+    {"role": "user", "content": "and \u00fc\u6f22?"},
+    {"role": "assistant", "content": "  seven "},
+]
+MARKED = (
+    "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{%- if m.role == 'assistant' %}"
+    "{%- generation %}{{ m.content + '<|im_end|>' }}{%- endgeneration %}{{ '\n' }}"
+    "{%- else %}{{ m.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
+)
+"""The same text as ChatML, with generation blocks."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> FolderTokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    return FolderTokenizer(folder)
+
+
+def said(tokenizer: FolderTokenizer, encoder: Encoder, record: dict) -> list[str]:  # type: ignore[type-arg]
+    """Stretches of trained text."""
+    [(ids, trained)] = encoder.sample(record)
+    out, open_ = [], False
+    for number, is_trained in zip(ids.tolist(), trained.tolist(), strict=True):
+        if is_trained and not open_:
+            out.append([])
+        if is_trained:
+            out[-1].append(number)  # type: ignore[attr-defined]
+        open_ = is_trained
+    return [tokenizer.decode(part) for part in out]
+
+
+@pytest.mark.parametrize("source", [TEMPLATE, MARKED])
+def test_what_the_assistant_says_is_trained_with_the_end_of_its_turn(tokenizer: FolderTokenizer, source: str) -> None:
+    template = ChatTemplate(source, tokenizer.template_tokens)
+    assert template.marks_assistant == (source is MARKED)
+    encoder = Encoder(tokenizer, template)
+    assert said(tokenizer, encoder, {"messages": MESSAGES}) == ["it is four<|im_end|>", "  seven <|im_end|>"]
+    silent = [*MESSAGES[:2], {**MESSAGES[2], "train": False}, *MESSAGES[3:]]
+    assert said(tokenizer, encoder, {"messages": silent}) == ["  seven <|im_end|>"]
+    assert len(said(tokenizer, Encoder(tokenizer, template, mask_prompt=False), {"messages": MESSAGES})) == 1
+
+
+def test_token_ids_are_those_of_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    write_tokenizer(tmp_path)
+    tokenizer = FolderTokenizer(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.template == TEMPLATE and tokenizer.eos == theirs.eos_token_id
+    [(ids, _)] = Encoder(tokenizer, ChatTemplate(TEMPLATE, {})).sample({"messages": MESSAGES})
+    assert ids.tolist() == theirs.apply_chat_template(MESSAGES, tokenize=True, return_dict=False)
+    tools = [{"type": "function", "function": {"name": "f", "description": "a <b> \u00fc"}}]
+    source = "{{ bos_token }}{% if tools %}{{ tools | tojson(indent=2) }}{% endif %}" + TEMPLATE
+    text, _ = ChatTemplate(source, tokenizer.template_tokens).render(
+        Conversation(tuple(MESSAGES), (False,) * 5, tools=tools)
+    )
+    assert text == theirs.apply_chat_template(MESSAGES, tools=tools, chat_template=source, tokenize=False)
+
+
+def test_plain_text_begins_as_the_tokenizer_says_and_its_end_is_trained(tokenizer: FolderTokenizer) -> None:
+    encoder = Encoder(tokenizer, None)
+    [(ids, trained)] = encoder.sample({"prompt": "what is ", "completion": "it"})
+    assert tokenizer.decode(ids) == "what is it<|im_end|>"
+    assert tokenizer.decode(ids[trained]) == "it<|im_end|>"
+    [(ids, trained)] = encoder.sample({"text": "it is"})
+    assert trained.all() and ids[-1] == tokenizer.eos
+
+
+def test_pairs_are_two_texts(tokenizer: FolderTokenizer) -> None:
+    chosen, rejected = Encoder(tokenizer, None).pair({"prompt": "is it ", "chosen": "yes", "rejected": "no"})
+    assert [tokenizer.decode(ids[mask]) for ids, mask in (chosen, rejected)] == ["yes<|im_end|>", "no<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("source", "record", "why"),
+    [
+        (None, {"messages": MESSAGES}, "there is no chat template"),
+        (TEMPLATE, {"messages": MESSAGES[:2]}, "nothing in it is trained"),
+        ("{{ raise_exception('only users') }}", {"messages": MESSAGES}, "refuses it: only users"),
+        ("{{ messages[9].content.foo() }}", {"messages": MESSAGES}, "the chat template"),
+        ("{{ messages[-1].content }}", {"messages": MESSAGES}, "differently when others follow"),
+        ("{{ ''.__class__.__mro__ }}", {"messages": MESSAGES}, "refuses it"),
+        ("{% do messages.clear() %}", {"messages": MESSAGES}, None),
+    ],
+)
+def test_what_cannot_be_rendered_says_why(
+    tokenizer: FolderTokenizer,
+    source: str | None,
+    record: dict,
+    why: str | None,  # type: ignore[type-arg]
+) -> None:
+    if why is None:
+        with pytest.raises(ValueError, match="not valid"):
+            ChatTemplate(source or "", {})
+        return
+    template = None if source is None else ChatTemplate(source, {})
+    with pytest.raises(BadSampleError) as error:
+        Encoder(tokenizer, template).sample(record)
+    assert why in str(error.value)
+
+
+def test_special_tokens_and_templates_are_found_wherever_they_are(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, template=None)
+    assert FolderTokenizer(tmp_path).template is None
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "{{ 1 }}"}')
+    assert FolderTokenizer(tmp_path).template == "{{ 1 }}"
+    (tmp_path / "chat_template.jinja").write_text("{{ 2 }}")
+    assert FolderTokenizer(tmp_path).template == "{{ 2 }}"
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|im_end|>"}}')
+    assert FolderTokenizer(tmp_path).eos == 2
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "gone"}')
+    with pytest.raises(ValueError, match="names no eos_token"):
+        open_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="is not a tokenizer"):
+        open_tokenizer(tmp_path)
+
+
+def test_a_preview_colours_what_is_trained(tokenizer: FolderTokenizer) -> None:
+    [text] = Encoder(tokenizer, None).sample({"prompt": "what is ", "completion": "it"})
+    assert coloured(tokenizer, text) == "\x1b[2mwhat is \x1b[0m\x1b[1;32mit<|im_end|>\x1b[0m"

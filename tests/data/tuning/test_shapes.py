@@ -1,0 +1,98 @@
+"""Every shape in which samples come, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from smp.data.tuning.shapes import BadSampleError, Conversation, Plain, recognise, recognise_pair
+
+USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
+CHAT = Conversation((USER, ANSWER), (False, True))
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"messages": [USER, ANSWER]}, CHAT),
+        ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]}, CHAT),
+        ({"conversations": [USER, ANSWER]}, CHAT),
+        ({"prompt": [USER], "completion": [ANSWER]}, CHAT),
+        ({"prompt": "hi ", "completion": "yo"}, Plain((("hi ", False), ("yo", True)))),
+        ({"text": "hi yo"}, Plain((("hi yo", True),))),
+        ({"instruction": "hi", "output": "yo"}, CHAT),
+        (
+            {"instruction": "a", "input": "b", "output": "yo"},
+            Conversation(({**USER, "content": "a\n\nb"}, ANSWER), (False, True)),
+        ),
+    ],
+)
+def test_shapes_are_recognised(record: dict[str, Any], expected: Any) -> None:
+    assert recognise(record, chat=True) == expected
+
+
+def test_alpaca_without_a_template_stands_under_headings() -> None:
+    sample = recognise({"instruction": "a", "input": "b", "output": "c"}, chat=False)
+    assert sample == Plain((("### Instruction:\na\n\n### Input:\nb\n\n### Response:\n", False), ("c", True)))
+
+
+def test_turns_can_be_left_out_of_training_and_earlier_ones_of_a_prompt_are() -> None:
+    silent = {**ANSWER, "train": False}
+    sample = recognise({"messages": [USER, silent, USER, ANSWER], "tools": [{"name": "f"}]}, chat=True)
+    assert sample == Conversation((USER, ANSWER, USER, ANSWER), (False, False, False, True), [{"name": "f"}])
+    sample = recognise({"prompt": [USER, ANSWER, USER], "completion": [ANSWER]}, chat=True)
+    assert isinstance(sample, Conversation) and sample.trained == (False, False, False, True)
+
+
+def test_tool_calls_need_no_content() -> None:
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    sample = recognise({"messages": [USER, call, {"role": "tool", "content": "4"}, ANSWER]}, chat=True)
+    assert isinstance(sample, Conversation) and sample.trained == (False, True, False, True)
+    assert sample.messages[1]["content"] == ""
+
+
+@pytest.mark.parametrize(
+    ("record", "why"),
+    [
+        ({"question": "a", "answer": "b"}, "keys answer, question are none of the known shapes"),
+        ({}, "keys none"),
+        ({"messages": []}, "not a list with something"),
+        ({"messages": [USER, {"role": "narrator", "content": "x"}]}, "message 1: unknown role 'narrator'"),
+        ({"messages": [USER, {"role": "assistant"}]}, "message 1 (assistant) has no content"),
+        ({"messages": [USER, {**ANSWER, "content": ["x"]}]}, "content is not text"),
+        ({"messages": [USER, {**ANSWER, "train": "yes"}]}, "train is 'yes'"),
+        ({"messages": [USER, "yo"]}, "message 1 is no object"),
+        ({"conversations": [{"from": "alien", "value": "x"}]}, "turn 0: unknown role 'alien'"),
+        ({"prompt": "a", "completion": 3}, "must both be text"),
+        ({"text": 3}, "text is not text"),
+    ],
+)
+def test_broken_samples_say_why(record: dict[str, Any], why: str) -> None:
+    with pytest.raises(BadSampleError) as error:
+        recognise(record, chat=True)
+    assert why in str(error.value)
+
+
+def test_pairs_in_every_shape() -> None:
+    other = {"role": "assistant", "content": "no"}
+    explicit = recognise_pair({"prompt": [USER], "chosen": [ANSWER], "rejected": [other]})
+    implicit = recognise_pair({"chosen": [USER, ANSWER], "rejected": [USER, other]})
+    repeated = recognise_pair({"prompt": "hi", "chosen": [USER, ANSWER], "rejected": [USER, other]})
+    assert explicit.chosen == CHAT and explicit.rejected == Conversation((USER, other), (False, True))
+    assert implicit == explicit and repeated == explicit
+    plain = recognise_pair({"prompt": "a ", "chosen": "b", "rejected": "c"})
+    assert plain.rejected == Plain((("a ", False), ("c", True)))
+
+
+@pytest.mark.parametrize(
+    ("record", "why"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "a pair needs chosen and rejected"),
+        ({"chosen": "b", "rejected": "c"}, "without a prompt must be lists"),
+        ({"chosen": [USER], "rejected": [ANSWER]}, "share no beginning"),
+    ],
+)
+def test_broken_pairs_say_why(record: dict[str, Any], why: str) -> None:
+    with pytest.raises(BadSampleError, match=why):
+        recognise_pair(record)

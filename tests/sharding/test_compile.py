@@ -1,0 +1,99 @@
+"""Compiled code computes what uncompiled code does, with a gradient and without: evaluation runs the same blocks."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from smp import layers
+from smp.config import Layout, ParallelConfig
+from smp.models.gpt import GPT
+from smp.parallel.mesh import build_mesh
+from tests.distributed import run_distributed
+from tests.fake_group import fake_mesh
+from tests.layers.whole import draw, error
+from tests.sharding.model import MODEL, build, loss_of
+
+BACKEND = "aot_eager"  # traces and differentiates as the default does, and generates no code
+GPT2 = replace(
+    MODEL,
+    normalization="LayerNorm",
+    swiglu=False,
+    disable_bias_linear=False,
+    position_embedding_type="learned_absolute",
+)
+WIDTH, VOCAB, TOKENS = 16, 30, 12
+
+
+def run(model: GPT) -> dict[str, torch.Tensor]:
+    """Loss and gradients of training, then the loss of evaluation, and that of a frozen model in training mode."""
+    out = {}
+    loss = loss_of(model)
+    loss.backward()
+    out["loss"] = loss.detach()
+    out |= {name: p.grad.full_tensor() for name, p in model.named_parameters()}  # type: ignore[union-attr]
+    with torch.no_grad():
+        out["without a gradient"] = loss_of(model)
+        out["evaluation"] = loss_of(model.eval())
+    out["frozen"] = loss_of(model.requires_grad_(False).train())
+    return out
+
+
+def compare_models(rank: int, world: int) -> dict[str, dict[str, float]]:
+    torch.compile = functools.partial(torch.compile, backend=BACKEND)  # type: ignore[assignment]
+    mesh, out = build_mesh(Layout(tp=world), "cpu"), {}
+    for (name, config), sp in itertools.product({"llama": MODEL, "gpt2": GPT2}.items(), (False, True)):
+        parallel = ParallelConfig(world, sequence_parallel=sp)
+        torch._dynamo.reset()
+        plain, compiled = (run(build(mesh, config, replace(parallel, compile=c))) for c in (False, True))
+        out[f"{name}, sp {sp}"] = {name: error(compiled[name], x) for name, x in plain.items()}
+    return out
+
+
+def test_a_compiled_model_trains_and_evaluates_like_an_uncompiled_one() -> None:
+    for measured in run_distributed(compare_models, 2):
+        assert len(measured) == 4
+        for case, errors in measured.items():
+            assert {"loss", "evaluation", "frozen"} < errors.keys()
+            assert {name: e for name, e in errors.items() if not e < 1e-6} == {}, case
+
+
+def all_layers(mesh: Any, sp: bool) -> dict[str, tuple[Any, tuple[torch.Tensor, ...]]]:
+    """A call of every public layer, alone."""
+    split: dict[str, Any] = {"sequence_parallel": sp}
+    ids, x = torch.arange(TOKENS), draw(TOKENS // 2 if sp else TOKENS, WIDTH, seed=0)
+    head = layers.VocabParallelHead(VOCAB, WIDTH, mesh, divisible_by=1, **split)  # padded, torch refuses an out=
+    shard, weights = head.shard, torch.ones(TOKENS)
+    logits = draw(TOKENS, VOCAB // 2, seed=1).requires_grad_()
+    calls: dict[str, tuple[Any, tuple[torch.Tensor, ...]]] = {
+        "embedding": (layers.VocabParallelEmbedding(VOCAB, WIDTH, mesh, **split), (ids,)),
+        "positions": (layers.PositionEmbedding(TOKENS, WIDTH, mesh, **split), (ids,)),
+        "RMSNorm": (layers.RMSNorm(WIDTH, mesh, **split), (x,)),
+        "LayerNorm": (layers.LayerNorm(WIDTH, mesh, **split), (x,)),
+        "column": (layers.ColumnParallelLinear(WIDTH, 8, mesh, **split), (x,)),
+        "shared column": (layers.ColumnParallelLinear(WIDTH, 8, mesh, parts=1, **split), (x,)),
+        "row": (layers.RowParallelLinear(WIDTH, 8, mesh, **split), (draw(TOKENS, WIDTH // 2, seed=2),)),
+        "MLP": (layers.MLP(WIDTH, 32, mesh, **split), (x,)),
+        "head": (head, (x, ids, weights)),
+        "cross-entropy": (lambda z, y: layers.vocab_parallel_cross_entropy(z, y, shard), (logits, ids)),
+    }
+    for module, _ in calls.values():
+        if isinstance(module, torch.nn.Module):
+            layers.init_weights(module, 0)
+    return calls
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_every_layer_compiles_as_one_graph_with_a_gradient_and_without(sp: bool) -> None:
+    with fake_mesh(Layout(tp=2)) as mesh:
+        for name, (layer, inputs) in all_layers(mesh["tp"], sp).items():
+            torch._dynamo.reset()
+            compiled = torch.compile(layer, fullgraph=True, backend="eager")
+            with torch.no_grad():
+                assert not compiled(*inputs).requires_grad, name
+            compiled(*inputs).sum().backward()

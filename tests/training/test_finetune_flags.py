@@ -1,0 +1,178 @@
+"""Every setting that only fine-tuning has changes a real run; its default and its other values are told apart."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smp.config.fields import settings
+from smp.config.finetune import FinetuneConfig
+from smp.training.finetune_settings import read_finetune_settings
+from tests.distributed import run_distributed
+from tests.training.flag_runs import proves
+from tests.training.test_finetune_runs import command
+from tests.training.tiny_hf import TEMPLATE, write_adapter, write_model, write_samples, write_tokenizer
+from tests.training.tuning_lab import QUIET, tune_all
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+LORA = "--lora-rank 2 --train-iters 2 --lr 0.05"
+DPO = "--data-path {0}/dpo.jsonl --objective dpo --lora-rank 2 --train-iters 2 --lr 0.05"
+RUNS = {
+    "base": "--train-iters 2 --lr 0.05",
+    "lora": LORA,
+    "alpha": f"{LORA} --lora-alpha 9",
+    "dropout": f"{LORA} --lora-dropout 0.5",
+    "targets": f"{LORA} --lora-target-modules up",
+    "adapter": "--load-adapter {0}/theirs --train-iters 2 --lr 0.05",
+    "dpo": DPO,
+    "beta": f"{DPO} --dpo-beta 0.5",
+    "smoothing": f"{DPO} --dpo-label-smoothing 0.2",
+    "copy": f"{DPO} --dpo-reference copy",
+    "decay": "--train-iters 2 --lr 0.05 --weight-decay 0.5",
+    "epochs": "--train-epochs 2 --global-batch-size 8 --lr 0.05",
+    "whole prompt": "--train-iters 2 --lr 0.05 --no-mask-prompt",
+    "unpacked": "--train-iters 2 --lr 0.05 --packing off",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hf")
+    write_tokenizer(path)
+    write_model(path)
+    write_samples(path)
+    write_adapter(path, path / "theirs", r=3, lora_alpha=10, target_modules=["q_proj"])
+    return path
+
+
+def flags(folder: Path, more: str) -> str:
+    common = "--load {0} --data-path {0}/sft.jsonl --log-dir {0}/logs --seq-length 48 --global-batch-size 4"
+    return f"{common} {more}".format(folder)
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> dict[str, dict[str, Any]]:
+    results = run_distributed(tune_all, 1, [flags(folder, more) for more in RUNS.values()])[0]
+    return dict(zip(RUNS, results, strict=True))
+
+
+def ranks(run: dict[str, Any]) -> set[int]:
+    return {t.shape[0] for name, t in run["initial"].items() if name.endswith(".lora.a")}
+
+
+@proves("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "load_adapter")
+def test_adapters(runs: dict[str, dict[str, Any]]) -> None:
+    assert ranks(runs["base"]) == set() and ranks(runs["lora"]) == {2} and ranks(runs["adapter"]) == {3}
+    base, lora = runs["base"]["losses"], runs["lora"]["losses"]
+    assert lora[0] == pytest.approx(base[0], rel=1e-6) and lora[1] != base[1], "they begin as no change"
+    assert runs["alpha"]["losses"][0] == lora[0] and runs["alpha"]["losses"][1] != lora[1], "--lora-alpha"
+    assert runs["dropout"]["losses"][1] != lora[1], "--lora-dropout"
+    assert {name.split(".")[-3] for name in runs["targets"]["initial"]} == {"up"}, "--lora-target-modules"
+    assert runs["adapter"]["losses"][0] != pytest.approx(base[0], rel=1e-3), "--load-adapter"
+
+
+@proves("objective", "dpo_beta", "dpo_label_smoothing", "dpo_reference")
+def test_preferences(runs: dict[str, dict[str, Any]]) -> None:
+    assert runs["dpo"]["more"] and not runs["lora"]["more"], "--objective"
+    first, second = runs["dpo"]["losses"]
+    assert first == pytest.approx(0.693147, abs=1e-6) and second < first
+    assert runs["beta"]["losses"][1] != second and runs["smoothing"]["losses"][1] != second
+    assert runs["copy"]["losses"] == runs["dpo"]["losses"], "a copy says the same as adapters that are off ..."
+    assert runs["copy"]["held"] > runs["dpo"]["held"], "... from weights of its own"
+
+
+@proves("lr", "weight_decay", "train_epochs", "mask_prompt", "packing")
+def test_training(runs: dict[str, dict[str, Any]], folder: Path) -> None:
+    config, data = read_finetune_settings(shlex.split(flags(folder, f"{QUIET} --train-iters 1")), 1)
+    assert config.optim.lr == 2e-5 and config.data.packing == "best-fit" and data is not None
+    assert runs["decay"]["losses"][0] == runs["base"]["losses"][0]
+    assert any((runs["decay"]["final"][n] != t).any() for n, t in runs["base"]["final"].items()), "--weight-decay"
+    assert len(runs["epochs"]["losses"]) == -(-2 * len(data.train) // 8), "--train-epochs"
+    assert runs["whole prompt"]["losses"][0] != runs["base"]["losses"][0], "--no-mask-prompt"
+    assert runs["unpacked"]["tokens"][0] < runs["base"]["tokens"][0], "--packing off: fewer tokens in a sequence"
+
+
+@proves("log_dir", "split", "data_path", "seq_length", "micro_batch_size", "global_batch_size")
+def test_what_the_data_are_laid_out_as(folder: Path) -> None:
+    def read(more: str) -> tuple[Any, Any]:
+        return read_finetune_settings(shlex.split(f"{flags(folder, '--train-iters 1')} {more}"), 1)
+
+    config, data = read("")
+    assert len(read("--split 50,50,0")[1].valid.texts) == 30 and len(data.valid.texts) == 3
+    assert read("--seq-length 24")[1].train.length == 24 and len(read("--seq-length 24")[1].train) > len(data.train)
+    assert read(f"--data-path {folder}/sft.jsonl {folder}/sft.jsonl")[1].samples.offsets[-1] == 2 * len(
+        data.samples.tokens
+    )
+    assert read("--micro-batch-size 2")[0].as_run().data.micro_batch_size == 2
+    assert read("--global-batch-size 8")[0].as_run().data.global_batch_size == 8
+    assert config.logging.log_dir == f"{folder}/logs" and FinetuneConfig().logging.log_dir == "runs/finetune"
+
+
+@proves("chat_template", "tokenizer_model", "bad_sample_threshold", "preview")
+def test_reading(folder: Path, tmp_path: Path) -> None:
+    chats = tmp_path / "chats.jsonl"
+    good = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "it is"}]}
+    chats.write_text("".join(json.dumps(row) + "\n" for row in [good, good, good, {"messages": []}]))
+    argv = f"--load {folder} --train-iters 1 --data-path {chats} --split 1,0,0"
+    code, _, err = command(folder, argv)
+    assert code == 2 and "1 of 4 samples cannot be used" in err and "chats.jsonl:4" in err
+    (tmp_path / "template").write_text("ASKED:{{ messages[0].content }}" + TEMPLATE)
+    more = f"--bad-sample-threshold 0.5 --chat-template {tmp_path}/template --preview 1"
+    code, out, _ = command(folder, f"{argv} {more}")
+    assert code == 0 and "ASKED:hi" in out and out.count("--- text") == 1 and "1 dropped" in out
+    write_tokenizer(tmp_path / "other", template=None)
+    code, _, err = command(folder, f"{argv} --bad-sample-threshold 0.5 --tokenizer-model {tmp_path}/other")
+    assert code == 2 and "there is no chat template" in err
+
+
+@proves(
+    *("load", "ckpt_step", "save", "resume", "save_interval", "save_mtbf_hours", "async_save", "keep_last_k"),
+    *("save_retain_interval", "keep_best_k"),
+)
+def test_checkpoints(folder: Path, tmp_path: Path) -> None:
+    def tuned(name: str, more: str) -> set[str]:
+        text = f"{flags(folder, '--train-iters 4 --lr 0.05 --eval-interval 2')} --save {tmp_path / name} {more}"
+        code, out, err = command(folder, f"{text} --no-tensorboard --no-progress-bar")
+        assert code == 0, err
+        seen.append(out)
+        return {path.name for path in (tmp_path / name).iterdir() if path.name.startswith("iter")}
+
+    seen: list[str] = []
+    every = tuned("a", "--save-interval 1")
+    assert every == {f"iter_000000{i}" for i in range(1, 5)}
+    assert tuned("b", "--save-interval 1 --keep-last-k 2") == {"iter_0000003", "iter_0000004"}
+    kept = tuned("c", "--save-interval 1 --save-retain-interval 2 --async-save")
+    assert kept == {"iter_0000002", "iter_0000003", "iter_0000004"}
+    assert tuned("d", "--save-interval 1 --keep-last-k 2 --keep-best-k 1") >= {"iter_0000004"}
+    assert "iter_0000001" in tuned("e", "--save-mtbf-hours 1000")
+    assert tuned("a", "--resume --train-iters 5") == {*every, "iter_0000005"} and "resumed from" in seen[-1]
+    code, _, err = command(folder, f"{flags(folder, '--train-iters 4')} --save {tmp_path / 'a'}")
+    assert code == 2 and "--resume goes on from there" in err
+    losses = []
+    for step in ("", "--ckpt-step 1"):  # a checkpoint of ours is a model to start from
+        argv = flags(folder, f"--train-iters 1 --lr 0.05 --tokenizer-model {folder} {step}")
+        argv = argv.replace(f"--load {folder}", f"--load {tmp_path / 'a'}")
+        code, out, err = command(folder, f"{argv} --no-tensorboard --no-progress-bar --log-interval 1")
+        assert code == 0, err
+        losses.append(out.split("lm loss: ")[1].split(" ")[0])
+    assert losses[0] != losses[1], "--ckpt-step"
+
+
+def test_every_setting_of_its_own_is_proven() -> None:
+    module = sys.modules[__name__]
+    proofs: dict[str, Callable[..., Any]] = {}
+    for _, test in inspect.getmembers(module, inspect.isfunction):
+        proofs |= dict.fromkeys(getattr(test, "proves", ()), test)
+    shared = settings()
+    own = {n for n, s in settings(FinetuneConfig).items() if n not in shared or s.group in ("data", "checkpoint")}
+    own |= {n for n, s in settings(FinetuneConfig).items() if n in shared and s.default != shared[n].default}
+    assert own == set(proofs)

@@ -1,0 +1,112 @@
+"""Real fine-tuning runs on N ranks, and what their gradients were."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from smp.training.finetune import Finetuning
+from smp.training.finetune_settings import read_finetune_settings
+from smp.training.process import Process
+from smp.training.runtime import StopSignal
+from smp.training.trainer import StepResult
+
+QUIET = "--no-tensorboard --no-progress-bar --clip-grad 0 --lr-decay-style constant --weight-decay 0.1"
+
+
+class Recording(Finetuning):
+    """A run that keeps its losses and the gradients of each step, whole."""
+
+    def record(self) -> Recording:
+        self.losses: list[float] = []
+        self.tokens: list[int] = []
+        self.more: list[dict[str, float]] = []
+        self.gradients: list[dict[str, torch.Tensor]] = []
+        self.trainer.optimizer.register_step_pre_hook(lambda *_: self.gradients.append(self.whole(gradients=True)))
+        return self
+
+    def whole(self, *, gradients: bool = False) -> dict[str, torch.Tensor]:
+        """What is trained, or its gradients, by name; of this rank's pipeline stage."""
+        out = {}
+        for name, p in self.trainer.model.named_parameters():
+            tensor = p.grad if gradients else p
+            if p.requires_grad and tensor is not None:
+                full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                rows = self.config.model.vocab_size if name in ("embedding.weight", "head.weight") else full.shape[0]
+                out[name] = full[:rows].detach().clone()
+        return out
+
+    def _tell(self, result: StepResult) -> None:
+        self.losses.append(result.loss)
+        self.tokens.append(result.tokens)
+        if self.preferences is not None:
+            self.more.append(self.preferences.measured())
+
+
+def tune(rank: int, world_size: int, flags: str) -> dict[str, Any]:
+    """One run in an existing process group."""
+    config, data = read_finetune_settings(shlex.split(f"{QUIET} {flags}"), world_size)
+    assert data is not None
+    process = Process(rank, world_size, rank)
+    run = Recording(config.as_run(), process, torch.device("cpu"), StopSignal(), tuning=config, data=data).record()
+    try:
+        initial = run.whole()
+        run.run()
+        final = run.whole()
+    finally:
+        run.close()
+    optimizer = sum(
+        t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes
+        for state in run.trainer.optimizer.state.values()
+        for t in state.values()
+        if isinstance(t, torch.Tensor) and t.ndim
+    )
+    frozen = {str(p.dtype) for p in run.trainer.model.parameters() if not p.requires_grad}
+    trained = {str(p.dtype) for p in run.trainer.model.parameters() if p.requires_grad}
+    return {
+        "losses": run.losses,
+        "more": run.more,
+        "gradients": run.gradients,
+        "initial": initial,
+        "final": final,
+        "optimizer": optimizer,
+        "dtypes": (trained, frozen),
+        "validation": run.validation,
+        "tokens": run.tokens,
+        "held": sum(p.numel() for p in held_parameters(run)),
+    }
+
+
+def held_parameters(run: Recording) -> list[torch.Tensor]:
+    """Of the model, and of a frozen copy."""
+    models = [run.trainer.model]
+    reference = getattr(run.preferences, "reference", None)
+    if (copy := getattr(reference, "model", None)) not in (None, run.trainer.model):
+        models.append(copy)
+    return [p for model in models for p in model.parameters()]
+
+
+def tune_all(rank: int, world_size: int, flags: list[str]) -> list[dict[str, Any]]:
+    """Several runs in one start."""
+    return [tune(rank, world_size, each) for each in flags]
+
+
+def together(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """One result from those of all ranks, which must agree about the losses."""
+    assert all(r["losses"] == ranks[0]["losses"] for r in ranks), "ranks disagree"
+    out = dict(ranks[0])
+    out["gradients"] = [merge(r["gradients"][i] for r in ranks) for i in range(len(ranks[0]["losses"]))]
+    out["initial"], out["final"] = merge(r["initial"] for r in ranks), merge(r["final"] for r in ranks)
+    return out
+
+
+def merge(parts: Any) -> dict[str, torch.Tensor]:
+    """Tensors of all stages; those that several ranks hold must be equal."""
+    out: dict[str, torch.Tensor] = {}
+    for part in parts:
+        for name, tensor in part.items():
+            assert torch.equal(out.setdefault(name, tensor), tensor), f"{name} differs between ranks"
+    return out
