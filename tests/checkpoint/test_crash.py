@@ -74,12 +74,14 @@ class Chain:
         return said
 
     def run_and_kill_one(self, flags: list[str], victim: str, after: float) -> None:
-        """One run of many steps; so many seconds after the first one began ``victim`` is killed, and nobody else.
+        """One run; so many seconds after its first step began ``victim`` is killed, and nobody else.
 
         Who is left must end without help: with all that is to do after a writer died, with an error after a rank died.
         """
         self.runs += 1
-        ranks, outputs = self._start(400, flags, {})
+        stop = Path(f"{self.root}.stop")
+        stop.unlink(missing_ok=True)
+        ranks, outputs = self._start(10**6, flags, {})
         role, number = victim.split(":")
         try:
             wait_for(lambda: all("started from" in output.read_text() for output in outputs))
@@ -89,10 +91,12 @@ class Chain:
             if pid is not None and ranks[int(number)].poll() is None:
                 os.kill(pid, signal.SIGKILL)
                 self.fired += 1
+            stop.touch()
             wait_for(lambda: all(rank.poll() is not None for rank in ranks))
         finally:
             for rank in ranks:
                 rank.kill()
+            stop.unlink(missing_ok=True)
         codes, said = [rank.wait() for rank in ranks], "\n".join(output.read_text() for output in outputs)
         assert "AssertionError" not in said, said
         assert codes == [0, 0] if role == "writer" else codes[int(number)] in (0, -signal.SIGKILL), (codes, said)

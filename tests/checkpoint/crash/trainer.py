@@ -1,7 +1,8 @@
 """One rank of a run that saves after every step and whose state is known: all weights are the iteration's number.
 
 python trainer.py ROOT STEPS [flags]: resumes from ROOT, checks what it got, makes STEPS more steps. Environment: RANK,
-WORLD_SIZE, STORE. ROOT.log has a line for each checkpoint that the run was told to be committed.
+WORLD_SIZE, STORE. The file ROOT.stop ends it before that. ROOT.log has a line for each checkpoint that the run was told
+to be committed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from smp.checkpoint.agree import any_rank
 from smp.config import Config, load_config, resolve
 from smp.models.presets import PRESETS
 from smp.training.saving import RunCheckpoints
@@ -53,6 +55,8 @@ def main(root: str, steps: int, flags: list[str]) -> None:
     assert progress.iteration >= max(told), f"started from {progress.iteration}, though {max(told)} was committed"
     print(f"rank {rank} started from {progress.iteration}", flush=True)
     for _ in range(steps):
+        if any_rank(Path(root + ".stop").exists()):
+            break
         progress.iteration += 1
         with torch.no_grad():
             for weight in model.values():
