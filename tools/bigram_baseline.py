@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from smp.config.blend import parse_split
+from smp.config.schema import DataConfig
 from smp.data.bigram import bigram_cross_entropy
 from smp.data.gpt_dataset import split_documents
 from smp.data.indexed_dataset import IndexedDataset
@@ -27,7 +29,7 @@ def documents(dataset: IndexedDataset, part: range) -> np.ndarray:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-path", required=True, help="prefix of the .bin/.idx pair")
-    parser.add_argument("--split", default="969,30,1", help="relative sizes of the splits (default: 969,30,1)")
+    parser.add_argument("--split", default=DataConfig.split, help="as of pretrain_gpt.py (default: %(default)s)")
     size = parser.add_mutually_exclusive_group(required=True)
     size.add_argument("--vocab-size", type=int, help="number of token ids")
     size.add_argument("--tokenizer-model", help="gives the vocabulary size and the bytes per token")
@@ -38,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
 def report(args: argparse.Namespace) -> str:
     tokenizer = load_tokenizer(args.tokenizer_model) if args.tokenizer_model else None
     dataset = IndexedDataset(args.data_path)
-    train_part, valid_part, _ = split_documents(dataset.num_documents, args.split)
+    train_part, valid_part, _ = split_documents(dataset.num_documents, parse_split(args.split))
     train, valid = documents(dataset, train_part), documents(dataset, valid_part)
     nats, discount = bigram_cross_entropy(train, valid, tokenizer.vocab_size if tokenizer else args.vocab_size)
     line = f"bigram: {nats:.4f} nats per token over {len(valid)} validation tokens"

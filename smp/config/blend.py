@@ -1,7 +1,9 @@
-"""What --data-path and its relatives say: data sets and their weights. No file of data is touched."""
+"""What --data-path, its relatives and --split say. No file of data is touched."""
 
 from __future__ import annotations
 
+import math
+import re
 import shlex
 from dataclasses import dataclass
 from fractions import Fraction
@@ -55,10 +57,27 @@ def parse_blend(flag: str, text: str) -> list[BlendPart]:
 
 
 def _number(word: str) -> Fraction | None:
+    """None for a path. An exponent has two digits at most: the numbers are exact, 1e999999999 would fill the memory."""
+    if re.search(r"e[+-]?\d{3}", word, re.IGNORECASE):
+        return None
     try:
         return Fraction(word)
     except (ValueError, ZeroDivisionError):
         return None
+
+
+def parse_split(split: str, flag: str = "--split") -> tuple[float, float, float]:
+    """Fractions for training, validation and test, from relative sizes such as ``"969,30,1"``; missing ones are 0.
+
+    Raises:
+        ConfigError: not one to three non-negative numbers with a sum above zero.
+    """
+    parts = [part.strip() for part in split.split(",")]
+    numbers = [float(part) for part in parts if re.fullmatch(r"\d+(\.\d*)?|\.\d+", part)]
+    if not len(numbers) == len(parts) <= 3 or not 0 < sum(numbers) < math.inf:
+        raise ConfigError(f"{flag} {split!r} is not one to three relative sizes with a sum above 0, such as 969,30,1")
+    train, validation, test = (number / sum(numbers) for number in [*numbers, 0.0, 0.0][:3])
+    return train, validation, test
 
 
 def data_parts(data: DataConfig) -> dict[str, list[BlendPart]]:

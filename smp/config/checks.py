@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from smp.config.batch import BatchSizes
+from smp.config.blend import parse_split
 from smp.config.fields import settings
 from smp.config.layout import Layout
 from smp.config.schema import (
@@ -182,20 +182,6 @@ def _check_packing(data: DataConfig) -> None:
         not (data.packing == "best-fit" and data.eod_mask_loss),
         "--eod-mask-loss: with --packing best-fit no document predicts the next; leave it out",
     )
-
-
-def parse_split(split: str) -> tuple[float, float, float]:
-    """Fractions of the documents for training, validation and test, from text such as ``"969,30,1"``.
-
-    Raises:
-        ConfigError: not three non-negative numbers with a sum above zero.
-    """
-    parts = [part.strip() for part in split.split(",")]
-    numbers = [float(part) for part in parts if re.fullmatch(r"\d+(\.\d*)?|\.\d+", part)]
-    if len(parts) != 3 or len(numbers) != 3 or sum(numbers) <= 0:
-        raise ConfigError(f"--split {split!r} is not three non-negative numbers with a sum above 0, such as 969,30,1")
-    train, validation, test = (number / sum(numbers) for number in numbers)
-    return train, validation, test
 
 
 def _check_batch(data: DataConfig, model: ModelConfig, layout: Layout) -> None:

@@ -7,7 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
-from smp.config.blend import BlendPart, data_parts, is_text
+from smp.config.blend import BlendPart, data_parts, is_text, parse_split
 from smp.config.schema import ConfigError, DataConfig
 from smp.data.blend import BlendedDataset, Source, integer_weights
 from smp.data.cache import NodeCache
@@ -59,7 +59,8 @@ def build_datasets(data: DataConfig, vocab_size: int, seed: int) -> Datasets:
     else:
         (named,) = parts.values()
         group = [_Corpus(part, data, vocab_size, seed) for part in named]
-        ranges = [split_documents(corpus.dataset.num_documents, data.split) for corpus in group]
+        fractions = parse_split(data.split)
+        ranges = [split_documents(corpus.dataset.num_documents, fractions) for corpus in group]
         train, valid = (_blend(group, [split[i] for split in ranges], required=i == 0) for i in range(2))
         test = None  # the third part of --split is held back, for use after training
     assert train is not None

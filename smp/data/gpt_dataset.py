@@ -9,7 +9,9 @@ data-parallel ranks, the number of workers, or what was read before.
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,26 +23,14 @@ from smp.data.keyed_random import keyed_permutation
 from smp.data.sample import IGNORED_LABEL, Sample
 
 
-def split_documents(num_documents: int, split: str) -> tuple[range, range, range]:
+def split_documents(num_documents: int, fractions: Sequence[float]) -> tuple[range, range, range]:
     """Contiguous train, validation and test ranges of documents.
 
     Args:
-        split: relative sizes such as ``969,30,1``; missing ones are 0. Boundaries are rounded as in Megatron:
-            round(cumulative fraction x documents).
-
-    Raises:
-        ValueError: ``split`` is not one to three non-negative numbers with a positive sum.
+        fractions: of the three, with a sum of 1. As in Megatron the boundaries are round(sum so far x documents).
     """
-    try:
-        weights = [float(part) for part in split.split(",")]
-    except ValueError:
-        weights = []
-    if not 1 <= len(weights) <= 3 or not all(0 <= weight < float("inf") for weight in weights) or not sum(weights):
-        raise ValueError(f"split {split!r} is not up to three relative sizes such as 969,30,1")
-    ends = [0]
-    for count in range(1, 4):
-        ends.append(round(sum(weights[:count]) / sum(weights) * num_documents))
-    return range(0, ends[1]), range(ends[1], ends[2]), range(ends[2], ends[3])
+    ends = [round(share * num_documents) for share in itertools.accumulate(fractions)]
+    return range(0, ends[0]), range(ends[0], ends[1]), range(ends[1], ends[2])
 
 
 @dataclass(frozen=True)

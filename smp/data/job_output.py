@@ -12,11 +12,11 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 import numpy as np
 
@@ -81,12 +81,16 @@ class Journal:
         next: file, place and record with which the next chunk begins.
         totals: what was written, for each key.
         dropped: records left out.
+        read_bytes: of the input files.
+        whole: everything is written; what is left to do is to give the files their names.
     """
 
     job: str
     next: tuple[int, int, int]
     totals: list[Totals]
     dropped: int = 0
+    read_bytes: int = 0
+    whole: bool = False
     named: list[str] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
@@ -99,13 +103,17 @@ class Journal:
 
     @classmethod
     def read(cls, path: Path) -> Journal:
-        known = json.loads(path.read_text())
-        totals = [Totals(**total) for total in known.pop("totals")]
-        return cls(**{**known, "next": tuple(known["next"]), "totals": totals})
+        try:
+            known = json.loads(path.read_text())
+            totals = [Totals(**total) for total in known.pop("totals")]
+            return cls(**{**known, "next": tuple(known["next"]), "totals": totals})
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise ValueError(f"{path}: not a journal; delete {path.parent} to start anew") from None
 
 
 class Output:
-    """The partial files of a job. A context manager: bad input removes them, anything else leaves them to go on from.
+    """The partial files of a job. A context manager: bad input in the first seconds removes them, anything else that ends
+    it leaves them to go on from.
 
     Args:
         prefix: of the output; its folder is PREFIX.partial.
@@ -119,22 +127,32 @@ class Output:
 
     def __init__(self, prefix: str, names: Sequence[str], dtype: np.dtype, job: str) -> None:
         self.folder, self.names, self.dtype = Path(f"{prefix}.partial"), names, dtype
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.folder / "lock").open("a")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.close()
-            raise ValueError(f"{self.folder}: another process is writing {prefix}") from None
-        path = self.folder / "journal.json"
-        self.resumed = path.exists()
-        self.journal = Journal.read(path) if self.resumed else Journal(job, (0, 0, 1), [Totals() for _ in names])
+        self._lock = self._take_lock()
+        self._journal_path = self.folder / "journal.json"
+        self.resumed = self._journal_path.exists()
+        new = Journal(job, (0, 0, 1), [Totals() for _ in names])
+        self.journal = Journal.read(self._journal_path) if self.resumed else new
         if self.journal.job != job:
             raise ValueError(f"{self.folder}: left by a job with other input or settings; delete it to start anew")
 
+    def _take_lock(self) -> TextIO:
+        path = self.folder / "lock"
+        while True:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = path.open("a")
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                lock.close()
+                raise ValueError(f"{self.folder}: another process is writing there") from None
+            if path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+                return lock
+            lock.close()  # of a job that ended meanwhile and took its folder away
+
     def __enter__(self) -> Output:
-        self._tokens = [self._opened(i, "bin", t.tokens * self.dtype.itemsize) for i, t in enumerate(self._totals)]
-        self._lengths = [self._opened(i, "lengths", t.documents * 4) for i, t in enumerate(self._totals)]
+        totals = [] if self.journal.whole else self._totals  # then nothing is written any more
+        self._tokens = [self._opened(i, "bin", t.tokens * self.dtype.itemsize) for i, t in enumerate(totals)]
+        self._lengths = [self._opened(i, "lengths", t.documents * 4) for i, t in enumerate(totals)]
         self._written = time.monotonic()
         return self
 
@@ -154,40 +172,64 @@ class Output:
 
     def add(self, encoded: Encoded) -> None:
         """Append a chunk."""
-        for i, column in enumerate(encoded.columns):
-            self._tokens[i].write(column.tokens)
-            self._lengths[i].write(column.lengths)
-            self._totals[i].add(column)
-        journal = self.journal
-        journal.next = encoded.next
-        journal.dropped += len(encoded.skipped)
-        journal.named += encoded.skipped[: _NAMED - len(journal.named)]
-        if time.monotonic() - self._written > _JOURNAL_SECONDS:
-            self._sync()
-            self.journal.write(self.folder / "journal.json")
-            self._written = time.monotonic()
+        with self._named():
+            for i, column in enumerate(encoded.columns):
+                self._tokens[i].write(column.tokens)
+                self._lengths[i].write(column.lengths)
+                self._totals[i].add(column)
+            journal = self.journal
+            journal.next = encoded.next
+            journal.read_bytes += encoded.size
+            journal.dropped += len(encoded.skipped)
+            journal.named += encoded.skipped[: _NAMED - len(journal.named)]
+            if time.monotonic() - self._written > _JOURNAL_SECONDS:
+                self._write_journal()
 
-    def _sync(self) -> None:
+    def keep(self) -> bool:
+        """Bring the journal up to date if there is one: then this job can be gone on with."""
+        if kept := self._journal_path.exists():
+            with self._named():
+                self._write_journal()
+        return kept
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """An error of the file system says where, and that nothing is lost."""
+        try:
+            yield
+        except OSError as error:
+            why = f"{error.strerror or error}; the same command goes on from there"
+            raise OSError(error.errno, why, str(self.folder)) from None
+
+    def _write_journal(self) -> None:
         for file in (*self._tokens, *self._lengths):
             file.flush()
             os.fsync(file.fileno())
+        self.journal.write(self._journal_path)
+        self._written = time.monotonic()
 
     def commit(self) -> None:
-        """Give everything its name."""
-        self._sync()
-        for i in range(len(self.names)):
-            path = self._path(i, "lengths")
-            lengths = np.memmap(path, "<i4", "r") if path.stat().st_size else np.empty(0, "<i4")
-            documents = np.concatenate(([0], np.cumsum(lengths > 0)))  # an empty document has no sequence
-            write_index(self._path(i, "idx"), self.dtype, lengths[lengths > 0], documents)
+        """Give everything its name. A job that was killed in it ends it when it is started again."""
+        if not self.journal.whole:
+            for file in self._lengths:
+                file.flush()
+            for i in range(len(self.names)):
+                path = self._path(i, "lengths")
+                lengths = np.memmap(path, "<i4", "r") if path.stat().st_size else np.empty(0, "<i4")
+                documents = np.concatenate(([0], np.cumsum(lengths > 0)))  # an empty document has no sequence
+                write_index(self._path(i, "idx"), self.dtype, lengths[lengths > 0], documents)
+            self.journal.whole = True
+            self._write_journal()
         for i, name in enumerate(self.names):
             publish(self._path(i, "bin"), self._path(i, "idx"), name)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: Any) -> None:
-        finished = kind is not None and issubclass(kind, ValueError)  # bad input: there is nothing to go on with
+        bad_input = kind is not None and issubclass(kind, ValueError)
+        finished = bad_input and not self._journal_path.exists()
         try:
             if kind is None:
-                self.commit()
+                with self._named():
+                    self.commit()
                 finished = True
         finally:
             for file in (*self._tokens, *self._lengths):

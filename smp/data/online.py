@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import socket
 import sys
 from pathlib import Path
 
@@ -12,6 +14,10 @@ from smp.config.schema import ConfigError, DataConfig
 from smp.data.cache import NodeCache
 from smp.data.indexed_dataset import dataset_paths
 from smp.data.preprocess import Encoder, preprocess
+from smp.data.tokenizer_files import tokenizer_key
+
+_LARGE = 1 << 24
+"""Bytes from which on more than one process is worth its start."""
 
 
 def tokenized(path: str, data: DataConfig, cache: NodeCache) -> Path:
@@ -30,15 +36,27 @@ def tokenized(path: str, data: DataConfig, cache: NodeCache) -> Path:
     """
     if data.tokenizer_model is None:
         raise ConfigError(f"{path} is text: give --tokenizer-model")
-    encoder = Encoder(data.tokenizer_model, ("text",), True, data.tiktoken_pattern)
     stat = os.stat(path)
-    stands_for = f"{os.path.realpath(path)} {stat.st_size} {stat.st_mtime_ns} {data.tiktoken_pattern}".encode()
-    stands_for += Path(data.tokenizer_model).read_bytes()
-    prefix = cache.folder / f"{Path(path).name}-{xxhash.xxh3_64_hexdigest(stands_for)}"
-    if not dataset_paths(prefix)[1].exists():
+    key = tokenizer_key(data.tokenizer_model, data.tiktoken_pattern)
+    stands_for = f"{os.path.realpath(path)} {stat.st_size} {stat.st_mtime_ns} {key}"
+    prefix = cache.folder / f"{Path(path).name}-{xxhash.xxh3_64_hexdigest(stands_for.encode())}"
+    bin_path, idx_path = dataset_paths(prefix)
+    if not idx_path.exists():
         with cache.locked():
-            if not dataset_paths(prefix)[1].exists():
+            if not idx_path.exists():
                 print(f"tokenizing {path} into {prefix}", file=sys.stderr)
-                workers = os.cpu_count() or 1
-                preprocess([Path(path)], str(prefix), [str(prefix)], encoder, workers if stat.st_size > 1 << 24 else 1)
+                own = cache.folder / f".{prefix.name}.{socket.gethostname()}"
+                _tokenize(Path(path), own, Encoder(data.tokenizer_model, ("text",), True, data.tiktoken_pattern))
+                # A node that shares the folder makes the same bytes. Renaming over them takes them away from nobody.
+                for made, name in zip(dataset_paths(own), (bin_path, idx_path), strict=True):
+                    made.replace(name)
     return prefix
+
+
+def _tokenize(path: Path, prefix: Path, encoder: Encoder) -> None:
+    workers = os.cpu_count() or 1 if path.stat().st_size > _LARGE else 1
+    try:
+        preprocess([path], str(prefix), [str(prefix)], encoder, workers)
+    except ValueError:  # the text has to be changed, so nobody will ever go on from there
+        shutil.rmtree(f"{prefix}.partial", ignore_errors=True)
+        raise

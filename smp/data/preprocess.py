@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +22,11 @@ from smp.data.indexed_dataset import dtype_for_vocab
 from smp.data.job_output import Column, Encoded, Output, Totals
 from smp.data.text_files import Chunk, kind_of, read_chunks, texts_of
 from smp.data.tokenizer import Tokenizer, check_text
-from smp.data.tokenizer_files import load_tokenizer
+from smp.data.tokenizer_files import load_tokenizer, tokenizer_key
+
+
+_LONGEST = 2**31 - 1
+"""Tokens of a document with its end, an int32 in the index."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +66,15 @@ class Encoder:
                 skipped.append(str(error))
         columns = [[row[i] for row in rows] for i in range(len(self.keys))]
         place = (chunk.file, chunk.end, chunk.first + len(chunk.records))
-        return Encoded([self._column(texts) for texts in columns], skipped, place, chunk.size)
+        return Encoded([self._column(texts, chunk.path) for texts in columns], skipped, place, chunk.size)
 
-    def _column(self, texts: list[str]) -> Column:
+    def _column(self, texts: list[str], path: str) -> Column:
         tokenizer = self.tokenizer
         batch = tokenizer.encode_batch(texts)
+        if batch.ids.max(initial=0) >= tokenizer.vocab_size:
+            raise ValueError(f"{self.tokenizer_model}: token id {batch.ids.max()}, it has {tokenizer.vocab_size}")
+        if batch.lengths.max(initial=0) >= _LONGEST:
+            raise ValueError(f"{path}: a document of {batch.lengths.max()} tokens; an index holds {_LONGEST} at most")
         if self.append_eod:
             batch = batch.with_ends(tokenizer.eod)
         ids = batch.ids.astype(dtype_for_vocab(tokenizer.vocab_size))
@@ -97,7 +104,8 @@ def encode_all(encoder: Callable[[Chunk], Encoded], chunks: Iterable[Chunk], wor
     """``encoder`` of every chunk, in order; at most two chunks per worker are in flight.
 
     Raises:
-        ValueError: bad input, or a worker was killed.
+        ValueError: bad input.
+        ChildProcessError: a worker was killed.
     """
     if workers == 1:
         yield from map(encoder, chunks)
@@ -113,7 +121,7 @@ def encode_all(encoder: Callable[[Chunk], Encoded], chunks: Iterable[Chunk], wor
             while pending:
                 yield pending.popleft().result()
         except BrokenProcessPool:
-            raise ValueError("a worker process was killed (out of memory?): try fewer --workers") from None
+            raise ChildProcessError("a worker process was killed (out of memory?): try fewer --workers") from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -153,37 +161,57 @@ def preprocess(
         say: tells the user a line.
 
     Raises:
-        ValueError: bad input, or another job in the same place; nothing is left.
-        OSError: such as a full disk. The job goes on from there when it is started again.
+        ValueError: bad input, or another job in the same place. Nothing is left, unless the job had already written a
+            journal: then --on-error skip can go on.
+        OSError: such as a full disk or a killed worker. The job goes on from there when it is started again.
     """
-    for path in paths:
-        kind_of(path)
+    _check_input(paths, encoder.keys)
     dtype = dtype_for_vocab(encoder.tokenizer.vocab_size)
     _check_backend(encoder, paths, say)
     with Output(prefix, names, dtype, _job(paths, names, encoder)) as output:
         journal, resumed_at = output.journal, output.journal.totals[0].documents
         if output.resumed:
             say(f"going on after {resumed_at} documents that are in {output.folder}")
-        with ExitStack() as stack:
-            sizes = [path.stat().st_size for path in paths]
-            size, done = sum(sizes), sum(sizes[: journal.next[0]])
-            bar = tqdm(total=size, initial=done, unit="B", unit_scale=True, desc="tokenizing", mininterval=0.5)
-            stack.enter_context(bar)
-            started, before = time.monotonic(), sum(total.tokens for total in journal.totals)
-            for encoded in encode_all(encoder, read_chunks(paths, encoder.keys, journal.next), workers):
-                output.add(encoded)
-                tokens = sum(total.tokens for total in journal.totals) - before
-                rate = tokens / max(time.monotonic() - started, 1e-9)
-                bar.set_postfix_str(f"{rate / 1e6:.2f} Mtokens/s", refresh=False)
-                bar.update(encoded.size)
+        try:
+            _write(paths, encoder, workers, output)
+        except ValueError:
+            if output.keep():
+                documents = journal.totals[0].documents
+                say(f"{output.folder} keeps {documents} documents: the same command with --on-error skip goes on")
+            raise
     return Report(journal.totals, journal.dropped, journal.named, resumed_at)
+
+
+def _write(paths: Sequence[Path], encoder: Encoder, workers: int, output: Output) -> None:
+    """Everything that is not in ``output`` yet, with a progress bar."""
+    journal, size = output.journal, sum(path.stat().st_size for path in paths)
+    started, before = time.monotonic(), sum(total.tokens for total in journal.totals)
+    with tqdm(
+        total=size, initial=journal.read_bytes, unit="B", unit_scale=True, desc="tokenizing", mininterval=0.5
+    ) as bar:
+        for encoded in encode_all(encoder, read_chunks(paths, encoder.keys, journal.next), workers):
+            output.add(encoded)
+            tokens = sum(total.tokens for total in journal.totals) - before
+            rate = tokens / max(time.monotonic() - started, 1e-9)
+            bar.set_postfix_str(f"{rate / 1e6:.2f} Mtokens/s", refresh=False)
+            bar.update(encoded.size)
+
+
+def _check_input(paths: Sequence[Path], keys: Sequence[str]) -> None:
+    for key in keys:
+        if keys.count(key) > 1 or "/" in key:
+            why = "named twice" if keys.count(key) > 1 else "cannot be part of a file's name"
+            raise ValueError(f"--json-keys {' '.join(keys)}: {key} {why}")
+    for path in paths:
+        if kind_of(path) == ".txt" and len(keys) > 1:
+            raise ValueError(f"{path}: a .txt file holds one text, --json-keys {' '.join(keys)} wants {len(keys)}")
 
 
 def _job(paths: Sequence[Path], names: Sequence[str], encoder: Encoder) -> str:
     """Stands for everything that the output depends on. Whether bad records are skipped may change on the way."""
     stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    tokenizer = xxhash.xxh3_64_hexdigest(Path(encoder.tokenizer_model).read_bytes())
-    settings = [tokenizer, encoder.tiktoken_pattern, list(encoder.keys), encoder.append_eod]
+    tokenizer = tokenizer_key(encoder.tokenizer_model, encoder.tiktoken_pattern)
+    settings = [tokenizer, list(encoder.keys), encoder.append_eod]
     return xxhash.xxh3_128_hexdigest(json.dumps([stats, list(names), settings]).encode())
 
 

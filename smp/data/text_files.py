@@ -7,6 +7,7 @@ import glob
 import gzip
 import io
 import json
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -44,7 +45,7 @@ def expand_paths(patterns: Sequence[str]) -> list[Path]:
     """Files of every path or glob pattern, in the order given, each pattern's matches sorted by name.
 
     Raises:
-        ValueError: a pattern that matches no file.
+        ValueError: a pattern that matches no file, or a file that is there twice.
     """
     paths: list[Path] = []
     for pattern in patterns:
@@ -53,6 +54,12 @@ def expand_paths(patterns: Sequence[str]) -> list[Path]:
         if not files:
             raise ValueError(f"{pattern}: no such file")
         paths += files
+    seen: set[str] = set()
+    for path in paths:
+        real = os.path.realpath(path)
+        if real in seen:
+            raise ValueError(f"{path}: named twice")
+        seen.add(real)
     return paths
 
 
@@ -76,7 +83,7 @@ def parse_record(line: bytes, keys: Sequence[str], where: str) -> list[str]:
     """
     try:
         record = json.loads(line)
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+    except (ValueError, RecursionError) as error:  # JSONDecodeError, UnicodeDecodeError, thousands of brackets
         raise ValueError(f"{where}: not valid JSON ({error})") from None
     if not isinstance(record, dict) or not all(isinstance(record.get(key), str) for key in keys):
         raise ValueError(f"{where}: not a JSON object with a string under {', '.join(map(repr, keys))}")
@@ -151,6 +158,8 @@ def _whole(text: BinaryIO) -> list[bytes]:
 def _opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """The text of a file, uncompressed, and the file itself."""
     with path.open("rb") as raw:
+        if path.suffix in COMPRESSED_SUFFIXES and not path.stat().st_size:  # both libraries take it for no text
+            raise ValueError(f"{path}: damaged (0 bytes)")
         if path.suffix == ".gz":
             with gzip.open(raw) as text:
                 yield cast(BinaryIO, text), raw
@@ -201,8 +210,8 @@ def _skip(text: BinaryIO, count: int) -> None:
     if text.seekable():
         text.seek(count)
         return
-    while count > 0:
-        count -= len(text.read(min(count, CHUNK_BYTES)))
+    while count > 0 and (skipped := text.read(min(count, CHUNK_BYTES))):
+        count -= len(skipped)
 
 
 def _rows(path: Path, file: int, keys: Sequence[str], skip: int) -> Iterator[Chunk]:
@@ -218,11 +227,10 @@ def _rows(path: Path, file: int, keys: Sequence[str], skip: int) -> Iterator[Chu
             if missing:
                 known = ", ".join(table.schema_arrow.names)
                 raise ValueError(f"{path}: has no column {', '.join(missing)}, but {known}")
-            row = 0
+            row, share = 0, path.stat().st_size / max(1, table.metadata.num_rows)
             for group in range(table.num_row_groups):
                 meta = table.metadata.row_group(group)
                 if row + meta.num_rows > skip:
-                    share = meta.total_byte_size / max(1, meta.num_rows)
                     for batch in table.iter_batches(_rows_at_once(meta), row_groups=[group], columns=list(keys)):
                         values = [list(texts) for texts in zip(*(batch[key].to_pylist() for key in keys), strict=True)]
                         values, at = values[max(0, skip - row) :], max(row, skip)
@@ -231,7 +239,9 @@ def _rows(path: Path, file: int, keys: Sequence[str], skip: int) -> Iterator[Chu
                             yield Chunk(str(path), file, at + 1, values, row, int(share * len(values)))
                 else:
                     row += meta.num_rows
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError) as error:
+        if getattr(error, "errno", None) is not None:  # of the system, not a page that cannot be decoded
+            raise
         raise ValueError(f"{path}: not a parquet file that can be read ({' '.join(str(error).split())})") from None
 
 

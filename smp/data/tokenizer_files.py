@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from smp.data.tokenizer import END_OF_DOCUMENT, Batch, SentencePieceTokenizer, Tokenizer, check_ids, check_text
 
@@ -73,6 +74,19 @@ def load_tokenizer(path: str | Path, tiktoken_pattern: str | None = None) -> Tok
     return HuggingFaceTokenizer(path) if line.lstrip()[:1] == b"{" else SentencePieceTokenizer(path)
 
 
+def tokenizer_key(path: str | Path, tiktoken_pattern: str | None = None) -> str:
+    """Stands for all that the ids of a text and the end of a document depend on, 16 hexadecimal digits."""
+    state = xxhash.xxh3_64(Path(path).read_bytes())
+    if (config := _config_of(Path(path))).is_file():
+        state.update(config.read_bytes())
+    state.update((tiktoken_pattern or "").encode())
+    return str(state.hexdigest())
+
+
+def _config_of(path: Path) -> Path:
+    return path.with_name("tokenizer_config.json")
+
+
 class HuggingFaceTokenizer:
     """A ``tokenizer.json`` of the library tokenizers.
 
@@ -103,10 +117,13 @@ class HuggingFaceTokenizer:
         self.eod = self._end_of_document(Path(path))
 
     def _end_of_document(self, path: Path) -> int:
-        config = path.with_name("tokenizer_config.json")
+        config = _config_of(path)
         names: Sequence[str] = _ENDS
         if config.is_file():
-            named: Any = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+            try:
+                named: Any = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+            except (ValueError, AttributeError) as error:
+                raise ValueError(f"{config}: not the settings of a tokenizer ({error})") from None
             names = [named["content"] if isinstance(named, dict) else named] if named else _ENDS
         found = [token for name in names if (token := self._tokenizer.token_to_id(name)) is not None]
         if not found:

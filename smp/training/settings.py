@@ -49,8 +49,6 @@ def _with_vocabulary(config: Config) -> Config:
     """Take the vocabulary size from the tokenizer, or check that the model's holds it."""
     path, size = config.data.tokenizer_model, config.model.vocab_size
     if path is None:
-        if size is None:
-            raise ConfigError("the vocabulary size is unknown: give --vocab-size, or --tokenizer-model to take it from")
         return config
     try:
         known = load_tokenizer(path, config.data.tiktoken_pattern).vocab_size

@@ -8,7 +8,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from smp.config import Config, ConfigError, check_files, load_config, resolve, to_yaml
-from smp.config.checks import parse_split
+from smp.config.blend import parse_split
 
 PRESETS = {"tiny": {"vocab_size": 1000}}
 RUN = "--model tiny --mock-data --train-iters 100 "
@@ -158,10 +158,10 @@ def test_a_resolved_config_resolves_to_itself(flags, length, tmp_path_factory):
         ("--vocab-size none --no-mock-data --data-path x", "give --tokenizer-model or --vocab-size"),
         ("--train-samples 5", "--train-iters 100 and --train-samples 5 are both given; give one"),
         ("--train-iters none", "how long to train is missing: give --train-iters or --train-samples"),
-        ("--split 1,2", "--split '1,2' is not three non-negative numbers"),
-        ("--split 1,2,x", "is not three non-negative numbers"),
-        ("--split 1,2,-3", "is not three non-negative numbers"),
-        ("--split 1,2,nan", "is not three non-negative numbers"),
+        ("--split 1,2,3,4", "--split '1,2,3,4' is not one to three relative sizes"),
+        ("--split 1,2,x", "is not one to three relative sizes"),
+        ("--split 1,2,-3", "is not one to three relative sizes"),
+        ("--split 1,2,nan", "is not one to three relative sizes"),
         ("--split 0,0,0", "with a sum above 0"),
         ("--split 0,1,0", "--split 0,1,0 leaves nothing to train on"),
         ("--split 1,0,0 --eval-interval 5", "--eval-interval 5 needs a validation part"),
@@ -212,6 +212,13 @@ def test_what_can_work_passes(flags):
 def test_split_fractions():
     assert parse_split("969,30,1") == pytest.approx((0.969, 0.03, 0.001))
     assert parse_split(" 1, .5,0.5") == (0.5, 0.25, 0.25)
+    assert parse_split("7") == (1, 0, 0) and parse_split("1,1") == (0.5, 0.5, 0)  # as in Megatron
+
+
+@pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "-1,2", "0,0,0", "nan", "inf,1", "9" * 400, "1,,1"])
+def test_what_is_no_split(split):
+    with pytest.raises(ConfigError, match="^--parts .* is not one to three relative sizes"):
+        parse_split(split, "--parts")
 
 
 def test_missing_files_are_named(tmp_path):

@@ -12,9 +12,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from smp.config.blend import parse_split
+from smp.data.gpt_dataset import split_documents
 from smp.data.indexed_dataset import DTYPES, IndexedDataset, IndexedDatasetWriter, dtype_for_vocab
 from smp.data.preprocess import Encoder, preprocess
 from smp.data.tokenizer import SentencePieceTokenizer
+from tests.data.test_gpt_dataset import splits
 from tools.data import main as data_tool
 from tools.train_tokenizer import train
 
@@ -119,3 +122,12 @@ def test_merging_is_theirs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     words = ["merge", str(tmp_path / "ours"), *(str(tmp_path / name) for name in ("documents", "one"))]
     assert data_tool(words) == 0, capsys.readouterr().err
     assert bytes_of(tmp_path / "ours") == bytes_of(tmp_path / "theirs")
+
+
+@given(st.integers(0, 10**5), splits)
+def test_documents_are_split_as_theirs(count: int, split: str) -> None:
+    config = pytest.importorskip("megatron.core.datasets.blended_megatron_dataset_config")
+    ends = config.convert_split_vector_to_split_matrix(config.parse_and_normalize_split(split))
+    theirs = [range(0) if part is None else range(*(round(end * float(count)) for end in part)) for part in ends]
+    ours = split_documents(count, parse_split(split))
+    assert [list(part) for part in ours] == [list(part) for part in theirs]

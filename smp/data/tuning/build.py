@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from smp.config.checks import parse_split
+from smp.config.blend import parse_split
 from smp.config.finetune import FinetuneConfig
 from smp.config.schema import ConfigError
 from smp.data.tuning.chat_template import ChatTemplate
