@@ -1,14 +1,15 @@
-"""The data path: preprocessing, index, next batch and packing, with megatron-core beside where it does the same.
+"""The data path: preprocessing, index and next batch, with megatron-core beside where it does the same.
 
 Preprocessing is compared with a bare loop over the tokenizer's own batch call on the same texts, already in memory, and
 with megatron-core's way: a call of the tokenizer for each text, and its builder. Rounds of all entries take turns; the
 table has medians of one process on one core. The limit of each figure stands beside it.
 
-    python benchmarks/data.py           # about five minutes
+    python benchmarks/data.py           # about five minutes; or one part: preprocessing, index
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import json
@@ -29,12 +30,12 @@ from typing import Any
 import numpy as np
 
 from smp.config.schema import DataConfig
-from smp.data.packing import pack_best_fit
 from smp.data.preprocess import Encoder, preprocess
 from smp.data.tokenizer import SentencePieceTokenizer
 from smp.data.tokenizer_files import HuggingFaceTokenizer, TiktokenTokenizer, load_tokenizer
 from tools.train_tokenizer import train
 
+PARTS = ["preprocessing", "index"]
 ROUNDS = 5
 CORPUS_BYTES = 8_000_000
 DOCUMENTS, TOKENS = 1_000_000, 1_000_000_000
@@ -196,8 +197,7 @@ def make_large(folder: Path) -> Path:
     return folder / "large"
 
 
-def index(folder: Path) -> None:
-    prefix = make_large(folder)
+def index(prefix: Path) -> None:
     print(f"\nIndex of {DOCUMENTS:,} documents and {TOKENS:,} tokens (uint16, sequences of 4096), a new process each\n")
     print(f"{'':42}{'seconds':>9}{'limit':>7}{'peak GB':>9}{'limit':>7}")
     entries = {
@@ -214,7 +214,6 @@ def index(folder: Path) -> None:
         limits = ("5", "2") if name.startswith("smp") else ("", "")
         print(f"{name:42}{seconds:9.2f}{limits[0]:>7}{memory:9.2f}{limits[1]:>7}")
     print("peak GB: what building added to the private memory of the process (mapped files of the page cache left out)")
-    batches(folder, prefix)
 
 
 def in_process(action: Callable[..., Any], *arguments: str) -> tuple[float, float]:
@@ -289,44 +288,49 @@ def _megatron_index(prefix: str, how: str) -> tuple[float, float]:
     return seconds, memory.peak
 
 
-def batches(folder: Path, prefix: Path) -> None:
-    """What a step waits for when it asks for its batch, while it computes for 5 ms otherwise."""
+def batches(prefix: Path) -> None:
+    """What a step waits for when it asks for its batch, while it computes for 5 ms otherwise. In the third row the order
+    of the next epoch has to be there in the middle."""
     from smp.data.build import build_datasets
     from smp.data.loader import BatchLoader
 
-    data = DataConfig(data_path=str(prefix), seq_length=4096, data_cache_path=str(folder / "cache"), split="1,0,0")
+    data = DataConfig(
+        data_path=str(prefix), seq_length=4096, data_cache_path=str(prefix.parent / "cache"), split="1,0,0"
+    )
     train_data = build_datasets(data, 50_000, 1).train
     print("\nNext batch of 4 x 4096 tokens, milliseconds\n")
-    print(f"{'':42}{'median':>9}{'99 %':>9}{'limit':>7}")
-    for workers in (2, 0):
+    print(f"{'':42}{'median':>9}{'99 %':>9}{'longest':>9}{'limit':>7}")
+    end = train_data.samples_per_epoch
+    assert end is not None
+    rows = {
+        "--num-workers 2": (2, 0),
+        "--num-workers 0 (read when asked for)": (0, 0),
+        "--num-workers 2, over the end of an epoch": (2, end - 200 * 4),
+    }
+    for name, (workers, start) in rows.items():
         loader = BatchLoader(
-            train_data, micro_batch_size=4, num_microbatches=1, dp_rank=0, dp_size=1, num_workers=workers
+            train_data,
+            micro_batch_size=4,
+            num_microbatches=1,
+            dp_rank=0,
+            dp_size=1,
+            num_workers=workers,
+            start_sample=start,
         )
         times = []
         for _ in range(400):
             times.append(1e3 * timed(lambda loader=loader: next(loader)))  # type: ignore[misc]
             time.sleep(0.005)
         loader.close()
-        name = f"--num-workers {workers}" + ("" if workers else " (read when asked for)")
         limit = "1" if workers else ""
-        print(f"{name:42}{statistics.median(times):9.3f}{np.percentile(times, 99):9.3f}{limit:>7}")
-
-
-def packing() -> None:
-    print("\nBest-fit-decreasing packing of 1,000,000 documents of lognormal length (mean 1200, sigma 1.2), one core\n")
-    print(f"{'capacity':>10}{'documents/s':>14}{'limit':>9}{'above optimum':>15}{'limit':>7}")
-    draw = np.random.default_rng(0).normal(np.log(1200) - 0.72, 1.2, DOCUMENTS)
-    for capacity in (2048, 8192, 131072):
-        lengths = np.clip(np.exp(draw).astype(np.int64), 1, capacity)
-        seconds = statistics.median(
-            timed(lambda lengths=lengths, c=capacity: pack_best_fit(lengths, c)) for _ in range(ROUNDS)
-        )  # type: ignore[misc]
-        least = -(-int(lengths.sum()) // capacity)
-        above = 100 * (len(pack_best_fit(lengths, capacity)) / least - 1)
-        print(f"{capacity:10}{DOCUMENTS / seconds:14,.0f}{'500,000':>9}{above:13.4f} %{'0.1 %':>7}")
+        columns = statistics.median(times), np.percentile(times, 99), max(times)
+        print(f"{name:42}{columns[0]:9.3f}{columns[1]:9.3f}{columns[2]:9.3f}{limit:>7}")
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="what to measure (default: all)")
+    parts = parser.parse_args().parts or PARTS
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -335,9 +339,12 @@ def main() -> None:
         print("note: this system cannot hold the program to one core", file=sys.stderr)
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as name:
-        preprocessing(Path(name))
-        index(Path(name))
-    packing()
+        if "preprocessing" in parts:
+            preprocessing(Path(name))
+        if "index" in parts:
+            prefix = make_large(Path(name))
+            index(prefix)
+            batches(prefix)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,12 @@ from pathlib import Path
 
 import numpy as np
 
+from smp.config.blend import parse_split
 from smp.config.schema import DataConfig
 from smp.data.cache import NodeCache
-from smp.data.contents import check_vocabulary, contents_of
+from smp.data.contents import check_integers, check_vocabulary, contents_of
 from smp.data.gpt_dataset import split_documents
-from smp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from smp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, dataset_paths
 from smp.data.tokenizer_files import PATTERNS, load_tokenizer
 
 
@@ -64,6 +65,10 @@ def ls(args: argparse.Namespace) -> None:
 def head(args: argparse.Namespace) -> None:
     dataset = IndexedDataset(args.prefix)
     tokenizer = load_tokenizer(args.tokenizer_model, args.tiktoken_pattern) if args.tokenizer_model else None
+    if tokenizer:
+        check_integers(dataset)
+    if args.start >= dataset.num_documents:
+        raise ValueError(f"--start {args.start}: {args.prefix} has {dataset.num_documents} documents")
     for number in range(args.start, min(args.start + args.count, dataset.num_documents)):
         ids = dataset.document(number)
         shown = ids[: args.tokens].tolist()
@@ -87,7 +92,8 @@ def merge(args: argparse.Namespace) -> None:
     types = {part.dtype.name for part in parts}
     if len(types) > 1:
         raise ValueError(f"token types differ: {', '.join(f'{p.bin_path} {p.dtype.name}' for p in parts)}")
-    with _new(args.output, parts[0]) as writer:
+    check_new(args.output)
+    with IndexedDatasetWriter(args.output, parts[0].dtype) as writer:
         for part in parts:
             copy(writer, part, range(part.num_documents))
     print(describe(args.output))
@@ -95,27 +101,39 @@ def merge(args: argparse.Namespace) -> None:
 
 def split(args: argparse.Namespace) -> None:
     dataset = IndexedDataset(args.prefix)
-    count = dataset.num_documents
+    documents = dataset.num_documents
     if args.parts is not None:
-        if not 0 < args.parts <= max(count, 1):
-            raise ValueError(f"--parts {args.parts}: there are {count} documents")
-        bounds = [round(i * count / args.parts) for i in range(args.parts + 1)]
+        if not 0 < args.parts <= max(documents, 1):
+            raise ValueError(f"--parts {args.parts}: there are {documents} documents")
+        bounds = [round(i * documents / args.parts) for i in range(args.parts + 1)]
         ranges = {f"{i:05d}": range(*bounds[i : i + 2]) for i in range(args.parts)}
     else:
-        ranges = dict(zip(("train", "valid", "test"), split_documents(count, args.fractions), strict=True))
-    for name, documents in ranges.items():
-        if not documents:
+        fractions = parse_split(args.fractions, "--fractions")
+        ranges = dict(zip(("train", "valid", "test"), split_documents(documents, fractions), strict=True))
+    outputs = {f"{args.output or args.prefix}_{name}": part for name, part in ranges.items()}
+    check_new(*outputs)
+    for prefix, part in outputs.items():
+        if not part:
+            print(f"{prefix}: not written, it would have no documents")
             continue
-        prefix = f"{args.output or args.prefix}_{name}"
-        with _new(prefix, dataset) as writer:
-            copy(writer, dataset, documents)
+        with IndexedDatasetWriter(prefix, dataset.dtype) as writer:
+            copy(writer, dataset, part)
         print(describe(prefix))
 
 
-def _new(prefix: str, like: IndexedDataset) -> IndexedDatasetWriter:
-    if any(Path(f"{prefix}{suffix}").exists() for suffix in (".bin", ".idx")):
-        raise ValueError(f"{prefix}: exists already")
-    return IndexedDatasetWriter(prefix, like.dtype)
+def check_new(*prefixes: str) -> None:
+    """Raises ValueError when one of these datasets is there."""
+    for prefix in prefixes:
+        if any(path.exists() for path in dataset_paths(prefix)):
+            raise ValueError(f"{prefix}: exists already")
+
+
+def count(text: str) -> int:
+    """An argument that is a number from 0 on."""
+    number = int(text)
+    if number < 0:
+        raise ValueError
+    return number
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -126,13 +144,13 @@ def build_parser() -> argparse.ArgumentParser:
         one.add_argument("paths", nargs="+", help="prefixes, or folders of datasets")
         one.set_defaults(run=action)
         if action is verify:
-            one.add_argument("--vocab-size", type=int, help="refuse token ids from here on")
+            one.add_argument("--vocab-size", type=count, help="refuse token ids from here on")
             one.add_argument("--data-cache-path", help="keep what was found for training runs with this folder")
     one = commands.add_parser("head", help="show documents")
     one.add_argument("prefix")
-    one.add_argument("--count", type=int, default=3, help="documents (default: 3)")
-    one.add_argument("--start", type=int, default=0, help="the first one (default: 0)")
-    one.add_argument("--tokens", type=int, default=64, help="tokens of each (default: 64)")
+    one.add_argument("--count", type=count, default=3, help="documents (default: 3)")
+    one.add_argument("--start", type=count, default=0, help="the first one (default: 0)")
+    one.add_argument("--tokens", type=count, default=64, help="tokens of each (default: 64)")
     one.add_argument("--tokenizer-model", help="show text instead of ids")
     one.add_argument("--tiktoken-pattern", choices=PATTERNS, help="how a tiktoken file's text is cut")
     one.set_defaults(run=head)

@@ -64,6 +64,9 @@ class BatchSizes:
     def steps(self, samples: int) -> int:
         """Steps, from the first on, that consume at least so many samples."""
         consumed = count = 0
-        while consumed < min(samples, self.samples):
-            consumed, count = consumed + self(consumed), count + 1
+        parts = (self.final - self.start) // self.increment
+        for part, size in enumerate(self.sizes[:-1]):
+            end = min(samples, -(-(part + 1) * self.samples // parts))  # from here on the batch is larger
+            steps = -(-max(0, end - consumed) // size)
+            consumed, count = consumed + steps * size, count + steps
         return count + -(-max(0, samples - consumed) // self.final)

@@ -54,21 +54,21 @@ def integer_weights(shares: Sequence[Fraction]) -> list[int]:
 def interleave(weights: Sequence[int]) -> npt.NDArray[np.uint16]:
     """The source of each place of a period, (sum of weights,)."""
     assert len(weights) <= _MAX_SOURCES and min(weights) > 0
-    period, given = sum(weights), [0] * len(weights)
-    begun = [(-(-period // weight), source) for source, weight in enumerate(weights)]  # (deadline, source)
-    heapq.heapify(begun)
-    waiting: list[tuple[int, int]] = []  # (first place, source)
-    order = np.empty(period, np.uint16)
-    for place in range(period):
-        while waiting and waiting[0][0] <= place:
-            _, source = heapq.heappop(waiting)
-            heapq.heappush(begun, (-(-(given[source] + 1) * period // weights[source]), source))
-        _, source = heapq.heappop(begun)
-        order[place] = source
-        given[source] += 1
-        if given[source] < weights[source]:
-            heapq.heappush(waiting, (given[source] * period // weights[source], source))
-    return order
+    period, shares = sum(weights), np.array(weights, np.int64)
+    source = np.repeat(np.arange(len(shares)), shares)
+    job = np.arange(period) - np.repeat(np.cumsum(shares) - shares, shares)
+    begin, deadline = job * period // shares[source], -(-(job + 1) * period // shares[source])
+    # All jobs in the order in which they begin; a key is the deadline and, for equal ones, the source.
+    jobs = (deadline * _MAX_SOURCES + source)[np.argsort(begin, kind="stable")].tolist()
+    begun = np.cumsum(np.bincount(begin, minlength=period)).tolist()  # jobs that have begun at each place
+    waiting: list[int] = []
+    chosen, at = [], 0
+    for stop in begun:
+        while at < stop:
+            heapq.heappush(waiting, jobs[at])
+            at += 1
+        chosen.append(heapq.heappop(waiting))
+    return (np.array(chosen) % _MAX_SOURCES).astype(np.uint16)
 
 
 class Turns:
@@ -170,10 +170,19 @@ class BlendedDataset:
         kept = [phase for phase in manifest if phase["start"] < consumed]
         self.manifest = [*kept, self._phase(consumed, given)]
         before = {s["key"] for s in last["sources"]}
-        lines = [f"note: the blend changes at sample {consumed}; no sample is read again"]
+        lines = [f"note: the blend changes at sample {consumed}; what was read before goes on behind its last sample"]
         for source in self.sources:
             if source.key not in before and source.key not in given:
                 lines.append(f"note: {source.name} was not read before in this form: it begins at its first sample")
+        return lines
+
+    def read_again(self, samples: int) -> list[str]:
+        """A line for each source that the first so many samples, from the start, go through more than once."""
+        lines = []
+        for source, count in zip(self.sources, self._turns.counts(samples), strict=True):
+            size = source.data.samples_per_epoch
+            if size is not None and count > size:
+                lines.append(f"{source.name} has {size} and is read {count / size:.2f} times")
         return lines
 
     def _phase(self, start: int, given: dict[str, int]) -> dict[str, Any]:

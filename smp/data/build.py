@@ -118,9 +118,19 @@ def _blend(corpora: Sequence[_Corpus], ranges: Sequence[range], required: bool =
             notes.append(f"{source.name}: {size} sequences per epoch, {100 * source.data.filled:.2f} % of them filled")
     if not sources:
         return None
+    _check_different(sources)
     weights = integer_weights(shares)
     if [weight * sum(shares) for weight in weights] != [share * sum(weights) for share in shares]:
         notes.append(f"note: weights are rounded to multiples of 1/{sum(weights)}: {', '.join(map(str, weights))}")
     blend = BlendedDataset(sources, weights, corpora[0].cache)
     blend.notes = notes
     return blend
+
+
+def _check_different(sources: Sequence[Source]) -> None:
+    """Raises ValueError for one set of samples under two names: each of them would be read twice."""
+    names: dict[str, str] = {}
+    for source in sources:
+        if source.key in names:
+            raise ValueError(f"{names[source.key]} and {source.name} hold the same data: name it once, with its weight")
+        names[source.key] = source.name

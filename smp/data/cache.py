@@ -48,13 +48,21 @@ class NodeCache:
         return path
 
     def array(self, name: str, build: Callable[[], npt.NDArray[Any]]) -> npt.NDArray[Any]:
-        """The array that ``build`` returns, read-only and memory-mapped from the file ``name``."""
+        """The array that ``build`` returns, read-only and memory-mapped from the file ``name``.
+
+        Raises:
+            CacheFolderError: as ``file``, or the file is damaged.
+        """
 
         def write(path: Path) -> None:
             with path.open("wb") as file:
                 np.save(file, build(), allow_pickle=False)
 
-        return np.load(self.file(name, write), mmap_mode="r", allow_pickle=False).view(np.ndarray)
+        path = self.file(name, write)
+        try:
+            return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
+        except (ValueError, EOFError):
+            raise CacheFolderError(f"{path}: damaged; delete it, and it is made again") from None
 
     @contextmanager
     def locked(self) -> Iterator[None]:

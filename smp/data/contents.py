@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from smp.data.cache import NodeCache
+from smp.data.cache import CacheFolderError, NodeCache
 from smp.data.indexed_dataset import IndexedDataset
 
 _CHUNK = 1 << 22  # tokens; a few MB stay in the processor's cache between the hash and the extremes
@@ -33,10 +33,15 @@ class Contents:
     highest: int
 
 
-def scan(dataset: IndexedDataset) -> Contents:
-    """Read everything once. Raises ValueError when the tokens are not integers."""
+def check_integers(dataset: IndexedDataset) -> None:
+    """Raises ValueError for a data set of other numbers: Megatron's format has them, no vocabulary has."""
     if dataset.dtype.kind not in "iu":
         raise ValueError(f"{dataset.bin_path}: holds {dataset.dtype}, token ids are integers")
+
+
+def scan(dataset: IndexedDataset) -> Contents:
+    """Read everything once. Raises ValueError when the tokens are not integers."""
+    check_integers(dataset)
     state = xxhash.xxh3_128(np.memmap(dataset.idx_path, dtype=np.uint8, mode="r").data)
     lowest, highest = 0, -1
     for start in range(0, len(dataset.tokens), _CHUNK):
@@ -57,8 +62,12 @@ def contents_of(dataset: IndexedDataset, cache: NodeCache | None) -> Contents:
     def write(path: Path) -> None:
         path.write_text(json.dumps({**asdict(scan(dataset)), "files": stats}, indent=1))
 
-    known = json.loads(cache.file(name, write).read_text())
-    return Contents(known["key"], known["lowest"], known["highest"])
+    path = cache.file(name, write)
+    try:
+        known = json.loads(path.read_text())
+        return Contents(known["key"], known["lowest"], known["highest"])
+    except (ValueError, KeyError, TypeError):
+        raise CacheFolderError(f"{path}: damaged; delete it, and it is made again") from None
 
 
 def check_vocabulary(dataset: IndexedDataset, contents: Contents, vocab_size: int) -> None:

@@ -10,7 +10,6 @@ data-parallel ranks, the number of workers, or what was read before.
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from smp.data.cache import NodeCache
+from smp.data.epochs import Epochs
 from smp.data.indexed_dataset import IndexedDataset
 from smp.data.keyed_random import keyed_permutation
-from smp.data.sample import IGNORED_LABEL, Sample
+from smp.data.sample import IGNORE_INDEX, Sample
 
 
 def split_documents(num_documents: int, fractions: Sequence[float]) -> tuple[range, range, range]:
@@ -43,7 +43,7 @@ class _Epoch:
 
 
 class GPTDataset:
-    """Endless, shuffled samples from a range of documents. The orders of two epochs are at hand at a time.
+    """Endless, shuffled samples from a range of documents.
 
     Args:
         dataset: the tokens.
@@ -51,8 +51,8 @@ class GPTDataset:
         seq_length: tokens a model sees at once; a sample has one more.
         seed: key of the order.
         mask_ends: no loss where the last token of a document would have to predict the first one of the next.
-        cache: where orders are kept, with ``key``, which stands for the contents of ``dataset``. Without one each
-            process makes its own.
+        cache: where large orders are kept, with ``key``, which stands for the contents of ``dataset``. Without one
+            each process makes its own.
     """
 
     def __init__(
@@ -72,11 +72,10 @@ class GPTDataset:
         self.seq_length = seq_length
         self.seed = seed
         self.mask_ends = mask_ends
-        self._cache, self._key = cache, key
         offsets = dataset.document_offsets
         self.num_tokens = int(offsets[document_range.stop] - offsets[document_range.start])
-        self._epochs: dict[int, _Epoch] = {}
-        self._opening = threading.Lock()
+        numbers, name = 2 * len(document_range) + self.samples_per_epoch, f"{key}-{self.order_key.replace(' ', '_')}"
+        self._epochs = Epochs(self._shuffle, self._parse, numbers=numbers, cache=cache, name=name)
 
     @property
     def samples_per_epoch(self) -> int:
@@ -111,7 +110,7 @@ class GPTDataset:
         documents = np.repeat(np.arange(len(lengths)), lengths)
         labels = tokens[1:].copy()
         if self.mask_ends:
-            labels[documents[1:] != documents[:-1]] = IGNORED_LABEL
+            labels[documents[1:] != documents[:-1]] = IGNORE_INDEX
         return Sample(tokens[:-1], labels, documents[:-1])
 
     def _read(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -119,7 +118,9 @@ class GPTDataset:
         assert index >= 0
         self.check_not_empty()
         number, position = divmod(index, self.samples_per_epoch)
-        epoch = self._order_of(number)
+        epoch = self._epochs.order(number)
+        if 2 * position >= self.samples_per_epoch:
+            self._epochs.prepare(number + 1)
         start = int(epoch.samples[position]) * self.seq_length
         stop = start + self.seq_length + 1
         first = int(np.searchsorted(epoch.starts, start, side="right")) - 1
@@ -130,22 +131,8 @@ class GPTDataset:
         pieces = [self.dataset.read(low, high) for low, high in zip(lows.tolist(), highs.tolist(), strict=True)]
         return np.concatenate(pieces, dtype=np.int64, casting="safe"), highs - lows
 
-    def _order_of(self, number: int) -> _Epoch:
-        epoch = self._epochs.get(number)
-        if epoch is None:
-            with self._opening:
-                epoch = self._epochs.get(number) or self._open(number)
-                # readers ahead and behind the end of an epoch take turns, so the two latest stay
-                self._epochs = dict([*self._epochs.items(), (number, epoch)][-2:])
-        return epoch
-
-    def _open(self, number: int) -> _Epoch:
+    def _parse(self, packed: npt.NDArray[np.int64]) -> _Epoch:
         count = len(self.document_range)
-        if self._cache is None:
-            packed = self._shuffle(number)
-        else:
-            name = f"{self._key}-{self.order_key.replace(' ', '_')}-epoch_{number}.npy"
-            packed = self._cache.array(name, lambda: self._shuffle(number))
         return _Epoch(packed[:count], packed[count : 2 * count + 1], packed[2 * count + 1 :])
 
     def _shuffle(self, number: int) -> npt.NDArray[np.int64]:

@@ -112,8 +112,8 @@ class Journal:
 
 
 class Output:
-    """The partial files of a job. A context manager: bad input in the first seconds removes them, anything else that ends
-    it leaves them to go on from.
+    """The partial files of a job. A context manager: bad input in the first seconds removes them, anything else that
+    ends it leaves them to go on from.
 
     Args:
         prefix: of the output; its folder is PREFIX.partial.

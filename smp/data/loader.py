@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from smp.data.sample import IGNORED_LABEL as IGNORED_LABEL
-from smp.data.sample import SampleDataset
+from smp.data.sample import IGNORE_INDEX, SampleDataset
 
 _PREFETCH = 2
 
@@ -22,7 +21,7 @@ class GlobalBatch:
     """One data-parallel rank's part of an optimizer step's samples, on the CPU."""
 
     tokens: torch.Tensor  # int64 (num_microbatches, micro_batch, seq)
-    labels: torch.Tensor  # int64 (num_microbatches, micro_batch, seq), the next token; IGNORED_LABEL: no loss here
+    labels: torch.Tensor  # int64 (num_microbatches, micro_batch, seq), the next token; IGNORE_INDEX: no loss here
     sample_index: torch.Tensor  # int64 (num_microbatches, micro_batch), global sample numbers
     documents: torch.Tensor | None = None  # int64 like tokens: those with one number see each other; None: all do
     positions: torch.Tensor | None = None  # int64 like tokens; None: counted from 0 in every row
@@ -40,7 +39,7 @@ class GlobalBatch:
 
     def count(self) -> int:
         """What the loss is averaged over, on this rank: tokens with a label."""
-        return int((self.labels != IGNORED_LABEL).sum())
+        return int((self.labels != IGNORE_INDEX).sum())
 
     def pinned(self) -> GlobalBatch:
         """The same in memory that a GPU copies from by itself."""
@@ -169,4 +168,5 @@ class BatchLoader(Iterator[GlobalBatch]):
             torch.from_numpy(indices.copy()),
             rows([sample.documents for sample in samples]) if self._with_documents else None,
             rows([sample.positions for sample in samples]) if self._with_positions else None,
+            held=sum(len(sample.tokens) - sample.padding for sample in samples),
         )

@@ -10,17 +10,17 @@ first document, epoch); their number is the same in every epoch, because it depe
 from __future__ import annotations
 
 import itertools
-import threading
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from smp.data.cache import NodeCache
+from smp.data.epochs import Epochs
 from smp.data.indexed_dataset import IndexedDataset
 from smp.data.keyed_random import keyed_permutation
 from smp.data.packing import pack_best_fit
-from smp.data.sample import IGNORED_LABEL, Sample
+from smp.data.sample import IGNORE_INDEX, Sample
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class PackedDataset:
         document_range: documents of this split.
         seq_length: places of a sequence.
         seed: key of the order.
-        cache: where orders are kept, with ``key``, which stands for the contents of ``dataset``. Without one each
-            process makes its own.
+        cache: where large orders are kept, with ``key``, which stands for the contents of ``dataset``. Without one
+            each process makes its own.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class PackedDataset:
         self.document_range = document_range
         self.seq_length = seq_length
         self.seed = seed
-        self._cache, self._key = cache, key
-        self._opening = threading.Lock()
-        first = self._open(0)
-        self._epochs = {0: first}
+        tokens = int(dataset.document_offsets[document_range.stop] - dataset.document_offsets[document_range.start])
+        numbers, name = 3 * (len(document_range) + tokens // seq_length), f"{key}-{self.order_key.replace(' ', '_')}"
+        self._epochs = Epochs(self._pack, self._parse, numbers=numbers, cache=cache, name=name)
+        first = self._epochs.order(0)
         self.samples_per_epoch = len(first.sequences)
         self.filled = int(first.places.sum()) / max(1, self.samples_per_epoch * seq_length)
         """Fraction of the places that hold a token."""
@@ -87,11 +87,13 @@ class PackedDataset:
         assert index >= 0
         self.check_not_empty()
         number, position = divmod(index, self.samples_per_epoch)
-        epoch = self._order_of(number)
+        epoch = self._epochs.order(number)
+        if 2 * position >= self.samples_per_epoch:
+            self._epochs.prepare(number + 1)
         sequence = int(epoch.sequences[position])
         chosen = slice(int(epoch.bounds[sequence]), int(epoch.bounds[sequence + 1]))
         tokens = np.zeros(self.seq_length, np.int64)
-        labels = np.full(self.seq_length, IGNORED_LABEL, np.int64)
+        labels = np.full(self.seq_length, IGNORE_INDEX, np.int64)
         documents = np.full(self.seq_length, chosen.stop - chosen.start, np.int64)  # what is left is padding
         at = 0
         pieces = zip(epoch.starts[chosen].tolist(), epoch.places[chosen].tolist(), strict=True)
@@ -100,23 +102,10 @@ class PackedDataset:
             tokens[at : at + places], labels[at : at + places] = piece[:-1], piece[1:]
             documents[at : at + places] = document
             at += places
-        return Sample(tokens, labels, documents)
+        return Sample(tokens, labels, documents, padding=self.seq_length - at)
 
-    def _order_of(self, number: int) -> _Epoch:
-        epoch = self._epochs.get(number)
-        if epoch is None:
-            with self._opening:
-                epoch = self._epochs.get(number) or self._open(number)
-                # readers ahead and behind the end of an epoch take turns, so the two latest stay
-                self._epochs = dict([*self._epochs.items(), (number, epoch)][-2:])
-        return epoch
-
-    def _open(self, number: int) -> _Epoch:
-        if self._cache is None:
-            packed = self._pack(number)
-        else:
-            name = f"{self._key}-{self.order_key.replace(' ', '_')}-epoch_{number}.npy"
-            packed = self._cache.array(name, lambda: self._pack(number))
+    @staticmethod
+    def _parse(packed: npt.NDArray[np.int64]) -> _Epoch:
         pieces, sequences = int(packed[0]), int(packed[1])
         ends = np.cumsum([2, sequences + 1, pieces, pieces, sequences]).tolist()
         return _Epoch(*(packed[low:high] for low, high in itertools.pairwise(ends)))

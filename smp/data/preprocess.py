@@ -24,7 +24,6 @@ from smp.data.text_files import Chunk, kind_of, read_chunks, texts_of
 from smp.data.tokenizer import Tokenizer, check_text
 from smp.data.tokenizer_files import load_tokenizer, tokenizer_key
 
-
 _LONGEST = 2**31 - 1
 """Tokens of a document with its end, an int32 in the index."""
 

@@ -8,7 +8,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-IGNORED_LABEL = -100
+IGNORE_INDEX = -100
+"""Label of a token that does not count; the one that PyTorch's own losses leave out."""
 
 
 @dataclass(frozen=True)
@@ -17,13 +18,15 @@ class Sample:
 
     Attributes:
         tokens: ids.
-        labels: the id that follows each; IGNORED_LABEL: no loss here.
+        labels: the id that follows each; IGNORE_INDEX: no loss here.
         documents: numbers of the documents within the sequence, ascending; padding counts as one.
+        padding: places at the end that hold nothing.
     """
 
     tokens: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
     documents: npt.NDArray[np.int64]
+    padding: int = 0
 
     @property
     def positions(self) -> npt.NDArray[np.int64]:

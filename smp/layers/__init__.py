@@ -1,8 +1,9 @@
 """Parallel layers for anyone's ``nn.Module``: a plain 1-D DeviceMesh in, no config, no trainer, no global state."""
 
+from smp.data.sample import IGNORE_INDEX
 from smp.layers.attention import SelfAttention, SequenceInfo
 from smp.layers.block import TransformerBlock
-from smp.layers.cross_entropy import IGNORE_INDEX, VocabShard, linear_cross_entropy, vocab_parallel_cross_entropy
+from smp.layers.cross_entropy import VocabShard, linear_cross_entropy, vocab_parallel_cross_entropy
 from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from smp.layers.head import VocabParallelHead
 from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel

@@ -12,12 +12,10 @@ from typing import Any
 
 import torch
 
+from smp.data.sample import IGNORE_INDEX
 from smp.kernels.cross_entropy import combine_stats, logits_to_gradient, softmax_stats
 from smp.kernels.weight_gradient import accumulate_weight_gradient
 from smp.parallel.collectives import Group, start_all_gather, wait
-
-IGNORE_INDEX = -100
-"""Label of a token that does not count."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from smp.data.loader import GlobalBatch
-from smp.layers.cross_entropy import IGNORE_INDEX
+from smp.data.sample import IGNORE_INDEX
 from smp.parallel.rng import to_device
 from smp.sharding.parallelize import last_micro_batch
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from smp.data.loader import GlobalBatch
+from smp.data.sample import IGNORE_INDEX
 from smp.data.tuning.batches import PairBatch
-from smp.layers.cross_entropy import IGNORE_INDEX
 from smp.layers.preference import Preference
 from smp.parallel.mesh import sum_over_parts
 from smp.training.passes import Inputs, Passes

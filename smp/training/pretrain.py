@@ -135,7 +135,17 @@ class Pretraining:
             )
         if config.data.test_data_path is not None and datasets.test is None:
             raise ConfigError(f"--test-data-path holds less than one sample of {config.data.seq_length} tokens")
+        self._note_repeats(datasets)
         return datasets
+
+    def _note_repeats(self, datasets: Datasets) -> None:
+        """Say so when an evaluation asks for more samples than there are."""
+        batches, size = self.config.training.eval_iters, self.config.data.global_batch_size
+        assert size is not None
+        for part, blend in (("validation", datasets.valid), ("test", datasets.test)):
+            if blend is not None:
+                told = f"note: {part} reads --eval-iters {batches} x {size} samples"
+                blend.notes += [f"{told}: {line}" for line in blend.read_again(batches * size)]
 
     def _loader(self, dataset: SampleDataset, start_sample: int, sizes: BatchSizes | None = None) -> BatchLoader:
         data, ranks = self.config.data, self.layout.data_parallel

@@ -69,7 +69,9 @@ def _is_blend(phases: Any) -> bool:
     try:
         sources = [source for phase in phases for source in phase["sources"]]
         starts = all(_is_count(phase["start"]) for phase in phases)
-        read = all(isinstance(s["key"], str) and s["weight"] >= 0 and _is_count(s["offset"]) for s in sources)
+        read = all(isinstance(s["key"], str) and _is_count(s["offset"]) for s in sources)
+        weights = all(_is_count(s["weight"]) and s["weight"] > 0 for s in sources)
+        read = read and weights and all(phase["sources"] for phase in phases)
     except (TypeError, KeyError):
         return False
     return isinstance(phases, list) and len(phases) > 0 and starts and read

@@ -29,6 +29,11 @@ def test_steps_are_counted_without_walking_them(
     assert found[0] == start and found[ramp] == sizes.final
 
 
+def test_a_long_ramp_is_counted_at_once() -> None:
+    """A batch of one for 10^12 samples, then of two."""
+    assert BatchSizes(2, 1, 1, 10**12).steps(10**12 + 10) == 10**12 + 5
+
+
 def test_the_sizes_are_megatrons() -> None:
     """int(consumed / (samples / n)) increments, worked out by hand where no rounding is involved."""
     sizes = BatchSizes.of(DataConfig(global_batch_size=64, rampup_batch_size="16 16 1200"))

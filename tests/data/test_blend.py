@@ -28,6 +28,22 @@ def test_each_source_is_within_one_sample_of_its_share_at_every_moment(shares: l
     assert np.abs(errors(np.tile(interleave(shares), 2), shares)).max() < 1
 
 
+def by_definition(shares: list[int]) -> list[int]:
+    """Of the jobs that have begun and are not done, the one with the earliest deadline."""
+    period, given, order = sum(shares), [0] * len(shares), []
+    for place in range(period):
+        begun = [d for d, w in enumerate(shares) if given[d] < w and given[d] * period // w <= place]
+        order.append(min(begun, key=lambda d: (-(-(given[d] + 1) * period // shares[d]), d)))
+        given[order[-1]] += 1
+    return order
+
+
+@settings(deadline=None, max_examples=60)
+@given(weights)
+def test_turns_are_those_of_the_definition(shares: list[int]) -> None:
+    assert interleave(shares).tolist() == by_definition(shares)
+
+
 def test_many_small_sources_beside_a_large_one() -> None:
     shares = [5000, *([100] * 50)]  # in order of (j + 1/2) / w the small ones would all come at once
     assert np.abs(errors(interleave(shares), shares)).max() < 1
@@ -120,6 +136,20 @@ def test_changes_of_the_blend_never_repeat_a_sample(phases: list[tuple[dict[str,
 def test_what_changes_is_said() -> None:
     first, second = blend(a=1, b=1), blend(b=1, c=1)
     lines = second.resume(first.manifest, 10)
-    assert lines[0] == "note: the blend changes at sample 10; no sample is read again"
+    assert lines[0] == "note: the blend changes at sample 10; what was read before goes on behind its last sample"
     assert lines[1:] == ["note: c was not read before in this form: it begins at its first sample"]
     assert [s["offset"] for s in second.manifest[-1]["sources"]] == [5, 0]
+
+
+class Sized(MockDataset):
+    """Samples that repeat after ten."""
+
+    samples_per_epoch = 10  # type: ignore[assignment]
+
+
+def test_what_is_read_more_than_once_is_known() -> None:
+    data = BlendedDataset([Source(name, name, Sized(9, 4, 0)) for name in "ab"], [1, 3])
+    assert data.read_again(13) == []
+    assert data.read_again(14) == ["b has 10 and is read 1.10 times"]
+    assert data.read_again(80) == ["a has 10 and is read 2.00 times", "b has 10 and is read 6.00 times"]
+    assert blend(a=1).read_again(10**9) == []

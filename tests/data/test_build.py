@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import socket
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -83,6 +86,33 @@ def test_what_is_said_about_a_blend(tmp_path: Path) -> None:
     ]
 
 
+def test_one_data_set_under_two_names_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "one", [40] * 20)
+    for suffix in ("bin", "idx"):
+        shutil.copy(tmp_path / f"one.{suffix}", tmp_path / f"copy.{suffix}")
+    for other in (f"{tmp_path}/copy", f"{tmp_path}/./one"):
+        with pytest.raises(ValueError, match=rf"one and {re.escape(other)} hold the same data: name it once"):
+            build_datasets(DataConfig(data_path=f"0.3 {tmp_path}/one 0.7 {other}", seq_length=8), 900, 1)
+
+
+def test_two_nodes_make_text_in_one_folder(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second node ends while the first one's job stands there, and makes the same files."""
+    config = text_config(tmp_path, model)
+    first = build_datasets(config, 400, 1).train
+    made = sorted(path for path in (tmp_path / "cache").iterdir() if path.name.startswith("corpus"))
+    before = [path.read_bytes() for path in made]
+    made[1].unlink()  # .idx: the first node is not done yet
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    assert capsys.readouterr().err.count("into") == 1
+    again = build_datasets(config, 400, 1).train
+    assert capsys.readouterr().err.count("into") == 1
+    assert [path.read_bytes() for path in made] == before
+    assert again.sample(5).tokens.tolist() == first.sample(5).tokens.tolist()
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.name.startswith(".corpus")]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -101,5 +131,7 @@ def test_words_that_name_no_blend(text: str, message: str) -> None:
 
 def test_words_that_name_one(tmp_path: Path) -> None:
     assert [part.path for part in parse_blend("--data-path", "'with space' b")] == ["with space", "b"]
+    assert [part.weight for part in parse_blend("--data-path", "1e-2 a 1/3 b")] == [Fraction(1, 100), Fraction(1, 3)]
+    assert [part.path for part in parse_blend("--data-path", "1e999999999 b")] == ["1e999999999", "b"]
     with pytest.raises(ConfigError, match="--data-args-path .*none: "):
         data_parts(DataConfig(data_args_path=str(tmp_path / "none")))

@@ -71,6 +71,17 @@ def test_arrays_are_mapped_and_read_only(tmp_path: Path) -> None:
         arrays[0][0] = 1
 
 
+def test_a_damaged_array_is_named(tmp_path: Path) -> None:
+    cache = NodeCache(tmp_path)
+    cache.array("numbers.npy", lambda: np.arange(500))
+    for size in (600, 40, 0):
+        os.truncate(tmp_path / "numbers.npy", size)
+        with pytest.raises(CacheFolderError, match=r"numbers\.npy: damaged; delete it, and it is made again"):
+            cache.array("numbers.npy", lambda: np.arange(500))
+    (tmp_path / "numbers.npy").unlink()
+    assert len(cache.array("numbers.npy", lambda: np.arange(500))) == 500
+
+
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     def build(path: Path) -> None:
         path.write_bytes(b"half")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import smp.data.contents as contents_module
-from smp.data.cache import NodeCache
+from smp.data.cache import CacheFolderError, NodeCache
 from smp.data.contents import check_vocabulary, contents_of, scan
 from smp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 
@@ -56,3 +56,13 @@ def test_files_are_read_once_until_they_change(tmp_path: Path, monkeypatch: pyte
     changed = write(tmp_path / "data", [[5, 8]])
     os.utime(changed.bin_path, ns=(1, 1))
     assert contents_of(changed, cache).highest == 8 and len(scans) == 2
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"key": 1'])
+def test_damaged_notes_are_named(tmp_path: Path, text: str) -> None:
+    dataset, cache = write(tmp_path / "data", [[5, 9]]), NodeCache(tmp_path / "cache")
+    contents_of(dataset, cache)
+    (path,) = (tmp_path / "cache").glob("contents-*.json")
+    path.write_text(text)
+    with pytest.raises(CacheFolderError, match=r"contents-\w+\.json: damaged; delete it, and it is made again"):
+        contents_of(dataset, cache)

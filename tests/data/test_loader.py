@@ -13,6 +13,7 @@ from smp.data.gpt_dataset import GPTDataset
 from smp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from smp.data.loader import BatchLoader, GlobalBatch
 from smp.data.mock_dataset import MockDataset
+from smp.data.packed_dataset import PackedDataset
 from smp.data.sample import Sample
 
 
@@ -107,6 +108,18 @@ def test_close_ends_the_thread() -> None:
     assert threading.active_count() == before
     with pytest.raises(ValueError, match="closed"):
         next(loader)
+
+
+def test_padding_is_no_token(tmp_path: Path) -> None:
+    """Two documents of five tokens are eight steps from one to the next, in a sequence of ten places."""
+    with IndexedDatasetWriter(tmp_path / "data", np.uint16) as writer:
+        for _ in range(4):
+            writer.add_document(range(5))
+    packed = PackedDataset(IndexedDataset(tmp_path / "data"), range(4), 10, seed=1)
+    ((batch,),) = read(packed, micro=2, count=1, dp_size=1, start=0, steps=1)
+    assert batch.tokens.numel() == 20 and batch.held_tokens() == 16 == batch.count()
+    ((batch,),) = read(MockDataset(50, 8, 0), micro=2, count=3, dp_size=1, start=0, steps=1)
+    assert batch.held_tokens() == batch.tokens.numel() == 48
 
 
 def test_build_mock() -> None:

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+import smp.data.epochs as epochs_module
 from smp.config.schema import DataConfig
 from smp.data.blend import BlendedDataset
 from smp.data.build import build_datasets
 from smp.data.indexed_dataset import IndexedDatasetWriter
 from smp.data.loader import BatchLoader
+from tests.data.test_epochs import wait
 from tests.data.test_gpt_dataset import write
 
 GLOBAL = 24
@@ -86,12 +88,18 @@ def test_the_length_of_the_run_changes_nothing(config: DataConfig) -> None:
         assert data.sample(i).tokens.tolist() == late_first.sample(i).tokens.tolist()
 
 
-def test_the_cache_changes_nothing(config: DataConfig, tmp_path: Path) -> None:
+def test_the_cache_changes_nothing(config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_memory = rows(train(config))
+    assert not list((tmp_path / "cache").glob("*epoch*"))
+    monkeypatch.setattr(epochs_module, "LARGE", 1)
     first = rows(train(config))
+    wait()
+    assert torch.equal(first, in_memory) and list((tmp_path / "cache").glob("*epoch*"))
     kept = sorted((tmp_path / "cache").glob("*.npy"))
     changed = [path.stat().st_mtime_ns for path in kept]
     assert torch.equal(rows(train(config)), first)
-    assert [path.stat().st_mtime_ns for path in kept] == changed and len(kept) == 5
+    wait()
+    assert [path.stat().st_mtime_ns for path in kept] == changed
     for path in (tmp_path / "cache").iterdir():
         path.unlink()
     assert torch.equal(rows(train(config)), first)

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import smp.data.epochs as epochs_module
 from smp.data.cache import NodeCache
 from smp.data.packed_dataset import PackedDataset
-from smp.data.sample import IGNORED_LABEL
+from smp.data.sample import IGNORE_INDEX
 from tests.data.test_gpt_dataset import write
 
 
@@ -28,7 +29,7 @@ def test_every_step_from_token_to_token_once(
     for i in range(epoch * n, (epoch + 1) * n):
         sample = data.sample(i)
         assert sample.tokens.shape == sample.labels.shape == sample.documents.shape == (seq_length,)
-        counts = sample.labels != IGNORED_LABEL
+        counts = sample.labels != IGNORE_INDEX
         steps.update(zip(sample.tokens[counts].tolist(), sample.labels[counts].tolist(), strict=True))
         filled += int(counts.sum())
         owner = np.searchsorted(dataset.document_offsets, sample.tokens[counts], side="right")
@@ -43,7 +44,8 @@ def test_every_step_from_token_to_token_once(
     assert data.filled == pytest.approx(filled / max(1, n * seq_length))
 
 
-def test_epochs_differ_and_the_order_is_a_function_of_the_seed(tmp_path: Path) -> None:
+def test_epochs_differ_and_the_order_is_a_function_of_the_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(epochs_module, "LARGE", 1)
     dataset = write(tmp_path / "data", [9, 4, 7, 7, 12, 3, 5, 7, 7])
 
     def epoch(number: int, seed: int, cache: NodeCache | None = None) -> list[list[int]]:
@@ -68,4 +70,4 @@ def test_positions_begin_anew_with_every_document(tmp_path: Path) -> None:
     sample = data.sample(0)
     assert sample.positions.tolist() == [0, 1, 2, 0, 1, 0, 1]
     assert sample.documents.tolist() == [0, 0, 0, 1, 1, 2, 2]
-    assert sample.labels.tolist() == [1, 2, 3, 5, 6, IGNORED_LABEL, IGNORED_LABEL]
+    assert sample.labels.tolist() == [1, 2, 3, 5, 6, IGNORE_INDEX, IGNORE_INDEX]

@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gzip
 import json
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import tokenizers
 import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import smp.data.job_output as job_output
+import smp.data.preprocess as preprocess_module
 import smp.data.text_files as text_files
 from smp.data.indexed_dataset import IndexedDataset
 from smp.data.job_output import Output
 from smp.data.preprocess import Encoder, Report, preprocess
 from smp.data.text_files import Chunk
-from smp.data.tokenizer import SentencePieceTokenizer
+from smp.data.tokenizer import Batch, SentencePieceTokenizer
+from smp.data.tokenizer_files import load_tokenizer, tokenizer_key
 from tools.train_tokenizer import train
 
 TEXTS = [f"document {i}: " + "x = y\n" * (i % 7) + ("é😀" if i % 3 else "") for i in range(60)] + [""]
@@ -148,7 +154,7 @@ def test_a_job_goes_on_where_it_was_killed(
 
 
 def test_a_killed_process_is_gone_on_with(tmp_path: Path, model: str) -> None:
-    source = write(tmp_path / "a.jsonl", [text * 40 for text in TEXTS] * 60)
+    source = write(tmp_path / "a.jsonl", TEXTS * 60)
     words = ["--input", source, "--tokenizer-model", model, "--output-prefix", tmp_path / "out", "--workers", "1"]
     code = f"""
 import runpy, sys
@@ -171,6 +177,91 @@ runpy.run_path({str(TOOL)!r}, run_name="__main__")
     assert bytes_of(tmp_path, "out_text_document") == bytes_of(tmp_path, "w")
 
 
+@pytest.mark.parametrize("call", range(8))
+def test_a_kill_while_files_get_their_names(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    """Two keys, so eight calls: the journal, index and tokens of each, and the folder that is removed."""
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"q": text, "a": text[::-1]}) + "\n" for text in TEXTS))
+    encoder, inputs = Encoder(model, ("q", "a"), append_eod=True), [tmp_path / "a.jsonl"]
+    whole = [str(tmp_path / f"whole_{key}") for key in "qa"]
+    preprocess(inputs, str(tmp_path / "whole"), whole, encoder, 1)
+    done = []
+
+    def dying(plain: Callable[..., object], after: bool) -> Callable[..., object]:
+        def called(*arguments: object, **options: object) -> object:
+            done.append(plain)
+            if len(done) == call + 1 and not after:
+                raise Killed
+            result = plain(*arguments, **options)
+            if len(done) == call + 1:
+                raise Killed
+            return result
+
+        return called
+
+    names = [str(tmp_path / f"out_{key}") for key in "qa"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", dying(Path.replace, after=call % 2 == 1))
+        patch.setattr(job_output, "write_index", dying(job_output.write_index, after=call % 2 == 1))
+        patch.setattr(shutil, "rmtree", dying(shutil.rmtree, after=False))
+        with pytest.raises(Killed):
+            preprocess(inputs, str(tmp_path / "out"), names, encoder, 1)
+    report = preprocess(inputs, str(tmp_path / "out"), names, encoder, 1)
+    assert [total.documents for total in report.totals] == [len(TEXTS)] * 2
+    for key in "qa":
+        assert bytes_of(tmp_path, f"out_{key}") == bytes_of(tmp_path, f"whole_{key}")
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_killed_worker_loses_nothing(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write(tmp_path / "a.jsonl", TEXTS)
+    run(tmp_path, model, [source], name="whole")
+    add, count = Output.add, iter(range(100))
+
+    def killed(self: Output, encoded: job_output.Encoded) -> None:
+        if next(count) == 5:
+            raise ChildProcessError("a worker process was killed (out of memory?): try fewer --workers")
+        add(self, encoded)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job_output, "_JOURNAL_SECONDS", 0.0)
+        patch.setattr(Output, "add", killed)
+        with pytest.raises(OSError, match="a worker process was killed"):
+            run(tmp_path, model, [source])
+    assert run(tmp_path, model, [source]).resumed_at > 0
+    assert bytes_of(tmp_path) == bytes_of(tmp_path, "whole")
+
+
+def test_bad_input_after_hours_is_gone_on_from(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that has a journal keeps what came before the bad record; whoever skips it goes on there."""
+    (tmp_path / "a.jsonl").write_bytes(lines(TEXTS) + b"{cut\n" + lines(TEXTS))
+    said: list[str] = []
+    out = str(tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr(job_output, "_JOURNAL_SECONDS", 0.0)
+        with pytest.raises(ValueError, match=r"a\.jsonl:62: not valid JSON"):
+            preprocess([tmp_path / "a.jsonl"], out, [out], Encoder(model, ("text",), True), 1, said.append)
+    documents = job_output.Journal.read(tmp_path / "out.partial" / "journal.json").totals[0].documents
+    assert documents > 50
+    assert said == [f"{out}.partial keeps {documents} documents: the same command with --on-error skip goes on"]
+    report = run(tmp_path, model, [tmp_path / "a.jsonl"], skip_bad=True)
+    assert report.resumed_at == documents and report.dropped == 1
+    assert texts_in(tmp_path, model) == TEXTS * 2
+
+
+def test_another_end_of_a_document_is_another_job(tmp_path: Path) -> None:
+    """Which token ends a document stands in a file of its own, beside the tokenizer."""
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1, "<e>": 2}, "a"))
+    made.save(str(tmp_path / "tokenizer.json"))
+    before = tokenizer_key(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<e>"}')
+    assert tokenizer_key(tmp_path / "tokenizer.json") != before
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: not the settings of a tokenizer"):
+        load_tokenizer(tmp_path / "tokenizer.json")
+
+
 def test_another_job_does_not_go_on_from_there(tmp_path: Path, model: str) -> None:
     with pytest.raises(KeyboardInterrupt), Output(str(tmp_path / "out"), ["n"], np.dtype("<u2"), "one") as output:
         output.journal.write(output.folder / "journal.json")
@@ -186,6 +277,22 @@ def test_two_builders_at_once(tmp_path: Path, model: str) -> None:
             run(tmp_path, model, [source])
         raise KeyboardInterrupt
     assert (tmp_path / "out.partial").exists()  # the refused one removed nothing
+
+
+def test_a_folder_that_its_job_takes_away_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other job ends between the opening of the lock and the attempt to take it."""
+    folder, flock, removed = tmp_path / "out.partial", fcntl.flock, []
+
+    def late(*arguments: object) -> None:
+        if not removed:
+            removed.append(1)
+            shutil.rmtree(folder)
+        flock(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(KeyboardInterrupt), Output(str(tmp_path / "out"), ["n"], np.dtype("<u2"), "one"):
+        assert (folder / "lock").exists()
+        raise KeyboardInterrupt
 
 
 def test_a_full_disk_leaves_what_can_be_gone_on_with(
@@ -206,12 +313,36 @@ def test_a_full_disk_leaves_what_can_be_gone_on_with(
     assert texts_in(tmp_path, model) == TEXTS
 
 
+def test_no_room_for_the_tokens_is_one_line(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system itself refuses: files of this process may not grow beyond 16 KB."""
+    source = write(tmp_path / "a.jsonl", TEXTS * 8)
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", 2000)
+    run(tmp_path, model, [source], name="whole")
+    assert (tmp_path / "whole.bin").stat().st_size > 1 << 14
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with monkeypatch.context() as patch:
+        patch.setattr(job_output, "_JOURNAL_SECONDS", 0.0)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, limits[1]))
+        try:
+            with pytest.raises(OSError, match=r"File too large; the same command goes on from there: '.*out\.partial'"):
+                run(tmp_path, model, [source])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.glob("out*")] == ["out.partial"]
+    assert run(tmp_path, model, [source]).resumed_at > 0
+    assert bytes_of(tmp_path) == bytes_of(tmp_path, "whole")
+
+
 BAD = {
     "a.jsonl": (lines(TEXTS[:4]) + b'{"text": "cut\n' + lines(TEXTS[4:8]), r"a\.jsonl:5: not valid JSON"),
     "b.jsonl": (lines(TEXTS[:4]) + b'{"txt": "x"}\n' + lines(TEXTS[4:8]), r"b\.jsonl:5: .* a string under 'text'"),
     "c.jsonl": (
         lines(TEXTS[:4]) + b'{"text": "\\ud800"}\n' + lines(TEXTS[4:8]),
         r"c\.jsonl:5: character 0 .* surrogate",
+    ),
+    "d.jsonl": (
+        lines(TEXTS[:4]) + b'{"a": ' + b"[" * 200_000 + b"\n" + lines(TEXTS[4:8]),
+        r"d\.jsonl:5: not valid JSON",
     ),
 }
 
@@ -238,6 +369,51 @@ def test_a_row_without_text(tmp_path: Path, model: str) -> None:
         run(tmp_path, model, [tmp_path / "b.parquet"])
 
 
+def test_a_page_that_cannot_be_decoded(tmp_path: Path, model: str) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": TEXTS}), path, compression="snappy")
+    data = bytearray(path.read_bytes())
+    data[40:300] = bytes(255 - byte for byte in data[40:300])
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"a\.parquet: not a parquet file that can be read \("):
+        run(tmp_path, model, [path])
+    assert [p.name for p in tmp_path.iterdir()] == ["a.parquet"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
+def test_a_compressed_file_of_no_bytes(tmp_path: Path, model: str, name: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=rf"{name}: damaged \(0 bytes\)"):
+        run(tmp_path, model, [tmp_path / name])
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "message"),
+    [
+        ("a.jsonl", ("text", "text"), "^--json-keys text text: text named twice"),
+        ("a.jsonl", ("x/y",), "^--json-keys x/y: x/y cannot be part of a file's name"),
+        ("a.txt", ("q", "a"), r"a\.txt: a \.txt file holds one text, --json-keys q a wants 2"),
+    ],
+)
+def test_keys_that_cannot_work(tmp_path: Path, model: str, name: str, keys: tuple[str, ...], message: str) -> None:
+    (tmp_path / name).write_text("x")
+    names = [str(tmp_path / key) for key in keys]
+    with pytest.raises(ValueError, match=message):
+        preprocess([tmp_path / name], str(tmp_path / "out"), names, Encoder(model, keys, True), 1)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_what_does_not_fit_an_index(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write(tmp_path / "a.jsonl", TEXTS)
+    with monkeypatch.context() as patch:
+        patch.setattr(preprocess_module, "_LONGEST", 20)
+        with pytest.raises(ValueError, match=r"a\.jsonl: a document of \d+ tokens; an index holds 20 at most"):
+            run(tmp_path, model, [source])
+    monkeypatch.setattr(SentencePieceTokenizer, "encode_batch", lambda self, texts: Batch.of_lists([[400]]))
+    with pytest.raises(ValueError, match=r"small\.model: token id 400, it has 400"):
+        run(tmp_path, model, [source])
+
+
 @pytest.mark.parametrize("name", KINDS[1:])
 def test_a_file_that_ends_too_early(tmp_path: Path, model: str, name: str) -> None:
     path = write(tmp_path / name, TEXTS)
@@ -259,3 +435,10 @@ def test_reading_begins_at_any_chunk(tmp_path: Path, name: str) -> None:
     for i, chunk in enumerate(whole):
         rest = list(chunks(path, (chunk.file, chunk.end, chunk.first + len(chunk.records))))
         assert [(c.first, c.records) for c in rest] == [(c.first, c.records) for c in whole[i + 1 :]]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_progress_adds_up_to_the_size_of_the_files(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name, TEXTS)
+    sizes = [chunk.size for chunk in chunks(path)]
+    assert sum(sizes) == pytest.approx(2 * path.stat().st_size, abs=len(sizes))  # rows are rounded down

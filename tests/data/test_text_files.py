@@ -12,6 +12,10 @@ def test_expand_paths(tmp_path: Path) -> None:
     assert [path.name for path in found] == ["c.jsonl", "a.txt", "b.txt", "[x].txt"]
     with pytest.raises(ValueError, match="nothing.*: no such file"):
         expand_paths([f"{tmp_path}/nothing*"])
+    (tmp_path / "link.txt").symlink_to(tmp_path / "a.txt")
+    for patterns in ([f"{tmp_path}/a.txt", f"{tmp_path}/[ab].txt"], [f"{tmp_path}/a.txt", f"{tmp_path}/link.txt"]):
+        with pytest.raises(ValueError, match=r"\.txt: named twice"):
+            expand_paths(patterns)
 
 
 def test_read_texts(tmp_path: Path) -> None:

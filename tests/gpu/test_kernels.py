@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from smp.kernels import cross_entropy, norm, rope, swiglu
 from smp.kernels.cuda.library import library_path
-from smp.layers.cross_entropy import IGNORE_INDEX, VocabShard, vocab_parallel_cross_entropy
+from smp.layers import IGNORE_INDEX
+from smp.layers.cross_entropy import VocabShard, vocab_parallel_cross_entropy
 from smp.parallel.collectives import Group
 from tests.kernels.cases import OPERATIONS, error
 

@@ -11,7 +11,8 @@ from torch.autograd import gradcheck
 from smp.kernels import norm, rope, swiglu
 from smp.kernels.cross_entropy import combine_stats, softmax_stats
 from smp.kernels.weight_gradient import accumulate_weight_gradient
-from smp.layers.cross_entropy import IGNORE_INDEX, VocabShard, vocab_parallel_cross_entropy
+from smp.layers import IGNORE_INDEX
+from smp.layers.cross_entropy import VocabShard, vocab_parallel_cross_entropy
 from smp.parallel.collectives import Group
 
 ALONE = Group("", 1, 0)

@@ -6,7 +6,8 @@ from dataclasses import fields, replace
 
 import torch
 
-from smp.data.loader import IGNORED_LABEL, GlobalBatch
+from smp.data.loader import GlobalBatch
+from smp.data.sample import IGNORE_INDEX
 from tests.parity.cases import Problem, Spread
 
 
@@ -18,9 +19,9 @@ def global_batch(problem: Problem, step: int) -> GlobalBatch:
     if problem.unequal:
         left_out = torch.rand(labels.shape, generator=generator) < 0.4
         left_out[:, -1] = False  # so that some token of the step counts
-        labels[left_out] = IGNORED_LABEL
+        labels[left_out] = IGNORE_INDEX
         if problem.micro_batches > 1:
-            labels.view(problem.micro_batches, -1)[step % problem.micro_batches] = IGNORED_LABEL
+            labels.view(problem.micro_batches, -1)[step % problem.micro_batches] = IGNORE_INDEX
     index = step * problem.global_batch + torch.arange(problem.global_batch)
     batch = GlobalBatch(rows[None, :, :-1].contiguous(), labels[None], index[None])
     if not problem.packed:

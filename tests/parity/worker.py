@@ -14,7 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from smp.config import Layout
-from smp.data.loader import IGNORED_LABEL, GlobalBatch
+from smp.data.loader import GlobalBatch
+from smp.data.sample import IGNORE_INDEX
 from smp.layers.head import CHUNK_BYTES
 from smp.models.gpt import GPT
 from smp.optim import optimizer as optimizer_module
@@ -142,7 +143,7 @@ def _count_own_tokens(patch: pytest.MonkeyPatch) -> None:
 
     def count(self: Trainer, batch: GlobalBatch) -> tuple[int, int]:
         ranks = self.mesh["dp_shard"].size() * self.mesh["dp_replicate"].size()
-        return int((batch.labels != IGNORED_LABEL).sum()) * ranks, 0
+        return int((batch.labels != IGNORE_INDEX).sum()) * ranks, 0
 
     patch.setattr(Trainer, "_counts", count)
 
@@ -163,7 +164,7 @@ def _count_on_every_stage(patch: pytest.MonkeyPatch) -> None:
     """Every stage counts the tokens of the batch that all of them read."""
 
     def count(self: Trainer, batch: GlobalBatch) -> tuple[int, int]:
-        return int((batch.labels != IGNORED_LABEL).sum()) * self.mesh["pp"].size(), 0
+        return int((batch.labels != IGNORE_INDEX).sum()) * self.mesh["pp"].size(), 0
 
     patch.setattr(Trainer, "_counts", count)
 

@@ -7,6 +7,7 @@ import pytest
 
 from smp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from tools.data import main
+from tools.train_tokenizer import train
 
 DOCUMENTS = [[1, 2, 3], [], [4], [5, 6], [7, 8, 9, 10]]
 
@@ -46,6 +47,19 @@ def test_head(prefix: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert out == "document 3, 2 tokens: [5, 6]\ndocument 4, 4 tokens: [7, 8] ... 2 more\n"
 
 
+def test_what_head_cannot_show(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "head", prefix, "--start", 5, code=2) == f"error: --start 5: {prefix} has 5 documents\n"
+    for flag in ("--start", "--count", "--tokens"):
+        with pytest.raises(SystemExit):
+            main(["head", str(prefix), flag, "-1"])
+        assert f"argument {flag}: invalid count value: '-1'" in capsys.readouterr().err
+    floats = make(tmp_path / "floats", [[1, 2]], np.float32)
+    assert said(capsys, "head", floats) == "document 0, 2 tokens: [1.0, 2.0]\n"
+    (tmp_path / "t.model").write_bytes(train([Path(__file__).read_text()], 400, "bpe", 0))
+    error = said(capsys, "head", floats, "--tokenizer-model", tmp_path / "t.model", code=2)
+    assert error == f"error: {floats}.bin: holds float32, token ids are integers\n"
+
+
 def test_verify(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = said(capsys, "verify", prefix, "--vocab-size", 11, "--data-cache-path", tmp_path / "cache")
     assert "ids 1 to 10, contents " in out and list((tmp_path / "cache").glob("contents-*.json"))
@@ -70,7 +84,15 @@ def test_split(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert documents(tmp_path / "data_00000") + documents(tmp_path / "data_00001") == DOCUMENTS
     said(capsys, "split", prefix, "--fractions", "3,2,0", "--output", tmp_path / "part")
     assert documents(tmp_path / "part_train") == DOCUMENTS[:3] and documents(tmp_path / "part_valid") == DOCUMENTS[3:]
-    assert not list(tmp_path.glob("part_test*"))
+    out = said(capsys, "split", prefix, "--fractions", "3,2", "--output", tmp_path / "again")
+    assert f"{tmp_path}/again_test: not written, it would have no documents" in out
+    assert not list(tmp_path.glob("*_test*"))
+    make(tmp_path / "late_valid", [[1]])
+    assert "late_valid: exists already" in said(
+        capsys, "split", prefix, "--fractions", "3,2", "--output", tmp_path / "late", code=2
+    )
+    assert not list(tmp_path.glob("late_train*"))
+    assert "--fractions '1,x' is not one to three" in said(capsys, "split", prefix, "--fractions", "1,x", code=2)
     assert "--parts 9: there are 5 documents" in said(capsys, "split", prefix, "--parts", 9, code=2)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from smp.data.keyed_random import keyed_permutation
 from smp.data.loader import GlobalBatch
-from smp.data.sample import IGNORED_LABEL
+from smp.data.sample import IGNORE_INDEX
 from smp.data.tuning.samples import Samples, fingerprint
 from smp.data.tuning.sequences import Sequences
 
@@ -30,7 +30,7 @@ class PairBatch(GlobalBatch):
 
     def count(self) -> int:
         """Pairs of this rank, without those that only fill up."""
-        return int((self.labels[:, ::2] != IGNORED_LABEL).any(-1).sum())
+        return int((self.labels[:, ::2] != IGNORE_INDEX).any(-1).sum())
 
 
 class TuningDataset:
@@ -114,7 +114,7 @@ class TuningDataset:
     def _row(self, index: int, part: int) -> npt.NDArray[np.int64]:
         """Tokens, labels, documents and positions of a sequence, (4, seq_length). Padding is document -1."""
         row = np.zeros((4, self.seq_length), np.int64)
-        row[1], row[2], row[3] = IGNORED_LABEL, -1, 0
+        row[1], row[2], row[3] = IGNORE_INDEX, -1, 0
         place = self._place(index)
         if place is None:
             return row
@@ -123,7 +123,7 @@ class TuningDataset:
             ids, trained = self.samples[text]
             end = at + len(ids) - 1
             row[0, at:end] = ids[:-1]
-            row[1, at:end] = np.where(trained[1:], ids[1:], IGNORED_LABEL)
+            row[1, at:end] = np.where(trained[1:], ids[1:], IGNORE_INDEX)
             row[2, at:end] = number
             row[3, at:end] = np.arange(end - at)
             at = end

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from smp.data.loader import BatchLoader
-from smp.data.sample import IGNORED_LABEL
+from smp.data.sample import IGNORE_INDEX
 from smp.data.tuning.batches import PairBatch, TuningDataset
 from smp.data.tuning.encode import Encoded
 from smp.data.tuning.files import read_records
@@ -115,11 +115,11 @@ def test_every_text_is_in_one_sequence_whole() -> None:
             tokens, labels = batch.tokens[0, row][mine], batch.labels[0, row][mine]
             text = int(tokens[0]) // 100
             assert batch.positions[0, row][mine].tolist() == list(range(len(tokens)))
-            expected = [t if t % 100 >= 2 else IGNORED_LABEL for t in (tokens + 1).tolist()]
+            expected = [t if t % 100 >= 2 else IGNORE_INDEX for t in (tokens + 1).tolist()]
             assert labels.tolist() == expected
             found[text] = len(tokens) + 1
         padding = batch.documents[0, row] == -1
-        assert (batch.labels[0, row][padding] == IGNORED_LABEL).all()
+        assert (batch.labels[0, row][padding] == IGNORE_INDEX).all()
     assert found == dict(enumerate([5, 3, 9, 4, 2, 7, 3]))
     assert batch.held == sum(n - 1 for n in found.values()) and len(dataset.sequences) == 4
     assert dataset.sequences.efficiency == batch.held / 32
@@ -169,7 +169,7 @@ def test_trimmed_columns_hold_nothing() -> None:
     dataset = TuningDataset(samples, lay_out(samples, np.arange(4), 16, "off"), seed=None, trim=True)
     batch = dataset.batch(np.array([[0, 1], [2, 3]]))
     assert batch.widths == (5, 8) and batch.documents is None and batch.held == 3 + 5 + 2 + 8
-    assert (batch.labels[0, :, 5:] == IGNORED_LABEL).all() and batch.count() == 2 + 4 + 1 + 7
+    assert (batch.labels[0, :, 5:] == IGNORE_INDEX).all() and batch.count() == 2 + 4 + 1 + 7
 
 
 def test_validation_ends_with_its_last_sample_and_pairs_stay_together() -> None:

@@ -1,0 +1,94 @@
+"""Orders of epochs: small ones leave no files, large ones are made once and ahead of their epoch."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import smp.data.epochs as epochs_module
+from smp.data.cache import CacheFolderError, NodeCache
+from smp.data.epochs import Epochs
+from smp.data.gpt_dataset import GPTDataset
+from smp.data.packed_dataset import PackedDataset
+from tests.data.test_gpt_dataset import write
+
+
+def orders(cache: NodeCache | None, numbers: int, made: list[int]) -> Epochs[list[int]]:
+    def make(epoch: int) -> np.ndarray:
+        made.append(epoch)
+        return np.array([epoch, numbers])
+
+    return Epochs(make, lambda packed: packed.tolist(), numbers=numbers, cache=cache, name="order")
+
+
+def wait() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "next-epoch":
+            thread.join()
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*.npy"))
+
+
+def test_only_large_orders_are_kept(tmp_path: Path) -> None:
+    made: list[int] = []
+    for numbers, kept in ((epochs_module.LARGE - 1, []), (epochs_module.LARGE, ["order-epoch_3.npy"])):
+        found = orders(NodeCache(tmp_path), numbers, made)
+        assert found.order(3) == found.order(3) == [3, numbers]
+        assert files(tmp_path) == kept
+    assert orders(NodeCache(tmp_path), epochs_module.LARGE, made).order(3) == [3, epochs_module.LARGE]
+    assert made == [3, 3]  # the last one was read from the file
+
+
+def test_the_two_latest_are_at_hand() -> None:
+    made: list[int] = []
+    found = orders(None, 5, made)
+    for epoch in (0, 1, 0, 1, 2, 1, 0):
+        assert found.order(epoch)[0] == epoch
+    assert made == [0, 1, 2, 0]
+
+
+def test_a_large_order_is_made_ahead_and_once(tmp_path: Path) -> None:
+    made: list[int] = []
+    found = orders(NodeCache(tmp_path), epochs_module.LARGE, made)
+    found.order(0)
+    for _ in range(20):
+        found.prepare(1)
+    wait()
+    assert made == [0, 1] and found.order(1)[0] == 1 and made == [0, 1]
+    small = orders(None, 5, made)
+    small.prepare(1)
+    wait()
+    assert made == [0, 1]
+
+
+def test_what_goes_wrong_ahead_is_met_by_the_reader(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    found = orders(NodeCache(tmp_path / "file" / "cache"), epochs_module.LARGE, [])
+    found.prepare(1)
+    wait()
+    assert capfd.readouterr().err == ""
+    with pytest.raises(CacheFolderError, match="--data-cache-path"):
+        found.order(1)
+
+
+@pytest.mark.parametrize("kind", [GPTDataset, PackedDataset])
+def test_the_second_half_of_an_epoch_prepares_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[GPTDataset] | type[PackedDataset]
+) -> None:
+    monkeypatch.setattr(epochs_module, "LARGE", 1)
+    data = kind(write(tmp_path / "data", [9] * 12), range(12), 8, 1, cache=NodeCache(tmp_path / "cache"), key="k")
+    n = data.samples_per_epoch
+    assert n > 4
+    for index, ready in ((0, 1), (n // 2 - 1, 1), (n - 1, 2), (n + 1, 2), (2 * n - 1, 3)):
+        data.sample(index)
+        wait()
+        assert len(files(tmp_path / "cache")) == ready, index
+    plain = kind(data.dataset, range(12), 8, 1)
+    assert [data.sample(i).tokens.tolist() for i in range(3 * n)] == [
+        plain.sample(i).tokens.tolist() for i in range(3 * n)
+    ]
