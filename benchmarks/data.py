@@ -4,7 +4,7 @@ Preprocessing is compared with a bare loop over the tokenizer's own batch call o
 with megatron-core's way: a call of the tokenizer for each text, and its builder. Rounds of all entries take turns; the
 table has medians of one process on one core. The limit of each figure stands beside it.
 
-    python benchmarks/data.py           # about five minutes; or one part: preprocessing, index
+    python benchmarks/data.py           # about five minutes; --only preprocessing or --only index: less
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from smp.data.tokenizer import SentencePieceTokenizer
 from smp.data.tokenizer_files import HuggingFaceTokenizer, TiktokenTokenizer, load_tokenizer
 from tools.train_tokenizer import train
 
-PARTS = ["preprocessing", "index"]
 ROUNDS = 5
 CORPUS_BYTES = 8_000_000
 DOCUMENTS, TOKENS = 1_000_000, 1_000_000_000
@@ -289,8 +288,8 @@ def _megatron_index(prefix: str, how: str) -> tuple[float, float]:
 
 
 def batches(prefix: Path) -> None:
-    """What a step waits for when it asks for its batch, while it computes for 5 ms otherwise. In the third row the order
-    of the next epoch has to be there in the middle."""
+    """What a step waits for when it asks for its batch, while it computes for 5 ms otherwise. In the third row another
+    epoch begins in the middle."""
     from smp.data.build import build_datasets
     from smp.data.loader import BatchLoader
 
@@ -329,8 +328,8 @@ def batches(prefix: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="what to measure (default: all)")
-    parts = parser.parse_args().parts or PARTS
+    parser.add_argument("--only", choices=("preprocessing", "index"), help="one part (default: both)")
+    only = parser.parse_args().only
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -339,9 +338,9 @@ def main() -> None:
         print("note: this system cannot hold the program to one core", file=sys.stderr)
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as name:
-        if "preprocessing" in parts:
+        if only != "index":
             preprocessing(Path(name))
-        if "index" in parts:
+        if only != "preprocessing":
             prefix = make_large(Path(name))
             index(prefix)
             batches(prefix)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from smp.config.blend import parse_split
 from smp.data.gpt_dataset import GPTDataset, split_documents
 from smp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from smp.data.sample import IGNORE_INDEX
 
 PINNED = [21, 82, 91, 19, 64, 39, 48, 14, 55, 30, 73, 49, 40, 89, 72, 81, 9, 22, 31, 18, 98, 0]
 
@@ -106,6 +107,27 @@ def test_every_layout_of_documents(
     assert data.samples_per_epoch == n
     seen = [token for i in range(n) for token in data[epoch * n + i].tolist()[:-1]]
     assert len(seen) == len(set(seen)) == n * seq_length
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(1, 12), st.booleans())
+def test_documents_positions_and_labels_are_those_of_the_tokens(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_length: int, mask_ends: bool
+) -> None:
+    """A token is its place in the data set, so everything else about it can be looked up there."""
+    dataset = write(tmp_path_factory.mktemp("labels") / "data", lengths)
+    data = GPTDataset(dataset, range(len(lengths)), seq_length, seed=0, mask_ends=mask_ends)
+    owner = [document for document, length in enumerate(lengths) for _ in range(length)]
+    for i in range(2 * data.samples_per_epoch):
+        sample, tokens = data.sample(i), data[i].tolist()
+        assert sample.tokens.tolist() == tokens[:-1]
+        runs = [len(list(run)) for _, run in itertools.groupby(owner[token] for token in tokens)]
+        assert sample.positions.tolist() == [place for run in runs for place in range(run)][:seq_length]
+        numbers = sample.documents.tolist()
+        for (a, b), (x, y) in zip(itertools.pairwise(numbers), itertools.pairwise(tokens), strict=False):
+            assert (a < b) if owner[x] != owner[y] else a == b
+        ends = [mask_ends and owner[x] != owner[y] for x, y in itertools.pairwise(tokens)]
+        assert sample.labels.tolist() == [IGNORE_INDEX if end else y for end, y in zip(ends, tokens[1:], strict=True)]
 
 
 def test_split_documents() -> None:
