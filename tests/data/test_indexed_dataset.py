@@ -175,6 +175,15 @@ def test_missing_file_says_what_a_prefix_is(prefix: Path) -> None:
 
 
 def test_preprocessing_does_not_import_torch() -> None:
-    modules = "indexed_dataset tokenizer gpt_dataset mock_dataset bigram text_files preprocess build sample".split()
-    lines = [f"import smp.data.{name}; assert 'torch' not in sys.modules, {name!r}" for name in modules]
+    names = (
+        "indexed_dataset",
+        "tokenizer",
+        "gpt_dataset",
+        "mock_dataset",
+        "bigram",
+        "text_files",
+        "preprocess",
+        "build",
+    )
+    lines = [f"import smp.data.{name}; assert 'torch' not in sys.modules, {name!r}" for name in names]
     subprocess.run([sys.executable, "-c", "\n".join(["import sys", *lines])], check=True)

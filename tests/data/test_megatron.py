@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import warnings
 from pathlib import Path
@@ -17,6 +18,7 @@ from smp.data.gpt_dataset import split_documents
 from smp.data.indexed_dataset import DTYPES, IndexedDataset, IndexedDatasetWriter, dtype_for_vocab
 from smp.data.preprocess import Encoder, preprocess
 from smp.data.tokenizer import SentencePieceTokenizer
+from smp.data.tokenizer_files import load_tokenizer
 from tests.data.test_gpt_dataset import splits
 from tools.data import main as data_tool
 from tools.train_tokenizer import train
@@ -109,6 +111,24 @@ def test_preprocessed_text_is_what_their_builder_writes(
         [[[*document, *([tokenizer.eod] if eod else [])]] if document else [] for document in ids],
     )
     assert bytes_of(folder / "ours") == bytes_of(folder / "theirs")
+
+
+def test_a_large_vocabulary(tmp_path: Path) -> None:
+    """All single bytes and all pairs of bytes: 65,793 ids with the end of a document, so four bytes for each."""
+    merges = [bytes([a]) for a in range(256)] + [bytes([a, b]) for a in range(256) for b in range(256)]
+    lines = [base64.b64encode(merge) + b" %d" % i for i, merge in enumerate(merges)]
+    (tmp_path / "pairs.tiktoken").write_bytes(b"\n".join(lines))
+    texts = ["def f(x):\n    return x", "", "é 😀 \uffff", "a"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    encoder = Encoder(str(tmp_path / "pairs.tiktoken"), ("text",), True, "gpt2")
+    preprocess([tmp_path / "a.jsonl"], str(tmp_path / "a"), [str(tmp_path / "ours")], encoder, 1)
+    tokenizer = load_tokenizer(tmp_path / "pairs.tiktoken", "gpt2")
+    dtype = np.dtype(megatron.DType.optimal_dtype(tokenizer.vocab_size))
+    assert dtype == np.int32 and tokenizer.eod == 65_792
+    by_megatron(
+        tmp_path / "theirs", dtype, [[[*tokenizer.encode(text), tokenizer.eod]] if text else [] for text in texts]
+    )
+    assert bytes_of(tmp_path / "ours") == bytes_of(tmp_path / "theirs")
 
 
 def test_merging_is_theirs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
