@@ -150,7 +150,7 @@ class DataConfig:
     mock_data: bool = False
     """Train on synthetic tokens that are a function of (seed, sample index). Needs only --vocab-size."""
     split: str = "969,30,1"
-    """Relative sizes of the train, validation and test parts of the documents."""
+    """Relative sizes of the train, validation and test parts of the documents; missing ones are 0."""
     tokenizer_model: str | None = None
     """Sentencepiece model, Hugging Face tokenizer.json or tiktoken file. Gives the vocabulary size and checks it
     against the model's."""

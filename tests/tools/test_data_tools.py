@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import smp.data.text_files as text_files
 from smp.data.indexed_dataset import IndexedDataset
 from smp.data.job_output import Encoded
 from smp.data.preprocess import encode_all
@@ -83,7 +84,8 @@ def test_tokens_decode_to_the_documents(demo: Path) -> None:
         assert ids[-1] == tokenizer.eod and tokenizer.decode(ids) == text
 
 
-def test_any_number_of_workers_writes_the_same_bytes(demo: Path) -> None:
+def test_any_number_of_workers_writes_the_same_bytes(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", 20_000)  # so that there are more chunks than workers
     report = tokenize(demo, "three", "--append-eod", "--workers", 3).stdout
     for suffix in ("bin", "idx"):
         one, three = (demo / f"{name}_text_document.{suffix}" for name in ("data", "three"))
