@@ -18,7 +18,7 @@ from smp.config.schema import DataConfig
 from smp.data.bigram import bigram_cross_entropy
 from smp.data.gpt_dataset import split_documents
 from smp.data.indexed_dataset import IndexedDataset
-from smp.data.tokenizer_files import load_tokenizer
+from smp.data.tokenizer_files import PATTERNS, load_tokenizer
 
 
 def documents(dataset: IndexedDataset, part: range) -> np.ndarray:
@@ -33,12 +33,13 @@ def build_parser() -> argparse.ArgumentParser:
     size = parser.add_mutually_exclusive_group(required=True)
     size.add_argument("--vocab-size", type=int, help="number of token ids")
     size.add_argument("--tokenizer-model", help="gives the vocabulary size and the bytes per token")
+    parser.add_argument("--tiktoken-pattern", choices=PATTERNS, help="how a tiktoken file's text is cut")
     parser.add_argument("--bytes-per-token", type=float, help="report bits per byte too (default: from the tokenizer)")
     return parser
 
 
 def report(args: argparse.Namespace) -> str:
-    tokenizer = load_tokenizer(args.tokenizer_model) if args.tokenizer_model else None
+    tokenizer = load_tokenizer(args.tokenizer_model, args.tiktoken_pattern) if args.tokenizer_model else None
     dataset = IndexedDataset(args.data_path)
     train_part, valid_part, _ = split_documents(dataset.num_documents, parse_split(args.split))
     train, valid = documents(dataset, train_part), documents(dataset, valid_part)

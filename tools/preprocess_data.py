@@ -62,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         report = preprocess(paths, args.output_prefix, names, encoder, args.workers, print)
     except (ValueError, OSError) as error:
         parser.exit(2, f"error: {error}\n")
+    except KeyboardInterrupt:
+        parser.exit(130, "error: stopped; the same command goes on from there\n")
     for line in report.named:
         print(f"dropped: {line}", file=sys.stderr)
     for name, total in zip(names, report.totals, strict=True):

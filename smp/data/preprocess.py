@@ -6,6 +6,8 @@ import functools
 import json
 import multiprocessing
 import os
+import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -110,7 +112,7 @@ def encode_all(encoder: Callable[[Chunk], Encoded], chunks: Iterable[Chunk], wor
         yield from map(encoder, chunks)
         return
     # Spawned, so that every platform and Python version does the same.
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _end_with_parent) as pool:
         pending: deque[Future[Encoded]] = deque()
         try:
             for chunk in chunks:
@@ -123,6 +125,19 @@ def encode_all(encoder: Callable[[Chunk], Encoded], chunks: Iterable[Chunk], wor
             raise ChildProcessError("a worker process was killed (out of memory?): try fewer --workers") from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _end_with_parent() -> None:
+    """A worker of a killed job would wait for work for ever. Of Ctrl-C, which reaches all, only the job speaks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 @dataclass(frozen=True)
