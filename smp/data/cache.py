@@ -11,7 +11,7 @@ import fcntl
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,16 +67,15 @@ class NodeCache:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Alone among the processes of this node."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.folder / f".lock-{socket.gethostname()}", os.O_RDWR | os.O_CREAT, 0o666)
-        except OSError as error:
-            raise CacheFolderError(f"{self.folder}: {error.strerror}; another --data-cache-path may do") from None
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with ExitStack() as stack:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                descriptor = os.open(self.folder / f".lock-{socket.gethostname()}", os.O_RDWR | os.O_CREAT, 0o666)
+                stack.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            except OSError as error:
+                raise CacheFolderError(f"{self.folder}: {error.strerror}; another --data-cache-path may do") from None
             yield
-        finally:
-            os.close(descriptor)
 
     def _build(self, path: Path, build: Callable[[Path], None]) -> None:
         part = f".{path.name}.{socket.gethostname()}."

@@ -1,6 +1,7 @@
 """Files that are built once per node: by one process, wholly, and again after a kill."""
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -90,6 +91,15 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(CacheFolderError, match=r"index: No space left on device; another --data-cache-path may do"):
         NodeCache(tmp_path).file("index", build)
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".lock")] == []
+
+
+def test_a_folder_without_locks_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*arguments: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    with pytest.raises(CacheFolderError, match="No locks available; another --data-cache-path may do"):
+        NodeCache(tmp_path).file("index", lambda path: None)
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
