@@ -54,28 +54,50 @@ class Encoder:
 
     def __call__(self, chunk: Chunk) -> Encoded:
         """Tokens of every record under every key. Raises ValueError naming the file and line."""
-        rows, skipped = [], []
+        rows: dict[int, list[str]] = {}
+        skipped: list[str] = []
         for number, record in enumerate(chunk.records, start=chunk.first):
             try:
                 texts = texts_of(record, chunk.path, number, self.keys)
                 for text in texts:
                     _check(text, f"{chunk.path}:{number}")
-                rows.append(texts)
+                rows[number] = texts
             except ValueError as error:
                 if not self.skip_bad:
                     raise
                 skipped.append(str(error))
-        columns = [[row[i] for row in rows] for i in range(len(self.keys))]
+        try:
+            columns = self._columns(rows)
+        except ValueError:
+            skipped += self._refused(rows, chunk.path)
+            columns = self._columns(rows)
         place = (chunk.file, chunk.end, chunk.first + len(chunk.records))
-        return Encoded([self._column(texts, chunk.path) for texts in columns], skipped, place, chunk.size)
+        return Encoded(columns, skipped, place, chunk.size)
 
-    def _column(self, texts: list[str], path: str) -> Column:
+    def _refused(self, rows: dict[int, list[str]], path: str) -> list[str]:
+        """Take out the records that the tokenizer refuses, which does not say which they are. Returns why, or raises
+        ValueError for the first of them."""
+        refused = []
+        for number, texts in list(rows.items()):
+            try:
+                self._columns({number: texts})
+            except ValueError as error:
+                if not self.skip_bad:
+                    raise ValueError(f"{path}:{number}: {error}") from None
+                refused.append(f"{path}:{number}: {error}")
+                del rows[number]
+        return refused
+
+    def _columns(self, rows: dict[int, list[str]]) -> list[Column]:
+        return [self._column([texts[i] for texts in rows.values()]) for i in range(len(self.keys))]
+
+    def _column(self, texts: list[str]) -> Column:
         tokenizer = self.tokenizer
         batch = tokenizer.encode_batch(texts)
         if batch.ids.max(initial=0) >= tokenizer.vocab_size:
-            raise ValueError(f"{self.tokenizer_model}: token id {batch.ids.max()}, it has {tokenizer.vocab_size}")
+            raise ValueError(f"{self.tokenizer_model} gives id {batch.ids.max()} and has {tokenizer.vocab_size}")
         if batch.lengths.max(initial=0) >= _LONGEST:
-            raise ValueError(f"{path}: a document of {batch.lengths.max()} tokens; an index holds {_LONGEST} at most")
+            raise ValueError(f"a document of {batch.lengths.max()} tokens; an index holds {_LONGEST} at most")
         if self.append_eod:
             batch = batch.with_ends(tokenizer.eod)
         ids = batch.ids.astype(dtype_for_vocab(tokenizer.vocab_size))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import errno
 import fcntl
 import gzip
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -420,15 +422,32 @@ def test_keys_that_cannot_work(tmp_path: Path, model: str, name: str, keys: tupl
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_what_does_not_fit_an_index(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = write(tmp_path / "a.jsonl", TEXTS)
-    with monkeypatch.context() as patch:
-        patch.setattr(preprocess_module, "_LONGEST", 20)
-        with pytest.raises(ValueError, match=r"a\.jsonl: a document of \d+ tokens; an index holds 20 at most"):
-            run(tmp_path, model, [source])
-    monkeypatch.setattr(SentencePieceTokenizer, "encode_batch", lambda self, texts: Batch.of_lists([[400]]))
-    with pytest.raises(ValueError, match=r"small\.model: token id 400, it has 400"):
+def test_a_document_that_does_not_fit_an_index(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, long = write(tmp_path / "a.jsonl", [*TEXTS, "x" * 300, "y"]), 150
+    monkeypatch.setattr(preprocess_module, "_LONGEST", long)
+    with pytest.raises(ValueError, match=rf"a\.jsonl:62: a document of \d+ tokens; an index holds {long} at most"):
         run(tmp_path, model, [source])
+    report = run(tmp_path, model, [source], skip_bad=True)
+    assert texts_in(tmp_path, model) == [*TEXTS, "y"] and report.dropped == 1 and "a.jsonl:62: " in report.named[0]
+
+
+def test_an_id_that_the_tokenizer_does_not_have(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SentencePieceTokenizer, "encode_batch", lambda self, texts: Batch.of_lists([[400]]))
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: .*small\.model gives id 400 and has 400"):
+        run(tmp_path, model, [write(tmp_path / "a.jsonl", TEXTS)])
+
+
+def test_a_text_that_the_tokenizer_refuses(tmp_path: Path) -> None:
+    """tiktoken gives up on millions of spaces in a row, and does not say which text they are in."""
+    merges = [base64.b64encode(bytes([b])) + b" %d" % b for b in range(256)]
+    (tmp_path / "bytes.tiktoken").write_bytes(b"\n".join(merges))
+    source = write(tmp_path / "a.jsonl", ["one", " " * 2_500_000, "two"])
+    encoder = Encoder(str(tmp_path / "bytes.tiktoken"), ("text",), False, "gpt2")
+    out = str(tmp_path / "out")
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: .*Max stack size exceeded"):
+        preprocess([source], out, [out], encoder, 1)
+    report = preprocess([source], out, [out], replace(encoder, skip_bad=True), 1)
+    assert report.dropped == 1 and IndexedDataset(out).num_documents == 2
 
 
 @pytest.mark.parametrize("name", KINDS[1:])
