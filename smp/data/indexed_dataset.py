@@ -21,7 +21,8 @@ from __future__ import annotations
 import os
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -190,20 +191,30 @@ class IndexedDatasetWriter:
         if sum(sequence_lengths) != len(stored) or not all(0 <= length < 2**31 for length in sequence_lengths):
             total = f"{len(sequence_lengths)} sequences of {sum(sequence_lengths)} tokens"
             raise ValueError(f"{self.bin_path}: {total} in a document of {len(stored)} (at most 2^31 - 1 in each)")
-        self._bin.write(stored.tobytes())
+        with self._named():
+            self._bin.write(stored.tobytes())
         self._lengths.extend(sequence_lengths)
         self._documents.append(len(self._lengths))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         try:
-            with self._bin:
+            with self._named():
+                with self._bin:
+                    if kind is None:
+                        _sync(self._bin)
                 if kind is None:
-                    _sync(self._bin)
-            if kind is None:
-                self._commit()
+                    self._commit()
         finally:
             for path in self._temporary:
                 path.unlink(missing_ok=True)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """An error of the file system says which dataset it is about: a full disk does not."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror or str(error), str(self.bin_path)) from None
 
     def _commit(self) -> None:
         lengths, documents = np.array(self._lengths, dtype="<i4"), np.array(self._documents, dtype="<i8")

@@ -1,5 +1,6 @@
 """tools/data.py: listing, showing, checking, merging and splitting."""
 
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +78,19 @@ def test_merge(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     wide = make(tmp_path / "wide", [[1]], np.int32)
     assert "token types differ" in said(capsys, "merge", tmp_path / "mixed", prefix, wide, code=2)
     assert not list(tmp_path.glob("mixed*"))
+
+
+def test_no_room_for_a_merge_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The system itself refuses: files of this process may not grow beyond 16 KB."""
+    large = make(tmp_path / "large", [[7] * 5000] * 3)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, limits[1]))
+    try:
+        error = said(capsys, "merge", tmp_path / "all", large, code=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert error == f"error: [Errno 27] File too large: '{tmp_path}/all.bin'\n"
+    assert not list(tmp_path.glob("all*"))
 
 
 def test_split(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
