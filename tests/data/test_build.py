@@ -17,16 +17,8 @@ from smp.config.schema import ConfigError, DataConfig
 from smp.data.build import build_datasets
 from smp.data.tokenizer import SentencePieceTokenizer
 from tests.data.test_gpt_dataset import write
-from tools.train_tokenizer import train
 
 TEXTS = [f"def f{i}(x):\n    return x + {i}\n" for i in range(30)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("tokenizer") / "small.model"
-    path.write_bytes(train([Path(__file__).read_text()], 400, "bpe", 0))
-    return str(path)
 
 
 def text_config(folder: Path, model: str) -> DataConfig:

@@ -21,7 +21,6 @@ from smp.data.tokenizer import SentencePieceTokenizer
 from smp.data.tokenizer_files import load_tokenizer
 from tests.data.test_gpt_dataset import splits
 from tools.data import main as data_tool
-from tools.train_tokenizer import train
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # about accelerators that are not installed
@@ -83,13 +82,6 @@ def test_the_type_of_a_vocabulary_is_theirs() -> None:
         assert dtype_for_vocab(size) == megatron.DType.optimal_dtype(size)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tokenizer") / "small.model"
-    path.write_bytes(train([Path(__file__).read_text() * 2], 400, "bpe", 0))
-    return path
-
-
 texts = st.text() | st.sampled_from(["", "é 😀 ﬁ", "def f(x):\n    return 1\n", "\u2581 \0"])
 
 
@@ -99,11 +91,11 @@ texts = st.text() | st.sampled_from(["", "é 😀 ﬁ", "def f(x):\n    return 1
     eod=st.booleans(),
 )
 def test_preprocessed_text_is_what_their_builder_writes(
-    model: Path, tmp_path_factory: pytest.TempPathFactory, documents: list[str], eod: bool
+    model: str, tmp_path_factory: pytest.TempPathFactory, documents: list[str], eod: bool
 ) -> None:
     folder, tokenizer = tmp_path_factory.mktemp("text"), SentencePieceTokenizer(model)
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    preprocess([folder / "a.jsonl"], str(folder / "a"), [str(folder / "ours")], Encoder(str(model), ("text",), eod), 1)
+    preprocess([folder / "a.jsonl"], str(folder / "a"), [str(folder / "ours")], Encoder(model, ("text",), eod), 1)
     ids = [tokenizer.encode(text) for text in documents]
     by_megatron(
         folder / "theirs",
