@@ -36,7 +36,7 @@ from smp.data.tokenizer_files import HuggingFaceTokenizer, TiktokenTokenizer, lo
 from tools.train_tokenizer import train
 
 ROUNDS = 5
-CORPUS_BYTES = 8_000_000
+CORPUS_BYTES = 20_000_000
 DOCUMENTS, TOKENS = 1_000_000, 1_000_000_000
 
 

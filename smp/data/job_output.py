@@ -13,6 +13,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -93,13 +94,8 @@ class Journal:
     whole: bool = False
     named: list[str] = field(default_factory=list)
 
-    def write(self, path: Path) -> None:
-        temporary = path.with_suffix(".tmp")
-        with temporary.open("w") as file:
-            json.dump(asdict(self), file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+    def text(self) -> str:
+        return json.dumps(asdict(self))
 
     @classmethod
     def read(cls, path: Path) -> Journal:
@@ -153,7 +149,9 @@ class Output:
         totals = [] if self.journal.whole else self._totals  # then nothing is written any more
         self._tokens = [self._opened(i, "bin", t.tokens * self.dtype.itemsize) for i, t in enumerate(totals)]
         self._lengths = [self._opened(i, "lengths", t.documents * 4) for i, t in enumerate(totals)]
-        self._written = time.monotonic()
+        self._started = time.monotonic()
+        self._background = ThreadPoolExecutor(1, "journal")
+        self._journal_write: Future[None] | None = None
         return self
 
     @property
@@ -182,8 +180,8 @@ class Output:
             journal.read_bytes += encoded.size
             journal.dropped += len(encoded.skipped)
             journal.named += encoded.skipped[: _NAMED - len(journal.named)]
-            if time.monotonic() - self._written > _JOURNAL_SECONDS:
-                self._write_journal()
+            if time.monotonic() - self._started > _JOURNAL_SECONDS:
+                self._start_journal()
 
     def keep(self) -> bool:
         """Bring the journal up to date if there is one: then this job can be gone on with."""
@@ -191,6 +189,36 @@ class Output:
             with self._named():
                 self._write_journal()
         return kept
+
+    def _start_journal(self) -> None:
+        """Write it in the background: the disk takes its time, for which no tokenizer has to wait."""
+        if self._journal_write is not None:
+            if not self._journal_write.done():
+                return
+            self._journal_write.result()
+        for file in (*self._tokens, *self._lengths):
+            file.flush()
+        self._journal_write = self._background.submit(self._write_down, self.journal.text())
+        self._started = time.monotonic()
+
+    def _write_down(self, journal: str) -> None:
+        """What it speaks of is on the disk before it."""
+        for file in (*self._tokens, *self._lengths):
+            os.fsync(file.fileno())
+        temporary = self._journal_path.with_suffix(".tmp")
+        with temporary.open("w") as file:
+            file.write(journal)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self._journal_path)
+
+    def _write_journal(self) -> None:
+        """Write it now, after the one that is on its way."""
+        if self._journal_write is not None:
+            self._journal_write.result()
+        self._start_journal()
+        assert self._journal_write is not None
+        self._journal_write.result()
 
     @contextmanager
     def _named(self) -> Iterator[None]:
@@ -200,13 +228,6 @@ class Output:
         except OSError as error:
             why = f"{error.strerror or error}; the same command goes on from there"
             raise OSError(error.errno, why, str(self.folder)) from None
-
-    def _write_journal(self) -> None:
-        for file in (*self._tokens, *self._lengths):
-            file.flush()
-            os.fsync(file.fileno())
-        self.journal.write(self._journal_path)
-        self._written = time.monotonic()
 
     def commit(self) -> None:
         """Give everything its name. A job that was killed in it ends it when it is started again."""
@@ -232,6 +253,7 @@ class Output:
                     self.commit()
                 finished = True
         finally:
+            self._background.shutdown()
             for file in (*self._tokens, *self._lengths):
                 with suppress(OSError):  # what could not be written was reported where it was needed
                     file.close()
