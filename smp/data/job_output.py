@@ -201,15 +201,15 @@ class Output:
         self._journal_write = self._background.submit(self._write_down, self.journal.text())
         self._started = time.monotonic()
 
-    def _write_down(self, journal: str) -> None:
+    def _write_down(self, text: str) -> None:
         """What it speaks of is on the disk before it."""
         for file in (*self._tokens, *self._lengths):
             os.fsync(file.fileno())
         temporary = self._journal_path.with_suffix(".tmp")
-        with temporary.open("w") as file:
-            file.write(journal)
-            file.flush()
-            os.fsync(file.fileno())
+        with temporary.open("w") as journal:
+            journal.write(text)
+            journal.flush()
+            os.fsync(journal.fileno())
         temporary.replace(self._journal_path)
 
     def _write_journal(self) -> None:
