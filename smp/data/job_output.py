@@ -108,8 +108,8 @@ class Journal:
 
 
 class Output:
-    """The partial files of a job. A context manager: bad input in the first seconds removes them, anything else that
-    ends it leaves them to go on from.
+    """The partial files of a job. A context manager: bad input removes them unless ``keep`` was called, anything else
+    that ends it leaves them to go on from.
 
     Args:
         prefix: of the output; its folder is PREFIX.partial.
@@ -152,6 +152,7 @@ class Output:
         self._started = time.monotonic()
         self._background = ThreadPoolExecutor(1, "journal")
         self._journal_write: Future[None] | None = None
+        self._kept = False
         return self
 
     @property
@@ -184,18 +185,19 @@ class Output:
                 self._start_journal()
 
     def keep(self) -> bool:
-        """Bring the journal up to date if there is one: then this job can be gone on with."""
-        if kept := self._journal_path.exists():
-            with self._named():
+        """Bring the journal up to date and keep everything, if there is one: a job of seconds has none."""
+        with self._named():
+            self._settle_journal()
+            self._kept = self._journal_path.exists()
+            if self._kept:
                 self._write_journal()
-        return kept
+        return self._kept
 
     def _start_journal(self) -> None:
         """Write it in the background: the disk takes its time, for which no tokenizer has to wait."""
-        if self._journal_write is not None:
-            if not self._journal_write.done():
-                return
-            self._journal_write.result()
+        if self._journal_write is not None and not self._journal_write.done():
+            return
+        self._settle_journal()
         for file in (*self._tokens, *self._lengths):
             file.flush()
         self._journal_write = self._background.submit(self._write_down, self.journal.text())
@@ -214,11 +216,14 @@ class Output:
 
     def _write_journal(self) -> None:
         """Write it now, after the one that is on its way."""
+        self._settle_journal()
+        self._start_journal()
+        self._settle_journal()
+
+    def _settle_journal(self) -> None:
+        """Wait for the one that is on its way, and raise what went wrong."""
         if self._journal_write is not None:
             self._journal_write.result()
-        self._start_journal()
-        assert self._journal_write is not None
-        self._journal_write.result()
 
     @contextmanager
     def _named(self) -> Iterator[None]:
@@ -246,7 +251,7 @@ class Output:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: Any) -> None:
         bad_input = kind is not None and issubclass(kind, ValueError)
-        finished = bad_input and not self._journal_path.exists()
+        finished = bad_input and not self._kept
         try:
             if kind is None:
                 with self._named():

@@ -30,6 +30,10 @@ _LONGEST = 2**31 - 1
 """Tokens of a document with its end, an int32 in the index."""
 
 
+class BadRecordError(ValueError):
+    """A record that can be skipped: it is no text, or the tokenizer refuses it. Names the file and the line."""
+
+
 @dataclass(frozen=True)
 class Encoder:
     """What a worker does with a chunk.
@@ -53,7 +57,7 @@ class Encoder:
         return _load_tokenizer(self.tokenizer_model, self.tiktoken_pattern, self.backend)
 
     def __call__(self, chunk: Chunk) -> Encoded:
-        """Tokens of every record under every key. Raises ValueError naming the file and line."""
+        """Tokens of every record under every key. Raises BadRecordError."""
         rows: dict[int, list[str]] = {}
         skipped: list[str] = []
         for number, record in enumerate(chunk.records, start=chunk.first):
@@ -64,7 +68,7 @@ class Encoder:
                 rows[number] = texts
             except ValueError as error:
                 if not self.skip_bad:
-                    raise
+                    raise BadRecordError(str(error)) from None
                 skipped.append(str(error))
         try:
             columns = self._columns(rows)
@@ -76,14 +80,14 @@ class Encoder:
 
     def _refused(self, rows: dict[int, list[str]], path: str) -> list[str]:
         """Take out the records that the tokenizer refuses, which does not say which they are. Returns why, or raises
-        ValueError for the first of them."""
+        BadRecordError for the first of them."""
         refused = []
         for number, texts in list(rows.items()):
             try:
                 self._columns({number: texts})
             except ValueError as error:
                 if not self.skip_bad:
-                    raise ValueError(f"{path}:{number}: {error}") from None
+                    raise BadRecordError(f"{path}:{number}: {error}") from None
                 refused.append(f"{path}:{number}: {error}")
                 del rows[number]
         return refused
@@ -197,8 +201,8 @@ def preprocess(
         say: tells the user a line.
 
     Raises:
-        ValueError: bad input, or another job in the same place. Nothing is left, unless the job had already written a
-            journal: then --on-error skip can go on.
+        ValueError: bad input, or another job in the same place. Nothing is left, unless it is a BadRecordError and the
+            job already had a journal: then --on-error skip can go on.
         OSError: such as a full disk or a killed worker. The job goes on from there when it is started again.
     """
     _check_input(paths, encoder.keys)
@@ -210,7 +214,7 @@ def preprocess(
             say(f"going on after {resumed_at} documents that are in {output.folder}")
         try:
             _write(paths, encoder, workers, output)
-        except ValueError:
+        except BadRecordError:
             if output.keep():
                 documents = journal.totals[0].documents
                 say(f"{output.folder} keeps {documents} documents: the same command with --on-error skip goes on")

@@ -178,6 +178,21 @@ def test_bad_input_after_hours_is_gone_on_from(tmp_path: Path, model: str, monke
     assert texts_in(tmp_path, model) == TEXTS * 2
 
 
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_damaged_file_after_hours_leaves_nothing(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, skip: bool
+) -> None:
+    """It has to be replaced, and then it is another job."""
+    path = write(tmp_path / "a.jsonl.gz", TEXTS)
+    path.write_bytes(path.read_bytes()[:-20])
+    monkeypatch.setattr(job_output, "_JOURNAL_SECONDS", 0.0)
+    said: list[str] = []
+    encoder, out = Encoder(model, ("text",), True, skip_bad=skip), str(tmp_path / "out")
+    with pytest.raises(ValueError, match="damaged after"):
+        preprocess([path], out, [out], encoder, 1, said.append)
+    assert said == [] and list(tmp_path.iterdir()) == [path]
+
+
 def test_another_end_of_a_document_is_another_job(tmp_path: Path) -> None:
     """Which token ends a document stands in a file of its own, beside the tokenizer."""
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1, "<e>": 2}, "a"))
