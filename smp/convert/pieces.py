@@ -12,7 +12,7 @@ import torch
 from smp.checkpoint import CheckpointError
 from smp.checkpoint.tensor_file import raw_bytes
 from smp.convert.layout import Link
-from smp.convert.weights import Stored, Weights, assemble
+from smp.convert.weights import Stored, Weights, assemble, widest
 
 CHUNK = 1 << 23
 """Bytes of a tensor that are in memory at a time, where that is possible."""
@@ -31,6 +31,25 @@ class Planned:
     name: str
     stored: Stored
     parts: tuple[Link, ...]
+
+
+def plan(weights: Weights, name: str, parts: Sequence[Link], dtype: torch.dtype | None) -> Planned:
+    """One of their tensors to write.
+
+    Args:
+        weights: under our names.
+        name: in the file.
+        parts: of ours, all that lie in it.
+        dtype: of it; None: that of the parts.
+
+    Raises:
+        CheckpointError: parts of different dtypes.
+    """
+    different = {weights.tensors[part.ours].dtype for part in parts}
+    if dtype is None and len(different) != 1:
+        names = ", ".join(part.ours for part in parts)
+        raise CheckpointError(f"{names} have different dtypes and cannot lie in one tensor, {name}: give a --dtype")
+    return Planned(name, Stored(parts[0].their_shape, dtype or different.pop()), tuple(parts))
 
 
 def in_files(tensors: Sequence[Planned], limit: int) -> list[list[Planned]]:
@@ -82,11 +101,22 @@ class Feed:
         """The bytes of a tensor, in order. Their memory is used again for the next ones."""
         first = planned.parts[0]
         if self._straight(planned) and self.weights.sliced(first.ours):
-            chunks = self._some_rows(first.ours)
-            yield from self._bytes(planned, chunks)
+            yield from self.rows(planned, 0, planned.stored.shape[0])
             return
         with self._assembled(planned) as tensor:
-            yield from self._bytes(planned, iter(tensor.flatten().split(max(1, CHUNK // tensor.itemsize))))
+            yield from self._bytes(planned, _chunks(tensor))
+
+    def rows(self, planned: Planned, first: int, count: int) -> Iterator[memoryview]:
+        """The bytes of some rows of a tensor that is one of ours as it is. Their memory is used again."""
+        name, shape = planned.parts[0].ours, (count, *planned.stored.shape[1:])
+        if self.weights.sliced(name):
+            yield from self._bytes(planned, self._some_rows(name, first, count))
+            return
+        dtype = self.weights.tensors[name].dtype
+        with self._room.taken(torch.Size(shape).numel() * dtype.itemsize):
+            block = torch.empty(shape, dtype=dtype)
+            self.weights.read_into(name, (first, *(0 for _ in shape[1:])), block)
+            yield from self._bytes(planned, _chunks(block))
 
     @contextmanager
     def whole(self, planned: Planned) -> Iterator[torch.Tensor]:
@@ -101,19 +131,21 @@ class Feed:
 
     @contextmanager
     def _assembled(self, planned: Planned) -> Iterator[torch.Tensor]:
-        source = self.weights.tensors[planned.parts[0].ours].dtype
+        source = widest(self.weights, planned.parts)
         size = torch.Size(planned.stored.shape).numel() * source.itemsize
-        with self._room.taken(size if self._straight(planned) else 2 * size):
+        size *= 1 if self._straight(planned) else 2
+        converted = planned.stored.nbytes if source != planned.stored.dtype else 0
+        with self._room.taken(size + converted):
             yield assemble(self.weights, planned.parts, planned.stored.shape)
 
-    def _some_rows(self, name: str) -> Iterator[torch.Tensor]:
-        """Some rows of one of our tensors at a time."""
+    def _some_rows(self, name: str, first: int, count: int) -> Iterator[torch.Tensor]:
+        """``count`` rows of one of our tensors from ``first`` on, some at a time."""
         source = self.weights.tensors[name]
         row = max(1, source.nbytes // max(1, source.shape[0]))
-        step = max(1, min(source.shape[0], CHUNK // row))
+        step = max(1, min(count, CHUNK // row))
         buffer = torch.empty((step, *source.shape[1:]), dtype=source.dtype)
-        for start in range(0, source.shape[0], step):
-            rows = buffer[: min(step, source.shape[0] - start)]
+        for start in range(first, first + count, step):
+            rows = buffer[: min(step, first + count - start)]
             self.weights.read_into(name, (start, *(0 for _ in source.shape[1:])), rows)
             yield rows
 
@@ -124,9 +156,16 @@ class Feed:
             self._told(converted.nbytes)
 
 
+def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A tensor in parts of some megabytes."""
+    yield from tensor.flatten().split(max(1, CHUNK // tensor.itemsize))
+
+
 def _cast(tensor: torch.Tensor, planned: Planned) -> torch.Tensor:
     """In the dtype that is to be written. Raises CheckpointError for values that it cannot hold."""
     out = tensor.to(planned.stored.dtype)
-    if out.dtype == torch.float16 and out is not tensor and bool((out.isinf() & tensor.isfinite()).any()):
-        raise CheckpointError(f"tensor {planned.name} has values that are too large for fp16: take another --dtype")
+    narrower = torch.promote_types(tensor.dtype, out.dtype) != out.dtype
+    if narrower and bool((out.isinf() & tensor.isfinite()).any()):
+        kind = str(out.dtype).removeprefix("torch.")
+        raise CheckpointError(f"tensor {planned.name} has values that are too large for {kind}: take another --dtype")
     return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -144,23 +145,48 @@ def unknown(store: Store, found: Mapping[str, Link], ignored: Sequence[str]) -> 
     return [name for name in store.tensors if name not in used and not name.endswith(tuple(ignored))]
 
 
+def refuse_difference(store: Store, head: str, embedding: str) -> None:
+    """A copy of the embedding that a tied head is stored as must be one.
+
+    Raises:
+        CheckpointError: the two differ.
+    """
+    if not _equal(store, head, embedding):
+        raise CheckpointError(f"{store.where(head)}: tensor {head} differs from {embedding}, to which it is tied")
+
+
+def _equal(store: Store, one: str, other: str) -> bool:
+    """Whether two matrices have the same bits; a few rows at a time."""
+    stored = store.tensors[one]
+    if stored != store.tensors[other]:
+        return False
+    step = max(1, (1 << 23) // max(1, stored.nbytes // stored.shape[0]))
+    for first in range(0, stored.shape[0], step):
+        rows = (min(step, stored.shape[0] - first), *stored.shape[1:])
+        a, b = torch.empty(rows, dtype=stored.dtype), torch.empty(rows, dtype=stored.dtype)
+        store.read_into(one, (first, 0), a)
+        store.read_into(other, (first, 0), b)
+        if not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+            return False
+    return True
+
+
+def widest(weights: Weights, parts: Sequence[Link]) -> torch.dtype:
+    """The dtype that holds the values of all parts."""
+    return functools.reduce(torch.promote_types, (weights.tensors[part.ours].dtype for part in parts))
+
+
 def assemble(weights: Weights, parts: Sequence[Link], shape: tuple[int, ...]) -> torch.Tensor:
     """One of their tensors, of ``shape`` (without the dimension of layers), from the parts of ours that lie in it.
 
-    Rows that no part has (padding of the vocabulary) are zero.
-
-    Raises:
-        CheckpointError: parts of different dtypes.
+    Rows that no part has (padding of the vocabulary) are zero. Parts of different dtypes are of the one that holds the
+    values of all.
     """
-    dtypes = {weights.tensors[part.ours].dtype for part in parts}
-    if len(dtypes) != 1:
-        names = ", ".join(part.ours for part in parts)
-        raise CheckpointError(f"{names} have different dtypes and cannot lie in one tensor")
-    out = torch.empty(shape, dtype=dtypes.pop())
+    out = torch.empty(shape, dtype=widest(weights, parts))
     filled = 0  # rows; what is left at the end is padding of the vocabulary
     for part in parts:
         target = out.t() if part.transposed else out
-        if part.rows.whole and not part.transposed:
+        if part.rows.whole and not part.transposed and weights.tensors[part.ours].dtype == out.dtype:
             weights.read_into(part.ours, (0,) * len(part.shape), target[: part.rows.ours])
         else:
             tensor = weights.read(part.ours)
