@@ -17,7 +17,7 @@ from smp.convert.megatron_legacy import arguments, legacy_store
 from smp.convert.megatron_table import RENAMED, from_args, megatron_table, said_vocab_size
 from smp.convert.store import OpenFiles, Piece, PieceStore
 from smp.convert.torch_file import RestrictedUnpickler, _RefusedError, read_torch_file
-from smp.convert.weights import LinkedWeights, Store, refuse_difference
+from smp.convert.weights import LinkedWeights, Store, refuse_difference, unknown
 
 METADATA, COMMON, BACKEND, TRACKER = ".metadata", "common.pt", "metadata.json", "latest_checkpointed_iteration.txt"
 INERT = ("megatron.", "signal.", "types.SimpleNamespace", "pathlib.", "numpy", "_codecs.", "io.", "torch.distributed.")
@@ -87,8 +87,7 @@ def _weights(
             notes.append(f"nothing says how many of the {padded} rows of the vocabulary are padding: all are kept")
     found = {ours: _placed(link, config, store, padded) for ours, link in links(megatron_table(config), config).items()}
     weights = LinkedWeights(store, found, config)
-    used = {link.theirs for link in found.values()}
-    extra = [name for name in store.tensors if name not in used and not name.endswith("_extra_state")]
+    extra = unknown(store, found, ("_extra_state",))
     if not config.untie_embeddings_and_output_weights and _HEAD in extra:  # the last pipeline stage's copy
         refuse_difference(store, _HEAD, _EMBEDDING)
         extra.remove(_HEAD)

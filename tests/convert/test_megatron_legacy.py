@@ -191,6 +191,8 @@ def test_without_arguments_a_reference_says_how_ranks_cut_the_mlp(tmp_path: Path
     (like / "config.json").write_text(json.dumps(to_hf(config, "float32")))
     with pytest.raises(ConfigError, match="holds no arguments of Megatron's: --reference FOLDER"):
         open_checkpoint(tmp_path / "bare")
+    with pytest.raises(ConfigError, match="--vocab-size 90: --reference .*like has 99 token ids"):
+        open_checkpoint(tmp_path / "bare", reference=like, vocab_size=90)
     with open_checkpoint(tmp_path / "bare", reference=like).weights as weights:
         for name, tensor in wanted.items():
             assert torch.equal(weights.read(name), tensor), name
