@@ -14,7 +14,7 @@ import torch
 from smp.checkpoint import CheckpointError
 from smp.checkpoint.local import LocalFolder, write_durably
 from smp.checkpoint.tensor_file import lay_out, write_file
-from smp.convert.families import FAMILIES, Family
+from smp.convert.families import Family
 from smp.convert.hf_config import CONFIG, family_of, from_hf, is_hf_folder, read_hf_config, to_hf
 from smp.convert.hf_store import INDEX, SINGLE, bin_store, safetensors_store
 from smp.convert.layout import Link, by_theirs, links
@@ -134,7 +134,7 @@ class HFTarget:
         base = read_hf_config(reference) if reference is not None and is_hf_folder(reference) else None
         kinds = sorted({str(dtype or t.dtype).removeprefix("torch.") for t in weights.tensors.values()})
         self.content = to_hf(weights.config, kinds[0] if len(kinds) == 1 else "float32", base)
-        family = FAMILIES[self.content["model_type"]]
+        family = family_of(self.content, CONFIG)
         theirs = by_theirs(links(family.table, weights.config))
         tensors = [plan(weights, name, parts, dtype) for name, parts in theirs.items()]
         grouped = in_files(tensors, shard_size)
