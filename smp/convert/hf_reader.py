@@ -62,8 +62,7 @@ class Reader:
 
     def check_number(self, key: str, value: Any, expected: type = float) -> None:
         """Refuse what is no finite number, or none of the kind ``expected``."""
-        kinds = {int: int, float: int | float, bool: bool}[expected]
-        fits = isinstance(value, kinds) and (expected is bool or not isinstance(value, bool))
+        fits = type(value) is expected or (type(value) is int and expected is float)
         if not fits or not abs(value) < _LARGEST:
             raise ConfigError(f"{self.where}: {key} {value!r} is not {_KINDS[expected]}")
 

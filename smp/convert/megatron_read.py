@@ -78,7 +78,7 @@ def _weights(
 ) -> LinkedWeights:
     if _EMBEDDING not in store.tensors:
         raise CheckpointError(f"{folder}: tensor {_EMBEDDING} is missing")
-    padded, notes = store.tensors[_EMBEDDING].shape[0], []
+    padded, notes = store.tensors[_EMBEDDING].shape[0], list(store.notes)
     if config is None:
         if args is None:
             raise ConfigError(f"{folder} holds no arguments of Megatron's: --reference FOLDER says what model it is")
@@ -95,7 +95,7 @@ def _weights(
         raise CheckpointError(f"{store.where(extra[0])}: tensor {extra[0]} belongs to nothing in this architecture")
     if padded > (config.vocab_size or 0):
         weights.notes.append(f"{padded - (config.vocab_size or 0)} rows that pad the vocabulary are left out")
-    weights.notes += [*notes, *store.notes]
+    weights.notes += notes
     return weights
 
 
@@ -126,7 +126,8 @@ def torch_dist_store(folder: Path) -> tuple[PieceStore, dict[str, Any] | None]:
         prefix = next(
             (n.removesuffix(_EMBEDDING) for n in names if re.fullmatch(rf"(model\.|module\.)?{_EMBEDDING}", n)), ""
         )
-        left, common = {"_extra_state": 0, "optimizer": 0}, None
+        left = {"_extra_state": 0, "optimizer": 0}
+        common: Any = []
         for index, info in metadata["storage_data"].items():
             place, full = info.state, str(index.state["fqn"])
             stored = metadata["state_dict_metadata"].get(full)
@@ -146,6 +147,7 @@ def torch_dist_store(folder: Path) -> tuple[PieceStore, dict[str, Any] | None]:
             slot = replace(slot, key=full)
             pieces.setdefault(name, []).append(Piece(str(place["relative_path"]), slot, tuple(index.state["offset"])))
         store = PieceStore(files, pieces, shapes)
+        args = arguments(common[0], str(folder / METADATA)) if common else _args(folder)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         files.close()
         if isinstance(error, CheckpointError):
@@ -153,9 +155,7 @@ def torch_dist_store(folder: Path) -> tuple[PieceStore, dict[str, Any] | None]:
         raise DamagedError(f"{folder / METADATA} is damaged ({type(error).__name__}: {error})"[:500]) from None
     texts = {"_extra_state": "objects of _extra_state are ignored", "optimizer": "pieces of other tensors are left out"}
     store.notes = [f"{count} {texts[kind]}" for kind, count in left.items() if count]
-    if isinstance(common, list) and common:
-        return store, arguments(common[0], str(folder / METADATA))
-    return store, _args(folder)
+    return store, args
 
 
 def _item(files: OpenFiles, folder: Path, place: Mapping[str, Any], name: str) -> Any:

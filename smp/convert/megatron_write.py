@@ -71,8 +71,8 @@ class MegatronTarget:
         tensors = [plan(weights, name, parts, dtype) for name, parts in by_theirs(found).items()]
         kinds: dict[str, torch.dtype] = {}
         for tensor in tensors:
-            full, dtype = self._stacked(tensor)[0], tensor.stored.dtype
-            if kinds.setdefault(full, dtype) != dtype:
+            full, kind = self._stacked(tensor)[0], tensor.stored.dtype
+            if kinds.setdefault(full, kind) != kind:
                 raise CheckpointError(f"{tensor.name} has another dtype than in other layers, {full}: give a --dtype")
         self.files = {f"__{i}_0.distcp": group for i, group in enumerate(in_files(tensors, shard_size))}
 
@@ -104,9 +104,8 @@ class MegatronTarget:
     def _extra_states(self) -> list[str]:
         """Names of the objects that Transformer Engine keeps beside weights, empty here: Megatron asks for them."""
         attention, mlp = _LAYER_MODULES
-        if self.weights.config.qk_layernorm:
-            attention += "q_layernorm", "k_layernorm"
-        modules = [f"self_attention.{m}" for m in attention] + [f"mlp.{m}" for m in mlp]
+        normed = ("q_layernorm", "k_layernorm") if self.weights.config.qk_layernorm else ()
+        modules = [f"self_attention.{m}" for m in (*attention, *normed)] + [f"mlp.{m}" for m in mlp]
         names = [
             f"decoder.layers.{module}._extra_state/shard_{layer}_{self.layers}"
             for module in modules
