@@ -99,24 +99,24 @@ class Feed:
 
     def stream(self, planned: Planned) -> Iterator[memoryview]:
         """The bytes of a tensor, in order. Their memory is used again for the next ones."""
-        first = planned.parts[0]
-        if self._straight(planned) and self.weights.sliced(first.ours):
+        if self._straight(planned):
             yield from self.rows(planned, 0, planned.stored.shape[0])
             return
         with self._assembled(planned) as tensor:
-            yield from self._bytes(planned, _chunks(tensor))
+            yield from self._bytes(planned, tensor)
 
     def rows(self, planned: Planned, first: int, count: int) -> Iterator[memoryview]:
         """The bytes of some rows of a tensor that is one of ours as it is. Their memory is used again."""
-        name, shape = planned.parts[0].ours, (count, *planned.stored.shape[1:])
-        if self.weights.sliced(name):
-            yield from self._bytes(planned, self._some_rows(name, first, count))
-            return
+        name, rest = planned.parts[0].ours, planned.stored.shape[1:]
         dtype = self.weights.tensors[name].dtype
-        with self._room.taken(torch.Size(shape).numel() * dtype.itemsize):
-            block = torch.empty(shape, dtype=dtype)
-            self.weights.read_into(name, (first, *(0 for _ in shape[1:])), block)
-            yield from self._bytes(planned, _chunks(block))
+        row = max(1, torch.Size(rest).numel() * dtype.itemsize)
+        parts = list(self.weights.stretches(name, first, count, max(1, CHUNK // row)))
+        most = max((rows for _, rows in parts), default=0)
+        with self._room.taken(most * row if most * row > CHUNK else 0):
+            buffer = torch.empty((most, *rest), dtype=dtype)
+            for start, rows in parts:
+                self.weights.read_into(name, (start, *(0 for _ in rest)), buffer[:rows])
+                yield from self._bytes(planned, buffer[:rows])
 
     @contextmanager
     def whole(self, planned: Planned) -> Iterator[torch.Tensor]:
@@ -138,27 +138,12 @@ class Feed:
         with self._room.taken(size + converted):
             yield assemble(self.weights, planned.parts, planned.stored.shape)
 
-    def _some_rows(self, name: str, first: int, count: int) -> Iterator[torch.Tensor]:
-        """``count`` rows of one of our tensors from ``first`` on, some at a time."""
-        source = self.weights.tensors[name]
-        row = max(1, source.nbytes // max(1, source.shape[0]))
-        step = max(1, min(count, CHUNK // row))
-        buffer = torch.empty((step, *source.shape[1:]), dtype=source.dtype)
-        for start in range(first, first + count, step):
-            rows = buffer[: min(step, first + count - start)]
-            self.weights.read_into(name, (start, *(0 for _ in source.shape[1:])), rows)
-            yield rows
-
-    def _bytes(self, planned: Planned, chunks: Iterator[torch.Tensor]) -> Iterator[memoryview]:
-        for chunk in chunks:
+    def _bytes(self, planned: Planned, tensor: torch.Tensor) -> Iterator[memoryview]:
+        """A tensor as it is to be written, some megabytes at a time."""
+        for chunk in tensor.flatten().split(max(1, CHUNK // tensor.itemsize)):
             converted = _cast(chunk, planned)
             yield raw_bytes(converted)
             self._told(converted.nbytes)
-
-
-def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A tensor in parts of some megabytes."""
-    yield from tensor.flatten().split(max(1, CHUNK // tensor.itemsize))
 
 
 def _cast(tensor: torch.Tensor, planned: Planned) -> torch.Tensor:

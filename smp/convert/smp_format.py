@@ -63,9 +63,26 @@ class SmpWeights(Weights):
         if left := len(self.manifest.tensors) - len(stored):
             self.notes.append(f"{left} tensors of optimizer state are left out")
 
-    def sliced(self, name: str) -> bool:
-        """Every read verifies the checksums of whole shards."""
-        return False
+    def stretches(self, name: str, first: int, count: int, step: int) -> Iterator[tuple[int, int]]:
+        """Every read verifies whole shards: cut where no shard is cut, so that none is read twice."""
+        begin, last = first, first + count
+        for end in self._cuts(name):
+            if end > begin and (end - begin >= step or end >= last):
+                yield begin, min(end, last) - begin
+                begin = end
+            if begin >= last:
+                return
+
+    def _cuts(self, name: str) -> list[int]:
+        """Rows at which shards end and none goes on."""
+        shards = self.manifest.tensors[_MODEL + name].shards
+        ends: list[int] = []
+        for begin, end in sorted((s.offsets[0], s.offsets[0] + s.sizes[0]) for s in shards):
+            if ends and begin < ends[-1]:
+                ends[-1] = max(ends[-1], end)
+            else:
+                ends.append(end)
+        return ends
 
     def read_into(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> None:
         target = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)

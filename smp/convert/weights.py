@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -61,9 +61,10 @@ class Weights(ABC):
     tensors: dict[str, Stored]
     notes: list[str]
 
-    def sliced(self, name: str) -> bool:
-        """Whether reading some rows of a tensor costs only these rows."""
-        return True
+    def stretches(self, name: str, first: int, count: int, step: int) -> Iterator[tuple[int, int]]:
+        """(first row, rows) of parts of ``count`` rows of a tensor from ``first`` on, in order, each of which is read
+        alone at no more than its own cost: ``step`` rows where any are."""
+        yield from ((row, min(step, first + count - row)) for row in range(first, first + count, step))
 
     @abstractmethod
     def read_into(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> None:
@@ -119,8 +120,9 @@ class LinkedWeights(Weights):
                 target = target.unsqueeze(0)
             self.store.read_into(link.theirs, (*front, *start), target)
 
-    def sliced(self, name: str) -> bool:
-        return not self.links[name].transposed
+    def stretches(self, name: str, first: int, count: int, step: int) -> Iterator[tuple[int, int]]:
+        """Rows of a transposed matrix are columns of theirs, which are read with what is between them."""
+        return super().stretches(name, first, count, max(1, count) if self.links[name].transposed else step)
 
     def fingerprint(self) -> Any:
         return self.store.fingerprint()

@@ -14,11 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from smp.checkpoint import CheckpointError, verify
+from smp.checkpoint import CheckpointError, Manifest, Shard, TensorEntry, verify
 from smp.checkpoint.local import LocalFolder
 from smp.checkpoint.manifest import read_manifest
 from smp.convert.convert import JOURNAL, write
 from smp.convert.formats import FORMATS, Format, make_target, open_checkpoint
+from smp.convert.smp_format import SmpWeights
 from tests.convert.test_hf import assert_same_tensors
 from tests.convert.test_megatron import convert
 from tests.convert.tiny import save_theirs
@@ -220,3 +221,20 @@ def test_shards_of_our_checkpoints_are_as_small_as_those_of_a_run(
     assert_same_tensors(convert(ours, tmp_path / "back", "hf"), source)
     again = convert(ours, tmp_path / "again", "smp", dtype=torch.float64)
     assert_same_tensors(convert(again, tmp_path / "same", "hf", dtype=torch.float32), source)
+
+
+def test_no_shard_of_ours_is_read_twice() -> None:
+    """Parts of a tensor that is read end where shards end, whoever cut them: here (rows from, to) of two columns."""
+
+    def stretches(shards: list[tuple[int, int]], first: int, count: int, step: int) -> list[tuple[int, int]]:
+        boxes = [Shard("f", str(i), (a, 0), (b - a, 2), "") for i, (a, b) in enumerate(shards)]
+        weights = object.__new__(SmpWeights)
+        weights.manifest = Manifest({"model.t": TensorEntry((9, 4), "F32", tuple(boxes))}, {}, {})
+        return list(weights.stretches("t", first, count, step))
+
+    rows = [(4, 6), (0, 2), (6, 9), (2, 4)]
+    assert stretches(rows, 0, 9, 1) == [(0, 2), (2, 2), (4, 2), (6, 3)]
+    assert stretches(rows, 0, 9, 3) == [(0, 4), (4, 5)]
+    assert stretches(rows, 1, 4, 1) == [(1, 1), (2, 2), (4, 1)]
+    assert stretches([(0, 5), (0, 3), (3, 9), (5, 9)], 0, 9, 1) == [(0, 9)]
+    assert stretches([(0, 5), (0, 5), (5, 9), (5, 9)], 0, 9, 1) == [(0, 5), (5, 4)]
