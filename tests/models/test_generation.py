@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from smp.config import Layout, ModelConfig
-from smp.layers import init_weights
+from smp.layers import init_weights, local
 from smp.layers.attention import SelfAttention
 from smp.models import generation
 from smp.models.generation import Sampling, choose, generate
@@ -64,7 +64,7 @@ def limits(rank: int, world: int) -> tuple[int, list[str]]:
             generate(model, prompt, tokens, GREEDY, ends=[])  # at once, before anything is shown
         messages.append(str(error.value))
     with torch.no_grad():
-        model.head.weight[3] = torch.nan  # type: ignore[union-attr, index]
+        local(model.head.weight)[3] = torch.nan  # type: ignore[union-attr, arg-type]
     with pytest.raises(ValueError) as error:
         next(generate(model, [7], 1, GREEDY, ends=[]))
     messages.append(str(error.value))
