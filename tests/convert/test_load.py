@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ from smp.training.settings import read_settings
 from tests.convert.test_megatron import convert
 from tests.convert.tiny import save_theirs
 from tests.distributed import run_distributed
+from tests.programs import run_program
 from tests.training.flag_runs import run_here
 
 pytest.importorskip("transformers")
@@ -135,11 +133,7 @@ def test_pretraining_starts_from_a_hugging_face_folder(tmp_path: Path) -> None:
     folder = save_theirs("qwen3", tmp_path / "hf", torch.bfloat16)
     flags = f"{RUN} --load {folder} --finetune --train-iters 2 --lr 1e-3"
     one = run_here(tmp_path / "one", f"--save {tmp_path / 'run'}", base=flags)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*launcher, str(ROOT / "pretrain_gpt.py"), *flags.split(), "--tensor-model-parallel-size", "2"]
-    (tmp_path / "two").mkdir()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    two = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path / "two", env=environment)
+    two = run_program(ROOT / "pretrain_gpt.py", [*flags.split(), "--tensor-model-parallel-size", "2"], tmp_path, 2)
     assert one.code == two.returncode == 0, one.err + two.stderr
     for said in (one.out, two.stdout):
         assert f"weights from the Hugging Face folder {folder}; optimizer and counters start afresh" in said
