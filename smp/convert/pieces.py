@@ -66,23 +66,42 @@ def in_files(tensors: Sequence[Planned], limit: int) -> list[list[Planned]]:
 
 
 class Room:
-    """Memory that parallel writers share, in bytes. One that needs more than all of it gets it alone."""
+    """Memory that parallel writers share, ``limit`` bytes. One that needs more than all of it gets it alone.
+
+    Blocks are kept for the next writer: memory that is fresh from the system costs as much time as to read a file into.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit, self._used, self._changed = limit, 0, Condition()
+        self._kept: list[torch.Tensor] = []
 
     @contextmanager
-    def taken(self, size: int) -> Iterator[None]:
-        """Within, ``size`` bytes are this writer's; waits for them. Not to be nested."""
+    def block(self, size: int) -> Iterator[torch.Tensor]:
+        """Within, ``size`` bytes are this writer's, uint8 (size,); waits for them. Not to be nested."""
         with self._changed:
             self._changed.wait_for(lambda: self._used == 0 or self._used + size <= self._limit)
-            self._used += size
+            block = self._take(size)
+            count = size if block is None else block.numel()
+            self._used += count
+        if block is None:
+            block = torch.empty(size, dtype=torch.uint8)
         try:
-            yield
+            yield block[:size]
         finally:
             with self._changed:
-                self._used -= size
+                self._used -= count
+                self._kept.append(block)
                 self._changed.notify_all()
+
+    def _take(self, size: int) -> torch.Tensor | None:
+        """The smallest kept block that is large enough. Others are let go of where they would be too much."""
+        fitting = [block for block in self._kept if size <= block.numel() <= max(size, self._limit - self._used)]
+        found = min(fitting, key=torch.Tensor.numel, default=None)
+        self._kept = [block for block in self._kept if block is not found]
+        wanted = self._used + (size if found is None else found.numel())
+        while self._kept and wanted + sum(block.numel() for block in self._kept) > self._limit:
+            self._kept.pop(0)
+        return found
 
 
 class Feed:
@@ -112,17 +131,18 @@ class Feed:
         row = max(1, torch.Size(rest).numel() * dtype.itemsize)
         parts = list(self.weights.stretches(name, first, count, max(1, CHUNK // row)))
         most = max((rows for _, rows in parts), default=0)
-        with self._room.taken(most * row if most * row > CHUNK else 0):
-            buffer = torch.empty((most, *rest), dtype=dtype)
+        with self._room.block(most * row) as block:
+            buffer = block.view(dtype).view(most, *rest)
             for start, rows in parts:
                 self.weights.read_into(name, (start, *(0 for _ in rest)), buffer[:rows])
                 yield from self._bytes(planned, buffer[:rows])
 
     @contextmanager
     def whole(self, planned: Planned) -> Iterator[torch.Tensor]:
-        """A tensor."""
+        """A tensor whose storage holds nothing else: ``torch.save`` writes storages."""
         with self._assembled(planned) as tensor:
-            yield _cast(tensor, planned)
+            converted = _cast(tensor, planned)
+            yield torch.frombuffer(raw_bytes(converted), dtype=converted.dtype).view(converted.shape)
         self._told(planned.stored.nbytes)
 
     def _straight(self, planned: Planned) -> bool:
@@ -135,8 +155,8 @@ class Feed:
         size = torch.Size(planned.stored.shape).numel() * source.itemsize
         size *= 1 if self._straight(planned) else 2
         converted = planned.stored.nbytes if source != planned.stored.dtype else 0
-        with self._room.taken(size + converted):
-            yield assemble(self.weights, planned.parts, planned.stored.shape)
+        with self._room.block(size + converted) as block:
+            yield assemble(self.weights, planned.parts, planned.stored.shape, block[:size])
 
     def _bytes(self, planned: Planned, tensor: torch.Tensor) -> Iterator[memoryview]:
         """A tensor as it is to be written, some megabytes at a time."""

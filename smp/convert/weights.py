@@ -178,20 +178,25 @@ def widest(weights: Weights, parts: Sequence[Link]) -> torch.dtype:
     return functools.reduce(torch.promote_types, (weights.tensors[part.ours].dtype for part in parts))
 
 
-def assemble(weights: Weights, parts: Sequence[Link], shape: tuple[int, ...]) -> torch.Tensor:
+def assemble(weights: Weights, parts: Sequence[Link], shape: tuple[int, ...], memory: torch.Tensor) -> torch.Tensor:
     """One of their tensors, of ``shape`` (without the dimension of layers), from the parts of ours that lie in it.
 
     Rows that no part has (padding of the vocabulary) are zero. Parts of different dtypes are of the one that holds the
-    values of all.
+    values of all. The tensor lies at the beginning of ``memory``, uint8; behind it is room for any one part, for those
+    that do not lie in one piece there.
     """
-    out = torch.empty(shape, dtype=widest(weights, parts))
+    dtype = widest(weights, parts)
+    size = torch.Size(shape).numel() * dtype.itemsize
+    out, spare = memory[:size].view(dtype).view(shape), memory[size:]
     filled = 0  # rows; what is left at the end is padding of the vocabulary
     for part in parts:
         target = out.t() if part.transposed else out
         if part.rows.whole and not part.transposed and weights.tensors[part.ours].dtype == out.dtype:
             weights.read_into(part.ours, (0,) * len(part.shape), target[: part.rows.ours])
         else:
-            tensor = weights.read(part.ours)
+            stored = weights.tensors[part.ours]
+            tensor = spare[: stored.nbytes].view(stored.dtype).view(stored.shape)
+            weights.read_into(part.ours, (0,) * tensor.ndim, tensor)
             for row, at, count in part.rows.runs(0, part.rows.ours):
                 target[row : row + count] = tensor[at : at + count]
         filled += part.rows.ours
