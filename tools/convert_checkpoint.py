@@ -13,6 +13,7 @@ cannot be written; 2: a mistake in the command.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -25,6 +26,7 @@ from smp.checkpoint import CheckpointError
 from smp.config import ConfigError
 from smp.convert.convert import write
 from smp.convert.formats import FORMATS, Format, detect, make_target, open_checkpoint
+from smp.convert.hf import TOKENIZERS, companions
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -46,13 +48,37 @@ def parser() -> argparse.ArgumentParser:
     )
     out.add_argument("--dtype", choices=DTYPES, help="convert all weights to this (default: keep every bit)")
     out.add_argument("--vocab-size", type=int, help="token ids of a Megatron checkpoint, without its padding")
-    out.add_argument("--megatron-tp", type=int, default=1, help="TP size that Megatron's padded vocabulary is to suit")
+    out.add_argument(
+        "--megatron-tp", type=int, help="TP size that Megatron's padded vocabulary is to suit (default: 1)"
+    )
     out.add_argument("--max-shard-size", type=float, help="largest file in GB (default: hf 5, megatron 2, smp 1)")
     out.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1), help="files read and written at once")
     out.add_argument(
         "--allow-pickle", action="store_true", help="read .bin files: tensors only, nothing in them is run"
     )
     return out
+
+
+def mistake(args: argparse.Namespace) -> str | None:
+    """What is wrong with the values of flags."""
+    for name, value in (("workers", args.workers), ("megatron-tp", args.megatron_tp), ("vocab-size", args.vocab_size)):
+        if value is not None and value < 1:
+            return f"--{name} {value} must be above 0"
+    size = args.max_shard_size
+    if size is not None and not (math.isfinite(size) and size > 0):
+        return f"--max-shard-size {size} must be above 0"
+    return None
+
+
+def useless(args: argparse.Namespace, source: Format, kind: Format) -> str | None:
+    """A flag that would do nothing between these formats."""
+    if args.megatron_tp is not None and kind != "megatron":
+        return f"--megatron-tp is for --to megatron, not {kind}"
+    if args.vocab_size is not None and source != "megatron":
+        return f"--vocab-size is for --from megatron, not {source}"
+    if args.allow_pickle and source != "hf":
+        return f"--allow-pickle is for --from hf, not {source}"
+    return None
 
 
 def convert(args: argparse.Namespace) -> None:
@@ -63,6 +89,8 @@ def convert(args: argparse.Namespace) -> None:
     """
     source: Format = args.source or detect(args.load)
     kind: Format = args.to or ("hf" if source == "smp" else "smp")
+    if problem := useless(args, source, kind):
+        raise ConfigError(problem)
     opened = open_checkpoint(
         args.load, source, reference=args.reference, vocab_size=args.vocab_size, allow_pickle=args.allow_pickle
     )
@@ -71,7 +99,9 @@ def convert(args: argparse.Namespace) -> None:
             print(f"note: {note}", file=sys.stderr)
         size = None if args.max_shard_size is None else int(args.max_shard_size * 1e9)
         dtype = None if args.dtype is None else DTYPES[args.dtype]
-        target = make_target(kind, opened, dtype=dtype, shard_size=size, megatron_tp=args.megatron_tp)
+        target = make_target(kind, opened, dtype=dtype, shard_size=size, megatron_tp=args.megatron_tp or 1)
+        if kind == "hf" and not set(TOKENIZERS) & set(companions(opened.reference)):
+            print("note: no tokenizer lies with --load: --reference takes one along", file=sys.stderr)
         total = sum(tensor.stored.nbytes for tensors in target.files.values() for tensor in tensors)
         options = [kind, args.dtype, args.max_shard_size, args.megatron_tp, str(opened.reference)]
         started = time.perf_counter()
@@ -95,12 +125,12 @@ def convert(args: argparse.Namespace) -> None:
 def main(argv: list[str]) -> int:
     """Command line; returns the exit code."""
     args = parser().parse_args(argv)
-    if args.workers < 1 or (args.max_shard_size or 1) <= 0 or args.megatron_tp < 1:
-        print("error: --workers, --max-shard-size and --megatron-tp must be above 0", file=sys.stderr)
+    if problem := mistake(args):
+        print(f"error: {problem}", file=sys.stderr)
         return 2
     try:
         convert(args)
-    except (CheckpointError, ConfigError) as error:
+    except (CheckpointError, ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

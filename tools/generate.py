@@ -69,20 +69,32 @@ def find_tokenizer(
         raise ValueError(
             "no tokenizer lies with the model: give --tokenizer-model, or --reference a folder that has one"
         )
-    ends = _end_ids(folder)
+    ends = end_ids(folder)
     if path.suffix == ".json":
         return TokenizerFile(path), ends or [load_tokenizer(path, pattern).eod]
     tokenizer = load_tokenizer(path, pattern)
     return tokenizer, [*ends, tokenizer.eod]
 
 
-def _end_ids(folder: Path | None) -> list[int]:
-    """What generation_config.json or config.json say."""
+def end_ids(folder: Path | None) -> list[int]:
+    """What generation_config.json or config.json say.
+
+    Raises:
+        ValueError: they cannot be read, or say something else.
+    """
     for name in ("generation_config.json", "config.json"):
-        if folder is not None and (folder / name).is_file():
-            said = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
-            if said is not None:
-                return said if isinstance(said, list) else [said]
+        if folder is None or not (folder / name).is_file():
+            continue
+        try:
+            content = json.loads((folder / name).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{folder / name} cannot be read: {error}") from None
+        said = content.get("eos_token_id") if isinstance(content, dict) else None
+        ids = said if isinstance(said, list) else [] if said is None else [said]
+        if not all(type(i) is int for i in ids):
+            raise ValueError(f"{folder / name}: eos_token_id {said!r} is no token id")
+        if ids:
+            return ids
     return []
 
 
@@ -139,12 +151,14 @@ def main(argv: list[str]) -> int:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         model = load_model(opened, device, DTYPES[args.dtype])
+        for note in opened.weights.notes:
+            print(f"note: {note}", file=sys.stderr)
         ids = tokenizer.encode(args.prompt) or ends[:1]
-        print(args.prompt, end="", flush=True)
         new = generate(model, ids, args.max_new_tokens, sampling, ends)
+        print(args.prompt, end="", flush=True)
         stream(new, ids, tokenizer.decode, lambda text: print(text, end="", flush=True))
         print()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     finally:

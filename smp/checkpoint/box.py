@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def read_box(
 
 def read_box_into(folder: Folder, manifest: Manifest, name: str, offsets: Sequence[int], out: torch.Tensor) -> None:
     """:func:`read_box` into ``out``, a CPU tensor of the stored dtype whose shape is that of the box."""
-    reader = ManifestReader(folder, manifest)
+    reader = ManifestReader(folder, replace(manifest, tensors={name: manifest.tensors[name]}))  # of all it takes longer
     chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(out.shape))
     stored: Any = reader.read_metadata().state_dict_metadata[name]
     items = create_read_items_for_chunk_list(name, stored, [chunk])

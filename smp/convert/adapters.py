@@ -277,8 +277,8 @@ class MergedWeights(Weights):
         self.config, self.tensors = base.config, base.tensors
         self.notes = [*base.notes, f"{len(adapters)} adapters are merged"]
 
-    def sliced(self, name: str) -> bool:
-        return self.base.sliced(name)
+    def stretches(self, name: str, first: int, count: int, step: int) -> Iterator[tuple[int, int]]:
+        return self.base.stretches(name, first, count, step)
 
     def read_into(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> None:
         self.base.read_into(name, offsets, out)

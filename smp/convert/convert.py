@@ -63,8 +63,7 @@ def write(
     Raises:
         CheckpointError: ``path`` is not empty, or something cannot be read or written. Nothing is at ``path`` then.
     """
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise CheckpointError(f"{path} exists already: give a new name or remove it")
+    path = Path(os.path.abspath(path))  # "." has no name
     staging = path.with_name(path.name + ".partial")
     lock = Lock()
 
@@ -73,6 +72,10 @@ def write(
             progress(count)
 
     try:
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise CheckpointError(f"{path} exists already: give a new name or remove it")
+        if staging.is_dir() and any(staging.iterdir()) and not (staging / JOURNAL).is_file():
+            raise CheckpointError(f"{staging} exists already and is no interrupted conversion: move it away")
         staging.mkdir(parents=True, exist_ok=True)
         header = {"source": weights.fingerprint(), "options": options, "files": _described(target)}
         with _journal(staging, header) as (records, journal):
@@ -81,7 +84,6 @@ def write(
                 told(_size(target, file))
             _write_files(weights, target, staging, records, journal, workers, told)
             target.finish(staging, records)
-        (staging / JOURNAL).unlink()
         _publish(staging, path)
     except OSError as error:
         raise CheckpointError(f"{staging} cannot be written: {error}") from error
@@ -201,5 +203,6 @@ def _publish(staging: Path, path: Path) -> None:
         sync_to_disk(Path(folder))
     if path.exists():
         path.rmdir()
+    (staging / JOURNAL).unlink()
     os.rename(staging, path)
     sync_to_disk(path.parent)

@@ -30,6 +30,7 @@ class Family:
         window_key: the key of the sliding window.
         ignored: ends of names of tensors that hold no weights (tables that old versions saved).
         renamed: modules that have another name in some files.
+        aliases: keys of config.json and the other name that transformers takes for them.
     """
 
     architecture: str
@@ -45,6 +46,7 @@ class Family:
     window_key: str | None = None
     ignored: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
 
 _LLAMA_MODULES: dict[str, str | In] = {
@@ -145,7 +147,6 @@ FAMILIES: dict[str, Family] = {
         {**_LLAMA_FIELDS, "attention_bias": "bias", "mlp_bias": "bias"},
         _LLAMA_DEFAULTS,
         _LLAMA_FIXED | {"add_qkv_bias": False, "qk_layernorm": False, "window_size": None},
-        {"pretraining_tp": 1},
         activations=_SILU,
         ignored=(".self_attn.rotary_emb.inv_freq",),
     ),
@@ -211,6 +212,12 @@ FAMILIES: dict[str, Family] = {
         activations=_GELUS,
         rope_keys=None,
         ignored=(".attn.bias", ".attn.masked_bias"),
+        aliases={
+            "n_embd": "hidden_size",
+            "n_layer": "num_hidden_layers",
+            "n_head": "num_attention_heads",
+            "n_positions": "max_position_embeddings",
+        },
     ),
     "gpt_neox": Family(
         "GPTNeoXForCausalLM",
@@ -245,15 +252,15 @@ REASONS: dict[str, str] = {
     "moe": "mixture-of-experts layers",
     "deepseek": "latent attention and mixture-of-experts layers",
     "gemma": "norm weights counted from 1, scaled embeddings and norms behind its layers",
-    "phi": "its fused and partly rotated layers",
-    "falcon": "its fused multi-query layers",
+    "phi": "fused and partly rotated layers of its own",
+    "falcon": "fused multi-query layers of its own",
     "bloom": "ALiBi positions",
     "mpt": "ALiBi positions",
-    "opt": "its position offsets and post-norms",
-    "t5": "an encoder",
-    "bert": "an encoder",
+    "opt": "position offsets and post-norms",
+    "t5": "encoder layers",
+    "bert": "encoder layers",
     "mamba": "state-space layers",
-    "vl": "an image encoder",
+    "vl": "layers for images",
     "gpt_oss": "mixture-of-experts layers and attention sinks",
     "gptj": "interleaved rotary positions",
     "gpt_neo": "local attention layers",

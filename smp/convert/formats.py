@@ -91,7 +91,10 @@ def open_checkpoint(
     except ConfigError as error:
         if reference is None or "--reference" not in str(error):
             raise
-    return Opened(open_megatron(path, config=_config(reference)), companions)
+    config = _config(reference)
+    if vocab_size not in (None, config.vocab_size):
+        raise ConfigError(f"--vocab-size {vocab_size}: --reference {reference} has {config.vocab_size} token ids")
+    return Opened(open_megatron(path, config=config), companions)
 
 
 def _companions(reference: Path | None) -> Path | None:

@@ -14,20 +14,21 @@ import torch
 from smp.checkpoint import CheckpointError
 from smp.checkpoint.local import LocalFolder, write_durably
 from smp.checkpoint.tensor_file import lay_out, write_file
-from smp.convert.families import FAMILIES, Family
+from smp.convert.families import Family
 from smp.convert.hf_config import CONFIG, family_of, from_hf, is_hf_folder, read_hf_config, to_hf
 from smp.convert.hf_store import INDEX, SINGLE, bin_store, safetensors_store
 from smp.convert.layout import Link, by_theirs, links
-from smp.convert.pieces import Feed, Planned, in_files
-from smp.convert.weights import LinkedWeights, Store, Stored, Weights, unknown
+from smp.convert.pieces import Feed, Planned, in_files, plan
+from smp.convert.weights import LinkedWeights, Store, Weights, refuse_difference, unknown
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""Files of which one makes a tokenizer."""
 
 COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer.model",
+    *TOKENIZERS,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "vocab.json",
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
@@ -73,7 +74,8 @@ def _store(folder: Path, allow_pickle: bool) -> Store:
         raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}")
     if not allow_pickle:
         raise CheckpointError(
-            f"{folder / bins[0]} is a pickle file, which can hold code: --allow-pickle reads the tensors, runs nothing"
+            f"{folder / bins[0]} is a pickle file, which can hold code: tools/convert_checkpoint.py --allow-pickle "
+            "reads the tensors and runs nothing"
         )
     return bin_store(folder)
 
@@ -101,10 +103,7 @@ def _refuse_extra(weights: LinkedWeights, store: Store, family: Family) -> None:
     embedding = weights.links["embedding.weight"].theirs
     for name in list(extra):
         if tied and name in ("lm_head.weight", "embed_out.weight"):
-            if not _equal(store, name, embedding):
-                raise CheckpointError(
-                    f"{store.where(name)}: tensor {name} differs from {embedding}, to which {CONFIG} ties it"
-                )
+            refuse_difference(store, name, embedding)
             weights.notes.append(f"{name} is left out: it is {embedding} again")
             extra.remove(name)
     if extra:
@@ -112,22 +111,6 @@ def _refuse_extra(weights: LinkedWeights, store: Store, family: Family) -> None:
         raise CheckpointError(
             f"{store.where(extra[0])}: tensor {extra[0]}{more} belongs to nothing in this architecture"
         )
-
-
-def _equal(store: Store, one: str, other: str) -> bool:
-    """Whether two tensors have the same bits; a few rows at a time."""
-    stored = store.tensors[one]
-    if stored != store.tensors[other]:
-        return False
-    step = max(1, (1 << 23) // max(1, stored.nbytes // stored.shape[0]))
-    for first in range(0, stored.shape[0], step):
-        rows = (min(step, stored.shape[0] - first), *stored.shape[1:])
-        a, b = torch.empty(rows, dtype=stored.dtype), torch.empty(rows, dtype=stored.dtype)
-        store.read_into(one, (first, 0), a)
-        store.read_into(other, (first, 0), b)
-        if not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
-            return False
-    return True
 
 
 class HFTarget:
@@ -151,11 +134,9 @@ class HFTarget:
         base = read_hf_config(reference) if reference is not None and is_hf_folder(reference) else None
         kinds = sorted({str(dtype or t.dtype).removeprefix("torch.") for t in weights.tensors.values()})
         self.content = to_hf(weights.config, kinds[0] if len(kinds) == 1 else "float32", base)
-        family = FAMILIES[self.content["model_type"]]
-        tensors = [
-            Planned(name, Stored(parts[0].their_shape, dtype or weights.tensors[parts[0].ours].dtype), tuple(parts))
-            for name, parts in by_theirs(links(family.table, weights.config)).items()
-        ]
+        family = family_of(self.content, CONFIG)
+        theirs = by_theirs(links(family.table, weights.config))
+        tensors = [plan(weights, name, parts, dtype) for name, parts in theirs.items()]
         grouped = in_files(tensors, shard_size)
         names = [f"model-{i + 1:05d}-of-{len(grouped):05d}.safetensors" for i in range(len(grouped))]
         self.files: dict[str, list[Planned]] = dict(zip(names if len(grouped) > 1 else [SINGLE], grouped, strict=True))

@@ -7,21 +7,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from smp.config import Config, ConfigError, ModelConfig, TrainingConfig, resolve
 from smp.convert.families import FAMILIES, REASONS, Family
+from smp.convert.hf_reader import SCALING, Reader
 
 CONFIG = "config.json"
 FREE = {"model", "hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"}
 """Settings that do not belong to the architecture: the same weights mean the same whatever they are."""
-_SCALING = {
-    "factor": "rope_scaling_factor",
-    "low_freq_factor": "rope_low_freq_factor",
-    "high_freq_factor": "rope_high_freq_factor",
-    "original_max_position_embeddings": "rope_original_max_position",
-}
-_REQUIRED = object()
 
 
 def is_hf_folder(path: str | Path) -> bool:
@@ -52,7 +46,7 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
     if config.position_embedding_type != "rope":
         idle += ["rotary_base", "rotary_percent"]
     if not config.use_rope_scaling:
-        idle += list(_SCALING.values())
+        idle += list(SCALING.values())
     if config.disable_bias_linear is False:
         idle += ["add_qkv_bias"]
     values |= {name: getattr(default, name) for name in idle}
@@ -63,9 +57,21 @@ def resolved(**values: Any) -> ModelConfig:
     """A model's settings with derived defaults filled in and checked.
 
     Raises:
-        ConfigError: they do not fit together.
+        ConfigError: a value is not of its setting's kind, or they do not fit together.
     """
+    hints = get_type_hints(ModelConfig)
+    for name, value in values.items():
+        kinds = get_args(hints[name]) or (hints[name],)
+        known = value in kinds if get_origin(hints[name]) is Literal else _is_of(value, kinds)
+        if not known:
+            raise ConfigError(f"--{name.replace('_', '-')} {value!r} is not a value of this setting")
     return resolve(Config(model=ModelConfig(**values), training=TrainingConfig(dry_run=True)), world_size=1).model
+
+
+def _is_of(value: Any, kinds: tuple[Any, ...]) -> bool:
+    if type(value) in (int, float) and not abs(value) < 1 << 63:  # nor is NaN
+        return False
+    return type(value) in kinds or (type(value) is int and float in kinds)
 
 
 def family_of(content: Mapping[str, Any], where: str) -> Family:
@@ -78,12 +84,15 @@ def family_of(content: Mapping[str, Any], where: str) -> Family:
     name = str(names[0]) if isinstance(names, list) and names else ""
     for family in FAMILIES.values():
         if (name and name == family.architecture) or (not name and kind == family.model_type):
+            if content.get("model_type", family.model_type) != family.model_type:
+                # transformers would go by the model_type
+                raise ConfigError(f"{where}: {name} with the model_type {kind} is a contradiction")
             return family
     known = {f.architecture: f for f in FAMILIES.values()}
     near = difflib.get_close_matches(name or kind, [*known, *FAMILIES], n=1, cutoff=0.0)[0]
     nearest = known[near].architecture if near in known else FAMILIES[near].architecture
     reason = next((text for part, text in REASONS.items() if part in f"{kind} {name}".lower()), "")
-    because = f" ({reason} do not exist here)" if reason else ""
+    because = f" (it has {reason}, which do not exist here)" if reason else ""
     raise ConfigError(f"{where}: {name or kind} is not supported{because}; the nearest that is: {nearest}")
 
 
@@ -98,7 +107,9 @@ def from_hf(content: Mapping[str, Any], where: str = CONFIG) -> ModelConfig:
         ConfigError: an architecture or a setting that our decoder does not have, or a value that is missing.
     """
     family = family_of(content, where)
-    reader = _Reader(family, content, where)
+    reader = Reader(family, content, where)
+    if content.get("quantization_config"):
+        raise ConfigError(f"{where}: its weights are quantized (quantization_config), which is not supported")
     for key, value in family.required.items():
         reader.require(key, value)
     values = dict(family.fixed)
@@ -110,95 +121,24 @@ def from_hf(content: Mapping[str, Any], where: str = CONFIG) -> ModelConfig:
     if family.window_key is not None:
         values["window_size"] = reader.window(values["num_layers"])
     try:
-        return resolved(**values)
-    except (ConfigError, TypeError) as error:
+        config = resolved(**values)
+    except (ConfigError, TypeError, OverflowError) as error:
         raise ConfigError(f"{where}: {error}") from None
+    refuse_cut_rotation(config, where)
+    return config
 
 
-class _Reader:
-    """One config.json with the defaults of its family."""
+def refuse_cut_rotation(config: ModelConfig, where: str) -> None:
+    """transformers and Megatron cut off where the rotated fraction of a head is no whole number of channels; our
+    decoder rounds.
 
-    def __init__(self, family: Family, content: Mapping[str, Any], where: str) -> None:
-        self.family, self.content, self.where = family, content, where
-
-    def get(self, key: str) -> Any:
-        """The value, or what its absence means."""
-        value = self.content.get(key, self.family.defaults.get(key, _REQUIRED))
-        if value is _REQUIRED:
-            raise ConfigError(f"{self.where}: {key} is missing")
-        return value
-
-    def require(self, key: str, value: Any) -> None:
-        if self.content.get(key, value) != value:
-            raise ConfigError(f"{self.where}: {key} {self.content[key]!r} is not supported, only {value!r}")
-
-    def field(self, key: str, name: str) -> dict[str, Any]:
-        """One of our settings, under its name."""
-        value = self.get(key)
-        if name == "tied":
-            return {"untie_embeddings_and_output_weights": not value}
-        if name == "bias":
-            if bool(self.get("attention_bias")) != bool(self.get("mlp_bias")):
-                raise ConfigError(
-                    f"{self.where}: attention_bias and mlp_bias differ: here linear layers have all a bias or none"
-                )
-            return {"disable_bias_linear": not value}
-        expected = float if name == "norm_epsilon" else bool if name == "parallel_residual" else int
-        fits = isinstance(value, int | float) and (expected is not int or isinstance(value, int))
-        if value is not None and not fits:
-            raise ConfigError(f"{self.where}: {key} {value!r} is not a number")
-        return {name: value}
-
-    def activation(self) -> dict[str, Any]:
-        key = self.family.activation_key
-        value = self.get(key)
-        if value not in self.family.activations:
-            known = ", ".join(self.family.activations)
-            raise ConfigError(f"{self.where}: {key} {value!r} is not supported, only {known}")
-        return dict(self.family.activations[value])
-
-    def rope(self) -> dict[str, Any]:
-        """RoPE's settings, in the form of transformers 5 (``rope_parameters``) or of those before."""
-        assert self.family.rope_keys is not None
-        base_key, fraction_key = self.family.rope_keys
-        given = self.content.get("rope_parameters") or self.content.get("rope_scaling") or {}
-        if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
-            raise ConfigError(f"{self.where}: RoPE of different kinds in different layers is not supported")
-        default = self.family.defaults.get(fraction_key, 1.0)
-        values: dict[str, Any] = {
-            "rotary_base": float(given.get("rope_theta", self.content.get(base_key, self.get(base_key)))),
-            "rotary_percent": float(given.get("partial_rotary_factor", self.content.get(fraction_key, default))),
-        }
-        if values["rotary_percent"] != 1.0 and fraction_key == "partial_rotary_factor":
-            raise ConfigError(f"{self.where}: {fraction_key} is not a setting of {self.family.architecture}")
-        kind = given.get("rope_type", given.get("type", "default"))
-        if kind == "default":
-            return values
-        if kind != "llama3":
-            raise ConfigError(f"{self.where}: RoPE of type {kind!r} is not supported, only default and llama3")
-        scaling = {"original_max_position_embeddings": self.content.get("max_position_embeddings"), **given}
-        missing = [key for key in _SCALING if scaling.get(key) is None]
-        if missing:
-            raise ConfigError(f"{self.where}: RoPE of type llama3 without {missing[0]}")
-        return values | {"use_rope_scaling": True} | {name: scaling[key] for key, name in _SCALING.items()}
-
-    def window(self, layers: int) -> int | None:
-        """The sliding window, if all layers have it."""
-        assert self.family.window_key is not None
-        window = self.get(self.family.window_key)
-        if self.family.model_type == "mistral":
-            return window
-        if not self.content.get("use_sliding_window", False) or window is None:
-            return None
-        first = self.content.get("max_window_layers", 28)
-        kinds = self.content.get("layer_types") or [
-            f"{'full' if i < first else 'sliding'}_attention" for i in range(layers)
-        ]
-        if set(kinds) == {"full_attention"}:
-            return None
-        if set(kinds) != {"sliding_attention"}:
-            raise ConfigError(f"{self.where}: a sliding window in some layers only is not supported")
-        return window
+    Raises:
+        ConfigError: the two differ for this model.
+    """
+    assert config.kv_channels is not None, "resolved before"
+    wanted = config.kv_channels * config.rotary_percent
+    if config.position_embedding_type == "rope" and int(wanted) != round(wanted):
+        raise ConfigError(f"{where}: RoPE on {wanted:g} channels of a head, no whole number, is not supported")
 
 
 def to_hf(config: ModelConfig, dtype: str, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -218,12 +158,15 @@ def to_hf(config: ModelConfig, dtype: str, base: Mapping[str, Any] | None = None
     if base is not None and _describes(base, wanted):
         out = dict(base)
     else:
-        out = {key: base[key] for key in _CARRIED if base is not None and key in base} | _written(config, family)
+        # an id that is not there would be the one that transformers has for the family, of another tokenizer
+        out = dict.fromkeys(_IDS) | {key: base[key] for key in _CARRIED if base is not None and key in base}
+        out |= _written(config, family)
     key = "torch_dtype" if "torch_dtype" in out else "dtype"  # its name before transformers 4.56
     return out | {key: dtype}
 
 
-_CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache")
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_CARRIED = (*_IDS, "initializer_range", "use_cache")
 
 
 def _describes(content: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
@@ -274,7 +217,7 @@ def _written(config: ModelConfig, family: Family) -> dict[str, Any]:
             out[fraction_key] = config.rotary_percent
         out["rope_scaling"] = None
         if config.use_rope_scaling:
-            out["rope_scaling"] = {"rope_type": "llama3"} | {k: getattr(config, n) for k, n in _SCALING.items()}
+            out["rope_scaling"] = {"rope_type": "llama3"} | {k: getattr(config, n) for k, n in SCALING.items()}
     if family.window_key is not None:
         out[family.window_key] = config.window_size
         if family.model_type != "mistral":

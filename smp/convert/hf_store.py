@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from smp.checkpoint import CheckpointError, DamagedError
@@ -38,15 +38,9 @@ def bin_store(folder: Path) -> PieceStore:
 def _safetensors(files: OpenFiles, name: str) -> dict[str, Slot]:
     source, path = files.open(name), files.folder / name
     try:
-        slots = read_header(source)
+        return read_header(source)
     except DamagedError as error:
         raise DamagedError(f"{path} is damaged or cut off: {error}") from None
-    end = 0
-    for slot in sorted(slots.values(), key=lambda s: (s.start, s.size)):
-        if slot.start < end:
-            raise DamagedError(f"{path}: tensor {slot.key} overlaps another")
-        end = slot.start + slot.size
-    return slots
 
 
 def _torch_tensors(files: OpenFiles, name: str) -> dict[str, Slot]:
@@ -59,9 +53,12 @@ def _torch_tensors(files: OpenFiles, name: str) -> dict[str, Slot]:
     return content
 
 
-def _store(folder: Path, index_name: str, single_name: str, read: object) -> PieceStore:
-    assert callable(read)
+def _store(
+    folder: Path, index_name: str, single_name: str, read: Callable[[OpenFiles, str], dict[str, Slot]]
+) -> PieceStore:
     index = read_index(folder, index_name) if (folder / index_name).is_file() else None
+    if index is not None and (folder / single_name).exists() and single_name not in index.values():
+        raise CheckpointError(f"{folder / single_name}: {index_name} does not name it: remove one of the two")
     names = sorted(set(index.values())) if index is not None else [single_name]
     files = OpenFiles(folder)
     try:

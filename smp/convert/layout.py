@@ -7,7 +7,6 @@ Values are never changed. No torch here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -209,8 +208,3 @@ def by_theirs(found: Mapping[str, Link]) -> dict[str, list[Link]]:
     for link in found.values():
         grouped.setdefault(link.theirs, []).append(link)
     return grouped
-
-
-def elements(shape: tuple[int, ...]) -> int:
-    """Number of elements."""
-    return math.prod(shape)

@@ -89,9 +89,8 @@ def _read(weights: Weights, name: str, offsets: tuple[int, ...], out: torch.Tens
         weights.read_into(name, offsets, out)
         return
     row = max(1, out[0].numel() * dtype.itemsize)
-    step = max(1, _ROWS // row) if weights.sliced(name) else out.shape[0]
-    for first in range(0, out.shape[0], step):
-        target = out[first : first + step]
+    for first, count in weights.stretches(name, offsets[0], out.shape[0], max(1, _ROWS // row)):
+        target = out[first - offsets[0] :][:count]
         block = torch.empty(target.shape, dtype=dtype)
-        weights.read_into(name, (offsets[0] + first, *offsets[1:]), block)
+        weights.read_into(name, (first, *offsets[1:]), block)
         target.copy_(block)

@@ -8,13 +8,15 @@ more.
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from smp.checkpoint import CheckpointError
+from smp.checkpoint import CheckpointError, DamagedError
 from smp.checkpoint.tensor_file import Slot
+from smp.config import ModelConfig
 from smp.convert.megatron_table import COLUMN_PARALLEL, OLD_NAMES, ROW_PARALLEL
 from smp.convert.store import OpenFiles, Piece, PieceStore
 from smp.convert.torch_file import read_torch_file
@@ -23,8 +25,15 @@ _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 
 
-def legacy_store(folder: Path, inert: tuple[str, ...]) -> tuple[PieceStore, dict[str, Any] | None]:
+def legacy_store(
+    folder: Path, inert: tuple[str, ...], config: ModelConfig | None = None
+) -> tuple[PieceStore, dict[str, Any] | None]:
     """The tensors of all ranks, and the arguments of the first.
+
+    Args:
+        folder: of the checkpoint.
+        inert: as of :class:`RestrictedUnpickler`.
+        config: the model's settings, for files without arguments: only they say how ranks cut a matrix of the MLP.
 
     Raises:
         CheckpointError: a rank is missing, or a file is damaged or holds something else than data.
@@ -33,9 +42,8 @@ def legacy_store(folder: Path, inert: tuple[str, ...]) -> tuple[PieceStore, dict
     files = OpenFiles(folder)
     try:
         contents = {place: _read(files, folder, name, inert) for place, name in names.items()}
-        args = contents[0, 0].get("args")
-        args = None if args is None else dict(vars(args))
-        gated = bool(args and args.get("swiglu"))
+        args = arguments(contents[0, 0], str(folder / names[0, 0]))
+        gated = bool(args["swiglu"]) if args and "swiglu" in args else config is not None and config.swiglu
         pieces: dict[str, list[Piece]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         chunks = [{place: _chunks(contents[place])[0] for place in contents}]
@@ -47,9 +55,26 @@ def legacy_store(folder: Path, inert: tuple[str, ...]) -> tuple[PieceStore, dict
                 count = _add(pieces, shapes, [(names[t, stage], chunk[t, stage]) for t in range(tp)], first, gated)
                 first += count
         return PieceStore(files, pieces, shapes), args
+    except (TypeError, ValueError, IndexError, AttributeError) as error:
+        files.close()
+        if isinstance(error, CheckpointError):
+            raise
+        raise DamagedError(f"{folder}: not what Megatron writes ({type(error).__name__}: {error})"[:500]) from None
     except BaseException:
         files.close()
         raise
+
+
+def arguments(content: Any, where: str) -> dict[str, Any] | None:
+    """The arguments in what a file of Megatron's holds; None: there are none.
+
+    Raises:
+        DamagedError: what has their name is something else.
+    """
+    args = content.get("args") if isinstance(content, dict) else None
+    if args is not None and not isinstance(args, Namespace):
+        raise DamagedError(f"{where}: its args are a {type(args).__name__}, not arguments of a command line")
+    return None if args is None else dict(vars(args))
 
 
 def _ranks(folder: Path) -> tuple[dict[tuple[int, int], str], tuple[int, int]]:
@@ -76,6 +101,12 @@ def _read(files: OpenFiles, folder: Path, name: str, inert: tuple[str, ...]) -> 
     content = read_torch_file(files.open(name), folder / name, inert=inert)
     if not isinstance(content, dict) or not _chunks(content):
         raise CheckpointError(f"{folder / name} holds no model of Megatron's")
+    version = content.get("checkpoint_version", 0)
+    if not isinstance(version, int | float) or version < 2:
+        raise CheckpointError(
+            f"{folder / name} has checkpoint_version {version}: before 2.0 the rows of query, key and value lie in "
+            "another order, which is not supported"
+        )
     return content
 
 
@@ -100,8 +131,10 @@ def _add(
         match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
         whole = name if match is None else f"decoder.layers.{first + int(match[1])}.{match[2]}"
         layers = max(layers, 0 if match is None else int(match[1]) + 1)
-        if whole in pieces:
+        if whole in pieces and whole.startswith("embedding."):
             continue  # the last stage's copy of a tied embedding
+        if whole in pieces:
+            raise CheckpointError(f"{ranks[0][0]}: tensor {name} is on two pipeline-parallel ranks")
         parts = [(file, tensors[name]) for file, tensors in flat if name in tensors]
         if len(parts) != len(flat) or len({part.shape for _, part in parts}) != 1:
             raise CheckpointError(f"{ranks[0][0]}: tensor {name} is not on all tensor-parallel ranks alike")

@@ -13,16 +13,17 @@ from smp.checkpoint import CheckpointError, DamagedError
 from smp.checkpoint.tensor_file import Slot
 from smp.config import ConfigError, ModelConfig
 from smp.convert.layout import Link, links, stacked
-from smp.convert.megatron_legacy import legacy_store
-from smp.convert.megatron_table import RENAMED, from_args, megatron_table
+from smp.convert.megatron_legacy import arguments, legacy_store
+from smp.convert.megatron_table import RENAMED, from_args, megatron_table, said_vocab_size
 from smp.convert.store import OpenFiles, Piece, PieceStore
 from smp.convert.torch_file import RestrictedUnpickler, _RefusedError, read_torch_file
-from smp.convert.weights import LinkedWeights, Store
+from smp.convert.weights import LinkedWeights, Store, refuse_difference, unknown
 
 METADATA, COMMON, BACKEND, TRACKER = ".metadata", "common.pt", "metadata.json", "latest_checkpointed_iteration.txt"
 INERT = ("megatron.", "signal.", "types.SimpleNamespace", "pathlib.", "numpy", "_codecs.", "io.", "torch.distributed.")
 """Beginnings of names whose objects are in checkpoints of Megatron and become inert records here."""
-_EMBEDDING = "embedding.word_embeddings.weight"
+_EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+_COMMON_STATE = "common_state/shard_0_1"  # where megatron-core after 0.16 has what was in common.pt
 
 
 def iteration_folder(path: Path) -> Path | None:
@@ -33,7 +34,7 @@ def iteration_folder(path: Path) -> Path | None:
     if not tracker.is_file():
         return None
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
-    name = text if text == "release" else f"iter_{int(text):07d}" if text.isdigit() else ""
+    name = text if text == "release" else f"iter_{int(text):07d}" if text.isdecimal() else ""
     if not name or not is_one(path / name):
         raise CheckpointError(f"{tracker} names {text!r}, which is no checkpoint in {path}")
     return path / name
@@ -64,7 +65,7 @@ def open_megatron(
     if (folder / METADATA).is_file():
         store, args = torch_dist_store(folder)
     else:
-        store, args = legacy_store(folder, INERT)
+        store, args = legacy_store(folder, INERT, config)
     try:
         return _weights(folder, store, args, config, vocab_size)
     except BaseException:
@@ -77,22 +78,24 @@ def _weights(
 ) -> LinkedWeights:
     if _EMBEDDING not in store.tensors:
         raise CheckpointError(f"{folder}: tensor {_EMBEDDING} is missing")
-    padded = store.tensors[_EMBEDDING].shape[0]
+    padded, notes = store.tensors[_EMBEDDING].shape[0], list(store.notes)
     if config is None:
         if args is None:
             raise ConfigError(f"{folder} holds no arguments of Megatron's: --reference FOLDER says what model it is")
         config = from_args(args, str(folder), padded, vocab_size)
+        if vocab_size is None and said_vocab_size(args) is None:
+            notes.append(f"nothing says how many of the {padded} rows of the vocabulary are padding: all are kept")
     found = {ours: _placed(link, config, store, padded) for ours, link in links(megatron_table(config), config).items()}
     weights = LinkedWeights(store, found, config)
-    used = {link.theirs for link in found.values()}
-    extra = [name for name in store.tensors if name not in used and not name.endswith("_extra_state")]
-    if not config.untie_embeddings_and_output_weights and "output_layer.weight" in extra:
-        extra.remove("output_layer.weight")  # the last pipeline stage's copy
+    extra = unknown(store, found, ("_extra_state",))
+    if not config.untie_embeddings_and_output_weights and _HEAD in extra:  # the last pipeline stage's copy
+        refuse_difference(store, _HEAD, _EMBEDDING)
+        extra.remove(_HEAD)
     if extra:
         raise CheckpointError(f"{store.where(extra[0])}: tensor {extra[0]} belongs to nothing in this architecture")
     if padded > (config.vocab_size or 0):
         weights.notes.append(f"{padded - (config.vocab_size or 0)} rows that pad the vocabulary are left out")
-    weights.notes += store.notes
+    weights.notes += notes
     return weights
 
 
@@ -124,11 +127,14 @@ def torch_dist_store(folder: Path) -> tuple[PieceStore, dict[str, Any] | None]:
             (n.removesuffix(_EMBEDDING) for n in names if re.fullmatch(rf"(model\.|module\.)?{_EMBEDDING}", n)), ""
         )
         left = {"_extra_state": 0, "optimizer": 0}
+        common: Any = []
         for index, info in metadata["storage_data"].items():
             place, full = info.state, str(index.state["fqn"])
             stored = metadata["state_dict_metadata"].get(full)
             if stored is None or not stored.kind.endswith(".TensorStorageMetadata"):
                 left["_extra_state"] += "_extra_state" in full
+                if full == _COMMON_STATE:
+                    common = _item(files, folder, place, full)
                 continue
             name = full.removeprefix(prefix)
             if not name.startswith(("embedding.", "decoder.", "output_layer.")):
@@ -136,8 +142,12 @@ def torch_dist_store(folder: Path) -> tuple[PieceStore, dict[str, Any] | None]:
                 continue
             shapes[name] = tuple(stored.state["size"])
             slot = _item(files, folder, place, full)
+            if not isinstance(slot, Slot):
+                raise DamagedError(f"{folder / METADATA}: {full} is a {type(slot).__name__}, not a tensor")
+            slot = replace(slot, key=full)
             pieces.setdefault(name, []).append(Piece(str(place["relative_path"]), slot, tuple(index.state["offset"])))
         store = PieceStore(files, pieces, shapes)
+        args = arguments(common[0], str(folder / METADATA)) if common else _args(folder)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         files.close()
         if isinstance(error, CheckpointError):
@@ -145,11 +155,11 @@ def torch_dist_store(folder: Path) -> tuple[PieceStore, dict[str, Any] | None]:
         raise DamagedError(f"{folder / METADATA} is damaged ({type(error).__name__}: {error})"[:500]) from None
     texts = {"_extra_state": "objects of _extra_state are ignored", "optimizer": "pieces of other tensors are left out"}
     store.notes = [f"{count} {texts[kind]}" for kind, count in left.items() if count]
-    return store, _args(folder)
+    return store, args
 
 
-def _item(files: OpenFiles, folder: Path, place: Mapping[str, Any], name: str) -> Slot:
-    """The tensor that an item of a data file is: each is a file of ``torch.save`` within the file."""
+def _item(files: OpenFiles, folder: Path, place: Mapping[str, Any], name: str) -> Any:
+    """What an item of a data file is: each is a file of ``torch.save`` within the file."""
     file, offset, length = str(place["relative_path"]), place["offset"], place["length"]
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", file):
         raise CheckpointError(
@@ -159,12 +169,9 @@ def _item(files: OpenFiles, folder: Path, place: Mapping[str, Any], name: str) -
     if not (type(offset) is int and type(length) is int and offset >= 0 and offset + length <= source.size):
         raise DamagedError(f"{path} is cut off: tensor {name} should be at {offset}..{offset + length}")
     try:
-        slot = read_torch_file(source, path, start=offset, size=length)
+        return read_torch_file(source, path, start=offset, size=length, inert=INERT)
     except CheckpointError as error:
         raise type(error)(f"{error}, at {offset}: tensor {name}") from None
-    if not isinstance(slot, Slot):
-        raise DamagedError(f"{path}: {name} is a {type(slot).__name__}, not a tensor")
-    return replace(slot, key=name)
 
 
 def _read_metadata(path: Path) -> dict[str, Any]:
@@ -194,5 +201,4 @@ def _args(folder: Path) -> dict[str, Any] | None:
         content = read_torch_file(files.open(COMMON), folder / COMMON, inert=INERT)
     finally:
         files.close()
-    args = content.get("args") if isinstance(content, dict) else None
-    return None if args is None else dict(vars(args))
+    return arguments(content, str(folder / COMMON))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from smp.config import ConfigError, ModelConfig
-from smp.convert.hf_config import architecture, resolved
+from smp.convert.hf_config import architecture, refuse_cut_rotation, resolved
 from smp.convert.layout import In, Table
 
 _ENDS = {
@@ -91,19 +91,30 @@ _OPTIONAL: dict[str, tuple[str, Any]] = {
 }
 """The same, with Megatron's default for arguments that a version does not have yet."""
 _MUST_BE: dict[str, tuple[Any, ...]] = {
-    "num_experts": (None, 0),
+    "num_experts": (0,),
     "multi_latent_attention": (False,),
     "apply_layernorm_1p": (False,),
     "rotary_interleaved": (False,),
     "apply_residual_connection_post_layernorm": (False,),
-    "heterogeneous_layers_config_path": (None,),
-    "mtp_num_layers": (None, 0),
-    "rotary_seq_len_interpolation_factor": (None, 1),
+    "heterogeneous_layers_config_path": (),
+    "mtp_num_layers": (0,),
+    "rotary_seq_len_interpolation_factor": (1,),
     "qk_l2_norm": (False,),
     "is_hybrid_model": (False,),
-    "use_rotary_position_embeddings_2d": (False,),
+    "window_attn_skip_freq": (),
+    "no_rope_freq": (0,),
+    "softmax_type": ("vanilla",),
+    "softmax_scale": (),
+    "attention_output_gate": (False,),
+    "glu_linear_offset": (0.0,),
+    "activation_func_clamp_value": (),
+    "quick_geglu": (False,),
+    "experimental_attention_variant": (),
+    "linear_attention_freq": (),
+    "use_mup": (False,),
+    "enable_mhc_connections": (False,),
 }
-"""Values with which our decoder computes the same."""
+"""Values with which our decoder computes the same; None, too, is as if the argument were not there."""
 
 
 def from_args(args: Mapping[str, Any], where: str, padded_vocab: int, vocab_size: int | None = None) -> ModelConfig:
@@ -119,8 +130,11 @@ def from_args(args: Mapping[str, Any], where: str, padded_vocab: int, vocab_size
         ConfigError: an argument is missing, or has a value that our decoder does not compute.
     """
     for name, allowed in _MUST_BE.items():
-        if args.get(name, allowed[0]) not in allowed:
+        if args.get(name) is not None and args[name] not in allowed:
             raise ConfigError(f"{where}: a model with {name} {args[name]} is not supported")
+    norm = args.get("normalization")
+    if args.get("qk_layernorm") and norm != "RMSNorm":
+        raise ConfigError(f"{where}: a model with qk_layernorm and normalization {norm} is not supported")
     missing = [name for name in _SAME if name not in args]
     if missing:
         raise ConfigError(f"{where}: its arguments do not say {', '.join(missing)}")
@@ -143,8 +157,9 @@ def from_args(args: Mapping[str, Any], where: str, padded_vocab: int, vocab_size
     }
     try:
         config = resolved(**values)
-    except (ConfigError, TypeError) as error:
+    except (ConfigError, TypeError, OverflowError) as error:
         raise ConfigError(f"{where}: {error}") from None
+    refuse_cut_rotation(config, where)
     assert config.vocab_size is not None
     if config.vocab_size > padded_vocab:
         raise ConfigError(f"{where}: the embedding has {padded_vocab} rows for {config.vocab_size} token ids")
@@ -152,8 +167,14 @@ def from_args(args: Mapping[str, Any], where: str, padded_vocab: int, vocab_size
 
 
 def _vocab_size(args: Mapping[str, Any], padded: int) -> int:
+    size = said_vocab_size(args)
+    return padded if size is None or size > padded else size
+
+
+def said_vocab_size(args: Mapping[str, Any]) -> int | None:
+    """Token ids that the arguments tell. Those of the NullTokenizer are one more or as many as they say, by version."""
     size = args.get("vocab_size")
-    return size if type(size) is int and 0 < size <= padded else padded
+    return size if type(size) is int and size > 0 and args.get("tokenizer_type") != "NullTokenizer" else None
 
 
 def to_args(config: ModelConfig, tp: int) -> Namespace:
@@ -163,14 +184,17 @@ def to_args(config: ModelConfig, tp: int) -> Namespace:
         ConfigError: Megatron's GPT does not compute what this model does.
     """
     c, default = config, ModelConfig()
-    refused = {"parallel_residual": False}
+    refused: dict[str, Any] = {"parallel_residual": False}
+    if c.qk_layernorm:
+        refused["normalization"] = "RMSNorm"  # there the norm of queries and keys is of the same kind as the others
     if c.use_rope_scaling:
         scaling = ("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position")
         refused |= {name: getattr(default, name) for name in scaling}
     for name, only in refused.items():
         if getattr(c, name) != only:
             flag = f"--{name.replace('_', '-')} {getattr(c, name)}"
-            raise ConfigError(f"Megatron's GPT has no {flag}: these weights cannot be written for it")
+            beside = " with --qk-layernorm" if name == "normalization" else ""
+            raise ConfigError(f"Megatron's GPT has no {flag}{beside}: these weights cannot be written for it")
     values = {name: getattr(c, ours) for name, ours in _SAME.items()}
     values |= {name: getattr(c, ours) for name, (ours, _) in _OPTIONAL.items()}
     values |= {

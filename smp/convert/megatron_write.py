@@ -27,13 +27,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from smp.checkpoint import CheckpointError
 from smp.checkpoint.local import sync_to_disk, write_durably
 from smp.convert.hf import carry
 from smp.convert.layout import Link, by_theirs, links
 from smp.convert.megatron_read import BACKEND, COMMON, METADATA, TRACKER
 from smp.convert.megatron_table import megatron_table, padded_vocab, to_args
-from smp.convert.pieces import Feed, Planned, in_files
-from smp.convert.weights import Stored, Weights
+from smp.convert.pieces import Feed, Planned, in_files, plan
+from smp.convert.weights import Weights
 
 RELEASE = "release"
 """The name that Megatron gives to a checkpoint of weights alone."""
@@ -52,6 +53,7 @@ class MegatronTarget:
 
     Raises:
         ConfigError: Megatron's GPT does not compute what this model does.
+        CheckpointError: a fused tensor of theirs would have parts of different dtypes.
     """
 
     def __init__(
@@ -66,10 +68,12 @@ class MegatronTarget:
         self.args: Namespace = to_args(weights.config, tp)
         rows = padded_vocab(weights.config, tp)
         found = {n: _padded(link, rows) for n, link in links(megatron_table(weights.config), weights.config).items()}
-        tensors = [
-            Planned(name, Stored(parts[0].their_shape, dtype or weights.tensors[parts[0].ours].dtype), tuple(parts))
-            for name, parts in by_theirs(found).items()
-        ]
+        tensors = [plan(weights, name, parts, dtype) for name, parts in by_theirs(found).items()]
+        kinds: dict[str, torch.dtype] = {}
+        for tensor in tensors:
+            full, kind = self._stacked(tensor)[0], tensor.stored.dtype
+            if kinds.setdefault(full, kind) != kind:
+                raise CheckpointError(f"{tensor.name} has another dtype than in other layers, {full}: give a --dtype")
         self.files = {f"__{i}_0.distcp": group for i, group in enumerate(in_files(tensors, shard_size))}
 
     def write(self, folder: Path, file: str, feed: Feed) -> Any:
@@ -100,7 +104,8 @@ class MegatronTarget:
     def _extra_states(self) -> list[str]:
         """Names of the objects that Transformer Engine keeps beside weights, empty here: Megatron asks for them."""
         attention, mlp = _LAYER_MODULES
-        modules = [f"self_attention.{m}" for m in attention] + [f"mlp.{m}" for m in mlp]
+        normed = ("q_layernorm", "k_layernorm") if self.weights.config.qk_layernorm else ()
+        modules = [f"self_attention.{m}" for m in (*attention, *normed)] + [f"mlp.{m}" for m in mlp]
         names = [
             f"decoder.layers.{module}._extra_state/shard_{layer}_{self.layers}"
             for module in modules

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ from smp.checkpoint.entries import DTYPE_NAMES, DTYPES
 from smp.checkpoint.folder import Folder
 from smp.checkpoint.local import LocalFolder, open_folder
 from smp.checkpoint.manifest import MANIFEST
-from smp.checkpoint.rewrite import write_shards
+from smp.checkpoint.rewrite import Box, write_shards
 from smp.checkpoint.storage import commit
+from smp.checkpoint.tensor_file import rows_of_a_shard, shard_keys
 from smp.config import ModelConfig
 from smp.convert.hf import carry
 from smp.convert.layout import Link, our_tensors, whole
@@ -62,9 +63,26 @@ class SmpWeights(Weights):
         if left := len(self.manifest.tensors) - len(stored):
             self.notes.append(f"{left} tensors of optimizer state are left out")
 
-    def sliced(self, name: str) -> bool:
-        """Every read verifies the checksums of whole shards."""
-        return False
+    def stretches(self, name: str, first: int, count: int, step: int) -> Iterator[tuple[int, int]]:
+        """Every read verifies whole shards: cut where no shard is cut, so that none is read twice."""
+        begin, last = first, first + count
+        for end in self._cuts(name):
+            if end > begin and (end - begin >= step or end >= last):
+                yield begin, min(end, last) - begin
+                begin = end
+            if begin >= last:
+                return
+
+    def _cuts(self, name: str) -> list[int]:
+        """Rows at which shards end and none goes on."""
+        shards = self.manifest.tensors[_MODEL + name].shards
+        ends: list[int] = []
+        for begin, end in sorted((s.offsets[0], s.offsets[0] + s.sizes[0]) for s in shards):
+            if ends and begin < ends[-1]:
+                ends[-1] = max(ends[-1], end)
+            else:
+                ends.append(end)
+        return ends
 
     def read_into(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> None:
         target = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
@@ -93,6 +111,13 @@ def saved_config(manifest: Manifest, folder: Folder) -> ModelConfig:
     return ModelConfig(**{name: saved[name] for name in names})
 
 
+def _cut(stored: Stored) -> Iterator[tuple[int, int]]:
+    """(first row, rows) of each shard of a tensor."""
+    rows = stored.shape[0]
+    step = rows_of_a_shard(stored.nbytes // max(rows, 1))
+    yield from ((first, min(step, rows - first)) for first in range(0, max(rows, 1), step))
+
+
 class SmpTarget:
     """What a checkpoint of ours with these weights is made of: weights only, at iteration 0.
 
@@ -119,24 +144,38 @@ class SmpTarget:
         return file
 
     def write(self, folder: Path, file: str, feed: Feed) -> Any:
-        """One file; what the manifest needs to know of it."""
-        planned = {tensor.name: tensor for tensor in self.files[file]}
-        boxes = {n: ((0,) * len(t.stored.shape), t.stored.shape) for n, t in planned.items()}
-        dtypes = {n: t.stored.dtype for n, t in planned.items()}
-        shards = write_shards(LocalFolder(folder), file, boxes, dtypes, lambda name: feed.stream(planned[name]))
-        return [asdict(shard) for shard in shards]
+        """One file; what the manifest needs to know of it: (tensor, shard) of each."""
+        pieces = [(t, first, count) for t in self.files[file] for first, count in _cut(t.stored)]
+        keys = shard_keys([(t.name, first, count) for t, first, count in pieces])
+        places = dict(zip(keys, pieces, strict=True))
+        boxes: dict[str, Box] = {}
+        for key, (t, first, count) in places.items():
+            rest = t.stored.shape[1:]
+            boxes[key] = (first, *(0 for _ in rest)), (count, *rest)
+
+        def data(key: str) -> Iterator[memoryview]:
+            tensor, first, count = places[key]
+            return feed.rows(tensor, first, count)
+
+        dtypes = {key: t.stored.dtype for key, (t, _, _) in places.items()}
+        shards = write_shards(LocalFolder(folder), file, boxes, dtypes, data)
+        return [[places[shard.key][0].name, asdict(shard)] for shard in shards]
 
     def finish(self, folder: Path, records: Mapping[str, Any]) -> None:
         """The manifest, and what goes along."""
         carry(self.reference, folder)
         stored = {t.name: t.stored for tensors in self.files.values() for t in tensors}
-        entries = {}
-        for shard in (shard for record in records.values() for shard in record):
-            shard = Shard(**{**shard, "offsets": tuple(shard["offsets"]), "sizes": tuple(shard["sizes"])})
-            entries[shard.key] = TensorEntry(stored[shard.key].shape, DTYPE_NAMES[stored[shard.key].dtype], (shard,))
+        shards: dict[str, list[Shard]] = {}
+        for name, shard in (found for record in records.values() for found in record):
+            shard |= {"offsets": tuple(shard["offsets"]), "sizes": tuple(shard["sizes"])}
+            shards.setdefault(name, []).append(Shard(**shard))
+        entries = {
+            name: TensorEntry(stored[name].shape, DTYPE_NAMES[stored[name].dtype], tuple(found))
+            for name, found in sorted(shards.items())
+        }
         extra = {
             "progress": {"iteration": 0, "consumed_samples": 0, "skipped_iterations": 0, "nan_iterations": 0},
             "config": asdict(self.weights.config),
             "smp_version": __version__,
         }
-        commit(LocalFolder(folder), Manifest(dict(sorted(entries.items())), {}, extra))
+        commit(LocalFolder(folder), Manifest(entries, {}, extra))

@@ -142,10 +142,23 @@ def _check_cover(where: str, name: str, shape: tuple[int, ...], parts: Sequence[
         for p in parts
     )
     count = sum(math.prod(p.slot.shape) for p in parts)
-    if not inside or count != math.prod(shape) or len({p.offsets for p in parts}) != len(parts):
+    if not inside or count != math.prod(shape) or _overlap(parts):
         raise CheckpointError(
             f"{where}: the {len(parts)} parts of tensor {name} do not make up its shape {list(shape)}"
         )
+
+
+def _overlap(parts: Sequence[Piece]) -> bool:
+    """Whether two pieces share an element."""
+    ordered = sorted((p for p in parts if 0 not in p.slot.shape), key=lambda p: p.offsets)
+    for i, one in enumerate(ordered):
+        for other in ordered[i + 1 :]:
+            if one.offsets and other.offsets[0] >= one.offsets[0] + one.slot.shape[0]:
+                break
+            boxes = zip(one.offsets, one.slot.shape, other.offsets, other.slot.shape, strict=True)
+            if all(a < b + m and b < a + n for a, n, b, m in boxes):
+                return True
+    return False
 
 
 _buffers = threading.local()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -60,9 +61,10 @@ class Weights(ABC):
     tensors: dict[str, Stored]
     notes: list[str]
 
-    def sliced(self, name: str) -> bool:
-        """Whether reading some rows of a tensor costs only these rows."""
-        return True
+    def stretches(self, name: str, first: int, count: int, step: int) -> Iterator[tuple[int, int]]:
+        """(first row, rows) of parts of ``count`` rows of a tensor from ``first`` on, in order, each of which is read
+        alone at no more than its own cost: ``step`` rows where any are."""
+        yield from ((row, min(step, first + count - row)) for row in range(first, first + count, step))
 
     @abstractmethod
     def read_into(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> None:
@@ -118,8 +120,9 @@ class LinkedWeights(Weights):
                 target = target.unsqueeze(0)
             self.store.read_into(link.theirs, (*front, *start), target)
 
-    def sliced(self, name: str) -> bool:
-        return not self.links[name].transposed
+    def stretches(self, name: str, first: int, count: int, step: int) -> Iterator[tuple[int, int]]:
+        """Rows of a transposed matrix are columns of theirs, which are read with what is between them."""
+        return super().stretches(name, first, count, max(1, count) if self.links[name].transposed else step)
 
     def fingerprint(self) -> Any:
         return self.store.fingerprint()
@@ -144,26 +147,56 @@ def unknown(store: Store, found: Mapping[str, Link], ignored: Sequence[str]) -> 
     return [name for name in store.tensors if name not in used and not name.endswith(tuple(ignored))]
 
 
-def assemble(weights: Weights, parts: Sequence[Link], shape: tuple[int, ...]) -> torch.Tensor:
-    """One of their tensors, of ``shape`` (without the dimension of layers), from the parts of ours that lie in it.
-
-    Rows that no part has (padding of the vocabulary) are zero.
+def refuse_difference(store: Store, head: str, embedding: str) -> None:
+    """A copy of the embedding that a tied head is stored as must be one.
 
     Raises:
-        CheckpointError: parts of different dtypes.
+        CheckpointError: the two differ.
     """
-    dtypes = {weights.tensors[part.ours].dtype for part in parts}
-    if len(dtypes) != 1:
-        names = ", ".join(part.ours for part in parts)
-        raise CheckpointError(f"{names} have different dtypes and cannot lie in one tensor")
-    out = torch.empty(shape, dtype=dtypes.pop())
+    if not _equal(store, head, embedding):
+        raise CheckpointError(f"{store.where(head)}: tensor {head} differs from {embedding}, to which it is tied")
+
+
+def _equal(store: Store, one: str, other: str) -> bool:
+    """Whether two matrices have the same bits; a few rows at a time."""
+    stored = store.tensors[one]
+    if stored != store.tensors[other]:
+        return False
+    step = max(1, (1 << 23) // max(1, stored.nbytes // stored.shape[0]))
+    for first in range(0, stored.shape[0], step):
+        rows = (min(step, stored.shape[0] - first), *stored.shape[1:])
+        a, b = torch.empty(rows, dtype=stored.dtype), torch.empty(rows, dtype=stored.dtype)
+        store.read_into(one, (first, 0), a)
+        store.read_into(other, (first, 0), b)
+        if not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+            return False
+    return True
+
+
+def widest(weights: Weights, parts: Sequence[Link]) -> torch.dtype:
+    """The dtype that holds the values of all parts."""
+    return functools.reduce(torch.promote_types, (weights.tensors[part.ours].dtype for part in parts))
+
+
+def assemble(weights: Weights, parts: Sequence[Link], shape: tuple[int, ...], memory: torch.Tensor) -> torch.Tensor:
+    """One of their tensors, of ``shape`` (without the dimension of layers), from the parts of ours that lie in it.
+
+    Rows that no part has (padding of the vocabulary) are zero. Parts of different dtypes are of the one that holds the
+    values of all. The tensor lies at the beginning of ``memory``, uint8; behind it is room for any one part, for those
+    that do not lie in one piece there.
+    """
+    dtype = widest(weights, parts)
+    size = torch.Size(shape).numel() * dtype.itemsize
+    out, spare = memory[:size].view(dtype).view(shape), memory[size:]
     filled = 0  # rows; what is left at the end is padding of the vocabulary
     for part in parts:
         target = out.t() if part.transposed else out
-        if part.rows.whole and not part.transposed:
+        if part.rows.whole and not part.transposed and weights.tensors[part.ours].dtype == out.dtype:
             weights.read_into(part.ours, (0,) * len(part.shape), target[: part.rows.ours])
         else:
-            tensor = weights.read(part.ours)
+            stored = weights.tensors[part.ours]
+            tensor = spare[: stored.nbytes].view(stored.dtype).view(stored.shape)
+            weights.read_into(part.ours, (0,) * tensor.ndim, tensor)
             for row, at, count in part.rows.runs(0, part.rows.ours):
                 target[row : row + count] = tensor[at : at + count]
         filled += part.rows.ours

@@ -223,12 +223,12 @@ class SelfAttention(nn.Module):
     def _attend_to_past(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """The last tokens of a sequence, whose keys and values are all there."""
         k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
-        mask = self._mask(k.shape[2], q.device)[-q.shape[2] :]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(k.shape[2], q.device, q.shape[2]))
 
-    def _mask(self, length: int, device: torch.device) -> torch.Tensor:
-        """Boolean (length, length), True where row may see column."""
-        distance = _distances(length, device)
+    def _mask(self, length: int, device: torch.device, last: int | None = None) -> torch.Tensor:
+        """Boolean (length, length), True where row may see column; of the ``last`` rows only."""
+        place = torch.arange(length, device=device)
+        distance = place[length - (last or length) :, None] - place[None, :]
         mask = distance >= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
         return mask if self.window is None else mask & (distance < self.window)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,9 @@ import torch
 
 from smp.layers.attention import KeyValueCache, SelfAttention
 from smp.models.gpt import GPT
+
+PIECE = 512
+"""Tokens of a prompt that go through the model at a time: it computes the logits of them all."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +36,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+        if not 0 <= self.temperature < math.inf or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise ValueError("temperature and top-k must not be negative, top-p must be above 0 and at most 1")
+        if not -(1 << 63) <= self.seed < 1 << 63:
+            raise ValueError("the seed must be an integer of 64 bits")
 
 
 @contextmanager
@@ -49,7 +55,6 @@ def cached(model: GPT, length: int) -> Iterator[None]:
             layer.cache = None
 
 
-@torch.no_grad()
 def generate(model: GPT, prompt: Sequence[int], count: int, sampling: Sampling, ends: Sequence[int]) -> Iterator[int]:
     """Up to ``count`` token ids after ``prompt``, one by one. Ends before any id of ``ends``, and where the model's
     longest sequence ends.
@@ -62,36 +67,54 @@ def generate(model: GPT, prompt: Sequence[int], count: int, sampling: Sampling, 
         ends: ids that end the text.
 
     Raises:
-        ValueError: no prompt, one that is longer than the model allows, or ids outside of its vocabulary.
+        ValueError: no prompt, one that is longer than the model allows, or ids outside of its vocabulary; a negative
+            count. While it writes: logits that are no numbers.
     """
     longest, vocab = model.config.max_position_embeddings, model.config.vocab_size
     assert vocab is not None and not model.sequence_parallel
+    if count < 0:
+        raise ValueError(f"{count} new tokens cannot be: give 0 or more")
     if not 0 < len(prompt) <= longest:
         raise ValueError(f"the prompt has {len(prompt)} tokens, this model takes 1 to {longest}")
     if min(prompt) < 0 or max(prompt) >= vocab:
         raise ValueError(f"token ids {min(prompt)}..{max(prompt)} are outside of the model's vocabulary of {vocab}")
+    return _tokens(model, prompt, min(len(prompt) + count, longest), sampling, ends)
+
+
+@torch.no_grad()
+def _tokens(model: GPT, prompt: Sequence[int], total: int, sampling: Sampling, ends: Sequence[int]) -> Iterator[int]:
+    """Up to ``total`` tokens, the prompt's included, which are not repeated."""
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(sampling.seed)
-    total = min(len(prompt) + count, longest)
-    new, start = list(prompt), 0
+    waiting, done = list(prompt), 0  # tokens that the model has not seen, and how many it has
     with cached(model, total):
-        while start + len(new) < total:
+        while done + len(waiting) < total:
+            new, waiting = waiting[:PIECE], waiting[PIECE:]
             tokens = torch.tensor([new], device=device)
-            places = torch.arange(start, start + len(new), device=device)[None]
-            logits = model(tokens, positions=places)[0, -1].float().cpu()
-            choice = choose(logits, sampling, generator)
+            places = torch.arange(done, done + len(new), device=device)[None]
+            logits = model(tokens, positions=places)
+            done += len(new)
+            if waiting:
+                continue
+            choice = choose(logits[0, -1].float().cpu(), sampling, generator)
             if choice in ends:
                 return
             yield choice
-            start, new = start + len(new), [choice]
+            waiting = [choice]
 
 
 def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """A token by its logit, fp32 (vocab,)."""
+    """A token by its logit, fp32 (vocab,).
+
+    Raises:
+        ValueError: a logit is no number.
+    """
+    if not bool(logits.isfinite().all()):
+        raise ValueError("the model's logits are not finite: its weights are damaged, or too large for this dtype")
     if sampling.temperature == 0:
         return int(logits.argmax())
     best = logits.topk(min(sampling.top_k or logits.numel(), logits.numel()))
-    weights = (best.values / sampling.temperature).softmax(dim=0)
+    weights = ((best.values - best.values[0]) / sampling.temperature).softmax(dim=0)
     if sampling.top_p < 1:
         before = weights.cumsum(dim=0) - weights  # of all that are likelier
         weights = weights.masked_fill(before >= sampling.top_p, 0.0)

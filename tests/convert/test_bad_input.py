@@ -7,7 +7,9 @@ import io
 import json
 import os
 import pickle
+import resource
 import shutil
+import signal
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from smp.convert.formats import FORMATS
 from tests.convert.tiny import save_theirs
 from tools.convert_checkpoint import main
 
@@ -134,6 +137,10 @@ HF: dict[str, tuple[Change, tuple[str, ...]]] = {
     ),
     "index out of the folder": (lambda f: edit_index(f, FIRST, "../evil.safetensors"), (FIRST, "../evil.safetensors")),
     "index to an absolute path": (lambda f: edit_index(f, FIRST, "/etc/passwd"), (FIRST, "/etc/passwd")),
+    "one file beside an index of others": (
+        lambda f: shutil.copy(file_of(f, FIRST), f / "model.safetensors") and None,
+        ("model.safetensors: model.safetensors.index.json does not name it",),
+    ),
     "index no JSON": (lambda f: (f / "model.safetensors.index.json").write_text("{") and None, ("is not an index",)),
     "config no JSON": (lambda f: (f / "config.json").write_text("[1]") and None, ("config.json is not a JSON object",)),
 }
@@ -152,15 +159,15 @@ def test_hugging_face_folders(kind: str, whole: Path, tmp_path: Path, capsys: py
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "mixtral": (
         {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"},
-        "MixtralForCausalLM is not supported (mixture-of-experts layers do not exist here); the nearest that is: "
-        "MistralForCausalLM",
+        "MixtralForCausalLM is not supported (it has mixture-of-experts layers, which do not exist here); the nearest "
+        "that is: MistralForCausalLM",
     ),
     "qwen3 moe": ({"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}, "that is: Qwen3ForCausalLM"),
     "yarn": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "RoPE of type 'yarn' is not supported"),
     "one bias": ({"attention_bias": True}, "attention_bias and mlp_bias differ"),
     "activation": ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported, only silu"),
     "heads": ({"num_key_value_heads": 3}, "not divisible by --num-query-groups 3"),
-    "text for a number": ({"hidden_size": "32"}, "hidden_size '32' is not a number"),
+    "text for a number": ({"hidden_size": "32"}, "hidden_size '32' is not an integer"),
     "no size": ({"hidden_size": None}, "config.json"),
 }
 
@@ -293,6 +300,79 @@ def test_our_checkpoints(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     refused(capsys, ours, "shard_00000.safetensors: ", "do not match their checksum", "tensor model.")
 
 
+def test_a_disk_that_is_full(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A limit of the size of files stands for it: a write fails in the middle."""
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    for kind in FORMATS:
+        target = tmp_path / kind
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, limits[1]))
+        try:
+            code, error = run(capsys, "--load", whole, "--to", kind, "--save", target)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert code == 1 and f"error: {target}.partial cannot be written: " in error and not target.exists()
+        assert run(capsys, "--load", whole, "--to", kind, "--save", target)[0] == 0  # there is room again
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_dtypes_that_differ_within_a_fused_matrix(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As they are they cannot lie in one matrix; in a dtype that is asked for they can."""
+    folder, name = tmp_path / "folder", "model.layers.1.self_attn.k_proj.weight"
+    shutil.copytree(whole, folder)
+    edit_tensors(folder, name, lambda tensors: tensors.update({name: tensors[name].bfloat16()}))
+    line = refused(capsys, folder, "layers.1.attention.key.weight", flags=("--to", "megatron"))
+    assert "have different dtypes" in line and "--dtype" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]  # found before anything was written
+    flags = ("--to", "megatron", "--dtype", "fp32")
+    assert run(capsys, "--load", folder, "--save", tmp_path / "megatron", *flags)[0] == 0
+    assert run(capsys, "--load", tmp_path / "megatron", "--save", tmp_path / "back", "--to", "hf")[0] == 0
+    wanted = {n: t.float() for path in folder.glob("*.safetensors") for n, t in load_file(path).items()}
+    found = load_file(tmp_path / "back" / "model.safetensors")
+    assert found.keys() == wanted.keys() and all(torch.equal(found[n], wanted[n]) for n in wanted)
+    norm = "model.layers.1.input_layernorm.weight"  # a matrix of its own, but one of a stack of all layers
+    edit_tensors(folder, name, lambda tensors: tensors.update({name: tensors[name].float()}))
+    edit_tensors(folder, norm, lambda tensors: tensors.update({norm: tensors[norm].bfloat16()}))
+    refused(capsys, folder, "decoder.layers.1.", "has another dtype than in other layers", flags=("--to", "megatron"))
+
+
+def test_a_folder_of_somebody_else_is_not_emptied(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "new.partial").mkdir()
+    (tmp_path / "new.partial" / "file").write_text("mine")
+    code, error = run(capsys, "--load", whole, "--save", tmp_path / "new")
+    assert code == 1 and "new.partial exists already and is no interrupted conversion" in error
+    assert (tmp_path / "new.partial" / "file").read_text() == "mine" and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        (("--megatron-tp", "2"), 1, "--megatron-tp is for --to megatron, not smp"),
+        (("--vocab-size", "90"), 1, "--vocab-size is for --from megatron, not hf"),
+        (("--from", "smp", "--allow-pickle"), 1, "--allow-pickle is for --from hf, not smp"),
+        (("--max-shard-size", "nan"), 2, "--max-shard-size nan must be above 0"),
+        (("--max-shard-size", "inf"), 2, "--max-shard-size inf must be above 0"),
+        (("--vocab-size", "0"), 2, "--vocab-size 0 must be above 0"),
+        (("--megatron-tp", "0"), 2, "--megatron-tp 0 must be above 0"),
+        (("--reference", "nowhere"), 1, "--reference nowhere: there is no such folder"),
+    ],
+)
+def test_flags_that_would_do_nothing(
+    flags: tuple[str, ...],
+    code: int,
+    message: str,
+    whole: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found, error = run(capsys, "--load", whole, "--save", tmp_path / "new", *flags)
+    assert (found, error) == (code, f"error: {message}\n")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_targets_are_never_overwritten(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").write_text("mine")
@@ -301,3 +381,5 @@ def test_targets_are_never_overwritten(whole: Path, tmp_path: Path, capsys: pyte
     assert (tmp_path / "there" / "file").read_text() == "mine"
     code, error = run(capsys, "--load", tmp_path / "there", "--save", tmp_path / "new")
     assert code == 1 and "is no checkpoint" in error
+    code, error = run(capsys, "--load", tmp_path / "nowhere", "--save", tmp_path / "new")
+    assert code == 1 and error == f"error: {tmp_path / 'nowhere'}: there is no such folder\n"

@@ -14,9 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from smp.checkpoint import CheckpointError, verify
+from smp.checkpoint import CheckpointError, Manifest, Shard, TensorEntry, verify
+from smp.checkpoint.local import LocalFolder
+from smp.checkpoint.manifest import read_manifest
 from smp.convert.convert import JOURNAL, write
 from smp.convert.formats import FORMATS, Format, make_target, open_checkpoint
+from smp.convert.smp_format import SmpWeights
 from tests.convert.test_hf import assert_same_tensors
 from tests.convert.test_megatron import convert
 from tests.convert.tiny import save_theirs
@@ -140,6 +143,7 @@ def test_the_command(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert code == 0 and "smp -> megatron" in out and (b / "release" / ".metadata").is_file()
     code, out, err = run("--load", b, "--to", "hf", "--save", c, "--dtype", "bf16", "--max-shard-size", "2e-5")
     assert code == 0 and "megatron -> hf" in out and "note: 29 rows" in err
+    assert "note: no tokenizer lies with --load: --reference takes one along" in err
     assert json.loads((c / "config.json").read_text())["dtype"] == "bfloat16"
     files = sorted(c.glob("model-*.safetensors"))
     assert len(files) > 1
@@ -195,6 +199,42 @@ def test_values_that_a_dtype_cannot_hold_are_refused(tmp_path: Path, capsys: pyt
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     flags = ["--load", str(folder), "--to", "hf", "--save", str(tmp_path / "target")]
     assert main([*flags, "--dtype", "fp16"]) == 1
-    assert "model.layers.1.mlp.up_proj.weight has values that are too large for fp16" in capsys.readouterr().err
+    assert "model.layers.1.mlp.up_proj.weight has values that are too large for float16" in capsys.readouterr().err
     assert not (tmp_path / "target").exists()
     assert main([*flags, "--dtype", "fp32"]) == 0
+    tensors = load_file(tmp_path / "target" / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = 3.4e38  # the nearest number of bf16 is infinite
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert main([*flags[:-1], str(tmp_path / "other"), "--dtype", "bf16"]) == 1
+    assert "has values that are too large for bfloat16" in capsys.readouterr().err
+
+
+def test_shards_of_our_checkpoints_are_as_small_as_those_of_a_run(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever wants a row of a tensor reads its shard: docs/checkpoint-format.md says how large one is."""
+    monkeypatch.setattr("smp.checkpoint.tensor_file.LARGEST_SHARD", 3000)  # 23 rows of 32 numbers in fp32
+    ours = convert(source, tmp_path / "ours", "smp")
+    shards = read_manifest(LocalFolder(ours)).tensors["model.embedding.weight"].shards
+    assert [shard.sizes for shard in shards] == [(23, 32)] * 4 + [(7, 32)]
+    assert verify(ours) == []
+    assert_same_tensors(convert(ours, tmp_path / "back", "hf"), source)
+    again = convert(ours, tmp_path / "again", "smp", dtype=torch.float64)
+    assert_same_tensors(convert(again, tmp_path / "same", "hf", dtype=torch.float32), source)
+
+
+def test_no_shard_of_ours_is_read_twice() -> None:
+    """Parts of a tensor that is read end where shards end, whoever cut them: here (rows from, to) of two columns."""
+
+    def stretches(shards: list[tuple[int, int]], first: int, count: int, step: int) -> list[tuple[int, int]]:
+        boxes = [Shard("f", str(i), (a, 0), (b - a, 2), "") for i, (a, b) in enumerate(shards)]
+        weights = object.__new__(SmpWeights)
+        weights.manifest = Manifest({"model.t": TensorEntry((9, 4), "F32", tuple(boxes))}, {}, {})
+        return list(weights.stretches("t", first, count, step))
+
+    rows = [(4, 6), (0, 2), (6, 9), (2, 4)]
+    assert stretches(rows, 0, 9, 1) == [(0, 2), (2, 2), (4, 2), (6, 3)]
+    assert stretches(rows, 0, 9, 3) == [(0, 4), (4, 5)]
+    assert stretches(rows, 1, 4, 1) == [(1, 1), (2, 2), (4, 1)]
+    assert stretches([(0, 5), (0, 3), (3, 9), (5, 9)], 0, 9, 1) == [(0, 9)]
+    assert stretches([(0, 5), (0, 5), (5, 9), (5, 9)], 0, 9, 1) == [(0, 5), (5, 4)]

@@ -70,6 +70,9 @@ def test_the_commands_run(tmp_path: Path) -> None:
 
 def test_every_family_and_every_link_is_there() -> None:
     for family, name in zip(FAMILIES, ("Llama", "Mistral", "Qwen 2", "Qwen 3", "GPT-2", "GPT-NeoX"), strict=True):
-        assert any(line.startswith(f"| {name}") for line in PAGE.splitlines()), family
+        rows = [line for line in PAGE.splitlines() if line.startswith(f"| {name}")]
+        assert rows and all("(../tests/convert/test_logits.py)" in row and "/test_hf.py)" in row for row in rows), (
+            family
+        )
     for link in re.findall(r"\]\((?!http)([^)#]+)\)", PAGE):
         assert (ROOT / "docs" / link).exists(), link

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from smp.convert.formats import Format, open_checkpoint
-from smp.models.generation import Sampling, generate
+from smp.models.generation import Sampling, choose, generate
 from tests.convert.test_megatron import convert
 from tests.convert.tiny import TINY, save_theirs, their_model
 from tests.distributed import run_distributed
-from tools.generate import load_model, main, stream
+from tools.generate import end_ids, load_model, main, stream
 
 pytest.importorskip("transformers")
 Run = Callable[..., tuple[int, str, str]]
@@ -96,14 +96,50 @@ def test_sampling_flags_change_what_is_written(run: Run, tmp_path: Path) -> None
     outputs = [run(*common, *more)[1] for more in flags]
     assert len(set(outputs)) == len(flags) and all(outputs)
     assert run(*common, *flags[0])[1] == outputs[0]
-    exact, rounded = (run(*common, "--temperature", "1.5", "--dtype", dtype)[1] for dtype in ("fp32", "bf16"))
-    assert exact == outputs[0] and rounded
+    assert run(*common, *flags[0], "--dtype", "fp32")[1] == outputs[0]
+    assert outputs[0].startswith(run(*common, *flags[0], "--max-new-tokens", "3")[1].rstrip())
+
+
+def test_weights_have_the_dtype_that_is_asked_for(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = save_theirs("llama3", tmp_path / "hf")
+    tokenizer(source)
+    dtypes = []
+
+    def noted(model: Any, *args: Any) -> Any:
+        dtypes.append({p.dtype for p in model.parameters()})
+        return generate(model, *args)
+
+    monkeypatch.setattr("tools.generate.generate", noted)
+    for dtype in ("fp32", "bf16"):
+        code, out, error = run("--load", source, "--prompt", "w5", "--max-new-tokens", "2", "--dtype", dtype)
+        assert code == 0 and out
+        assert ("note: weights are float32 in the files and bfloat16 here" in error) == (dtype == "bf16")
+    assert dtypes == [{torch.float32}, {torch.bfloat16}]
+
+
+def test_choices_are_those_of_transformers() -> None:
+    """The order of temperature, top-k and top-p, and which of the likeliest tokens are left."""
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    generator = torch.Generator().manual_seed(0)
+    for temperature, k, p in ((0.7, 5, 0.8), (2.0, 0, 0.6), (1.0, 3, 1.0), (1.3, 20, 0.95)):
+        logits = torch.randn(20, generator=generator) * 2
+        warped = TemperatureLogitsWarper(temperature)(None, logits[None])
+        warped = warped if k == 0 else TopKLogitsWarper(k)(None, warped)
+        warped = TopPLogitsWarper(p)(None, warped)
+        theirs = warped[0].softmax(-1)
+        sampling, counts = Sampling(temperature, k, p), torch.zeros(20)
+        for _ in range(3000):
+            counts[choose(logits, sampling, generator)] += 1
+        assert not counts[theirs == 0].any()
+        assert (counts / 3000 - theirs).abs().max() < 0.04
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--temperature", "-1"], "temperature and top-k must not be negative"),
+        (["--top-p", "nan"], "top-p must be above 0 and at most 1"),
         ([], "no tokenizer lies with the model: give --tokenizer-model"),
         (["--tokenizer-model", "nowhere.json"], "nowhere.json is not a tokenizer.json"),
         (["--reference", "nowhere"], "--reference nowhere: there is no such folder"),
@@ -115,6 +151,33 @@ def test_mistakes_are_one_line(flags: list[str], message: str, run: Run, tmp_pat
     code, _, error = run("--load", source, *flags)
     assert code == 2 and error.startswith("error: ") and message in error
     assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prompt", "w5 " * 200], "the prompt has 201 tokens, this model takes 1 to 128"),
+        (["--prompt", "w5", "--max-new-tokens", "-1"], "-1 new tokens cannot be"),
+    ],
+)
+def test_what_cannot_be_continued_is_one_line(flags: list[str], message: str, run: Run, tmp_path: Path) -> None:
+    source = save_theirs("llama3", tmp_path / "hf")
+    tokenizer(source)
+    run("--load", "nowhere")
+    code, out, error = run("--load", source, *flags)
+    assert (code, out) == (2, "") and error.startswith("error: ") and message in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", '{"eos_token_id": "</s>"}', '{"eos_token_id": [2, 5]}', "{}"])
+def test_what_ends_a_text(text: str, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(text)
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
+    if text in ("{", '{"eos_token_id": "</s>"}'):
+        with pytest.raises(ValueError, match=r"generation_config.json(: eos_token_id '</s>' is no| cannot be read)"):
+            end_ids(tmp_path)
+    else:
+        assert end_ids(tmp_path) == ([2, 5] if "[2" in text else [7])
 
 
 def test_characters_appear_when_they_are_complete() -> None:

@@ -70,6 +70,17 @@ def test_there_and_back_keeps_every_bit(kind: str, dtype: torch.dtype, tmp_path:
     assert (back / "generation_config.json").read_bytes() == (theirs / "generation_config.json").read_bytes()
 
 
+def test_an_architecture_is_enough_to_know_a_family(tmp_path: Path) -> None:
+    theirs = save_theirs("llama3", tmp_path / "theirs")
+    content = read_hf_config(theirs)
+    del content["model_type"]
+    (theirs / "config.json").write_text(json.dumps(content))
+    ours = to_smp(theirs, tmp_path / "ours")
+    back = to_hf(ours, tmp_path / "back", ours / "hf")
+    assert_same_tensors(theirs, back)
+    assert read_hf_config(back) == content
+
+
 @pytest.mark.parametrize("kind", TINY)
 def test_without_their_configuration_an_equivalent_one_is_written(kind: str, tmp_path: Path) -> None:
     import transformers

@@ -78,6 +78,56 @@ def test_windows_in_some_layers_are_refused() -> None:
         from_hf(QWEN | {"max_window_layers": 16})
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mistral"}, "there: LlamaForCausalLM with the model_type mistral is a contradiction"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"weights are quantized \(quantization_config\)"),
+        ({"rope_theta": "10000"}, "rope_theta '10000' is not a number"),
+        ({"rope_theta": None}, "rope_theta None is not a number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps nan is not a number"),
+        ({"vocab_size": 10**400}, "vocab_size 1000.* is not an integer"),
+        ({"num_hidden_layers": True}, "num_hidden_layers True is not an integer"),
+        ({"hidden_act": ["silu"]}, r"hidden_act \['silu'\] is not supported"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", **SCALING, "factor": "8"}},
+            "--rope-scaling-factor '8' is not a value",
+        ),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3 without low_freq_factor"),
+        ({"rope_scaling": [8.0]}, "RoPE of different kinds"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not a setting of LlamaForCausalLM"),
+    ],
+)
+def test_values_that_cannot_be_are_refused_in_one_line(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_hf(LLAMA | {"model_type": "llama"} | changes, "there")
+
+
+@pytest.mark.parametrize("changes", [{"max_window_layers": "all"}, {"layer_types": 5}, {"sliding_window": 1.5}])
+def test_windows_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(changes))} .* is not"):
+        from_hf(QWEN | changes)
+
+
+def test_a_fraction_that_transformers_cuts_off_is_refused() -> None:
+    """int(64 x 0.4) = 25 channels there and RoPE's exponents divided by it, the nearest is 26."""
+    neox = LLAMA | {"architectures": ["GPTNeoXForCausalLM"], "hidden_size": 2048, "rotary_emb_base": 10000}
+    assert from_hf(neox | {"rotary_pct": 0.25}).rotary_percent == 0.25
+    with pytest.raises(ConfigError, match="RoPE on 25.6 channels of a head, no whole number, is not supported"):
+        from_hf(neox | {"rotary_pct": 0.4})
+
+
+def test_names_that_transformers_takes_for_gpt2() -> None:
+    config = from_hf({"architectures": ["GPT2LMHeadModel"], "num_attention_heads": 16, "n_embd": 1024})
+    assert (config.num_attention_heads, config.kv_channels, config.hidden_size) == (16, 64, 1024)
+
+
+def test_ids_of_special_tokens_are_never_those_of_another_tokenizer() -> None:
+    """What config.json leaves out is what transformers has for the family: 2 ends a text of any Llama."""
+    written = to_hf(resolved(**PRESETS["llama3-8b"]), "float32")
+    assert [written[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")] == [None, None, None]
+
+
 def test_a_configuration_that_still_fits_is_kept() -> None:
     base = LLAMA | {"torch_dtype": "bfloat16", "bos_token_id": 128000, "custom": [1]}
     config = from_hf(base)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from smp.checkpoint import CheckpointError
 from smp.config import Config, ConfigError, Layout, ModelConfig, ParallelConfig, TrainingConfig, resolve
+from smp.convert.hf_config import resolved
 from smp.models.presets import PRESETS
 from smp.training.settings import read_settings
 from tests.convert.test_megatron import convert
 from tests.convert.tiny import save_theirs
 from tests.distributed import run_distributed
 from tests.programs import run_program
+from tests.training.flag_runs import run_here
 
 pytest.importorskip("transformers")
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,12 +31,17 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp 2, shard 2": (4, {"tensor_model_parallel_size": 2}),
     "tp 4, shared key and value heads": (4, {"tensor_model_parallel_size": 4}),
 }
-FAST = ("tp 2, sp", "pp 2", "tp 2, shard 2")
+TOGETHER = [("tp 2, sp", "pp 2"), ("tp 2, shard 2",)]
+TOGETHER_SLOW = [("shard 2", "replicate 2"), ("tp 4, shared key and value heads",)]
+"""Layouts of as many ranks, tried in one start of them."""
 
 
-def big_enough(folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose rows are long enough to be read in parts: one of some megabytes."""
     import transformers
+
+    folder = tmp_path_factory.mktemp("theirs") / "hf"
 
     sizes: dict[str, Any] = {"vocab_size": 301, "hidden_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8}
     sizes |= {"intermediate_size": 1024, "max_position_embeddings": 64, "num_key_value_heads": 2}
@@ -43,8 +50,15 @@ def big_enough(folder: Path) -> Path:
     return folder
 
 
-def parts_read(rank: int, world: int, folder: str, parallel: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
-    """This rank's parts with their boxes, the bytes of them, and the bytes that it read for them."""
+Read = tuple[dict[str, Any], int, int]
+
+
+def parts_read(rank: int, world: int, folder: str, layouts: tuple[str, ...]) -> list[Read]:
+    """Of each layout this rank's parts with their boxes, the bytes of them, and the bytes that it read for them."""
+    return [parts_of(world, folder, LAYOUTS[layout][1]) for layout in layouts]
+
+
+def parts_of(world: int, folder: str, parallel: dict[str, Any]) -> Read:
     from smp.checkpoint import local, training_state
     from smp.convert.describe import read_architecture
     from smp.convert.load import load_hf
@@ -68,6 +82,7 @@ def parts_read(rank: int, world: int, folder: str, parallel: dict[str, Any]) -> 
     built = build_model(config, build_mesh(layout, "cpu"), torch.device("cpu"), plan)
     local._LocalSource.read_into = counted  # type: ignore[method-assign]
     load_hf(built, folder)
+    local._LocalSource.read_into = read  # type: ignore[method-assign]
     parts, size = {}, 0
     for name, parameter in training_state(built)[0].items():
         part = parameter.to_local() if hasattr(parameter, "to_local") else parameter
@@ -77,13 +92,18 @@ def parts_read(rank: int, world: int, folder: str, parallel: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in LAYOUTS]
+    "layouts", [*TOGETHER, *(pytest.param(s, marks=pytest.mark.slow) for s in TOGETHER_SLOW)], ids=str
 )
-def test_every_rank_reads_its_own_parts(layout: str, tmp_path: Path) -> None:
-    folder = big_enough(tmp_path / "hf")
-    world, parallel = LAYOUTS[layout]
-    found = run_distributed(parts_read, world, str(folder), parallel)
+def test_every_rank_reads_its_own_parts(layouts: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
+    assert {name for together in (*TOGETHER, *TOGETHER_SLOW) for name in together} == set(LAYOUTS)
+    found = run_distributed(parts_read, LAYOUTS[layouts[0]][0], str(folder), layouts)
     whole = load_file(convert(folder, tmp_path / "smp", "smp") / "shard_00000.safetensors")
+    for layout, ranks in zip(layouts, zip(*found, strict=True), strict=True):
+        check_parts(layout, ranks, whole)
+
+
+def check_parts(layout: str, found: tuple[Read, ...], whole: dict[str, torch.Tensor]) -> None:
+    """Each rank's parts are those of the whole, together they are all of it, and nobody read more."""
     covered = {name: torch.zeros(tensor.shape, dtype=torch.bool) for name, tensor in whole.items()}
     for parts, size, count in found:
         assert count <= 1.02 * size + 20_000  # headers, and what is left of a row
@@ -101,11 +121,8 @@ def test_every_rank_reads_its_own_parts(layout: str, tmp_path: Path) -> None:
     assert all(mask.all() for mask in covered.values())
 
 
-def pretrain(*words: str | Path, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    return run_program(ROOT / "pretrain_gpt.py", words, ROOT, ranks)
-
-
-RUN = ("--mock-data", "--seq-length", "32", "--global-batch-size", "4", "--log-interval", "1", "--no-progress-bar")
+RUN = "--mock-data --seq-length 32 --global-batch-size 4 --log-interval 1 --no-progress-bar --no-tensorboard"
+RUN += " --log-dir logs"
 
 
 def losses(output: str) -> list[float]:
@@ -114,53 +131,67 @@ def losses(output: str) -> list[float]:
 
 def test_pretraining_starts_from_a_hugging_face_folder(tmp_path: Path) -> None:
     folder = save_theirs("qwen3", tmp_path / "hf", torch.bfloat16)
-    flags = ("--load", folder, "--finetune", *RUN, "--train-iters", "2", "--lr", "1e-3")
-    one = pretrain(*flags, "--log-dir", tmp_path / "one", "--save", tmp_path / "run")
-    two = pretrain(*flags, "--log-dir", tmp_path / "two", "--tensor-model-parallel-size", "2", ranks=2)
-    assert one.returncode == two.returncode == 0, one.stderr + two.stderr
-    for done in (one, two):
-        assert f"weights from the Hugging Face folder {folder}; optimizer and counters start afresh" in done.stdout
-        assert "note: weights are bfloat16 in the files and float32 here" in done.stdout
-    assert losses(one.stdout) == pytest.approx(losses(two.stdout), rel=1e-5) and len(losses(one.stdout)) == 2
+    flags = f"{RUN} --load {folder} --finetune --train-iters 2 --lr 1e-3"
+    one = run_here(tmp_path / "one", f"--save {tmp_path / 'run'}", base=flags)
+    two = run_program(ROOT / "pretrain_gpt.py", [*flags.split(), "--tensor-model-parallel-size", "2"], tmp_path, 2)
+    assert one.code == two.returncode == 0, one.err + two.stderr
+    for said in (one.out, two.stdout):
+        assert f"weights from the Hugging Face folder {folder}; optimizer and counters start afresh" in said
+        assert "note: weights are bfloat16 in the files and float32 here" in said
+    assert losses(one.out) == pytest.approx(losses(two.stdout), rel=1e-5) and len(losses(one.out)) == 2
     saved = json.loads((tmp_path / "run" / "iter_0000002" / "manifest.json").read_text())["extra"]["config"]
     assert (saved["num_layers"], saved["kv_channels"], saved["qk_layernorm"]) == (2, 16, True)
-    again = pretrain("--load", tmp_path / "run", *RUN, "--train-iters", "3", "--log-dir", tmp_path / "again")
-    assert again.returncode == 0 and "at iteration 2" in again.stdout  # and knows what model it is
+    again = run_here(tmp_path / "again", f"--load {tmp_path / 'run'} --train-iters 3", base=RUN)
+    assert again.code == 0 and "at iteration 2" in again.out  # and knows what model it is
     exported = convert(tmp_path / "run", tmp_path / "exported", "hf", reference=folder)
     assert (exported / "generation_config.json").is_file()
-    other = pretrain("--model", "debug", "--vocab-size", "99", *RUN, "--train-iters", "1", "--log-dir", tmp_path / "o")
-    assert losses(other.stdout)[0] != pytest.approx(losses(one.stdout)[0], rel=1e-2)
+    other = run_here(tmp_path / "other", "--model debug --vocab-size 99 --train-iters 1", base=RUN)
+    assert losses(other.out)[0] != pytest.approx(losses(one.out)[0], rel=1e-2)
 
 
 def test_a_converted_checkpoint_is_where_a_run_starts(tmp_path: Path) -> None:
     folder = save_theirs("llama3", tmp_path / "hf", torch.bfloat16)
     ours = convert(folder, tmp_path / "ours", "smp")
-    common = (*RUN, "--train-iters", "1", "--log-dir", tmp_path / "log")
-    refused = pretrain("--load", ours, *common)
-    assert refused.returncode == 2 and "holds weights only, nothing to resume: give --finetune" in refused.stderr
-    a = pretrain("--load", ours, "--finetune", *common)
-    b = pretrain("--load", folder, *common)
-    assert a.returncode == b.returncode == 0, a.stderr + b.stderr
-    assert losses(a.stdout) == losses(b.stdout) and len(losses(a.stdout)) == 1
+    refused = run_here(tmp_path / "refused", f"--load {ours} --train-iters 1", base=RUN)
+    assert refused.code == 2 and "holds weights only, nothing to resume: give --finetune" in refused.err
+    a = run_here(tmp_path / "a", f"--load {ours} --finetune --train-iters 1", base=RUN)
+    b = run_here(tmp_path / "b", f"--load {folder} --train-iters 1", base=RUN)
+    assert a.code == b.code == 0, a.err + b.err
+    assert losses(a.out) == losses(b.out) and len(losses(a.out)) == 1
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--num-layers", "3"), "is a model with --num-layers 2, this run has 3"),
-        (("--model", "llama3-8b"), "is a model with --num-layers 2, this run has 32"),
+        ("--num-layers 3", "is a model with --num-layers 2, this run has 3"),
+        ("--model llama3-8b", "is a model with --num-layers 2, this run has 32"),
+        ("--tensor-model-parallel-size 3", "--tensor-model-parallel-size"),
     ],
 )
-def test_other_settings_than_the_folders_are_refused(flags: tuple[str, ...], message: str, tmp_path: Path) -> None:
+def test_other_settings_than_the_folders_are_refused(flags: str, message: str, tmp_path: Path) -> None:
     folder = save_theirs("llama3", tmp_path / "hf")
     with pytest.raises(ConfigError, match=message):
-        read_settings(["--load", str(folder), *RUN, "--train-iters", "1", *flags], PRESETS, 1)
+        read_settings([*f"--load {folder} {RUN} --train-iters 1 {flags}".split()], PRESETS, 3 if "size" in flags else 1)
 
 
 def test_a_folder_has_no_iterations(tmp_path: Path) -> None:
     folder = save_theirs("llama3", tmp_path / "hf")
-    done = pretrain("--load", folder, "--ckpt-step", "3", *RUN, "--train-iters", "1", "--log-dir", tmp_path / "log")
-    assert done.returncode == 2 and "is a Hugging Face folder" in done.stderr
+    done = run_here(tmp_path / "run", f"--load {folder} --ckpt-step 3 --train-iters 1", base=RUN)
+    assert done.code == 2 and "is a Hugging Face folder" in done.err
+
+
+def refusals(rank: int, world: int, folder: str) -> str:
+    """What loading a folder ends with."""
+    from smp.convert.describe import read_architecture
+    from smp.convert.load import load_hf
+    from smp.models.gpt import GPT
+    from smp.parallel.mesh import build_mesh
+
+    mesh = build_mesh(Layout(tp=world), "cpu")["tp"]
+    model = GPT(resolved(**(read_architecture(folder) or {})), mesh, device="cpu")
+    with pytest.raises(CheckpointError) as error:
+        load_hf(model, folder)
+    return str(error.value)
 
 
 def test_a_damaged_folder_ends_all_ranks_in_one_line(tmp_path: Path) -> None:
@@ -168,8 +199,7 @@ def test_a_damaged_folder_ends_all_ranks_in_one_line(tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, folder / "model.safetensors")
-    done = pretrain("--load", folder, *RUN, "--train-iters", "1", "--log-dir", tmp_path / "log", ranks=2)
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert done.returncode != 0 and len(errors) == 1
-    assert "model.safetensors" in errors[0] or str(folder) in errors[0]
-    assert "tensor model.norm.weight is missing" in errors[0]
+    done = run_here(tmp_path / "run", f"--load {folder} --train-iters 1", base=RUN)
+    line = f"{folder}: tensor model.norm.weight is missing"
+    assert done.code != 0 and len(done.errors) == 1 and line in done.errors[0]
+    assert run_distributed(refusals, 2, str(folder)) == [line, line]

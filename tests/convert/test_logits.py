@@ -14,16 +14,28 @@ pytest.importorskip("transformers")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
+def tokens() -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and labels."""
+    drawn = torch.randint(0, VOCAB, (2, 41), generator=torch.Generator().manual_seed(1))
+    return drawn[:, :-1], drawn[:, 1:]
+
+
 @pytest.fixture(scope="module")
+@torch.no_grad()
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Their models in both dtypes, and what they compute, once for all ranks: logits in fp32, and of the weights that
+    were rounded to bf16 in bf16 and in fp32."""
     root = tmp_path_factory.mktemp("theirs")
+    inputs, _ = tokens()
     for kind in TINY:
         for name, dtype in DTYPES.items():
             save_theirs(kind, root / kind / name, dtype, shard="20KB")
+        logits = [_their_logits(root / kind / "bf16", dtype, inputs) for dtype in (torch.bfloat16, torch.float32)]
+        torch.save([their_model(kind)(inputs).logits, *logits], root / kind / "logits.pt")
     return root
 
 
-def _their_logits(folder: str, dtype: torch.dtype, inputs: torch.Tensor) -> torch.Tensor:
+def _their_logits(folder: Path, dtype: torch.dtype, inputs: torch.Tensor) -> torch.Tensor:
     """Loaded as users do: tables of RoPE stay in fp32 then."""
     from transformers import AutoModelForCausalLM
 
@@ -42,8 +54,7 @@ def differences(rank: int, world: int, root: str) -> dict[str, tuple[float, floa
     from smp.parallel.mesh import build_mesh
 
     mesh, out = build_mesh(Layout(tp=world), "cpu"), {}
-    tokens = torch.randint(0, VOCAB, (2, 41), generator=torch.Generator().manual_seed(1))
-    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+    inputs, labels = tokens()
     for kind in TINY:
         logits = {}
         for name, dtype in DTYPES.items():
@@ -54,10 +65,8 @@ def differences(rank: int, world: int, root: str) -> dict[str, tuple[float, floa
             logits[name] = ours(inputs)
             if name == "fp32":
                 loss = ours(inputs, labels, torch.full(labels.shape, 1.0 / labels.numel()))
-        theirs = their_model(kind)
-        want = theirs(inputs).logits
+        want, bf16, exact = torch.load(f"{root}/{kind}/logits.pt")
         reference = torch.nn.functional.cross_entropy(want.flatten(0, 1), labels.flatten())
-        bf16, exact = (_their_logits(f"{root}/{kind}/bf16", dtype, inputs) for dtype in (torch.bfloat16, torch.float32))
         out[kind] = (
             (logits["fp32"] - want).abs().max().item(),
             want.abs().max().item(),

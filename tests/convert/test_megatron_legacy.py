@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ import pytest
 import torch
 
 from smp.checkpoint import CheckpointError
-from smp.config import ModelConfig
+from smp.config import ConfigError, ModelConfig
 from smp.convert.formats import open_checkpoint
-from smp.convert.hf_config import architecture, resolved
+from smp.convert.hf_config import architecture, resolved, to_hf
 from smp.convert.layout import our_tensors
 from smp.convert.megatron_table import COLUMN_PARALLEL, ROW_PARALLEL, to_args
 
@@ -90,8 +91,10 @@ def cut(name: str, tensor: torch.Tensor, tp: int, rank: int, gated: bool) -> tor
     return tensor.clone()
 
 
-def write_legacy(folder: Path, config: ModelConfig, tp: int, pp: int, chunks: int = 1, old: bool = False) -> None:
-    """All ranks' files, with what else lies in them."""
+def write_legacy(
+    folder: Path, config: ModelConfig, tp: int, pp: int, chunks: int = 1, old: bool = False, **changes: Any
+) -> None:
+    """All ranks' files, with what else lies in them; ``changes`` to that, None or False leaves out."""
     whole = whole_megatron(config, random_weights(config), 100 + 4 * tp)
     args = to_args(config, tp)
     args.signal, args.iteration = argparse.Namespace(a=1), 5
@@ -117,6 +120,7 @@ def write_legacy(folder: Path, config: ModelConfig, tp: int, pp: int, chunks: in
                         model[local] = cut(name, tensor, tp, t, config.swiglu)
                 model["decoder.layers.0.self_attention.linear_qkv._extra_state"] = None
                 content["model" if chunks == 1 else f"model{v}"] = nested(model) if old else model
+            content = {n: v for n, v in {**content, **changes}.items() if v is not None and v is not False}
             place = folder / (f"mp_rank_{t:02d}_{p:03d}" if pp > 1 else f"mp_rank_{t:02d}")
             place.mkdir(parents=True)
             torch.save(content, place / "model_optim_rng.pt")
@@ -174,4 +178,62 @@ def test_a_rank_that_is_missing_and_a_part_that_does_not_fit(tmp_path: Path) -> 
     content["model"]["decoder.layers.1.mlp.linear_fc2.weight"] = torch.ones(32, 5)
     torch.save(content, path)
     with pytest.raises(CheckpointError, match="linear_fc2.weight is not on all tensor-parallel ranks alike"):
+        open_checkpoint(tmp_path)
+
+
+def test_without_arguments_a_reference_says_how_ranks_cut_the_mlp(tmp_path: Path) -> None:
+    """Each rank has [its gate; its up]: taken for one matrix, the rows of the whole are in another order."""
+    config = resolved(**LLAMA)
+    write_legacy(tmp_path / "bare", config, 2, 1, args=False)
+    wanted = random_weights(config)
+    like = tmp_path / "like"
+    like.mkdir()
+    (like / "config.json").write_text(json.dumps(to_hf(config, "float32")))
+    with pytest.raises(ConfigError, match="holds no arguments of Megatron's: --reference FOLDER"):
+        open_checkpoint(tmp_path / "bare")
+    with pytest.raises(ConfigError, match="--vocab-size 90: --reference .*like has 99 token ids"):
+        open_checkpoint(tmp_path / "bare", reference=like, vocab_size=90)
+    with open_checkpoint(tmp_path / "bare", reference=like).weights as weights:
+        for name, tensor in wanted.items():
+            assert torch.equal(weights.read(name), tensor), name
+
+
+@pytest.mark.parametrize("version", [None, 0, 1.0, "3"])
+def test_another_order_of_query_key_and_value_is_refused(version: Any, tmp_path: Path) -> None:
+    """Megatron's files before checkpoint_version 2.0; one without it is of version 0."""
+    write_legacy(tmp_path, resolved(**LLAMA), 1, 1, checkpoint_version=version)
+    with pytest.raises(CheckpointError, match="model_optim_rng.pt has checkpoint_version .* another order"):
+        open_checkpoint(tmp_path)
+
+
+def test_files_that_hold_something_else(tmp_path: Path) -> None:
+    config = resolved(**LLAMA)
+    write_legacy(tmp_path / "args", config, 1, 1, args=[1, 2])
+    with pytest.raises(CheckpointError, match="its args are a list, not arguments of a command line"):
+        open_checkpoint(tmp_path / "args")
+    scalar = {"embedding.word_embeddings.weight": torch.tensor(1.0)}
+    write_legacy(tmp_path / "scalar", config, 1, 1, model=scalar)
+    with pytest.raises(CheckpointError, match="scalar: not what Megatron writes"):
+        open_checkpoint(tmp_path / "scalar")
+
+
+def test_the_last_stages_copy_of_a_tied_embedding_must_be_one(tmp_path: Path) -> None:
+    config = resolved(**GPT)
+    write_legacy(tmp_path, config, 1, 2)
+    path = tmp_path / "mp_rank_00_001" / "model_optim_rng.pt"
+    content = torch.load(path, weights_only=False)
+    first = torch.load(tmp_path / "mp_rank_00_000" / "model_optim_rng.pt", weights_only=False)
+    copy = first["model"]["embedding.word_embeddings.weight"].clone()
+    content["model"]["output_layer.weight"] = copy
+    torch.save(content, path)
+    with open_checkpoint(tmp_path).weights as weights:
+        assert "head.weight" not in weights.tensors
+    copy[3, 5] += 1
+    torch.save(content, path)
+    with pytest.raises(CheckpointError, match=r"output_layer.weight differs from embedding.word_embeddings.weight"):
+        open_checkpoint(tmp_path)
+    del content["model"]["output_layer.weight"]
+    content["model"]["decoder.layers.-1.x"] = content["model"]["decoder.layers.0.mlp.linear_fc2.bias"]
+    torch.save(content, path)
+    with pytest.raises(CheckpointError, match=r"decoder.layers.-1.x belongs to nothing"):
         open_checkpoint(tmp_path)

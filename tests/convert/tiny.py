@@ -31,11 +31,29 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         {**_LLAMA, **_rope(), "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
     ),
+    "llama-mqa": (
+        "Llama",
+        {
+            **_LLAMA,
+            **_rope(),
+            "num_key_value_heads": 1,
+            "head_dim": 10,
+            "intermediate_size": 36,
+            "tie_word_embeddings": True,
+        },
+    ),
     "mistral": ("Mistral", {**_LLAMA, **_rope(), "sliding_window": 7, "tie_word_embeddings": False}),
     "qwen2": ("Qwen2", {**_LLAMA, **_rope(), "tie_word_embeddings": False}),
     "qwen2-tied": ("Qwen2", {**_LLAMA, **_rope(), "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {**_LLAMA, **_rope(), "head_dim": 16, "tie_word_embeddings": True}),
     "gpt2": ("GPT2", {"vocab_size": VOCAB, "n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 4, **_IDS}),
+    "gpt2-untied": (
+        "GPT2",
+        {
+            **{"vocab_size": VOCAB, "n_positions": 130, "n_embd": 36, "n_layer": 3, "n_head": 4, "n_inner": 50, **_IDS},
+            **{"activation_function": "gelu", "layer_norm_epsilon": 1e-3, "tie_word_embeddings": False},
+        },
+    ),
     "neox": ("GPTNeoX", {**_SIZES, **_IDS, "intermediate_size": 128, **_rope(partial_rotary_factor=0.25)}),
     "neox-serial": (
         "GPTNeoX",

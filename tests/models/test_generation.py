@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from smp.config import Layout, ModelConfig
-from smp.layers import init_weights
+from smp.layers import init_weights, local
+from smp.layers.attention import SelfAttention
+from smp.models import generation
 from smp.models.generation import Sampling, choose, generate
 from smp.models.gpt import GPT
 from smp.parallel.mesh import build_mesh
@@ -22,8 +24,8 @@ MODELS = {"rope": SIZES, "window": SIZES | {"window_size": 5}, "learned position
 GREEDY = Sampling(temperature=0)
 
 
-def texts(rank: int, world: int) -> dict[str, tuple[list[int], list[int], list[int]]]:
-    """Of each model: with the cache, without it, and with an end."""
+def texts(rank: int, world: int) -> dict[str, tuple[list[int], list[int], list[int], list[int]]]:
+    """Of each model: with the cache, without it, with an end, and with a prompt that goes through in pieces."""
     out = {}
     for name, settings in MODELS.items():
         mesh = build_mesh(Layout(tp=world), "cpu")["tp"]
@@ -35,15 +37,20 @@ def texts(rank: int, world: int) -> dict[str, tuple[list[int], list[int], list[i
             while len(slow) < 30:
                 slow.append(int(model(torch.tensor([slow]))[0, -1].argmax()))
         fast = list(generate(model, prompt, 25, GREEDY, ends=[]))
-        out[name] = fast, slow[5:], list(generate(model, prompt, 25, GREEDY, ends=[fast[9]]))
+        ended = list(generate(model, prompt, 25, GREEDY, ends=[fast[9]]))
+        whole, generation.PIECE = generation.PIECE, 7
+        pieces = list(generate(model, prompt + fast[:15], 10, GREEDY, ends=[]))
+        generation.PIECE = whole
+        out[name] = fast, slow[5:], ended, pieces
     return out
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_kept_keys_and_values_change_nothing(tp: int) -> None:
     for rank in run_distributed(texts, tp):
-        for name, (fast, slow, ended) in rank.items():
+        for name, (fast, slow, ended, pieces) in rank.items():
             assert fast == slow, name
+            assert pieces == fast[15:], name
             assert ended == fast[: fast.index(fast[9])]
 
 
@@ -52,10 +59,16 @@ def limits(rank: int, world: int) -> tuple[int, list[str]]:
     model = GPT(ModelConfig(**SIZES), build_mesh(Layout(), "cpu")["tp"], device="cpu").eval()
     init_weights(model, 1)
     messages = []
-    for prompt in ([], [0] * 41, [50]):
+    for prompt, tokens in (([], 1), ([0] * 41, 1), ([50], 1), ([0], -1)):
         with pytest.raises(ValueError) as error:
-            list(generate(model, prompt, 1, GREEDY, ends=[]))
+            generate(model, prompt, tokens, GREEDY, ends=[])  # at once, before anything is shown
         messages.append(str(error.value))
+    with torch.no_grad():
+        local(model.head.weight)[3] = torch.nan  # type: ignore[union-attr, arg-type]
+    with pytest.raises(ValueError) as error:
+        next(generate(model, [7], 1, GREEDY, ends=[]))
+    messages.append(str(error.value))
+    init_weights(model, 1)
     return len(list(generate(model, [7] * 30, 99, GREEDY, ends=[]))), messages
 
 
@@ -66,7 +79,30 @@ def test_the_longest_sequence_is_the_models() -> None:
         "the prompt has 0 tokens, this model takes 1 to 40",
         "the prompt has 41 tokens, this model takes 1 to 40",
         "token ids 50..50 are outside of the model's vocabulary of 50",
+        "-1 new tokens cannot be: give 0 or more",
+        "the model's logits are not finite: its weights are damaged, or too large for this dtype",
     ]
+
+
+def masks(rank: int, world: int) -> list[tuple[int, ...]]:
+    """Shapes of the masks of attention's layers, while a prompt of 30 goes through in pieces and 3 tokens follow."""
+    model = GPT(ModelConfig(**SIZES), build_mesh(Layout(), "cpu")["tp"], device="cpu").eval()
+    init_weights(model, 1)
+    shapes, made = [], SelfAttention._mask
+
+    def noted(self: SelfAttention, *args: Any) -> torch.Tensor:
+        mask = made(self, *args)
+        shapes.append(tuple(mask.shape))
+        return mask
+
+    SelfAttention._mask, generation.PIECE = noted, 12  # type: ignore[method-assign]
+    list(generate(model, [7] * 30, 3, GREEDY, ends=[]))
+    return shapes[::2]  # of the first of two layers
+
+
+def test_a_token_costs_memory_for_one_row_of_the_mask() -> None:
+    """All pairs of 131072 tokens would be 137 GB in each layer, for each token."""
+    assert run_distributed(masks, 1) == [[(12, 24), (6, 30), (1, 31), (1, 32)]]
 
 
 LOGITS = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()
@@ -81,6 +117,8 @@ LOGITS = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()
         (Sampling(temperature=1.0, top_k=0, top_p=0.5), {0}),
         (Sampling(temperature=1.0, top_k=0, top_p=0.6), {0, 1}),
         (Sampling(temperature=0.01, top_k=0), {0}),
+        (Sampling(temperature=1e-40, top_k=0), {0}),
+        (Sampling(temperature=1.0, top_k=3, top_p=0.8), {0, 1}),
     ],
 )
 def test_what_can_be_chosen(sampling: Sampling, possible: set[int]) -> None:
@@ -95,7 +133,12 @@ def test_choices_follow_the_probabilities() -> None:
     assert (shares - LOGITS.exp()).abs().max() < 0.03
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}])
+NAN = float("nan")
+WRONG: list[dict[str, float]] = [{"temperature": -1.0}, {"temperature": NAN}, {"top_k": -1}, {"top_p": 0.0}]
+WRONG += [{"top_p": 1.1}, {"top_p": NAN}, {"seed": 1 << 64}]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_impossible_sampling_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must"):
         Sampling(**wrong)  # type: ignore[arg-type]

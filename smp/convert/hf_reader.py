@@ -1,0 +1,124 @@
+"""What single keys of a ``config.json`` say, as our settings. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from smp.config import ConfigError
+from smp.convert.families import Family
+
+SCALING = {
+    "factor": "rope_scaling_factor",
+    "low_freq_factor": "rope_low_freq_factor",
+    "high_freq_factor": "rope_high_freq_factor",
+    "original_max_position_embeddings": "rope_original_max_position",
+}
+"""Llama 3's scaling of RoPE: their names, ours."""
+_REQUIRED = object()
+_LARGEST = 1 << 63  # no number of a model; nor is NaN below it
+_KINDS = {int: "an integer", float: "a number", bool: "true or false"}
+
+
+class Reader:
+    """One config.json with the defaults of its family. Its methods raise ConfigError for what cannot be.
+
+    Args:
+        family: whose configuration it is.
+        content: of the file.
+        where: its path, for messages.
+    """
+
+    def __init__(self, family: Family, content: Mapping[str, Any], where: str) -> None:
+        self.family, self.content, self.where = family, content, where
+
+    def get(self, key: str) -> Any:
+        """The value, or what its absence means."""
+        default = self.content.get(self.family.aliases.get(key, key), self.family.defaults.get(key, _REQUIRED))
+        value = self.content.get(key, default)
+        if value is _REQUIRED:
+            raise ConfigError(f"{self.where}: {key} is missing")
+        return value
+
+    def require(self, key: str, value: Any) -> None:
+        if self.content.get(key, value) != value:
+            raise ConfigError(f"{self.where}: {key} {self.content[key]!r} is not supported, only {value!r}")
+
+    def field(self, key: str, name: str) -> dict[str, Any]:
+        """One of our settings, under its name."""
+        value = self.get(key)
+        if name == "tied":
+            return {"untie_embeddings_and_output_weights": not value}
+        if name == "bias":
+            if bool(self.get("attention_bias")) != bool(self.get("mlp_bias")):
+                raise ConfigError(
+                    f"{self.where}: attention_bias and mlp_bias differ: here linear layers have all a bias or none"
+                )
+            return {"disable_bias_linear": not value}
+        expected = float if name == "norm_epsilon" else bool if name == "parallel_residual" else int
+        if value is not None:
+            self.check_number(key, value, expected)
+        return {name: value}
+
+    def check_number(self, key: str, value: Any, expected: type = float) -> None:
+        """Refuse what is no finite number, or none of the kind ``expected``."""
+        fits = type(value) is expected or (type(value) is int and expected is float)
+        if not fits or not abs(value) < _LARGEST:
+            raise ConfigError(f"{self.where}: {key} {value!r} is not {_KINDS[expected]}")
+
+    def activation(self) -> dict[str, Any]:
+        key = self.family.activation_key
+        value = self.get(key)
+        if not isinstance(value, str) or value not in self.family.activations:
+            known = ", ".join(self.family.activations)
+            raise ConfigError(f"{self.where}: {key} {value!r} is not supported, only {known}")
+        return dict(self.family.activations[value])
+
+    def rope(self) -> dict[str, Any]:
+        """RoPE's settings, in the form of transformers 5 (``rope_parameters``) or of those before."""
+        assert self.family.rope_keys is not None
+        base_key, fraction_key = self.family.rope_keys
+        given = self.content.get("rope_parameters") or self.content.get("rope_scaling") or {}
+        if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+            raise ConfigError(f"{self.where}: RoPE of different kinds in different layers is not supported")
+        default = self.family.defaults.get(fraction_key, 1.0)
+        base = given.get("rope_theta", self.get(base_key))
+        fraction = given.get("partial_rotary_factor", self.content.get(fraction_key, default))
+        self.check_number(base_key, base)
+        self.check_number(fraction_key, fraction)
+        values: dict[str, Any] = {"rotary_base": float(base), "rotary_percent": float(fraction)}
+        if values["rotary_percent"] != 1.0 and fraction_key == "partial_rotary_factor":
+            raise ConfigError(f"{self.where}: {fraction_key} is not a setting of {self.family.architecture}")
+        kind = given.get("rope_type", given.get("type", "default"))
+        if kind == "default":
+            return values
+        if kind != "llama3":
+            raise ConfigError(f"{self.where}: RoPE of type {kind!r} is not supported, only default and llama3")
+        scaling = {"original_max_position_embeddings": self.content.get("max_position_embeddings"), **given}
+        missing = [key for key in SCALING if scaling.get(key) is None]
+        if missing:
+            raise ConfigError(f"{self.where}: RoPE of type llama3 without {missing[0]}")
+        return values | {"use_rope_scaling": True} | {name: scaling[key] for key, name in SCALING.items()}
+
+    def window(self, layers: int) -> int | None:
+        """The sliding window, if all layers have it."""
+        assert self.family.window_key is not None
+        window = self.get(self.family.window_key)
+        if window is not None:
+            self.check_number(self.family.window_key, window, int)
+        if self.family.model_type == "mistral":
+            return window
+        if not self.content.get("use_sliding_window", False) or window is None:
+            return None
+        first = self.content.get("max_window_layers", 28)
+        self.check_number("max_window_layers", first, int)
+        kinds = self.content.get("layer_types") or [
+            f"{'full' if i < first else 'sliding'}_attention" for i in range(layers)
+        ]
+        if not isinstance(kinds, list):
+            raise ConfigError(f"{self.where}: layer_types {kinds!r} is not a list")
+        if all(kind == "full_attention" for kind in kinds):
+            return None
+        if not all(kind == "sliding_attention" for kind in kinds):
+            raise ConfigError(f"{self.where}: a sliding window in some layers only is not supported")
+        return window

@@ -1,0 +1,178 @@
+"""Megatron's arguments as settings, and what is read and written beside its tensors, without megatron-core."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from smp.checkpoint import CheckpointError
+from smp.checkpoint.tensor_file import Slot
+from smp.config import ConfigError
+from smp.convert.convert import write
+from smp.convert.formats import Opened, make_target, open_checkpoint
+from smp.convert.hf_config import architecture, resolved
+from smp.convert.layout import our_tensors
+from smp.convert.megatron_table import from_args, to_args
+from smp.convert.store import OpenFiles, Piece, PieceStore
+from smp.convert.weights import Stored, Weights
+
+LLAMA: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2}
+LLAMA |= {"kv_channels": 8, "ffn_hidden_size": 64, "max_position_embeddings": 64, "vocab_size": 99}
+CONFIG = resolved(**LLAMA)
+
+
+class Drawn(Weights):
+    """Random weights of a model."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.config, self.notes = resolved(**{**LLAMA, **settings}), []
+        self.tensors = {n: Stored(shape, torch.float32) for n, shape in our_tensors(self.config).items()}
+
+    def read_into(self, name: str, offsets: Any, out: torch.Tensor) -> None:
+        whole = torch.randn(self.tensors[name].shape, generator=torch.Generator().manual_seed(len(name)))
+        out.copy_(whole[tuple(slice(o, o + n) for o, n in zip(offsets, out.shape, strict=True))])
+
+    def fingerprint(self) -> Any:
+        return 0
+
+
+def written(folder: Path, **settings: Any) -> Path:
+    """A torch_dist checkpoint of ours, the folder with its files."""
+    opened = Opened(Drawn(**settings), None)
+    write(opened.weights, make_target("megatron", opened), folder, options={}, workers=1)
+    return folder / "release"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_experts", 8),
+        ("multi_latent_attention", True),
+        ("apply_layernorm_1p", True),
+        ("rotary_interleaved", True),
+        ("apply_residual_connection_post_layernorm", True),
+        ("heterogeneous_layers_config_path", "layers.json"),
+        ("mtp_num_layers", 1),
+        ("rotary_seq_len_interpolation_factor", 4),
+        ("qk_l2_norm", True),
+        ("is_hybrid_model", True),
+        ("window_attn_skip_freq", 4),
+        ("no_rope_freq", [1, 1, 1, 0]),
+        ("softmax_type", "off-by-one"),
+        ("softmax_scale", 0.5),
+        ("attention_output_gate", True),
+        ("glu_linear_offset", 1.0),
+        ("activation_func_clamp_value", 7.0),
+        ("quick_geglu", True),
+        ("experimental_attention_variant", "dsa"),
+        ("linear_attention_freq", 4),
+        ("use_mup", True),
+        ("enable_mhc_connections", True),
+    ],
+)
+def test_what_our_decoder_does_not_compute_is_refused_by_name(name: str, value: Any) -> None:
+    args = vars(to_args(CONFIG, 1))
+    assert architecture(from_args(args | {name: None}, "there", 128)) == architecture(CONFIG)
+    with pytest.raises(ConfigError, match=f"there: a model with {name} "):
+        from_args(args | {name: value}, "there", 128)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"qk_layernorm": True, "normalization": "LayerNorm"}, "qk_layernorm and normalization LayerNorm"),
+        ({"window_size": (128, 5)}, r"window_size \(128, 5\)"),
+        ({"position_embedding_type": "yarn"}, "--position-embedding-type 'yarn' is not a value"),
+        ({"normalization": "L2Norm"}, "--normalization 'L2Norm' is not a value"),
+        ({"num_layers": "2"}, "--num-layers '2' is not a value"),
+        ({"norm_epsilon": float("nan")}, "--norm-epsilon nan is not a value"),
+        ({"num_query_groups": 3}, "not divisible by --num-query-groups 3"),
+        ({"rotary_percent": 0.7}, "RoPE on 5.6 channels of a head, no whole number"),
+        ({"num_attention_heads": None}, "--num-attention-heads None is not a value"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"there: .*{message}"):
+        from_args(vars(to_args(CONFIG, 1)) | changes, "there", 128)
+
+
+def test_a_layer_norm_of_queries_and_keys_cannot_be_written() -> None:
+    """Ours is an RMSNorm in every model, Megatron's is of the kind of the others."""
+    with pytest.raises(ConfigError, match="no --normalization LayerNorm with --qk-layernorm"):
+        to_args(resolved(**{**LLAMA, "normalization": "LayerNorm", "qk_layernorm": True}), 1)
+    to_args(resolved(**{**LLAMA, "qk_layernorm": True}), 1)
+
+
+def common_content(release: Path) -> dict[str, Any]:
+    return torch.load(release / "common.pt", weights_only=False)
+
+
+def test_nothing_is_cut_when_nothing_says_where_the_padding_begins(tmp_path: Path) -> None:
+    """The NullTokenizer has one id more than its --vocab-size says, or not, by Megatron's version."""
+    release = written(tmp_path / "megatron")
+    assert open_checkpoint(release).weights.tensors["embedding.weight"].shape[0] == 99
+    content = common_content(release)
+    for change in ({"vocab_size": None}, {"tokenizer_type": "NullTokenizer"}):
+        vars(content["args"]).update({"vocab_size": 99} | change)
+        torch.save(content, release / "common.pt")
+        weights = open_checkpoint(release).weights
+        assert weights.tensors["embedding.weight"].shape[0] == 128
+        assert any("how many of the 128 rows" in note for note in weights.notes)
+        weights = open_checkpoint(release, vocab_size=99).weights
+        assert weights.tensors["embedding.weight"].shape[0] == 99
+        assert not any("how many of the 128 rows" in note for note in weights.notes)
+
+
+def test_arguments_within_the_checkpoint(tmp_path: Path) -> None:
+    """megatron-core after 0.16 writes no common.pt: what was in it is an object beside the tensors."""
+    release = written(tmp_path / "megatron")
+    saved, buffer = common_content(release), io.BytesIO()
+    torch.save([saved], buffer)
+    metadata = pickle.loads((release / ".metadata").read_bytes())
+    index, info = next((i, s) for i, s in metadata.storage_data.items() if "_extra_state" in i.fqn)
+    path = release / info.relative_path
+    place = type(info)(info.relative_path, path.stat().st_size, len(buffer.getvalue()))
+    with path.open("ab") as file:
+        file.write(buffer.getvalue())
+    metadata.storage_data[type(index)("common_state/shard_0_1")] = place
+    metadata.state_dict_metadata["common_state/shard_0_1"] = metadata.state_dict_metadata[index.fqn]
+    (release / ".metadata").write_bytes(pickle.dumps(metadata))
+    (release / "common.pt").unlink()
+    weights = open_checkpoint(tmp_path / "megatron").weights
+    assert architecture(weights.config) == architecture(CONFIG)
+    assert torch.equal(weights.read("layers.1.mlp.up.weight"), Drawn().read("layers.1.mlp.up.weight"))
+
+
+def test_transformer_engine_finds_its_empty_objects(tmp_path: Path) -> None:
+    metadata = pickle.loads((written(tmp_path / "megatron", qk_layernorm=True) / ".metadata").read_bytes())
+    names = {name for name in metadata.state_dict_metadata if "_extra_state" in name}
+    modules = ("self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention")
+    modules += ("self_attention.q_layernorm", "self_attention.k_layernorm", "mlp.linear_fc1", "mlp.linear_fc2")
+    wanted = {f"decoder.layers.{m}._extra_state/shard_{i}_2" for m in modules for i in range(2)}
+    assert names == wanted | {f"{m}._extra_state/shard_0_1" for m in ("decoder.final_layernorm", "output_layer")}
+
+
+@pytest.mark.parametrize("text", ["²", "5", "../release", ""])
+def test_a_tracker_that_names_nothing(text: str, tmp_path: Path) -> None:
+    written(tmp_path / "megatron")
+    (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").write_text(text, encoding="utf-8")
+    with pytest.raises(CheckpointError, match="latest_checkpointed_iteration.txt names .*, which is no checkpoint"):
+        open_checkpoint(tmp_path / "megatron")
+
+
+def test_pieces_that_overlap_leave_a_hole(tmp_path: Path) -> None:
+    """As many elements as the tensor has are not enough."""
+
+    def pieces(*boxes: tuple[tuple[int, int], tuple[int, int]]) -> list[Piece]:
+        return [Piece("file", Slot("t", "F32", shape, 0, 4 * shape[0] * shape[1]), at) for at, shape in boxes]
+
+    good = pieces(((0, 0), (2, 4)), ((2, 0), (2, 2)), ((2, 2), (2, 2)))
+    assert PieceStore(OpenFiles(tmp_path), {"t": good}, {"t": (4, 4)}).tensors["t"].shape == (4, 4)
+    bad = pieces(((0, 0), (2, 4)), ((1, 1), (2, 2)), ((2, 2), (2, 2)))
+    with pytest.raises(CheckpointError, match=r"the 3 parts of tensor t do not make up its shape \[4, 4\]"):
+        PieceStore(OpenFiles(tmp_path), {"t": bad}, {"t": (4, 4)})
