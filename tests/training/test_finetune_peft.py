@@ -142,10 +142,11 @@ def test_ten_steps_equal_theirs(ours: dict[str, dict[str, Any]], folder: Path, n
 def logits(rank: int, world_size: int, folder: str, adapter: str | None) -> torch.Tensor:
     """Of our model with an adapter, in one process."""
     from smp.config import Layout, ModelConfig
-    from smp.convert.adapters import family_for, read_adapters
+    from smp.convert.adapters import family_for
     from smp.convert.describe import read_architecture
     from smp.convert.hf_config import read_hf_config
     from smp.convert.load import load_hf
+    from smp.convert.peft_read import read_adapters
     from smp.layers.lora import adapters_of, attach
     from smp.models.gpt import GPT
     from smp.parallel.mesh import build_mesh
@@ -212,13 +213,16 @@ def test_their_adapter_gives_their_logits_here_and_merged(tmp_path: Path, kind: 
 
 def write_ours(folder: Path, adapter: Path, out: Path) -> Path:
     """Theirs, read and written by us."""
+    from smp.checkpoint.local import LocalFolder
     from smp.config import ModelConfig
-    from smp.convert.adapters import family_for, read_adapters, write_adapters
+    from smp.convert.adapters import family_for
     from smp.convert.describe import read_architecture
     from smp.convert.hf_config import read_hf_config
+    from smp.convert.peft_read import read_adapters
+    from smp.convert.peft_write import write_adapters
 
     config = ModelConfig(**(read_architecture(str(folder)) or {}))
     family = family_for(config, read_hf_config(folder))
     found, dropout = read_adapters(adapter, config, family)
-    write_adapters(out, found, config, family, dropout=dropout, base=str(folder))
+    write_adapters(LocalFolder(out), found, config, family, dropout=dropout, base=str(folder))
     return out

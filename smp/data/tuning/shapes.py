@@ -126,7 +126,8 @@ def _conversation(messages: Any, record: dict[str, Any]) -> Conversation:
 def _message(message: Any, number: int) -> dict[str, Any]:
     if not isinstance(message, dict) or "role" not in message:
         raise BadSampleError(f"message {number} is no object with role and content")
-    role, content = message["role"], message.get("content")
+    message = {key: value for key, value in message.items() if value is not None}  # a column that other rows use
+    role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise BadSampleError(f"message {number}: unknown role {role!r}; known are {', '.join(ROLES)}")
     if content is None and not message.get("tool_calls"):
@@ -150,7 +151,7 @@ def _from_sharegpt(turns: Any) -> list[Any]:
     out = []
     for number, turn in enumerate(turns):
         if isinstance(turn, dict) and "from" in turn:
-            if turn["from"] not in _SHAREGPT:
+            if not isinstance(turn["from"], str) or turn["from"] not in _SHAREGPT:
                 raise BadSampleError(f"turn {number}: unknown role {turn['from']!r}; known are {', '.join(_SHAREGPT)}")
             rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
             turn = {"role": _SHAREGPT[turn["from"]], "content": turn.get("value"), **rest}
