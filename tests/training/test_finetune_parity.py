@@ -28,7 +28,7 @@ METHODS = {
 }
 LAYOUTS = {
     "tp 2 + sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
-    "pp 2": (2, "--pipeline-model-parallel-size 2"),
+    "pp 2": (2, "--pipeline-model-parallel-size 2 --trace-pipeline"),
     "shard 2": (2, ""),
     "replicas 2": (2, "--hybrid-shard-degree 1"),
     "tp 2 x pp 2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1"),
