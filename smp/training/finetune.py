@@ -13,6 +13,7 @@ from smp.checkpoint.agree import gather, on_rank_zero
 from smp.config import Config, ConfigError, as_flat_dict
 from smp.config.batch import BatchSizes
 from smp.config.finetune import FinetuneConfig, LoraConfig, ObjectiveConfig
+from smp.config.finetune_checks import has_adapters
 from smp.convert.adapters import Adapter, family_for
 from smp.convert.peft_read import read_adapters
 from smp.data.build import Datasets
@@ -94,7 +95,7 @@ class Finetuning(Pretraining):
     @property
     def has_adapters(self) -> bool:
         """Whether adapters are trained and not the model."""
-        return self.start is not None or self.tuning.lora.lora_rank is not None
+        return has_adapters(self.tuning.lora)
 
     def _datasets(self) -> Datasets:
         # one shape for all micro-batches where messages of a pipeline or compiled code want it
@@ -221,7 +222,10 @@ def launch_finetune(config: FinetuneConfig, data: TuningData | None, process: Pr
     """Run, report why it ended, and return the exit code, as ``smp.training.pretrain.launch``."""
     if config.training.dry_run:
         if process.rank == 0:
-            print("\n".join([describe(config.as_run(), process.world_size, config), *(data.lines if data else ())]))
+            lines = [describe(config.as_run(), process.world_size, config), *(data.lines if data else ())]
+            if has_adapters(config.lora) or config.objective.objective != "sft":
+                lines.append("note: the memory is that of training all weights on single sequences")
+            print("\n".join(lines))
         return 0
     assert data is not None, "checked with the settings"
     return launch(config.as_run(), process, partial(Finetuning, tuning=config, data=data))
