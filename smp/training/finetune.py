@@ -222,10 +222,7 @@ def launch_finetune(config: FinetuneConfig, data: TuningData | None, process: Pr
     """Run, report why it ended, and return the exit code, as ``smp.training.pretrain.launch``."""
     if config.training.dry_run:
         if process.rank == 0:
-            lines = [describe(config.as_run(), process.world_size, config), *(data.lines if data else ())]
-            if has_adapters(config.lora) or config.objective.objective != "sft":
-                lines.append("note: the memory is that of training all weights on single sequences")
-            print("\n".join(lines))
+            print("\n".join([describe(config.as_run(), process.world_size, config), *(data.lines if data else ())]))
         return 0
     assert data is not None, "checked with the settings"
     return launch(config.as_run(), process, partial(Finetuning, tuning=config, data=data))

@@ -24,7 +24,7 @@ from smp.layers.lora import adapters_of, attach
 from smp.models.gpt import GPT
 from smp.training.finetune_settings import read_finetune_settings
 from tests.distributed import run_distributed
-from tests.fake_group import fake_mesh
+from tests.fake_group import lone_mesh
 from tests.training.tiny_hf import write_adapter, write_model, write_samples, write_tokenizer
 from tests.training.tuning_lab import QUIET, tune_all
 from tools.convert_checkpoint import main as convert
@@ -153,7 +153,7 @@ def test_ten_steps_equal_theirs(ours: dict[str, dict[str, Any]], folder: Path, n
 def logits(folder: Path, adapter: Path) -> torch.Tensor:
     """Of our model with an adapter."""
     config = ModelConfig(**(read_architecture(str(folder)) or {}))
-    with fake_mesh() as mesh, torch.no_grad():
+    with lone_mesh() as mesh, torch.no_grad():
         model = GPT(config, mesh["tp"], device="cpu")
         load_hf(model, folder)
         found, _ = read_adapters(adapter, config, family_for(config, read_hf_config(folder)))
@@ -178,10 +178,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-DEAR = ("llama, patterns", "llama, rslora")
-
-
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k in DEAR else k for k in KINDS])
+@pytest.mark.parametrize("kind", KINDS)
 def test_their_adapter_gives_their_logits_here_and_merged(tmp_path: Path, kind: str) -> None:
     folder, adapter, merged = tmp_path / "model", tmp_path / "adapter", tmp_path / "merged"
     write_tokenizer(folder)
