@@ -55,7 +55,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """Runs by layout and method, one start per number of processes."""
     folder = tmp_path_factory.mktemp("hf")
     write_tokenizer(folder)
-    write_model(folder)
+    write_model(folder, layers=2)
     write_samples(folder)
     out = {}
     layouts, chosen = {"alone": (1, "")} | LAYOUTS, {"alone": tuple(METHODS)} | request.param

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -246,9 +247,10 @@ def test_pretraining_takes_weights_of_fine_tuning_but_does_not_go_on_with_it(fol
     assert code == 0 and "weights are those of iteration 1" in out, err
 
 
-def test_a_resume_names_what_changed_and_nothing_else(folder: Path, histories: Path) -> None:
+def test_a_resume_names_what_changed_and_nothing_else(folder: Path, histories: Path, tmp_path: Path) -> None:
     """The same command first, then one with another model, layout of sequences and dropout."""
-    same = f"{SHORT} --train-iters 2 --lora-rank 2 --lora-dropout 0.5 --save {histories}/lora --resume {QUIET}"
+    shutil.copytree(histories / "lora", tmp_path / "lora")
+    same = f"{SHORT} --train-iters 2 --lora-rank 2 --lora-dropout 0.5 --save {tmp_path}/lora --resume {QUIET}"
     code, out, err = command(folder, f"{flags(folder, same)} --chat-template {histories}/template")
     assert code == 0, err
     assert [line for line in out.splitlines() if line.startswith("note: ") and "lr_decay_iters" not in line] == []
