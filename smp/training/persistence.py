@@ -108,7 +108,8 @@ def load_training(
         return saved.progress, [*notes, *load_weights(model, lambda: SmpWeights(folder, manifest, config.model))]
     if saved.progress is None or saved.optimizer_steps is None:
         raise ConfigError(f"{folder} holds weights only, nothing to resume: give --finetune")
-    _check_optimizer(saved.config, as_flat_dict(config))
+    afresh = "--no-load-optim to start the optimizer afresh"  # which finetune.py does not have
+    _check_optimizer(saved.config, as_flat_dict(config), "--optimizer as it was" if TUNED in more else afresh)
     frozen = not getattr(model, "frozen", False)
     tensors, _ = checkpoint.training_state(model, optimizer, frozen=frozen)
     rows = checkpoint.collect_logical_rows(model, optimizer, frozen=frozen)
@@ -195,14 +196,11 @@ def compare_settings(
     return notes
 
 
-def _check_optimizer(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+def _check_optimizer(saved: Mapping[str, Any], settings: Mapping[str, Any], remedy: str) -> None:
     """Raise ConfigError when the saved optimizer state is of another kind than this run's."""
     before, now = _state_kind(saved), _state_kind(settings)
     if saved and before != now:
-        raise ConfigError(
-            f"the checkpoint holds the optimizer state of {before}, this run has {now}: give --no-load-optim to start "
-            "the optimizer afresh"
-        )
+        raise ConfigError(f"the checkpoint holds the optimizer state of {before}, this run has {now}: give {remedy}")
 
 
 def _state_kind(settings: Mapping[str, Any]) -> str:

@@ -226,6 +226,7 @@ REFUSED = {
     "another rank": ("--save {0}/lora --resume --lora-rank 3", "of rank 2, scaled by 2, in this run of rank 3"),
     "another scale": ("--save {0}/lora --resume --lora-rank 2 --lora-alpha 9", "in this run of rank 2, scaled by 4.5"),
     "other layers": ("--save {0}/lora --resume --lora-rank 2 --lora-target-modules up", "key is of rank 2"),
+    "another optimizer": ("--save {0}/full --resume --optimizer sgd", "give --optimizer as it was"),
     "adapters alone": ("--load {0}/lora", "holds adapters without their model: tools/merge_lora.py"),
     "an adapter's folder": ("--load {0}/lora/adapter", "neither a Hugging Face model nor"),
 }
