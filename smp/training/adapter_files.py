@@ -55,8 +55,8 @@ def _read(folder: Folder, manifest: Manifest, name: str) -> torch.Tensor:
     return out
 
 
-def publish_adapter(config: Config, tuning: FinetuneConfig, iteration: int) -> Folder:
-    """Write the adapters of the checkpoint of ``iteration`` to ``<save>/adapter``; on one rank.
+def publish_adapter(config: Config, tuning: FinetuneConfig, iteration: int) -> str:
+    """Write the adapters of the checkpoint of ``iteration`` to ``<save>/adapter``; returns where that is. On one rank.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or the folder not be written.
@@ -71,7 +71,7 @@ def publish_adapter(config: Config, tuning: FinetuneConfig, iteration: int) -> F
         write_adapters(folder, adapters, config.model, family, dropout=dropout, base=base)
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written: {error}") from None
-    return folder
+    return str(folder)
 
 
 def leave_companions(tuning: FinetuneConfig) -> None:

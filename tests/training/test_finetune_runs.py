@@ -16,6 +16,7 @@ import torch
 
 import finetune
 import pretrain_gpt
+from smp.checkpoint.local import open_folder
 from smp.training.finetune_settings import read_finetune_settings
 from tests.distributed import run_distributed
 from tests.parity.result import layer_norms, layer_of
@@ -155,6 +156,15 @@ def test_a_run_says_what_it_trains_and_leaves_an_adapter(folder: Path, tmp_path:
     assert "adapter in peft's format" in out and (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], len(config["target_modules"])) == (2, 4, 7)
+
+
+def test_an_object_store_gets_checkpoints_and_the_adapter(folder: Path) -> None:
+    pytest.importorskip("fsspec")
+    more = "--save memory://tuned/run --lora-rank 2 --train-iters 1 --global-batch-size 4"
+    code, out, err = command(folder, flags(folder, more, QUIET))
+    assert code == 0, err
+    assert "adapter in peft's format: memory://" in out
+    assert open_folder("memory://tuned/run/adapter").size("adapter_model.safetensors")
 
 
 ONE = "--load {0} --data-path {0}/sft.jsonl --train-iters 1"
