@@ -56,7 +56,7 @@ def pipeline_values() -> list[_Values]:
     wanted = draw.sample(cells, len(cells))
     while left:
         free = every if not wanted else [v for v in every if (v["schedule"], v["beside"]) == wanted[0]]
-        chosen = max(free, key=lambda values: _gain(values, left, triples) + (draw.random(),))
+        chosen = max(free, key=lambda values: (*_gain(values, left, triples), draw.random()))
         left -= groups_of(chosen, 2)
         triples |= groups_of(chosen, 3)
         made.append(chosen)

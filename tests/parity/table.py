@@ -64,8 +64,8 @@ def sections() -> list[Section]:
         Section(
             "Pipelines against one process, fp32",
             "Every schedule beside every other way to split, and every pair of values of every two factors; then few "
-            "micro-batches,\nplacements by hand and compilation. `make test-slow` runs the product. A pipeline alone equals "
-            "accumulation on one\nprocess to the last bit (asserted; not listed).",
+            "micro-batches,\nplacements by hand and compilation. `make test-slow` runs the product. A pipeline alone "
+            "equals accumulation on\none process to the last bit (asserted; not listed).",
             [(case, case.one_rank) for case in pipelines],
         ),
         Section("One process against plain torch in float64", "", [(case, None) for case in problems]),
