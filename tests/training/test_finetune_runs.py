@@ -18,6 +18,7 @@ import finetune
 import pretrain_gpt
 from smp.checkpoint.local import open_folder
 from smp.training.finetune_settings import read_finetune_settings
+from smp.training.passes import Accumulation
 from tests.distributed import run_distributed
 from tests.parity.result import layer_norms, layer_of
 from tests.training.flag_runs import clean_process
@@ -156,6 +157,16 @@ def test_a_run_says_what_it_trains_and_leaves_an_adapter(folder: Path, tmp_path:
     assert "adapter in peft's format" in out and (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], len(config["target_modules"])) == (2, 4, 7)
+
+
+def test_an_evaluation_ends_with_the_validation_samples(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many batches --eval-iters allows: there is one with samples, before the first step and after it."""
+    passed, evaluate = [], Accumulation.evaluate
+    monkeypatch.setattr(Accumulation, "evaluate", lambda *given: passed.append(given[2]) or evaluate(*given))
+    more = "--train-iters 1 --global-batch-size 4 --eval-interval 1 --eval-iters 30"
+    code, out, err = command(folder, flags(folder, more, QUIET))
+    assert code == 0, err
+    assert len(passed) == 2 and passed[0] == passed[1] > 0 and out.count("validation loss at iteration") == 2
 
 
 def test_an_object_store_gets_checkpoints_and_the_adapter(folder: Path) -> None:
