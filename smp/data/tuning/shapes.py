@@ -111,8 +111,8 @@ def _answer(prompt: Any, answer: Any, record: dict[str, Any]) -> Sample:
     if not isinstance(prompt, list) or not isinstance(answer, list):
         raise BadSampleError("prompt and answer must both be text, or lists of messages")
     whole = _conversation([*prompt, *answer], record)
-    first = len(whole.trained) - len(answer)
-    trained = tuple(t and i >= first for i, t in enumerate(whole.trained))
+    begin = len(whole.trained) - len(answer)
+    trained = tuple(t and i >= begin for i, t in enumerate(whole.trained))
     return Conversation(whole.messages, trained, whole.tools)
 
 
