@@ -29,3 +29,14 @@ def fake_mesh(layout: Layout | None = None, rank: int = 0) -> Iterator[DeviceMes
         yield build_mesh(layout, "cpu")
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def lone_mesh() -> Iterator[DeviceMesh]:
+    """The mesh of one process in a real group of its own, for what agrees with the other ranks by messages."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    _clear_sharding_prop_cache()
+    try:
+        yield build_mesh(Layout(), "cpu")
+    finally:
+        dist.destroy_process_group()

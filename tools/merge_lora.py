@@ -4,9 +4,9 @@
     python tools/merge_lora.py --load checkpoints --adapter runs/chat --save merged --to smp
 
 --load is a model in any format that tools/convert_checkpoint.py reads, --adapter a folder in peft's format or the
-checkpoints of a LoRA run. A Hugging Face folder is written with tokenizer and chat template. Tensors are read, merged
-and written one after the other, so memory does not grow with the model. W + scale x B A is computed in fp32 and kept in
-W's dtype.
+checkpoints of a LoRA run. A Hugging Face folder is written with the tokenizer and chat template of that run, or of the
+model. Tensors are read, merged and written one after the other, so memory does not grow with the model. W + scale x B A
+is computed in fp32 and rounded once, to --dtype or to W's. The same command goes on after an interrupt.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from tqdm import tqdm
 from smp.checkpoint import CheckpointError, find, read_manifest
 from smp.checkpoint.local import open_folder
 from smp.config import ConfigError
-from smp.convert.adapters import Adapter, MergedWeights, family_for, is_adapter_folder, read_adapters
+from smp.convert.adapters import Adapter, MergedWeights, family_for, is_adapter_folder
 from smp.convert.convert import write
 from smp.convert.formats import FORMATS, Opened, make_target, open_checkpoint
 from smp.convert.hf_config import is_hf_folder, read_hf_config
-from smp.training.adapter_files import read_saved_adapters
+from smp.convert.peft_read import read_adapters
+from smp.training.adapter_files import companions_of, read_saved_adapters
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -49,10 +50,12 @@ def merge(args: argparse.Namespace) -> None:
         CheckpointError, ConfigError: something cannot be read or written; one line.
     """
     model = open_checkpoint(args.load, reference=args.reference)
+    dtype = None if args.dtype is None else DTYPES[args.dtype]
+    if args.reference is None:
+        model = replace(model, reference=companions_of(args.adapter) or model.reference)
     with model.weights:
-        merged = MergedWeights(model.weights, open_adapters(args.adapter, model))
-        dtype = None if args.dtype is None else DTYPES[args.dtype]
-        target = make_target(args.to, replace(model, weights=merged), dtype=dtype)
+        merged = MergedWeights(model.weights, open_adapters(args.adapter, model), dtype)
+        target = make_target(args.to, replace(model, weights=merged))
         total = sum(tensor.stored.nbytes for tensors in target.files.values() for tensor in tensors)
         options = ["merge", args.to, args.dtype, str(model.reference)]
         with tqdm(total=total, desc="merging", unit="B", unit_scale=True, disable=None) as bar:
@@ -63,7 +66,9 @@ def merge(args: argparse.Namespace) -> None:
 
 def main(argv: list[str]) -> int:
     """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--load", required=True, type=Path, help="the model; of a run its newest checkpoint")
     parser.add_argument("--adapter", required=True, type=Path, help="folder in peft's format, or checkpoints of LoRA")
     parser.add_argument("--save", required=True, type=Path, help="folder to write; must not exist")
@@ -71,8 +76,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dtype", choices=DTYPES, help="convert all weights to this (default: as they are)")
     parser.add_argument("--reference", type=Path, help="Hugging Face folder that tokenizer and config.json come from")
     parser.add_argument("--workers", type=int, default=2, help="files read and written at once (default: 2)")
+    args = parser.parse_args(argv)
+    if args.workers < 1:
+        print("error: --workers must be above 0", file=sys.stderr)
+        return 2
     try:
-        merge(parser.parse_args(argv))
+        merge(args)
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on from here", file=sys.stderr)
+        return 130
     except (CheckpointError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

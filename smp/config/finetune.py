@@ -57,8 +57,8 @@ class LoraConfig:
     """Freeze the model and train adapters of this rank. Default: all weights are trained."""
     lora_alpha: float | None = None
     """What an adapter adds is scaled by alpha / rank. Default: 2 x rank."""
-    lora_dropout: float = 0.0
-    """Dropout on the input of adapters."""
+    lora_dropout: float | None = None
+    """Dropout on the input of adapters. Default: 0, or that of --load-adapter."""
     lora_target_modules: str | None = None
     """Linear layers that get an adapter: shell patterns with commas in between, of whole names or of their last part
     (query, key, value, output, gate, up, down). Default: all of them."""
@@ -155,6 +155,7 @@ class FinetuneConfig:
         checkpoints or from none: what --load names is not a state to resume but weights to begin with."""
         checkpoint = _common(CheckpointConfig, self.checkpoint)
         checkpoint |= {"load": "auto" if self.checkpoint.resume else None, "ckpt_step": None}
+        packed = self.data.packing == "best-fit"
         return Config(
             model=self.model,
             parallel=self.parallel,
@@ -165,6 +166,9 @@ class FinetuneConfig:
                 seq_length=self.data.seq_length,
                 micro_batch_size=self.data.micro_batch_size,
                 global_batch_size=self.data.global_batch_size,
+                packing="best-fit" if packed else "stream",
+                reset_attention_mask=packed,
+                reset_position_ids=packed,
             ),
             optim=OptimizerConfig(**_common(OptimizerConfig, self.optim)),
             training=TrainingConfig(**_common(TrainingConfig, self.training)),

@@ -25,7 +25,8 @@ def fill_in(config: FinetuneConfig) -> FinetuneConfig:
     lora, objective, data = config.lora, config.objective, config.data
     if lora.lora_rank is not None:
         alpha, targets = lora.lora_alpha or 2.0 * lora.lora_rank, lora.lora_target_modules or ALL_LINEAR
-        lora = replace(lora, lora_alpha=alpha, lora_target_modules=targets)
+        dropout = lora.lora_dropout or 0.0
+        lora = replace(lora, lora_alpha=alpha, lora_target_modules=targets, lora_dropout=dropout)
     if objective.objective == "dpo":
         default = "adapters-off" if has_adapters(lora) else "copy"
         objective = replace(objective, dpo_reference=objective.dpo_reference or default)  # type: ignore[arg-type]
@@ -42,7 +43,7 @@ def _check_ranges(config: FinetuneConfig) -> None:
     data, lora, objective, training = config.data, config.lora, config.objective, config.training
     fraction, smoothing, dropout = data.bad_sample_threshold, objective.dpo_label_smoothing, lora.lora_dropout
     require(0 <= fraction <= 1, f"--bad-sample-threshold {fraction} is not between 0 and 1")
-    require(0 <= dropout < 1, f"--lora-dropout {dropout} must be at least 0 and below 1")
+    require(dropout is None or 0 <= dropout < 1, f"--lora-dropout {dropout} must be at least 0 and below 1")
     require(0 <= smoothing < 0.5, f"--dpo-label-smoothing {smoothing} must be at least 0 and below 0.5")
     require(data.preview >= 0, f"--preview {data.preview} must not be negative")
     for name, value in (

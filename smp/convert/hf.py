@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from smp.checkpoint import CheckpointError
+from smp.checkpoint.latest import ITERATION
 from smp.checkpoint.local import LocalFolder, write_durably
 from smp.checkpoint.tensor_file import lay_out, write_file
 from smp.convert.families import Family
@@ -39,6 +40,8 @@ COMPANIONS = (
 
 CARRIED = "hf"
 """Folder inside of a converted checkpoint with config.json, tokenizer and the like of the folder that it came from."""
+BESIDE = "model_files"
+"""The same beside the checkpoints of a fine-tuning run."""
 
 
 def open_hf(folder: str | Path, *, allow_pickle: bool = False) -> LinkedWeights:
@@ -196,6 +199,6 @@ def carry(reference: Path | None, folder: Path) -> None:
 
 
 def carried(folder: Path) -> Path | None:
-    """What :func:`carry` left in a folder, if it did."""
-    found = folder / CARRIED
-    return found if found.is_dir() else None
+    """What :func:`carry` left in a folder, or a fine-tuning run beside its checkpoints, if they did."""
+    run = folder.parent if ITERATION.fullmatch(folder.name) else folder
+    return next((found for found in (folder / CARRIED, run / BESIDE) if found.is_dir()), None)

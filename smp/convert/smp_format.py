@@ -51,6 +51,10 @@ class SmpWeights(Weights):
             for name, entry in self.manifest.tensors.items()
             if name.startswith(_MODEL)
         }
+        if self.manifest.extra.get("adapters"):
+            raise CheckpointError(
+                f"{self.folder} holds adapters without their model: tools/merge_lora.py adds them to it"
+            )
         wanted = our_tensors(self.config)
         for name in [*wanted, *stored]:
             there, should = stored.get(name), wanted.get(name)

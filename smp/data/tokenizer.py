@@ -109,6 +109,12 @@ class SentencePieceTokenizer:
         lossless = self._processor.normalize("a  b ") == "a  b ".replace(" ", _META_SPACE)
         return ids if lossless and all(map(self._processor.is_byte, ids)) else []
 
+    def control_pieces(self) -> dict[str, tuple[str, int]]:
+        """(text, id) of the piece that ends a document, "eos_token", and of the one that begins it, "bos_token", if
+        there is one."""
+        ids = {"eos_token": self.eod, "bos_token": int(self._processor.bos_id())}
+        return {name: (str(self._processor.id_to_piece(i)), i) for name, i in ids.items() if i >= 0}
+
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``, without begin or end pieces. The text of a control piece is encoded like any other.
 

@@ -162,7 +162,12 @@ def add_adapters(
 def choose(model: nn.Module, targets: Sequence[str]) -> dict[str, list[str]]:
     """Names of the linear layers that each pattern chooses; see :func:`add_adapters`."""
     names = [name for name, _ in linear_layers(model)]
-    return {t: [n for n in names if fnmatchcase(n, t) or fnmatchcase(n.rpartition(".")[2], t)] for t in targets}
+    return {target: matching(names, target) for target in targets}
+
+
+def matching(names: Sequence[str], target: str) -> list[str]:
+    """Names of layers that a pattern matches, whole or in their last part."""
+    return [name for name in names if fnmatchcase(name, target) or fnmatchcase(name.rpartition(".")[2], target)]
 
 
 def attach(model: nn.Module, sizes: Mapping[str, tuple[int, float]], *, dropout: float = 0.0, seed: int = 0) -> None:

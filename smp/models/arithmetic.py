@@ -186,6 +186,21 @@ class MemoryEstimate:
         return self.parameters + self.gradients + self.optimizer + self.units + self.activations + self.logits
 
 
+@dataclass(frozen=True)
+class Tuned:
+    """What is different when a model is fine-tuned.
+
+    Attributes:
+        adapters: elements of all adapters on one of the tensor-parallel processes; 0: all weights are trained.
+        rows: sequences of a sample: 2 when it is a pair.
+        copies: of the model, frozen.
+    """
+
+    adapters: int = 0
+    rows: int = 1
+    copies: int = 0
+
+
 def estimate_memory(
     config: Config,
     layout: Layout,
@@ -193,6 +208,7 @@ def estimate_memory(
     parts: Sequence[ModelPart] | None = None,
     held: int = 1,
     losses: int = 1,
+    tuned: Tuned = Tuned(),
 ) -> MemoryEstimate:
     """Memory of one process of a training run: an estimate to choose a layout by, not a bound.
 
@@ -212,6 +228,9 @@ def estimate_memory(
     weights are gathered for the whole step (without --pipeline-reshard). Activations are there ``held`` times for an
     average part.
 
+    Frozen weights (the model under adapters, and copies of it) take b bytes instead of 4, and have neither gradients
+    nor optimizer state. What layers keep is counted as if they were trained, so with adapters activations are fewer.
+
     Left out: the CUDA context, NCCL's buffers, fragmentation, RoPE tables and a window's mask. Activations are those of
     fused kernels (a GPU); on a CPU torch's RMSNorm keeps two fp32 copies of its input instead of the input. With
     Triton's SwiGLU, which a GPU runs without --compile, a block keeps 2 f less per token.
@@ -223,10 +242,11 @@ def estimate_memory(
         parts: of the model that the process holds; by default all of it.
         held: most activations that it holds at once, in micro-batches of one part.
         losses: most micro-batches at once between their loss and its backward pass.
+        tuned: of fine-tuning.
     """
     model, data = config.model, config.data
     assert model.vocab_size is not None and data.seq_length is not None, "resolved before"
-    b, tokens = (2 if config.parallel.bf16 else 4), data.micro_batch_size * data.seq_length
+    b, tokens = (2 if config.parallel.bf16 else 4), tuned.rows * data.micro_batch_size * data.seq_length
     block, rows = _block_parameters(model, layout.tp), _vocabulary_rows(model, layout.tp)
     parts = parts or (whole(model.num_layers),)
     layers, first, last = sum(p.count for p in parts), any(p.embedding for p in parts), any(p.head for p in parts)
@@ -235,13 +255,17 @@ def estimate_memory(
     ends = vocabulary * (2 if both else 1) + first * _positions(model) + last * _norm(model)
     n = layers * block + ends
     gathered = 2 * block + vocabulary if layout.pp == 1 or config.parallel.pipeline_reshard else n
+    adapters = tuned.adapters * layers // model.num_layers
+    trained, frozen = (adapters, n * (tuned.copies + 1)) if adapters else (n, n * tuned.copies)
+    largest = adapters // layers if adapters else max(block, vocabulary)
+    head = 0 if adapters else vocabulary * (b * losses + (4 if b < 4 else 0))
     return MemoryEstimate(
-        parameters=4 * n // layout.dp_shard,
-        gradients=4 * n // (layout.dp_shard if layout.pp == 1 else 1),
-        optimizer=_optimizer_bytes(config) * n // layout.dp_shard,
-        units=b * gathered + (b + 4) * max(block, vocabulary),
+        parameters=(4 * trained + b * frozen) // layout.dp_shard,
+        gradients=4 * trained // (layout.dp_shard if layout.pp == 1 else 1),
+        optimizer=_optimizer_bytes(config) * trained // layout.dp_shard,
+        units=b * gathered + (b + 4) * largest,
         activations=int(tokens * _activations_per_token(config, layout, b, layers * held / len(parts), last)),
-        logits=last * (_logits_bytes(tokens, rows, chunk_bytes, b) + vocabulary * (b * losses + (4 if b < 4 else 0))),
+        logits=last * (_logits_bytes(tokens, rows, chunk_bytes, b) + head),
     )
 
 

@@ -1,8 +1,8 @@
-"""Adapters of a run as files: from its checkpoint, which may be of any layout, to a folder that peft loads."""
+"""What a fine-tuning run leaves beside its checkpoints: adapters in peft's format, and what goes with the model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,11 @@ from smp.checkpoint.latest import iteration_name
 from smp.checkpoint.local import open_folder
 from smp.config import Config
 from smp.config.finetune import FinetuneConfig
-from smp.convert.adapters import Adapter, family_for, write_adapters
-from smp.convert.hf_config import is_hf_folder, read_hf_config
+from smp.convert.adapters import Adapter, family_for
+from smp.convert.hf import BESIDE, carried, copy_companions
+from smp.convert.hf_config import CONFIG, is_hf_folder, read_hf_config
+from smp.convert.peft_write import write_adapters
+from smp.training.saved_run import SavedRun
 
 ADAPTER = "adapter"
 """Folder beside the checkpoints of a run with the adapters of its end."""
@@ -34,7 +37,7 @@ def read_saved_adapters(folder: Folder, manifest: Manifest) -> dict[str, Adapter
     Raises:
         CheckpointError: there are none, or they are damaged.
     """
-    scales: Mapping[str, float] = manifest.extra.get("adapters", {})
+    scales = SavedRun.of(manifest.extra, folder).adapters
     if not scales:
         raise CheckpointError(f"{folder} holds no adapters")
     out = {}
@@ -52,19 +55,52 @@ def _read(folder: Folder, manifest: Manifest, name: str) -> torch.Tensor:
     return out
 
 
-def publish_adapter(config: Config, tuning: FinetuneConfig, iteration: int) -> Path:
-    """Write the adapters of the checkpoint of ``iteration`` to ``<save>/adapter``; on one rank.
+def publish_adapter(config: Config, tuning: FinetuneConfig, iteration: int) -> str:
+    """Write the adapters of the checkpoint of ``iteration`` to ``<save>/adapter``; returns where that is. On one rank.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read, or --save is not on a file system.
+        CheckpointError: the checkpoint cannot be read, or the folder not be written.
     """
     assert config.checkpoint.save is not None
     root = open_folder(config.checkpoint.save)
-    if root.local is None:
-        raise CheckpointError(f"--save {root}: an adapter in peft's format needs a folder of a file system")
-    saved = root.child(iteration_name(iteration))
+    saved, folder = root.child(iteration_name(iteration)), root.child(ADAPTER)
     adapters = read_saved_adapters(saved, read_manifest(saved))
     family = family_for(config.model, reference_config(tuning))
-    folder, base = root.local / ADAPTER, str(tuning.checkpoint.load)
-    write_adapters(folder, adapters, config.model, family, dropout=tuning.lora.lora_dropout, base=base)
-    return folder
+    dropout, base = tuning.lora.lora_dropout or 0.0, str(tuning.checkpoint.load)
+    try:
+        write_adapters(folder, adapters, config.model, family, dropout=dropout, base=base)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error}") from None
+    return str(folder)
+
+
+def leave_companions(tuning: FinetuneConfig) -> None:
+    """Put what goes with the tuned model (tokenizer, chat template, config.json) beside the checkpoints, as this run
+    uses it: who exports the model, or trains on, finds it there. On one rank; needs a --save on a file system.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    load, save, given = str(tuning.checkpoint.load), tuning.checkpoint.save, tuning.data.tokenizer_model
+    if save is None or (root := open_folder(save).local) is None:
+        return
+    source = Path(load) if is_hf_folder(load) else (None if "://" in load else carried(Path(load)))
+    folder = root / BESIDE
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if source is not None and (source / CONFIG).is_file():
+            shutil.copyfile(source / CONFIG, folder / CONFIG)
+        if given is None or Path(given).is_dir():
+            copy_companions(source if given is None else Path(given), folder)
+        else:
+            shutil.copyfile(given, folder / "tokenizer.model")
+        if tuning.data.chat_template is not None:
+            shutil.copyfile(tuning.data.chat_template, folder / "chat_template.jinja")
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error}") from None
+
+
+def companions_of(path: Path) -> Path | None:
+    """What :func:`leave_companions` left beside the adapter, the checkpoint or the run at ``path``, if it did."""
+    run = path.parent if path.name == ADAPTER else path
+    return carried(run)

@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 
 from smp.config import Config, Layout, to_yaml
+from smp.config.finetune import FinetuneConfig
+from smp.convert.adapters import TENSORS
+from smp.convert.layout import our_tensors
 from smp.layers.head import CHUNK_BYTES
-from smp.models.arithmetic import MemoryEstimate, count_parameters, estimate_memory, training_flops_per_token
+from smp.layers.lora import matching
+from smp.models.arithmetic import MemoryEstimate, Tuned, count_parameters, estimate_memory, training_flops_per_token
 from smp.parallel.mesh import MESH_DIMS
 from smp.pipeline.plan import Plan, describe_plan, plan_pipeline
 from smp.pipeline.validate import peak_activations, peak_losses
 
 
-def describe(config: Config, world_size: int, tree: object | None = None) -> str:
-    """Settings, mesh, parameters and memory, as text; ``tree`` is shown as the settings when it is more than
-    ``config``."""
+def describe(config: Config, world_size: int, tuning: FinetuneConfig | None = None) -> str:
+    """Settings, mesh, parameters and memory, as text; of a fine-tuning run with its own settings."""
     layout = Layout.from_config(config.parallel, world_size)
     vocab, length = config.model.vocab_size, config.data.seq_length
     assert vocab is not None and length is not None
     count = count_parameters(config.model, vocab)
     plan = plan_pipeline(config, layout) if layout.pp > 1 else None
-    memory = _largest(config, layout, plan)
+    tuned = Tuned() if tuning is None else _tuned(tuning, layout.tp)
+    memory = _largest(config, layout, plan, tuned)
     mesh = " x ".join(f"{name} {getattr(layout, name)}" for name in MESH_DIMS)
     tflop = training_flops_per_token(config.model, length, vocab) / 1e12
     lines = [
-        to_yaml(config if tree is None else tree).rstrip(),
+        to_yaml(config if tuning is None else tuning).rstrip(),
         "",
         f"mesh: {mesh} = {layout.world_size} processes, tp fastest",
         f"parameters: {count.total:,} (vocabulary and positions {count.embedding:,}, "
         f"{config.model.num_layers} blocks of {count.per_layer:,})",
         *([] if plan is None else describe_plan(plan, config)),
-        f"parameters per rank: {memory.parameters // 4:,}",
+        *([] if tuning is not None else [f"parameters per rank: {memory.parameters // 4:,}"]),
         f"training: {tflop:.6f} TFLOP per token, {(config.data.global_batch_size or 0) * length:,} tokens per step",
         "memory per rank, estimated:" if plan is None else "memory of the rank that needs most, estimated:",
         *(f"  {f.name.replace('_', ' '):18s}{getattr(memory, f.name) / 2**30:10.3f} GiB" for f in fields(memory)),
@@ -39,13 +44,39 @@ def describe(config: Config, world_size: int, tree: object | None = None) -> str
     return "\n".join(lines)
 
 
-def _largest(config: Config, layout: Layout, plan: Plan | None) -> MemoryEstimate:
+def _largest(config: Config, layout: Layout, plan: Plan | None, tuned: Tuned) -> MemoryEstimate:
     """Of the pipeline rank that needs most memory."""
     if plan is None:
-        return estimate_memory(config, layout, CHUNK_BYTES["cuda"])
+        return estimate_memory(config, layout, CHUNK_BYTES["cuda"], tuned=tuned)
     held, losses = peak_activations(plan.training), peak_losses(plan.training)
     ranks = (
-        estimate_memory(config, layout, CHUNK_BYTES["cuda"], list(plan.stages_of(rank).values()), held[rank], losses)
+        estimate_memory(
+            config, layout, CHUNK_BYTES["cuda"], list(plan.stages_of(rank).values()), held[rank], losses, tuned
+        )
         for rank in range(layout.pp)
     )
     return max(ranks, key=lambda estimate: estimate.total)
+
+
+def _tuned(tuning: FinetuneConfig, tp: int) -> Tuned:
+    pairs, copies = tuning.objective.objective != "sft", tuning.objective.dpo_reference == "copy"
+    return Tuned(adapter_elements(tuning, tp), rows=1 + pairs, copies=int(copies))
+
+
+def adapter_elements(tuning: FinetuneConfig, tp: int) -> int:
+    """Elements of all adapters on one of ``tp`` processes. Those of a file are taken to be fp32, and not shared."""
+    lora = tuning.lora
+    if lora.load_adapter is not None:
+        path = Path(lora.load_adapter) / TENSORS
+        return path.stat().st_size // 4 if path.is_file() else 0
+    if lora.lora_rank is None:
+        return 0
+    assert lora.lora_target_modules is not None, "filled in before"
+    shapes = our_tensors(tuning.model)
+    layers = [name.removesuffix(".weight") for name, shape in shapes.items() if "layers." in name and len(shape) == 2]
+    elements = 0
+    for name in {name for target in lora.lora_target_modules.split(",") for name in matching(layers, target.strip())}:
+        rows, columns = shapes[f"{name}.weight"]
+        by_columns = name.endswith((".output", ".down"))  # of row-parallel layers A is split, of others B
+        elements += lora.lora_rank * (columns // tp + rows if by_columns else columns + rows // tp)
+    return elements

@@ -7,12 +7,15 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.nn.attention import sdpa_kernel
 
-from smp.checkpoint.agree import on_rank_zero
-from smp.config import Config, as_flat_dict
+from smp.checkpoint.agree import gather, on_rank_zero
+from smp.config import Config, ConfigError, as_flat_dict
 from smp.config.batch import BatchSizes
-from smp.config.finetune import FinetuneConfig
-from smp.convert.adapters import Adapter, family_for, read_adapters
+from smp.config.finetune import FinetuneConfig, LoraConfig, ObjectiveConfig
+from smp.config.finetune_checks import has_adapters
+from smp.convert.adapters import Adapter, family_for
+from smp.convert.peft_read import read_adapters
 from smp.data.build import Datasets
 from smp.data.loader import BatchLoader
 from smp.data.sample import SampleDataset
@@ -24,10 +27,12 @@ from smp.models.arithmetic import count_parameters
 from smp.models.gpt import GPT
 from smp.parallel.mesh import data_rank, sum_over_parts
 from smp.pipeline.plan import Plan
-from smp.training.adapter_files import publish_adapter, reference_config
+from smp.training.adapter_files import leave_companions, publish_adapter, reference_config
 from smp.training.build import build_passes
 from smp.training.describe import describe
 from smp.training.passes import Passes
+from smp.training.persistence import TUNED
+from smp.training.pipelined import Pipelined
 from smp.training.preference import (
     ModelReference,
     PairInputs,
@@ -42,6 +47,12 @@ from smp.training.runtime import StopSignal
 from smp.training.saving import RunCheckpoints
 from smp.training.trainer import StepResult
 from smp.training.tuned_model import build_tuned_model
+
+NOTED = (
+    *(field.name for group in (LoraConfig, ObjectiveConfig) for field in dataclasses.fields(group)),
+    *("load", "ckpt_step", "tokenizer_model", "chat_template", "mask_prompt", "train_epochs"),
+)
+"""Settings of its own that a checkpoint notes, and that a resume compares with them."""
 
 
 class Finetuning(Pretraining):
@@ -76,20 +87,26 @@ class Finetuning(Pretraining):
         model = self.tuning.model
         adapters, dropout = read_adapters(folder, model, family_for(model, reference_config(self.tuning)))
         lora = self.tuning.lora
-        lora = dataclasses.replace(lora, lora_dropout=lora.lora_dropout or dropout)
+        if lora.lora_dropout is None:
+            lora = dataclasses.replace(lora, lora_dropout=dropout)
         self.tuning = dataclasses.replace(self.tuning, lora=lora)
         return adapters
 
     @property
     def has_adapters(self) -> bool:
         """Whether adapters are trained and not the model."""
-        return self.start is not None or self.tuning.lora.lora_rank is not None
+        return has_adapters(self.tuning.lora)
 
     def _datasets(self) -> Datasets:
         # one shape for all micro-batches where messages of a pipeline or compiled code want it
         trim = self.layout.pp == 1 and not self.config.parallel.compile
         make = partial(TuningDataset, self.data.samples, pairs=self.data.pairs, trim=trim)
-        seed = self.config.training.seed
+        seed, here = self.config.training.seed, self.data.samples.fingerprint()
+        if any(there != here for there in gather(here)):
+            raise ConfigError(
+                "--data-path: the processes do not read the same samples: the files differ between nodes, or the chat "
+                "template writes the time"
+            )
         valid = make(self.data.valid, seed=None) if len(self.data.valid) else None
         return Datasets(make(self.data.train, seed=seed, notes=self.data.lines), valid, None)  # type: ignore[arg-type]
 
@@ -110,7 +127,9 @@ class Finetuning(Pretraining):
         )
 
     def _open_checkpoints(self) -> RunCheckpoints:
-        return RunCheckpoints(self.config, self._announce, {"finetune": as_flat_dict(self.tuning)}, "--resume")
+        settings = as_flat_dict(self.tuning)
+        noted = {name: settings[name] for name in NOTED}
+        return RunCheckpoints(self.config, self._announce, {TUNED: noted}, "--resume")
 
     def _model(self, device: torch.device, plan: Plan | None) -> tuple[GPT, Passes]:
         build = partial(build_tuned_model, self.config, self.tuning, self.mesh, device, plan, self.start)
@@ -126,7 +145,8 @@ class Finetuning(Pretraining):
         if objective.dpo_reference == "adapters-off":
             reference = ModelReference(model, passes, device, partial(adapters_off, model))
         elif objective.dpo_reference == "precomputed":
-            reference = TableReference(self._table(ModelReference(model, passes, device), device))
+            with sdpa_kernel([self._attention]):
+                reference = TableReference(self._table(ModelReference(model, passes, device), device))
         else:
             copy, _ = build(trainable=False)
             copied = build_passes(self.config, self.mesh, device, copy, plan, PairInputs, rows=2)  # type: ignore[arg-type]
@@ -170,6 +190,10 @@ class Finetuning(Pretraining):
             f"weights of the first process: {here / 1e6:,.1f} MB trained, {frozen / 1e6:,.1f} MB frozen",
         ]
 
+    def _pipeline(self) -> Pipelined | None:
+        passes = self.trainer.passes if self.preferences is None else self.preferences.passes
+        return passes if isinstance(passes, Pipelined) else None
+
     def _work(self) -> float:
         """FLOPs of a step relative to pretraining on as many tokens: a third for the forward pass, one for gradients of
         activations, one for those of weights; the reference adds a forward pass, the loss of pairs the head's."""
@@ -181,12 +205,13 @@ class Finetuning(Pretraining):
         more = {} if self.preferences is None else self.preferences.measured()
         self.console.step(self.trainer.progress, result, more)
 
-    def run(self) -> Outcome:
+    def _run(self) -> Outcome:
         """Train, and evaluate before the first step too; the last state of adapters is left in peft's format as
         well."""
+        on_rank_zero(lambda: leave_companions(self.tuning))
         if self.config.training.eval_interval is not None and self.trainer.progress.iteration == 0:
             self.evaluate()
-        outcome = super().run()
+        outcome = super()._run()
         if self.has_adapters and self.config.checkpoint.save is not None and outcome.status == "done":
             folder = on_rank_zero(lambda: publish_adapter(self.config, self.tuning, self.trainer.progress.iteration))
             self._announce(f"adapter in peft's format: {folder}")

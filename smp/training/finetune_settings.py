@@ -16,8 +16,8 @@ from smp.data.tuning.build import TuningData, read_data
 from smp.data.tuning.tokenizer import TuningTokenizer, open_tokenizer
 from smp.pipeline.plan import plan_pipeline
 
-CARRIED = "hf"
-"""Folder inside of our converted checkpoints that holds the tokenizer that came with the model."""
+CARRIED, BESIDE = "hf", "model_files"
+"""Folder inside of our converted checkpoints, and beside those of a fine-tuning run, with the model's tokenizer."""
 
 
 def read_finetune_settings(argv: list[str], world_size: int) -> tuple[FinetuneConfig, TuningData | None]:
@@ -77,7 +77,7 @@ def _tokenizer(config: FinetuneConfig) -> TuningTokenizer:
     try:
         if given is not None:
             return open_tokenizer(given)
-        for folder in (load, load / CARRIED, *_newest(load)):
+        for folder in (load, load / CARRIED, load / BESIDE, *_newest(load), load.parent / BESIDE):
             if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
                 return open_tokenizer(folder)
     except ValueError as error:

@@ -26,6 +26,8 @@ from smp.training.saved_run import SavedRun
 from smp.training.trainer import Progress
 
 _NOTHING: Mapping[str, Any] = {}
+TUNED = "finetune"
+"""Settings of a fine-tuning run in ``extra``, beside those that it shares with pretraining."""
 
 _ORDER = ("seed", "split", "seq_length", "packing", "data_path", "mock_data")
 """Settings that the order of the data is a function of."""
@@ -100,29 +102,63 @@ def load_training(
         loading = load_weights(model, lambda: SmpWeights(folder, manifest, config.model))
         at = [] if saved.progress is None else [f"weights are those of iteration {saved.progress.iteration}"]
         return Progress(), [*loading, *at]
+    _check_history(folder, manifest, saved, model, more)
     notes = [f"WARNING: {line}" for line in [misnamed(folder, manifest.extra)] if line is not None] + notes
     if not config.checkpoint.load_optim and saved.progress is not None:
         return saved.progress, [*notes, *load_weights(model, lambda: SmpWeights(folder, manifest, config.model))]
     if saved.progress is None or saved.optimizer_steps is None:
         raise ConfigError(f"{folder} holds weights only, nothing to resume: give --finetune")
-    _check_optimizer(saved.config, as_flat_dict(config))
+    afresh = "--no-load-optim to start the optimizer afresh"  # which finetune.py does not have
+    _check_optimizer(saved.config, as_flat_dict(config), "--optimizer as it was" if TUNED in more else afresh)
     frozen = not getattr(model, "frozen", False)
     tensors, _ = checkpoint.training_state(model, optimizer, frozen=frozen)
     rows = checkpoint.collect_logical_rows(model, optimizer, frozen=frozen)
     load_from(folder, manifest, tensors, logical_rows=rows)
     checkpoint.restore_optimizer_scalars(model, optimizer, saved.optimizer_steps)
-    return saved.progress, [*notes, *_changed(manifest, more, as_flat_dict(config))]
+    return saved.progress, [*notes, *_changed(manifest, more)]
 
 
-def _changed(manifest: Manifest, more: Mapping[str, Any], shared: Mapping[str, Any]) -> list[str]:
-    """A line for each setting in ``more`` that changed, but for those that ``shared`` has as well."""
+def _changed(manifest: Manifest, more: Mapping[str, Any]) -> list[str]:
+    """A line for each setting in ``more`` that changed."""
     return [
         f"note: {name} was {saved[name]} in the checkpoint and is {value} now"
         for group, values in more.items()
-        if (saved := manifest.extra.get(group, {}))
+        if isinstance(saved := manifest.extra.get(group), dict)
         for name, value in values.items()
-        if name not in shared and saved.get(name, value) != value
+        if saved.get(name, value) != value
     ]
+
+
+def _check_history(
+    folder: Folder, manifest: Manifest, saved: SavedRun, model: nn.Module, more: Mapping[str, Any]
+) -> None:
+    """Raise ConfigError when a checkpoint is of another kind of run, or its adapters are not those of ``model``: the
+    counters, or the weights, would mean something else. Every rank calls it."""
+    tuned = TUNED in manifest.extra
+    if tuned and TUNED not in more:
+        raise ConfigError(
+            f"{folder} is of a fine-tuning run, which finetune.py --resume continues; --finetune takes its weights"
+        )
+    if TUNED in more and not tuned:
+        raise ConfigError(
+            f"{folder} is not of a fine-tuning run, so --resume cannot go on from it: give another --save, and --load "
+            "to start from its weights"
+        )
+    here = {n: _kind(m.rank, m.alpha / m.rank) for n, m in adapters_of(model).items()}
+    here = {name: kind for part in gather(here) for name, kind in part.items()}  # pipeline ranks hold parts
+    ranks = {n: manifest.tensors[t].shape[0] for n in saved.adapters if (t := f"model.{n}.lora.a") in manifest.tensors}
+    there = {name: _kind(rank, saved.adapters[name]) for name, rank in ranks.items()}
+    for name in sorted({*here, *there}):
+        before, now = there.get(name, "none"), here.get(name, "none")
+        if before != now:
+            raise ConfigError(
+                f"{folder} has other adapters: that of {name} is {before}, in this run {now}; give --lora-rank, "
+                "--lora-alpha, --lora-target-modules or --load-adapter as they were, or another --save"
+            )
+
+
+def _kind(rank: int, scale: float) -> str:
+    return f"of rank {rank}, scaled by {scale:.6g}"
 
 
 def compare_settings(
@@ -160,14 +196,11 @@ def compare_settings(
     return notes
 
 
-def _check_optimizer(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+def _check_optimizer(saved: Mapping[str, Any], settings: Mapping[str, Any], remedy: str) -> None:
     """Raise ConfigError when the saved optimizer state is of another kind than this run's."""
     before, now = _state_kind(saved), _state_kind(settings)
     if saved and before != now:
-        raise ConfigError(
-            f"the checkpoint holds the optimizer state of {before}, this run has {now}: give --no-load-optim to start "
-            "the optimizer afresh"
-        )
+        raise ConfigError(f"the checkpoint holds the optimizer state of {before}, this run has {now}: give {remedy}")
 
 
 def _state_kind(settings: Mapping[str, Any]) -> str:

@@ -172,8 +172,8 @@ class Pretraining:
         Raises:
             PipelineError: another rank of a pipeline is gone or late; the text says on which stages this one is.
         """
-        passes = self.trainer.passes
-        named = naming(passes.place) if isinstance(passes, Pipelined) else contextlib.nullcontext()
+        pipeline = self._pipeline()
+        named = contextlib.nullcontext() if pipeline is None else naming(pipeline.place)
         with named, sdpa_kernel([self._attention]):
             return self._run()
 
@@ -219,6 +219,11 @@ class Pretraining:
             return Outcome("failed", f"{outcome.reason}; nothing was saved: --save is not given", progress.iteration)
         return outcome
 
+    def _pipeline(self) -> Pipelined | None:
+        """What runs the training's micro-batches, if that is a pipeline."""
+        passes = self.trainer.passes
+        return passes if isinstance(passes, Pipelined) else None
+
     def _work(self) -> float:
         """FLOPs of a step, relative to pretraining on as many tokens."""
         return 1.0
@@ -244,11 +249,11 @@ class Pretraining:
         if not training.trace_pipeline or self.traced or iteration < training.profile_step_start:
             yield
             return
-        passes, self.traced = self.trainer.passes, True
-        assert isinstance(passes, Pipelined), "checked with the settings"
-        passes.record()
+        pipeline, self.traced = self._pipeline(), True
+        assert pipeline is not None, "checked with the settings"
+        pipeline.record()
         yield
-        timeline = passes.recorded()
+        timeline = pipeline.recorded()
         if timeline is not None and self.process.rank == 0:
             path = Path(self.config.logging.log_dir) / "pipeline_trace.json"
             title = f"{self.config.parallel.pipeline_schedule}, iteration {iteration}"

@@ -18,11 +18,13 @@ class SavedRun:
         config: settings by name; empty when there are none.
         progress: counters.
         optimizer_steps: by the parameter's name.
+        adapters: alpha / rank of each adapter by the name of its layer; empty when the model itself was trained.
     """
 
     config: Mapping[str, Any]
     progress: Progress | None
     optimizer_steps: Mapping[str, float] | None
+    adapters: Mapping[str, float]
 
     @staticmethod
     def of(extra: Mapping[str, Any], where: object) -> SavedRun:
@@ -31,14 +33,11 @@ class SavedRun:
         Raises:
             CheckpointError: something has another form than a run gives it; in one line that begins with ``where``.
         """
-        config, steps = extra.get("config", {}), extra.get("optimizer_steps")
-        _require(isinstance(config, dict), where, "'config'")
-        _require(
-            steps is None or (isinstance(steps, dict) and all(type(n) in (int, float) for n in steps.values())),
-            where,
-            "'optimizer_steps'",
-        )
-        return SavedRun(config, _progress(extra.get("progress"), where), steps)
+        config, steps, adapters = (extra.get(name) for name in ("config", "optimizer_steps", "adapters"))
+        _require(config is None or isinstance(config, dict), where, "'config'")
+        _require(steps is None or _are_numbers(steps), where, "'optimizer_steps'")
+        _require(adapters is None or _are_numbers(adapters), where, "'adapters'")
+        return SavedRun(config or {}, _progress(extra.get("progress"), where), steps, adapters or {})
 
     @staticmethod
     def for_weights(extra: Mapping[str, Any]) -> SavedRun:
@@ -46,7 +45,7 @@ class SavedRun:
         try:
             return SavedRun.of(extra, "")
         except CheckpointError:
-            return SavedRun({}, None, None)
+            return SavedRun({}, None, None, {})
 
 
 def _progress(saved: Any, where: object) -> Progress | None:
@@ -58,6 +57,10 @@ def _progress(saved: Any, where: object) -> Progress | None:
     data = saved.get("data")
     _require(data is None or _is_blend(data) or _is_tuning(data), where, "'data' of 'progress'")
     return Progress(**saved)
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, dict) and all(type(n) in (int, float) for n in values.values())
 
 
 def _is_count(value: Any) -> bool:

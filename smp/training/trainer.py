@@ -225,6 +225,8 @@ class Trainer:
             batch = batches.next_or_reason()
             valid, _ = self._counts(batch)
             assert isinstance(batch, GlobalBatch)
+            if valid == 0:  # on no rank: behind the last sample of fine-tuning's validation data
+                continue
             total += sum_over_parts(self.passes.evaluate(batch, valid), self.mesh).double() * valid
             tokens += valid
         self.model.train()

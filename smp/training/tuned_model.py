@@ -23,7 +23,7 @@ from smp.convert.load import load_weights
 from smp.convert.smp_format import SmpWeights
 from smp.convert.weights import Weights
 from smp.layers import init_weights
-from smp.layers.lora import adapters_of, attach, choose
+from smp.layers.lora import adapters_of, attach, choose, linear_layers
 from smp.models.gpt import GPT
 from smp.parallel.boxes import local_box
 from smp.pipeline.plan import Plan
@@ -91,11 +91,11 @@ def build_tuned_model(
 
 def _add_adapters(model: GPT, tuning: FinetuneConfig, seed: int, start: Mapping[str, Adapter] | None) -> bool:
     """Put adapters on ``model``, which is then frozen but for them; whether there are any in the whole model."""
-    lora = tuning.lora
-    model.adapter_dropout = lora.lora_dropout
+    lora, dropout = tuning.lora, tuning.lora.lora_dropout or 0.0
+    model.adapter_dropout = dropout
     if start is not None:
         sizes = {name: (adapter.rank, adapter.alpha) for name, adapter in start.items()}
-        attach(model, sizes, dropout=lora.lora_dropout, seed=seed)
+        attach(model, sizes, dropout=dropout, seed=seed)
         return True
     if lora.lora_rank is None:
         return False
@@ -105,9 +105,14 @@ def _add_adapters(model: GPT, tuning: FinetuneConfig, seed: int, start: Mapping[
     everywhere = gather({target: len(names) for target, names in chosen.items()})  # pipeline ranks have parts
     nothing = [target for target in targets if not any(counts[target] for counts in everywhere)]
     if nothing and lora.lora_target_modules != ALL_LINEAR:  # a plain MLP has no gate
-        raise ConfigError(f"--lora-target-modules {nothing[0]} chooses no linear layer of this model")
+        last = sorted(
+            {name.rpartition(".")[2] for part in gather([n for n, _ in linear_layers(model)]) for name in part}
+        )
+        raise ConfigError(
+            f"--lora-target-modules {nothing[0]} chooses no linear layer of this model: they are {', '.join(last)}"
+        )
     sizes = {name: (lora.lora_rank, lora.lora_alpha) for names in chosen.values() for name in names}
-    attach(model, sizes, dropout=lora.lora_dropout, seed=seed)
+    attach(model, sizes, dropout=dropout, seed=seed)
     return True
 
 

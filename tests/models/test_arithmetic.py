@@ -11,6 +11,7 @@ from smp.config import Config, ConfigError, DataConfig, Layout, ModelConfig, Opt
 from smp.config.schema import TrainingConfig
 from smp.layers.cross_entropy import VocabShard, linear_cross_entropy
 from smp.models.arithmetic import (
+    Tuned,
     _kept_per_token,
     count_parameters,
     count_part,
@@ -176,6 +177,19 @@ def test_memory_by_hand() -> None:
     assert estimate.logits == 10 * 128 * 4 + vocabulary * 4
     parts = (estimate.parameters, estimate.gradients, estimate.optimizer)
     assert estimate.total == sum(parts) + estimate.units + estimate.activations + estimate.logits
+
+
+def test_memory_of_fine_tuning_by_hand() -> None:
+    config = _config(SMALL, bf16=True)
+    whole, lora, pairs = (
+        estimate_memory(config, Layout(dp_shard=2), 1 << 20, tuned=tuned)
+        for tuned in (Tuned(), Tuned(adapters=300), Tuned(rows=2, copies=1))
+    )
+    n = whole.parameters // 2
+    assert (lora.parameters, lora.gradients, lora.optimizer) == (n + 2 * 300, 2 * 300, 4 * 300), "bf16 weights, sharded"
+    assert lora.activations == whole.activations and lora.logits < whole.logits and lora.units < whole.units
+    assert (pairs.parameters, pairs.gradients, pairs.optimizer) == (3 * n, 2 * n, 4 * n)
+    assert pairs.activations == 2 * whole.activations
 
 
 def test_memory_shrinks_with_the_layout_that_shares_it() -> None:

@@ -28,7 +28,7 @@ METHODS = {
 }
 LAYOUTS = {
     "tp 2 + sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
-    "pp 2": (2, "--pipeline-model-parallel-size 2"),
+    "pp 2": (2, "--pipeline-model-parallel-size 2 --trace-pipeline"),
     "shard 2": (2, ""),
     "replicas 2": (2, "--hybrid-shard-degree 1"),
     "tp 2 x pp 2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1"),
@@ -37,26 +37,36 @@ LAYOUTS = {
 STEPS = "--train-iters 3 --seq-length 48 --micro-batch-size 2 --global-batch-size 8 --lr 0.02 --optimizer sgd"
 
 
-GROUPS = [["lora", "dpo, lora"], ["full", "lora, unpacked", "dpo, full", "dpo, table"]]
+FAST = {
+    "tp 2 + sp": ("lora", "dpo, full"),
+    "pp 2": ("full", "dpo, lora"),
+    "shard 2": ("lora", "dpo, full"),
+    "replicas 2": ("full", "dpo, table"),
+    "tp 2 x pp 2": ("lora, unpacked", "dpo, full"),
+    "shard 2 x tp 2": ("full", "dpo, lora"),
+}
+"""Of the product of methods and layouts: every layout with weights and with adapters, with samples and with pairs."""
+SLOW = {layout: tuple(method for method in METHODS if method not in fast) for layout, fast in FAST.items()}
 Results = dict[tuple[str, str], dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=[GROUPS[0], pytest.param(GROUPS[1], marks=pytest.mark.slow)], ids=", ".join)
+@pytest.fixture(scope="module", params=[FAST, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["fast", "slow"])
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """All runs of some methods by layout and method, one start per number of processes."""
+    """Runs by layout and method, one start per number of processes."""
     folder = tmp_path_factory.mktemp("hf")
     write_tokenizer(folder)
-    write_model(folder)
+    write_model(folder, layers=2)
     write_samples(folder)
     out = {}
-    layouts = {"alone": (1, "")} | LAYOUTS
+    layouts, chosen = {"alone": (1, "")} | LAYOUTS, {"alone": tuple(METHODS)} | request.param
     for world in (1, 2, 4):
         here = [name for name, (processes, _) in layouts.items() if processes == world]
-        cases = [(layout, method) for layout in here for method in request.param]
+        cases = [(layout, method) for layout in here for method in chosen[layout]]
         flags = [_flags(folder, layouts[layout][1], method) for layout, method in cases]
         ranks = run_distributed(tune_all, world, flags)
         for i, case in enumerate(cases):
             out[case] = together([r[i] for r in ranks])
+    assert (folder / "logs" / "pipeline_trace.json").is_file(), "--trace-pipeline, also with pairs"
     return out
 
 
@@ -64,13 +74,13 @@ def _flags(folder: Path, layout: str, method: str) -> str:
     return f"--load {folder} --log-dir {folder}/logs {STEPS} {METHODS[method].format(folder)} {layout}"
 
 
-def methods(results: Results) -> list[str]:
-    return [method for layout, method in results if layout == "alone"]
+def methods(results: Results, layout: str) -> list[str]:
+    return [method for there, method in results if there == layout]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_equals_one_rank(results: Results, layout: str) -> None:
-    for method in methods(results):
+    for method in methods(results, layout):
         got, want = results[layout, method], results["alone", method]
         assert len(want["losses"]) == 3 and len(set(want["losses"])) == 3
         for loss, other in zip(got["losses"], want["losses"], strict=True):
@@ -85,19 +95,20 @@ def test_layout_equals_one_rank(results: Results, layout: str) -> None:
 
 
 def test_dpo_begins_at_ln_2_exactly(results: Results) -> None:
-    for method in [m for m in methods(results) if m.startswith("dpo")]:
-        for layout in ("alone", *LAYOUTS):
-            first, margin = results[layout, method]["losses"][0], results[layout, method]["more"][0]["reward margin"]
-            if method == "dpo, table":  # computed in batches of other shapes: products round otherwise
-                assert first == pytest.approx(LN_2, rel=2e-7) and abs(margin) < 1e-6
-            else:
-                assert first == LN_2 and margin == 0.0
-        last = results["alone", method]["more"][-1]
+    for (layout, method), result in results.items():
+        if not method.startswith("dpo"):
+            continue
+        first, margin = result["losses"][0], result["more"][0]["reward margin"]
+        if method == "dpo, table":  # computed in batches of other shapes: products round otherwise
+            assert first == pytest.approx(LN_2, rel=2e-7) and abs(margin) < 1e-6, layout
+        else:
+            assert first == LN_2 and margin == 0.0, layout
+        last = result["more"][-1]
         assert last["reward margin"] > 0 and last["reward accuracy"] > 0.5
 
 
 def test_only_adapters_are_trained(results: Results) -> None:
-    for method in methods(results):
+    for method in methods(results, "alone"):
         trained = {name.partition(".lora.")[0].split(".", 2)[-1] for name in results["alone", method]["initial"]}
         if method == "lora, unpacked":
             assert trained == {"attention.query", "mlp.down"}

@@ -6,6 +6,8 @@ import contextlib
 import io
 import json
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,17 @@ import pytest
 import torch
 
 import finetune
+import pretrain_gpt
+from smp.checkpoint.local import open_folder
+from smp.training.finetune_settings import read_finetune_settings
+from smp.training.passes import Accumulation
 from tests.distributed import run_distributed
 from tests.parity.result import layer_norms, layer_of
 from tests.training.flag_runs import clean_process
 from tests.training.tiny_hf import write_model, write_samples, write_tokenizer
 from tests.training.tuning_lab import together, tune_all
+from tools.convert_checkpoint import main as convert
+from tools.merge_lora import main as merge_lora
 
 pytest.importorskip("transformers")
 
@@ -36,34 +44,8 @@ def flags(folder: Path, *more: str) -> str:
     return " ".join([own, *more])
 
 
-def run(folder: Path, *more: str, world: int = 1) -> dict[str, Any]:
-    return together([r[0] for r in run_distributed(tune_all, world, [flags(folder, *more)])])
-
-
-def test_packed_samples_train_as_separate_ones(folder: Path) -> None:
-    """The same samples, all of them in one step: 57 sequences of one sample, or as many as packing needs."""
-    data = "--split 1,0,0 --train-iters 1 --optimizer sgd"
-    packed = _count(folder, "best-fit")
-    assert packed < 40
-    separate, together_ = run_distributed(
-        tune_all,
-        1,
-        [
-            flags(folder, data, "--packing off --global-batch-size 60 --micro-batch-size 4"),
-            flags(folder, data, f"--packing best-fit --global-batch-size {packed}"),
-        ],
-    )[0]
-    assert together_["losses"][0] == pytest.approx(separate["losses"][0], rel=1e-6)
-    want, got = separate["gradients"][0], together_["gradients"][0]
-    norms = layer_norms(want)
-    for name, gradient in want.items():
-        assert (got[name] - gradient).norm() <= 1e-6 * norms[layer_of(name)], name
-
-
-def _count(folder: Path, packing: str) -> int:
-    """Sequences that the samples need."""
-    from smp.training.finetune_settings import read_finetune_settings
-
+def sequences(folder: Path, packing: str) -> int:
+    """How many the samples need."""
     argv = flags(folder, f"--split 1,0,0 --train-iters 1 --packing {packing}").split()
     data = read_finetune_settings(argv, 1)[1]
     assert data is not None
@@ -71,16 +53,55 @@ def _count(folder: Path, packing: str) -> int:
 
 
 LORA = "--lora-rank 4 --global-batch-size 4 --train-iters 4 --optimizer adam --adam-eps 1e-4"
+HALF = "--exit-interval 2"
+OTHER = "--tensor-model-parallel-size 2 --sequence-parallel"
 
 
-def test_an_adapter_checkpoint_goes_on_in_another_layout(folder: Path, tmp_path: Path) -> None:
-    whole = run(folder, LORA)
-    saved = f"--save {tmp_path} --resume"
-    first = run(folder, LORA, saved, "--exit-interval 2", "--tensor-model-parallel-size 2 --sequence-parallel", world=2)
+@pytest.fixture(scope="module")
+def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Runs of one process, in one start."""
+    one, saved = "--split 1,0,0 --train-iters 1 --optimizer sgd", f"--save {tmp_path_factory.mktemp('saved')} --resume"
+    runs = {
+        "separate": f"{one} --packing off --global-batch-size 60 --micro-batch-size 4",
+        "packed": f"{one} --packing best-fit --global-batch-size {sequences(folder, 'best-fit')}",
+        "whole": LORA,
+        "first half": f"{LORA} {saved} {HALF}",
+        "second half": f"{LORA} {saved}",
+        "bf16": f"{LORA} --bf16",
+        "full": "--global-batch-size 4 --train-iters 1",
+    }
+    results = run_distributed(tune_all, 1, [flags(folder, more) for more in runs.values()])[0]
+    return dict(zip(runs, results, strict=True))
+
+
+def test_packed_samples_train_as_separate_ones(folder: Path, alone: dict[str, dict[str, Any]]) -> None:
+    """The same samples, all of them in one step: 60 sequences of one sample, or as many as packing needs."""
+    assert sequences(folder, "off") == 60 and sequences(folder, "best-fit") < 40
+    separate, packed = alone["separate"], alone["packed"]
+    assert packed["losses"][0] == pytest.approx(separate["losses"][0], rel=1e-6)
+    want, got = separate["gradients"][0], packed["gradients"][0]
+    norms = layer_norms(want)
+    for name, gradient in want.items():
+        assert (got[name] - gradient).norm() <= 1e-6 * norms[layer_of(name)], name
+
+
+def test_a_resume_in_the_same_layout_is_bit_for_bit(alone: dict[str, dict[str, Any]]) -> None:
+    """In the middle of an epoch."""
+    whole, second = alone["whole"], alone["second half"]
+    assert alone["first half"]["losses"] == whole["losses"][:2] and second["losses"] == whole["losses"][2:]
+    assert all(torch.equal(second["final"][n], t) for n, t in whole["final"].items())
+
+
+def test_an_adapter_checkpoint_goes_on_in_another_layout(
+    folder: Path, tmp_path: Path, alone: dict[str, dict[str, Any]]
+) -> None:
+    whole, saved = alone["whole"], f"--save {tmp_path} --resume"
+    halves = [flags(folder, LORA, saved, HALF, OTHER), flags(folder, LORA, saved, "--pipeline-model-parallel-size 2")]
+    ranks = run_distributed(tune_all, 2, halves)
+    first, second = (together([rank[i] for rank in ranks]) for i in range(2))
     assert len(first["losses"]) == 2
     manifest = json.loads((tmp_path / "iter_0000002" / "manifest.json").read_bytes())
     assert all(".lora." in name for name in manifest["tensors"]), "the frozen model is not saved again"
-    second = run(folder, LORA, saved, "--pipeline-model-parallel-size 2", world=2)
     losses = [*first["losses"], *second["losses"]]
     assert len(losses) == 4
     assert losses == pytest.approx(whole["losses"], rel=1e-5)
@@ -89,27 +110,10 @@ def test_an_adapter_checkpoint_goes_on_in_another_layout(folder: Path, tmp_path:
         assert (second["final"][name] - tensor).norm() <= 1e-4 * moved, name
 
 
-def test_a_resume_in_the_same_layout_is_bit_for_bit(folder: Path, tmp_path: Path) -> None:
-    whole, _, second = run_distributed(
-        tune_all,
-        1,
-        [
-            flags(folder, LORA),
-            flags(folder, LORA, f"--save {tmp_path} --resume --exit-interval 2"),
-            flags(folder, LORA, f"--save {tmp_path} --resume"),
-        ],
-    )[0]
-    assert second["losses"] == whole["losses"][2:]
-    assert all(torch.equal(second["final"][n], t) for n, t in whole["final"].items())
-
-
-def test_memory_of_the_optimizer_is_that_of_the_adapters_and_the_base_rests_in_bf16(folder: Path) -> None:
-    runs = run_distributed(
-        tune_all,
-        1,
-        [flags(folder, LORA, "--bf16"), flags(folder, "--global-batch-size 4 --train-iters 1"), flags(folder, LORA)],
-    )[0]
-    bf16, full, fp32 = runs
+def test_memory_of_the_optimizer_is_that_of_the_adapters_and_the_base_rests_in_bf16(
+    alone: dict[str, dict[str, Any]],
+) -> None:
+    bf16, full, fp32 = alone["bf16"], alone["full"], alone["whole"]
     adapters = sum(t.numel() for t in bf16["final"].values())
     weights = sum(t.numel() for t in full["final"].values())
     assert bf16["optimizer"] == 2 * 4 * adapters, "Adam's two moments, fp32"
@@ -119,14 +123,14 @@ def test_memory_of_the_optimizer_is_that_of_the_adapters_and_the_base_rests_in_b
     assert bf16["losses"] != fp32["losses"] and bf16["losses"] == pytest.approx(fp32["losses"], rel=0.02)
 
 
-def command(folder: Path, text: str) -> tuple[int, str, str]:
+def command(folder: Path, text: str, main: Callable[[list[str]], int] = finetune.main) -> tuple[int, str, str]:
     """finetune.py in this process: exit code, stdout, stderr."""
     out, err = io.StringIO(), io.StringIO()
     with clean_process(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
             os.environ.pop(name, None)
         os.chdir(folder)
-        code = finetune.main(text.split())
+        code = main(text.split())
     return code, out.getvalue(), err.getvalue()
 
 
@@ -134,6 +138,8 @@ def test_a_preview_prints_samples_and_trains_nothing(folder: Path) -> None:
     code, out, _ = command(folder, flags(folder, "--preview 2"))
     assert code == 0 and out.count("--- text") == 2 and "\x1b[1;32m" in out
     assert "samples: 60 of 60 used" in out and "% full" in out
+    code, out, _ = command(folder, f"--load {folder} --data-path {folder}/dpo.jsonl --objective dpo --preview 2")
+    assert code == 0 and out.count("--- text") == 4, "two answers of each pair"
 
 
 def test_a_dry_run_shows_the_settings(folder: Path) -> None:
@@ -153,6 +159,25 @@ def test_a_run_says_what_it_trains_and_leaves_an_adapter(folder: Path, tmp_path:
     assert (config["r"], config["lora_alpha"], len(config["target_modules"])) == (2, 4, 7)
 
 
+def test_an_evaluation_ends_with_the_validation_samples(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many batches --eval-iters allows: there is one with samples, before the first step and after it."""
+    passed, evaluate = [], Accumulation.evaluate
+    monkeypatch.setattr(Accumulation, "evaluate", lambda *given: passed.append(given[2]) or evaluate(*given))
+    more = "--train-iters 1 --global-batch-size 4 --eval-interval 1 --eval-iters 30"
+    code, out, err = command(folder, flags(folder, more, QUIET))
+    assert code == 0, err
+    assert len(passed) == 2 and passed[0] == passed[1] > 0 and out.count("validation loss at iteration") == 2
+
+
+def test_an_object_store_gets_checkpoints_and_the_adapter(folder: Path) -> None:
+    pytest.importorskip("fsspec")
+    more = "--save memory://tuned/run --lora-rank 2 --train-iters 1 --global-batch-size 4"
+    code, out, err = command(folder, flags(folder, more, QUIET))
+    assert code == 0, err
+    assert "adapter in peft's format: memory://" in out
+    assert open_folder("memory://tuned/run/adapter").size("adapter_model.safetensors")
+
+
 ONE = "--load {0} --data-path {0}/sft.jsonl --train-iters 1"
 BAD: dict[str, tuple[str, str]] = {
     "no model": ("--train-iters 1", "give --load"),
@@ -165,7 +190,10 @@ BAD: dict[str, tuple[str, str]] = {
     "architecture": ("--load {0} --hidden-size 64 --data-path x --train-iters 1", "with --hidden-size 32, not 64"),
     "no such file": ("--load {0} --data-path {0}/gone.jsonl --train-iters 1", "no such file"),
     "no adapters": ("--load {0} --data-path x --train-iters 1 --lora-alpha 3", "give --lora-rank or --load-adapter"),
-    "no such layer": (f"{ONE} --lora-rank 2 --lora-target-modules atention", "chooses no linear layer"),
+    "no such layer": (
+        f"{ONE} --lora-rank 2 --lora-target-modules q_proj",
+        "q_proj chooses no linear layer of this model: they are down, gate, key, output, query, up, value",
+    ),
     "brought": ("--load {0} --data-path x --train-iters 1 --load-adapter a --lora-rank 3", "brings it"),
     "for dpo": ("--load {0} --data-path x --train-iters 1 --dpo-beta 0.3", "for --objective dpo"),
     "off": (f"{ONE} --objective dpo --dpo-reference adapters-off", "no adapters to switch off"),
@@ -189,8 +217,115 @@ def test_what_cannot_work_is_one_line(folder: Path, case: str) -> None:
     assert len(lines) == 1 and why in lines[0], err
 
 
+@pytest.fixture(scope="module")
+def histories(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of runs: "lora" and "full" of fine-tuning, "pretraining"."""
+    root = tmp_path_factory.mktemp("histories")
+    (root / "template").write_text("a template of its own")
+    more = f"{SHORT} --train-iters 1"
+    for name, text in (
+        ("lora", f"{flags(folder, more)} --lora-rank 2 --lora-dropout 0.5 --chat-template {root}/template"),
+        ("full", flags(folder, more)),
+    ):
+        assert command(folder, f"{text} --save {root / name} {QUIET}")[0] == 0
+    assert pretrain(folder, f"--load {folder} --finetune {PRETRAINING} --save {root / 'pretraining'}")[0] == 0
+    return root
+
+
+SHORT, QUIET = "--global-batch-size 4", "--no-tensorboard --no-progress-bar"
+PRETRAINING = "--mock-data --seq-length 48 --train-iters 1 --log-dir logs"
+
+
+def pretrain(folder: Path, text: str) -> tuple[int, str, str]:
+    return command(folder, f"{text} {QUIET}", pretrain_gpt.main)
+
+
+REFUSED = {
+    "another kind": ("--save {0}/pretraining --resume", "is not of a fine-tuning run, so --resume cannot go on"),
+    "no adapters now": ("--save {0}/lora --resume", "of rank 2, scaled by 2, in this run none; give --lora-rank"),
+    "adapters now": ("--save {0}/full --resume --lora-rank 2", "is none, in this run of rank 2, scaled by 2; give"),
+    "another rank": ("--save {0}/lora --resume --lora-rank 3", "of rank 2, scaled by 2, in this run of rank 3"),
+    "another scale": ("--save {0}/lora --resume --lora-rank 2 --lora-alpha 9", "in this run of rank 2, scaled by 4.5"),
+    "other layers": ("--save {0}/lora --resume --lora-rank 2 --lora-target-modules up", "key is of rank 2"),
+    "another optimizer": ("--save {0}/full --resume --optimizer sgd", "give --optimizer as it was"),
+    "adapters alone": ("--load {0}/lora", "holds adapters without their model: tools/merge_lora.py"),
+    "an adapter's folder": ("--load {0}/lora/adapter", "neither a Hugging Face model nor"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_run_goes_on_from_its_own_kind_only(folder: Path, histories: Path, case: str) -> None:
+    more, why = REFUSED[case]
+    text = f"{flags(folder, '--train-iters 3 --global-batch-size 4')} {more.format(histories)} {QUIET}"
+    code, _, err = command(folder, text)
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert code == 2 and len(lines) == 1 and why in lines[0], err
+
+
+def test_pretraining_takes_weights_of_fine_tuning_but_does_not_go_on_with_it(folder: Path, histories: Path) -> None:
+    code, _, err = pretrain(folder, f"--load {histories}/full {PRETRAINING}")
+    assert code == 2 and "is of a fine-tuning run, which finetune.py --resume continues" in err
+    code, out, err = pretrain(folder, f"--load {histories}/full --finetune {PRETRAINING}")
+    assert code == 0 and "weights are those of iteration 1" in out, err
+
+
+def test_a_resume_names_what_changed_and_nothing_else(folder: Path, histories: Path, tmp_path: Path) -> None:
+    """The same command first, then one with another model, layout of sequences and dropout."""
+    shutil.copytree(histories / "lora", tmp_path / "lora")
+    same = f"{SHORT} --train-iters 2 --lora-rank 2 --lora-dropout 0.5 --save {tmp_path}/lora --resume {QUIET}"
+    code, out, err = command(folder, f"{flags(folder, same)} --chat-template {histories}/template")
+    assert code == 0, err
+    assert [line for line in out.splitlines() if line.startswith("note: ") and "lr_decay_iters" not in line] == []
+    text = flags(folder, same).replace(f"--load {folder}", f"--load {histories}/full")
+    code, out, err = command(folder, f"{text} --train-iters 3 --lora-dropout 0 --packing off")
+    assert code == 0, err
+    for name, before, now in (
+        ("load", folder, f"{histories}/full"),
+        ("packing", "best-fit", "stream"),
+        ("lora_dropout", 0.5, 0.0),
+        ("chat_template", f"{histories}/template", None),
+    ):
+        assert f"note: {name} was {before} in the checkpoint and is {now} now" in out, name
+
+
+def test_an_exported_model_has_the_tokenizer_and_the_template_of_its_run(
+    folder: Path, histories: Path, tmp_path: Path
+) -> None:
+    """Merged adapters, and a model that was trained whole: one command each, and what comes out can be trained on."""
+    merged, full = str(tmp_path / "merged"), str(tmp_path / "full")
+    assert merge_lora(["--load", str(folder), "--adapter", f"{histories}/lora/adapter", "--save", merged]) == 0
+    assert convert(["--load", f"{histories}/full", "--save", full]) == 0
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        for out in (merged, full):
+            assert (Path(out) / name).read_bytes() == (folder / name).read_bytes()
+    assert (Path(merged) / "chat_template.jinja").read_text() == "a template of its own"
+    assert not (Path(full) / "chat_template.jinja").exists()
+    for source in (merged, f"{histories}/full", f"{histories}/full/iter_0000001"):
+        code, _, err = command(folder, f"--load {source} --data-path {folder}/sft.jsonl --preview 1")
+        assert code == 0, err
+
+
+def test_dropout_of_an_adapter_is_kept_unless_it_is_given(folder: Path, histories: Path) -> None:
+    """Also as 0: the adapter came with 0.5."""
+    losses = []
+    for more in ("", "--lora-dropout 0", "--lora-dropout 0.5"):
+        start = f"--load-adapter {histories}/lora/adapter --train-iters 1 --global-batch-size 4 --log-interval 1"
+        code, out, err = command(folder, f"{flags(folder, start)} {more} {QUIET}")
+        assert code == 0, err
+        losses.append(out.split("lm loss: ")[1].split(" ")[0])
+    assert losses[0] == losses[2] != losses[1]
+
+
+def test_processes_that_read_different_samples_do_not_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("smp.training.finetune.gather", lambda value: [value, "of another file"])
+    code, _, err = command(folder, f"{flags(folder, '--train-iters 1')} {QUIET}")
+    assert code == 2 and "the processes do not read the same samples" in err
+
+
 @pytest.mark.slow
 def test_a_compiled_model_trains_adapters_alike(folder: Path) -> None:
     more = f"{LORA} --lora-dropout 0.2 --seq-length 32"
-    plain, compiled = run(folder, more), run(folder, more, "--compile --tensor-model-parallel-size 2", world=2)
+    plain = run_distributed(tune_all, 1, [flags(folder, more)])[0][0]
+    flag = flags(folder, more, "--compile --tensor-model-parallel-size 2")
+    compiled = together([rank[0] for rank in run_distributed(tune_all, 2, [flag])])
     assert compiled["losses"] == pytest.approx(plain["losses"], rel=1e-5)

@@ -34,7 +34,7 @@ def write_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def write_model(folder: Path, kind: str = "llama") -> None:
+def write_model(folder: Path, kind: str = "llama", layers: int = 4) -> None:
     """Random weights, large enough that every part of the model shows in the loss."""
     import transformers
 
@@ -49,7 +49,7 @@ def write_model(folder: Path, kind: str = "llama") -> None:
         config = transformers.LlamaConfig(
             hidden_size=32,
             intermediate_size=64,
-            num_hidden_layers=4,
+            num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=64,

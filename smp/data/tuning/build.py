@@ -46,8 +46,9 @@ class TuningData:
         return len(self.train) // (2 if self.pairs else 1)
 
     def preview(self, count: int) -> list[str]:
-        """The first texts of the training part, coloured."""
-        return [f"--- text {n}\n{coloured(self.tokenizer, self.samples[n])}" for n in self.train.texts[:count].tolist()]
+        """The first ``count`` samples of the training part, coloured; of a pair the chosen answer comes first."""
+        texts = self.train.texts[: count * (2 if self.pairs else 1)].tolist()
+        return [f"--- text {n}\n{coloured(self.tokenizer, self.samples[n])}" for n in texts]
 
 
 def read_data(config: FinetuneConfig, tokenizer: TuningTokenizer) -> TuningData:

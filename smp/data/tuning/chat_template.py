@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from smp.data.tuning.shapes import BadSampleError, Conversation
 
-_BEGIN, _END = "\ufdd0", "\ufdd1"  # noncharacters of Unicode: no text holds them
+_BEGIN, _END = "\ufdd0", "\ufdd1"  # noncharacters of Unicode: text that holds them is refused
 Span = tuple[int, int]
 
 
@@ -71,6 +71,8 @@ class ChatTemplate:
             BadSampleError: the template refuses the conversation, or what the assistant says cannot be found.
         """
         messages = conversation.messages
+        if any(mark in json.dumps(messages, ensure_ascii=False, default=str) for mark in (_BEGIN, _END)):
+            raise BadSampleError("it holds U+FDD0 or U+FDD1, which are no characters of any text")
         marked = self._render(messages, conversation.tools, ask=False)
         text, blocks = _unmark(marked)
         wanted = [i for i, trained in enumerate(conversation.trained) if trained]
@@ -98,7 +100,7 @@ class ChatTemplate:
             return self._template.render(messages=list(messages), tools=tools, add_generation_prompt=ask, **self.tokens)
         except jinja2.TemplateError as error:
             raise BadSampleError(f"the chat template refuses it: {error}") from None
-        except (TypeError, KeyError, ValueError, AttributeError, IndexError) as error:
+        except Exception as error:  # whatever the program in the template does wrong
             raise BadSampleError(f"the chat template fails: {type(error).__name__}: {error}") from None
 
 

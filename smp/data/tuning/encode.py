@@ -62,6 +62,8 @@ class Encoder:
             piece = _checked(self.tokenizer, text)
             ids += piece
             trained += [train] * len(piece)
+        if ids and ids[-1] == self.tokenizer.eos and trained[-1]:  # written out in the text
+            return ids, trained
         return [*ids, self.tokenizer.eos], [*trained, True]
 
     def _conversation(self, sample: Conversation) -> tuple[list[int], list[bool]]:
@@ -70,7 +72,7 @@ class Encoder:
         text, spans = self.template.render(sample)
         try:
             ids, places = self.tokenizer.encode_at(text, [edge for span in spans for edge in span])
-        except ValueError as error:
+        except ValueError as error:  # a lone surrogate
             raise BadSampleError(str(error)) from None
         trained = _within(places, spans)
         return ids, _without_line_ends(self.tokenizer, ids, trained)
@@ -79,7 +81,7 @@ class Encoder:
 def _checked(tokenizer: TuningTokenizer, text: str) -> list[int]:
     try:
         return tokenizer.encode(text)
-    except (ValueError, UnicodeError) as error:
+    except ValueError as error:  # a lone surrogate
         raise BadSampleError(str(error)) from None
 
 

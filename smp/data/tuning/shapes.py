@@ -13,6 +13,7 @@ from typing import Any
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant"}
 _SHAREGPT |= {"system": "system", "tool": "tool", "function_response": "tool", "observation": "tool"}
+_MARKS = {"train": "true or false", "weight": "1 or 0"}
 SHAPES = "messages, conversations, prompt/completion, text, instruction/output, prompt/chosen/rejected"
 
 
@@ -110,23 +111,29 @@ def _answer(prompt: Any, answer: Any, record: dict[str, Any]) -> Sample:
     if not isinstance(prompt, list) or not isinstance(answer, list):
         raise BadSampleError("prompt and answer must both be text, or lists of messages")
     whole = _conversation([*prompt, *answer], record)
-    trained = tuple(t and i >= len(prompt) for i, t in enumerate(whole.trained))
+    begin = len(whole.trained) - len(answer)
+    trained = tuple(t and i >= begin for i, t in enumerate(whole.trained))
     return Conversation(whole.messages, trained, whole.tools)
 
 
 def _conversation(messages: Any, record: dict[str, Any]) -> Conversation:
     if not isinstance(messages, list) or not messages:
         raise BadSampleError("messages are not a list with something in it")
+    system = _text(record.get("system") or "", "system")  # of ShareGPT, beside the turns
+    if system and not (isinstance(messages[0], dict) and messages[0].get("role") == "system"):
+        messages = [{"role": "system", "content": system}, *messages]
     checked = tuple(_message(m, i) for i, m in enumerate(messages))
     trained = tuple(m["role"] == "assistant" and _is_trained(m, i) for i, m in enumerate(checked))
     tools = record.get("tools")
-    return Conversation(tuple({k: v for k, v in m.items() if k != "train"} for m in checked), trained, tools)
+    said = tuple({key: value for key, value in m.items() if key not in _MARKS} for m in checked)
+    return Conversation(said, trained, tools)
 
 
 def _message(message: Any, number: int) -> dict[str, Any]:
     if not isinstance(message, dict) or "role" not in message:
         raise BadSampleError(f"message {number} is no object with role and content")
-    role, content = message["role"], message.get("content")
+    message = {key: value for key, value in message.items() if value is not None}  # a column that other rows use
+    role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise BadSampleError(f"message {number}: unknown role {role!r}; known are {', '.join(ROLES)}")
     if content is None and not message.get("tool_calls"):
@@ -137,10 +144,11 @@ def _message(message: Any, number: int) -> dict[str, Any]:
 
 
 def _is_trained(message: dict[str, Any], number: int) -> bool:
-    train = message.get("train", True)
-    if not isinstance(train, bool):
-        raise BadSampleError(f"message {number}: train is {train!r}, not true or false")
-    return train
+    """As "train" says, true or false, or as others write it "weight", 1 or 0."""
+    for key in _MARKS:
+        if message.get(key, True) not in (True, False):
+            raise BadSampleError(f"message {number}: {key} is {message[key]!r}, not {_MARKS[key]}")
+    return all(message.get(key, True) for key in _MARKS)
 
 
 def _from_sharegpt(turns: Any) -> list[Any]:
@@ -150,7 +158,7 @@ def _from_sharegpt(turns: Any) -> list[Any]:
     out = []
     for number, turn in enumerate(turns):
         if isinstance(turn, dict) and "from" in turn:
-            if turn["from"] not in _SHAREGPT:
+            if not isinstance(turn["from"], str) or turn["from"] not in _SHAREGPT:
                 raise BadSampleError(f"turn {number}: unknown role {turn['from']!r}; known are {', '.join(_SHAREGPT)}")
             rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
             turn = {"role": _SHAREGPT[turn["from"]], "content": turn.get("value"), **rest}
@@ -163,10 +171,11 @@ def _alpaca(record: dict[str, Any], chat: bool) -> Sample:
     instruction, output = _text(record["instruction"], "instruction"), _text(record["output"], "output")
     extra = _text(record.get("input") or "", "input")
     system = _text(record.get("system") or "", "system")
+    if record.get("history"):
+        raise BadSampleError("there are turns before the instruction (history): write them as messages")
     if chat:
-        messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": "\n\n".join(filter(None, (instruction, extra)))})
-        return _conversation([*messages, {"role": "assistant", "content": output}], record)
+        user = {"role": "user", "content": "\n\n".join(filter(None, (instruction, extra)))}
+        return _conversation([user, {"role": "assistant", "content": output}], record)
     parts: Sequence[tuple[str, str]] = (("", system), ("### Instruction:\n", instruction), ("### Input:\n", extra))
     prompt = "".join(f"{heading}{text}\n\n" for heading, text in parts if text)
     return Plain(((f"{prompt}### Response:\n", False), (output, True)))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
-from smp.data.tokenizer import SentencePieceTokenizer
+from smp.data.tokenizer import SentencePieceTokenizer, check_text
 
 _TEMPLATE_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -87,16 +88,18 @@ class FolderTokenizer(TuningTokenizer):
         return int(number)
 
     def _before(self) -> list[int]:
-        """What its own rules put in front of a text."""
+        """What its own rules put in front of a text; what they put behind it is left to :attr:`eos`."""
         ids = self._tokenizer.encode("a", add_special_tokens=True).ids
         bare = self._tokenizer.encode("a", add_special_tokens=False).ids
-        return list(ids[: len(ids) - len(bare)]) if bare and ids[-len(bare) :] == bare else []
+        return next((list(ids[:i]) for i in range(len(ids)) if bare and ids[i : i + len(bare)] == bare), [])
 
     def encode(self, text: str) -> list[int]:
+        check_text(text)
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_at(self, text: str, cuts: Sequence[int]) -> tuple[list[int], list[int]]:
         """In one piece, as the model sees it when it is used."""
+        check_text(text)
         encoded = self._tokenizer.encode(text, add_special_tokens=False)
         return list(encoded.ids), [first for first, _ in encoded.offsets]
 
@@ -105,7 +108,8 @@ class FolderTokenizer(TuningTokenizer):
 
 
 class PieceTokenizer(TuningTokenizer):
-    """A sentencepiece model file. It has no chat template of its own.
+    """A sentencepiece model file. It has no chat template of its own; one that is given may write the texts of its
+    begin and end pieces.
 
     Args:
         path: the file.
@@ -117,25 +121,35 @@ class PieceTokenizer(TuningTokenizer):
     def __init__(self, path: Path) -> None:
         self._tokenizer = SentencePieceTokenizer(path)
         self.vocab_size, self.eos, self.before = self._tokenizer.vocab_size, self._tokenizer.eod, []
-        self.special = frozenset([self.eos])
-        self.template_tokens = {}
+        pieces = self._tokenizer.control_pieces()
+        self.template_tokens = {name: text for name, (text, _) in pieces.items()}
+        self._ids = dict(pieces.values())
+        self._texts = {number: text for text, number in pieces.values()}
+        self._control = re.compile("|".join(map(re.escape, self._ids)))
+        self.special = frozenset(self._texts)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text)
 
     def encode_at(self, text: str, cuts: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Piece by piece between the cuts: which token comes from where is known to that precision."""
+        """Piece by piece between the cuts and around begin and end pieces: which token comes from where is known to
+        that precision."""
         ids: list[int] = []
         places: list[int] = []
-        edges = [0, *cuts, len(text)]
-        for first, last in pairwise(edges):
-            piece = self.encode(text[first:last])
+        control = [edge for match in self._control.finditer(text) for edge in match.span()]
+        for first, last in pairwise(sorted({0, *cuts, *control, len(text)})):
+            part = text[first:last]
+            piece = [self._ids[part]] if part in self._ids else self.encode(part)
             ids += piece
             places += [first] * len(piece)
         return ids, places
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids))
+        parts = []
+        for control, group in groupby(ids, key=self._texts.__contains__):
+            numbers = list(group)
+            parts.append("".join(self._texts[n] for n in numbers) if control else self._tokenizer.decode(numbers))
+        return "".join(parts)
 
 
 def open_tokenizer(path: str | Path) -> TuningTokenizer:

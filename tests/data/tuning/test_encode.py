@@ -86,6 +86,53 @@ def test_plain_text_begins_as_the_tokenizer_says_and_its_end_is_trained(tokenize
     assert trained.all() and ids[-1] == tokenizer.eos
 
 
+def test_a_text_that_ends_itself_is_not_ended_twice(tokenizer: FolderTokenizer) -> None:
+    encoder = Encoder(tokenizer, None)
+    for record in ({"text": "it is<|im_end|>"}, {"prompt": "a ", "completion": "it is<|im_end|>"}):
+        [(ids, trained)] = encoder.sample(record)
+        assert ids.tolist().count(tokenizer.eos) == 1 and ids[-1] == tokenizer.eos and trained[-1]
+    [(ids, trained)] = encoder.sample({"prompt": "a<|im_end|>", "completion": ""})  # the answer is the end
+    assert ids.tolist()[-2:] == [tokenizer.eos] * 2 and trained.tolist()[-2:] == [False, True]
+
+
+def test_what_the_tokenizer_puts_in_front_is_kept_whatever_it_puts_behind(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, processors
+
+    write_tokenizer(tmp_path)
+    for behind in ("", " <|im_end|>"):
+        inner = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+        special = [("<|bos|>", 0), ("<|im_end|>", 2)]
+        inner.post_processor = processors.TemplateProcessing(single=f"<|bos|> $A{behind}", special_tokens=special)
+        inner.save(str(tmp_path / "tokenizer.json"))
+        tokenizer = FolderTokenizer(tmp_path)
+        assert tokenizer.before == [0]
+        [(ids, trained)] = Encoder(tokenizer, None).sample({"text": "it is"})
+        assert tokenizer.decode(ids) == "<|bos|>it is<|im_end|>" and trained.tolist()[0] is False
+
+
+def test_a_sentencepiece_model_takes_a_template_with_its_own_ends(tmp_path: Path) -> None:
+    from tools.train_tokenizer import main as train_tokenizer
+
+    (tmp_path / "corpus.jsonl").write_text(
+        '{"text": "what is it? it is four and seven. be brief! user assistant"}\n' * 9
+    )
+    train_tokenizer(
+        [*("--input", str(tmp_path / "corpus.jsonl")), *("--model-prefix", str(tmp_path / "t")), "--vocab-size", "300"]
+    )
+    tokenizer = open_tokenizer(tmp_path / "t.model")
+    template = ChatTemplate(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
+        " {% endfor %}{% if add_generation_prompt %}assistant: {% endif %}",
+        tokenizer.template_tokens,
+    )
+    [text] = Encoder(tokenizer, template).sample({"messages": MESSAGES[1:3]})
+    ids, trained = text
+    assert ids.tolist().count(tokenizer.eos) == 1 and tokenizer.eos in ids[trained]
+    end = tokenizer.template_tokens["eos_token"]
+    assert tokenizer.decode(ids[trained]).strip() == f"it is four{end}"
+    assert coloured(tokenizer, text).count(end) == 1, "people see it too"
+
+
 def test_pairs_are_two_texts(tokenizer: FolderTokenizer) -> None:
     chosen, rejected = Encoder(tokenizer, None).pair({"prompt": "is it ", "chosen": "yes", "rejected": "no"})
     assert [tokenizer.decode(ids[mask]) for ids, mask in (chosen, rejected)] == ["yes<|im_end|>", "no<|im_end|>"]
@@ -99,6 +146,12 @@ def test_pairs_are_two_texts(tokenizer: FolderTokenizer) -> None:
         ("{{ raise_exception('only users') }}", {"messages": MESSAGES}, "refuses it: only users"),
         ("{{ messages[9].content.foo() }}", {"messages": MESSAGES}, "the chat template"),
         ("{{ messages[-1].content }}", {"messages": MESSAGES}, "differently when others follow"),
+        ("{{ range(1000000) | list }}", {"messages": MESSAGES}, "OverflowError"),
+        ("{{ 1 / 0 }}", {"messages": MESSAGES}, "ZeroDivisionError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", {"messages": MESSAGES}, "RecursionError"),
+        (TEMPLATE, {"messages": [*MESSAGES, {"role": "assistant", "content": "a\ufdd0b"}]}, "U+FDD0"),
+        (TEMPLATE, {"messages": [*MESSAGES, {"role": "assistant", "content": "a\ud800b"}]}, "lone surrogate"),
+        (None, {"prompt": "a", "completion": "\udfff"}, "lone surrogate"),
         ("{{ ''.__class__.__mro__ }}", {"messages": MESSAGES}, "refuses it"),
         ("{% do messages.clear() %}", {"messages": MESSAGES}, None),
     ],

@@ -41,6 +41,8 @@ def test_turns_can_be_left_out_of_training_and_earlier_ones_of_a_prompt_are() ->
     silent = {**ANSWER, "train": False}
     sample = recognise({"messages": [USER, silent, USER, ANSWER], "tools": [{"name": "f"}]}, chat=True)
     assert sample == Conversation((USER, ANSWER, USER, ANSWER), (False, False, False, True), [{"name": "f"}])
+    weighed = {"messages": [USER, {**ANSWER, "weight": 0}, USER, {**ANSWER, "weight": 1}], "tools": [{"name": "f"}]}
+    assert recognise(weighed, chat=True) == sample
     sample = recognise({"prompt": [USER, ANSWER, USER], "completion": [ANSWER]}, chat=True)
     assert isinstance(sample, Conversation) and sample.trained == (False, False, False, True)
 
@@ -50,6 +52,24 @@ def test_tool_calls_need_no_content() -> None:
     sample = recognise({"messages": [USER, call, {"role": "tool", "content": "4"}, ANSWER]}, chat=True)
     assert isinstance(sample, Conversation) and sample.trained == (False, True, False, True)
     assert sample.messages[1]["content"] == ""
+
+
+def test_a_system_prompt_beside_the_turns_comes_first() -> None:
+    first = {"role": "system", "content": "be brief"}
+    beside = {"system": "be brief", "instruction": "hi", "output": "yo", "history": []}
+    expected = Conversation((first, USER, ANSWER), (False, False, True))
+    assert recognise({"system": "be brief", "conversations": [USER, ANSWER]}, chat=True) == expected
+    assert recognise({"system": "other", "messages": [first, USER, ANSWER]}, chat=True) == expected
+    assert recognise(beside, chat=True) == expected
+    continued = {"system": "be brief", "prompt": [USER, ANSWER, USER], "completion": [ANSWER]}
+    found = recognise(continued, chat=True)
+    assert isinstance(found, Conversation) and found.trained == (False,) * 4 + (True,)
+
+
+def test_what_a_message_does_not_have_may_be_null() -> None:
+    """In a parquet file every message has the keys of all."""
+    empty = {"train": None, "tool_calls": None, "name": None}
+    assert recognise({"messages": [{**USER, **empty}, {**ANSWER, **empty}]}, chat=True) == CHAT
 
 
 @pytest.mark.parametrize(
@@ -62,8 +82,12 @@ def test_tool_calls_need_no_content() -> None:
         ({"messages": [USER, {"role": "assistant"}]}, "message 1 (assistant) has no content"),
         ({"messages": [USER, {**ANSWER, "content": ["x"]}]}, "content is not text"),
         ({"messages": [USER, {**ANSWER, "train": "yes"}]}, "train is 'yes'"),
+        ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "weight is 0.5, not 1 or 0"),
+        ({"instruction": "a", "output": "b", "history": [["q", "a"]]}, "turns before the instruction"),
         ({"messages": [USER, "yo"]}, "message 1 is no object"),
         ({"conversations": [{"from": "alien", "value": "x"}]}, "turn 0: unknown role 'alien'"),
+        ({"conversations": [{"from": ["gpt"], "value": "x"}]}, "turn 0: unknown role ['gpt']"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "message 0: unknown role ['user']"),
         ({"prompt": "a", "completion": 3}, "must both be text"),
         ({"text": 3}, "text is not text"),
     ],

@@ -1,0 +1,142 @@
+"""Adapters from a folder that peft wrote: what is in it is checked, and what ours cannot compute is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smp.checkpoint import CheckpointError
+from smp.checkpoint.entries import DTYPES, DamagedError
+from smp.checkpoint.local import LocalFolder
+from smp.checkpoint.tensor_file import raw_bytes, read_header, read_tensor
+from smp.config import ConfigError, ModelConfig
+from smp.convert.adapters import CONFIG, FRONT, TENSORS, Adapter, check_shapes, places_of
+from smp.convert.families import Family
+
+_KNOWN = {
+    *("peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision"),
+    *("inference_mode", "r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern", "use_rslora"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"),
+    *("bias", "init_lora_weights", "eva_config", "megatron_config", "megatron_core", "qalora_group_size"),
+}
+"""What may be set in adapter_config.json. Anything else that is set makes the adapter compute something else than
+``scale x B A`` on top of the model's own weights, as far as anybody can know."""
+_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Of ``init_lora_weights``. Others (PiSSA, OLoRA, CorDA, LoftQ) change the model's weights as well."""
+
+
+def read_adapters(folder: str | Path, config: ModelConfig, family: Family) -> tuple[dict[str, Adapter], float]:
+    """(adapters by the name of our layer, their dropout) of a folder that peft wrote.
+
+    Raises:
+        CheckpointError: it is damaged, or its shapes are not this model's.
+        ConfigError: it does what ours cannot.
+    """
+    folder = Path(folder)
+    content = _read_config(folder)
+    places, found = places_of(config, family), dict(_pairs(folder))
+    adapters: dict[str, Adapter] = {}
+    for name, link in places.items():
+        module = link.theirs.removesuffix(".weight")
+        if module not in found:
+            continue
+        a, b = found[module]
+        check_shapes(a, b, (link.rows.theirs, link.shape[1]), f"{folder / TENSORS}: the adapter of {module}")
+        rows = [b[row : row + count] for row, _, count in link.rows.runs(0, link.rows.ours)]
+        adapters[name] = Adapter(a, torch.cat(rows), _scale(content, module, a.shape[0], folder))
+    known = {link.theirs.removesuffix(".weight") for link in places.values()}
+    if strange := sorted(found.keys() - known):
+        raise CheckpointError(f"{folder / TENSORS}: {strange[0]} is no linear layer of this model")
+    if not adapters:
+        raise CheckpointError(f"{folder / TENSORS} holds no adapter")
+    dropout = _number(content.get("lora_dropout", 0.0), "lora_dropout", folder)
+    if not 0 <= dropout < 1:
+        raise CheckpointError(f"{folder / CONFIG}: lora_dropout {dropout} must be at least 0 and below 1")
+    return adapters, dropout
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict) or content.get("peft_type") != "LORA":
+        raise ConfigError(f"{path} is not of a LoRA adapter")
+    for key, value in content.items():
+        off = value in (None, False, 0) or value == {} or value == []
+        if key not in _KNOWN and not off:
+            raise ConfigError(f"{path}: {key} is {_short(value)}, and only plain LoRA is supported")
+    if content.get("bias", "none") != "none":
+        raise ConfigError(f"{path}: trained biases are not supported")
+    if (start := content.get("init_lora_weights", True)) not in _STARTS:
+        raise ConfigError(
+            f"{path}: init_lora_weights is {_short(start)}, which changes the model's own weights too: convert it to "
+            "plain LoRA with peft (path_initial_model_for_weight_conversion)"
+        )
+    _number(content.get("lora_alpha"), "lora_alpha", folder)
+    if not isinstance(content.get("alpha_pattern") or {}, dict):
+        raise CheckpointError(f"{path}: alpha_pattern is no object")
+    return content
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+def _number(value: Any, key: str, folder: Path) -> float:
+    if type(value) not in (int, float):
+        raise CheckpointError(f"{folder / CONFIG}: {key} is {_short(value)}, not a number")
+    return float(value)
+
+
+def _scale(content: Mapping[str, Any], module: str, rank: int, folder: Path) -> float:
+    """alpha / rank, or with rsLoRA (arXiv 2312.03732) alpha / sqrt(rank). As in peft, keys of ``alpha_pattern`` are
+    regular expressions for the end of a module's name, and the first that matches counts."""
+    alpha = content["lora_alpha"]
+    for pattern, value in (content.get("alpha_pattern") or {}).items():
+        try:
+            matches = re.match(rf"(.*\.)?({pattern})$", module)
+        except re.error as error:
+            raise CheckpointError(f"{folder / CONFIG}: alpha_pattern {_short(pattern)}: {error}") from None
+        if matches:
+            alpha = value
+            break
+    alpha = _number(alpha, "alpha_pattern", folder)
+    return alpha / (math.sqrt(rank) if content.get("use_rslora") else rank)
+
+
+def _pairs(folder: Path) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """(their module, (A, B)) in fp32."""
+    tensors = _read_tensors(folder)
+    ends = (".lora_A.weight", ".lora_B.weight")
+    for key in tensors:
+        if not key.endswith(ends):
+            raise CheckpointError(f"{folder / TENSORS}: tensor {key} is neither A nor B of an adapter")
+    for module in dict.fromkeys(key[: -len(ends[0])] for key in tensors):
+        a, b = (tensors.get(module + end) for end in ends)
+        if a is None or b is None:
+            raise CheckpointError(f"{folder / TENSORS}: {module} has no {'A' if a is None else 'B'}")
+        yield module.removeprefix(FRONT), (a.float(), b.float())
+
+
+def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    path = folder / TENSORS
+    try:
+        with LocalFolder(folder).reader(TENSORS) as source:
+            out = {}
+            for key, slot in read_header(source).items():
+                out[key] = torch.empty(slot.shape, dtype=DTYPES[slot.dtype])
+                read_tensor(source, slot, raw_bytes(out[key]))
+            return out
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except (DamagedError, EOFError, OSError) as error:
+        raise DamagedError(f"{path} is damaged or cut off: {error}") from None

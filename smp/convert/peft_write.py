@@ -1,0 +1,106 @@
+"""Adapters to a folder that peft loads: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+import torch
+
+from smp.checkpoint.folder import Folder
+from smp.checkpoint.tensor_file import lay_out, raw_bytes, write_file
+from smp.config import ModelConfig
+from smp.convert.adapters import CONFIG, FRONT, TENSORS, Adapter, places_of
+from smp.convert.families import Family
+from smp.convert.layout import Link
+
+
+def write_adapters(
+    folder: Folder, adapters: Mapping[str, Adapter], config: ModelConfig, family: Family, *, dropout: float, base: str
+) -> None:
+    """Write a folder that peft loads.
+
+    Args:
+        folder: on a file system or in an object store; made if it is not there; an adapter in it is replaced.
+        adapters: by the name of our layer.
+        config: of the model.
+        family: see :func:`family_for`.
+        dropout: noted for who trains on.
+        base: the model's path, noted.
+    """
+    places = places_of(config, family)
+    theirs: dict[str, list[tuple[Link, Adapter]]] = {}
+    for name, adapter in adapters.items():
+        theirs.setdefault(places[name].theirs.removesuffix(".weight"), []).append((places[name], adapter))
+    tensors: dict[str, torch.Tensor] = {}
+    ranks, alphas = {}, {}
+    for module, members in theirs.items():
+        a, b, scale = _fused(members)
+        tensors[f"{FRONT}{module}.lora_A.weight"], tensors[f"{FRONT}{module}.lora_B.weight"] = a, b
+        ranks[module], alphas[module] = a.shape[0], scale * a.shape[0]
+    every = {link.theirs.removesuffix(".weight") for link in places.values()}
+    content = _config(ranks, alphas, every, dropout, base, family.table.transposed)
+    folder.make()
+    folder.delete(CONFIG)  # it comes last: a folder without it is no adapter
+    folder.delete(TENSORS)
+    layout = lay_out(tensors, {"format": "pt"})
+    slots = ((slot.key, raw_bytes(tensors[slot.key].contiguous())) for slot in layout.slots)
+    write_file(folder, TENSORS, layout, slots)
+    folder.replace(CONFIG, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def _fused(members: Sequence[tuple[Link, Adapter]]) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """A, B and scale of one of their matrices."""
+    (first, adapter), *more = members
+    if not more and first.rows.whole:
+        return adapter.a, adapter.b, adapter.scale
+    rank = sum(m.rank for _, m in members)
+    b, at = torch.zeros(first.rows.theirs, rank), 0
+    for link, m in members:
+        # one scale for all: the others' goes into B
+        for row, ours, count in link.rows.runs(0, link.rows.ours):
+            b[row : row + count, at : at + m.rank] = m.b[ours : ours + count] * (m.scale / adapter.scale)
+        at += m.rank
+    return torch.cat([m.a for _, m in members]), b, adapter.scale
+
+
+def _config(
+    ranks: Mapping[str, int],
+    alphas: Mapping[str, float],
+    every: Set[str],
+    dropout: float,
+    base: str,
+    transposed: bool,
+) -> dict[str, Any]:
+    """adapter_config.json: one rank and alpha for all, and patterns for those that differ. ``every``: all linear
+    layers of the model."""
+    rank, alpha = (max(sorted(set(v)), key=list(v).count) for v in (ranks.values(), alphas.values()))
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": _whole(alpha),
+        "lora_dropout": dropout,
+        "target_modules": _targets(ranks, every),
+        "rank_pattern": {m: r for m, r in ranks.items() if r != rank},
+        "alpha_pattern": {m: _whole(a) for m, a in alphas.items() if a != alpha},
+        "bias": "none",
+        "fan_in_fan_out": transposed,
+        "inference_mode": True,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+    }
+
+
+def _targets(modules: Mapping[str, int], every: Set[str]) -> list[str]:
+    """Last parts of names where they choose exactly these modules, as people write it; else whole names."""
+    last = {module.rpartition(".")[2] for module in modules}
+    chosen = {module for module in every if module.rpartition(".")[2] in last}
+    return sorted(last) if chosen == set(modules) else sorted(modules)
+
+
+def _whole(value: float) -> float:
+    return int(value) if float(value).is_integer() else value

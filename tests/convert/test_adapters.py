@@ -1,0 +1,196 @@
+"""Adapters in peft's format and merged ones: what is read, what is refused, and to which precision. No peft needed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from smp.checkpoint import CheckpointError
+from smp.checkpoint.local import LocalFolder, open_folder
+from smp.config import ConfigError, ModelConfig
+from smp.convert.adapters import CONFIG, TENSORS, Adapter, MergedWeights, places_of
+from smp.convert.families import FAMILIES
+from smp.convert.hf_config import resolved
+from smp.convert.layout import our_tensors
+from smp.convert.peft_read import read_adapters
+from smp.convert.peft_write import write_adapters
+from smp.convert.weights import Stored, Weights
+from tests.layers.whole import draw
+
+MODEL = resolved(
+    num_layers=2, hidden_size=16, ffn_hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=9
+)
+LLAMA = FAMILIES["llama"]
+
+
+def drawn(names: Sequence[str], rank: int = 3, scale: float = 2.0, model: ModelConfig = MODEL) -> dict[str, Adapter]:
+    shapes = our_tensors(model)
+    out = {}
+    for seed, name in enumerate(names):
+        rows, columns = shapes[f"{name}.weight"]
+        out[name] = Adapter(draw(rank, columns, seed=seed), draw(rows, rank, seed=100 + seed), scale)
+    return out
+
+
+ADAPTERS = drawn(["layers.0.attention.query", "layers.1.attention.query", "layers.1.mlp.down"])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_adapters(LocalFolder(tmp_path), ADAPTERS, MODEL, LLAMA, dropout=0.1, base="base")
+    return tmp_path
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    content = json.loads((folder / CONFIG).read_text()) | changes
+    (folder / CONFIG).write_text(json.dumps({key: value for key, value in content.items() if value != "absent"}))
+
+
+def test_what_was_written_is_read(folder: Path) -> None:
+    found, dropout = read_adapters(folder, MODEL, LLAMA)
+    assert found.keys() == ADAPTERS.keys() and dropout == 0.1
+    for name, adapter in ADAPTERS.items():
+        assert torch.equal(found[name].a, adapter.a) and torch.equal(found[name].b, adapter.b)
+        assert found[name].scale == adapter.scale
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"lora_alpha": "absent"}, "lora_alpha is null, not a number"),
+        ({"lora_alpha": "6"}, 'lora_alpha is "6", not a number'),
+        ({"lora_dropout": None}, "lora_dropout is null, not a number"),
+        ({"lora_dropout": 1.5}, "lora_dropout 1.5 must be at least 0 and below 1"),
+        ({"alpha_pattern": [3]}, "alpha_pattern is no object"),
+        ({"alpha_pattern": {"(q": 3}}, 'alpha_pattern "(q": '),
+        ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern is null, not a number"),
+        ({"use_dora": True}, "use_dora is true, and only plain LoRA"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
+        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens is [1, 2], and only plain LoRA"),
+        ({"of_tomorrow": {"x": 1}}, "of_tomorrow is"),
+        ({"init_lora_weights": "pissa_niter_4"}, "changes the model's own weights too"),
+        ({"bias": "lora_only"}, "trained biases"),
+        ({"peft_type": "LOHA"}, "is not of a LoRA adapter"),
+    ],
+)
+def test_what_an_adapter_does_beside_plain_lora_is_refused(folder: Path, changes: dict[str, Any], why: str) -> None:
+    edit(folder, **changes)
+    with pytest.raises((ConfigError, CheckpointError)) as error:
+        read_adapters(folder, MODEL, LLAMA)
+    assert why in str(error.value) and "\n" not in str(error.value)
+
+
+def test_settings_that_change_nothing_are_taken(folder: Path) -> None:
+    more = {"use_dora": False, "layer_replication": None, "loftq_config": {}, "init_lora_weights": "gaussian"}
+    edit(folder, megatron_core="megatron.core", qalora_group_size=16, eva_config={"rho": 2}, **more)
+    assert read_adapters(folder, MODEL, LLAMA)[0].keys() == ADAPTERS.keys()
+
+
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        {"q_proj": 7},
+        {r"layers\.1\..*": 5},
+        {r"layers\.(0|7)\.self_attn\.q_proj": 5, "q_proj": 8},
+        {"model.layers.1.mlp.down_proj": 9},
+        {"proj": 4, "down_proj": 8},
+    ],
+)
+def test_patterns_of_alpha_choose_as_peft_does(folder: Path, patterns: dict[str, float]) -> None:
+    theirs = pytest.importorskip("peft.utils.other").get_pattern_key
+    edit(folder, lora_alpha=1, alpha_pattern=patterns)
+    for name, adapter in read_adapters(folder, MODEL, LLAMA)[0].items():
+        module = places_of(MODEL, LLAMA)[name].theirs.removesuffix(".weight")
+        assert adapter.alpha == pytest.approx(patterns.get(theirs(patterns, module), 1)), module
+
+
+FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({FIRST.format("A"): None}, "layers.0.self_attn.q_proj has no A"),
+        ({FIRST.format("B"): None}, "layers.0.self_attn.q_proj has no B"),
+        ({FIRST.format("A"): torch.ones(16)}, "shapes [16] and [16, 3], the matrix is [16, 16]: it belongs to another"),
+        ({FIRST.format("B"): torch.ones(16, 2)}, "shapes [3, 16] and [16, 2]"),
+        ({FIRST.format("A"): torch.ones(0, 16), FIRST.format("B"): torch.ones(16, 0)}, "shapes [0, 16]"),
+        ({"base_model.model.lm_head.weight": torch.ones(2)}, "is neither A nor B"),
+    ],
+)
+def test_tensors_of_another_form_are_named(folder: Path, changes: dict[str, Any], why: str) -> None:
+    tensors = load_file(folder / TENSORS) | changes
+    save_file({key: tensor for key, tensor in tensors.items() if tensor is not None}, folder / TENSORS)
+    with pytest.raises(CheckpointError) as error:
+        read_adapters(folder, MODEL, LLAMA)
+    assert why in str(error.value)
+
+
+def test_an_adapter_of_a_deeper_model_is_refused(folder: Path) -> None:
+    shallow = resolved(
+        num_layers=1, hidden_size=16, ffn_hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=9
+    )
+    with pytest.raises(CheckpointError, match=r"model.layers.1.* is no linear layer of this model"):
+        read_adapters(folder, shallow, LLAMA)
+
+
+def test_an_object_store_takes_an_adapter() -> None:
+    pytest.importorskip("fsspec")
+    store = open_folder("memory://adapters/run/adapter")
+    for _ in range(2):  # the second replaces the first
+        write_adapters(store, ADAPTERS, MODEL, LLAMA, dropout=0.0, base="base")
+    assert sorted(store.names()) == [CONFIG, TENSORS]
+    assert json.loads(store.read(CONFIG))["r"] == 3
+
+
+class Given(Weights):
+    """Weights that are there already."""
+
+    def __init__(self, values: dict[str, torch.Tensor]) -> None:
+        self.config, self.notes, self.values = MODEL, [], values
+        self.tensors = {name: Stored(tuple(value.shape), value.dtype) for name, value in values.items()}
+
+    def read_into(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> None:
+        part = tuple(slice(o, o + n) for o, n in zip(offsets, out.shape, strict=True))
+        out.copy_(self.values[name][part])
+
+    def fingerprint(self) -> Any:
+        return "given"
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.float16])
+def test_a_merge_rounds_once_and_any_box_of_it_is_the_same(dtype: torch.dtype | None) -> None:
+    base = {name: draw(*shape, seed=7).bfloat16() for name, shape in our_tensors(MODEL).items()}
+    merged = MergedWeights(Given(base), ADAPTERS, dtype)
+    kind = dtype or torch.bfloat16
+    for name, value in base.items():
+        adapter = ADAPTERS.get(name.removesuffix(".weight"))
+        exact = value.double()
+        if adapter is not None:
+            exact = exact + adapter.scale * adapter.b.double() @ adapter.a.double()
+        got = merged.read(name)
+        assert got.dtype == merged.tensors[name].dtype == kind
+        nearest = exact.to(kind)
+        close = (got.double() - exact).abs() <= (nearest.double() - exact).abs() + 1e-5 * exact.abs().max()
+        assert close.all(), name
+        if value.ndim == 2:
+            part = torch.empty(3, 5, dtype=kind)
+            merged.read_into(name, (2, 4), part)
+            torch.testing.assert_close(part, got[2:5, 4:9])
+
+
+def test_a_merge_is_of_one_model_and_one_adapter() -> None:
+    base = Given({name: torch.ones(shape) for name, shape in our_tensors(MODEL).items()})
+    with pytest.raises(CheckpointError, match=r"layers.5.mlp.up.weight belongs to another model"):
+        MergedWeights(base, {"layers.5.mlp.up": ADAPTERS["layers.1.mlp.down"]})
+    with pytest.raises(CheckpointError, match=r"of layers.0.mlp.up.weight has shapes .* the matrix is \[32, 16\]"):
+        MergedWeights(base, {"layers.0.mlp.up": ADAPTERS["layers.1.mlp.down"]})
+    swapped = {n: Adapter(m.a.flip(0), m.b.flip(1), m.scale) for n, m in ADAPTERS.items()}  # the same sums
+    prints = [MergedWeights(base, adapters).fingerprint() for adapters in (ADAPTERS, ADAPTERS, swapped)]
+    assert prints[0] == prints[1] != prints[2], "an interrupted merge does not go on with another adapter"
