@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from smp.kernels.cuda.build import nvcc_path
+
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = [
     ["-m", "smp.kernels.cuda.build"],
@@ -24,7 +26,9 @@ def main() -> int:
     """Run the parts in order; 1 if one failed."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     failed = []
-    for words in PARTS:
+    if nvcc_path() is None:
+        print("no nvcc: the CUDA C++ kernels are not built, and their tests and rows are left out", flush=True)
+    for words in PARTS[nvcc_path() is None :]:
         print("+ python", *words, flush=True)
         if subprocess.run([sys.executable, *words], cwd=ROOT, env=environment).returncode:
             failed.append(" ".join(words))

@@ -17,13 +17,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timing import RESULTS, Clock, copy_bandwidth, header, product_rate
+from timing import Clock, Report, copy_bandwidth, product_rate
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 
 from smp.kernels import norm, rope, swiglu
 from smp.kernels.attention import BACKENDS
 from smp.kernels.cuda.library import library_path
 from smp.layers.cross_entropy import VocabShard, linear_cross_entropy, vocab_parallel_cross_entropy
+from smp.layers.documents import Spans, document_mask
 from smp.parallel.collectives import Group
 
 Function = Callable[..., Any]
@@ -194,24 +196,23 @@ def loss(s: Sizes, fused: bool) -> Case:
 
 
 class Table:
-    """Measures cases and collects lines."""
+    """Measures cases and writes lines."""
 
     def __init__(self, device: str, rounds: int) -> None:
         self.device, self.sizes, self.clock = device, ON[device], Clock(device, rounds)
         self.bandwidth = copy_bandwidth(self.clock)
         product = (8192, 8192, 8192) if device == "cuda" else (1024, 1024, 2816)
         self.product = product_rate(self.clock, *product, self.sizes.dtype)
-        s = self.sizes
-        self.lines = [
-            header(device),
-            "",
-            f"ceilings: copy {self.bandwidth / 1e9:.0f} GB/s (read + written), product "
-            f"{' x '.join(map(str, product))} {self.product / 1e12:.3f} TFLOP/s",
+        s, self.say = self.sizes, Report("kernels", device).say
+        self.say(
+            f"\nceilings: copy {self.bandwidth / 1e9:.0f} GB/s (read + written), product "
+            f"{' x '.join(map(str, product))} {self.product / 1e12:.3f} TFLOP/s"
+        )
+        self.say(
             f"{s.tokens} tokens, hidden {s.hidden}, ffn {s.ffn}, vocabulary {s.vocabulary}, "
-            f"{s.heads} + {s.groups} heads of {s.head_dim}, {s.dtype}",
-            "",
-            f"{'operation':34s}{'version':16s}{'us':>12s}{'GB/s':>10s}{'of copy':>10s}",
-        ]
+            f"{s.heads} + {s.groups} heads of {s.head_dim}, {s.dtype}"
+        )
+        self.say(f"\n{'operation':34s}{'version':16s}{'us':>12s}{'GB/s':>10s}{'of copy':>10s}")
 
     def draw(self, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.randn(shape, device=self.device).to(self.sizes.dtype).requires_grad_()
@@ -251,8 +252,12 @@ class Table:
             yield "both passes", case.backward, self.clock.seconds(both, restore)
             return
         yield "forward", case.forward, self.clock.seconds(lambda: function(*leaves))
-        outputs = as_tuple(function(*leaves))
-        backward = self.clock.seconds(lambda: torch.autograd.grad(outputs, leaves, grads, retain_graph=True))
+        made: list[torch.Tensor] = []
+
+        def forward() -> None:  # anew each time: a compiled backward pass may use up what was kept for it
+            made[:] = as_tuple(function(*leaves))
+
+        backward = self.clock.seconds(lambda: torch.autograd.grad(made, leaves, grads), forward)
         yield "backward", case.backward, backward
 
     def add_product(self, label: str, name: str, flops: float, run: Callable[[], object] | None) -> None:
@@ -267,10 +272,6 @@ class Table:
             return
         rate = flops / seconds
         self.say(f"{label:34s}{name:16s}{seconds * 1e6:12.1f}{rate / 1e12:10.3f}{rate / self.product:10.2f}")
-
-    def say(self, line: str) -> None:
-        print(line, flush=True)
-        self.lines.append(line)
 
 
 def as_tuple(x: Any) -> tuple[torch.Tensor, ...]:
@@ -314,6 +315,37 @@ def products(table: Table, fused: bool) -> None:
         pairs = s.tokens * s.length / 2
         if table.device == "cuda" or name in ("flash", "math"):  # a CPU has no others
             table.add_product("causal attention", name, 14 * pairs * s.heads * s.head_dim, attend)
+    attention_of_documents(table)
+
+
+def attention_of_documents(table: Table) -> None:
+    """Eight documents in a sequence: spans of FlashAttention's variable-length kernel beside a mask. FLOPs are those of
+    what a document's tokens see."""
+    s, documents = table.sizes, 8
+    flops = 14 * s.tokens * s.length / documents / 2 * s.heads * s.head_dim
+    numbers = torch.arange(s.tokens).view(-1, s.length) // (s.length // documents)
+    q, k, v = (table.draw((s.tokens, s.heads, s.head_dim)) for _ in range(3))
+    if table.device == "cuda":
+        spans, grad = Spans.of(numbers, None, torch.device("cuda")), torch.randn_like(q)
+
+        def in_spans() -> object:
+            starts, longest = spans.starts, spans.longest
+            out = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=spans.window)
+            return torch.autograd.grad(out, (q, k, v), grad)
+
+        table.add_product("attention, 8 documents", "flash, spans", flops, in_spans)
+    else:
+        table.add_product("attention, 8 documents", "flash, spans", flops, None)
+    mask = document_mask(numbers.to(table.device), None, s.dtype)
+    q, k, v = (table.draw((s.tokens // s.length, s.heads, s.length, s.head_dim)) for _ in range(3))
+    grad = torch.randn_like(q)
+
+    def masked() -> object:
+        with sdpa_kernel([BACKENDS[backend]]):
+            return torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, attn_mask=mask), (q, k, v), grad)
+
+    backend = "efficient" if table.device == "cuda" else "flash"
+    table.add_product("attention, 8 documents", f"{backend}, mask", flops, masked)
 
 
 def main() -> None:
@@ -324,13 +356,9 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     table, fused = Table(arguments.device, arguments.rounds), arguments.device == "cuda"
-    print("\n".join(table.lines))
     for case in moving(table.sizes, fused):
         table.add(case)
     products(table, fused)
-    path = RESULTS / f"kernels_{'gpu' if fused else 'cpu'}.txt"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("\n".join(table.lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import platform
+import shutil
 import statistics
 import subprocess
 import time
 from collections.abc import Callable
 from datetime import date
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -16,14 +18,49 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
 
+def commit() -> str:
+    """Short name of the checkout's commit, with a + where files differ from it; unknown without git."""
+    if shutil.which("git") is None:
+        return "unknown"
+
+    def git(*words: str) -> str:
+        command = ["git", *words]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+    name = git("rev-parse", "--short", "HEAD")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
+    return f"{name}{'+' * bool(changed)}" if name else "unknown"
+
+
 def header(device: str) -> str:
     """Date, commit, versions and device of a table."""
-    words = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout.strip() or "unknown"
+    versions = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
+    for package in ("triton", "transformers", "liger-kernel"):
+        try:
+            versions.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            versions.append(f"no {package}")
     name = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     if device == "cuda":
         name = torch.cuda.get_device_name()
-    return f"{date.today()}, commit {commit}, torch {torch.__version__}, {name}"
+        versions.append(f"CUDA {torch.version.cuda}")
+    return f"{date.today()}, commit {commit()}, {', '.join(versions)}, {name}"
+
+
+class Report:
+    """A table, on the screen and in its file at the same time: a run that is cut short leaves the rows that it has."""
+
+    def __init__(self, name: str, device: str) -> None:
+        self.path = RESULTS / f"{name}_{'gpu' if device == 'cuda' else device}.txt"
+        self.path.parent.mkdir(exist_ok=True)
+        self.path.write_text("")
+        self.say(header(device))
+
+    def say(self, line: str) -> None:
+        """One more line."""
+        print(line, flush=True)
+        with self.path.open("a") as file:
+            file.write(line + "\n")
 
 
 def synchronize(device: str) -> None:
@@ -35,8 +72,8 @@ def synchronize(device: str) -> None:
 class Clock:
     """Median time of single calls with cold caches.
 
-    Before each call a buffer larger than any cache is overwritten. On a GPU that also keeps the device busy while the
-    host issues the call, so that what is timed is the device (events on a starved stream time the host).
+    Before each call a buffer larger than any cache is overwritten, on a GPU so often that the device is busy for about
+    a millisecond, while the host issues the call: events on a starved stream time the host.
 
     Args:
         device: ``"cpu"`` or ``"cuda"``.
@@ -52,7 +89,8 @@ class Clock:
         times = []
         for turn in range(self.rounds + 3):
             prepare()
-            self._buffer.zero_()
+            for _ in range(16 if self.device == "cuda" else 1):
+                self._buffer.zero_()
             elapsed = self._device_seconds(run) if self.device == "cuda" else self._host_seconds(run)
             if turn >= 3:
                 times.append(elapsed)

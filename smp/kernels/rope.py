@@ -48,7 +48,7 @@ def rope(
 
 
 def _heads(x: torch.Tensor, head_dim: int) -> torch.Tensor:
-    return x.reshape(x.shape[0], x.shape[1:].numel() // head_dim, head_dim)  # (tokens, heads, head_dim), also of no token
+    return x.reshape(x.shape[0], x.shape[1:].numel() // head_dim, head_dim)  # (tokens, heads, head_dim)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

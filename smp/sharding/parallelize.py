@@ -32,6 +32,7 @@ _KEPT = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.torch_attn._varlen_attn.default,  # of torch.nn.attention.varlen, which the layers import
     torch.ops.smp.column_parallel.default,
     torch.ops.smp.row_parallel.default,
 }

@@ -25,7 +25,7 @@ from smp.models.gpt import GPT
 from smp.parallel.mesh import data_rank, sum_over_parts
 from smp.pipeline.plan import Plan
 from smp.training.adapter_files import publish_adapter, reference_config
-from smp.training.build import build_passes
+from smp.training.build import Backends, build_passes, choose_backends
 from smp.training.describe import describe
 from smp.training.passes import Passes
 from smp.training.preference import (
@@ -85,10 +85,13 @@ class Finetuning(Pretraining):
         """Whether adapters are trained and not the model."""
         return self.start is not None or self.tuning.lora.lora_rank is not None
 
+    @property
+    def _trims(self) -> bool:
+        """Not where messages of a pipeline or compiled code want one shape for all micro-batches."""
+        return self.layout.pp == 1 and not self.config.parallel.compile
+
     def _datasets(self) -> Datasets:
-        # one shape for all micro-batches where messages of a pipeline or compiled code want it
-        trim = self.layout.pp == 1 and not self.config.parallel.compile
-        make = partial(TuningDataset, self.data.samples, pairs=self.data.pairs, trim=trim)
+        make = partial(TuningDataset, self.data.samples, pairs=self.data.pairs, trim=self._trims)
         seed = self.config.training.seed
         valid = make(self.data.valid, seed=None) if len(self.data.valid) else None
         return Datasets(make(self.data.train, seed=seed, notes=self.data.lines), valid, None)  # type: ignore[arg-type]
@@ -112,8 +115,14 @@ class Finetuning(Pretraining):
     def _open_checkpoints(self) -> RunCheckpoints:
         return RunCheckpoints(self.config, self._announce, {"finetune": as_flat_dict(self.tuning)}, "--resume")
 
+    def _choose_backends(self, device: torch.device) -> Backends:
+        """Packed sequences hold documents; trimmed ones have any length."""
+        documents, length = self.data.train.packed or self.data.valid.packed, self.data.train.length
+        shorter = (1, max(length - 1, 1)) if self._trims else ()
+        return choose_backends(self.config, device, documents=documents, other_lengths=shorter)
+
     def _model(self, device: torch.device, plan: Plan | None) -> tuple[GPT, Passes]:
-        build = partial(build_tuned_model, self.config, self.tuning, self.mesh, device, plan, self.start)
+        build = partial(build_tuned_model, self.config, self.tuning, self.mesh, device, self.backends, plan, self.start)
         model, notes = build()
         for line in [*notes, *self._sizes(model)]:
             self._announce(line)
@@ -138,8 +147,7 @@ class Finetuning(Pretraining):
         """Log-probabilities of all answers by the model as it is now, fp32 (texts,), the same on all ranks."""
         samples = self.data.samples
         every = lay_out(samples, torch.arange(len(samples)).numpy(), self.data.train.length, "off")
-        trim = self.layout.pp == 1 and not self.config.parallel.compile
-        batches = self._loader(TuningDataset(samples, every, seed=None, pairs=True, trim=trim), 0)  # type: ignore[arg-type]
+        batches = self._loader(TuningDataset(samples, every, seed=None, pairs=True, trim=self._trims), 0)  # type: ignore[arg-type]
         table = torch.zeros(len(samples), device=device)
         try:
             for _ in range(-(-(len(samples) // 2) // (self.config.data.global_batch_size or 1))):
@@ -181,12 +189,12 @@ class Finetuning(Pretraining):
         more = {} if self.preferences is None else self.preferences.measured()
         self.console.step(self.trainer.progress, result, more)
 
-    def run(self) -> Outcome:
+    def _run(self) -> Outcome:
         """Train, and evaluate before the first step too; the last state of adapters is left in peft's format as
         well."""
         if self.config.training.eval_interval is not None and self.trainer.progress.iteration == 0:
             self.evaluate()
-        outcome = super().run()
+        outcome = super()._run()
         if self.has_adapters and self.config.checkpoint.save is not None and outcome.status == "done":
             folder = on_rank_zero(lambda: publish_adapter(self.config, self.tuning, self.trainer.progress.iteration))
             self._announce(f"adapter in peft's format: {folder}")

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import pytest
 import torch
 
 import finetune
+from smp.kernels.attention import AttentionChoice, AttentionShape, choose_attention
+from smp.training import build
 from tests.distributed import run_distributed
 from tests.parity.result import layer_norms, layer_of
-from tests.training.flag_runs import clean_process
+from tests.training.flag_runs import CountOps, clean_process
 from tests.training.tiny_hf import write_model, write_samples, write_tokenizer
 from tests.training.tuning_lab import together, tune_all
 
@@ -151,6 +154,31 @@ def test_a_run_says_what_it_trains_and_leaves_an_adapter(folder: Path, tmp_path:
     assert "adapter in peft's format" in out and (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], len(config["target_modules"])) == (2, 4, 7)
+
+
+def test_every_pass_uses_the_attention_that_was_chosen_for_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those before the first step: an evaluation, and a reference's table of answers. Packed sequences have
+    documents, which not every backend takes; pairs have none."""
+    shapes = []
+
+    def choose(wish: Any, device: torch.device, shape: AttentionShape, **options: Any) -> AttentionChoice:
+        shapes.append(shape)
+        return choose_attention(wish, device, shape, **options)
+
+    monkeypatch.setattr(build, "choose_attention", choose)
+    pairs = f"--data-path {folder}/dpo.jsonl --objective dpo --lora-rank 2 --dpo-reference precomputed"
+    common = "--attention-backend math --train-iters 1 --global-batch-size 4 --no-tensorboard --no-progress-bar"
+    for more, documents in (("--eval-interval 1 --packing best-fit", True), (pairs, False)):
+        with CountOps(counts := Counter[str]()):
+            code, out, err = command(folder, flags(folder, f"{common} {more}"))
+        assert code == 0, err
+        assert "attention: math (--attention-backend math)" in out
+        assert counts["bmm"] > 0 and not any("scaled_dot_product" in name for name in counts)
+        (shape,) = shapes  # decided once
+        assert shape.masked is documents and shape.other_lengths == (1, 47)  # columns of padding are left out
+        shapes.clear()
 
 
 ONE = "--load {0} --data-path {0}/sft.jsonl --train-iters 1"

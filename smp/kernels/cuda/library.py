@@ -29,6 +29,19 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
+def why_unusable(device: torch.device) -> str | None:
+    """Why the library, which is there, does not run on ``device``, or None if it does."""
+    try:
+        usable = library().smp_usable
+        with torch.cuda.device(device):
+            error = usable()
+    except (OSError, AttributeError) as problem:  # for another machine; from older sources
+        return str(problem)
+    except (RuntimeError, AssertionError) as problem:  # torch has no such device
+        return str(problem).splitlines()[0]
+    return library().smp_error_string(error).decode() if error else None
+
+
 def check(error: int, name: str) -> None:
     """Raise RuntimeError for what a launch returned, unless it is 0."""
     if error:
