@@ -178,7 +178,8 @@ class SelfAttention(nn.Module):
         if info.spans is not None:
             out = self._attend_in_spans(q, k, v, info, info.spans)
         else:
-            out = _fold(self._attend(*(_unfold(y, info) for y in (q, k, v)), info, key), info)
+            q, k, v = (_unfold(y, info) for y in (q, k, v))
+            out = _fold(self._attend(q, k, v, info, key), info)
         return self.output(out, info.numbers)
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
@@ -211,6 +212,7 @@ class SelfAttention(nn.Module):
         k, v = (x[:count].repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         starts, longest = spans.starts, spans.longest
         out = varlen_attn(q[:count], k, v, starts, starts, longest, longest, window_size=spans.window)
+        assert isinstance(out, torch.Tensor), "no other results were asked for"
         return _padded(out.flatten(1), info)
 
     def _attend_to_past(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
