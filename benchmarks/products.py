@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.varlen import varlen_attn
 
 from smp.kernels.attention import BACKENDS
 from smp.layers.cross_entropy import VocabShard, linear_cross_entropy
@@ -67,9 +66,7 @@ def attention_of_documents(table: Any) -> None:
         spans, grad = Spans.of(numbers, None, torch.device("cuda")), torch.randn_like(q)
 
         def in_spans() -> object:
-            starts, longest = spans.starts, spans.longest
-            out = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=spans.window)
-            return torch.autograd.grad(out, (q, k, v), grad)
+            return torch.autograd.grad(spans.attend(q, k, v), (q, k, v), grad)
 
         table.add_product("attention, 8 documents", "flash, spans", flops, in_spans)
     else:

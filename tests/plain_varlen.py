@@ -21,7 +21,7 @@ def plain_varlen() -> Iterator[list[int]]:
         starts, _, longest, _, causal, scale, window = rest[:7]
         calls.append(len(starts) - 1)
         scores = _scores(q, k, starts, longest, causal, scale, window)
-        out = torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v)
+        out = torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v).contiguous()
         return out, scores.logsumexp(dim=-1), torch.zeros(2, dtype=torch.uint64)
 
     def backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Tensors:
@@ -31,10 +31,12 @@ def plain_varlen() -> Iterator[list[int]]:
         dp = torch.einsum("qhd,khd->hqk", dout, v) - torch.einsum("qhd,qhd->hq", dout, out)[..., None]
         ds = p * dp * q.shape[-1] ** -0.5
         return (
-            torch.einsum("hqk,khd->qhd", ds, k),
-            torch.einsum("hqk,qhd->khd", ds, q),
-            torch.einsum("hqk,qhd->khd", p, dout),
+            torch.einsum("hqk,khd->qhd", ds, k).contiguous(),
+            torch.einsum("hqk,qhd->khd", ds, q).contiguous(),
+            torch.einsum("hqk,qhd->khd", p, dout).contiguous(),
         )
+
+    import torch.nn.attention.varlen  # defines the operators, and imports triton
 
     with torch.library._scoped_library("torch_attn", "IMPL") as library:
         library.impl("_varlen_attn", forward, "CPU")

@@ -14,7 +14,6 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.varlen import varlen_attn
 
 from smp.config import ConfigError
 
@@ -123,6 +122,8 @@ def _try_sdpa(device: torch.device, shape: AttentionShape) -> None:
 
 
 def _try_spans(device: torch.device, shape: AttentionShape) -> None:
+    from torch.nn.attention.varlen import varlen_attn  # which imports triton
+
     size, length = (shape.length, shape.heads, shape.head_dim), shape.length
     x = torch.zeros(size, device=device, dtype=shape.dtype, requires_grad=True)
     starts = torch.tensor([0, length // 2, length], dtype=torch.int32, device=device)

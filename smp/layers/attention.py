@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.attention.varlen import varlen_attn
 
 from smp.kernels import TORCH, Kernels
 from smp.kernels.rope import rope
@@ -210,10 +209,7 @@ class SelfAttention(nn.Module):
             raise ValueError("spans are for causal attention without dropout and cache: give a mask instead")
         count = info.batch * info.length
         k, v = (x[:count].repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        starts, longest = spans.starts, spans.longest
-        out = varlen_attn(q[:count], k, v, starts, starts, longest, longest, window_size=spans.window)
-        assert isinstance(out, torch.Tensor), "no other results were asked for"
-        return _padded(out.flatten(1), info)
+        return _padded(spans.attend(q[:count], k, v).flatten(1), info)
 
     def _attend_to_past(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """The last tokens of a sequence, whose keys and values are all there."""

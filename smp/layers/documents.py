@@ -78,6 +78,15 @@ class Spans:
         longest = min(_power_of_two(int(end.diff().max())), documents.shape[1])
         return Spans(to_device(end, device), longest, (-1 if window is None else window - 1, 0))
 
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attention of each document by itself, (tokens, heads, head_dim) -> the same."""
+        from torch.nn.attention.varlen import varlen_attn  # which imports triton, and most runs do without both
+
+        starts, longest = self.starts, self.longest
+        out = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=self.window)
+        assert isinstance(out, torch.Tensor), "no other results were asked for"
+        return out
+
 
 def _power_of_two(number: int) -> int:
     """The least that is not below ``number``."""

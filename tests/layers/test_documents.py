@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from smp.config import Layout, ParallelConfig
-from smp.layers.documents import Spans
+from smp.config import ParallelConfig
+from smp.layers.attention import SelfAttention, SequenceInfo
+from smp.layers.documents import Spans, document_mask
 from smp.models.gpt import GPT
 from smp.sharding.parallelize import parallelize
 from tests.fake_group import fake_mesh
-from tests.layers.whole import error, load_all
+from tests.layers.whole import draw, error, load_all
 from tests.models.test_gpt import LLAMA, draw_tokens
 from tests.plain_varlen import plain_varlen
 
@@ -37,8 +38,7 @@ def test_spans_say_where_documents_begin() -> None:
 def loss_and_gradients(
     mesh: Any, config: Any, documents: torch.Tensor | None, *, spans: bool, parallel: ParallelConfig | None = None
 ) -> dict[str, torch.Tensor]:
-    sequence_parallel = parallel is not None and parallel.sequence_parallel
-    model = GPT(config, mesh["tp"], sequence_parallel=sequence_parallel, seed=1, device="cpu", spans=spans)
+    model = GPT(config, mesh["tp"], seed=1, device="cpu", spans=spans)
     load_all(model)
     if parallel is not None:
         parallelize(model, mesh, parallel)
@@ -91,16 +91,21 @@ def test_spans_go_with_recompute_and_the_compiler(parallel: ParallelConfig, monk
     assert {name: e for name, w in want.items() if not (e := error(found[name], w)) < 2e-6} == {}
 
 
-def test_padding_of_sequence_parallelism_stays_outside_of_spans() -> None:
-    """Three ranks get 21 rows for 20 tokens; the rank's own part of the work is the same with a mask."""
-    config = replace(MODEL, num_attention_heads=3, num_query_groups=3, ffn_hidden_size=24)
-    parts = {}
-    for spans in (False, True):
-        with fake_mesh(Layout(tp=3), rank=2) as mesh, plain_varlen():
-            torch.manual_seed(0)
-            parallel = ParallelConfig(3, sequence_parallel=True)
-            parts[spans] = loss_and_gradients(mesh, config, DOCUMENTS, spans=spans, parallel=parallel)
-    assert {name: e for name, w in parts[False].items() if not (e := error(parts[True][name], w)) < 2e-6} == {}
+def test_rows_of_padding_stay_outside_of_spans() -> None:
+    """Sequence parallelism pads tokens to what the ranks share evenly: 23 rows for 20 tokens, of 4 + 2 heads."""
+    results = {}
+    with fake_mesh() as mesh, plain_varlen():
+        layer = SelfAttention(16, 4, mesh["tp"], num_groups=2, head_dim=8, device="cpu")
+        load_all(layer)
+        for spans in (False, True):
+            x = draw(23, 16, seed=0).requires_grad_()
+            info = SequenceInfo(2, 10, 23, spans=Spans.of(DOCUMENTS, None, CPU) if spans else None)
+            info.mask = None if spans else document_mask(DOCUMENTS, None, torch.float32)
+            y = layer(x, info)
+            results[spans] = [y.detach(), *torch.autograd.grad(y.square().sum(), x)]
+    assert not results[True][0][20:].any() and not results[True][1][20:].any()
+    for got, want in zip(results[True], results[False], strict=True):
+        assert error(got, want) < 2e-6
 
 
 def test_spans_are_not_for_dropout_of_attention() -> None:

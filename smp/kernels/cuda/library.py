@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -33,12 +34,10 @@ def why_unusable(device: torch.device) -> str | None:
     """Why the library, which is there, does not run on ``device``, or None if it does."""
     try:
         usable = library().smp_usable
-        with torch.cuda.device(device):
-            error = usable()
-    except (OSError, AttributeError) as problem:  # for another machine; from older sources
+    except (OSError, AttributeError) as problem:  # built for another machine, or from older sources
         return str(problem)
-    except (RuntimeError, AssertionError) as problem:  # torch has no such device
-        return str(problem).splitlines()[0]
+    with torch.cuda.device(device) if torch.cuda.is_available() else nullcontext():
+        error = usable()
     return library().smp_error_string(error).decode() if error else None
 
 
