@@ -14,7 +14,7 @@ from smp.config import ModelConfig
 from smp.kernels import TORCH, Kernels
 from smp.layers.attention import SelfAttention, SequenceInfo
 from smp.layers.block import TransformerBlock
-from smp.layers.documents import Spans, document_mask
+from smp.layers.documents import Documents, Spans, document_mask
 from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from smp.layers.head import VocabParallelHead
 from smp.layers.mlp import MLP, Activation
@@ -71,7 +71,7 @@ class GPT(nn.Module):
         super().__init__()
         assert config.vocab_size is not None
         if spans and config.attention_dropout > 0.0:
-            raise ValueError("attention dropout needs a mask: FlashAttention's variable-length kernel has none of ours")
+            raise ValueError("attention dropout needs a mask: spans are for FlashAttention's variable-length kernel")
         self.config, self.seed, self.spans = config, seed, spans
         self.frozen = False  # apart from adapters
         self.adapter_dropout = 0.0
@@ -113,7 +113,7 @@ class GPT(nn.Module):
         labels: torch.Tensor | None = None,
         token_weights: torch.Tensor | None = None,
         sample_index: torch.Tensor | None = None,
-        documents: torch.Tensor | None = None,
+        documents: torch.Tensor | Documents | None = None,
         positions: torch.Tensor | None = None,
         preference: Preference | None = None,
         hidden: torch.Tensor | None = None,
@@ -130,7 +130,7 @@ class GPT(nn.Module):
             sample_index: int64 (batch,), global numbers of the samples, or (batch, length), of the tokens. Dropout is
                 keyed by them; needed in training mode when dropout is on.
             documents: int64 (batch, length): tokens see only tokens with the same number. Without it a sequence is one
-                document. On the CPU or where the tokens are; with ``spans`` on the CPU.
+                document. As ``Documents`` they stay on the host, where ``spans`` need them.
             positions: int64 (batch, length), below ``max_position_embeddings``: where each token stands. Without it
                 they count from 0 in every sequence.
             preference: rows are pairs of answers, whose loss this describes; tokens of weight 0 belong to the prompt.
@@ -153,12 +153,13 @@ class GPT(nn.Module):
         keys = self._dropout_keys(info, tokens.device)
         x = self._embed(_flat(tokens, padding), places, info, keys) if hidden is None else hidden
         window = self.config.window_size
-        if documents is None and window is not None and window < length:
-            documents = torch.zeros(batch if self.spans else 1, length, dtype=torch.long)  # one mask for all samples
-        if documents is not None and self.spans:
-            info.spans = Spans.of(documents, window, x.device)  # for all layers
-        elif documents is not None:
-            info.mask = document_mask(to_device(documents, x.device), window, x.dtype)
+        numbers = documents.numbers if isinstance(documents, Documents) else documents
+        if numbers is None and window is not None and window < length:
+            numbers = torch.zeros(batch if self.spans else 1, length, dtype=torch.long)  # one mask for all samples
+        if numbers is not None and self.spans:
+            info.spans = Spans.of(numbers, window, x.device)  # for all layers
+        elif numbers is not None:
+            info.mask = document_mask(to_device(numbers, x.device), window, x.dtype)
         for i in part.layers:
             x = self.layers[str(i)](
                 x, info, None if keys is None else keys[SITES_PER_BLOCK * i : SITES_PER_BLOCK * (i + 1)]
@@ -243,8 +244,7 @@ class GPT(nn.Module):
 
 
 def _flat(x: torch.Tensor, padding: int) -> torch.Tensor:
-    """(batch, length) -> (batch x length + padding,), zeros at the end. A weight of 0 keeps the padding out of the
-    loss."""
+    """(batch, length) -> (batch x length + padding,), zeros at the end: of weight 0 in the loss."""
     return F.pad(x.reshape(-1), (0, padding)) if padding else x.reshape(-1)
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from smp.data.loader import GlobalBatch
 from smp.layers.cross_entropy import IGNORE_INDEX
+from smp.layers.documents import Documents
 from smp.parallel.rng import to_device
 from smp.sharding.parallelize import last_micro_batch
 
@@ -64,7 +65,7 @@ class Inputs:
         assert tokens is not None
         tokens = to_device(tokens, self.device)
         positions = None if positions is None else to_device(positions, self.device)
-        return tokens, labels, weights, index, documents, positions
+        return tokens, labels, weights, index, None if documents is None else Documents(documents), positions
 
     def _part(self, part: torch.Tensor | None, i: int) -> torch.Tensor | None:
         if part is None or self.batch.widths is None:

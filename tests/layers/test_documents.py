@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.utils import _to_kwargs
 
 from smp.config import ParallelConfig
+from smp.data.loader import GlobalBatch
 from smp.layers.attention import SelfAttention, SequenceInfo
-from smp.layers.documents import Spans, document_mask
+from smp.layers.documents import Documents, Spans, document_mask
 from smp.models.gpt import GPT
 from smp.sharding.parallelize import parallelize
+from smp.training.passes import Inputs
 from tests.fake_group import fake_mesh
 from tests.layers.whole import draw, error, load_all
 from tests.models.test_gpt import LLAMA, draw_tokens
@@ -35,6 +38,15 @@ def test_spans_say_where_documents_begin() -> None:
         Spans.of(DOCUMENTS.to("meta"), None, CPU)
 
 
+def test_fsdp_leaves_documents_on_the_host() -> None:
+    """On a GPU its root moves every tensor among the arguments of a model, by this function of torch's."""
+    tokens = torch.zeros(1, 2, 10, dtype=torch.long)
+    batch = GlobalBatch(tokens, tokens, tokens[..., 0], documents=DOCUMENTS[None])
+    given = Inputs(batch, 20, CPU)[0]
+    ((moved, *_, documents, _),), _ = _to_kwargs(given, {}, torch.device("meta"), False)
+    assert moved.is_meta and isinstance(documents, Documents) and torch.equal(documents.numbers, DOCUMENTS)
+
+
 def loss_and_gradients(
     mesh: Any, config: Any, documents: torch.Tensor | None, *, spans: bool, parallel: ParallelConfig | None = None
 ) -> dict[str, torch.Tensor]:
@@ -43,7 +55,8 @@ def loss_and_gradients(
     if parallel is not None:
         parallelize(model, mesh, parallel)
     tokens = draw_tokens(2, 10)
-    loss = model(tokens, draw_tokens(2, 10, seed=1), torch.rand(2, 10), None, documents)
+    given = documents if documents is None or not spans else Documents(documents)
+    loss = model(tokens, draw_tokens(2, 10, seed=1), torch.rand(2, 10), None, given)
     loss.backward()
     grads = {name: getattr(p.grad, "_local_tensor", p.grad) for name, p in model.named_parameters()}
     return {"loss": loss.detach(), **{name: g.clone() for name, g in grads.items() if g is not None}}
