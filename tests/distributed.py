@@ -50,7 +50,7 @@ def _worker(
         raise SystemExit(1) from None
 
 
-def _context() -> Any:
+def forkserver() -> Any:
     """Ranks are forked from a server that has imported torch and done nothing else: seconds less for each."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["smp.training.pretrain", "tests.distributed"])
@@ -68,7 +68,7 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
     Raises:
         RuntimeError: with the traceback of every rank that failed, or naming the ranks that never answered.
     """
-    context = _context()
+    context = forkserver()
     results: Any = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         common = world_size, f"{folder}/store", results, dict(os.environ)

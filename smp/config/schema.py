@@ -112,7 +112,8 @@ class ParallelConfig:
     """Processes over which hybrid FSDP shards weights, gradients and optimizer state. 0: all data-parallel ones;
     1: none (replicas only); n: groups of n, replicated."""
     bf16: bool = False
-    """Compute in bfloat16; master weights, gradient reduction and optimizer stay in fp32."""
+    """Compute in bfloat16; master weights, gradient reduction and optimizer stay in fp32. Without it all is fp32, on
+    CUDA with matrix products in TF32."""
     recompute_granularity: Literal["none", "selective", "full"] = "none"
     """Activations to recompute in the backward pass. selective keeps matrix products, attention and communication
     results; full keeps only each block's input."""

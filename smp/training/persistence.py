@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from smp.checkpoint.entries import Manifest
 from smp.checkpoint.folder import Folder
 from smp.checkpoint.latest import misnamed
 from smp.checkpoint.retention import VALIDATION_LOSS
-from smp.config import Config, ConfigError, as_flat_dict
+from smp.config import Config, ConfigError, OptimizerConfig, as_flat_dict
 from smp.convert.hf_config import FREE
 from smp.convert.load import load_weights
 from smp.convert.smp_format import SmpWeights
@@ -29,6 +29,12 @@ _NOTHING: Mapping[str, Any] = {}
 
 _ORDER = ("seed", "split", "seq_length", "packing", "data_path", "mock_data")
 """Settings that the order of the data is a function of."""
+
+_COURSE = (
+    *(field.name for field in fields(OptimizerConfig)),
+    *("hidden_dropout", "attention_dropout", "bf16", "reset_attention_mask", "reset_position_ids", "eod_mask_loss"),
+)
+"""Settings that may change on a resume, but what is trained from there on is another thing."""
 
 
 def run_state(
@@ -137,8 +143,16 @@ def compare_settings(
         for name in _ORDER
         if name in saved and saved[name] != settings[name] and not (name == "data_path" and has_manifest)
     ]
+    if config.checkpoint.finetune:
+        return notes
+    notes += [
+        f"note: {name} was {saved[name]} in the checkpoint and is {settings[name]} now"
+        for name in _COURSE
+        if name in saved and saved[name] != settings[name]
+        if name != "lr_decay_iters" or settings["lr_decay_style"] != "constant"
+    ]
     before, now = saved.get("global_batch_size"), settings["global_batch_size"]
-    if before not in (None, now) and not config.checkpoint.finetune:
+    if before not in (None, now):
         notes.append(
             f"note: global_batch_size was {before} in the checkpoint and is {now} now: iterations already done count "
             f"as they were, so the {config.training.train_iters} iterations of this run are another number of samples"

@@ -38,9 +38,9 @@ from smp.training.passes import Passes
 from smp.training.pipelined import Pipelined
 from smp.training.process import Process, Status, ended, status_path, write_status
 from smp.training.profiler import Profiler
-from smp.training.runtime import StopSignal, Watchdog, start_process_group
+from smp.training.runtime import StopSignal, Watchdog, report_once, start_process_group
 from smp.training.saving import RunCheckpoints
-from smp.training.settings import report, report_own
+from smp.training.settings import report_own
 from smp.training.trainer import Progress, Step, StepResult, Trainer, TrainingError
 
 
@@ -101,6 +101,8 @@ class Pretraining:
         self.backends = self._choose_backends(device)
         for line in self.backends.lines:
             self._announce(line)
+        if device.type == "cuda" and not config.parallel.bf16:
+            self._announce("fp32: matrix products as TF32, which rounds their inputs to 10 bits of mantissa")
         with self._only_its_attention():  # a reference's answers may be computed here
             model, passes = self._model(device, plan)
         optimizer = build_optimizer(model, config.optim)
@@ -350,7 +352,7 @@ def launch(config: Config, process: Process, kind: Callable[..., Pretraining] | 
         outcome = Outcome("failed", str(error), _iteration(run))
         _write_for_rank_zero(config, process, outcome)
     except (ConfigError, CheckpointError, TrainingError) as error:
-        report(str(error), process.rank, lambda: stop.name is not None)
+        report_once(str(error), process.rank)
         outcome = Outcome("bad_config" if run is None else "failed", str(error), _iteration(run))
     except BaseException as error:
         outcome = Outcome("failed", f"{type(error).__name__}: {error}", _iteration(run))

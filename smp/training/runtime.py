@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import faulthandler
 import os
@@ -13,8 +14,10 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from smp.training.process import Process
+from smp.training.settings import report, report_own
 
 
 def start_process_group(process: Process, timeout_minutes: float, deterministic: bool) -> torch.device:
@@ -42,6 +45,25 @@ def start_process_group(process: Process, timeout_minutes: float, deterministic:
         timeout=datetime.timedelta(minutes=timeout_minutes),
     )
     return device
+
+
+def report_once(message: str, rank: int) -> None:
+    """Say on stderr why this process ends. What rank 0 says in the same words is left to it.
+
+    Rank 0 leaves its words in the store of the process group, because it may take seconds to end.
+    """
+    store = dist.PrefixStore("report", distributed_c10d._get_default_store())
+    with contextlib.suppress(RuntimeError):  # the store went down with another process, or rank 0 has nothing to say
+        if rank == 0:
+            store.set("rank 0", message)
+        else:
+            store.wait(["rank 0"], datetime.timedelta(seconds=10))
+            if store.get("rank 0").decode() == message:
+                return
+    if rank == 0:
+        report(message, rank)
+    else:
+        report_own(message, rank)
 
 
 class StopSignal:

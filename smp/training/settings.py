@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,18 +81,17 @@ def status_file_in(argv: list[str], log_dir: str = LoggingConfig.log_dir) -> str
     return found.get("--status-file", str(default) if default.exists() else None)
 
 
-def report(message: str, rank: int, stopped: Callable[[], bool] = lambda: False) -> None:
-    """Say on stderr why this process ends: rank 0 at once, any other rank only if it is still there a moment later.
+def report(message: str, rank: int) -> None:
+    """Say on stderr why this process ends before it met the others: rank 0 at once, another only if it is still there.
 
-    What all ranks found out alike is said once: rank 0 speaks and ends, and torchrun stops the rest (``stopped`` tells
-    a process that handles the signal). What another rank alone saw it says itself.
+    What all ranks found out alike is said once: rank 0 speaks and ends, and torchrun stops the rest, which takes
+    seconds on a busy machine. What another rank alone saw it says itself.
     """
     if rank == 0:
         print(f"error: {message}", file=sys.stderr, flush=True)
         return
-    time.sleep(2)
-    if not stopped():
-        print(f"error: rank {rank}: {message}", file=sys.stderr, flush=True)
+    time.sleep(10)
+    report_own(message, rank)
 
 
 def report_own(message: str, rank: int) -> None:

@@ -151,11 +151,11 @@ def writer_of(trainer: int) -> int | None:
 
 
 MOMENTS = [
-    ("writer:0", ["--async-save"], [3, 9, 16, 24, 31, 39]),
-    ("writer:1", ["--async-save"], [4, 8, 14]),
-    ("trainer:0", ["--async-save"], [6, 14]),
-    ("trainer:1", [], [2, 6]),
-    ("trainer:0", [], [12, 20, 26]),
+    ("writer:0", ["--async-save"], 24),
+    ("writer:1", ["--async-save"], 8),
+    ("trainer:0", ["--async-save"], 14),
+    ("trainer:1", [], 6),
+    ("trainer:0", [], 20),
 ]
 
 
@@ -171,10 +171,9 @@ def test_who_is_left_ends_without_help(tmp_path: Path, victim: str, flags: list[
 def test_killed_at_chosen_calls(tmp_path: Path) -> None:
     """A sample; the slow tests go through many more."""
     chain = Chain(tmp_path)
-    for victim, flags, counts in MOMENTS:
-        chain.run(2, flags, f"{victim}:{counts[len(flags) % len(counts)]}")
-        chain.run(2, flags, f"{victim}:{counts[-1]}")
-    assert chain.fired >= 8
+    for victim, flags, count in MOMENTS:
+        chain.run(2, flags, f"{victim}:{count}")
+    assert chain.fired >= len(MOMENTS) - 1
     chain.run(1, KEEP, None)
     chain.check()
 

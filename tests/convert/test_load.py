@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from smp.training.settings import read_settings
 from tests.convert.test_megatron import convert
 from tests.convert.tiny import save_theirs
 from tests.distributed import run_distributed
+from tests.programs import run_program
 
 pytest.importorskip("transformers")
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,9 +106,7 @@ def test_every_rank_reads_its_own_parts(layout: str, tmp_path: Path) -> None:
 
 
 def pretrain(*words: str | Path, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    command = [sys.executable, *launcher, str(ROOT / "pretrain_gpt.py"), *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    return run_program(ROOT / "pretrain_gpt.py", words, ROOT, ranks)
 
 
 RUN = ("--mock-data", "--seq-length", "32", "--global-batch-size", "4", "--log-interval", "1", "--no-progress-bar")

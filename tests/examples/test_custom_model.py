@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs import run_program
 
 ROOT = Path(__file__).parents[2]
 
 
 def losses(folder: Path, processes: int, *flags: object) -> dict[int, float]:
     """Run the example; loss by step."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    words = [sys.executable, *launcher, str(ROOT / "examples/custom_model.py"), *map(str, flags)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+    run = run_program(ROOT / "examples/custom_model.py", flags, folder, processes, launcher=True)
     assert run.returncode == 0, run.stderr
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+) loss ([\d.]+)", run.stdout)}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from smp.pipeline.placement import balance, format_layout
 from smp.pipeline.schedules import SCHEDULES
-from tests.parity.cases import MAX_WORLD, Case, Problem, Spread
+from tests.parity.cases import MAX_WORLD, Case, Problem, Spread, cost
 
 _BESIDE: tuple[dict[str, Any], ...] = (
     {"tp": 2, "sp": True},
@@ -38,45 +38,52 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 }
 """The matrix; "beside" and "problem" are places in the tuples above."""
 
-_CROSSED, _DRAWN = tuple(FACTORS)[:3], tuple(FACTORS)[3:]
+_CROSSED = tuple(FACTORS)[:3]
 _Values = dict[str, Any]
 _Group = tuple[tuple[str, Any], ...]
 
 
 def pipeline_values() -> list[_Values]:
-    """Every schedule x ranks x other splits, with values of the other factors for each; the same on every call.
+    """Every schedule x other splits, then what is left of all pairs of values; the same on every call.
 
-    Greedy: each takes the values that cover most new pairs, then most new triples. Ties are drawn, and so is the order
-    in which they take, so that no factor follows another.
+    Greedy: each takes the values that cover most new pairs, then most new triples, for what the case costs. Ties are
+    drawn, and so is the order in which they take, so that no factor follows another.
     """
-    draw, made = random.Random(0), []
-    pairs, triples = set[_Group](), set[_Group]()
-    cells = [dict(zip(_CROSSED, values, strict=True)) for values in _product(_CROSSED) if _world(values) <= MAX_WORLD]
-    options = [dict(zip(_DRAWN, values, strict=True)) for values in _product(_DRAWN)]
-    for cell in draw.sample(cells, len(cells)):
-        chosen = max(
-            ({**cell, **option} for option in options),
-            key=lambda values: (len(groups_of(values, 2) - pairs), len(groups_of(values, 3) - triples), draw.random()),
-        )
-        pairs |= groups_of(chosen, 2)
+    draw, made = random.Random(1), list[_Values]()
+    every = [values for values in map(_named, _product(FACTORS)) if _fits(values)]
+    left, triples = valid_groups(2), set[_Group]()
+    cells = list(itertools.product(FACTORS["schedule"], FACTORS["beside"]))
+    wanted = draw.sample(cells, len(cells))
+    while left:
+        free = every if not wanted else [v for v in every if (v["schedule"], v["beside"]) == wanted[0]]
+        chosen = max(free, key=lambda values: (*_gain(values, left, triples), draw.random()))
+        left -= groups_of(chosen, 2)
         triples |= groups_of(chosen, 3)
         made.append(chosen)
-    return sorted(made, key=lambda values: cells.index({name: values[name] for name in _CROSSED}))
+        wanted = wanted[1:]
+    return sorted(made, key=lambda values: cells.index((values["schedule"], values["beside"])))
+
+
+def _gain(values: _Values, left: set[_Group], triples: set[_Group]) -> tuple[float, float]:
+    price = cost(_case_of(values)) ** 0.3
+    return len(groups_of(values, 2) & left) / price, len(groups_of(values, 3) - triples) / price
+
+
+def _named(values: tuple[Any, ...]) -> _Values:
+    return dict(zip(FACTORS, values, strict=True))
 
 
 def _product(names: Iterable[str]) -> Iterator[tuple[Any, ...]]:
     return itertools.product(*(FACTORS[name] for name in names))
 
 
-def _world(crossed: tuple[Any, ...]) -> int:
-    _, pp, beside = crossed
-    return Spread(pp=pp, **_BESIDE[beside]).world_size
+def _fits(values: _Values) -> bool:
+    return Spread(pp=values["pp"], **_BESIDE[values["beside"]]).world_size <= MAX_WORLD
 
 
 def valid_groups(size: int) -> set[_Group]:
     """Every pair (2) or triple (3) of values of different factors that some layout has."""
-    every = (dict(zip(FACTORS, values, strict=True)) for values in _product(FACTORS) if _world(values[:3]) <= MAX_WORLD)
-    return {group for values in every for group in groups_of(values, size)}
+    return {group for values in map(_named, _product(FACTORS)) if _fits(values) for group in groups_of(values, size)}
 
 
 def groups_of(values: _Values, size: int) -> set[_Group]:
@@ -85,7 +92,7 @@ def groups_of(values: _Values, size: int) -> set[_Group]:
 
 
 def pipeline_cases() -> list[Case]:
-    """The fast set: all pairs of the factors, and most triples."""
+    """The fast set: all pairs of the factors, and half of the triples."""
     return [_case_of(values) for values in pipeline_values()]
 
 
@@ -101,8 +108,9 @@ def product_cases() -> list[Case]:
             reshard,
             draw.choice(FACTORS["accumulation"]),
         )
-        if _world(crossed) <= MAX_WORLD:
-            made.append(_case_of(dict(zip(FACTORS, (*crossed, *drawn), strict=True))))
+        values = _named((*crossed, *drawn))
+        if _fits(values):
+            made.append(_case_of(values))
     return made
 
 
@@ -138,7 +146,7 @@ def bf16_cases() -> list[Case]:
 def exact_cases() -> list[tuple[Case, Case]]:
     """A pipeline alone, and one rank that takes the same micro-batches one after the other: equal to the last bit."""
     made = []
-    for schedule, pp, style in itertools.product(SCHEDULES, (2, 4), ("llama", "gpt2")):
+    for schedule, (pp, style) in itertools.product(SCHEDULES, ((2, "llama"), (4, "gpt2"))):
         case = _case({"style": style, "layers": 5}, {"pp": pp, "schedule": schedule, "accumulation": 8})
         made.append((case, Case(case.problem, Spread(accumulation=8))))
     return made

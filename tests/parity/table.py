@@ -63,9 +63,9 @@ def sections() -> list[Section]:
         ),
         Section(
             "Pipelines against one process, fp32",
-            "Every schedule on 2 and 4 ranks beside every other way to split, then few micro-batches, placements by "
-            "hand and compilation.\nA pipeline alone equals accumulation on one process to the last bit (asserted; not "
-            "listed).",
+            "Every schedule beside every other way to split, and every pair of values of every two factors; then few "
+            "micro-batches,\nplacements by hand and compilation. `make test-slow` runs the product. A pipeline alone "
+            "equals accumulation on\none process to the last bit (asserted; not listed).",
             [(case, case.one_rank) for case in pipelines],
         ),
         Section("One process against plain torch in float64", "", [(case, None) for case in problems]),

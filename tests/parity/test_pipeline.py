@@ -31,9 +31,9 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     return Lab([*layouts, *exact, *one_rank], tmp_path_factory.mktemp("pipeline"))
 
 
-def test_the_set_covers_every_pair_and_most_triples() -> None:
+def test_the_set_covers_every_pair_and_half_of_the_triples() -> None:
     values = cases.pipeline_values()
-    for size, share in ((2, 1), (3, 0.7)):
+    for size, share in ((2, 1), (3, 0.5)):
         covered = {group for chosen in values for group in cases.groups_of(chosen, size)}
         assert len(covered) >= share * len(cases.valid_groups(size))
     spreads = [case.spread for case in cases.pipeline_cases()]

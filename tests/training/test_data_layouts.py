@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from smp.data.indexed_dataset import IndexedDatasetWriter
+from tests.programs import run_program
 from tests.training.flag_runs import run_here
-from tests.training.test_bad_input import torchrun
 
+ROOT = Path(__file__).parents[2]
 MODEL = (
     "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --vocab-size 97 --seq-length 32 "
     "--init-method-std 0.2 --lr 0.01 --log-interval 1 --no-tensorboard --no-progress-bar --log-dir logs "
@@ -44,6 +45,6 @@ def test_two_processes_learn_as_one_does(tmp_path: Path, corpus: str, name: str)
     how = LAYOUTS[name].split("--tensor")[0].split("--pipeline")[0]
     assert run_here(tmp_path / "one", corpus + how, base=MODEL).code == 0
     (tmp_path / "two").mkdir()
-    done = torchrun(tmp_path / "two", MODEL + corpus + LAYOUTS[name])
+    done = run_program(ROOT / "pretrain_gpt.py", (MODEL + corpus + LAYOUTS[name]).split(), tmp_path / "two", 2)
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)

@@ -97,6 +97,12 @@ def test_another_batch_size_is_said(runs: Runs, saved: Run) -> None:
     assert run.records("consumed samples") == [28, 36]
 
 
+def test_every_setting_that_changes_the_course_of_a_resumed_run_is_said(runs: Runs, saved: Run) -> None:
+    run = runs(f"--train-iters 7 --load {saved.folder}/ck --lr 1e-4 --clip-grad 0 --bf16")
+    changed = [("lr", 0.01, 0.0001), ("lr_decay_iters", 5, 7), ("clip_grad", 1.0, 0.0), ("bf16", False, True)]
+    assert lines(run, "note: ") == [f"note: {name} was {a} in the checkpoint and is {b} now" for name, a, b in changed]
+
+
 @proves("exit_on_missing_checkpoint")
 def test_a_missing_checkpoint_is_an_error_unless_it_may_be_missing(runs: Runs, tmp_path: Path) -> None:
     for load in (tmp_path / "absent", tmp_path):

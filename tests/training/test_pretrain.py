@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import run_program
+
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ["--mock-data", "--vocab-size", "97", "--seq-length", "17", "--micro-batch-size", "2", "--no-progress-bar"]
 SMALL = ["--num-layers", "2", "--hidden-size", "32", "--ffn-hidden-size", "64", "--num-attention-heads", "4"]
@@ -30,8 +32,7 @@ def environment() -> dict[str, str]:
 
 
 def run(folder: Path, *flags: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
-    words = command(*flags, processes=processes)
-    return subprocess.run(words, cwd=folder, env=environment(), capture_output=True, text=True, timeout=200)
+    return run_program(ROOT / "pretrain_gpt.py", flags, folder, processes)
 
 
 def losses(folder: Path, logs: str) -> dict[int, tuple[float, float]]:
