@@ -14,10 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -29,6 +26,9 @@ from smp.data.preprocess import Encoder, Report, preprocess
 from smp.data.text_files import Chunk
 from smp.data.tokenizer import SentencePieceTokenizer
 from tools.train_tokenizer import train
+
+pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+zstandard = pytest.importorskip("zstandard")
 
 TEXTS = [f"document {i}: " + "x = y\n" * (i % 7) + ("é😀" if i % 3 else "") for i in range(60)] + [""]
 TOOL = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
