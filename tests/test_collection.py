@@ -1,4 +1,4 @@
-"""``make gpu`` installs nothing: a package that only extras bring may not keep pytest from collecting the other tests."""
+"""``make gpu`` installs nothing: a package that only extras bring may not keep pytest from collecting other tests."""
 
 from __future__ import annotations
 
