@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timing import RESULTS, Clock, copy_bandwidth, header, product_rate
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from products import products
+from timing import Clock, Report, copy_bandwidth, product_rate
 
 from smp.kernels import norm, rope, swiglu
-from smp.kernels.attention import BACKENDS
 from smp.kernels.cuda.library import library_path
-from smp.layers.cross_entropy import VocabShard, linear_cross_entropy, vocab_parallel_cross_entropy
+from smp.layers.cross_entropy import VocabShard, vocab_parallel_cross_entropy
 from smp.parallel.collectives import Group
 
 Function = Callable[..., Any]
@@ -194,24 +193,23 @@ def loss(s: Sizes, fused: bool) -> Case:
 
 
 class Table:
-    """Measures cases and collects lines."""
+    """Measures cases and writes lines."""
 
     def __init__(self, device: str, rounds: int) -> None:
         self.device, self.sizes, self.clock = device, ON[device], Clock(device, rounds)
         self.bandwidth = copy_bandwidth(self.clock)
         product = (8192, 8192, 8192) if device == "cuda" else (1024, 1024, 2816)
         self.product = product_rate(self.clock, *product, self.sizes.dtype)
-        s = self.sizes
-        self.lines = [
-            header(device),
-            "",
-            f"ceilings: copy {self.bandwidth / 1e9:.0f} GB/s (read + written), product "
-            f"{' x '.join(map(str, product))} {self.product / 1e12:.3f} TFLOP/s",
+        s, self.say = self.sizes, Report("kernels", device).say
+        self.say(
+            f"\nceilings: copy {self.bandwidth / 1e9:.0f} GB/s (read + written), product "
+            f"{' x '.join(map(str, product))} {self.product / 1e12:.3f} TFLOP/s"
+        )
+        self.say(
             f"{s.tokens} tokens, hidden {s.hidden}, ffn {s.ffn}, vocabulary {s.vocabulary}, "
-            f"{s.heads} + {s.groups} heads of {s.head_dim}, {s.dtype}",
-            "",
-            f"{'operation':34s}{'version':16s}{'us':>12s}{'GB/s':>10s}{'of copy':>10s}",
-        ]
+            f"{s.heads} + {s.groups} heads of {s.head_dim}, {s.dtype}"
+        )
+        self.say(f"\n{'operation':34s}{'version':16s}{'us':>12s}{'GB/s':>10s}{'of copy':>10s}")
 
     def draw(self, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.randn(shape, device=self.device).to(self.sizes.dtype).requires_grad_()
@@ -251,8 +249,12 @@ class Table:
             yield "both passes", case.backward, self.clock.seconds(both, restore)
             return
         yield "forward", case.forward, self.clock.seconds(lambda: function(*leaves))
-        outputs = as_tuple(function(*leaves))
-        backward = self.clock.seconds(lambda: torch.autograd.grad(outputs, leaves, grads, retain_graph=True))
+        made: list[torch.Tensor] = []
+
+        def forward() -> None:  # anew each time: a compiled backward pass may use up what was kept for it
+            made[:] = as_tuple(function(*leaves))
+
+        backward = self.clock.seconds(lambda: torch.autograd.grad(made, leaves, grads), forward)
         yield "backward", case.backward, backward
 
     def add_product(self, label: str, name: str, flops: float, run: Callable[[], object] | None) -> None:
@@ -268,52 +270,9 @@ class Table:
         rate = flops / seconds
         self.say(f"{label:34s}{name:16s}{seconds * 1e6:12.1f}{rate / 1e12:10.3f}{rate / self.product:10.2f}")
 
-    def say(self, line: str) -> None:
-        print(line, flush=True)
-        self.lines.append(line)
-
 
 def as_tuple(x: Any) -> tuple[torch.Tensor, ...]:
     return x if isinstance(x, tuple) else (x,)
-
-
-def products(table: Table, fused: bool) -> None:
-    """Output layer with its loss, both passes: 6 FLOPs per token, channel and vocabulary entry. Causal attention, both
-    passes: 14 FLOPs per pair of tokens and channel (4 in the forward pass, 10 in the backward pass)."""
-    s = table.sizes
-    table.say(f"\n{'operation':34s}{'version':16s}{'us':>12s}{'TFLOP/s':>10s}{'of product':>11s}")
-    hidden, weight = table.draw((s.tokens, s.hidden)), table.draw((s.vocabulary, s.hidden))
-    labels = torch.randint(0, s.vocabulary, (s.tokens,), device=table.device)
-    weights, shard = (
-        torch.full((s.tokens,), 1 / s.tokens, device=table.device),
-        VocabShard.of(Group("", 1, 0), s.vocabulary, s.vocabulary),
-    )
-
-    def chunked(backend: str) -> Callable[[], object]:
-        def run() -> object:
-            loss = linear_cross_entropy(hidden, weight, labels, weights, shard, chunk_tokens=2048, backend=backend)
-            return torch.autograd.grad(loss, (hidden, weight))
-
-        return run
-
-    def whole() -> object:
-        return torch.autograd.grad(F.cross_entropy((hidden @ weight.t()).float(), labels), (hidden, weight))
-
-    flops = 6 * s.tokens * s.hidden * s.vocabulary
-    runs = {"smp triton": chunked("triton") if fused else None, "smp torch": chunked("torch"), "eager": whole}
-    for name, run in runs.items():
-        table.add_product("linear + cross-entropy", name, flops, run)
-    q, k, v = (table.draw((s.tokens // s.length, s.heads, s.length, s.head_dim)) for _ in range(3))
-    grad = torch.randn_like(q)
-    for name, backend in BACKENDS.items():
-
-        def attend(backend: SDPBackend = backend) -> object:
-            with sdpa_kernel([backend]):
-                return torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), grad)
-
-        pairs = s.tokens * s.length / 2
-        if table.device == "cuda" or name in ("flash", "math"):  # a CPU has no others
-            table.add_product("causal attention", name, 14 * pairs * s.heads * s.head_dim, attend)
 
 
 def main() -> None:
@@ -324,13 +283,9 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     table, fused = Table(arguments.device, arguments.rounds), arguments.device == "cuda"
-    print("\n".join(table.lines))
     for case in moving(table.sizes, fused):
         table.add(case)
     products(table, fused)
-    path = RESULTS / f"kernels_{'gpu' if fused else 'cpu'}.txt"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("\n".join(table.lines) + "\n")
 
 
 if __name__ == "__main__":

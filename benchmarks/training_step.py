@@ -26,7 +26,7 @@ from smp.models.gpt import GPT
 from smp.optim.optimizer import build_optimizer, clip_gradients
 from smp.parallel.mesh import MESH_DIMS, build_mesh
 from smp.sharding.parallelize import parallelize
-from smp.training.build import attention_of, run_kernels
+from smp.training.build import choose_backends
 
 MODEL = ModelConfig(
     num_layers=8,
@@ -81,9 +81,9 @@ def smp_step(work: Work, mesh: DeviceMesh, **parallel: Any) -> Step:
     """A training step of our model without data parallelism: loss, backward, clip, AdamW."""
     config = Config(model=work.model, parallel=ParallelConfig(**parallel))
     config.data.seq_length, device = work.length, torch.device(work.device)
-    kernels, _ = run_kernels(config, device)
-    attention = attention_of(config, device).backend
-    model = GPT(work.model, mesh["tp"], sequence_parallel=config.parallel.sequence_parallel, kernels=kernels)
+    chosen = choose_backends(config, device, documents=False)
+    attention, split = chosen.attention.backend, config.parallel.sequence_parallel
+    model = GPT(work.model, mesh["tp"], sequence_parallel=split, kernels=chosen.kernels)
     parallelize(model, mesh, config.parallel)
     model.to_empty(device=work.device)
     init_weights(model, seed=0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from timing import RESULTS, Clock, header, product_rate, synchronize
+from timing import Clock, Report, product_rate, synchronize
 from torch.distributed.device_mesh import DeviceMesh
 from training_step import MODEL, Step, Work, smp_step, transformers_step
 
@@ -101,23 +102,8 @@ def measure(build: Callable[[], Step], device: str, steps: int) -> tuple[float, 
     return statistics.median(times), min(times), peak
 
 
-class Report:
-    """The table, on the screen and in its file."""
-
-    def __init__(self, device: str) -> None:
-        self.path = RESULTS / f"training_{'gpu' if device == 'cuda' else 'cpu'}.txt"
-        self.path.parent.mkdir(exist_ok=True)
-        self.path.write_text("")
-        self.say(header(device))
-
-    def say(self, line: str) -> None:
-        print(line, flush=True)
-        with self.path.open("a") as file:
-            file.write(line + "\n")
-
-
-def one_shape(report: Report, shape: Shape, device: str, mesh: DeviceMesh, steps: int) -> None:
-    """The rows of one shape."""
+def one_shape(report: Report, shape: Shape, device: str, mesh: DeviceMesh, steps: int) -> int:
+    """The rows of one shape; returns how many entries failed, other than for memory."""
     dtype = torch.bfloat16 if shape.bf16 else torch.float32
     sides = (8192, 8192, 8192) if device == "cuda" else (2048, 512, 1536)
     limit = product_rate(Clock(device, 10), *sides, dtype)
@@ -130,12 +116,16 @@ def one_shape(report: Report, shape: Shape, device: str, mesh: DeviceMesh, steps
         f"{'bf16' if shape.bf16 else 'fp32'}; product {' x '.join(map(str, sides))}: {limit / 1e12:.3f} TFLOP/s"
     )
     report.say(f"{'entry':34s}{'tokens/s':>10s}{'TFLOP/s':>10s}{'MFU':>7s}{'peak GB':>9s}{'x first':>9s}")
-    first = 0.0
+    first, failed = 0.0, 0
     for name, build in entries(work, mesh, shape.bf16).items():
         try:
             seconds, _, peak = measure(build, device, steps)
-        except torch.OutOfMemoryError:
-            report.say(f"{name:34s}{'out of memory':>20s}")
+        except Exception as error:  # the others are wanted all the same
+            reason = (
+                "out of memory" if isinstance(error, torch.OutOfMemoryError) else f"{type(error).__name__}: {error}"
+            )
+            report.say(f"{name:34s}  {reason.splitlines()[0][:80]}")
+            failed += not isinstance(error, torch.OutOfMemoryError)
             continue
         finally:
             torch._dynamo.reset()
@@ -148,10 +138,11 @@ def one_shape(report: Report, shape: Shape, device: str, mesh: DeviceMesh, steps
         report.say(
             f"{name:34s}{rate:10.0f}{rate * flops / 1e12:10.3f}{rate * flops / limit:7.3f}{memory}{rate / first:9.3f}"
         )
+    return failed
 
 
-def main() -> None:
-    """Measure, print and write."""
+def main() -> int:
+    """Measure, print and write; 1 if an entry failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--steps", type=int, default=5, help="steps in each of three timed groups")
@@ -164,12 +155,13 @@ def main() -> None:
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
     )
-    mesh, report = build_mesh(Layout(), device), Report(device)
+    mesh, report, failed = build_mesh(Layout(), device), Report("training", device), 0
     for shape in shapes(device):
         if arguments.only in f"{shape.name}, {shape.batch} x {shape.length}":
-            one_shape(report, shape, device, mesh, arguments.steps)
+            failed += one_shape(report, shape, device, mesh, arguments.steps)
     dist.destroy_process_group()
+    return int(failed > 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

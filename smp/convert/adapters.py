@@ -8,7 +8,7 @@ ours, with the same A and the rows of B. See ``peft_read`` and ``peft_write``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -1,13 +1,14 @@
 """Which backend of PyTorch's scaled dot-product attention a run uses, tried once before it starts.
 
 PyTorch chooses anew at every call and says nothing when it takes the slow one. Here the first of an order that takes
-the model's shapes is the only one allowed, and one that was asked for and cannot is an error.
+the model's shapes is the only one allowed, and one that was asked for and cannot is an error. FlashAttention takes no
+mask on a GPU; documents and windows go to its variable-length kernel there.
 """
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -27,22 +28,40 @@ BACKENDS = {
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What one call looks like: (1, heads, length, head_dim), causal or with a mask."""
+    """What one call looks like: (1, heads, length, head_dim), causal or with a mask.
+
+    Attributes:
+        heads, length, head_dim, dtype: of queries, keys and values.
+        masked: there are documents or a window.
+        spans: what is masked may be given as spans instead; not beside attention dropout.
+        other_lengths: of calls that come too.
+    """
 
     heads: int
     length: int
     head_dim: int
     dtype: torch.dtype
     masked: bool
+    spans: bool = True
+    other_lengths: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        dtype, seen = str(self.dtype).removeprefix("torch."), "documents or a window" if self.masked else "no mask"
+        return f"{self.heads} heads of {self.head_dim}, {self.length} tokens, {dtype}, {seen}"
 
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """The backend, its name on the command line, and why it is this one."""
+    """The backend, its name on the command line, why it is this one, and whether it takes spans instead of masks."""
 
     name: str
     backend: SDPBackend
     reason: str
+    spans: bool = False
+
+    def __str__(self) -> str:
+        spans = "'s variable-length kernel" if self.spans else ""
+        return f"attention: {self.name}{spans} ({self.reason})"
 
 
 def choose_attention(
@@ -51,44 +70,64 @@ def choose_attention(
     """The first backend, in the order of :func:`preferred`, that runs forward and backward on ``shape``.
 
     Raises:
-        ConfigError: the one that was asked for does not; one line.
+        ConfigError: the one that was asked for does not, or none does; one line.
     """
-    if wish == "auto":
-        names = preferred(device, deterministic)
-        name = next((name for name in names if _works(BACKENDS[name], device, shape)), "math")
-        return AttentionChoice(name, BACKENDS[name], f"the first of {', '.join(names)} that takes this model")
-    if not _works(BACKENDS[wish], device, shape):
-        mask = "a mask" if shape.masked else "no mask"
+    spans = device.type == "cuda" and shape.masked and shape.spans
+    names = preferred(device, shape, deterministic) if wish == "auto" else [wish]
+    name = next((name for name in names if _works(name, device, shape)), None)
+    if name is None and wish == "auto":
+        raise ConfigError(f"no attention backend of {', '.join(names)} takes {shape}, on {device.type}")
+    if name is None:
         raise ConfigError(
-            f"--attention-backend {wish} does not take {shape.heads} heads of {shape.head_dim}, {shape.length} tokens, "
-            f"{str(shape.dtype).removeprefix('torch.')}, {mask}, on {device.type}; --attention-backend auto finds one"
+            f"--attention-backend {wish} does not take {shape}, on {device.type}; --attention-backend auto finds one"
         )
-    return AttentionChoice(wish, BACKENDS[wish], f"--attention-backend {wish}")
+    first = f"the first of {', '.join(names)} that takes this model"
+    reason = first if wish == "auto" else f"--attention-backend {wish}"
+    return AttentionChoice(name, BACKENDS[name], reason, spans and name == "flash")
 
 
-def preferred(device: torch.device, deterministic: bool) -> list[str]:
+def preferred(device: torch.device, shape: AttentionShape, deterministic: bool) -> list[str]:
     """Fastest first. On Hopper and newer cuDNN's kernel uses instructions that PyTorch's FlashAttention 2 does not (its
-    authors report up to 75 % more speed on an H100, PyTorch 2.5 release notes); its backward pass is not
-    deterministic."""
+    authors report up to 75 % more speed on an H100, PyTorch 2.5 release notes); its backward pass is not deterministic.
+    With a mask it visits what the mask hides, so spans come first."""
     if device.type != "cuda":
         return ["flash", "math"]
     if torch.cuda.get_device_capability(device) >= (9, 0) and not deterministic:
-        return ["cudnn", "flash", "efficient", "math"]
+        others = ["efficient", "math"]
+        return ["flash", "cudnn", *others] if shape.masked else ["cudnn", "flash", *others]
     return ["flash", "efficient", "math"]
 
 
-def _works(backend: SDPBackend, device: torch.device, shape: AttentionShape) -> bool:
+def _works(name: str, device: torch.device, shape: AttentionShape) -> bool:
     """Try it: whether a kernel takes a shape depends on versions and is documented nowhere. A CPU has two backends that
     take everything."""
     if device.type != "cuda":
-        return backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)
-    size = (1, shape.heads, shape.length, shape.head_dim)
-    x, length = torch.zeros(size, device=device, dtype=shape.dtype, requires_grad=True), shape.length
-    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril() if shape.masked else None
+        return name in ("flash", "math")
     try:
-        with sdpa_kernel([backend]), warnings.catch_warnings():
+        with sdpa_kernel([BACKENDS[name]]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PyTorch says why each of the others was not taken
-            F.scaled_dot_product_attention(x, x, x, attn_mask=mask, is_causal=mask is None).sum().backward()
+            for length in (shape.length, *shape.other_lengths):
+                spans = name == "flash" and shape.masked and shape.spans
+                (_try_spans if spans else _try_sdpa)(device, replace(shape, length=length))
     except RuntimeError:
         return False
     return True
+
+
+def _try_sdpa(device: torch.device, shape: AttentionShape) -> None:
+    size, length = (1, shape.heads, shape.length, shape.head_dim), shape.length
+    x = torch.zeros(size, device=device, dtype=shape.dtype, requires_grad=True)
+    mask = torch.zeros(1, 1, length, length, dtype=shape.dtype, device=device) if shape.masked else None
+    F.scaled_dot_product_attention(x, x, x, attn_mask=mask, is_causal=mask is None).sum().backward()
+
+
+def _try_spans(device: torch.device, shape: AttentionShape) -> None:
+    from torch.nn.attention.varlen import varlen_attn  # which imports triton
+
+    size, length = (shape.length, shape.heads, shape.head_dim), shape.length
+    x = torch.zeros(size, device=device, dtype=shape.dtype, requires_grad=True)
+    starts = torch.tensor([0, length // 2, length], dtype=torch.int32, device=device)
+    for window in ((-1, 0), (max(length // 4, 1), 0)):
+        out = varlen_attn(x, x, x, starts, starts, length, length, window_size=window)
+        assert isinstance(out, torch.Tensor), "no other results were asked for"
+        out.sum().backward()

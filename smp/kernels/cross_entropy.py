@@ -25,7 +25,7 @@ BLOCK_ELEMENTS = 1 << 20
 
 def softmax_stats(logits: torch.Tensor, columns: torch.Tensor, valid: int, backend: str = "torch") -> torch.Tensor:
     """(l, target's logit) of local logits, fp32 (2, n). The target's logit is 0 where another rank has the target, and
-    l is minus infinity where there is no real column.
+    l is minus infinity where no real column is above that.
 
     Args:
         logits: (n, v), any floating dtype, columns contiguous; columns from ``valid`` on are padding.
@@ -61,13 +61,17 @@ def logits_to_gradient(
     return logits
 
 
+def _rows_of_a_block(logits: torch.Tensor) -> int:
+    return min(max(1, BLOCK_ELEMENTS // max(logits.shape[1], 1)), max(logits.shape[0], 1))
+
+
 def _row_blocks(logits: torch.Tensor) -> Iterator[slice]:
-    rows = max(1, BLOCK_ELEMENTS // logits.shape[1])
+    rows = _rows_of_a_block(logits)
     return (slice(i, i + rows) for i in range(0, logits.shape[0], rows))
 
 
 def _scratch(logits: torch.Tensor, valid: int) -> torch.Tensor:
-    rows = max(1, BLOCK_ELEMENTS // logits.shape[1])
+    rows = _rows_of_a_block(logits)
     return torch.empty(rows, valid, device=logits.device, dtype=accumulation_dtype(logits.dtype))
 
 
@@ -81,6 +85,7 @@ def softmax_stats_reference(logits: torch.Tensor, columns: torch.Tensor, valid: 
     for rows in _row_blocks(logits):
         z = logits[rows, :valid]
         peak = z.amax(dim=1).to(stats.dtype)
+        peak.masked_fill_(peak == -torch.inf, 0.0)  # where all is minus infinity, inf - inf would be NaN
         total = torch.sub(z, peak[:, None], out=scratch[: z.shape[0]]).exp_().sum(dim=1)
         stats[0, rows] = peak + total.log()
     here = (columns >= 0) & (columns < valid)

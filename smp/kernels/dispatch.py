@@ -24,14 +24,12 @@ class Kernels:
         norm: RMSNorm and LayerNorm, alone and after an addition (:mod:`smp.kernels.norm`).
         swiglu: SiLU(gate) x up, computed again in the backward pass (:mod:`smp.kernels.swiglu`).
         rope: rotation of queries and keys (:mod:`smp.kernels.rope`).
-        weight_gradient: products added to an fp32 gradient (:mod:`smp.kernels.weight_gradient`).
     """
 
     cross_entropy: Backend = "torch"
     norm: Backend = "torch"
     swiglu: Backend = "torch"
     rope: Backend = "torch"
-    weight_gradient: Literal["torch"] = "torch"
 
 
 TORCH = Kernels()
@@ -39,7 +37,6 @@ OPERATIONS = tuple(field.name for field in fields(Kernels))
 LONGEST_ROW = 8192
 """Features that a Triton norm takes: more do not stay in registers (16,384 spill 600 bytes a thread)."""
 _FUSIBLE = ("norm", "swiglu", "rope")  # what torch.compile fuses with its neighbours, and an operator keeps it from
-_IN_PRODUCT = "cuBLAS adds to fp32 in the product itself"
 
 
 def interpreted() -> bool:
@@ -66,7 +63,7 @@ def choose_kernels(
         chosen = dict.fromkeys(OPERATIONS, ("torch", "--kernels torch"))
     elif wish == "triton":
         _require_triton(device, features)
-        chosen |= dict.fromkeys(("cross_entropy", *_FUSIBLE), ("triton", "--kernels triton"))
+        chosen = dict.fromkeys(OPERATIONS, ("triton", "--kernels triton"))
     elif wish == "cuda":
         _require_cuda(device)
         chosen["cross_entropy"] = ("cuda", "--kernels cuda")
@@ -88,12 +85,12 @@ def describe_kernels(kernels: Kernels, reasons: dict[str, str]) -> list[str]:
 def _automatic(name: str, device: torch.device, features: int, compile: bool) -> tuple[str, str]:
     if device.type != "cuda":
         return "torch", f"runs on {device.type}"
-    if name == "weight_gradient":
-        return "torch", _IN_PRODUCT
     if compile and name in _FUSIBLE:
         return "torch", "torch.compile fuses it with its neighbours"
     if not _installed("triton"):
         return "torch", "triton is not installed"
+    if interpreted():
+        return "torch", "TRITON_INTERPRET=1 is set, which is for tests"
     if name == "norm" and features > LONGEST_ROW:
         return "torch", f"rows of {features} do not fit into a multiprocessor's registers"
     return "triton", "fused on CUDA"
@@ -123,12 +120,17 @@ def _require_cuda(device: torch.device) -> None:
         raise ConfigError(
             f"--kernels cuda needs a CUDA device, this run is on {device.type}; --kernels torch runs anywhere"
         )
-    from smp.kernels.cuda.library import library_path
+    from smp.kernels.cuda.library import library_path, why_unusable
 
     if not library_path().exists():
         raise ConfigError(
             "--kernels cuda needs the CUDA C++ kernels, which were not built: python -m smp.kernels.cuda.build, or "
             "SMP_BUILD_CUDA=1 at pip install (both need nvcc)"
+        )
+    if (reason := why_unusable(device)) is not None:
+        raise ConfigError(
+            f"--kernels cuda: {library_path()} does not run on this device: {reason}; build it anew with "
+            "python -m smp.kernels.cuda.build (SMP_CUDA_ARCHS names other targets)"
         )
 
 

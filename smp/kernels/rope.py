@@ -48,7 +48,7 @@ def rope(
 
 
 def _heads(x: torch.Tensor, head_dim: int) -> torch.Tensor:
-    return x.reshape(x.shape[0], -1, head_dim)  # (tokens, heads, head_dim)
+    return x.reshape(x.shape[0], x.shape[1:].numel() // head_dim, head_dim)  # (tokens, heads, head_dim)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -75,8 +75,8 @@ class _Rope(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.head_dim, ctx.backend = head_dim, backend
         if in_place:
-            shape = (q.shape[0], -1, head_dim)
-            _rope_in_place_op(q.view(shape), k.view(shape), cos, sin, False, backend)
+            heads_q, heads_k = (x.view(x.shape[0], x.shape[1:].numel() // head_dim, head_dim) for x in (q, k))
+            _rope_in_place_op(heads_q, heads_k, cos, sin, False, backend)
             ctx.mark_dirty(q, k)
             return q, k
         heads_q, heads_k = (_heads(x.contiguous(), head_dim) for x in (q, k))

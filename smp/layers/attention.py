@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from smp.kernels import TORCH, Kernels
 from smp.kernels.rope import rope
+from smp.layers.documents import Spans, distances
 from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from smp.layers.norm import RMSNorm
 from smp.parallel.rng import keyed_dropout
@@ -40,35 +41,11 @@ class SequenceInfo:
     numbers: torch.Tensor | None = None
     local_numbers: torch.Tensor | None = None
     mask: torch.Tensor | None = None
+    spans: Spans | None = None
 
     def __post_init__(self) -> None:
         if self.local_numbers is None:
             self.local_numbers = self.numbers
-
-
-def document_mask(documents: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """What is added to the scores of sequences that hold several documents: 0 where a token sees another, else -inf.
-
-    Args:
-        documents: integers (batch, length); a token sees itself and those before it that have its number.
-        window: it sees itself and the window - 1 tokens before it; None: all before it.
-        dtype: of the activations.
-
-    Returns:
-        (batch, 1, length, length), rows see columns.
-    """
-    seen = _distances(documents.shape[1], documents.device) >= 0
-    if window is not None:
-        seen = seen & (_distances(documents.shape[1], documents.device) < window)
-    seen = seen & (documents[:, :, None] == documents[:, None, :])
-    mask = torch.zeros(seen.shape, dtype=dtype, device=documents.device)
-    return mask.masked_fill_(~seen, -torch.inf)[:, None]
-
-
-def _distances(length: int, device: torch.device) -> torch.Tensor:
-    """(length, length): how far column is before row."""
-    place = torch.arange(length, device=device)
-    return place[:, None] - place[None, :]
 
 
 class KeyValueCache:
@@ -196,9 +173,13 @@ class SelfAttention(nn.Module):
         if info.rope is not None:
             in_place = self.rope_in_place and not normed  # a norm's output may be a view, which cannot be written over
             q, k = rope(q, k, *info.rope, self.head_dim, self.rope_backend, in_place=in_place)
-        q, k, v = (_unfold(self._heads(y), info) for y in (q, k, v))
-        out = self._attend(q, k, v, info, key)
-        return self.output(_fold(out, info), info.numbers)
+        q, k, v = (self._heads(y) for y in (q, k, v))
+        if info.spans is not None:
+            out = self._attend_in_spans(q, k, v, info, info.spans)
+        else:
+            q, k, v = (_unfold(y, info) for y in (q, k, v))
+            out = _fold(self._attend(q, k, v, info, key), info)
+        return self.output(out, info.numbers)
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.view(x.shape[0], -1, self.head_dim)  # (tokens, heads/p, head_dim)
@@ -220,6 +201,16 @@ class SelfAttention(nn.Module):
             return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(info.length, q.device))
 
+    def _attend_in_spans(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, info: SequenceInfo, spans: Spans
+    ) -> torch.Tensor:
+        """(tokens, heads/p, head_dim) -> (tokens, heads/p x head_dim), each document by itself."""
+        if self.cache is not None or not self.causal or (self.dropout > 0.0 and self.training):
+            raise ValueError("spans are for causal attention without dropout and cache: give a mask instead")
+        count = info.batch * info.length
+        k, v = (x[:count].repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        return _padded(spans.attend(q[:count], k, v).flatten(1), info)
+
     def _attend_to_past(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """The last tokens of a sequence, whose keys and values are all there."""
         k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
@@ -227,8 +218,7 @@ class SelfAttention(nn.Module):
 
     def _mask(self, length: int, device: torch.device, last: int | None = None) -> torch.Tensor:
         """Boolean (length, length), True where row may see column; of the ``last`` rows only."""
-        place = torch.arange(length, device=device)
-        distance = place[length - (last or length) :, None] - place[None, :]
+        distance = distances(length, device, last)
         mask = distance >= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
         return mask if self.window is None else mask & (distance < self.window)
 
@@ -272,6 +262,9 @@ def _unfold(x: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
 
 def _fold(x: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
     """(batch, heads, length, head_dim) -> (tokens, heads x head_dim), padded with zeros."""
-    flat = rearrange(x, "batch heads length dim -> (batch length) (heads dim)")
+    return _padded(rearrange(x, "batch heads length dim -> (batch length) (heads dim)"), info)
+
+
+def _padded(flat: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
     padding = info.tokens - flat.shape[0]
     return F.pad(flat, (0, 0, 0, padding)) if padding else flat

@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from smp.config import ModelConfig
 from smp.kernels import TORCH, Kernels
-from smp.layers.attention import SelfAttention, SequenceInfo, document_mask
+from smp.layers.attention import SelfAttention, SequenceInfo
 from smp.layers.block import TransformerBlock
+from smp.layers.documents import Documents, Spans, document_mask
 from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from smp.layers.head import VocabParallelHead
 from smp.layers.mlp import MLP, Activation
@@ -22,7 +23,7 @@ from smp.layers.preference import Preference
 from smp.layers.rope import RopeScaling, rope_frequencies, rope_table
 from smp.models.part import ModelPart, whole
 from smp.parallel.collectives import Group
-from smp.parallel.rng import dropout_keys, keyed_dropout
+from smp.parallel.rng import dropout_keys, keyed_dropout, to_device
 
 SITES_PER_BLOCK = 3
 """Dropout sites of a block: attention probabilities, attention output, MLP output."""
@@ -48,6 +49,8 @@ class GPT(nn.Module):
         device: of the parameters; ``"meta"`` defers them.
         parts: build only these parts, in their order; by default the whole model.
         kernels: what computes the operations that have fused kernels.
+        spans: documents and windows go to FlashAttention's variable-length kernel instead of becoming a mask. Without
+            attention dropout only.
 
     Blocks live in a ModuleDict under their global number, so a part of the model keeps the whole model's names. With a
     tied head the part that holds the head has a copy of the embedding's matrix.
@@ -63,10 +66,13 @@ class GPT(nn.Module):
         device: torch.device | str = "meta",
         parts: Sequence[ModelPart] | None = None,
         kernels: Kernels = TORCH,
+        spans: bool = False,
     ) -> None:
         super().__init__()
         assert config.vocab_size is not None
-        self.config, self.seed = config, seed
+        if spans and config.attention_dropout > 0.0:
+            raise ValueError("attention dropout needs a mask: spans are for FlashAttention's variable-length kernel")
+        self.config, self.seed, self.spans = config, seed, spans
         self.frozen = False  # apart from adapters
         self.adapter_dropout = 0.0
         self.parts = tuple(parts) if parts is not None else (whole(config.num_layers),)
@@ -107,7 +113,7 @@ class GPT(nn.Module):
         labels: torch.Tensor | None = None,
         token_weights: torch.Tensor | None = None,
         sample_index: torch.Tensor | None = None,
-        documents: torch.Tensor | None = None,
+        documents: torch.Tensor | Documents | None = None,
         positions: torch.Tensor | None = None,
         preference: Preference | None = None,
         hidden: torch.Tensor | None = None,
@@ -124,7 +130,7 @@ class GPT(nn.Module):
             sample_index: int64 (batch,), global numbers of the samples, or (batch, length), of the tokens. Dropout is
                 keyed by them; needed in training mode when dropout is on.
             documents: int64 (batch, length): tokens see only tokens with the same number. Without it a sequence is one
-                document.
+                document. As ``Documents`` they stay on the host, where ``spans`` need them.
             positions: int64 (batch, length), below ``max_position_embeddings``: where each token stands. Without it
                 they count from 0 in every sequence.
             preference: rows are pairs of answers, whose loss this describes; tokens of weight 0 belong to the prompt.
@@ -147,10 +153,13 @@ class GPT(nn.Module):
         keys = self._dropout_keys(info, tokens.device)
         x = self._embed(_flat(tokens, padding), places, info, keys) if hidden is None else hidden
         window = self.config.window_size
-        if documents is None and window is not None and window < length:
-            documents = tokens.new_zeros(1, length)  # one mask for all samples, as for all layers
-        if documents is not None:
-            info.mask = document_mask(documents, window, x.dtype)
+        numbers = documents.numbers if isinstance(documents, Documents) else documents
+        if numbers is None and window is not None and window < length:
+            numbers = torch.zeros(batch if self.spans else 1, length, dtype=torch.long)  # one mask for all samples
+        if numbers is not None and self.spans:
+            info.spans = Spans.of(numbers, window, x.device)  # for all layers
+        elif numbers is not None:
+            info.mask = document_mask(to_device(numbers, x.device), window, x.dtype)
         for i in part.layers:
             x = self.layers[str(i)](
                 x, info, None if keys is None else keys[SITES_PER_BLOCK * i : SITES_PER_BLOCK * (i + 1)]
@@ -235,8 +244,7 @@ class GPT(nn.Module):
 
 
 def _flat(x: torch.Tensor, padding: int) -> torch.Tensor:
-    """(batch, length) -> (batch x length + padding,), zeros at the end. A weight of 0 keeps the padding out of the
-    loss."""
+    """(batch, length) -> (batch x length + padding,), zeros at the end: of weight 0 in the loss."""
     return F.pad(x.reshape(-1), (0, padding)) if padding else x.reshape(-1)
 
 

@@ -74,7 +74,9 @@ def dropout_keys(seed: int, num_sites: int, device: torch.device) -> torch.Tenso
 
 def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """``x`` on ``device``, in the order of the device's work: from pinned memory, so that the host does not wait."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+    if device.type != "cuda" or x.is_cuda:
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
 
 
 def dropout_key(seed: int, site: str) -> int:

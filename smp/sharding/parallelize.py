@@ -35,6 +35,8 @@ _KEPT = {
     torch.ops.smp.column_parallel.default,
     torch.ops.smp.row_parallel.default,
 }
+_VARLEN = "torch_attn._varlen_attn.default"
+"""Also kept. By its name: it is not there until torch.nn.attention.varlen is imported."""
 
 
 def parallelize(model: GPT, mesh: DeviceMesh, config: ParallelConfig) -> GPT:
@@ -96,7 +98,7 @@ def _wrapped(run: Run, config: ParallelConfig) -> Run:
 
 def _keep_expensive(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Keep what is expensive to redo or crosses a link; norms, activations, RoPE and casts are cheap."""
-    return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if op in _KEPT or str(op) == _VARLEN else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def shard(model: nn.Module, units: list[Any], mesh: DeviceMesh, *, bf16: bool = False) -> nn.Module:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from smp.config import Config
 from smp.kernels.attention import AttentionChoice, AttentionShape, choose_attention
-from smp.kernels.dispatch import Kernels, choose_kernels
+from smp.kernels.dispatch import Kernels, choose_kernels, describe_kernels
 from smp.layers import init_weights
 from smp.models.gpt import GPT
 from smp.pipeline.plan import Plan
@@ -16,39 +18,75 @@ from smp.training.passes import Accumulation, Inputs, MakeInputs, Passes
 from smp.training.pipelined import Pipelined
 
 
-def run_kernels(config: Config, device: torch.device) -> tuple[Kernels, dict[str, str]]:
-    """What --kernels means for this run, and why; see ``smp.kernels.dispatch.choose_kernels``."""
-    parallel = config.parallel
-    return choose_kernels(parallel.kernels, device, features=config.model.hidden_size, compile=parallel.compile)
+@dataclass(frozen=True)
+class Backends:
+    """What computes in a run; decided once, before there is a model.
+
+    Attributes:
+        kernels: of the operations that have fused ones.
+        attention: of scaled dot-product attention.
+        lines: both, and why, for the user.
+    """
+
+    kernels: Kernels
+    attention: AttentionChoice
+    lines: tuple[str, ...]
 
 
-def attention_of(config: Config, device: torch.device) -> AttentionChoice:
-    """What --attention-backend means for this run, and why; see ``smp.kernels.attention.choose_attention``."""
+def choose_backends(
+    config: Config, device: torch.device, *, documents: bool, other_lengths: tuple[int, ...] = ()
+) -> Backends:
+    """What --kernels and --attention-backend mean for this run, and why; see ``smp.kernels``.
+
+    Args:
+        config: resolved settings.
+        device: of the run.
+        documents: whether sequences hold several documents, which do not see each other.
+        other_lengths: of sequences, where they are not all --seq-length long.
+
+    Raises:
+        ConfigError: a wish cannot be met.
+    """
     model, parallel, length = config.model, config.parallel, config.data.seq_length
     assert model.kv_channels is not None and length is not None, "resolved before"
+    kernels, reasons = choose_kernels(parallel.kernels, device, features=model.hidden_size, compile=parallel.compile)
     shape = AttentionShape(
         heads=model.num_attention_heads // parallel.tensor_model_parallel_size,
         length=length,
         head_dim=model.kv_channels,
         dtype=torch.bfloat16 if parallel.bf16 else torch.float32,
-        masked=config.data.reset_attention_mask or (model.window_size is not None and model.window_size < length),
+        masked=documents or (model.window_size is not None and model.window_size < length),
+        spans=model.attention_dropout == 0.0,
+        other_lengths=other_lengths,
     )
-    return choose_attention(parallel.attention_backend, device, shape, deterministic=config.training.deterministic_mode)
+    deterministic = config.training.deterministic_mode
+    attention = choose_attention(parallel.attention_backend, device, shape, deterministic=deterministic)
+    return Backends(kernels, attention, (*describe_kernels(kernels, reasons), str(attention)))
 
 
-def build_model(config: Config, mesh: DeviceMesh, device: torch.device, plan: Plan | None = None) -> GPT:
+def build_model(
+    config: Config, mesh: DeviceMesh, device: torch.device, backends: Backends, plan: Plan | None = None
+) -> GPT:
     """Built without memory, sharded, and only then filled: no rank ever holds more than its part.
 
     Args:
         config: resolved settings.
         mesh: of the run.
         device: where the parameters go.
+        backends: what computes.
         plan: of the pipeline; without one every rank has the whole model.
     """
     parts = None if plan is None else list(plan.stages_of(mesh.get_local_rank("pp")).values())
     split, seed = config.parallel.sequence_parallel, config.training.seed
-    kernels, _ = run_kernels(config, device)
-    model = GPT(config.model, mesh["tp"], sequence_parallel=split, seed=seed, parts=parts, kernels=kernels)
+    model = GPT(
+        config.model,
+        mesh["tp"],
+        sequence_parallel=split,
+        seed=seed,
+        parts=parts,
+        kernels=backends.kernels,
+        spans=backends.attention.spans,
+    )
     parallelize(model, mesh, config.parallel)
     model.to_empty(device=device)
     init_weights(model, seed)

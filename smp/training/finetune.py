@@ -7,7 +7,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.nn.attention import sdpa_kernel
 
 from smp.checkpoint.agree import gather, on_rank_zero
 from smp.config import Config, ConfigError, as_flat_dict
@@ -28,7 +27,7 @@ from smp.models.gpt import GPT
 from smp.parallel.mesh import data_rank, sum_over_parts
 from smp.pipeline.plan import Plan
 from smp.training.adapter_files import leave_companions, publish_adapter, reference_config
-from smp.training.build import build_passes
+from smp.training.build import Backends, build_passes, choose_backends
 from smp.training.describe import describe
 from smp.training.passes import Passes
 from smp.training.persistence import TUNED
@@ -97,10 +96,13 @@ class Finetuning(Pretraining):
         """Whether adapters are trained and not the model."""
         return has_adapters(self.tuning.lora)
 
+    @property
+    def _trims(self) -> bool:
+        """Not where messages of a pipeline or compiled code want one shape for all micro-batches."""
+        return self.layout.pp == 1 and not self.config.parallel.compile
+
     def _datasets(self) -> Datasets:
-        # one shape for all micro-batches where messages of a pipeline or compiled code want it
-        trim = self.layout.pp == 1 and not self.config.parallel.compile
-        make = partial(TuningDataset, self.data.samples, pairs=self.data.pairs, trim=trim)
+        make = partial(TuningDataset, self.data.samples, pairs=self.data.pairs, trim=self._trims)
         seed, here = self.config.training.seed, self.data.samples.fingerprint()
         if any(there != here for there in gather(here)):
             raise ConfigError(
@@ -131,8 +133,14 @@ class Finetuning(Pretraining):
         noted = {name: settings[name] for name in NOTED}
         return RunCheckpoints(self.config, self._announce, {TUNED: noted}, "--resume")
 
+    def _choose_backends(self, device: torch.device) -> Backends:
+        """Packed sequences hold documents; trimmed ones have any length."""
+        documents, length = self.data.train.packed or self.data.valid.packed, self.data.train.length
+        shorter = (1, max(length - 1, 1)) if self._trims else ()
+        return choose_backends(self.config, device, documents=documents, other_lengths=shorter)
+
     def _model(self, device: torch.device, plan: Plan | None) -> tuple[GPT, Passes]:
-        build = partial(build_tuned_model, self.config, self.tuning, self.mesh, device, plan, self.start)
+        build = partial(build_tuned_model, self.config, self.tuning, self.mesh, device, self.backends, plan, self.start)
         model, notes = build()
         for line in [*notes, *self._sizes(model)]:
             self._announce(line)
@@ -145,8 +153,7 @@ class Finetuning(Pretraining):
         if objective.dpo_reference == "adapters-off":
             reference = ModelReference(model, passes, device, partial(adapters_off, model))
         elif objective.dpo_reference == "precomputed":
-            with sdpa_kernel([self._attention]):
-                reference = TableReference(self._table(ModelReference(model, passes, device), device))
+            reference = TableReference(self._table(ModelReference(model, passes, device), device))
         else:
             copy, _ = build(trainable=False)
             copied = build_passes(self.config, self.mesh, device, copy, plan, PairInputs, rows=2)  # type: ignore[arg-type]
@@ -158,8 +165,7 @@ class Finetuning(Pretraining):
         """Log-probabilities of all answers by the model as it is now, fp32 (texts,), the same on all ranks."""
         samples = self.data.samples
         every = lay_out(samples, torch.arange(len(samples)).numpy(), self.data.train.length, "off")
-        trim = self.layout.pp == 1 and not self.config.parallel.compile
-        batches = self._loader(TuningDataset(samples, every, seed=None, pairs=True, trim=trim), 0)  # type: ignore[arg-type]
+        batches = self._loader(TuningDataset(samples, every, seed=None, pairs=True, trim=self._trims), 0)  # type: ignore[arg-type]
         table = torch.zeros(len(samples), device=device)
         try:
             for _ in range(-(-(len(samples) // 2) // (self.config.data.global_batch_size or 1))):

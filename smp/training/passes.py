@@ -10,6 +10,7 @@ from torch import nn
 
 from smp.data.loader import GlobalBatch
 from smp.data.sample import IGNORE_INDEX
+from smp.layers.documents import Documents
 from smp.parallel.rng import to_device
 from smp.sharding.parallelize import last_micro_batch
 
@@ -50,7 +51,8 @@ class Inputs:
 
     def __getitem__(self, i: int) -> tuple[Any, ...]:
         """(tokens, labels, token weights, sample index, documents, positions). The weights make the sum of the losses
-        of all tokens the mean loss over the valid tokens of the whole global batch."""
+        of all tokens the mean loss over the valid tokens of the whole global batch. Documents stay on the host, which
+        may have to count them."""
         batch = self.batch
         labels = to_device(batch.labels[i], self.device)
         weights = (labels != IGNORE_INDEX).float() / max(self.valid_tokens, 1)
@@ -59,14 +61,16 @@ class Inputs:
             width = batch.widths[i]
             labels, weights = labels[:, :width], weights[:, :width]
             index = index[:, None] * batch.tokens.shape[-1] + torch.arange(width, device=self.device)
-        tokens, *rest = (self._on_device(part, i) for part in (batch.tokens, batch.documents, batch.positions))
-        return tokens, labels, weights, index, *rest
+        tokens, documents, positions = (self._part(x, i) for x in (batch.tokens, batch.documents, batch.positions))
+        assert tokens is not None
+        tokens = to_device(tokens, self.device)
+        positions = None if positions is None else to_device(positions, self.device)
+        return tokens, labels, weights, index, None if documents is None else Documents(documents), positions
 
-    def _on_device(self, part: torch.Tensor | None, i: int) -> torch.Tensor | None:
-        if part is None:
-            return None
-        width = part.shape[-1] if self.batch.widths is None else self.batch.widths[i]
-        return to_device(part[i, ..., :width], self.device)
+    def _part(self, part: torch.Tensor | None, i: int) -> torch.Tensor | None:
+        if part is None or self.batch.widths is None:
+            return None if part is None else part[i]
+        return part[i, ..., : self.batch.widths[i]]
 
 
 MakeInputs = Callable[[GlobalBatch, int, torch.device], Inputs]

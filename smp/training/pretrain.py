@@ -25,14 +25,13 @@ from smp.data.blend import BlendedDataset
 from smp.data.build import Datasets, build_datasets
 from smp.data.loader import BatchLoader
 from smp.data.sample import SampleDataset
-from smp.kernels.dispatch import describe_kernels
 from smp.models.gpt import GPT
 from smp.optim.optimizer import build_optimizer
 from smp.parallel.mesh import build_mesh, data_rank
 from smp.pipeline.failure import PipelineError, naming
 from smp.pipeline.plan import Plan, describe_plan, plan_pipeline
 from smp.pipeline.timeline import to_trace
-from smp.training.build import attention_of, build_model, build_passes, run_kernels
+from smp.training.build import Backends, build_model, build_passes, choose_backends
 from smp.training.console import Console
 from smp.training.describe import describe
 from smp.training.passes import Passes
@@ -99,14 +98,13 @@ class Pretraining:
         plan = plan_pipeline(config, self.layout) if self.layout.pp > 1 else None
         for line in [] if plan is None else describe_plan(plan, config):
             self._announce(line)
-        for line in describe_kernels(*run_kernels(config, device)):
+        self.backends = self._choose_backends(device)
+        for line in self.backends.lines:
             self._announce(line)
         if device.type == "cuda" and not config.parallel.bf16:
             self._announce("fp32: matrix products as TF32, which rounds their inputs to 10 bits of mantissa")
-        attention = attention_of(config, device)
-        self._announce(f"attention: {attention.name} ({attention.reason})")
-        self._attention = attention.backend
-        model, passes = self._model(device, plan)
+        with self._only_its_attention():  # a reference's answers may be computed here
+            model, passes = self._model(device, plan)
         optimizer = build_optimizer(model, config.optim)
         progress = self.checkpoints.load(model, optimizer)
         for line in train.resume(progress.data, progress.consumed_samples):
@@ -117,9 +115,16 @@ class Pretraining:
         with _blamed_on("--log-dir", config.logging.log_dir):
             self.console = Console(config, self.layout, self.process.rank, device, progress.iteration, self._work())
 
+    def _choose_backends(self, device: torch.device) -> Backends:
+        return choose_backends(self.config, device, documents=self.config.data.reset_attention_mask)
+
+    def _only_its_attention(self) -> contextlib.AbstractContextManager[None]:
+        """PyTorch must not fall back to another backend without a word."""
+        return sdpa_kernel([self.backends.attention.backend])
+
     def _model(self, device: torch.device, plan: Plan | None) -> tuple[GPT, Passes]:
         """The model as it is before a checkpoint is loaded, and how micro-batches go through it."""
-        model = build_model(self.config, self.mesh, device, plan)
+        model = build_model(self.config, self.mesh, device, self.backends, plan)
         return model, build_passes(self.config, self.mesh, device, model, plan)
 
     def _datasets(self) -> Datasets:
@@ -174,7 +179,7 @@ class Pretraining:
         """
         pipeline = self._pipeline()
         named = contextlib.nullcontext() if pipeline is None else naming(pipeline.place)
-        with named, sdpa_kernel([self._attention]):
+        with named, self._only_its_attention():
             return self._run()
 
     def _run(self) -> Outcome:

@@ -28,7 +28,7 @@ from smp.models.gpt import GPT
 from smp.parallel.boxes import local_box
 from smp.pipeline.plan import Plan
 from smp.sharding.parallelize import parallelize
-from smp.training.build import run_kernels
+from smp.training.build import Backends
 
 
 def open_base(tuning: FinetuneConfig) -> Weights:
@@ -51,6 +51,7 @@ def build_tuned_model(
     tuning: FinetuneConfig,
     mesh: DeviceMesh,
     device: torch.device,
+    backends: Backends,
     plan: Plan | None,
     start: Mapping[str, Adapter] | None,
     *,
@@ -61,7 +62,7 @@ def build_tuned_model(
     Args:
         config: what the run shares with pretraining, resolved.
         tuning: the whole settings.
-        mesh, device, plan: of the run.
+        mesh, device, backends, plan: of the run.
         start: adapters to begin with, which say which layers have one; None: those that ``tuning`` asks for, if any.
         trainable: False for a frozen copy.
 
@@ -71,8 +72,15 @@ def build_tuned_model(
     """
     parts = None if plan is None else list(plan.stages_of(mesh.get_local_rank("pp")).values())
     split, seed = config.parallel.sequence_parallel, config.training.seed
-    kernels, _ = run_kernels(config, device)
-    model = GPT(config.model, mesh["tp"], sequence_parallel=split, seed=seed, parts=parts, kernels=kernels)
+    model = GPT(
+        config.model,
+        mesh["tp"],
+        sequence_parallel=split,
+        seed=seed,
+        parts=parts,
+        kernels=backends.kernels,
+        spans=backends.attention.spans,
+    )
     adapted = _add_adapters(model, tuning, seed, start)
     model.frozen = adapted
     if not trainable:

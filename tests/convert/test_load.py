@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn.attention import SDPBackend
 
 from smp.checkpoint import CheckpointError
 from smp.config import Config, ConfigError, Layout, ModelConfig, ParallelConfig, TrainingConfig, resolve
@@ -62,10 +63,12 @@ def parts_of(world: int, folder: str, parallel: dict[str, Any]) -> Read:
     from smp.checkpoint import local, training_state
     from smp.convert.describe import read_architecture
     from smp.convert.load import load_hf
+    from smp.kernels import TORCH
+    from smp.kernels.attention import AttentionChoice
     from smp.parallel.boxes import local_box
     from smp.parallel.mesh import build_mesh
     from smp.pipeline.plan import plan_pipeline
-    from smp.training.build import build_model
+    from smp.training.build import Backends, build_model
 
     count, read = 0, local._LocalSource.read_into
 
@@ -79,7 +82,8 @@ def parts_of(world: int, folder: str, parallel: dict[str, Any]) -> Read:
     config = resolve(Config(model=model, parallel=ParallelConfig(**parallel), training=training), world)
     layout = Layout.from_config(config.parallel, world)
     plan = plan_pipeline(config, layout) if layout.pp > 1 else None
-    built = build_model(config, build_mesh(layout, "cpu"), torch.device("cpu"), plan)
+    backends = Backends(TORCH, AttentionChoice("math", SDPBackend.MATH, "nothing is computed"), ())
+    built = build_model(config, build_mesh(layout, "cpu"), torch.device("cpu"), backends, plan)
     local._LocalSource.read_into = counted  # type: ignore[method-assign]
     load_hf(built, folder)
     local._LocalSource.read_into = read  # type: ignore[method-assign]

@@ -6,13 +6,14 @@ import gzip
 import json
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-import zstandard
+import pytest
 
 from smp.data.indexed_dataset import IndexedDataset
 from smp.data.preprocess import Encoder, Report, preprocess
 from smp.data.tokenizer import SentencePieceTokenizer
+
+pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+zstandard = pytest.importorskip("zstandard")
 
 TEXTS = [f"document {i}: " + "x = y\n" * (i % 7) + ("é😀" if i % 3 else "") for i in range(60)] + [""]
 

@@ -149,6 +149,32 @@ def test_more_than_two_to_the_31_logits(backend: str) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["rms_norm", "swiglu", "rope"])
+def test_the_last_row_of_more_than_two_to_the_31_elements(name: str) -> None:
+    """Forward and backward of all rows beside those of the last ones alone."""
+    width = 8192
+    rows = (1 << 31) // width + 3
+    x, weight = (
+        torch.randn(rows, width, device="cuda", dtype=torch.bfloat16),
+        torch.randn(width, device="cuda").bfloat16(),
+    )
+    angle = torch.rand(rows, 1, 128, device="cuda")
+
+    def run(x: torch.Tensor, angle: torch.Tensor) -> list[torch.Tensor]:
+        x = x.detach().requires_grad_()
+        if name == "rms_norm":
+            y = norm.rms_norm(x, weight, 1e-5, "triton")
+        elif name == "swiglu":
+            y = swiglu.swiglu(x, x, "triton")
+        else:
+            y = rope.rope(x, x[:, :128], angle.cos(), angle.sin(), 128, "triton")[0].flatten(1)
+        (dx,) = torch.autograd.grad(y, x, y.detach())
+        return [y.detach()[-4:], dx[-4:]]
+
+    for got, want in zip(run(x, angle), run(x[-4:], angle[-4:]), strict=True):
+        assert torch.equal(got, want)
+
+
 def test_the_weight_gradient_is_added_in_fp32() -> None:
     from smp.kernels.weight_gradient import accumulate_weight_gradient
 

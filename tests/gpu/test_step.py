@@ -39,6 +39,8 @@ def steps_without_a_wait(run: Watched) -> int:
         "--bf16 --hidden-dropout 0.1 --global-batch-size 8",
         "--bf16 --recompute-granularity selective",
         "--bf16 --window-size 16",
+        "--bf16 --window-size 16 --recompute-granularity selective",
+        "--bf16 --window-size 16 --compile",
         "--bf16 --compile",
     ],
 )
@@ -61,13 +63,16 @@ def test_200_steps_follow_the_same_curve_with_and_without_kernels(runs: Runs, fl
     assert apart.mean() < (1e-2 if "bf16" in flags else 1e-3), apart
 
 
+@pytest.mark.parametrize("window", ["", "--window-size 16"])
 @pytest.mark.parametrize("backend", ["flash", "efficient", "cudnn", "math"])
-def test_each_attention_backend_trains_alike_or_is_refused(runs: Runs, backend: str) -> None:
-    auto, run = runs.fresh(f"{RUN} --bf16"), runs.fresh(f"{RUN} --bf16 --attention-backend {backend}")
+def test_each_attention_backend_trains_alike_or_is_refused(runs: Runs, backend: str, window: str) -> None:
+    """A window is a mask, or for FlashAttention spans of its variable-length kernel."""
+    auto = runs.fresh(f"{RUN} --bf16 {window}")
+    run = runs.fresh(f"{RUN} --bf16 {window} --attention-backend {backend}")
     assert auto.code == 0, auto.err
-    assert "attention: " in auto.out
+    assert ("attention: flash's variable-length kernel (the first of" if window else "attention: ") in auto.out
     if run.code == 0:
-        assert f"attention: {backend} (--attention-backend {backend})" in run.out
+        assert f"attention: {backend}" in run.out and f"(--attention-backend {backend})" in run.out
         assert run.losses == pytest.approx(auto.losses, rel=1e-2)
     else:
         assert run.errors and f"--attention-backend {backend} does not take" in run.errors[0]

@@ -10,11 +10,21 @@ from smp.kernels import cross_entropy, norm, rope, swiglu
 
 Results = dict[str, tuple[torch.Tensor, torch.Tensor]]  # name -> what a backend gives, what the reference gives
 
-# rows, columns, real columns. Rows of one element, of no power of two, of many blocks; ranks with nothing but padding.
-VOCABULARIES = [(1, 7, 7), (5, 123, 120), (3, 5000, 4999), (4, 4096, 4096), (2, 151_936, 151_936), (2, 16, 0)]
-NORMS = [(1, 8), (7, 123), (40, 16), (5, 128), (3, 5000)]  # rows, features
-MLPS = [(1, 8), (7, 123), (3, 2500)]  # rows, width
-HEADS = [(1, 1, 1, 2, 2), (5, 6, 2, 20, 12), (3, 20, 4, 128, 128)]  # tokens, query heads, key heads, width, rotated
+# rows, columns, real columns. No rows; rows of one element, of no power of two, of many blocks; ranks with nothing but
+# padding. In the first of several rows all logits are minus infinity.
+VOCABULARIES = [
+    (0, 7, 7),
+    (1, 7, 7),
+    (5, 123, 120),
+    (3, 5000, 4999),
+    (4, 4096, 4096),
+    (2, 151_936, 151_936),
+    (2, 16, 0),
+]
+NORMS = [(0, 8), (1, 8), (7, 123), (40, 16), (5, 128), (3, 5000)]  # rows, features
+MLPS = [(0, 8), (1, 8), (7, 123), (3, 2500)]  # rows, width
+# tokens, query heads, key heads, width, rotated
+HEADS = [(0, 2, 1, 4, 4), (1, 1, 1, 2, 2), (5, 6, 2, 20, 12), (3, 20, 4, 128, 128)]
 
 
 def draw(*shape: int, dtype: torch.dtype, device: str, seed: int) -> torch.Tensor:
@@ -25,21 +35,20 @@ def draw(*shape: int, dtype: torch.dtype, device: str, seed: int) -> torch.Tenso
 def cross_entropies(dtype: torch.dtype, backend: str, device: str = "cpu") -> Iterator[tuple[str, Results]]:
     for rows, width, valid in VOCABULARIES:
         logits = 5 * draw(rows, width, dtype=dtype, device=device, seed=0)
+        logits[: int(rows > 1)] = -torch.inf
         generator = torch.Generator().manual_seed(1)
         columns = torch.randint(-1, valid + 2, (rows,), generator=generator).to(device)
         weights = torch.rand(rows, generator=generator).to(device)
+        got, want = (cross_entropy.softmax_stats(logits, columns, valid, b) for b in (backend, "torch"))
+        total, got, want = (x.nan_to_num(neginf=0.0) for x in (want[0], got, want))
+        both: Results = {"log sum": (got[0], want[0]), "target": (got[1], want[1])}
         for name, weight in (("some ignored", weights * (weights > 0.5)), ("all ignored", 0 * weights)):
-            total = cross_entropy.softmax_stats(logits, columns, valid)[0].nan_to_num(neginf=0.0)
-            both: Results = {}
-            got, want = (cross_entropy.softmax_stats(logits, columns, valid, b) for b in (backend, "torch"))
-            both["log sum"] = got[0].nan_to_num(neginf=0.0), want[0].nan_to_num(neginf=0.0)
-            both["target"] = got[1], want[1]
             got, want = (
                 cross_entropy.logits_to_gradient(logits.clone(), total, columns, valid, weight, b)
                 for b in (backend, "torch")
             )
-            both["gradient"] = got, want
-            yield f"{rows} x {width}, {valid} real, {name}", both
+            both[f"gradient, {name}"] = got, want
+        yield f"{rows} x {width}, {valid} real", both
 
 
 def norms(dtype: torch.dtype, backend: str, device: str = "cpu") -> Iterator[tuple[str, Results]]:

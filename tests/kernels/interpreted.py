@@ -1,14 +1,8 @@
-"""Errors of all Triton kernels in Triton's interpreter, as JSON: ``python -m tests.kernels.interpreted``.
-
-A process of its own, because Triton reads TRITON_INTERPRET when it is imported.
-"""
+"""Errors of all Triton kernels in Triton's interpreter, as JSON: ``python -m tests.kernels.interpreted``."""
 
 from __future__ import annotations
 
 import json
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 

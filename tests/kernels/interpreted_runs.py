@@ -1,19 +1,15 @@
-"""Losses of real runs with ``--kernels torch`` and with ``--kernels triton`` in Triton's interpreter, as JSON.
+"""Losses of real runs with ``--kernels torch`` and with ``--kernels triton`` in Triton's interpreter, and how often
+each operator of ours ran, as JSON.
 
     python -m tests.kernels.interpreted_runs FOLDER FLAGS [FLAGS ...]
-
-A process of its own, because Triton reads TRITON_INTERPRET when it is imported.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
-
-os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
@@ -32,13 +28,15 @@ def main(folder: str, cases: list[str]) -> None:
     torch.compile = _compile_eagerly  # type: ignore[assignment]
     out = []
     for i, flags in enumerate(cases):
-        losses = {}
+        runs = {}
         for kernels in ("torch", "triton"):
-            run = run_here(Path(folder) / f"{i}-{kernels}", f"{FEW_TOKENS} {flags} --kernels {kernels}")
+            given = f"{FEW_TOKENS} {flags} --kernels {kernels}"
+            run = run_here(Path(folder) / f"{i}-{kernels}", given, count_ops="--compile" not in flags)
             assert run.code == 0, run.err
             assert f"kernels: {kernels} for cross_entropy, norm, swiglu, rope" in run.out + run.err, run.out + run.err
-            losses[kernels] = run.losses
-        out.append(losses)
+            operators = {name: n for name, n in run.ops.items() if name.startswith("smp::")}
+            runs[kernels] = {"losses": run.losses, "operators": operators}
+        out.append(runs)
     print(json.dumps(out))
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import sys
 import types
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from smp.config import ConfigError
-from smp.kernels import TORCH, Kernels, dispatch, norm
+from smp.kernels import TORCH, Kernels, attention, dispatch, norm
 from smp.kernels.attention import AttentionShape, choose_attention
 from smp.kernels.dispatch import choose_kernels, describe_kernels
+from tests.plain_varlen import plain_varlen
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # choosing touches no device
 FUSED = {"cross_entropy": "triton", "norm": "triton", "swiglu": "triton", "rope": "triton"}
@@ -35,7 +37,6 @@ def test_auto_leaves_to_the_compiler_what_it_fuses() -> None:
     assert describe_kernels(kernels, reasons) == [
         "kernels: triton for cross_entropy (fused on CUDA)",
         "kernels: torch for norm, swiglu, rope (torch.compile fuses it with its neighbours)",
-        "kernels: torch for weight_gradient (cuBLAS adds to fp32 in the product itself)",
     ]
 
 
@@ -52,6 +53,12 @@ def test_auto_without_triton_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels == TORCH and reasons["norm"] == "triton is not installed"
     with pytest.raises(ConfigError, match="not installed"):
         choose_kernels("triton", CUDA)
+
+
+def test_auto_does_not_interpret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    kernels, reasons = choose_kernels("auto", CUDA)
+    assert kernels == TORCH and "TRITON_INTERPRET=1 is set" in reasons["rope"]
 
 
 def test_a_wish_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,6 +82,11 @@ def test_cuda_needs_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) 
     with pytest.raises(ConfigError, match="not built: python -m smp.kernels.cuda.build"):
         choose_kernels("cuda", CUDA)
     monkeypatch.setattr(library, "library_path", lambda: tmp_path)
+    library.library.cache_clear()
+    with pytest.raises(ConfigError, match="does not run on this device: .*; build it anew") as caught:
+        choose_kernels("cuda", CUDA)  # a folder is no library
+    assert "\n" not in str(caught.value)
+    monkeypatch.setattr(library, "why_unusable", lambda device: None)
     assert choose_kernels("cuda", CUDA)[0] == Kernels(**{**FUSED, "cross_entropy": "cuda"})  # type: ignore[arg-type]
 
 
@@ -114,8 +126,60 @@ def test_attention_is_the_first_backend_that_takes_the_shape() -> None:
     choice = choose_attention("auto", CPU, shape)
     assert choice.name == "flash" and choice.reason == "the first of flash, math that takes this model"
     assert choose_attention("math", CPU, shape).name == "math"
+    assert not choice.spans and not choose_attention("auto", CPU, replace(shape, masked=True)).spans
     for wish in ("cudnn", "efficient"):
         with pytest.raises(
             ConfigError, match=f"--attention-backend {wish} does not take 2 heads of 16, 8 tokens, float32"
         ):
             choose_attention(wish, CPU, shape)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("masked", "spans", "capability", "refused", "name", "in_spans"),
+    [
+        (False, True, (9, 0), (), "cudnn", False),
+        (False, True, (8, 0), (), "flash", False),
+        (True, True, (9, 0), (), "flash", True),
+        (True, True, (8, 0), (), "flash", True),
+        (True, False, (8, 0), ("flash",), "efficient", False),  # attention dropout: flash takes no mask
+        (True, True, (9, 0), ("flash", "cudnn"), "efficient", False),  # fp32
+    ],
+)
+def test_attention_on_a_gpu(
+    masked: bool,
+    spans: bool,
+    capability: tuple[int, int],
+    refused: tuple[str, ...],
+    name: str,
+    in_spans: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a stand-in of what a GPU takes."""
+    shape = AttentionShape(heads=2, length=8, head_dim=16, dtype=torch.bfloat16, masked=masked, spans=spans)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(attention, "_works", lambda name, device, shape: name not in refused)
+    choice = choose_attention("auto", CUDA, shape)
+    assert (choice.name, choice.spans) == (name, in_spans)
+    variable = "'s variable-length kernel" if in_spans else ""
+    assert str(choice) == f"attention: {name}{variable} ({choice.reason})"
+    assert choose_attention("math", CUDA, shape).spans is False
+    assert choose_attention("auto", CUDA, shape, deterministic=True).name != "cudnn"  # whose backward pass is not
+    monkeypatch.setattr(attention, "_works", lambda name, device, shape: False)
+    with pytest.raises(ConfigError, match="no attention backend of .*math takes 2 heads of 16"):
+        choose_attention("auto", CUDA, shape)
+    monkeypatch.setattr(attention, "_works", lambda name, device, shape: name not in refused)
+    if "flash" in refused:
+        with pytest.raises(
+            ConfigError, match="--attention-backend flash does not take .* documents or a window, on cuda"
+        ):
+            choose_attention("flash", CUDA, shape)
+
+
+def test_what_is_tried_is_what_runs() -> None:
+    """Both tries, on a CPU: the shapes and arguments are right, with torch's own operator for spans."""
+    shape = AttentionShape(heads=2, length=8, head_dim=16, dtype=torch.float32, masked=True)
+    attention._try_sdpa(CPU, shape)
+    attention._try_sdpa(CPU, replace(shape, masked=False))
+    with plain_varlen() as calls:
+        attention._try_spans(CPU, shape)
+    assert calls == [2, 2]

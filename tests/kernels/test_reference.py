@@ -87,6 +87,14 @@ def test_rope_turns_pairs_and_has_its_gradient() -> None:
         assert gradcheck(turn, (q, k))
 
 
+def test_no_tokens_turn_into_no_tokens() -> None:
+    cos, sin = table(0, 4)
+    for q, k in ((leaf(0, 2 * 6, seed=0), leaf(0, 6, seed=1)), (leaf(0, 2, 6, seed=0), leaf(0, 1, 6, seed=1))):
+        plain, fused = rope.rope(q, k, cos, sin, 6), rope._Rope.apply(q * 1, k * 1, cos, sin, 6, True, "torch")
+        assert [x.shape for x in plain] == [(0, 2, 6), (0, 1, 6)] and fused[0].shape == q.shape
+        torch.autograd.grad(sum(x.sum() for x in (*plain, *fused)), (q, k))
+
+
 def test_rope_in_place_uses_no_memory_and_is_noticed_by_who_kept_its_input() -> None:
     cos, sin = table(3, 4)
     weight = leaf(4, 4, seed=0)
@@ -129,6 +137,16 @@ def test_the_gradient_takes_the_place_of_the_logits_when_it_may() -> None:
         except RuntimeError as error:
             assert overwrite and "inplace operation" in str(error)
         assert overwrite == (again is None)
+
+
+def test_a_rank_whose_logits_are_all_minus_infinity_adds_nothing() -> None:
+    logits = draw(2, 10, seed=0)
+    logits[0, 5:] = -torch.inf
+    stats = torch.stack(
+        [softmax_stats(part, torch.tensor([1, 9]) - i, 5) for i, part in zip((0, 5), logits.split(5, 1), strict=True)]
+    )
+    assert stats[1, 0, 0] == -torch.inf
+    close(combine_stats(stats)[0], logits.logsumexp(dim=1))
 
 
 def test_two_floats_per_token_from_each_rank_are_enough() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from smp.config import Layout, ModelConfig
 from smp.kernels import TORCH, Kernels
 from tests.distributed import run_distributed
+from tests.kernels.interpreter import needs_interpreter
 
 FUSED = Kernels(cross_entropy="triton", norm="triton", swiglu="triton", rope="triton")
 SIZES = {"num_layers": 1, "hidden_size": 16, "ffn_hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2}
@@ -48,7 +48,7 @@ def errors(rank: int, world: int) -> dict[str, float]:
     return out
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@needs_interpreter
 def test_fused_layers_have_the_gradients_of_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     for found in run_distributed(errors, 2):

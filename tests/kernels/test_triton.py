@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.kernels.interpreter import in_interpreter, needs_interpreter, needs_triton
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-needs_interpreter = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is not None and version("triton").startswith(("3.5.", "3.6.")),
-    reason="the interpreter of triton 3.6 and older cannot loop with numpy 2.4",
-)
-
-
-def in_interpreter(*words: str) -> Any:
-    """Run a module with TRITON_INTERPRET=1 and read the JSON that is its last line."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-W", "ignore", "-m", *words]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+pytestmark = needs_triton
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +38,7 @@ def test_bf16_storage_is_within_a_unit_in_the_last_place(errors: dict[str, float
     assert {name: e for name, e in mine.items() if e > 2**-7} == {}
 
 
-RUNS = ["--bf16", "--recompute-granularity selective --num-query-groups 2 --qk-layernorm"]
+RUNS = ["", "--bf16", "--recompute-granularity selective --num-query-groups 2 --qk-layernorm"]
 MORE_RUNS = [
     "--recompute-granularity full --normalization LayerNorm --rotary-percent 0.5",
     "--no-swiglu --no-disable-bias-linear",
@@ -67,11 +50,24 @@ MORE_RUNS = [
 @pytest.mark.parametrize("cases", [RUNS, pytest.param(MORE_RUNS, marks=pytest.mark.slow)])
 def test_real_runs_learn_alike_with_and_without_kernels(tmp_path: Path, cases: list[str]) -> None:
     short = [f"--train-iters 2 {flags}" for flags in cases]
-    for flags, losses in zip(
-        cases, in_interpreter("tests.kernels.interpreted_runs", str(tmp_path), *short), strict=True
-    ):
+    found = in_interpreter("tests.kernels.interpreted_runs", str(tmp_path), *short)
+    for flags, both in zip(cases, found, strict=True):
+        losses, operators = ({name: run[key] for name, run in both.items()} for key in ("losses", "operators"))
         assert len(losses["torch"]) == 2
         assert losses["triton"] == pytest.approx(losses["torch"], rel=5e-3 if "bf16" in flags else 1e-5), flags
+        if "--compile" in flags:
+            continue  # there they are not counted
+        assert set(operators["torch"]) == {"smp::softmax_stats", "smp::logits_to_gradient_"}
+        assert flags or operators["triton"] == {
+            "smp::softmax_stats": 2,  # a step
+            "smp::logits_to_gradient_": 2,
+            "smp::norm": 2 * 5,  # two per block, half of them after an addition, and the final one
+            "smp::norm_backward": 2 * 5,
+            "smp::swiglu": 2 * 2,
+            "smp::swiglu_backward": 2 * 2,
+            "smp::rope_": 2 * 2,  # in place
+            "smp::rope": 2 * 2,  # its adjoint
+        }
 
 
 @pytest.mark.slow
@@ -80,9 +76,9 @@ def test_real_runs_learn_alike_with_and_without_kernels(tmp_path: Path, cases: l
 def test_200_steps_follow_the_same_curve(tmp_path: Path) -> None:
     """Rounding differs in the last digit, and training makes small differences grow."""
     flags = "--train-iters 200 --num-query-groups 2"
-    (losses,) = in_interpreter("tests.kernels.interpreted_runs", str(tmp_path), flags)
-    assert len(losses["torch"]) == 200
-    assert losses["triton"] == pytest.approx(losses["torch"], rel=1e-3)
+    (runs,) = in_interpreter("tests.kernels.interpreted_runs", str(tmp_path), flags)
+    assert len(runs["torch"]["losses"]) == 200
+    assert runs["triton"]["losses"] == pytest.approx(runs["torch"]["losses"], rel=1e-3)
 
 
 FEATURES = (128, 4096, 8192)

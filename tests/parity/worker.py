@@ -26,7 +26,7 @@ from smp.parallel.mesh import build_mesh, data_rank
 from smp.pipeline.plan import plan_pipeline
 from smp.sharding.stages import ShardedStages
 from smp.sharding.tied import TiedMatrix
-from smp.training.build import build_model, build_passes
+from smp.training.build import build_model, build_passes, choose_backends
 from smp.training.passes import Passes
 from smp.training.trainer import Progress, Trainer
 from tests.parity.cases import Case, config_of
@@ -79,7 +79,8 @@ def train(case: Case, meshes: Meshes) -> dict[str, Any]:
     mesh = meshes[layout]
     device = torch.device("cpu")
     plan = plan_pipeline(config, layout) if spread.pp > 1 else None
-    model = build_model(config, mesh, device, plan)
+    backends = choose_backends(config, device, documents=config.data.reset_attention_mask)
+    model = build_model(config, mesh, device, backends, plan)
     initial = _weights(model)
     optimizer = build_optimizer(model, config.optim)
     passes = Recording(build_passes(config, mesh, device, model, plan), model, problem.recorded_steps)

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ import torch
 import finetune
 import pretrain_gpt
 from smp.checkpoint.local import open_folder
+from smp.kernels.attention import AttentionChoice, AttentionShape, choose_attention
+from smp.training import build
 from smp.training.finetune_settings import read_finetune_settings
 from smp.training.passes import Accumulation
 from tests.distributed import run_distributed
 from tests.parity.result import layer_norms, layer_of
-from tests.training.flag_runs import clean_process
+from tests.training.flag_runs import CountOps, clean_process
 from tests.training.tiny_hf import write_model, write_samples, write_tokenizer
 from tests.training.tuning_lab import together, tune_all
 from tools.convert_checkpoint import main as convert
@@ -176,6 +179,31 @@ def test_an_object_store_gets_checkpoints_and_the_adapter(folder: Path) -> None:
     assert code == 0, err
     assert "adapter in peft's format: memory://" in out
     assert open_folder("memory://tuned/run/adapter").size("adapter_model.safetensors")
+
+
+def test_every_pass_uses_the_attention_that_was_chosen_for_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those before the first step: an evaluation, and a reference's table of answers. Packed sequences have
+    documents, which not every backend takes; pairs have none."""
+    shapes = []
+
+    def choose(wish: Any, device: torch.device, shape: AttentionShape, **options: Any) -> AttentionChoice:
+        shapes.append(shape)
+        return choose_attention(wish, device, shape, **options)
+
+    monkeypatch.setattr(build, "choose_attention", choose)
+    pairs = f"--data-path {folder}/dpo.jsonl --objective dpo --lora-rank 2 --dpo-reference precomputed"
+    common = "--attention-backend math --train-iters 1 --global-batch-size 4 --no-tensorboard --no-progress-bar"
+    for more, documents in (("--eval-interval 1 --packing best-fit", True), (pairs, False)):
+        with CountOps(counts := Counter[str]()):
+            code, out, err = command(folder, flags(folder, f"{common} {more}"))
+        assert code == 0, err
+        assert "attention: math (--attention-backend math)" in out
+        assert counts["bmm"] > 0 and not any("scaled_dot_product" in name for name in counts)
+        (shape,) = shapes  # decided once
+        assert shape.masked is documents and shape.other_lengths == (1, 47)  # columns of padding are left out
+        shapes.clear()
 
 
 ONE = "--load {0} --data-path {0}/sft.jsonl --train-iters 1"

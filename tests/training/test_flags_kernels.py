@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import os
-import subprocess
-import sys
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +15,6 @@ from smp.optim.optimizer import step_on_device_if
 from smp.training import trainer
 from tests.training.flag_runs import Runs, Watched, proves
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
@@ -31,50 +24,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
 @proves("kernels")
 def test_kernels_says_what_runs_and_refuses_what_cannot(runs: Runs) -> None:
     run = runs()
-    assert "kernels: torch for cross_entropy, norm, swiglu, rope, weight_gradient (runs on cpu)" in run.out
+    assert "kernels: torch for cross_entropy, norm, swiglu, rope (runs on cpu)" in run.out
     wished = runs("--kernels torch")
     assert "(--kernels torch)" in wished.out and wished.losses == run.losses
     for wish in ("triton", "cuda", "apex"):
         refused = runs.fresh(f"--kernels {wish}")
         assert refused.code == 2 and len(refused.errors) == 1
         assert refused.errors[0].startswith(f"error: --kernels {wish} needs a CUDA device, this run is on cpu")
-
-
-OPERATORS = """
-import json, sys
-from pathlib import Path
-from tests.training.flag_runs import run_here
-run = run_here(Path("run"), sys.argv[1], count_ops=True)
-print(json.dumps([run.code, run.err, run.losses, {k: v for k, v in run.ops.items() if k.startswith("smp::")}]))
-"""
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_kernels_triton_runs_other_operators_and_learns_the_same(tmp_path: Path) -> None:
-    """In Triton's interpreter, which a process has to be started with. Two blocks, two micro-batches, one step."""
-    few = "--seq-length 8 --micro-batch-size 1 --global-batch-size 2 --train-iters 1"
-    measured = []
-    for kernels in ("torch", "triton"):
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
-        words = [sys.executable, "-W", "ignore", "-c", OPERATORS, f"{few} --kernels {kernels}"]
-        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        code, errors, losses, operators = json.loads(done.stdout.splitlines()[-1])
-        assert code == 0, errors
-        measured.append((losses, operators))
-    (plain, plain_operators), (fused, operators) = measured
-    assert fused == pytest.approx(plain, rel=1e-5)
-    assert set(plain_operators) == {"smp::softmax_stats", "smp::logits_to_gradient_"}
-    assert operators == {
-        "smp::softmax_stats": 2,
-        "smp::logits_to_gradient_": 2,
-        "smp::norm": 2 * 5,  # two per block, half of them after an addition, and the final one
-        "smp::norm_backward": 2 * 5,
-        "smp::swiglu": 2 * 2,
-        "smp::swiglu_backward": 2 * 2,
-        "smp::rope_": 2 * 2,  # in place
-        "smp::rope": 2 * 2,  # its adjoint
-    }
 
 
 @proves("attention_backend")

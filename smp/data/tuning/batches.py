@@ -63,7 +63,7 @@ class TuningDataset:
         self.samples, self.sequences, self.seed, self.trim = samples, sequences, seed, trim
         self.seq_length = sequences.length
         self.rows = 2 if pairs else 1  # of a sample
-        self.packed = bool((np.diff(sequences.offsets) > 1).any())
+        self.packed = sequences.packed
         self._order: tuple[int, npt.NDArray[np.int64]] | None = None
 
     @property

@@ -53,6 +53,11 @@ class Sequences:
         return self.texts[self.offsets[sequence] : self.offsets[sequence + 1]]
 
     @property
+    def packed(self) -> bool:
+        """Whether a sequence holds more than one text."""
+        return bool((np.diff(self.offsets) > 1).any())
+
+    @property
     def efficiency(self) -> float:
         """Fraction of all positions that hold text."""
         return self.used / max(len(self) * self.length, 1)

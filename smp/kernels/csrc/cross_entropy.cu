@@ -180,6 +180,12 @@ int smp_logits_to_gradient(void* logits, const float* log_totals, const int64_t*
   return cudaGetLastError();
 }
 
+// Whether the current device can run this library: an error where it holds no code for it, or where there is none.
+int smp_usable() {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, stats_kernel<float, true>);
+}
+
 const char* smp_error_string(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
 
 }  // extern "C"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -27,6 +28,17 @@ def library() -> ctypes.CDLL:
     loaded.smp_error_string.argtypes = [ctypes.c_int]
     loaded.smp_error_string.restype = ctypes.c_char_p
     return loaded
+
+
+def why_unusable(device: torch.device) -> str | None:
+    """Why the library, which is there, does not run on ``device``, or None if it does."""
+    try:
+        usable = library().smp_usable
+    except (OSError, AttributeError) as problem:  # built for another machine, or from older sources
+        return str(problem)
+    with torch.cuda.device(device) if torch.cuda.is_available() else nullcontext():
+        error = usable()
+    return library().smp_error_string(error).decode() if error else None
 
 
 def check(error: int, name: str) -> None:

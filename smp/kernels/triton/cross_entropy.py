@@ -59,7 +59,7 @@ def softmax_stats(logits: torch.Tensor, columns: torch.Tensor, valid: int) -> to
     """See :func:`smp.kernels.cross_entropy.softmax_stats`."""
     rows, width = logits.shape[0], _width(logits)
     stats = logits.new_empty((2, rows), dtype=torch.float32)
-    block = min(FORWARD_BLOCK, triton.next_power_of_2(width))
+    block = min(FORWARD_BLOCK, triton.next_power_of_2(max(width, 1)))
     if rows:
         stats_kernel[(rows,)](
             logits,
@@ -79,8 +79,8 @@ def logits_to_gradient(
 ) -> None:
     """See :func:`smp.kernels.cross_entropy.logits_to_gradient`."""
     rows, width = logits.shape[0], _width(logits)
-    block = min(GRADIENT_BLOCK, triton.next_power_of_2(width))
-    if rows:
+    block = min(GRADIENT_BLOCK, triton.next_power_of_2(max(width, 1)))
+    if rows and width:
         gradient_kernel[(rows, triton.cdiv(width, block))](
             logits,
             log_total.contiguous(),

@@ -1,0 +1,126 @@
+"""Documents and windows as spans for FlashAttention's variable-length kernel: the same model as with a mask."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.utils import _to_kwargs
+
+from smp.config import ParallelConfig
+from smp.data.loader import GlobalBatch
+from smp.layers.attention import SelfAttention, SequenceInfo
+from smp.layers.documents import Documents, Spans, document_mask
+from smp.models.gpt import GPT
+from smp.sharding.parallelize import parallelize
+from smp.training.passes import Inputs
+from tests.fake_group import fake_mesh
+from tests.layers.whole import draw, error, load_all
+from tests.models.test_gpt import LLAMA, draw_tokens
+from tests.plain_varlen import plain_varlen
+
+CPU = torch.device("cpu")
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 3, 3, -1, -1], [0, 0, 0, 0, 0, 0, 0, 0, 0, 0]])
+MODEL = replace(LLAMA, init_method_std=0.3)
+
+
+def test_spans_say_where_documents_begin() -> None:
+    spans = Spans.of(DOCUMENTS, 3, CPU)
+    assert spans.starts.tolist() == [0, 3, 5, 6, 8, 10, 20, 20, 20] and spans.starts.dtype == torch.int32
+    assert spans.longest == 10 and spans.window == (2, 0)  # the next power of two is more than a sequence has
+    short = Spans.of(DOCUMENTS[:1], None, CPU)
+    assert short.longest == 4 and short.window == (-1, 0) and len(short.starts) == 8 + 1
+    with pytest.raises(ValueError, match="not next to each other"):
+        Spans.of(torch.tensor([[0, 1, 0]]), None, CPU)
+    with pytest.raises(ValueError, match="documents are on meta"):
+        Spans.of(DOCUMENTS.to("meta"), None, CPU)
+
+
+def test_fsdp_leaves_documents_on_the_host() -> None:
+    """On a GPU its root moves every tensor among the arguments of a model, by this function of torch's."""
+    tokens = torch.zeros(1, 2, 10, dtype=torch.long)
+    batch = GlobalBatch(tokens, tokens, tokens[..., 0], documents=DOCUMENTS[None])
+    given = Inputs(batch, 20, CPU)[0]
+    ((moved, *_, documents, _),), _ = _to_kwargs(given, {}, torch.device("meta"), False)
+    assert moved.is_meta and isinstance(documents, Documents) and torch.equal(documents.numbers, DOCUMENTS)
+
+
+def loss_and_gradients(
+    mesh: Any, config: Any, documents: torch.Tensor | None, *, spans: bool, parallel: ParallelConfig | None = None
+) -> dict[str, torch.Tensor]:
+    model = GPT(config, mesh["tp"], seed=1, device="cpu", spans=spans)
+    load_all(model)
+    if parallel is not None:
+        parallelize(model, mesh, parallel)
+    tokens = draw_tokens(2, 10)
+    given = documents if documents is None or not spans else Documents(documents)
+    loss = model(tokens, draw_tokens(2, 10, seed=1), torch.rand(2, 10), None, given)
+    loss.backward()
+    grads = {name: getattr(p.grad, "_local_tensor", p.grad) for name, p in model.named_parameters()}
+    return {"loss": loss.detach(), **{name: g.clone() for name, g in grads.items() if g is not None}}
+
+
+@pytest.mark.parametrize(("window", "documents"), [(None, DOCUMENTS), (3, DOCUMENTS), (3, None)])
+def test_spans_equal_a_mask(window: int | None, documents: torch.Tensor | None) -> None:
+    config = replace(MODEL, window_size=window)
+    with fake_mesh() as mesh, plain_varlen() as calls:
+        torch.manual_seed(0)
+        masked = loss_and_gradients(mesh, config, documents, spans=False)
+        assert calls == []
+        torch.manual_seed(0)
+        found = loss_and_gradients(mesh, config, documents, spans=True)
+    assert calls == [2 if documents is None else 8] * config.num_layers
+    assert {name: e for name, want in masked.items() if not (e := error(found[name], want)) < 2e-6} == {}
+    torch.manual_seed(0)
+    with fake_mesh() as mesh:
+        plain = loss_and_gradients(mesh, MODEL, None, spans=True)
+    assert abs(plain["loss"] - found["loss"]) > 1e-3  # without documents and window it is another model
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(recompute_granularity="selective"),
+        ParallelConfig(recompute_granularity="full"),
+        ParallelConfig(compile=True),
+        ParallelConfig(compile=True, recompute_granularity="selective"),
+    ],
+)
+def test_spans_go_with_recompute_and_the_compiler(parallel: ParallelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Selective recompute keeps what attention returned: one forward pass of it per layer."""
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *a, **options: compiler(*a, **options, backend="aot_eager"))
+    torch._dynamo.reset()
+    with fake_mesh() as mesh, plain_varlen() as calls:
+        torch.manual_seed(0)
+        want = loss_and_gradients(mesh, MODEL, DOCUMENTS, spans=True)
+        calls.clear()
+        torch.manual_seed(0)
+        found = loss_and_gradients(mesh, MODEL, DOCUMENTS, spans=True, parallel=parallel)
+    replayed = 2 if parallel.recompute_granularity == "full" else 1
+    assert calls == [8] * MODEL.num_layers * replayed
+    assert {name: e for name, w in want.items() if not (e := error(found[name], w)) < 2e-6} == {}
+
+
+def test_rows_of_padding_stay_outside_of_spans() -> None:
+    """Sequence parallelism pads tokens to what the ranks share evenly: 23 rows for 20 tokens, of 4 + 2 heads."""
+    results = {}
+    with fake_mesh() as mesh, plain_varlen():
+        layer = SelfAttention(16, 4, mesh["tp"], num_groups=2, head_dim=8, device="cpu")
+        load_all(layer)
+        for spans in (False, True):
+            x = draw(23, 16, seed=0).requires_grad_()
+            info = SequenceInfo(2, 10, 23, spans=Spans.of(DOCUMENTS, None, CPU) if spans else None)
+            info.mask = None if spans else document_mask(DOCUMENTS, None, torch.float32)
+            y = layer(x, info)
+            results[spans] = [y.detach(), *torch.autograd.grad(y.square().sum(), x)]
+    assert not results[True][0][20:].any() and not results[True][1][20:].any()
+    for got, want in zip(results[True], results[False], strict=True):
+        assert error(got, want) < 2e-6
+
+
+def test_spans_are_not_for_dropout_of_attention() -> None:
+    with fake_mesh() as mesh, pytest.raises(ValueError, match="attention dropout needs a mask"):
+        GPT(replace(MODEL, attention_dropout=0.1), mesh["tp"], spans=True)
