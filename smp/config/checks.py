@@ -27,6 +27,8 @@ _FRACTIONS = {
 }
 # ... and these: at least 0.
 _FROM_ZERO = {"num_workers", "hybrid_shard_degree", "lr_warmup_iters", "min_lr", "weight_decay", "clip_grad", "seed"}
+# What random generators and timers can hold.
+_BELOW = {"seed": 2**63, "distributed_timeout_minutes": 10**6}
 
 
 def require(fits: bool, message: str) -> None:
@@ -47,6 +49,8 @@ def check_ranges(config: Config) -> None:
             require(value >= 0, f"{setting.flag} {value} must not be negative")
         else:
             require(value > 0, f"{setting.flag} {value} must be above 0")
+        limit = _BELOW.get(name)
+        require(limit is None or value < limit, f"{setting.flag} {value} must be below {limit}")
 
 
 def check_combinations(config: Config, layout: Layout) -> None:

@@ -76,9 +76,10 @@ def test_checkpoint_of_one_layout_continues_in_another(tmp_path: Path) -> None:
         assert b[iteration] == pytest.approx(a[iteration], rel=1e-5)
 
 
-QUICK_COMPILER = """
+QUICK_COMPILER = f"""
 import functools, sys
 import torch
+sys.path.insert(0, {str(ROOT)!r})
 import pretrain_gpt
 torch.compile = functools.partial(torch.compile, backend="aot_eager")  # all but the generation of code
 sys.exit(pretrain_gpt.main(sys.argv[1:]))
@@ -91,9 +92,8 @@ def test_a_compiled_run_evaluates_under_tensor_parallelism(tmp_path: Path) -> No
     flags = [*BASE, *SMALL, *TWO, "--train-iters", "4", "--eval-interval", "2", "--eval-iters", "1"]
     plain = run(tmp_path, *flags, "--log-interval", "1", "--log-dir", "a", processes=2)
     assert plain.returncode == 0, plain.stderr
-    words = command(*flags, "--log-interval", "1", "--log-dir", "b", "--compile", processes=2)
-    words[words.index(str(ROOT / "pretrain_gpt.py"))] = "quick.py"
-    compiled = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=200)
+    words = [*flags, "--log-interval", "1", "--log-dir", "b", "--compile"]
+    compiled = run_program(tmp_path / "quick.py", words, tmp_path, 2)
     assert compiled.returncode == 0, compiled.stderr
     for name in ("lm loss", "validation loss"):
         a, b = (values(tmp_path, logs, name) for logs in "ab")
