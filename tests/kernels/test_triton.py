@@ -130,11 +130,11 @@ def compilations() -> list[tuple[str, str, dict[str, str], dict[str, Any], int]]
     tensors |= dict.fromkeys(("rows", "features", "tiles"), size)
     for features in FEATURES:
         options = norm.tile_options(features)
-        forward, backward = options.pop("num_warps"), norm.tile_options(features, backward=True)["num_warps"]
+        warps = options.pop("num_warps")
         for adds, center in ((False, False), (True, False), (True, True)):
             flags = {"ADD": adds, "CENTER": center, **options}
-            out.append(("norm", "forward_kernel", tensors, {"EPS": 1e-5, **flags}, forward))
-            out.append(("norm", "backward_kernel", tensors, flags, backward))
+            out.append(("norm", "forward_kernel", tensors, {"EPS": 1e-5, **flags}, warps))
+            out.append(("norm", "backward_kernel", tensors, flags, warps))
     return out
 
 

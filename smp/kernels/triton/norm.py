@@ -103,10 +103,10 @@ def backward_kernel(
         tl.store(dbias + partial, db, mask=column < features)
 
 
-def tile_options(features: int, *, backward: bool = False) -> dict[str, Any]:
-    """Shape of a tile and warps that work on it: 16 elements a thread, 8 in the backward pass over the longest rows.
+def tile_options(features: int) -> dict[str, Any]:
+    """Shape of a tile and warps that work on it: 16 elements a thread, 8 of the longest rows.
 
-    More threads would be fewer registers each: with these no register spills on sm_80 and sm_90.
+    More threads would be fewer registers each: with these no register spills on sm_80 and sm_90, in Triton 3.6 and 3.7.
 
     Raises:
         ValueError: rows longer than ``LONGEST_ROW``.
@@ -115,7 +115,7 @@ def tile_options(features: int, *, backward: bool = False) -> dict[str, Any]:
         raise ValueError(f"a norm over {features} features: the Triton kernel takes at most {LONGEST_ROW}")
     block = triton.next_power_of_2(features)
     rows = max(1, min(16, TILE // block))
-    per_warp = 256 if backward and block == LONGEST_ROW else 512
+    per_warp = 256 if block == LONGEST_ROW else 512
     return {"ROWS": rows, "BLOCK": block, "num_warps": max(4, rows * block // per_warp)}
 
 
@@ -150,7 +150,7 @@ def backward(
     has_bias: bool,
 ) -> tuple[torch.Tensor, ...]:
     """See :func:`smp.kernels.norm.backward_reference`."""
-    (rows, features), options = x.shape, tile_options(x.shape[1], backward=True)
+    (rows, features), options = x.shape, tile_options(x.shape[1])
     tiles = triton.cdiv(rows, options["ROWS"])
     parts = min(tiles, programs(x.device))
     dx = x.new_empty(x.shape)
