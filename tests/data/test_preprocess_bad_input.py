@@ -6,8 +6,6 @@ import base64
 from dataclasses import replace
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 import smp.data.preprocess as preprocess_module
@@ -15,6 +13,8 @@ from smp.data.indexed_dataset import IndexedDataset
 from smp.data.preprocess import Encoder, preprocess
 from smp.data.tokenizer import Batch, SentencePieceTokenizer
 from tests.data.text_jobs import KINDS, TEXTS, lines, run, texts_in, write
+
+pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 

@@ -325,7 +325,7 @@ def compiled_cases() -> list[Case]:
     spreads: list[dict[str, Any]] = [
         {"tensor": (2, True), "style": "llama", "unequal": True, "clip": True, "chunk_bytes": 1000},
         {"shard": 2, "accumulation": 4, "style": "gpt2", "tied": True, "dropout": True},
-        {"tensor": (4, True), "style": "gpt2", "kv_heads": 2, "extra": "qknorm", "recompute": "selective"},
+        {"tensor": (2, True), "style": "gpt2", "kv_heads": 1, "extra": "qknorm", "recompute": "selective"},
         {"tensor": (2, False), "shard": 2, "style": "llama", "extra": "window", "recompute": "full", "dropout": True},
         {"tensor": (2, True), "style": "llama", "kv_heads": 1, "extra": "parallel", "bf16": True},
     ]

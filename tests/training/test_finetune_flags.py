@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import shlex
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -109,9 +110,8 @@ def test_what_the_data_are_laid_out_as(folder: Path) -> None:
     config, data = read("")
     assert len(read("--split 50,50,0")[1].valid.texts) == 30 and len(data.valid.texts) == 3
     assert read("--seq-length 24")[1].train.length == 24 and len(read("--seq-length 24")[1].train) > len(data.train)
-    assert read(f"--data-path {folder}/sft.jsonl {folder}/sft.jsonl")[1].samples.offsets[-1] == 2 * len(
-        data.samples.tokens
-    )
+    again = shutil.copy(f"{folder}/sft.jsonl", f"{folder}/again.jsonl")
+    assert read(f"--data-path {folder}/sft.jsonl {again}")[1].samples.offsets[-1] == 2 * len(data.samples.tokens)
     assert read("--micro-batch-size 2")[0].as_run().data.micro_batch_size == 2
     assert read("--global-batch-size 8")[0].as_run().data.global_batch_size == 8
     assert config.logging.log_dir == f"{folder}/logs" and FinetuneConfig().logging.log_dir == "runs/finetune"
