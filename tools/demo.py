@@ -65,9 +65,13 @@ class Runner:
         output = []
         with subprocess.Popen(command, cwd=ROOT, env=self._environment, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
-            for line in process.stdout:
-                print(line, end="", flush=True)
-                output.append(line)
+            try:
+                for line in process.stdout:
+                    print(line, end="", flush=True)
+                    output.append(line)
+            except KeyboardInterrupt:  # the command was told too, and may have something to save
+                print(*process.stdout, sep="", end="", flush=True)
+                raise SystemExit(130) from None
         if process.returncode:
             raise SystemExit(process.returncode)
         return "".join(output)

@@ -108,8 +108,8 @@ def load_model(opened: Opened, device: torch.device, dtype: torch.dtype = torch.
 
 def stream(
     ids: Iterable[int], before: list[int], decode: Callable[[list[int]], str], show: Callable[[str], Any]
-) -> None:
-    """Show the text of ``ids``, which follow ``before``, as far as its characters are complete."""
+) -> int:
+    """Show the text of ``ids``, which follow ``before``, as far as characters are complete; returns their number."""
     known, shown = list(before), len(decode(before))
     text = ""
     for token in ids:
@@ -119,6 +119,7 @@ def stream(
             show(text[shown:])
             shown = len(text)
     show(text[shown:])
+    return len(known) - len(before)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -156,8 +157,10 @@ def main(argv: list[str]) -> int:
         ids = tokenizer.encode(args.prompt) or ends[:1]
         new = generate(model, ids, args.max_new_tokens, sampling, ends)
         print(args.prompt, end="", flush=True)
-        stream(new, ids, tokenizer.decode, lambda text: print(text, end="", flush=True))
+        written = stream(new, ids, tokenizer.decode, lambda text: print(text, end="", flush=True))
         print()
+        if len(ids) + written == model.config.max_position_embeddings and written < args.max_new_tokens:
+            print(f"note: the longest sequence of this model, {len(ids) + written} tokens, ends here", file=sys.stderr)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -49,6 +49,11 @@ def merge(args: argparse.Namespace) -> None:
     Raises:
         CheckpointError, ConfigError: something cannot be read or written; one line.
     """
+    if not args.adapter.is_dir():
+        raise ConfigError(
+            f"--adapter {args.adapter}: there is no such folder. A run writes the folder adapter when it ends; until "
+            "then give the one of its checkpoints"
+        )
     model = open_checkpoint(args.load, reference=args.reference)
     dtype = None if args.dtype is None else DTYPES[args.dtype]
     if args.reference is None:

@@ -75,10 +75,10 @@ class _Difference:
 
     def add(self, left: torch.Tensor, right: torch.Tensor) -> None:
         """Some elements of both sides, in one dimension."""
-        differs = left.view(self.bits) != right.view(self.bits)
-        numbers = left.double()
-        self.norm += numbers[numbers.isfinite() | differs].square().sum().item()
-        if not differs.any():
+        same = torch.equal(left.view(self.bits), right.view(self.bits))
+        differs = None if same else left.view(self.bits) != right.view(self.bits)
+        self.norm += _squares(left, differs)
+        if differs is None:
             return
         self.equal = False
         away = _distance(left[differs], right[differs])
@@ -88,6 +88,17 @@ class _Difference:
     def result(self) -> TensorDifference:
         relative = math.sqrt(self.squares / self.norm) if self.norm else math.inf if self.squares else 0.0
         return TensorDifference(self.equal, self.floating, self.largest, math.inf if math.isnan(relative) else relative)
+
+
+def _squares(values: torch.Tensor, differs: torch.Tensor | None) -> float:
+    """Sum of squares, without what is not finite and the same on both sides."""
+    if values.dtype.is_floating_point:
+        norm = float(torch.linalg.vector_norm(values, dtype=torch.float64))
+        if math.isfinite(norm):
+            return norm**2
+    numbers = values.double()
+    counted = numbers.isfinite() if differs is None else numbers.isfinite() | differs
+    return float(numbers[counted].square().sum())
 
 
 def _distance(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

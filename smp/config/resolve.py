@@ -131,4 +131,5 @@ def _check_data_files(flag: str, part: BlendPart) -> None:
     names = [part.path] if is_text(part.path) else [part.path + suffix for suffix in (".bin", ".idx")]
     for name in names:
         if not os.path.isfile(name):
-            raise ConfigError(f"{flag} {part.path}: there is no file {name}")
+            hint = " (give the prefix, without .bin or .idx)" if part.path.endswith((".bin", ".idx")) else ""
+            raise ConfigError(f"{flag} {part.path}: there is no file {name}{hint}")

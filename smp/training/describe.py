@@ -1,8 +1,8 @@
-"""--dry-run: what a command line resolves to."""
+"""--dry-run: what a command line resolves to, as a recipe whose comments say what follows from it."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from smp.config import Config, Layout, to_yaml
@@ -18,7 +18,10 @@ from smp.pipeline.validate import peak_activations, peak_losses
 
 
 def describe(config: Config, world_size: int, tuning: FinetuneConfig | None = None) -> str:
-    """Settings, mesh, parameters and memory, as text; of a fine-tuning run with its own settings."""
+    """Settings, mesh, parameters and memory; of a fine-tuning run with its own settings.
+
+    Text that --config reads back: what is no setting is a comment, and the recipe trains.
+    """
     layout = Layout.from_config(config.parallel, world_size)
     vocab, length = config.model.vocab_size, config.data.seq_length
     assert vocab is not None and length is not None
@@ -28,9 +31,9 @@ def describe(config: Config, world_size: int, tuning: FinetuneConfig | None = No
     memory = _largest(config, layout, plan, tuned)
     mesh = " x ".join(f"{name} {getattr(layout, name)}" for name in MESH_DIMS)
     tflop = training_flops_per_token(config.model, length, vocab) / 1e12
+    settings = config if tuning is None else tuning
+    recipe = to_yaml(replace(settings, training=replace(settings.training, dry_run=False)))  # type: ignore[arg-type]
     lines = [
-        to_yaml(config if tuning is None else tuning).rstrip(),
-        "",
         f"mesh: {mesh} = {layout.world_size} processes, tp fastest",
         f"parameters: {count.total:,} (vocabulary and positions {count.embedding:,}, "
         f"{config.model.num_layers} blocks of {count.per_layer:,})",
@@ -41,7 +44,7 @@ def describe(config: Config, world_size: int, tuning: FinetuneConfig | None = No
         *(f"  {f.name.replace('_', ' '):18s}{getattr(memory, f.name) / 2**30:10.3f} GiB" for f in fields(memory)),
         f"  {'total':18s}{memory.total / 2**30:10.3f} GiB",
     ]
-    return "\n".join(lines)
+    return "\n".join([recipe, *(f"# {line}" for line in lines)])
 
 
 def _largest(config: Config, layout: Layout, plan: Plan | None, tuned: Tuned) -> MemoryEstimate:

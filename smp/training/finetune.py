@@ -228,7 +228,8 @@ def launch_finetune(config: FinetuneConfig, data: TuningData | None, process: Pr
     """Run, report why it ended, and return the exit code, as ``smp.training.pretrain.launch``."""
     if config.training.dry_run:
         if process.rank == 0:
-            print("\n".join([describe(config.as_run(), process.world_size, config), *(data.lines if data else ())]))
+            notes = [f"# {line}" for line in (data.lines if data else ())]
+            print("\n".join([describe(config.as_run(), process.world_size, config), *notes]))
         return 0
     assert data is not None, "checked with the settings"
     return launch(config.as_run(), process, partial(Finetuning, tuning=config, data=data))

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch.nn.attention import sdpa_kernel
 from tqdm import tqdm
 
 from smp.checkpoint import CheckpointError
+from smp.checkpoint.agree import gather
 from smp.config import Config, ConfigError, Layout
 from smp.config.batch import BatchSizes
 from smp.data.blend import BlendedDataset
@@ -42,6 +44,8 @@ from smp.training.runtime import StopSignal, Watchdog, report_once, start_proces
 from smp.training.saving import RunCheckpoints
 from smp.training.settings import report_own
 from smp.training.trainer import Progress, Step, StepResult, Trainer, TrainingError
+
+Made = TypeVar("Made")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,8 +116,8 @@ class Pretraining:
         progress.data = train.manifest
         self.trainer = Trainer(config, model, passes, optimizer, self.mesh, device, progress)
         self.batches = self._loader(train, progress.consumed_samples, self.sizes)
-        with _blamed_on("--log-dir", config.logging.log_dir):
-            self.console = Console(config, self.layout, self.process.rank, device, progress.iteration, self._work())
+        place = config, self.layout, self.process.rank, device, progress.iteration, self._work()
+        self.console = _on_all_or_none(lambda: Console(*place), "--log-dir", config.logging.log_dir)
 
     def _choose_backends(self, device: torch.device) -> Backends:
         return choose_backends(self.config, device, documents=self.config.data.reset_attention_mask)
@@ -327,13 +331,23 @@ class Pretraining:
         self.watchdog.close()
 
 
-@contextlib.contextmanager
-def _blamed_on(flag: str, value: str) -> Iterator[None]:
-    """An error of the file system becomes one line that names the flag."""
+def _on_all_or_none(action: Callable[[], Made], flag: str, value: str) -> Made:
+    """What ``action`` returns. If it fails on one rank all end, and say why: the others would wait for it.
+
+    Raises:
+        ConfigError: as ``action`` did; an error of the file system becomes one line that names the flag.
+    """
+    made, reason = list[Made](), None
     try:
-        yield
+        made.append(action())
+    except ConfigError as error:
+        reason = str(error)
     except OSError as error:
-        raise ConfigError(f"{flag} {value}: {error}") from None
+        reason = f"{flag} {value}: {error}"
+    found = next((reason for reason in gather(reason) if reason is not None), None)
+    if found is not None:
+        raise ConfigError(found)
+    return made[0]
 
 
 def _due(iteration: int, interval: int | None) -> bool:
@@ -358,9 +372,9 @@ def launch(config: Config, process: Process, kind: Callable[..., Pretraining] | 
     run: Pretraining | None = None
     try:
         run = (kind or Pretraining)(config, process, device, stop)
-        with _blamed_on("--status-file", str(status_path(config.logging))):
-            if process.rank == 0:
-                write_status(status_path(config.logging), "running", "", run.trainer.progress.iteration)
+        path, iteration = status_path(config.logging), _iteration(run)
+        running = (lambda: write_status(path, "running", "", iteration)) if process.rank == 0 else (lambda: None)
+        _on_all_or_none(running, "--status-file", str(path))
         outcome = run.run()
     except PipelineError as error:
         report_own(str(error), process.rank)

@@ -232,6 +232,8 @@ def test_missing_files_are_named(tmp_path):
         with pytest.raises(ConfigError, match=rf"--data-path .*corpus: there is no file .*corpus\{suffix}$"):
             check(f"--data-path {prefix}")
         (tmp_path / f"corpus{suffix}").touch()
+    with pytest.raises(ConfigError, match=r"\.bin: there is no file .* \(give the prefix, without .bin or .idx\)$"):
+        check(f"--data-path {prefix}.bin")
     with pytest.raises(ConfigError, match=r"--tokenizer-model .*tokenizer.model: there is no such file"):
         check(f"--tokenizer-model {tokenizer}")
     tokenizer.touch()

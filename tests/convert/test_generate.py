@@ -81,6 +81,9 @@ def test_the_command_prints_what_the_model_writes(run: Run, tmp_path: Path) -> N
     wanted = their_model("llama3").generate(torch.tensor([ids]), max_new_tokens=9, do_sample=False)[0].tolist()
     code, out, error = run("--load", ours, "--prompt", "w5 w17", "--max-new-tokens", "9", "--temperature", "0")
     assert (code, out.strip()) == (0, " ".join(f"w{i}" for i in wanted[1:] if i > 2)), error
+    assert "longest sequence" not in error
+    _, _, error = run("--load", ours, "--prompt", " ".join(["w5"] * 120), "--max-new-tokens", "50")
+    assert "note: the longest sequence of this model, 128 tokens, ends here" in error
 
 
 def test_sampling_flags_change_what_is_written(run: Run, tmp_path: Path) -> None:

@@ -7,12 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from smp import layers
-from smp.config import Layout
-from smp.parallel.mesh import build_mesh
 from tests.distributed import run_distributed
 
 README = Path(__file__).parents[2] / "README.md"
@@ -21,12 +16,11 @@ README = Path(__file__).parents[2] / "README.md"
 def tag(rank: int, world: int) -> dict[int, torch.Tensor]:
     """Outputs by TP size."""
     [code] = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    room: dict[str, Any] = {"torch": torch, "nn": nn, "DeviceMesh": DeviceMesh}
-    exec(code, room | {name: getattr(layers, name) for name in layers.__all__}, room)
+    room: dict[str, Any] = {}
+    exec(code, room)
     out = {}
     for tp in (1, world):
-        tagger = room["Tagger"](build_mesh(Layout(dp_replicate=world // tp, tp=tp), "cpu")["tp"])
-        layers.init_weights(tagger, 0)
+        tagger = room["build"](world, tp)
         with torch.no_grad():
             out[tp] = tagger(torch.tensor([3, 7, 49_999]))
     return out

@@ -72,7 +72,9 @@ def sections() -> list[Section]:
         Section(
             "bf16: one process against fp32, then layouts against one process in bf16",
             "",
-            [*((c.one_rank, c.one_rank_fp32) for c in rounded), *((c, c.one_rank) for c in rounded)],
+            list(
+                dict.fromkeys([*((c.one_rank, c.one_rank_fp32) for c in rounded), *((c, c.one_rank) for c in rounded)])
+            ),
         ),
     ]
 

@@ -172,6 +172,11 @@ def test_an_evaluation_ends_with_the_validation_samples(folder: Path, monkeypatc
     assert len(passed) == 2 and passed[0] == passed[1] > 0 and out.count("validation loss at iteration") == 2
 
 
+def test_adapters_that_are_not_there_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert merge_lora(["--load", str(tmp_path), "--adapter", f"{tmp_path}/adapter", "--save", f"{tmp_path}/new"]) == 1
+    assert "there is no such folder. A run writes the folder adapter when it ends" in capsys.readouterr().err
+
+
 def test_an_object_store_gets_checkpoints_and_the_adapter(folder: Path) -> None:
     pytest.importorskip("fsspec")
     more = "--save memory://tuned/run --lora-rank 2 --train-iters 1 --global-batch-size 4"

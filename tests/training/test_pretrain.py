@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -159,9 +160,27 @@ def test_profile_writes_a_trace_and_a_memory_table(tmp_path: Path) -> None:
     assert "aten::" in (folder / "rank_00000.memory.txt").read_text()
 
 
+def test_logs_of_another_run_end_all_ranks_for_one_reason(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    with (tmp_path / "logs/metrics.jsonl").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        two = ["--pipeline-model-parallel-size", "2", "--train-iters", "1", "--log-dir", "logs"]
+        result = run(tmp_path, *BASE, *SMALL, *two, processes=2)
+    said = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert result.returncode == 2 and said and all("logs is in use by another run" in line for line in said)
+
+
 def test_dry_run_describes_and_writes_nothing(tmp_path: Path) -> None:
     result = run(tmp_path, "--model", "llama3-8b", "--dry-run", "--bf16")
     assert result.returncode == 0, result.stderr
     for text in ("parameters: 8,030,261,248", "mesh: pp 1", "hidden_size: 4096", "GiB"):
         assert text in result.stdout
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_dry_run_prints_is_a_recipe_that_trains(tmp_path: Path) -> None:
+    flags = [*BASE, *SMALL, "--train-iters", "1", "--log-interval", "1"]
+    (tmp_path / "recipe.yaml").write_text(run(tmp_path, *flags, "--dry-run").stdout)
+    trained, same = run(tmp_path, "--config", "recipe.yaml", "--log-dir", "a"), run(tmp_path, *flags, "--log-dir", "b")
+    assert trained.returncode == same.returncode == 0, trained.stderr
+    assert losses(tmp_path, "a") == losses(tmp_path, "b") != {}
