@@ -92,7 +92,7 @@ class _Difference:
 
 def _squares(values: torch.Tensor, differs: torch.Tensor | None) -> float:
     """Sum of squares, without what is not finite and the same on both sides."""
-    if values.dtype.is_floating_point:
+    if values.dtype.is_floating_point and values.dtype.itemsize > 1:  # torch has no norm of one-byte numbers
         norm = float(torch.linalg.vector_norm(values, dtype=torch.float64))
         if math.isfinite(norm):
             return norm**2

@@ -127,6 +127,7 @@ class Chain:
             assert files == {path.name for path in (self.root / name).iterdir()}
 
 
+@pytest.mark.slow
 def test_a_run_without_a_crash(tmp_path: Path) -> None:
     chain = Chain(tmp_path)
     chain.run(3, ["--async-save"], None)
@@ -159,7 +160,13 @@ MOMENTS = [
 ]
 
 
-@pytest.mark.parametrize(("victim", "flags"), [("trainer:1", ["--async-save"]), ("writer:0", ["--async-save"])])
+WITHOUT_HELP = [
+    ("trainer:1", ["--async-save"]),
+    pytest.param("writer:0", ["--async-save"], marks=pytest.mark.slow),  # test_async has a killed writer too
+]
+
+
+@pytest.mark.parametrize(("victim", "flags"), WITHOUT_HELP)
 def test_who_is_left_ends_without_help(tmp_path: Path, victim: str, flags: list[str]) -> None:
     chain = Chain(tmp_path)
     chain.run_and_kill_one([*flags, *KEEP], victim, 0.1)

@@ -51,7 +51,7 @@ def test_a_dry_run_shows_less_memory_with_adapters_and_more_with_a_copy(tmp_path
     def gigabytes(config: FinetuneConfig) -> float:
         config.model, config.data.seq_length, config.data.global_batch_size = large, 512, 1
         lines = describe(config.as_run(), 1, config).splitlines()
-        return float(next(line.split()[1] for line in lines if line.startswith("  total")))
+        return float(next(line.split()[2] for line in lines if line.startswith("#   total")))
 
     full, lora, pairs = tuning(tmp_path), tuning(tmp_path, lora_rank=8), tuning(tmp_path)
     pairs.objective = ObjectiveConfig(objective="dpo", dpo_reference="copy")
