@@ -76,21 +76,24 @@ def build_model(
         backends: what computes.
         plan: of the pipeline; without one every rank has the whole model.
     """
-    parts = None if plan is None else list(plan.stages_of(mesh.get_local_rank("pp")).values())
-    split, seed = config.parallel.sequence_parallel, config.training.seed
-    model = GPT(
+    model = assemble(config, mesh, backends, plan)
+    parallelize(model, mesh, config.parallel)
+    model.to_empty(device=device)
+    init_weights(model, config.training.seed)
+    return model
+
+
+def assemble(config: Config, mesh: DeviceMesh, backends: Backends, plan: Plan | None) -> GPT:
+    """This rank's parts of the model, without memory and not yet sharded. Arguments as in :func:`build_model`."""
+    return GPT(
         config.model,
         mesh["tp"],
-        sequence_parallel=split,
-        seed=seed,
-        parts=parts,
+        sequence_parallel=config.parallel.sequence_parallel,
+        seed=config.training.seed,
+        parts=None if plan is None else list(plan.stages_of(mesh.get_local_rank("pp")).values()),
         kernels=backends.kernels,
         spans=backends.attention.spans,
     )
-    parallelize(model, mesh, config.parallel)
-    model.to_empty(device=device)
-    init_weights(model, seed)
-    return model
 
 
 def build_passes(

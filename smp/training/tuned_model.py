@@ -28,7 +28,7 @@ from smp.models.gpt import GPT
 from smp.parallel.boxes import local_box
 from smp.pipeline.plan import Plan
 from smp.sharding.parallelize import parallelize
-from smp.training.build import Backends
+from smp.training.build import Backends, assemble
 
 
 def open_base(tuning: FinetuneConfig) -> Weights:
@@ -70,17 +70,7 @@ def build_tuned_model(
         ConfigError: a pattern of --lora-target-modules chooses no layer.
         CheckpointError: the weights cannot be read.
     """
-    parts = None if plan is None else list(plan.stages_of(mesh.get_local_rank("pp")).values())
-    split, seed = config.parallel.sequence_parallel, config.training.seed
-    model = GPT(
-        config.model,
-        mesh["tp"],
-        sequence_parallel=split,
-        seed=seed,
-        parts=parts,
-        kernels=backends.kernels,
-        spans=backends.attention.spans,
-    )
+    model, seed = assemble(config, mesh, backends, plan), config.training.seed
     adapted = _add_adapters(model, tuning, seed, start)
     model.frozen = adapted
     if not trainable:
