@@ -26,7 +26,7 @@ def read(argv: list[str], world_size: int) -> tuple[Config, LoggingConfig | None
 
 def run(config: Config, process: Process) -> int:
     """Build and run."""
-    from smp.training.pretrain import launch  # imports torch, which takes seconds
+    from smp.training.launch import launch  # imports torch, which takes seconds
 
     return launch(config, process)
 

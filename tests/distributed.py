@@ -53,7 +53,7 @@ def _worker(
 def forkserver() -> Any:
     """Ranks are forked from a server that has imported torch and done nothing else: seconds less for each."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["smp.training.pretrain", "tests.distributed"])
+    context.set_forkserver_preload(["smp.training.launch", "tests.distributed"])
     return context
 
 

@@ -119,7 +119,7 @@ def test_layers_of_the_wheel_train(wheel: Path, tmp_path: Path) -> None:
 
 
 def test_the_kernels_import_without_what_they_may_use() -> None:
-    code = "import sys; sys.modules['triton'] = sys.modules['apex'] = None; import smp.layers, smp.training.pretrain"
+    code = "import sys; sys.modules['triton'] = sys.modules['apex'] = None; import smp.layers, smp.training.launch"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

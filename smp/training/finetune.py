@@ -29,6 +29,7 @@ from smp.pipeline.plan import Plan
 from smp.training.adapter_files import leave_companions, publish_adapter, reference_config
 from smp.training.build import Backends, build_passes, choose_backends
 from smp.training.describe import describe
+from smp.training.launch import launch
 from smp.training.passes import Passes
 from smp.training.persistence import TUNED
 from smp.training.pipelined import Pipelined
@@ -40,7 +41,7 @@ from smp.training.preference import (
     Reference,
     TableReference,
 )
-from smp.training.pretrain import Outcome, Pretraining, launch
+from smp.training.pretrain import Outcome, Pretraining
 from smp.training.process import Process
 from smp.training.runtime import StopSignal
 from smp.training.saving import RunCheckpoints
@@ -225,7 +226,7 @@ class Finetuning(Pretraining):
 
 
 def launch_finetune(config: FinetuneConfig, data: TuningData | None, process: Process) -> int:
-    """Run, report why it ended, and return the exit code, as ``smp.training.pretrain.launch``."""
+    """Run, report why it ended, and return the exit code, as ``smp.training.launch.launch``."""
     if config.training.dry_run:
         if process.rank == 0:
             notes = [f"# {line}" for line in (data.lines if data else ())]

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import datetime
 import json
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -19,7 +18,6 @@ from torch import nn
 from torch.nn.attention import sdpa_kernel
 from tqdm import tqdm
 
-from smp.checkpoint import CheckpointError
 from smp.checkpoint.agree import gather
 from smp.config import Config, ConfigError, Layout
 from smp.config.batch import BatchSizes
@@ -30,20 +28,18 @@ from smp.data.sample import SampleDataset
 from smp.models.gpt import GPT
 from smp.optim.optimizer import build_optimizer
 from smp.parallel.mesh import build_mesh, data_rank
-from smp.pipeline.failure import PipelineError, naming
+from smp.pipeline.failure import naming
 from smp.pipeline.plan import Plan, describe_plan, plan_pipeline
 from smp.pipeline.timeline import to_trace
 from smp.training.build import Backends, build_model, build_passes, choose_backends
 from smp.training.console import Console
-from smp.training.describe import describe
 from smp.training.passes import Passes
 from smp.training.pipelined import Pipelined
-from smp.training.process import Process, Status, ended, status_path, write_status
+from smp.training.process import Process, Status
 from smp.training.profiler import Profiler
-from smp.training.runtime import StopSignal, Watchdog, report_once, start_process_group
+from smp.training.runtime import StopSignal, Watchdog
 from smp.training.saving import RunCheckpoints
-from smp.training.settings import report_own
-from smp.training.trainer import Progress, Step, StepResult, Trainer, TrainingError
+from smp.training.trainer import Progress, Step, StepResult, Trainer
 
 Made = TypeVar("Made")
 
@@ -117,7 +113,7 @@ class Pretraining:
         self.trainer = Trainer(config, model, passes, optimizer, self.mesh, device, progress)
         self.batches = self._loader(train, progress.consumed_samples, self.sizes)
         place = config, self.layout, self.process.rank, device, progress.iteration, self._work()
-        self.console = _on_all_or_none(lambda: Console(*place), "--log-dir", config.logging.log_dir)
+        self.console = on_all_or_none(lambda: Console(*place), "--log-dir", config.logging.log_dir)
 
     def _choose_backends(self, device: torch.device) -> Backends:
         return choose_backends(self.config, device, documents=self.config.data.reset_attention_mask)
@@ -331,7 +327,7 @@ class Pretraining:
         self.watchdog.close()
 
 
-def _on_all_or_none(action: Callable[[], Made], flag: str, value: str) -> Made:
+def on_all_or_none(action: Callable[[], Made], flag: str, value: str) -> Made:
     """What ``action`` returns. If it fails on one rank all end, and say why: the others would wait for it.
 
     Raises:
@@ -352,74 +348,3 @@ def _on_all_or_none(action: Callable[[], Made], flag: str, value: str) -> Made:
 
 def _due(iteration: int, interval: int | None) -> bool:
     return interval is not None and iteration % interval == 0
-
-
-def launch(config: Config, process: Process, kind: Callable[..., Pretraining] | None = None) -> int:
-    """Run, report why it ended, and return the exit code: 0, 1 when it failed, 2 when it could not start.
-
-    Args:
-        config: resolved settings.
-        process: this one.
-        kind: makes the run; by default a ``Pretraining``.
-    """
-    if config.training.dry_run:
-        if process.rank == 0:
-            print(describe(config, process.world_size))
-        return 0
-    parallel = config.parallel
-    device = start_process_group(process, parallel.distributed_timeout_minutes, config.training.deterministic_mode)
-    stop = StopSignal()
-    run: Pretraining | None = None
-    try:
-        run = (kind or Pretraining)(config, process, device, stop)
-        path, iteration = status_path(config.logging), _iteration(run)
-        running = (lambda: write_status(path, "running", "", iteration)) if process.rank == 0 else (lambda: None)
-        _on_all_or_none(running, "--status-file", str(path))
-        outcome = run.run()
-    except PipelineError as error:
-        report_own(str(error), process.rank)
-        outcome = Outcome("failed", str(error), _iteration(run))
-        _write_for_rank_zero(config, process, outcome)
-    except (ConfigError, CheckpointError, TrainingError) as error:
-        report_once(str(error), process.rank)
-        outcome = Outcome("bad_config" if run is None else "failed", str(error), _iteration(run))
-    except BaseException as error:
-        outcome = Outcome("failed", f"{type(error).__name__}: {error}", _iteration(run))
-        _write_outcome(config, process, outcome, run is not None)
-        raise
-    finally:
-        if run is not None:
-            run.close()
-    _write_outcome(config, process, outcome, run is not None)
-    if outcome.status in ("done", "requeue"):
-        dist.barrier()  # gloo may still be handing back the last result, and aborts a process that exits meanwhile
-    dist.destroy_process_group()
-    return {"done": 0, "requeue": 0, "failed": 1, "bad_config": 2}[outcome.status]
-
-
-def _iteration(run: Pretraining | None) -> int:
-    return 0 if run is None else run.trainer.progress.iteration
-
-
-def _write_outcome(config: Config, process: Process, outcome: Outcome, started: bool) -> None:
-    """Rank 0 writes the status file. A run that never started writes one only where it was asked to."""
-    logging = config.logging
-    if process.rank != 0 or (logging.status_file is None and not started):
-        return
-    _write(config, outcome)
-    print(f"{outcome.status}: {outcome.reason}", flush=True)
-
-
-def _write_for_rank_zero(config: Config, process: Process, outcome: Outcome) -> None:
-    """Rank 0 may be the one that is lost, so the first of the others writes the status file. If rank 0 is there it
-    writes its own word over that."""
-    if process.rank != 0 and not ended(status_path(config.logging)):
-        _write(config, outcome)
-
-
-def _write(config: Config, outcome: Outcome) -> None:
-    path = status_path(config.logging)
-    try:
-        write_status(path, outcome.status, outcome.reason, outcome.iteration)
-    except OSError as error:
-        print(f"error: --status-file {path}: {error}", file=sys.stderr, flush=True)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pretrain_gpt
-import smp.training.pretrain as pretrain_module
+import smp.training.launch as launch_module
 from smp.config import Config
 from smp.training.pretrain import Pretraining
 
@@ -211,7 +211,7 @@ def run_here(
     with contextlib.ExitStack() as stack:
         stack.enter_context(clean_process())
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(pretrain_module, "Pretraining", kind)
+        patch.setattr(launch_module, "Pretraining", kind)
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
             patch.delenv(name, raising=False)
         os.chdir(folder)

@@ -1,0 +1,89 @@
+"""A process around a run: how it starts, what it says when it ends, and its exit code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from smp.checkpoint import CheckpointError
+from smp.config import Config, ConfigError
+from smp.pipeline.failure import PipelineError
+from smp.training.describe import describe
+from smp.training.pretrain import Outcome, Pretraining, on_all_or_none
+from smp.training.process import Process, ended, status_path, write_status
+from smp.training.runtime import StopSignal, report_once, start_process_group
+from smp.training.settings import report_own
+from smp.training.trainer import TrainingError
+
+
+def launch(config: Config, process: Process, kind: Callable[..., Pretraining] | None = None) -> int:
+    """Run, report why it ended, and return the exit code: 0, 1 when it failed, 2 when it could not start.
+
+    Args:
+        config: resolved settings.
+        process: this one.
+        kind: makes the run; by default a ``Pretraining``.
+    """
+    if config.training.dry_run:
+        if process.rank == 0:
+            print(describe(config, process.world_size))
+        return 0
+    parallel = config.parallel
+    device = start_process_group(process, parallel.distributed_timeout_minutes, config.training.deterministic_mode)
+    stop = StopSignal()
+    run: Pretraining | None = None
+    try:
+        run = (kind or Pretraining)(config, process, device, stop)
+        path, iteration = status_path(config.logging), _iteration(run)
+        running = (lambda: write_status(path, "running", "", iteration)) if process.rank == 0 else (lambda: None)
+        on_all_or_none(running, "--status-file", str(path))
+        outcome = run.run()
+    except PipelineError as error:
+        report_own(str(error), process.rank)
+        outcome = Outcome("failed", str(error), _iteration(run))
+        _write_for_rank_zero(config, process, outcome)
+    except (ConfigError, CheckpointError, TrainingError) as error:
+        report_once(str(error), process.rank)
+        outcome = Outcome("bad_config" if run is None else "failed", str(error), _iteration(run))
+    except BaseException as error:
+        outcome = Outcome("failed", f"{type(error).__name__}: {error}", _iteration(run))
+        _write_outcome(config, process, outcome, run is not None)
+        raise
+    finally:
+        if run is not None:
+            run.close()
+    _write_outcome(config, process, outcome, run is not None)
+    if outcome.status in ("done", "requeue"):
+        dist.barrier()  # gloo may still be handing back the last result, and aborts a process that exits meanwhile
+    dist.destroy_process_group()
+    return {"done": 0, "requeue": 0, "failed": 1, "bad_config": 2}[outcome.status]
+
+
+def _iteration(run: Pretraining | None) -> int:
+    return 0 if run is None else run.trainer.progress.iteration
+
+
+def _write_outcome(config: Config, process: Process, outcome: Outcome, started: bool) -> None:
+    """Rank 0 writes the status file. A run that never started writes one only where it was asked to."""
+    logging = config.logging
+    if process.rank != 0 or (logging.status_file is None and not started):
+        return
+    _write(config, outcome)
+    print(f"{outcome.status}: {outcome.reason}", flush=True)
+
+
+def _write_for_rank_zero(config: Config, process: Process, outcome: Outcome) -> None:
+    """Rank 0 may be the one that is lost, so the first of the others writes the status file. If rank 0 is there it
+    writes its own word over that."""
+    if process.rank != 0 and not ended(status_path(config.logging)):
+        _write(config, outcome)
+
+
+def _write(config: Config, outcome: Outcome) -> None:
+    path = status_path(config.logging)
+    try:
+        write_status(path, outcome.status, outcome.reason, outcome.iteration)
+    except OSError as error:
+        print(f"error: --status-file {path}: {error}", file=sys.stderr, flush=True)
