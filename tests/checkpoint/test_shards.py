@@ -101,6 +101,16 @@ def test_little_is_read_for_little(tmp_path: Path, small_shards: None, count: li
     assert torch.equal(whole, state()["rows"]) and sum(count) == header + 3200
 
 
+def test_parameters_are_filled(tmp_path: Path, small_shards: None) -> None:
+    """They require gradients, and threads read them: where a shard fits in one piece, and where it goes by a buffer."""
+    save(state(), tmp_path / "x", extra={})
+    into: dict[str, Any] = {name: torch.nn.Parameter(tensor) for name, tensor in zeros(state()).items()}
+    into["across"] = torch.nn.Parameter(torch.zeros(8, 50).t())
+    load(into, tmp_path / "x")
+    assert all(torch.equal(into[name], tensor) for name, tensor in state().items())
+    assert all(parameter.grad_fn is None and parameter.is_leaf for parameter in into.values())
+
+
 def test_names_that_are_like_our_keys_are_refused(tmp_path: Path, small_shards: None) -> None:
     twins: dict[str, Any] = {"w": torch.zeros(100), "w[0:64]": torch.zeros(3)}
     with pytest.raises(CheckpointError, match=r"w\[0:64\] would be two tensors in one file"):
