@@ -23,6 +23,7 @@ from smp.checkpoint.local import PIECE
 from smp.checkpoint.manifest import parse_unique
 from smp.checkpoint.validate import require
 
+_METADATA = "__metadata__"  # texts about the file under this key of a header; no tensor may be called so
 _LONGEST_HEADER = 100_000_000  # the limit of the safetensors package
 _ALIGNMENT = 64  # of the first tensor in the file: a cache line
 LARGEST_SHARD = 1 << 26
@@ -59,12 +60,18 @@ def lay_out(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | N
     Args:
         tensors: by key; only their shapes and dtypes are used.
         metadata: texts for the header; our checkpoints have none.
+
+    Raises:
+        CheckpointError: a key that a reader could not give back.
     """
     slots, start = [], 0
     for key, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
+        # half of a surrogate pair is no text: readers of JSON refuse it
+        if key in ("", _METADATA) or key.encode(errors="replace").decode() != key:
+            raise CheckpointError(f"no tensor of a safetensors file can be called {key!r}")
         slots.append(Slot(key, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), start, tensor.nbytes))
         start += tensor.nbytes
-    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    entries: dict[str, Any] = {} if metadata is None else {_METADATA: dict(metadata)}
     entries |= {s.key: {"dtype": s.dtype, "shape": s.shape, "data_offsets": (s.start, s.start + s.size)} for s in slots}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
@@ -142,7 +149,7 @@ def read_header(source: Source) -> dict[str, Slot]:
         text = bytearray(length)
         source.read_into(8, memoryview(text))
         content = parse_unique(bytes(text))
-        slots = {key: _slot(key, entry, 8 + length, source.size) for key, entry in content.items() if key[:2] != "__"}
+        slots = {key: _slot(key, entry, 8 + length, source.size) for key, entry in content.items() if key != _METADATA}
         _refuse_overlaps(slots.values())
         return slots
     except DamagedError:

@@ -273,6 +273,21 @@ def test_only_tensors_go_into_state(tmp_path: Path, value: Any) -> None:
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize("name", ["__w", "__metadata", "a b/ü[0:1]\n", "w\0"])
+def test_any_text_is_a_name(tmp_path: Path, name: str) -> None:
+    save({name: torch.ones(3)}, tmp_path / "x", extra={})
+    into = {name: torch.zeros(3)}
+    load(into, tmp_path / "x")
+    assert into[name].sum() == 3 and verify(tmp_path / "x") == [] and list(load_file(tmp_path / "x" / FILE)) == [name]
+
+
+@pytest.mark.parametrize("name", ["", "__metadata__", "\ud800"])
+def test_what_no_reader_gives_back_is_no_name(tmp_path: Path, name: str) -> None:
+    with pytest.raises(CheckpointError, match="no tensor of a safetensors file can be called"):
+        save({name: torch.ones(3)}, tmp_path / "x", extra={})
+    assert not (tmp_path / "x").exists()
+
+
 def test_meta_tensor_is_refused(folder: Path, tmp_path: Path) -> None:
     meta = {"F32": torch.zeros(3, 4, device="meta")}
     with pytest.raises(CheckpointError, match="F32 is on the meta device"):
