@@ -201,7 +201,7 @@ def _box(text: str | None, shape: tuple[int, ...]) -> tuple[list[int], list[int]
     """Offsets and sizes of a selection such as ``0:4,:8,3``; a single number keeps its dimension, with size 1.
 
     Raises:
-        CheckpointError: more slices than dimensions, or steps.
+        CheckpointError: more slices than dimensions, steps, or a single number that is not in its dimension.
     """
     words = [] if text is None else text.split(",")
     if len(words) > len(shape) or any(word.count(":") > 1 for word in words):
@@ -209,6 +209,8 @@ def _box(text: str | None, shape: tuple[int, ...]) -> tuple[list[int], list[int]
     ranges = []
     for word, size in zip([*words, *[":"] * (len(shape) - len(words))], shape, strict=True):
         first, colon, last = word.strip().partition(":")
+        if not colon and not -size <= int(first) < size:
+            raise CheckpointError(f"[{text}]: there is no {first} in a dimension of size {size}")
         if not colon:
             last = str(int(first) + 1) if first != "-1" else ""
         ranges.append(range(size)[slice(int(first) if first else None, int(last) if last else None)])
@@ -232,7 +234,8 @@ def thin_out(args: argparse.Namespace) -> int:
             lock.release()
     for name in names:
         print(f"{'would remove' if args.dry_run else 'removed'} {root.child(name)}")
-    print(f"{len(names)} checkpoints, {freed / 1e9:.3f} GB; {', '.join(complete(root)) or 'none'} left")
+    left = [name for name in complete(root) if name not in names]
+    print(f"{len(names)} checkpoints, {freed / 1e9:.3f} GB; {', '.join(left) or 'none'} left")
     return 0
 
 

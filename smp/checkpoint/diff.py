@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from smp.checkpoint.box import read_blocks, read_box
-from smp.checkpoint.entries import DTYPES, Manifest
+from smp.checkpoint.entries import DTYPES, Manifest, Shard
 from smp.checkpoint.folder import Folder
 
 _ELEMENTS = 1 << 18  # compared at a time: 2 MB of them in double precision
@@ -55,15 +55,27 @@ def diff_tensor(
     entry = a[1].tensors[name]
     found = _Difference(DTYPES[entry.dtype])
     for shard in entry.shards:
-        whole = read_box(*b, name, shard.offsets, shard.sizes)
-        for where, left in read_blocks(*a, name, shard.offsets, shard.sizes):
-            right = whole
-            for dim, (offset, size) in enumerate(zip(where, left.shape, strict=True)):
-                right = right.narrow(dim, offset, size)
-            for pair in zip(*(side.reshape(-1).split(_ELEMENTS) for side in (left, right)), strict=True):
-                found.add(*pair)
-            progress(left.nbytes)
+        _compare(a, b, name, shard, found, progress)
     return found.result()
+
+
+def _compare(
+    a: tuple[Folder, Manifest],
+    b: tuple[Folder, Manifest],
+    name: str,
+    shard: Shard,
+    found: _Difference,
+    progress: Callable[[int], None],
+) -> None:
+    """One shard of ``a``; what was read of it is forgotten before the next one is read."""
+    whole = read_box(*b, name, shard.offsets, shard.sizes)
+    for where, left in read_blocks(*a, name, shard.offsets, shard.sizes):
+        right = whole
+        for dim, (offset, size) in enumerate(zip(where, left.shape, strict=True)):
+            right = right.narrow(dim, offset, size)
+        for pair in zip(*(side.reshape(-1).split(_ELEMENTS) for side in (left, right)), strict=True):
+            found.add(*pair)
+        progress(left.nbytes)
 
 
 class _Difference:

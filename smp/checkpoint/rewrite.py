@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from smp.checkpoint.box import read_box
+from smp.checkpoint.box import read_box_into
 from smp.checkpoint.entries import DTYPES, CheckpointError, Manifest, Shard, TensorEntry
 from smp.checkpoint.folder import Folder
 from smp.checkpoint.manifest import MANIFEST, check_files, read_manifest
@@ -88,13 +88,17 @@ def _write(
 ) -> list[tuple[str, Shard]]:
     names = dict(zip(shard_keys(pieces), (name for name, _, _ in pieces), strict=True))
     boxes = {key: _box(manifest.tensors[n], first, count) for key, (n, first, count) in zip(names, pieces, strict=True)}
+    dtypes = {key: DTYPES[manifest.tensors[name].dtype] for key, name in names.items()}
+    bytes_of = {key: math.prod(sizes) * dtypes[key].itemsize for key, (_, sizes) in boxes.items()}
+    memory = torch.empty(max(bytes_of.values(), default=0), dtype=torch.uint8)  # of one piece, never of two
 
     def data(key: str) -> Iterator[memoryview]:
-        tensor = read_box(source, manifest, names[key], *boxes[key])
-        yield raw_bytes(tensor)
-        progress(tensor.nbytes)
+        offsets, sizes = boxes[key]
+        piece = memory[: bytes_of[key]].view(dtypes[key]).view(sizes)
+        read_box_into(source, manifest, names[key], offsets, piece)
+        yield raw_bytes(piece)
+        progress(piece.nbytes)
 
-    dtypes = {key: DTYPES[manifest.tensors[name].dtype] for key, name in names.items()}
     return [(names[shard.key], shard) for shard in write_shards(target, file, boxes, dtypes, data)]
 
 
