@@ -24,6 +24,8 @@ class Source(Protocol):
 
     piece: int
     """Bytes per read that are fastest here."""
+    readers: int
+    """Threads that may call ``read_into`` at the same time, and are faster than one."""
 
     @property
     def size(self) -> int:

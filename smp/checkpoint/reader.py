@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -25,11 +25,10 @@ from smp.checkpoint.folder import Folder, Source
 from smp.checkpoint.tensor_file import Slot, raw_bytes, read_header, read_tensor
 from smp.checkpoint.verify import check_slot
 
-READERS = 4
-"""Shards that are read at the same time: disks and stores are fastest when several requests wait."""
-
 Place = tuple[str, tuple[int, ...]]
 """A shard, by the name of its tensor and its offsets."""
+Parts = Sequence[tuple[ReadItem, torch.Tensor]]
+"""What is wanted of a shard, and where it belongs."""
 
 
 class ManifestReader(StorageReader):
@@ -69,7 +68,9 @@ class ManifestReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill local storage, file by file in the order of the bytes, with a piece per reader besides it.
+        """Fill local storage, file by file. Memory besides it: a piece for each of the source's readers.
+
+        Threads read and copy; ``planner`` is called from this one only.
 
         Raises:
             DamagedError: naming the file, and the tensor where one is known, for anything but what was saved.
@@ -85,35 +86,28 @@ class ManifestReader(StorageReader):
         done.set_result(None)
         return done
 
+    @torch.no_grad()
     def _read_file(self, file: str, by_place: Mapping[Place, list[ReadItem]], planner: LoadPlanner) -> None:
+        parts = {place: [(i, planner.resolve_tensor(i)) for i in items] for place, items in by_place.items()}
+        for device in {target.device for of_one in parts.values() for _, target in of_one if target.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()  # threads have streams of their own
+        inference = torch.is_inference_mode_enabled()  # a mode holds for one thread
         with opened_file(self.folder, self.manifest, file, {name for name, _ in by_place}) as (source, slots):
             found = {place: check_slot(slots, *self._named(place)) for place in by_place}
 
             def read(place: Place) -> None:
-                self._read_shard(source, found[place], place, by_place[place], planner)
+                with torch.inference_mode(inference), torch.no_grad():
+                    require_checksum(place[0], self.shards[place], _read_shard(source, found[place], parts[place]))
 
-            with ThreadPoolExecutor(READERS, "checkpoint-reader") as pool:
-                in_order = sorted(found, key=lambda place: found[place].start)
-                deque(pool.map(read, in_order), maxlen=0)  # raises the first error, and the shards not begun are left
+            in_order = sorted(found, key=lambda place: found[place].start)
+            with ThreadPoolExecutor(source.readers, "checkpoint-reader") as pool:
+                for place, _ in zip(in_order, pool.map(read, in_order), strict=True):
+                    for item, target in parts[place]:
+                        planner.commit_tensor(item, target)
 
     def _named(self, place: Place) -> tuple[str, Shard, str]:
         """Name, shard and dtype of a tensor."""
         return place[0], self.shards[place], self.manifest.tensors[place[0]].dtype
-
-    @torch.no_grad()  # here, because it holds for one thread
-    def _read_shard(
-        self, source: Source, slot: Slot, place: Place, items: list[ReadItem], planner: LoadPlanner
-    ) -> None:
-        """Straight to where it belongs when that takes all of it in one piece; else by way of a small buffer."""
-        targets = [planner.resolve_tensor(item) for item in items]
-        whole = len(items) == 1 and tuple(targets[0].shape) == slot.shape
-        if whole and targets[0].is_cpu and targets[0].is_contiguous():
-            found = read_tensor(source, slot, raw_bytes(targets[0]))
-        else:
-            found = _read_in_blocks(source, slot, list(zip(items, targets, strict=True)))
-        require_checksum(place[0], self.shards[place], found)
-        for item, target in zip(items, targets, strict=True):
-            planner.commit_tensor(item, target)
 
 
 @contextmanager
@@ -166,7 +160,16 @@ def blocks_of(
         yield first, block.view(DTYPES[slot.dtype]).view(count, *shape[1:])
 
 
-def _read_in_blocks(source: Source, slot: Slot, parts: list[tuple[ReadItem, torch.Tensor]]) -> str:
+def _read_shard(source: Source, slot: Slot, parts: Parts) -> str:
+    """Straight to where it belongs when that takes all of it in one piece, else by a small buffer; its checksum."""
+    target = parts[0][1]
+    whole = len(parts) == 1 and tuple(target.shape) == slot.shape
+    if whole and target.is_cpu and target.is_contiguous():
+        return read_tensor(source, slot, raw_bytes(target))
+    return _read_in_blocks(source, slot, parts)
+
+
+def _read_in_blocks(source: Source, slot: Slot, parts: Parts) -> str:
     """Read a shard some rows at a time and copy what of them is wanted while it is in the cache; its checksum."""
     hashed = xxhash.xxh3_64()
     for first, rows in blocks_of(source, slot, hashed, pinned=any(target.is_cuda for _, target in parts)):

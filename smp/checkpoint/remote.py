@@ -14,7 +14,8 @@ from typing import Any
 from smp.checkpoint.entries import CheckpointError
 from smp.checkpoint.folder import Folder, Sink, Source
 
-_PART = 1 << 26  # bytes per request: S3 allows 10,000 parts, so a file may have 640 GB
+_PART = 1 << 26  # bytes per upload: S3 allows 10,000 parts, so a file may have 640 GB
+_RANGE = 1 << 24  # bytes per download: some are under way at a time, and each is held twice
 
 
 class RemoteFolder(Folder):
@@ -112,7 +113,8 @@ class RemoteFolder(Folder):
         size = self.size(name)
         if size is None:
             raise FileNotFoundError(f"no object {self.url}/{name}")
-        yield _RemoteSource(self.files, self._at(name), size)
+        # back-ends that run in one event loop may be called from any thread; of others fsspec promises nothing
+        yield _RemoteSource(self.files, self._at(name), size, 4 if self.files.to.async_impl else 1)
 
     def delete(self, name: str) -> None:
         if self.size(name) is not None:
@@ -158,10 +160,10 @@ class _Calls:
 class _RemoteSource:
     """Ranges of an object. Requests are large, because each costs tens of milliseconds."""
 
-    piece = _PART
+    piece = _RANGE
 
-    def __init__(self, files: _Calls, path: str, size: int) -> None:
-        self._files, self._path, self.size = files, path, size
+    def __init__(self, files: _Calls, path: str, size: int, readers: int) -> None:
+        self._files, self._path, self.size, self.readers = files, path, size, readers
 
     def read_into(self, offset: int, into: memoryview) -> None:
         if not len(into):

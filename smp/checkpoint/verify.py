@@ -15,8 +15,6 @@ from smp.checkpoint.local import open_folder
 from smp.checkpoint.manifest import read_manifest
 from smp.checkpoint.tensor_file import Slot, read_header
 
-_MEMORY = 1 << 20  # read again and again into the same megabyte, which stays in the cache for the checksum
-
 
 def verify(
     folder: Path | str | Folder,
@@ -83,8 +81,8 @@ def check_slot(slots: dict[str, Slot], name: str, shard: Shard, dtype: str) -> S
 
 
 def _hash(source: Source, slot: Slot, progress: Callable[[int], None]) -> str:
-    hashed, memory = xxhash.xxh3_64(), memoryview(bytearray(min(max(_MEMORY, source.piece // 4), slot.size)))
-    for start in range(0, slot.size, max(len(memory), 1)):
+    hashed, memory = xxhash.xxh3_64(), memoryview(bytearray(min(source.piece, slot.size)))
+    for start in range(0, slot.size, source.piece):
         piece = memory[: min(len(memory), slot.size - start)]
         source.read_into(slot.start + start, piece)
         hashed.update(piece)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from smp.checkpoint import AsyncSaver, CheckpointError, async_save, load, read_manifest, save, verify
+from smp.checkpoint import AsyncSaver, CheckpointError, DamagedError, async_save, load, read_manifest, save, verify
 from smp.checkpoint.box import read_box
 from smp.checkpoint.local import _LocalSource, open_folder
+from smp.checkpoint.planner import ManifestLoadPlanner
 from smp.checkpoint.rewrite import rewrite
 from tests.checkpoint.plain_reader import read_checkpoint
 from tests.checkpoint.test_folder import zeros
@@ -109,6 +112,69 @@ def test_parameters_are_filled(tmp_path: Path, small_shards: None) -> None:
     load(into, tmp_path / "x")
     assert all(torch.equal(into[name], tensor) for name, tensor in state().items())
     assert all(parameter.grad_fn is None and parameter.is_leaf for parameter in into.values())
+
+
+def test_inference_tensors_are_filled(tmp_path: Path, small_shards: None) -> None:
+    """The mode of the caller holds in the threads too: torch changes such tensors nowhere else."""
+    save(state(), tmp_path / "x", extra={})
+    with torch.inference_mode():
+        into = zeros(state()) | {"across": torch.zeros(8, 50).t()}
+        load(into, tmp_path / "x")
+    assert all(torch.equal(into[name], tensor) for name, tensor in state().items())
+
+
+def during_reads(monkeypatch: pytest.MonkeyPatch, action: Callable[[int], object]) -> set[int]:
+    """Call ``action`` with the offset of each read by a thread that is not this one; which threads those are."""
+    here, threads, plain = threading.get_ident(), set[int](), _LocalSource.read_into
+
+    def read_into(source: _LocalSource, offset: int, into: memoryview) -> None:
+        if threading.get_ident() != here:
+            threads.add(threading.get_ident())
+            action(offset)
+        plain(source, offset, into)
+
+    monkeypatch.setattr(_LocalSource, "read_into", read_into)
+    return threads
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+def test_as_many_shards_are_read_at_a_time_as_the_source_says(
+    tmp_path: Path, small_shards: None, monkeypatch: pytest.MonkeyPatch, readers: int
+) -> None:
+    """A read ends when so many are under way. The planner is called by one thread: it need not bear more."""
+    whole, asked = torch.randn(6 * LIMIT // 4), []
+    for name in ("resolve_tensor", "commit_tensor"):
+        plain = getattr(ManifestLoadPlanner, name)
+        noted = lambda *args, plain=plain: (asked.append(threading.get_ident()), plain(*args))[1]  # noqa: E731
+        monkeypatch.setattr(ManifestLoadPlanner, name, noted)
+    monkeypatch.setattr(_LocalSource, "readers", readers)
+    save({"w": whole}, tmp_path / "x", extra={})
+    into = {"w": torch.zeros_like(whole)}
+    together = threading.Barrier(readers, timeout=60)
+    threads = during_reads(monkeypatch, lambda _: together.wait())
+    load(into, tmp_path / "x")
+    assert torch.equal(into["w"], whole) and len(threads) == readers
+    assert asked == [threading.get_ident()] * 12
+
+
+def test_no_read_is_under_way_when_an_error_is_raised(
+    tmp_path: Path, small_shards: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save({"w": torch.randn(6 * LIMIT // 4)}, tmp_path / "x", extra={})
+    under_way: list[int] = []
+
+    def fail_or_wait(offset: int) -> None:
+        under_way.append(offset)
+        if len(under_way) == 1:
+            under_way.clear()
+            raise EOFError("gone")
+        time.sleep(0.1)
+        under_way.remove(offset)
+
+    during_reads(monkeypatch, fail_or_wait)
+    with pytest.raises(DamagedError, match="gone"):
+        load({"w": torch.zeros(6 * LIMIT // 4)}, tmp_path / "x")
+    assert under_way == []
 
 
 def test_names_that_are_like_our_keys_are_refused(tmp_path: Path, small_shards: None) -> None:
