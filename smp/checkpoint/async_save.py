@@ -82,7 +82,7 @@ def async_save(
     after = None
     if latest_in is not None:
         keep = None if retention is None else asdict(retention)
-        after = {"root": str(open_folder(latest_in)), "retention": keep}
+        after = {"root": open_folder(latest_in).address, "retention": keep}
     saver.begin(state, open_folder(folder), extra, logical_rows or {}, after, lock)
 
 
@@ -129,11 +129,11 @@ class AsyncSaver:
         token = on_rank_zero(lambda: secrets.token_hex(8))
         commit = None
         if staged.manifest is not None:
-            held = None if lock is None else {"root": str(lock.root), "token": lock.token}
+            held = None if lock is None else {"root": lock.root.address, "token": lock.token}
             commit = {"manifest": asdict(staged.manifest), "patience": self.patience, "after": after, "lock": held}
         self._save = _UnderWay(folder, started, awaited=["part"] + ["commit"] * (commit is not None))
         try:
-            job = {"save": token, "folder": str(folder), "part": staged.part, "commit": commit}
+            job = {"save": token, "folder": folder.address, "part": staged.part, "commit": commit}
             self._writer.submit(job, self._memory)
         except WriterDiedError as error:
             self._save.fail(str(error))

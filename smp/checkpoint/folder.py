@@ -50,6 +50,11 @@ class Folder(ABC):
     def __str__(self) -> str:
         """The path, for messages."""
 
+    @property
+    @abstractmethod
+    def address(self) -> str:
+        """What ``open_folder`` finds it by in another process, whose working folder may be another."""
+
     @abstractmethod
     def child(self, name: str) -> Folder:
         """A folder inside; nothing is made."""
@@ -100,7 +105,7 @@ class Folder(ABC):
 
     @abstractmethod
     def remove(self) -> None:
-        """Delete the folder with everything inside."""
+        """Delete the folder with everything inside. If its name is a link, the link goes too."""
 
     @abstractmethod
     def sync(self) -> None:

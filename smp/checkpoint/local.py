@@ -32,6 +32,10 @@ class LocalFolder(Folder):
     def __str__(self) -> str:
         return str(self.local)
 
+    @property
+    def address(self) -> str:
+        return str(self.local.absolute())
+
     def child(self, name: str) -> Folder:
         return LocalFolder(self.local / name)
 
@@ -102,7 +106,9 @@ class LocalFolder(Folder):
         sync_to_disk(self.local)
 
     def remove(self) -> None:
-        shutil.rmtree(self.local)
+        shutil.rmtree(self.local.resolve())
+        if self.local.is_symlink():
+            self.local.unlink()
         sync_to_disk(self.local.parent)
 
     def sync(self) -> None:

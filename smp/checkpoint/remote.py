@@ -54,6 +54,10 @@ class RemoteFolder(Folder):
     def __str__(self) -> str:
         return self.url
 
+    @property
+    def address(self) -> str:
+        return self.url
+
     def child(self, name: str) -> Folder:
         return RemoteFolder(self.files.to, f"{self.path}/{name}", f"{self.url}/{name}")
 
@@ -121,12 +125,11 @@ class RemoteFolder(Folder):
             self.files.rm_file(self._at(name))
 
     def rename(self, name: str, new: str) -> None:
-        """Object by object, copied and deleted; the manifest first, so that nothing half moved looks complete."""
-        old_folder, new_folder = self.child(name), self.child(new)
-        assert isinstance(old_folder, RemoteFolder) and isinstance(new_folder, RemoteFolder)
-        for file in sorted(old_folder.names()):
-            self.files.copy(old_folder._at(file), new_folder._at(file))
-            old_folder.delete(file)
+        """Object by object, copied and deleted; data last, so that nothing half moved has a manifest."""
+        old = self._at(name)
+        for path in sorted(self.files.find(old), key=lambda path: path.endswith(".safetensors")):
+            self.files.copy(path, self._at(new) + path.removeprefix(old))
+            self.files.rm_file(path)
 
     def remove(self) -> None:
         if self.exists():

@@ -61,6 +61,15 @@ def test_it_writes_what_save_writes(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "x")) == ["manifest.json", "shard_00000.safetensors"]
 
 
+def test_a_path_is_that_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may have gone to another folder after the writer began."""
+    with AsyncSaver() as saver:
+        monkeypatch.chdir(tmp_path)
+        async_save(example(), "run/iter_0000001", saver=saver, extra={}, latest_in="run")
+        assert saver.wait() is not None
+    assert complete(tmp_path / "run") == ["iter_0000001"] and (tmp_path / "run/latest").exists()
+
+
 def test_one_at_a_time_in_memory_that_is_kept(tmp_path: Path) -> None:
     with AsyncSaver() as saver:
         for iteration in range(1, 7):

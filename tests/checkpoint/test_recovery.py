@@ -182,6 +182,15 @@ def test_leftovers_are_removed_and_nothing_else(root: Path) -> None:
     assert clean(open_folder(root)) == lines[2:]
 
 
+def test_a_link_to_a_checkpoint_elsewhere_is_pruned(root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Somebody made room. What is left of it would be in the way of every start."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "x"
+    (root / "iter_0000005").rename(elsewhere)
+    (root / "iter_0000005").symlink_to(elsewhere)
+    assert prune(open_folder(root), Retention(2)) == ["iter_0000005"]
+    assert sorted(os.listdir(root)) == ["iter_0000010", "iter_0000020", "latest"] and not elsewhere.exists()
+
+
 def test_latest_is_repaired(root: Path) -> None:
     (root / "latest").write_text("iter_0000010\n")
     assert clean(open_folder(root)) == [f"{root}/latest now names iter_0000020, the newest complete checkpoint"]

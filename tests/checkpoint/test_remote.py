@@ -158,6 +158,26 @@ def test_damage_is_found_and_set_aside(root: str) -> None:
     assert aside.names() == ["DAMAGED.txt", "manifest.json", "shard_00000.safetensors"]
 
 
+def test_everything_in_a_folder_is_set_aside_with_it(root: str) -> None:
+    """What the converter keeps in a folder of its own too, and nothing of a neighbour."""
+    fill(root, [2, 20])
+    open_folder(f"{root}/iter_0000002/hf").replace("config.json", b"{}")
+    open_folder(root).rename("iter_0000002", "damaged_iter_0000002")
+    assert open_folder(root).names() == ["damaged_iter_0000002", "iter_0000020", "latest"]
+    assert open_folder(f"{root}/damaged_iter_0000002/hf").read("config.json") == b"{}"
+    assert verify(f"{root}/damaged_iter_0000002") == [] and verify(f"{root}/iter_0000020") == []
+
+
+def test_only_back_ends_that_bear_it_are_read_by_several_threads(root: str) -> None:
+    for folder, readers in ((f"{root}/x", 4), (f"memory:/{root[4:]}/x", 1)):
+        save(example(), folder, extra={})
+        with open_folder(folder).reader("shard_00000.safetensors") as source:
+            assert source.readers == readers
+        loaded = zeros(example())
+        load(loaded, folder)
+        assert all(torch.equal(t.float(), example()[name].float()) for name, t in loaded.items())
+
+
 def test_unfinished_saves_are_no_checkpoints_and_are_cleaned(root: str) -> None:
     fill(root, [1])
     open_folder(f"{root}/iter_0000002").replace("shard_00000.safetensors", b"x")
@@ -182,6 +202,16 @@ def test_a_writer_that_fails_midway_uploads_nothing(root: str) -> None:
         sink.write(memoryview(b"x" * 50))
         raise ValueError("midway")
     assert folder.names() == []
+
+
+def test_parts_of_a_file_that_fails_midway_are_deleted(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("smp.checkpoint.remote._PART", 5 << 20)
+    files = fsspec.filesystem("s3")
+    with pytest.raises(ValueError, match="midway"), open_folder(root).writer("file", 7 << 20) as sink:
+        sink.write(memoryview(b"x" * (7 << 20)))
+        assert [upload["Key"] for upload in files.list_multipart_uploads("bucket")] == [f"{root[12:]}/file"]
+        raise ValueError("midway")
+    assert files.list_multipart_uploads("bucket") == [] and open_folder(root).names() == []
 
 
 def test_pruning_and_the_lock(root: str) -> None:
