@@ -14,31 +14,10 @@ from typing import Any
 
 import xxhash
 
-from smp.checkpoint.entries import DTYPES, CheckpointError, DamagedError, Manifest, Shard, TensorEntry
+from smp.checkpoint.entries import CheckpointError, DamagedError, Manifest, Shard, TensorEntry
 from smp.checkpoint.folder import Folder
-from smp.checkpoint.local import open_folder, sync_to_disk, write_durably
+from smp.checkpoint.local import open_folder
 from smp.checkpoint.validate import check_manifest, require
-
-__all__ = [
-    "DTYPES",
-    "FORMAT",
-    "MANIFEST",
-    "VERSION",
-    "CheckpointError",
-    "DamagedError",
-    "Manifest",
-    "Shard",
-    "TensorEntry",
-    "check_extra",
-    "check_files",
-    "check_manifest",
-    "parse_manifest",
-    "parse_unique",
-    "read_manifest",
-    "sync_to_disk",
-    "write_durably",
-    "write_manifest",
-]
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "smp-checkpoint", 1

@@ -102,11 +102,6 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def checksum(tensor: torch.Tensor) -> str:
-    """xxh3_64 of the raw bytes of a contiguous CPU tensor, 16 hex digits."""
-    return xxhash.xxh3_64_hexdigest(raw_bytes(tensor))
-
-
 def write_file(
     folder: Folder, name: str, layout: FileLayout, tensors: Iterable[tuple[str, memoryview]]
 ) -> dict[str, str]:

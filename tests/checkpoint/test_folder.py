@@ -27,9 +27,11 @@ from smp.checkpoint import (
     save,
     verify,
 )
+from smp.checkpoint.entries import DTYPES, Manifest
 from smp.checkpoint.latest import misnamed
 from smp.checkpoint.local import open_folder
-from smp.checkpoint.manifest import DTYPES, Manifest, check_manifest, write_manifest
+from smp.checkpoint.manifest import write_manifest
+from smp.checkpoint.validate import check_manifest
 from tests.checkpoint.plain_reader import read_checkpoint
 
 FILE = "shard_00000.safetensors"
