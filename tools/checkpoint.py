@@ -36,6 +36,7 @@ from smp.checkpoint.lock import RunLock
 from smp.checkpoint.manifest import MANIFEST
 from smp.checkpoint.retention import VALIDATION_LOSS, Retention, doomed, prune
 from smp.checkpoint.rewrite import rewrite
+from smp.checkpoint.storage import OUR_FILES
 from smp.checkpoint.summary import SHOWN_WHOLE, Summary
 
 _SELECTION = re.compile(r"(?P<name>[^\[\]]+)(?:\[(?P<slices>[-\d:, ]*)\])?")
@@ -250,6 +251,8 @@ def reshard(args: argparse.Namespace) -> int:
     with bar(total_size(manifest), "rewriting") as shown:
         written = rewrite(folder, open_folder(args.target), args.files, shown)
     print(f"{len(written.files)} files with {total_size(written) / 1e9:.3f} GB in {args.target}")
+    if others := [n for n in folder.names() if n not in manifest.files and not OUR_FILES.fullmatch(n)]:
+        print(f"not copied, because it is no part of the checkpoint: {', '.join(others)}")
     return 0
 
 

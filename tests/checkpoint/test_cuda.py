@@ -54,3 +54,15 @@ def test_transposed_memory(tmp_path: Path) -> None:
     target = torch.zeros(3, 4).cuda().t()
     load({"w": target}, tmp_path / "x")
     assert torch.equal(target.cpu(), torch.arange(12.0).view(3, 4).t())
+
+
+def test_what_the_caller_began_on_its_stream_comes_first(tmp_path: Path) -> None:
+    """Threads copy on streams of their own."""
+    save({"w": torch.ones(1000, 1000)}, tmp_path / "x", extra={})
+    with torch.cuda.stream(torch.cuda.Stream()):
+        target = torch.empty(1000, 1000, device="cuda")
+        torch.cuda._sleep(500_000_000)  # clock cycles: tenths of a second
+        target.zero_()
+        load({"w": target}, tmp_path / "x")
+    torch.cuda.synchronize()
+    assert target.eq(1).all()

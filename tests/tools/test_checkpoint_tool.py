@@ -195,10 +195,18 @@ def test_reshard_keeps_every_bit(small: Path, tmp_path: Path, files: int, capsys
     into = {name: torch.full_like(tensor, 9.0) for name, tensor in tensors().items()}
     load(into, target)
     assert all(torch.equal(into[name], tensor) for name, tensor in tensors().items())
+    assert "not copied" not in capsys.readouterr().out
     assert main(["verify", str(target)]) == 0 and main(["diff", str(small), str(target)]) == 0
     capsys.readouterr()
     assert main(["reshard", str(small), str(target)]) == 2
     assert "is not empty" in capsys.readouterr().err
+
+
+def test_reshard_names_what_it_leaves(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (small / "hf").mkdir()
+    (small / "shard_00000.safetensors.json").touch()  # a background save's own
+    assert main(["reshard", str(small), str(tmp_path / "target")]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == ["not copied, because it is no part of the checkpoint: hf"]
 
 
 def test_reshard_of_a_damaged_checkpoint_leaves_nothing(small: Path, tmp_path: Path) -> None:
