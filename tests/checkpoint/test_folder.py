@@ -130,6 +130,7 @@ def test_wrong_length_is_found(folder: Path, damage: Callable[[bytes], bytes]) -
     (folder / FILE).write_bytes(damage((folder / FILE).read_bytes()))
     with pytest.raises(CheckpointError, match=rf"{FILE}: has \d+ bytes instead of"):
         load(zeros(example()), folder)
+    assert len(verify(folder)) == 1
 
 
 def test_missing_data_file_is_found(folder: Path) -> None:

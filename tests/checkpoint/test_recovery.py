@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 import torch
 
-from smp.checkpoint import CheckpointError, DamagedError, Retention, commit_latest, load, prune, save
+from smp.checkpoint import (
+    CheckpointError,
+    DamagedError,
+    LockLostError,
+    Retention,
+    RunLock,
+    commit_latest,
+    load,
+    prune,
+    save,
+)
 from smp.checkpoint.entries import Manifest
-from smp.checkpoint.folder import Folder
+from smp.checkpoint.folder import Folder, Sink
 from smp.checkpoint.latest import complete
 from smp.checkpoint.local import LocalFolder, open_folder
 from smp.checkpoint.recovery import clean, load_newest, load_step
@@ -296,3 +307,19 @@ def test_nothing_is_published_by_who_lost_the_folder(root: Path) -> None:
     notes = publish(open_folder(root), open_folder(root / "iter_0000010"), Retention(2), lost)
     assert len(notes) == 1 and "taken over" in notes[0] and (root / "latest").read_text() == "iter_0000020\n"
     assert len(complete(root)) == 3
+
+
+def test_a_plain_save_looks_at_the_lock_before_it_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another job took the folder while the data were written."""
+    lock = RunLock(open_folder(tmp_path), print)
+    write = LocalFolder.writer
+
+    def taken_meanwhile(folder: LocalFolder, name: str, size: int) -> AbstractContextManager[Sink]:
+        (tmp_path / "lock").write_text('{"token": "of another"}')
+        return write(folder, name, size)
+
+    monkeypatch.setattr(LocalFolder, "writer", taken_meanwhile)
+    with pytest.raises(LockLostError, match="was taken over by another job"):
+        save({"w": torch.ones(3)}, tmp_path / "x", extra={}, lock=lock)
+    lock.release()
+    assert os.listdir(tmp_path) == ["lock"]

@@ -246,6 +246,14 @@ def test_the_lock_outlives_a_server_that_is_away(root: str, machine: Server, mon
     lock.release()
 
 
+def test_a_small_file_is_made_by_one(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when another one makes it after this one looked."""
+    folder = open_folder(root)
+    assert folder.create("a", b"first")
+    monkeypatch.setattr(type(folder), "size", lambda *_: None)
+    assert not folder.create("a", b"second") and folder.read("a") == b"first"
+
+
 def test_one_of_two_takers_has_a_dead_jobs_lock(root: str) -> None:
     dead = replace(lock_module.Holder.here(), started="1")
     folder = open_folder(root)

@@ -178,6 +178,13 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_run_ends_the_same(
     assert len(list(ck.glob("damaged_iter_*/DAMAGED.txt"))) == 2
 
 
+def test_a_damaged_checkpoint_of_another_run_is_passed_over(runs: Runs, saved: Run, ck: Path) -> None:
+    flip(ck / "iter_0000005/shard_00000.safetensors")
+    run = runs.fresh(f"--train-iters 5 --load {ck} --save new")
+    assert run.code == 0 and run.losses == saved.losses[4:] and folders(run.folder / "new") == [5]
+    assert lines(run, "iter_0000005 is passed over") and folders(ck) == [2, 4, 5]
+
+
 def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(runs: Runs, ck: Path) -> None:
     flip(ck / "iter_0000004/shard_00000.safetensors")
     for flags in (f"--load {ck} --ckpt-step 4", f"--load {ck}/iter_0000004"):
