@@ -48,9 +48,8 @@ class CommandParser(argparse.ArgumentParser):
 
 def exit_code(error: Exception) -> int:
     """2 when what was asked cannot be started, 1 for damage and for what failed on the way, such as a full disk."""
-    if isinstance(error.__cause__, OSError):
-        error = error.__cause__
-    failed = isinstance(error, OSError) and not isinstance(error, _ASKED)
+    met = (error, error.__cause__)  # errors of checkpoints name the one of the system behind them
+    failed = any(isinstance(one, OSError) and not isinstance(one, _ASKED) for one in met)
     return 1 if failed or isinstance(error, DamageError) else 2
 
 
@@ -59,6 +58,12 @@ def in_one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).splitlines())
+
+
+def output_gone() -> int:
+    """Exit code of a program that SIGPIPE ended, which is what happens when its reader goes, as in ``| head``."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in the buffer
+    return 141
 
 
 def run_tool(work: Callable[[], int | None], interrupted: str = "") -> int:
@@ -72,9 +77,8 @@ def run_tool(work: Callable[[], int | None], interrupted: str = "") -> int:
         code = work() or 0
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # whoever read what is printed has gone, as in "| head"
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in the buffer
-        return 141  # as of a program that SIGPIPE ended
+    except BrokenPipeError:
+        return output_gone()
     except (ValueError, OSError) as error:
         print(f"error: {in_one_line(error)}", file=sys.stderr)
         return exit_code(error)

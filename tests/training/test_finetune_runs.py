@@ -139,7 +139,7 @@ def command(folder: Path, text: str, main: Callable[[list[str]], int] = finetune
 
 def test_a_preview_prints_samples_and_trains_nothing(folder: Path) -> None:
     code, out, _ = command(folder, flags(folder, "--preview 2"))
-    assert code == 0 and out.count("--- text") == 2 and "\x1b[1;32m" in out
+    assert code == 0 and out.count("--- text") == 2 and "⟦" in out and "\x1b" not in out, "colours are for terminals"
     assert "samples: 60 of 60 used" in out and "% full" in out
     code, out, _ = command(folder, f"--load {folder} --data-path {folder}/dpo.jsonl --objective dpo --preview 2")
     assert code == 0 and out.count("--- text") == 4, "two answers of each pair"
