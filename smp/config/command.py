@@ -1,8 +1,8 @@
 """What every command line has in common: how it is read, what a mistake looks like, and exit codes. Imports no torch.
 
-Exit code 0: done. 2: it could not start because of what was asked: a bad value, a file that is not there or is of
-another kind, a target that exists. 1: it failed while it worked, or found damage or a difference. 130: interrupted.
-What went wrong is one line on the error output, ``error: ...``.
+Exit code 0: done. 2: what was asked cannot be done, so the command has to change: a bad value, a file that is not there
+or is of another kind, a target that exists. 1: it failed while it worked, as on a full disk, or found damage or a
+difference. 130: interrupted. What went wrong is one line on the error output, ``error: ...``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def exit_code(error: Exception) -> int:
-    """2 when what was asked cannot be started, 1 for damage and for what failed on the way, such as a full disk."""
+    """2 when what was asked cannot be done, 1 for damage and for what failed on the way, such as a full disk."""
     met = (error, error.__cause__)  # errors of checkpoints name the one of the system behind them
     failed = any(isinstance(one, OSError) and not isinstance(one, _ASKED) for one in met)
     return 1 if failed or isinstance(error, DamageError) else 2
