@@ -29,6 +29,8 @@ class _Lasting:
             return self._stream.write(text)
         except BrokenPipeError:
             self._go_on()
+            if getattr(self._stream, "write_through", False):  # PYTHONUNBUFFERED: nothing was kept
+                return self.write(text)
             return len(text)
 
     def flush(self) -> None:
@@ -38,7 +40,7 @@ class _Lasting:
             self._go_on()
 
     def _go_on(self) -> None:
-        """What could not be written is in the buffer still."""
+        """What could not be written is in the buffer still, if there is one."""
         with open(os.devnull, "w") as nowhere:
             os.dup2((self._instead or nowhere).fileno(), self._stream.fileno())
         self._instead = None

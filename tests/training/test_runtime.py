@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import json
 import math
 import os
@@ -21,6 +22,7 @@ import torch
 
 import pretrain_gpt
 from smp.config import ConfigError
+from smp.training.output import lasting_output
 from smp.training.process import Process
 from smp.training.runtime import Watchdog
 from smp.training.sinks import JsonlSink
@@ -105,6 +107,20 @@ def test_a_run_goes_on_when_nobody_reads_what_it_prints(tmp_path: Path) -> None:
     assert (tmp_path / "ck/latest").read_text() == "iter_0000002\n"
     said = (tmp_path / "err").read_text()
     assert f"saved {tmp_path}/ck/iter_0000002" in said and "requeue: --exit-interval 2 reached" in said
+
+
+@pytest.mark.parametrize("unbuffered", [True, False])
+def test_no_line_is_lost_when_the_reader_goes(tmp_path: Path, unbuffered: bool) -> None:
+    read, write = os.pipe()
+    pipe = io.TextIOWrapper(os.fdopen(write, "wb", 0 if unbuffered else -1), write_through=unbuffered)
+    with pipe, (tmp_path / "err").open("w") as error:
+        with contextlib.redirect_stdout(pipe), contextlib.redirect_stderr(error), lasting_output():
+            print("seen")
+            assert os.read(read, 100) == b"seen\n", "at once"
+            os.close(read)
+            print("one\ntwo")
+            print("three")
+    assert (tmp_path / "err").read_text() == "one\ntwo\nthree\n"
 
 
 def test_many_sigterms_are_one(runs: Runs) -> None:
