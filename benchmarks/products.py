@@ -20,7 +20,8 @@ def products(table: Any, fused: bool) -> None:
     passes: 14 FLOPs per pair of tokens and channel (4 in the forward pass, 10 in the backward pass)."""
     s = table.sizes
     table.say(f"\n{'operation':34s}{'version':16s}{'us':>12s}{'TFLOP/s':>10s}{'of product':>11s}")
-    hidden, weight = table.draw((s.tokens, s.hidden)), table.draw((s.vocabulary, s.hidden))
+    hidden = table.draw((s.tokens, s.hidden))
+    weight = table.draw((s.vocabulary, s.hidden)).detach().mul_(s.hidden**-0.5).requires_grad_()  # logits around 1
     labels = torch.randint(0, s.vocabulary, (s.tokens,), device=table.device)
     weights, shard = (
         torch.full((s.tokens,), 1 / s.tokens, device=table.device),

@@ -28,8 +28,9 @@ from smp.models.arithmetic import count_parameters, training_flops_per_token
 from smp.models.presets import PRESETS
 from smp.parallel.mesh import build_mesh
 
-GROUPS = 3
+GROUPS = 5
 """Timed groups of steps per entry; the table shows the median, and the device is waited for once per group."""
+OUT_OF_MEMORY = "out of memory"
 
 
 @dataclass(frozen=True)
@@ -83,27 +84,53 @@ def entries(work: Work, mesh: DeviceMesh, bf16: bool) -> dict[str, Callable[[], 
     return table
 
 
-def measure(build: Callable[[], Step], device: str, steps: int) -> tuple[float, float, float]:
-    """(median seconds per step, fastest group's, peak bytes on the device or 0)."""
+@dataclass(frozen=True)
+class Measured:
+    """Median seconds per step and peak bytes on the device (0 on a CPU); or why there are none."""
+
+    seconds: float = 0.0
+    peak: int = 0
+    failure: str = ""
+
+
+def why(error: Exception) -> str:
+    """One line; it keeps nothing of the failed entry alive, as the exception itself would."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return OUT_OF_MEMORY
+    return f"{type(error).__name__}: {error}".splitlines()[0][:80]
+
+
+def measure(builds: dict[str, Callable[[], Step]], device: str, steps: int) -> dict[str, Measured]:
+    """Build the entries, then let them take turns, so that whatever else the machine does hits all of them."""
+    found, running = dict.fromkeys(builds, Measured()), dict[str, Step]()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    step = build()
-    for _ in range(3):
-        step()
-    times = []
+    for name, build in builds.items():
+        try:
+            step = build()
+            for _ in range(3):
+                step()
+            running[name] = step
+        except Exception as error:  # the others are wanted all the same
+            found[name] = Measured(failure=why(error))
+    times: dict[str, list[float]] = {name: [] for name in running}
     for _ in range(GROUPS):
-        synchronize(device)
-        started = time.perf_counter()
-        for _ in range(steps):
-            step()
-        synchronize(device)
-        times.append((time.perf_counter() - started) / steps)
+        for name, step in running.items():
+            synchronize(device)
+            started = time.perf_counter()
+            for _ in range(steps):
+                step()
+            synchronize(device)
+            times[name].append((time.perf_counter() - started) / steps)
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
-    return statistics.median(times), min(times), peak
+    return found | {name: Measured(statistics.median(seconds), peak) for name, seconds in times.items()}
 
 
 def one_shape(report: Report, shape: Shape, device: str, mesh: DeviceMesh, steps: int) -> int:
-    """The rows of one shape; returns how many entries failed, other than for memory."""
+    """The rows of one shape; returns how many entries failed, other than for memory.
+
+    The memory of a GPU holds one entry at a time. That of a CPU holds all, and they take turns.
+    """
     dtype = torch.bfloat16 if shape.bf16 else torch.float32
     sides = (8192, 8192, 8192) if device == "cuda" else (2048, 512, 1536)
     limit = product_rate(Clock(device, 10), *sides, dtype)
@@ -116,28 +143,24 @@ def one_shape(report: Report, shape: Shape, device: str, mesh: DeviceMesh, steps
         f"{'bf16' if shape.bf16 else 'fp32'}; product {' x '.join(map(str, sides))}: {limit / 1e12:.3f} TFLOP/s"
     )
     report.say(f"{'entry':34s}{'tokens/s':>10s}{'TFLOP/s':>10s}{'MFU':>7s}{'peak GB':>9s}{'x first':>9s}")
+    everything = entries(work, mesh, shape.bf16)
+    together = [everything] if device == "cpu" else [{name: build} for name, build in everything.items()]
     first, failed = 0.0, 0
-    for name, build in entries(work, mesh, shape.bf16).items():
-        try:
-            seconds, _, peak = measure(build, device, steps)
-        except Exception as error:  # the others are wanted all the same
-            reason = (
-                "out of memory" if isinstance(error, torch.OutOfMemoryError) else f"{type(error).__name__}: {error}"
-            )
-            report.say(f"{name:34s}  {reason.splitlines()[0][:80]}")
-            failed += not isinstance(error, torch.OutOfMemoryError)
-            continue
-        finally:
-            torch._dynamo.reset()
-            gc.collect()
-            if device == "cuda":
-                torch.cuda.empty_cache()
-        rate = work.tokens / seconds
-        first = first or rate
-        memory = f"{peak / 1e9:9.1f}" if peak else f"{'-':>9s}"
-        report.say(
-            f"{name:34s}{rate:10.0f}{rate * flops / 1e12:10.3f}{rate * flops / limit:7.3f}{memory}{rate / first:9.3f}"
-        )
+    for builds in together:
+        for name, measured in measure(builds, device, steps).items():
+            if measured.failure:
+                report.say(f"{name:34s}  {measured.failure}")
+                failed += measured.failure != OUT_OF_MEMORY
+                continue
+            rate = work.tokens / measured.seconds
+            first = first or rate
+            memory = f"{measured.peak / 1e9:9.1f}" if measured.peak else f"{'-':>9s}"
+            speed = f"{rate:10.0f}{rate * flops / 1e12:10.3f}{rate * flops / limit:7.3f}"
+            report.say(f"{name:34s}{speed}{memory}{rate / first:9.3f}")
+        torch._dynamo.reset()
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
     return failed
 
 
@@ -145,7 +168,7 @@ def main() -> int:
     """Measure, print and write; 1 if an entry failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
-    parser.add_argument("--steps", type=int, default=5, help="steps in each of three timed groups")
+    parser.add_argument("--steps", type=int, default=5, help="steps in each of five timed groups")
     parser.add_argument(
         "--only", default="", help="shapes whose name and length contain this, such as 'llama3-8b' or 'x 8192'"
     )
