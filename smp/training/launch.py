@@ -54,7 +54,8 @@ def launch(config: Config, process: Process, kind: Callable[..., Pretraining] | 
         outcome = Outcome("failed", memory or f"{type(error).__name__}: {error}", _iteration(run))
         if memory is not None:
             (report if process.world_size == 1 else report_own)(memory, process.rank)
-            _write_for_rank_zero(config, process, outcome)
+            if run is not None:
+                _write_for_rank_zero(config, process, outcome)
         _write_outcome(config, process, outcome, run is not None)
         if memory is not None:
             return 1  # without the others, who may wait in a collective
