@@ -173,7 +173,7 @@ def test_an_evaluation_ends_with_the_validation_samples(folder: Path, monkeypatc
 
 
 def test_adapters_that_are_not_there_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert merge_lora(["--load", str(tmp_path), "--adapter", f"{tmp_path}/adapter", "--save", f"{tmp_path}/new"]) == 1
+    assert merge_lora(["--load", str(tmp_path), "--adapter", f"{tmp_path}/adapter", "--save", f"{tmp_path}/new"]) == 2
     assert "there is no such folder. A run writes the folder adapter when it ends" in capsys.readouterr().err
 
 
