@@ -31,7 +31,8 @@ def run(settings: Settings, process: Process) -> int:
     config, data = settings
     if config.data.preview and data is not None:
         if process.rank == 0:
-            print("\n".join([*data.lines, *data.preview(config.data.preview)]))
+            samples = data.preview(config.data.preview, colours=sys.stdout.isatty())
+            print("\n".join([*data.lines, *samples]))
         return 0
     from smp.training.finetune import launch_finetune  # imports torch, which takes seconds
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from smp import checkpoint, layers
+from smp.config import ConfigError
+from smp.config.command import CommandParser, exit_code, in_one_line
 from smp.optim.optimizer import clip_gradients
 from smp.sharding.parallelize import shard
+from smp.training.process import Process
+from smp.training.settings import report as report_end
 
 VOCAB, HIDDEN, HEADS, LENGTH, BATCH, MASK = 100, 64, 4, 16, 48, 99
 
@@ -70,13 +75,24 @@ def report(step: int, loss: torch.Tensor, data: DeviceMesh) -> None:
         print(f"step {step} loss {total.item():.6f}", flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("--tp", 1), ("--shard", 1), ("--steps", 100)):
-        parser.add_argument(name, type=int, default=default)
-    parser.add_argument("--save", metavar="FOLDER")
-    parser.add_argument("--load", metavar="FOLDER")
+def arguments(process: Process) -> argparse.Namespace:
+    """The command line. Raises ConfigError for a layout that cannot be."""
+    parser = CommandParser(description=__doc__)
+    parser.add_argument("--tp", type=int, default=1, help="processes that share every matrix")
+    parser.add_argument("--shard", type=int, default=1, help="times as many share weights and optimizer state")
+    parser.add_argument("--steps", type=int, default=100, help="to train, from where --load stopped")
+    parser.add_argument("--save", metavar="FOLDER", help="leave a checkpoint")
+    parser.add_argument("--load", metavar="FOLDER", help="go on from a checkpoint")
     args = parser.parse_args()
+    if not process.under_launcher:
+        raise ConfigError("start it with torchrun, as the first lines of this file show")
+    if min(args.tp, args.shard) < 1 or process.world_size % (args.tp * args.shard):
+        raise ConfigError(f"--tp {args.tp} x --shard {args.shard} does not divide {process.world_size} processes")
+    return args
+
+
+def train(args: argparse.Namespace) -> None:
+    """Build, load, train, save."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -117,5 +133,15 @@ def main() -> None:
     dist.destroy_process_group()
 
 
+def main() -> int:
+    process = Process.from_environment()
+    try:
+        train(arguments(process))
+    except (ValueError, OSError) as error:
+        report_end(in_one_line(error), process.rank)
+        return exit_code(error)
+    return 0
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

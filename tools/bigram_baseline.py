@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Sequence
 
 import numpy as np
 
 from smp.config.blend import parse_split
+from smp.config.command import CommandParser, run_tool
 from smp.config.schema import DataConfig
 from smp.data.bigram import bigram_cross_entropy
 from smp.data.gpt_dataset import split_documents
@@ -26,10 +28,10 @@ def documents(dataset: IndexedDataset, part: range) -> np.ndarray:
     return dataset.tokens[dataset.document_offsets[part.start] : dataset.document_offsets[part.stop]]
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def build_parser() -> CommandParser:
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--data-path", required=True, help="prefix of the .bin/.idx pair")
-    parser.add_argument("--split", default=DataConfig.split, help="as of pretrain_gpt.py (default: %(default)s)")
+    parser.add_argument("--split", default=DataConfig.split, help="as of pretrain_gpt.py")
     size = parser.add_mutually_exclusive_group(required=True)
     size.add_argument("--vocab-size", type=int, help="number of token ids")
     size.add_argument("--tokenizer-model", help="gives the vocabulary size and the bytes per token")
@@ -53,14 +55,10 @@ def report(args: argparse.Namespace) -> str:
     return f"{line} (Kneser-Ney discount {discount}, {len(train)} training tokens)"
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    try:
-        print(report(args))
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"error: {error}\n")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code, see :mod:`smp.config.command`."""
+    return run_tool(lambda: print(report(build_parser().parse_args(argv))))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -8,8 +8,8 @@
     python tools/checkpoint.py reshard RUN s3://bucket/copy --files 8
 
 A path is a run's folder, which stands for its newest complete checkpoint, or one checkpoint's own folder; both may be
-URLs such as s3://bucket/run. Exit code 0 means all is well; 1 damage or a difference; 2 a mistake in the command, or
-something that cannot be read or written.
+URLs such as s3://bucket/run. Exit code 0 means all is well; 1 damage, a difference, or work that failed on the way; 2 a
+mistake in the command.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from smp.checkpoint.retention import VALIDATION_LOSS, Retention, doomed, prune
 from smp.checkpoint.rewrite import rewrite
 from smp.checkpoint.storage import OUR_FILES
 from smp.checkpoint.summary import SHOWN_WHOLE, Summary
+from smp.config.command import CommandParser, run_tool
 
 _SELECTION = re.compile(r"(?P<name>[^\[\]]+)(?:\[(?P<slices>[-\d:, ]*)\])?")
 
@@ -256,12 +257,12 @@ def reshard(args: argparse.Namespace) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     """The command line."""
-    top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    top = CommandParser(description=__doc__)
     commands = top.add_subparsers(required=True, metavar="ls | verify | diff | cat | prune | reshard")
 
-    def command(name: str, run: object, *paths: str) -> argparse.ArgumentParser:
+    def command(name: str, run: object, *paths: str) -> CommandParser:
         made = commands.add_parser(name, help=str(run.__doc__))
         for path in paths:
             made.add_argument(path)
@@ -300,14 +301,14 @@ def _tolerance(text: str) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; returns the exit code."""
-    args = parser().parse_args(argv)
-    torch.set_printoptions(precision=6, linewidth=120)
-    try:
+    """Run a command; returns the exit code, see :mod:`smp.config.command`."""
+
+    def work() -> int:
+        args = parser().parse_args(argv)
+        torch.set_printoptions(precision=6, linewidth=120)
         return int(args.run(args))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1 if isinstance(error, DamagedError) else 2
+
+    return run_tool(work)
 
 
 if __name__ == "__main__":

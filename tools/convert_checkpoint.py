@@ -6,8 +6,8 @@
     python tools/convert_checkpoint.py --load megatron --to hf --save exported --reference Llama-3.2-1B
 
 A tensor at a time, so memory does not grow with the model. The target appears under its name when it is complete; the
-same command goes on where an interrupted one stopped. Exit code 0: done; 1: something is damaged, does not fit or
-cannot be written; 2: a mistake in the command.
+same command goes on where an interrupted one stopped. Exit code 0: done; 1: something is damaged or cannot be written;
+2: a mistake in the command, or a model that it cannot convert.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from smp.checkpoint import CheckpointError
 from smp.config import ConfigError
+from smp.config.command import CommandParser, run_tool
 from smp.convert.convert import write
 from smp.convert.formats import FORMATS, Format, detect, make_target, open_checkpoint
 from smp.convert.hf import TOKENIZERS, companions
@@ -31,11 +31,9 @@ from smp.convert.hf import TOKENIZERS, companions
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     """All flags."""
-    out = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    out = CommandParser(description=__doc__)
     out.add_argument("--from", dest="source", choices=FORMATS, help="format of --load (default: found out)")
     out.add_argument("--to", choices=FORMATS, help="format of --save (default: smp, or hf when --load is smp)")
     out.add_argument("--load", required=True, type=Path, help="folder to read; of a run its newest")
@@ -59,15 +57,14 @@ def parser() -> argparse.ArgumentParser:
     return out
 
 
-def mistake(args: argparse.Namespace) -> str | None:
-    """What is wrong with the values of flags."""
+def check_values(args: argparse.Namespace) -> None:
+    """Raise ConfigError for the value of a flag that cannot be."""
     for name, value in (("workers", args.workers), ("megatron-tp", args.megatron_tp), ("vocab-size", args.vocab_size)):
         if value is not None and value < 1:
-            return f"--{name} {value} must be above 0"
+            raise ConfigError(f"--{name} {value} must be above 0")
     size = args.max_shard_size
     if size is not None and not (math.isfinite(size) and size > 0):
-        return f"--max-shard-size {size} must be above 0"
-    return None
+        raise ConfigError(f"--max-shard-size {size} must be above 0")
 
 
 def useless(args: argparse.Namespace, source: Format, kind: Format) -> str | None:
@@ -87,6 +84,7 @@ def convert(args: argparse.Namespace) -> None:
     Raises:
         CheckpointError, ConfigError: one line that says why not.
     """
+    check_values(args)
     source: Format = args.source or detect(args.load)
     kind: Format = args.to or ("hf" if source == "smp" else "smp")
     if problem := useless(args, source, kind):
@@ -123,20 +121,8 @@ def convert(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Command line; returns the exit code."""
-    args = parser().parse_args(argv)
-    if problem := mistake(args):
-        print(f"error: {problem}", file=sys.stderr)
-        return 2
-    try:
-        convert(args)
-    except (CheckpointError, ConfigError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted: the same command goes on from here", file=sys.stderr)
-        return 130
-    return 0
+    """Command line; returns the exit code, see :mod:`smp.config.command`."""
+    return run_tool(lambda: convert(parser().parse_args(argv)), "the same command goes on from here")
 
 
 if __name__ == "__main__":

@@ -20,11 +20,12 @@ from pathlib import Path
 import numpy as np
 
 from smp.config.blend import parse_split
+from smp.config.command import CommandParser, run_tool
 from smp.config.schema import DataConfig
 from smp.data.cache import NodeCache
 from smp.data.contents import check_integers, check_vocabulary, contents_of
 from smp.data.gpt_dataset import split_documents
-from smp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, dataset_paths
+from smp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, check_new
 from smp.data.tokenizer_files import PATTERNS, load_tokenizer
 
 
@@ -121,23 +122,16 @@ def split(args: argparse.Namespace) -> None:
         print(describe(prefix))
 
 
-def check_new(*prefixes: str) -> None:
-    """Raises ValueError when one of these datasets is there."""
-    for prefix in prefixes:
-        if any(path.exists() for path in dataset_paths(prefix)):
-            raise ValueError(f"{prefix}: exists already")
-
-
 def count(text: str) -> int:
     """An argument that is a number from 0 on."""
     number = int(text)
     if number < 0:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text} is not 0 or above")
     return number
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def build_parser() -> CommandParser:
+    parser = CommandParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for action in (ls, verify):
         one = commands.add_parser(action.__name__, help="sizes" if action is ls else "read everything and check it")
@@ -148,9 +142,9 @@ def build_parser() -> argparse.ArgumentParser:
             one.add_argument("--data-cache-path", help="keep what was found for training runs with this folder")
     one = commands.add_parser("head", help="show documents")
     one.add_argument("prefix")
-    one.add_argument("--count", type=count, default=3, help="documents (default: 3)")
-    one.add_argument("--start", type=count, default=0, help="the first one (default: 0)")
-    one.add_argument("--tokens", type=count, default=64, help="tokens of each (default: 64)")
+    one.add_argument("--count", type=count, default=3, help="documents")
+    one.add_argument("--start", type=count, default=0, help="the first one")
+    one.add_argument("--tokens", type=count, default=64, help="tokens of each")
     one.add_argument("--tokenizer-model", help="show text instead of ids")
     one.add_argument("--tiktoken-pattern", choices=PATTERNS, help="how a tiktoken file's text is cut")
     one.set_defaults(run=head)
@@ -163,19 +157,19 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--output", help="prefix of the parts' names (default: that of the input)")
     how = one.add_mutually_exclusive_group()
     how.add_argument("--parts", type=int, help="so many, with equal numbers of documents")
-    how.add_argument("--fractions", default=DataConfig.split, help="train,valid,test (default: that of --split)")
+    how.add_argument("--fractions", default=DataConfig.split, help="train,valid,test")
     one.set_defaults(run=split)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
-    try:
+    """Command line; returns the exit code, see :mod:`smp.config.command`."""
+
+    def work() -> None:
+        args = build_parser().parse_args(argv)
         args.run(args)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+    return run_tool(work)
 
 
 if __name__ == "__main__":

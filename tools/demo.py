@@ -13,7 +13,6 @@ pretrain_gpt.py, or to finetune.py. What an earlier demo left in --folder is rep
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -25,6 +24,8 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from math import log
 from pathlib import Path
+
+from smp.config.command import CommandParser, run_tool
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "class Parser:\n    def __init__(self"
@@ -89,6 +90,8 @@ def run(folder: Path, processes: int, flags: Sequence[str]) -> None:
     checkpoints, logs, picture = folder / "checkpoints", folder / "logs", folder / "loss.png"
     for old in (checkpoints, logs):
         shutil.rmtree(ROOT / old, ignore_errors=True)
+    for dataset in (f"{data}.bin", f"{data}.idx"):
+        (ROOT / dataset).unlink(missing_ok=True)
     python = Runner(processes).python
     with_tokenizer = ("--tokenizer-model", tokenizer)
 
@@ -180,10 +183,9 @@ def side_by_side(left: str, right: str, width: int = 58) -> str:
     return "\n".join(f"{a:{width}} | {b}".rstrip() for a, b in zip_longest(*columns, fillvalue=""))
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+def work(argv: Sequence[str] | None) -> None:
+    """Read the command line, and run the commands."""
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--folder", default=ROOT / "demo", type=Path, help="where everything goes (default: demo)")
     parser.add_argument("--finetune", action="store_true", help="fine-tune the demo's model")
     args, extra = parser.parse_known_args(argv)
@@ -199,5 +201,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     finetune(folder, processes, [*flags, *extra])
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code, see :mod:`smp.config.command`."""
+    return run_tool(lambda: work(argv))
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

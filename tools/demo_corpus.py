@@ -15,10 +15,13 @@ import ast
 import hashlib
 import json
 import os
+import sys
 import sysconfig
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+
+from smp.config.command import CommandParser, run_tool
 
 QUOTES = '"""'
 LONGEST_PAIR = 500
@@ -92,24 +95,25 @@ def write(output: Path, seed: int, max_bytes: float, pairs: bool = False) -> tup
     return documents, size
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def build_parser() -> CommandParser:
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help=".jsonl file to write")
     parser.add_argument("--max-mb", type=float, default=float("inf"), help="megabytes of text (default: all there is)")
     parser.add_argument("--pairs", action="store_true", help="functions and their docstrings instead of whole modules")
-    parser.add_argument("--seed", type=int, default=0, help="key of the order (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="key of the order")
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    try:
-        documents, size = write(args.output, args.seed, args.max_mb * 1e6, args.pairs)
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"error: {error}\n")
+def work(args: argparse.Namespace) -> None:
+    """Write, and say how much."""
+    documents, size = write(args.output, args.seed, args.max_mb * 1e6, args.pairs)
     print(f"{args.output}: {documents} {'pairs' if args.pairs else 'documents'}, {size / 1e6:.2f} MB of text")
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code, see :mod:`smp.config.command`."""
+    return run_tool(lambda: work(build_parser().parse_args(argv)))
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

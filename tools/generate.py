@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from smp.config import Layout
+from smp.config.command import CommandParser, run_tool
 from smp.convert.formats import Opened, open_checkpoint
 from smp.convert.load import load_weights
 from smp.data.tokenizer import Tokenizer
@@ -122,11 +123,9 @@ def stream(
     return len(known) - len(before)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     """All flags."""
-    out = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    out = CommandParser(description=__doc__)
     out.add_argument("--load", required=True, type=Path, help="folder of checkpoints, or one checkpoint's own folder")
     out.add_argument("--tokenizer-model", type=Path, help="its file, of any kind (default: what lies with the model)")
     out.add_argument("--tiktoken-pattern", choices=PATTERNS, help="how a tiktoken file's text is cut")
@@ -141,9 +140,8 @@ def parser() -> argparse.ArgumentParser:
     return out
 
 
-def main(argv: list[str]) -> int:
-    """Command line; returns the exit code."""
-    args = parser().parse_args(argv)
+def work(args: argparse.Namespace) -> None:
+    """Load, and write."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
@@ -161,13 +159,14 @@ def main(argv: list[str]) -> int:
         print()
         if len(ids) + written == model.config.max_position_embeddings and written < args.max_new_tokens:
             print(f"note: the longest sequence of this model, {len(ids) + written} tokens, ends here", file=sys.stderr)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    return 0
+
+
+def main(argv: list[str]) -> int:
+    """Command line; returns the exit code, see :mod:`smp.config.command`."""
+    return run_tool(lambda: work(parser().parse_args(argv)))
 
 
 if __name__ == "__main__":

@@ -20,9 +20,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from smp.checkpoint import CheckpointError, find, read_manifest
+from smp.checkpoint import find, read_manifest
 from smp.checkpoint.local import open_folder
 from smp.config import ConfigError
+from smp.config.command import CommandParser, run_tool
 from smp.convert.adapters import Adapter, MergedWeights, family_for, is_adapter_folder
 from smp.convert.convert import write
 from smp.convert.formats import FORMATS, Opened, make_target, open_checkpoint
@@ -49,6 +50,8 @@ def merge(args: argparse.Namespace) -> None:
     Raises:
         CheckpointError, ConfigError: something cannot be read or written; one line.
     """
+    if args.workers < 1:
+        raise ConfigError(f"--workers {args.workers} must be above 0")
     if not args.adapter.is_dir():
         raise ConfigError(
             f"--adapter {args.adapter}: there is no such folder. A run writes the folder adapter when it ends; until "
@@ -69,31 +72,22 @@ def merge(args: argparse.Namespace) -> None:
     print("\n".join([*(f"note: {note}" for note in merged.notes), f"wrote {args.save}"]))
 
 
+def parser() -> CommandParser:
+    """All flags."""
+    out = CommandParser(description=__doc__)
+    out.add_argument("--load", required=True, type=Path, help="the model; of a run its newest checkpoint")
+    out.add_argument("--adapter", required=True, type=Path, help="folder in peft's format, or checkpoints of LoRA")
+    out.add_argument("--save", required=True, type=Path, help="folder to write; must not exist")
+    out.add_argument("--to", choices=FORMATS, default="hf", help="format of --save")
+    out.add_argument("--dtype", choices=DTYPES, help="convert all weights to this (default: as they are)")
+    out.add_argument("--reference", type=Path, help="Hugging Face folder that tokenizer and config.json come from")
+    out.add_argument("--workers", type=int, default=2, help="files read and written at once")
+    return out
+
+
 def main(argv: list[str]) -> int:
-    """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--load", required=True, type=Path, help="the model; of a run its newest checkpoint")
-    parser.add_argument("--adapter", required=True, type=Path, help="folder in peft's format, or checkpoints of LoRA")
-    parser.add_argument("--save", required=True, type=Path, help="folder to write; must not exist")
-    parser.add_argument("--to", choices=FORMATS, default="hf", help="format of --save (default: hf)")
-    parser.add_argument("--dtype", choices=DTYPES, help="convert all weights to this (default: as they are)")
-    parser.add_argument("--reference", type=Path, help="Hugging Face folder that tokenizer and config.json come from")
-    parser.add_argument("--workers", type=int, default=2, help="files read and written at once (default: 2)")
-    args = parser.parse_args(argv)
-    if args.workers < 1:
-        print("error: --workers must be above 0", file=sys.stderr)
-        return 2
-    try:
-        merge(args)
-    except KeyboardInterrupt:
-        print("interrupted: the same command goes on from here", file=sys.stderr)
-        return 130
-    except (CheckpointError, ConfigError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    """Command line; returns the exit code, see :mod:`smp.config.command`."""
+    return run_tool(lambda: merge(parser().parse_args(argv)), "the same command goes on from here")
 
 
 if __name__ == "__main__":

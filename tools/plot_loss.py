@@ -11,9 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from smp.config import ConfigError
+from smp.config.command import CommandParser, run_tool
 
 Curve = tuple[list[int], list[float]]
 
@@ -43,7 +47,10 @@ def read_curve(path: Path, name: str) -> Curve:
 
 def draw(training: Curve, validation: Curve, baseline: float | None, baseline_label: str) -> Any:
     """A matplotlib figure of the curves."""
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("plots need matplotlib: pip install matplotlib") from None
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
@@ -69,12 +76,12 @@ def _curve(axes: Any, curve: Curve, label: str, **style: Any) -> None:
         axes.plot(iterations, values, label=f"{label} {values[-1]:.3f}", **style)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def build_parser() -> CommandParser:
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--metrics", required=True, type=Path, help="metrics.jsonl of a run")
     parser.add_argument("--output", required=True, type=Path, help="picture to write")
     parser.add_argument("--baseline", type=float, help="loss to draw as a horizontal line")
-    parser.add_argument("--baseline-label", default="baseline", help="its name (default: baseline)")
+    parser.add_argument("--baseline-label", default="baseline", help="its name")
     return parser
 
 
@@ -86,16 +93,10 @@ def plot(args: argparse.Namespace) -> str:
     return f"wrote {args.output}: {len(training[0])} training and {len(validation[0])} validation records"
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    try:
-        print(plot(args))
-    except ImportError:
-        parser.exit(2, "error: plots need matplotlib: pip install matplotlib\n")
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"error: {error}\n")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code, see :mod:`smp.config.command`."""
+    return run_tool(lambda: print(plot(build_parser().parse_args(argv))))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

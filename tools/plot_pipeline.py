@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 
+from smp.config import ConfigError
+from smp.config.command import CommandParser, run_tool
 from smp.pipeline.plot import Panel, caption, draw, to_html, to_text
 from smp.pipeline.schedules import SCHEDULES, build_schedule
 from smp.pipeline.simulate import StageCosts, simulate
@@ -51,7 +54,11 @@ def write(panels: Sequence[Panel], output: Path) -> None:
         (title, timeline), *_ = panels
         output.write_text(json.dumps(to_trace(timeline, title)), encoding="utf-8")
     else:
-        draw(panels).savefig(output, dpi=150)
+        try:
+            figure = draw(panels)
+        except ImportError:
+            raise ConfigError("pictures need matplotlib: pip install matplotlib") from None
+        figure.savefig(output, dpi=150)
 
 
 def plot(args: argparse.Namespace) -> str:
@@ -69,35 +76,29 @@ def plot(args: argparse.Namespace) -> str:
     return "\n".join([*(caption(*panel) for panel in panels), f"wrote {args.output}"])
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def build_parser() -> CommandParser:
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--schedule", nargs="+", default=[], choices=SCHEDULES, help="schedules to predict")
     parser.add_argument("--trace", nargs="+", default=[], type=Path, help="traces to draw below them")
     parser.add_argument("--output", type=Path, help="picture to write (default: text on the terminal)")
     parser.add_argument("--pipeline-model-parallel-size", type=int, help="pipeline ranks")
     parser.add_argument("--micro-batches", type=int, help="micro-batches per step")
     parser.add_argument("--chunks", type=int, help="stages per rank (default: 2 where the schedule has several)")
-    parser.add_argument("--prefetch", type=int, default=1, help="computations by which receives are ahead (default: 1)")
+    parser.add_argument("--prefetch", type=int, default=1, help="computations by which receives are ahead")
     for name, what in (
         ("forward", "a micro-batch in all layers of a rank"),
         ("backward-input", "the gradient of its input"),
         ("backward-weight", "the gradient of the weights"),
     ):
-        parser.add_argument(f"--{name}", type=float, default=1.0, help=f"time of {what} (default: 1)")
-    parser.add_argument("--link", type=float, default=0.0, help="time of a message (default: 0)")
+        parser.add_argument(f"--{name}", type=float, default=1.0, help=f"time of {what}")
+    parser.add_argument("--link", type=float, default=0.0, help="time of a message")
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    try:
-        print(plot(args))
-    except ImportError:
-        parser.exit(2, "error: pictures need matplotlib: pip install matplotlib\n")
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"error: {error}\n")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code, see :mod:`smp.config.command`."""
+    return run_tool(lambda: print(plot(build_parser().parse_args(argv))))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -5,7 +5,8 @@ r"""Tokenize text into Megatron's indexed dataset.
 
 Reads .jsonl, .txt (a document per file) and .parquet; the first two also as .gz or .zst. Writes
 <output-prefix>_<key>_document.bin and .idx for every key; the prefix without .bin is what --data-path takes. The bytes
-do not depend on the number of workers. A job that is killed goes on where it was when it is started again.
+do not depend on the number of workers. Datasets that are there already are not overwritten. A job that is killed goes
+on where it was when it is started again.
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ import os
 import sys
 from collections.abc import Sequence
 
+from smp.config.command import CommandParser, run_tool
+from smp.data.indexed_dataset import check_new
+from smp.data.job_output import is_unfinished
 from smp.data.preprocess import Encoder, preprocess
 from smp.data.text_files import expand_paths
 from smp.data.tokenizer_files import PATTERNS
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def build_parser() -> CommandParser:
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--input", nargs="+", required=True, help="files or glob patterns, in this order")
-    parser.add_argument(
-        "--json-keys", nargs="+", default=["text"], help="keys or columns to tokenize (default: text); .txt has one"
-    )
+    parser.add_argument("--json-keys", nargs="+", default=["text"], help="keys or columns to tokenize; .txt has one")
     parser.add_argument("--output-prefix", required=True, help="output path without _<key>_document.bin")
     parser.add_argument("--tokenizer-model", required=True, help="sentencepiece model, tokenizer.json or tiktoken file")
     parser.add_argument("--tiktoken-pattern", choices=PATTERNS, help="how a tiktoken file's text is cut")
@@ -43,32 +45,33 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    args = parser.parse_args(argv)
+def work(args: argparse.Namespace) -> None:
+    """Tokenize, and say what came of it."""
     names = [f"{args.output_prefix}_{key}_document" for key in args.json_keys]
-    try:
-        if args.workers < 1:
-            raise ValueError(f"--workers {args.workers} is not at least 1")
-        encoder = Encoder(
-            args.tokenizer_model,
-            tuple(args.json_keys),
-            args.append_eod,
-            args.tiktoken_pattern,
-            args.backend,
-            args.on_error == "skip",
-        )
-        paths = expand_paths(args.input)
-        report = preprocess(paths, args.output_prefix, names, encoder, args.workers, print)
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"error: {error}\n")
-    except KeyboardInterrupt:
-        parser.exit(130, "error: stopped; the same command goes on from there\n")
+    if args.workers < 1:
+        raise ValueError(f"--workers {args.workers} is not at least 1")
+    if not is_unfinished(args.output_prefix):
+        check_new(*names)
+    encoder = Encoder(
+        args.tokenizer_model,
+        tuple(args.json_keys),
+        args.append_eod,
+        args.tiktoken_pattern,
+        args.backend,
+        args.on_error == "skip",
+    )
+    paths = expand_paths(args.input)
+    report = preprocess(paths, args.output_prefix, names, encoder, args.workers, print)
     for line in report.named:
         print(f"dropped: {line}", file=sys.stderr)
     for name, total in zip(names, report.totals, strict=True):
         print(f"{name}: {total}, {report.dropped} dropped")
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code, see :mod:`smp.config.command`."""
+    return run_tool(lambda: work(build_parser().parse_args(argv)), "the same command goes on from here")
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

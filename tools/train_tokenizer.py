@@ -12,12 +12,15 @@ import heapq
 import io
 import os
 import random
+import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import sentencepiece
 
+from smp.config.command import CommandParser, run_tool
 from smp.data.text_files import expand_paths, read_texts
 from smp.data.tokenizer import END_OF_DOCUMENT
 
@@ -51,6 +54,8 @@ def train(texts: Iterable[str], vocab_size: int, model_type: str, input_sentence
     Raises:
         ValueError: there is no text, or it cannot give that many pieces.
     """
+    if vocab_size < 1:
+        raise ValueError(f"--vocab-size {vocab_size} must be above 0")
     model = io.BytesIO()
     lines = lines_of(texts)
     if input_sentence_size:
@@ -68,13 +73,23 @@ def train(texts: Iterable[str], vocab_size: int, model_type: str, input_sentence
             bos_id=-1,
             pad_id=-1,
             eos_piece=END_OF_DOCUMENT,
-            minloglevel=1,
+            minloglevel=2,  # its warnings name its own flags
             **LOSSLESS,
         )
     except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"sentencepiece cannot train a {model_type} model of {vocab_size}: {reason}") from None
+        raise ValueError(_explained(str(error), vocab_size)) from None
     return model.getvalue()
+
+
+def _explained(reason: str, vocab_size: int) -> str:
+    """What sentencepiece says, as what to do."""
+    if "sentences_.empty()" in reason:
+        return "--input holds no text"
+    if most := re.search(r"too high .* value <= (\d+)", reason):
+        return f"--vocab-size {vocab_size}: the text gives {most[1]} pieces at most; ask for fewer, or give more text"
+    if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", reason):
+        return f"--vocab-size {vocab_size}: bytes and characters of the text alone are {least[1]} pieces; ask for more"
+    return f"sentencepiece: {' '.join(reason.split())}"
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -84,31 +99,31 @@ def write_atomically(path: Path, content: bytes) -> None:
     temporary.replace(path)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def build_parser() -> CommandParser:
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--input", nargs="+", required=True, help=".jsonl and .txt files or glob patterns")
-    parser.add_argument("--json-key", default="text", help="key of the text in a .jsonl record (default: text)")
+    parser.add_argument("--json-key", default="text", help="key of the text in a .jsonl record")
     parser.add_argument("--model-prefix", required=True, help="output path without .model")
     parser.add_argument("--vocab-size", type=int, required=True, help="number of pieces, 256 bytes included")
-    parser.add_argument("--model-type", choices=("bpe", "unigram"), default="bpe", help="default: bpe")
+    parser.add_argument("--model-type", choices=("bpe", "unigram"), default="bpe", help="how pieces are learned")
     parser.add_argument(
         "--input-sentence-size", type=int, default=0, help="learn from a random sample of so many lines (default: all)"
     )
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    try:
-        texts = read_texts(expand_paths(args.input), args.json_key)
-        model = train(texts, args.vocab_size, args.model_type, args.input_sentence_size)
-        path = Path(f"{args.model_prefix}.model")
-        write_atomically(path, model)
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"error: {error}\n")
+def work(args: argparse.Namespace) -> None:
+    """Train, write, and say what."""
+    texts = read_texts(expand_paths(args.input), args.json_key)
+    path = Path(f"{args.model_prefix}.model")
+    write_atomically(path, train(texts, args.vocab_size, args.model_type, args.input_sentence_size))
     print(f"{path}: {args.model_type}, {args.vocab_size} pieces")
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code, see :mod:`smp.config.command`."""
+    return run_tool(lambda: work(build_parser().parse_args(argv)))
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

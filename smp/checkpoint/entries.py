@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from smp.config.command import DamageError
+
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -29,7 +31,7 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be written or read. The message is one line and names the file or the tensors."""
 
 
-class DamagedError(CheckpointError):
+class DamagedError(CheckpointError, DamageError):
     """What lies on storage is not what was saved: missing, cut off or changed. An older checkpoint may be whole."""
 
 

@@ -12,8 +12,9 @@ import argparse
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
+from smp.config.command import CommandParser
 from smp.config.fields import Setting, as_text, did_you_mean, docstrings, group_classes, settings
 from smp.config.schema import Config, ConfigError
 
@@ -88,20 +89,12 @@ def _flag_value(setting: Setting, given: str | bool | list[str]) -> Any:
         raise ConfigError(f"{setting.flag}: {error}") from None
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse that reports a bad command line in one line instead of printing its usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message.removeprefix("argument "))
-
-
-def _parser(tree: type, epilog: str) -> _Parser:
+def _parser(tree: type, epilog: str) -> CommandParser:
     """A parser with every setting as a flag; what is not given is absent from the namespace."""
-    parser = _Parser(
+    parser = CommandParser(
         usage="%(prog)s [--config recipe.yaml] [--flag value ...]",
         description="A flag overrides --config, which overrides the named size of --model. 'none' unsets a value.",
         epilog=epilog,
-        allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30),
     )

@@ -46,7 +46,7 @@ class FinetuneDataConfig:
     """Largest fraction of samples that may be broken (not JSON, unknown role, nothing to train on). They are left out
     and named by line number; more are an error."""
     preview: int = 0
-    """Print so many samples as the model would see them, trained tokens in colour, and end."""
+    """Print so many samples as the model would see them, trained tokens in colour (in a pipe: in ⟦ ⟧), and end."""
 
 
 @dataclass

@@ -18,6 +18,7 @@ A document is one or more sequences, or none when it is empty. Training reads do
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 from array import array
@@ -29,6 +30,8 @@ from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+
+from smp.config.command import DamageError
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -48,6 +51,13 @@ def dataset_paths(prefix: str | Path) -> tuple[Path, Path]:
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
 
 
+def check_new(*prefixes: str | Path) -> None:
+    """Raise FileExistsError when one of these datasets is there."""
+    for path in (path for prefix in prefixes for path in dataset_paths(prefix)):
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, "exists already: give another name or remove it", str(path))
+
+
 class IndexedDataset:
     """Read-only view of a dataset; tokens stay on disk until they are touched.
 
@@ -55,7 +65,8 @@ class IndexedDataset:
         prefix: path without ``.bin`` / ``.idx``.
 
     Raises:
-        ValueError: a file is missing, truncated, of another format, or the two do not belong together.
+        ValueError: a file is missing or of another format.
+        DamageError: one is truncated, or the two do not belong together.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -79,8 +90,10 @@ class IndexedDataset:
             raise ValueError(f"{self.idx_path}: version {version} with token type {code} is not supported")
         expected = _HEADER.size + 12 * sequences + 8 * boundaries
         if size != expected:
-            why = "multimodal datasets are not supported" if size == expected + sequences else "truncated or damaged"
-            raise ValueError(f"{self.idx_path}: {size} bytes, its header says {expected} ({why})")
+            said = f"{self.idx_path}: {size} bytes, its header says {expected}"
+            if size == expected + sequences:
+                raise ValueError(f"{said} (multimodal datasets are not supported)")
+            raise DamageError(f"{said} (truncated or damaged)")
         self.dtype = DTYPES[code]
         raw = np.memmap(self.idx_path, dtype=np.uint8, mode="r")
         at = _HEADER.size
@@ -93,15 +106,15 @@ class IndexedDataset:
         np.cumsum(self.lengths, dtype=np.int64, out=ends[1:])
         documents = self.document_indices
         if (self.lengths < 0).any() or not np.array_equal(self.pointers, ends[:-1] * self.dtype.itemsize):
-            raise ValueError(f"{self.idx_path}: sequence offsets do not follow from the sequence lengths (damaged)")
+            raise DamageError(f"{self.idx_path}: sequence offsets do not follow from the sequence lengths (damaged)")
         if not len(documents) or documents[0] or documents[-1] != len(self) or (np.diff(documents) < 0).any():
-            raise ValueError(f"{self.idx_path}: document boundaries do not run from 0 to {len(self)} (damaged)")
+            raise DamageError(f"{self.idx_path}: document boundaries do not run from 0 to {len(self)} (damaged)")
         self.document_offsets: npt.NDArray[np.int64] = ends[documents]  # (documents + 1,), in tokens
 
     def _map_tokens(self) -> np.ndarray:
         expected, size = self.num_tokens * self.dtype.itemsize, self.bin_path.stat().st_size
         if size != expected:
-            raise ValueError(f"{self.bin_path}: {size} bytes, {self.idx_path.name} describes {expected}")
+            raise DamageError(f"{self.bin_path}: {size} bytes, {self.idx_path.name} describes {expected}")
         if size == 0:  # an empty file cannot be mapped
             return np.empty(0, self.dtype)
         return np.memmap(self.bin_path, dtype=self.dtype, mode="r").view(np.ndarray)

@@ -23,6 +23,7 @@ import numpy as np
 
 from smp.data.indexed_dataset import publish, write_index
 
+_JOURNAL = "journal.json"
 _JOURNAL_SECONDS = 5.0
 _NAMED = 10
 """Skipped records that are named one by one."""
@@ -107,6 +108,11 @@ class Journal:
             raise ValueError(f"{path}: not a journal; delete {path.parent} to start anew") from None
 
 
+def is_unfinished(prefix: str) -> bool:
+    """Whether a job with this prefix was killed and can go on. It may have named some of its datasets already."""
+    return Path(f"{prefix}.partial", _JOURNAL).exists()
+
+
 class Output:
     """The partial files of a job. A context manager: bad input removes them unless ``keep`` was called, anything else
     that ends it leaves them to go on from.
@@ -124,7 +130,7 @@ class Output:
     def __init__(self, prefix: str, names: Sequence[str], dtype: np.dtype, job: str) -> None:
         self.folder, self.names, self.dtype = Path(f"{prefix}.partial"), names, dtype
         self._lock = self._take_lock()
-        self._journal_path = self.folder / "journal.json"
+        self._journal_path = self.folder / _JOURNAL
         self.resumed = self._journal_path.exists()
         new = Journal(job, (0, 0, 1), [Totals() for _ in names])
         self.journal = Journal.read(self._journal_path) if self.resumed else new

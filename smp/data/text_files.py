@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from smp.config.blend import COMPRESSED_SUFFIXES, TEXT_SUFFIXES
+from smp.config.command import DamageError
 
 CHUNK_BYTES = 1 << 20
 
@@ -145,7 +146,7 @@ def read_chunks(paths: Sequence[Path], keys: Sequence[str], start: tuple[int, in
                     yield Chunk(str(path), file, first, records, at, size)
                     first += len(records)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(f"{path}: damaged after {at} bytes of text, about record {first} ({error})") from None
+            raise DamageError(f"{path}: damaged after {at} bytes of text, about record {first} ({error})") from None
 
 
 def _whole(text: BinaryIO) -> list[bytes]:
@@ -159,7 +160,7 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """The text of a file, uncompressed, and the file itself."""
     with path.open("rb") as raw:
         if path.suffix in COMPRESSED_SUFFIXES and not path.stat().st_size:  # both libraries take it for no text
-            raise ValueError(f"{path}: damaged (0 bytes)")
+            raise DamageError(f"{path}: damaged (0 bytes)")
         if path.suffix == ".gz":
             with gzip.open(raw) as text:
                 yield cast(BinaryIO, text), raw
@@ -172,7 +173,7 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
                 frames = _Frames(raw, zstandard.ZstdDecompressor())
                 yield cast(BinaryIO, io.BufferedReader(frames, CHUNK_BYTES)), raw
             except zstandard.ZstdError as error:
-                raise ValueError(f"{path}: damaged ({error})") from None
+                raise DamageError(f"{path}: damaged ({error})") from None
         else:
             yield raw, raw
 

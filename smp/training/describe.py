@@ -29,12 +29,11 @@ def describe(config: Config, world_size: int, tuning: FinetuneConfig | None = No
     plan = plan_pipeline(config, layout) if layout.pp > 1 else None
     tuned = Tuned() if tuning is None else _tuned(tuning, layout.tp)
     memory = _largest(config, layout, plan, tuned)
-    mesh = " x ".join(f"{name} {getattr(layout, name)}" for name in MESH_DIMS)
     tflop = training_flops_per_token(config.model, length, vocab) / 1e12
     settings = config if tuning is None else tuning
     recipe = to_yaml(replace(settings, training=replace(settings.training, dry_run=False)))  # type: ignore[arg-type]
     lines = [
-        f"mesh: {mesh} = {layout.world_size} processes, tp fastest",
+        f"mesh: {_mesh(layout)}",
         f"parameters: {count.total:,} (vocabulary and positions {count.embedding:,}, "
         f"{config.model.num_layers} blocks of {count.per_layer:,})",
         *([] if plan is None else describe_plan(plan, config)),
@@ -45,6 +44,13 @@ def describe(config: Config, world_size: int, tuning: FinetuneConfig | None = No
         f"  {'total':18s}{memory.total / 2**30:10.3f} GiB",
     ]
     return "\n".join([recipe, *(f"# {line}" for line in lines)])
+
+
+def _mesh(layout: Layout) -> str:
+    """The dimensions that there are; neighbours in the last one have neighbouring ranks."""
+    sizes = [f"{name} {size}" for name in MESH_DIMS if (size := getattr(layout, name)) > 1]
+    order = f", {sizes[-1].split()[0]} fastest" if len(sizes) > 1 else ""
+    return f"{' x '.join(sizes)} = {layout.world_size} processes{order}" if sizes else "1 process"
 
 
 def _largest(config: Config, layout: Layout, plan: Plan | None, tuned: Tuned) -> MemoryEstimate:

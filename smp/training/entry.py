@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 from smp.config import ConfigError, LoggingConfig
+from smp.config.command import output_gone
+from smp.training.output import lasting_output
 from smp.training.process import Process, forget_status, status_path, write_status
 from smp.training.settings import report, status_file_in
 
@@ -38,12 +41,19 @@ def run_command(
             process.require_launcher()
             if process.rank == 0:
                 forget_status(status_path(place))
+        else:
+            code = launch(settings, process)
+            sys.stdout.flush()
+            return code
+    except BrokenPipeError:  # of --help, --dry-run and --preview
+        return output_gone()
     except ConfigError as error:
         report(str(error), process.rank)
         if process.rank == 0 and (path := status_file_in(argv, logging.log_dir)) is not None:
             _write_status(path, str(error))
         return 2
-    return launch(settings, process)
+    with lasting_output():
+        return launch(settings, process)
 
 
 def _write_status(path: str, reason: str) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 
 from smp.checkpoint import CheckpointError
@@ -14,7 +16,7 @@ from smp.training.describe import describe
 from smp.training.pretrain import Outcome, Pretraining, on_all_or_none
 from smp.training.process import Process, ended, status_path, write_status
 from smp.training.runtime import StopSignal, report_once, start_process_group
-from smp.training.settings import report_own
+from smp.training.settings import report, report_own
 from smp.training.trainer import TrainingError
 
 
@@ -48,8 +50,15 @@ def launch(config: Config, process: Process, kind: Callable[..., Pretraining] | 
         report_once(str(error), process.rank)
         outcome = Outcome("bad_config" if run is None else "failed", str(error), _iteration(run))
     except BaseException as error:
-        outcome = Outcome("failed", f"{type(error).__name__}: {error}", _iteration(run))
+        memory = _out_of_memory(error, config)
+        outcome = Outcome("failed", memory or f"{type(error).__name__}: {error}", _iteration(run))
+        if memory is not None:
+            (report if process.world_size == 1 else report_own)(memory, process.rank)
+            if run is not None:
+                _write_for_rank_zero(config, process, outcome)
         _write_outcome(config, process, outcome, run is not None)
+        if memory is not None:
+            return 1  # without the others, who may wait in a collective
         raise
     finally:
         if run is not None:
@@ -59,6 +68,26 @@ def launch(config: Config, process: Process, kind: Callable[..., Pretraining] | 
         dist.barrier()  # gloo may still be handing back the last result, and aborts a process that exits meanwhile
     dist.destroy_process_group()
     return {"done": 0, "requeue": 0, "failed": 1, "bad_config": 2}[outcome.status]
+
+
+def _out_of_memory(error: BaseException, config: Config) -> str | None:
+    """What to try, if that is what an error is. Torch has a type for it on GPUs, and words of its CPU allocator."""
+    words = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    if not (words or isinstance(error, torch.OutOfMemoryError | MemoryError)):
+        return None
+    asked = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
+    size, parallel = config.data.micro_batch_size, config.parallel
+    advice = [
+        *([f"--micro-batch-size below {size}"] if size > 1 else []),
+        *(["--recompute-granularity full"] if parallel.recompute_granularity != "full" else []),
+        *(["--hybrid-shard-degree 0"] if parallel.hybrid_shard_degree else []),
+        "more processes",
+        "--tensor-model-parallel-size or --pipeline-model-parallel-size",
+    ]
+    return (
+        f"out of memory{'' if asked is None else f', at a request for {asked[1]}'}: try {', '.join(advice)}; "
+        "--dry-run estimates what a rank needs"
+    )
 
 
 def _iteration(run: Pretraining | None) -> int:

@@ -66,6 +66,11 @@ class RunCheckpoints:
                 say(line)
         except CheckpointError as error:
             raise ConfigError(f"--save {error}") from None
+        try:
+            self._refuse_what_is_there()
+        except BaseException:
+            self.close()
+            raise
         if config.checkpoint.async_save:
             self._saver = checkpoint.AsyncSaver()
 
@@ -95,11 +100,13 @@ class RunCheckpoints:
             return load_training(folder, manifest, self.config, model, optimizer, self.more)
 
         load = self.config.checkpoint.load
-        if load not in (None, "auto") and on_rank_zero(lambda: is_hf_folder(load)):
+        if load is not None and self._is_hf(load):
             return self._load_hf(load, model)
         found = self._load(restore)
         progress, notes = found[1] if found is not None else (Progress(), [])
-        if found is not None:
+        if found is not None and self.config.checkpoint.finetune:
+            self.say(f"weights from {found[0]}; optimizer and counters start afresh")
+        elif found is not None:
             self.say(f"resumed from {found[0]} at iteration {progress.iteration}")
         for line in notes:
             self.say(line)
@@ -123,7 +130,6 @@ class RunCheckpoints:
             return None
         root = self.root if load == "auto" else open_folder(load)
         assert root is not None
-        self._refuse_another_history(root)
         if on_rank_zero(lambda: root.size(MANIFEST) is not None):
             if settings.ckpt_step is not None:
                 raise ConfigError(f"--ckpt-step {settings.ckpt_step}: --load {load} is one checkpoint already")
@@ -140,6 +146,21 @@ class RunCheckpoints:
                 raise ConfigError(f"--load {load} holds no complete checkpoint")
             self.say(f"WARNING: --load {load} holds no complete checkpoint: starting from nothing")
         return found
+
+    def _is_hf(self, load: str) -> bool:
+        return load != "auto" and on_rank_zero(lambda: is_hf_folder(load))
+
+    def _refuse_what_is_there(self) -> None:
+        """Refuse checkpoints in --save that this run would mix with its own, as far as they tell before one is loaded:
+        building a large model takes minutes."""
+        load = self.config.checkpoint.load
+        if load == "auto":
+            return
+        foreign = load is not None and self._is_hf(load)
+        if load is not None and not foreign:
+            self._refuse_another_history(open_folder(load))
+        if load is None or foreign or self.config.checkpoint.finetune:
+            self._look_for_newer(0)
 
     def _refuse_another_history(self, source: Folder) -> None:
         """A run that starts from ``source`` and saves elsewhere must find no checkpoints there."""

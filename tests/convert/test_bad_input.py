@@ -38,12 +38,14 @@ def run(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, st
     return code, capsys.readouterr().err
 
 
-def refused(capsys: pytest.CaptureFixture[str], source: Path, *parts: str, flags: tuple[str, ...] = ()) -> str:
-    """The error line of a conversion, which leaves nothing under the target's name."""
+def refused(
+    capsys: pytest.CaptureFixture[str], source: Path, *parts: str, flags: tuple[str, ...] = (), exit_code: int = 2
+) -> str:
+    """The error line of a conversion, which leaves nothing under the target's name. Damage is exit code 1."""
     target = source.with_name("target")
     code, error = run(capsys, "--load", source, "--save", target, *flags)
     lines = [line for line in error.splitlines() if line.startswith("error: ")]
-    assert code == 1 and len(lines) == 1 and not target.exists()
+    assert code == exit_code and len(lines) == 1 and not target.exists()
     for part in parts:
         assert part in lines[0], lines[0]
     return lines[0]
@@ -152,7 +154,8 @@ def test_hugging_face_folders(kind: str, whole: Path, tmp_path: Path, capsys: py
     shutil.copytree(whole, folder)
     change, parts = HF[kind]
     change(folder)
-    refused(capsys, folder, *parts)
+    damaged = kind in ("cut off", "garbled header", "overlapping tensors")
+    refused(capsys, folder, *parts, exit_code=1 if damaged else 2)
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]  # found before anything was written
 
 
@@ -239,7 +242,7 @@ def test_bin_files_that_lie(whole: Path, tmp_path: Path, capsys: pytest.CaptureF
     flags = ("--allow-pickle",)
     cut = bins(whole, tmp_path / "cut")
     os.truncate(cut / "pytorch_model.bin", 3000)
-    refused(capsys, cut, "pytorch_model.bin is damaged or cut off", flags=flags)
+    refused(capsys, cut, "pytorch_model.bin is damaged or cut off", flags=flags, exit_code=1)
     refused(capsys, bins(whole, tmp_path / "view", torch.ones(32, 99).t()), "does not lie row by row", flags=flags)
     refused(
         capsys, bins(whole, tmp_path / "text", "no tensor"), "lm_head.weight is not a tensor but a str", flags=flags
@@ -257,7 +260,7 @@ def test_megatron_files(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         folder = tmp_path / name / "megatron"
         shutil.copytree(good, folder)
         change(folder / "release")
-        refused(capsys, folder, *parts)
+        refused(capsys, folder, *parts, exit_code=1 if name in ("cut", "metadata", "common") else 2)
 
     broken("missing", lambda f: (f / "__1_0.distcp").unlink(), "__1_0.distcp is missing")
     broken("cut", lambda f: os.truncate(f / "__0_0.distcp", 3000), "__0_0.distcp is cut off: tensor ")
@@ -297,7 +300,7 @@ def test_our_checkpoints(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    refused(capsys, ours, "shard_00000.safetensors: ", "do not match their checksum", "tensor model.")
+    refused(capsys, ours, "shard_00000.safetensors: ", "do not match their checksum", "tensor model.", exit_code=1)
 
 
 def test_a_disk_that_is_full(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -343,33 +346,32 @@ def test_a_folder_of_somebody_else_is_not_emptied(
     (tmp_path / "new.partial").mkdir()
     (tmp_path / "new.partial" / "file").write_text("mine")
     code, error = run(capsys, "--load", whole, "--save", tmp_path / "new")
-    assert code == 1 and "new.partial exists already and is no interrupted conversion" in error
+    assert code == 2 and "new.partial exists already and is no interrupted conversion" in error
     assert (tmp_path / "new.partial" / "file").read_text() == "mine" and not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(
-    ("flags", "code", "message"),
+    ("flags", "message"),
     [
-        (("--megatron-tp", "2"), 1, "--megatron-tp is for --to megatron, not smp"),
-        (("--vocab-size", "90"), 1, "--vocab-size is for --from megatron, not hf"),
-        (("--from", "smp", "--allow-pickle"), 1, "--allow-pickle is for --from hf, not smp"),
-        (("--max-shard-size", "nan"), 2, "--max-shard-size nan must be above 0"),
-        (("--max-shard-size", "inf"), 2, "--max-shard-size inf must be above 0"),
-        (("--vocab-size", "0"), 2, "--vocab-size 0 must be above 0"),
-        (("--megatron-tp", "0"), 2, "--megatron-tp 0 must be above 0"),
-        (("--reference", "nowhere"), 1, "--reference nowhere: there is no such folder"),
+        (("--megatron-tp", "2"), "--megatron-tp is for --to megatron, not smp"),
+        (("--vocab-size", "90"), "--vocab-size is for --from megatron, not hf"),
+        (("--from", "smp", "--allow-pickle"), "--allow-pickle is for --from hf, not smp"),
+        (("--max-shard-size", "nan"), "--max-shard-size nan must be above 0"),
+        (("--max-shard-size", "inf"), "--max-shard-size inf must be above 0"),
+        (("--vocab-size", "0"), "--vocab-size 0 must be above 0"),
+        (("--megatron-tp", "0"), "--megatron-tp 0 must be above 0"),
+        (("--reference", "nowhere"), "--reference nowhere: there is no such folder"),
     ],
 )
 def test_flags_that_would_do_nothing(
     flags: tuple[str, ...],
-    code: int,
     message: str,
     whole: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     found, error = run(capsys, "--load", whole, "--save", tmp_path / "new", *flags)
-    assert (found, error) == (code, f"error: {message}\n")
+    assert (found, error) == (2, f"error: {message}\n")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -377,9 +379,9 @@ def test_targets_are_never_overwritten(whole: Path, tmp_path: Path, capsys: pyte
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").write_text("mine")
     code, error = run(capsys, "--load", whole, "--save", tmp_path / "there")
-    assert code == 1 and "exists already" in error
+    assert code == 2 and "exists already" in error
     assert (tmp_path / "there" / "file").read_text() == "mine"
     code, error = run(capsys, "--load", tmp_path / "there", "--save", tmp_path / "new")
-    assert code == 1 and "is no checkpoint" in error
+    assert code == 2 and "is no checkpoint" in error
     code, error = run(capsys, "--load", tmp_path / "nowhere", "--save", tmp_path / "new")
-    assert code == 1 and error == f"error: {tmp_path / 'nowhere'}: there is no such folder\n"
+    assert code == 2 and error == f"error: {tmp_path / 'nowhere'}: there is no such folder\n"

@@ -152,7 +152,7 @@ def test_the_command(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         for name, tensor in load_file(path).items():
             assert torch.equal(tensor, wanted[name].bfloat16())
     code, _, err = run("--from", "hf", "--load", b, "--save", tmp_path / "d")
-    assert code == 1 and "config.json cannot be read" in err
+    assert code == 2 and "config.json cannot be read" in err
     code, _, err = run("--load", a, "--save", tmp_path / "d", "--workers", "0")
     assert code == 2 and "--workers" in err
 
@@ -198,14 +198,14 @@ def test_values_that_a_dtype_cannot_hold_are_refused(tmp_path: Path, capsys: pyt
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = 1e30
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     flags = ["--load", str(folder), "--to", "hf", "--save", str(tmp_path / "target")]
-    assert main([*flags, "--dtype", "fp16"]) == 1
+    assert main([*flags, "--dtype", "fp16"]) == 2
     assert "model.layers.1.mlp.up_proj.weight has values that are too large for float16" in capsys.readouterr().err
     assert not (tmp_path / "target").exists()
     assert main([*flags, "--dtype", "fp32"]) == 0
     tensors = load_file(tmp_path / "target" / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = 3.4e38  # the nearest number of bf16 is infinite
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    assert main([*flags[:-1], str(tmp_path / "other"), "--dtype", "bf16"]) == 1
+    assert main([*flags[:-1], str(tmp_path / "other"), "--dtype", "bf16"]) == 2
     assert "has values that are too large for bfloat16" in capsys.readouterr().err
 
 

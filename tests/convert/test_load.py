@@ -162,6 +162,7 @@ def test_a_converted_checkpoint_is_where_a_run_starts(tmp_path: Path) -> None:
     b = run_here(tmp_path / "b", f"--load {folder} --train-iters 1", base=RUN)
     assert a.code == b.code == 0, a.err + b.err
     assert losses(a.out) == losses(b.out) and len(losses(a.out)) == 1
+    assert f"weights from {ours}; optimizer and counters start afresh" in a.out and "resumed" not in a.out
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,22 @@ def test_another_layout_goes_on_where_the_first_stopped(tmp_path: Path) -> None:
         assert resumed[30] < sharded[20]
 
 
+@pytest.mark.parametrize(
+    ("processes", "flags", "message"),
+    [
+        (2, "--tp 2 --shard 2", "--tp 2 x --shard 2 does not divide 2 processes"),
+        (3, "--tp 3", "4 heads do not split over 3 ranks"),
+        (1, "--load nowhere", "no checkpoint folder nowhere"),
+        (1, "--tp x", "--tp: invalid int value: 'x'"),
+    ],
+)
+def test_a_mistake_is_one_line(processes: int, flags: str, message: str, tmp_path: Path) -> None:
+    program = ROOT / "examples/custom_model.py"
+    run = run_program(program, flags.split(), tmp_path, processes, launcher=True, timeout=30)
+    lines = [line for line in run.stderr.splitlines() if "Gloo" not in line]
+    assert run.returncode == 2 and lines[0].startswith(f"error: {message}") and "Traceback" not in run.stderr
+
+
 def test_a_layout_trains_like_one_process(tmp_path: Path) -> None:
     alone = losses(tmp_path, 1, "--steps", 10)
     assert losses(tmp_path, 2, "--tp", 2, "--steps", 10) == pytest.approx(alone, rel=1e-5)

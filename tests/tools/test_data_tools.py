@@ -26,12 +26,9 @@ class Done:
 
 def run(tool: str, *args: object, code: int = 0) -> Done:
     """What a tool says, run in this process."""
-    out, err, found = io.StringIO(), io.StringIO(), 0
+    out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            importlib.import_module(f"tools.{tool}").main(list(map(str, args)))
-        except SystemExit as end:
-            found = int(end.code or 0)
+        found = importlib.import_module(f"tools.{tool}").main(list(map(str, args)))
     assert found == code, err.getvalue()
     return Done(out.getvalue(), err.getvalue())
 
@@ -128,7 +125,10 @@ def test_bad_arguments_are_one_line(demo: Path, tmp_path: Path) -> None:
     files = ("--input", corpus, "--tokenizer-model", model)
     assert "--workers 0" in error_of("preprocess_data", *files, *output, "--workers", 0)
     train = ("--input", corpus, "--model-prefix", tmp_path / "t", "--vocab-size")
-    assert "sentencepiece cannot train a bpe model of 10" in error_of("train_tokenizer", *train, 10)
+    assert "--vocab-size 10: bytes and characters of the text alone are" in error_of("train_tokenizer", *train, 10)
+    assert "--vocab-size 0 must be above 0" in error_of("train_tokenizer", *train, 0)
+    assert "--vocab-size: invalid int value: 'x'" in error_of("train_tokenizer", *train, "x")
+    assert "are required: --input" in error_of("train_tokenizer", "--vocab-size", 5)
     assert "string under 'x'" in error_of("train_tokenizer", *train, 500, "--json-key", "x")
     assert "--max-mb" in error_of("demo_corpus", "--output", tmp_path / "c.jsonl", "--max-mb", 0)
     assert "no such file" in error_of("bigram_baseline", "--data-path", tmp_path / "x", "--vocab-size", 9)
@@ -178,3 +178,22 @@ def test_bigram_baseline(demo: Path) -> None:
     assert float(plain.split()[1]) == nats and "bits per byte" not in plain
     bits = run("bigram_baseline", *data, "--vocab-size", 800, "--bytes-per-token", 2).stdout
     assert f"{nats / np.log(2) / 2:.3f}" in bits
+
+
+def test_a_corpus_too_small_for_its_vocabulary_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("hello world")
+    (tmp_path / "none.jsonl").write_text("")
+    flags = ("--model-prefix", tmp_path / "t", "--vocab-size", 4096)
+    for kind, most in (("bpe", 285), ("unigram", 267)):
+        error = error_of("train_tokenizer", "--input", tmp_path / "a.txt", *flags, "--model-type", kind)
+        assert f"--vocab-size 4096: the text gives {most} pieces at most; ask for fewer" in error
+    assert error_of("train_tokenizer", "--input", tmp_path / "none.jsonl", *flags) == "error: --input holds no text"
+
+
+def test_a_dataset_that_is_there_is_not_overwritten(demo: Path, tmp_path: Path) -> None:
+    """Only a job that was killed while it gave names to several goes on."""
+    (tmp_path / "x_text_document.idx").write_text("old")
+    files = ("--input", demo / "corpus.jsonl", "--tokenizer-model", demo / "tok.model", "--workers", 1)
+    error = error_of("preprocess_data", *files, "--output-prefix", tmp_path / "x")
+    assert error == f"error: {tmp_path}/x_text_document.idx: exists already: give another name or remove it"
+    assert [path.name for path in tmp_path.iterdir()] == ["x_text_document.idx"]

@@ -155,8 +155,8 @@ def test_checkpoints(folder: Path, tmp_path: Path) -> None:
     assert tuned("d", "--save-interval 1 --keep-last-k 2 --keep-best-k 1") >= {"iter_0000004"}
     assert "iter_0000001" in tuned("e", "--save-mtbf-hours 1000")
     assert tuned("a", "--resume --train-iters 5") == {*every, "iter_0000005"} and "resumed from" in seen[-1]
-    code, _, err = command(folder, f"{flags(folder, '--train-iters 4')} --save {tmp_path / 'a'}")
-    assert code == 2 and "--resume goes on from there" in err
+    code, out, err = command(folder, f"{flags(folder, '--train-iters 4')} --save {tmp_path / 'a'}")
+    assert code == 2 and "--resume goes on from there" in err and "trained parameters" not in out, "no model yet"
     losses = []
     for step in ("", "--ckpt-step 1"):  # a checkpoint of ours is a model to start from
         argv = flags(folder, f"--train-iters 1 --lr 0.05 --tokenizer-model {folder} {step}")

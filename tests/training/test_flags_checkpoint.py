@@ -196,6 +196,7 @@ def test_two_histories_do_not_share_a_folder(runs: Runs, ck: Path) -> None:
     for flags in ("", f"--load {ck} --ckpt-step 2"):
         run = runs.fresh(f"--train-iters 9 --save {ck} {flags}")
         assert run.code == 2 and "iter_0000005, which is newer than where this run starts" in run.errors[0]
+        assert flags or "kernels" not in run.out, "found before the model is built"
     assert folders(ck) == [2, 4, 5] and not (ck / "lock").exists()
 
 

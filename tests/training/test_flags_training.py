@@ -127,7 +127,7 @@ def test_profile_after_a_resume_records_its_first_steps(runs: Runs) -> None:
 @proves("dry_run")
 def test_a_dry_run_says_and_does_nothing_more(runs: Runs) -> None:
     run = runs("--dry-run --hidden-size 48 --save ck")
-    assert "hidden_size: 48" in run.out and "mesh: pp 1" in run.out
+    assert "hidden_size: 48" in run.out and "mesh: 1 process\n" in run.out
     assert not run.files and not run.grads
 
 

@@ -173,7 +173,7 @@ def test_logs_of_another_run_end_all_ranks_for_one_reason(tmp_path: Path) -> Non
 def test_dry_run_describes_and_writes_nothing(tmp_path: Path) -> None:
     result = run(tmp_path, "--model", "llama3-8b", "--dry-run", "--bf16")
     assert result.returncode == 0, result.stderr
-    for text in ("parameters: 8,030,261,248", "mesh: pp 1", "hidden_size: 4096", "GiB"):
+    for text in ("parameters: 8,030,261,248", "mesh: 1 process\n", "hidden_size: 4096", "GiB"):
         assert text in result.stdout
     assert not list(tmp_path.iterdir())
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
 import math
 import os
@@ -20,10 +22,11 @@ import torch
 
 import pretrain_gpt
 from smp.config import ConfigError
+from smp.training.output import lasting_output
 from smp.training.process import Process
 from smp.training.runtime import Watchdog
 from smp.training.sinks import JsonlSink
-from tests.training.flag_runs import TINY, Hook, Run, Runs, Watched, proves
+from tests.training.flag_runs import TINY, Hook, Run, Runs, Watched, clean_process, proves
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -90,6 +93,34 @@ def send_once(number: int) -> Hook:
     """Once in all: a second SIGINT would be somebody at the keyboard."""
     left = [number]
     return lambda run: os.kill(os.getpid(), left.pop()) if left else None
+
+
+def test_a_run_goes_on_when_nobody_reads_what_it_prints(tmp_path: Path) -> None:
+    """As after Ctrl-C in "... | tee log": it is to save, and say so where it can."""
+    flags = f"{TINY} --exit-interval 2 --train-iters 9 --save {tmp_path}/ck --log-dir {tmp_path}/logs"
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as pipe, (tmp_path / "err").open("w") as error, clean_process():
+        with contextlib.redirect_stdout(pipe), contextlib.redirect_stderr(error):
+            assert pretrain_gpt.main(flags.split()) == 0
+    assert json.loads((tmp_path / "logs/status.json").read_text())["status"] == "requeue"
+    assert (tmp_path / "ck/latest").read_text() == "iter_0000002\n"
+    said = (tmp_path / "err").read_text()
+    assert f"saved {tmp_path}/ck/iter_0000002" in said and "requeue: --exit-interval 2 reached" in said
+
+
+@pytest.mark.parametrize("unbuffered", [True, False])
+def test_no_line_is_lost_when_the_reader_goes(tmp_path: Path, unbuffered: bool) -> None:
+    read, write = os.pipe()
+    pipe = io.TextIOWrapper(os.fdopen(write, "wb", 0 if unbuffered else -1), write_through=unbuffered)
+    with pipe, (tmp_path / "err").open("w") as error:
+        with contextlib.redirect_stdout(pipe), contextlib.redirect_stderr(error), lasting_output():
+            print("seen")
+            assert os.read(read, 100) == b"seen\n", "at once"
+            os.close(read)
+            print("one\ntwo")
+            print("three")
+    assert (tmp_path / "err").read_text() == "one\ntwo\nthree\n"
 
 
 def test_many_sigterms_are_one(runs: Runs) -> None:
@@ -178,6 +209,24 @@ def test_an_unexpected_error_is_in_the_status_file_too(runs: Runs, tmp_path: Pat
         runs.fresh(f"--status-file {tmp_path}/why.json", each_step=at_iteration({3}, fail))
     expected = {"status": "failed", "reason": "OSError: the disk is gone", "iteration": 2}
     assert json.loads((tmp_path / "why.json").read_text()) == expected
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_out_of_memory_is_one_line_with_what_to_try(runs: Runs, kind: str) -> None:
+    def fail(run: Watched) -> None:
+        if kind == "cuda":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total of")
+        torch.empty(2**60, dtype=torch.uint8)
+
+    run = runs.fresh(each_step=at_iteration({2}, fail))
+    size = "20.00 MiB" if kind == "cuda" else f"{2**60} bytes"
+    assert run.code == 1 and "Traceback" not in run.err
+    assert run.errors == [
+        f"error: out of memory, at a request for {size}: try --micro-batch-size below 2, --recompute-granularity full, "
+        "more processes, --tensor-model-parallel-size or --pipeline-model-parallel-size; --dry-run estimates what a "
+        "rank needs"
+    ]
+    assert run.status == {"status": "failed", "reason": run.errors[0].removeprefix("error: "), "iteration": 1}
 
 
 def test_a_checkpoint_that_cannot_be_written_stops_only_the_end(runs: Runs, tmp_path: Path) -> None:

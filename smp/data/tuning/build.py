@@ -15,7 +15,7 @@ from smp.config.schema import ConfigError
 from smp.data.tuning.chat_template import ChatTemplate
 from smp.data.tuning.encode import Encoder
 from smp.data.tuning.files import read_records
-from smp.data.tuning.preview import coloured
+from smp.data.tuning.preview import marked
 from smp.data.tuning.samples import Samples, collect
 from smp.data.tuning.sequences import Sequences, lay_out, split_samples
 from smp.data.tuning.tokenizer import TuningTokenizer
@@ -45,10 +45,11 @@ class TuningData:
         """Sequences (pairs) of the training part."""
         return len(self.train) // (2 if self.pairs else 1)
 
-    def preview(self, count: int) -> list[str]:
-        """The first ``count`` samples of the training part, coloured; of a pair the chosen answer comes first."""
+    def preview(self, count: int, colours: bool) -> list[str]:
+        """The first ``count`` samples of the training part, with what is trained marked, by colours or by brackets; of
+        a pair the chosen answer comes first."""
         texts = self.train.texts[: count * (2 if self.pairs else 1)].tolist()
-        return [f"--- text {n}\n{coloured(self.tokenizer, self.samples[n])}" for n in texts]
+        return [f"--- text {n}\n{marked(self.tokenizer, self.samples[n], colours)}" for n in texts]
 
 
 def read_data(config: FinetuneConfig, tokenizer: TuningTokenizer) -> TuningData:

@@ -8,7 +8,7 @@ import pytest
 
 from smp.data.tuning.chat_template import ChatTemplate
 from smp.data.tuning.encode import Encoder
-from smp.data.tuning.preview import coloured
+from smp.data.tuning.preview import marked
 from smp.data.tuning.shapes import BadSampleError, Conversation
 from smp.data.tuning.tokenizer import FolderTokenizer, open_tokenizer
 from tests.training.tiny_hf import TEMPLATE, write_tokenizer
@@ -130,7 +130,7 @@ def test_a_sentencepiece_model_takes_a_template_with_its_own_ends(tmp_path: Path
     assert ids.tolist().count(tokenizer.eos) == 1 and tokenizer.eos in ids[trained]
     end = tokenizer.template_tokens["eos_token"]
     assert tokenizer.decode(ids[trained]).strip() == f"it is four{end}"
-    assert coloured(tokenizer, text).count(end) == 1, "people see it too"
+    assert marked(tokenizer, text, colours=False).count(end) == 1, "people see it too"
 
 
 def test_pairs_are_two_texts(tokenizer: FolderTokenizer) -> None:
@@ -189,6 +189,7 @@ def test_special_tokens_and_templates_are_found_wherever_they_are(tmp_path: Path
         open_tokenizer(tmp_path)
 
 
-def test_a_preview_colours_what_is_trained(tokenizer: FolderTokenizer) -> None:
+def test_a_preview_marks_what_is_trained(tokenizer: FolderTokenizer) -> None:
     [text] = Encoder(tokenizer, None).sample({"prompt": "what is ", "completion": "it"})
-    assert coloured(tokenizer, text) == "\x1b[2mwhat is \x1b[0m\x1b[1;32mit<|im_end|>\x1b[0m"
+    assert marked(tokenizer, text, colours=True) == "\x1b[2mwhat is \x1b[0m\x1b[1;32mit<|im_end|>\x1b[0m"
+    assert marked(tokenizer, text, colours=False) == "what is ⟦it<|im_end|>⟧"

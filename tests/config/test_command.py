@@ -1,0 +1,88 @@
+"""What all command lines share: mistakes in one line, exit codes, defaults in --help."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import io
+from pathlib import Path
+
+import pytest
+
+from smp.checkpoint import CheckpointError, DamagedError
+from smp.config import ConfigError
+from smp.config.command import CommandParser, exit_code, in_one_line, run_tool
+
+TOOLS = sorted(path.stem for path in (Path(__file__).parents[2] / "tools").glob("*.py"))
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("--x 3"), 2),
+        (FileNotFoundError(errno.ENOENT, "No such file", "x"), 2),
+        (CheckpointError("x exists already"), 2),
+        (OSError(errno.ENOSPC, "No space left on device", "x"), 1),
+        (caused(CheckpointError("x cannot be written"), OSError(errno.ENOSPC, "No space left on device")), 1),
+        (caused(OSError("the store does not answer"), RuntimeError("503")), 1),
+        (DamagedError("x is cut off"), 1),
+        (caused(DamagedError("x is missing"), FileNotFoundError(errno.ENOENT, "No such file")), 1),
+    ],
+)
+def test_exit_codes(error: Exception, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise error
+
+    assert exit_code(error) == run_tool(fail) == code
+    assert capsys.readouterr().err == f"error: {in_one_line(error)}\n"
+
+
+def test_an_error_is_one_line() -> None:
+    assert in_one_line(ValueError("a\nb")) == "a b"
+    assert in_one_line(FileNotFoundError(errno.ENOENT, "No such file", "x")) == "x: No such file"
+
+
+def test_ctrl_c_and_a_reader_that_has_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    def unread() -> None:
+        print("x")
+        raise BrokenPipeError
+
+    assert run_tool(interrupted, "the same command goes on") == 130
+    assert capsys.readouterr().err == "interrupted: the same command goes on\n"
+    with (tmp_path / "out").open("w") as out, contextlib.redirect_stdout(out):
+        assert run_tool(unread) == 141
+    assert capsys.readouterr().err == "" and (tmp_path / "out").read_text() == ""
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_mistake_on_the_command_line_is_one_line(tool: str) -> None:
+    pytest.importorskip("sentencepiece")
+    out, err = io.StringIO(), io.StringIO()
+    words = ["--folder"] if tool == "demo" else ["--nonsense"]  # it passes on what it does not know
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        assert importlib.import_module(f"tools.{tool}").main(words) == 2
+    assert out.getvalue() == "" and err.getvalue().startswith("error: ") and err.getvalue().count("\n") == 1
+
+
+def test_help_shows_defaults_where_there_are_any() -> None:
+    parser = CommandParser(description="first\n    second")
+    parser.add_argument("--count", type=int, default=0, help="so many")
+    parser.add_argument("--keys", nargs="+", default=["a", "b"], help="names")
+    parser.add_argument("--format", help="of the file (default: found out)")
+    parser.add_argument("--name", help="free")
+    parser.add_argument("--force", action="store_true", help="do it")
+    lines = " ".join(parser.format_help().split())
+    for text in ("so many (default: 0)", "names (default: a b)", "file (default: found out)", "free --force", "do it"):
+        assert text in lines
+    assert lines.count("default") == 3 and "first\n    second" in parser.format_help()
+    with pytest.raises(ConfigError, match="unrecognized arguments: --coun 3"):
+        parser.parse_args(["--coun", "3"])
