@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from smp.layers.parameter import REPLICATE, SHARD_ROWS, Initializer, Normal, local, tp_parameter
-from smp.parallel.collectives import Group, reduce_from_group, reduce_scatter_tokens, split_tokens, sum_gradient
+from smp.parallel.collectives import Group, reduce_from_group, reduce_scatter_tokens, split_tokens
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tp: int) -> int:
@@ -61,10 +61,15 @@ class VocabParallelEmbedding(nn.Module):
         self.initializers: dict[str, Initializer] = {"weight": Normal(init_std)}
         self.logical_rows = {"weight": vocab_size}
         self.rows_per_rank = rows // self.group.size
+        self.compute_dtype: torch.dtype | None = None  # by default the parameter's
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids (tokens, ...) int64 -> (tokens [/p], ..., hidden)."""
-        weight = local(self.weight)
+    def table(self) -> torch.Tensor:
+        """This rank's rows as ``forward`` uses them, (rows per rank, hidden), for a tied output layer too."""
+        return local(self.weight, self.compute_dtype)
+
+    def forward(self, ids: torch.Tensor, table: torch.Tensor | None = None) -> torch.Tensor:
+        """ids (tokens, ...) int64 -> (tokens [/p], ..., hidden); ``table`` is what :meth:`table` gave before."""
+        weight = self.table() if table is None else table
         unknown = (ids < 0) | (ids >= self.vocab_size)  # F.embedding refuses row -1, and the device does not wait
         if self.group.size == 1:
             return F.embedding(ids.masked_fill(unknown, -1), weight)
@@ -106,9 +111,11 @@ class PositionEmbedding(nn.Module):
         self.group, self.sequence_parallel = Group.of(mesh), sequence_parallel
         self.weight = tp_parameter((max_positions, hidden_size), REPLICATE, mesh, device, dtype)
         self.initializers: dict[str, Initializer] = {"weight": Normal(init_std)}
+        self.compute_dtype: torch.dtype | None = None  # by default the parameter's
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
         """positions (tokens,) int64 -> (tokens [/p], hidden)."""
-        if not self.sequence_parallel:
-            return F.embedding(positions, local(self.weight))
-        return F.embedding(split_tokens(positions, self.group), sum_gradient(local(self.weight), self.group))
+        weight = local(self.weight, self.compute_dtype, summed_over=self.group if self.sequence_parallel else None)
+        if self.sequence_parallel:
+            positions = split_tokens(positions, self.group)
+        return F.embedding(positions, weight)

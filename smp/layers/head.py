@@ -70,17 +70,16 @@ class VocabParallelHead(nn.Module):
             x: (tokens [/p], hidden).
             labels: int64 (tokens,).
             token_weights: fp32 (tokens,), what each token's loss counts.
-            tied_weight: the embedding's parameter when tied.
+            tied_weight: the embedding's ``table()`` when tied.
             preference: instead of the weighted sum, the loss of pairs of answers; tokens of weight 0 are the prompt's.
 
         Raises:
             ValueError: for labels without weights, or weights without labels.
         """
-        parameter = tied_weight if self.weight is None else self.weight
-        assert parameter is not None
+        weight = tied_weight if self.weight is None else local(self.weight, x.dtype)
+        assert weight is not None
         if (labels is None) != (token_weights is None):
             raise ValueError("a loss needs labels and token_weights, logits neither")
-        weight = local(parameter)
         if self.sequence_parallel:
             hidden = gather_tokens(x, self.group)  # (tokens, hidden)
         else:

@@ -38,7 +38,6 @@ from smp.parallel.collectives import (
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
-    sum_gradient,
     wait,
 )
 
@@ -172,7 +171,9 @@ def row_parallel_swiglu(
     # a deferred weight gradient needs the activation later, and so does an adapter's
     if backend == "torch" or layer.defer is not None or layer.lora is not None:
         return layer(swiglu(gate, up, backend), numbers)
-    y = _RowParallelSwiglu.apply(gate, up, local(layer.weight), layer.group, layer.sequence_parallel, backend)
+    y = _RowParallelSwiglu.apply(
+        gate, up, local(layer.weight, gate.dtype), layer.group, layer.sequence_parallel, backend
+    )
     return layer.add_bias(y)
 
 
@@ -225,11 +226,11 @@ class ColumnParallelLinear(nn.Module):
         self.defer: Defer | None = None  # see smp.layers.deferred
         self.lora: Lora | None = None  # see smp.layers.lora
 
-    def _own(self, parameter: torch.Tensor) -> torch.Tensor:
+    def _own(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The rows that this rank computes with."""
         if not self.replicated:
-            return local(parameter)
-        return sum_gradient(local(parameter), self.group).narrow(0, self._first_row, self.part_features)
+            return local(parameter, dtype)
+        return local(parameter, dtype, summed_over=self.group).narrow(0, self._first_row, self.part_features)
 
     def forward(self, x: torch.Tensor, numbers: torch.Tensor | None = None) -> torch.Tensor:
         """(tokens [/p], ..., in) -> (tokens, ..., this rank's outputs); ``numbers`` of the tokens, for dropout."""
@@ -254,7 +255,7 @@ def column_parallel(
         same = m.group == first.group and m.sequence_parallel == first.sequence_parallel and m.defer == first.defer
         if not same:
             raise ValueError("layers with one input differ in their group, in sequence_parallel or in defer")
-    weights = [layer._own(layer.weight) for layer in layers]
+    weights = [layer._own(layer.weight, x.dtype) for layer in layers]
     if first.defer is not None:
         outputs = column_parallel_deferred(x, layers, weights)
     elif first.group.size == 1:
@@ -263,7 +264,7 @@ def column_parallel(
         outputs = _ColumnParallel.apply(x, first.group, first.sequence_parallel, *weights)
     adapted = add_column_adapters(x, outputs, layers, numbers)
     biases = [layer.bias for layer in layers]
-    return [y if b is None else y + m._own(b) for y, b, m in zip(adapted, biases, layers, strict=True)]
+    return [y if b is None else y + m._own(b, y.dtype) for y, b, m in zip(adapted, biases, layers, strict=True)]
 
 
 class RowParallelLinear(nn.Module):
@@ -304,16 +305,15 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor, numbers: torch.Tensor | None = None) -> torch.Tensor:
         """(tokens, ..., in/p) -> (tokens [/p], ..., out); ``numbers`` int64 (tokens,), for dropout in an adapter."""
         if self.defer is not None:
-            y = row_parallel_deferred(x, self, local(self.weight))
+            y = row_parallel_deferred(x, self, local(self.weight, x.dtype))
         elif self.group.size == 1:
-            y = F.linear(x, local(self.weight))
+            y = F.linear(x, local(self.weight, x.dtype))
         else:
-            y = _RowParallel.apply(x, local(self.weight), self.group, self.sequence_parallel)
+            y = _RowParallel.apply(x, local(self.weight, x.dtype), self.group, self.sequence_parallel)
         return self.add_bias(add_row_adapter(x, y, self, numbers))
 
     def add_bias(self, y: torch.Tensor) -> torch.Tensor:
         """The end of ``forward``: (tokens [/p], ..., out) -> the same."""
         if self.bias is None:
             return y
-        bias = local(self.bias)
-        return y + (sum_gradient(bias, self.group) if self.sequence_parallel else bias)
+        return y + local(self.bias, y.dtype, summed_over=self.group if self.sequence_parallel else None)

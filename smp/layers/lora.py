@@ -34,7 +34,6 @@ from smp.parallel.collectives import (
     gather_tokens,
     reduce_from_group,
     reduce_scatter_tokens,
-    sum_gradient,
 )
 from smp.parallel.rng import dropout_key, keyed_dropout
 
@@ -83,7 +82,7 @@ class Lora(nn.Module):
                 raise ValueError("dropout of adapters needs the tokens' numbers: its masks are keyed by them")
             key = torch.tensor(self.key, device=x.device)
             x = keyed_dropout(x, key, numbers, self.dropout, first_channel=self.first_channel)
-        return F.linear(x, a.to(x.dtype)) * (self.alpha / self.rank)
+        return F.linear(x, a) * (self.alpha / self.rank)
 
 
 def add_column_adapters(
@@ -105,12 +104,12 @@ def add_column_adapters(
     if not used:
         return list(outputs)
     group, split = layers[0].group, layers[0].sequence_parallel
-    factors = [sum_gradient(local(m.a), group) if split else local(m.a) for m in used]
+    factors = [local(m.a, x.dtype, summed_over=group if split else None) for m in used]
     low = torch.cat([m.down(x, a, numbers) for m, a in zip(used, factors, strict=True)], dim=-1)
     low = gather_tokens(low, group) if split else copy_to_group(low, group)  # (tokens, ..., sum of ranks)
     parts = iter(low.split([m.rank for m in used], dim=-1))
     return [
-        y if m is None else y + F.linear(next(parts), layer._own(m.b).to(y.dtype))
+        y if m is None else y + F.linear(next(parts), layer._own(m.b, y.dtype))
         for y, m, layer in zip(outputs, adapters, layers, strict=True)
     ]
 
@@ -129,13 +128,11 @@ def add_row_adapter(
     adapter = layer.lora
     if adapter is None or not adapter.enabled:
         return output
-    low = adapter.down(x, local(adapter.a), numbers)  # (tokens, ..., rank), this rank's part of the sum
-    b = local(adapter.b)
-    if layer.sequence_parallel:
-        low, b = reduce_scatter_tokens(low, layer.group), sum_gradient(b, layer.group)
-    else:
-        low = reduce_from_group(low, layer.group)
-    return output + F.linear(low, b.to(output.dtype))
+    low = adapter.down(x, local(adapter.a, x.dtype), numbers)  # (tokens, ..., rank), this rank's part of the sum
+    b = local(adapter.b, output.dtype, summed_over=layer.group if layer.sequence_parallel else None)
+    reduce = reduce_scatter_tokens if layer.sequence_parallel else reduce_from_group
+    low = reduce(low, layer.group)
+    return output + F.linear(low, b)
 
 
 def add_adapters(

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from smp.kernels import TORCH, Kernels
 from smp.kernels.norm import add_norm, layer_norm, rms_norm
 from smp.layers.parameter import REPLICATE, Constant, Initializer, local, tp_parameter
-from smp.parallel.collectives import Group, sum_gradient
+from smp.parallel.collectives import Group
 
 
 class Norm(nn.Module):
@@ -45,11 +45,11 @@ class Norm(nn.Module):
 
     def after_addition(self, x: torch.Tensor, added: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(normalized x + added, x + added), in one pass where the kernel can."""
-        bias = None if self.bias is None else self._own(self.bias)
-        return add_norm(x, added, self._own(self.weight), bias, self.eps, self.backend)
+        bias = None if self.bias is None else self._own(self.bias, x.dtype)
+        return add_norm(x, added, self._own(self.weight, x.dtype), bias, self.eps, self.backend)
 
-    def _own(self, parameter: torch.Tensor) -> torch.Tensor:
-        return sum_gradient(local(parameter), self.group) if self.sequence_parallel else local(parameter)
+    def _own(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return local(parameter, dtype, summed_over=self.group if self.sequence_parallel else None)
 
 
 class RMSNorm(Norm):
@@ -57,7 +57,7 @@ class RMSNorm(Norm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize the last dimension; the arithmetic is fp32 inside."""
-        return rms_norm(x, self._own(self.weight), self.eps, self.backend)
+        return rms_norm(x, self._own(self.weight, x.dtype), self.eps, self.backend)
 
 
 class LayerNorm(Norm):
@@ -69,4 +69,4 @@ class LayerNorm(Norm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize the last dimension; the arithmetic is fp32 inside."""
         assert self.bias is not None
-        return layer_norm(x, self._own(self.weight), self._own(self.bias), self.eps, self.backend)
+        return layer_norm(x, self._own(self.weight, x.dtype), self._own(self.bias, x.dtype), self.eps, self.backend)

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from smp.parallel.boxes import local_box
+from smp.parallel.collectives import Group, sum_gradient
 from smp.parallel.rng import keyed_normal
 
 
@@ -61,15 +62,24 @@ def tp_parameter(
     return nn.Parameter(whole)
 
 
-def local(parameter: torch.Tensor) -> torch.Tensor:
+def local(
+    parameter: torch.Tensor, dtype: torch.dtype | None = None, *, summed_over: Group | None = None
+) -> torch.Tensor:
     """The local part of a DTensor parameter, differentiable: the gradient comes back with the parameter's own
     placement.
 
-    A layer that uses a replicated parameter on different data on each rank sums the gradient itself, in fp32, with
-    ``smp.parallel.collectives.sum_gradient``; so a gradient is never ``Partial`` and any optimizer can use it.
+    Args:
+        parameter: of a layer.
+        dtype: to compute with; layers say that of their input. Where FSDP has cast the weights that changes nothing.
+            Without FSDP it is the cast, at the place where FSDP casts, so both round the same.
+        summed_over: the ranks that use a replicated parameter on different data each. The gradient is their sum, in
+            fp32; so it is never ``Partial``, and any optimizer can use it.
     """
     dtensor = cast(DTensor, parameter)
-    return dtensor.to_local(grad_placements=dtensor.placements)
+    part = dtensor.to_local(grad_placements=dtensor.placements)
+    if dtype is not None:
+        part = part.to(dtype)
+    return part if summed_over is None else sum_gradient(part, summed_over)
 
 
 def init_weights(model: nn.Module, seed: int, *, only: str | None = None) -> None:

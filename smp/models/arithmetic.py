@@ -218,6 +218,8 @@ def estimate_memory(
     - optimizer 8 n / d for Adam's two moments, 4 n / d for SGD with momentum, 0 without.
     - units: what FSDP holds unsharded. In compute precision two blocks (one in use, one on its way) and the vocabulary
       matrix at the loss; of the largest unit the gradient, in compute precision and as the fp32 input of its reduction.
+      Without FSDP (one data-parallel rank and no pipeline) the gradient of the largest unit on its way to the sum, and
+      in bf16 runs the cast weights, which layers keep for the backward pass (under recompute those of one block).
     - activations: layers x what a block keeps (``_kept_per_token`` x T), as much as one whole block for the gradients
       in flight, under recompute one more for the block that is replayed, and what the output layer takes and gives
       back.
@@ -254,16 +256,22 @@ def estimate_memory(
     both = first and last and model.untie_embeddings_and_output_weights
     ends = vocabulary * (2 if both else 1) + first * _positions(model) + last * _norm(model)
     n = layers * block + ends
-    gathered = 2 * block + vocabulary if layout.pp == 1 or config.parallel.pipeline_reshard else n
+    alone = layout.pp == 1 and layout.data_parallel == 1
+    if alone:
+        replayed = config.parallel.recompute_granularity != "none"
+        gathered = (block * (1 if replayed else layers) + vocabulary) if b < 4 and not tuned.adapters else 0
+    else:
+        gathered = 2 * block + vocabulary if layout.pp == 1 or config.parallel.pipeline_reshard else n
     adapters = tuned.adapters * layers // model.num_layers
     trained, frozen = (adapters, n * (tuned.copies + 1)) if adapters else (n, n * tuned.copies)
     largest = adapters // layers if adapters else max(block, vocabulary)
+    in_flight = (4 if b == 4 else b + 4) if alone else b + 4  # bytes of each element of the largest gradient
     head = 0 if adapters else vocabulary * (b * losses + (4 if b < 4 else 0))
     return MemoryEstimate(
         parameters=(4 * trained + b * frozen) // layout.dp_shard,
         gradients=4 * trained // (layout.dp_shard if layout.pp == 1 else 1),
         optimizer=_optimizer_bytes(config) * trained // layout.dp_shard,
-        units=b * gathered + (b + 4) * largest,
+        units=b * gathered + in_flight * largest,
         activations=int(tokens * _activations_per_token(config, layout, b, layers * held / len(parts), last)),
         logits=last * (_logits_bytes(tokens, rows, chunk_bytes, b) + head),
     )

@@ -74,6 +74,7 @@ class GPT(nn.Module):
             raise ValueError("attention dropout needs a mask: spans are for FlashAttention's variable-length kernel")
         self.config, self.seed, self.spans = config, seed, spans
         self.frozen = False  # apart from adapters
+        self.alone = False  # on one data-parallel rank: no FSDP around it, see smp.sharding.parallelize
         self.adapter_dropout = 0.0
         self.parts = tuple(parts) if parts is not None else (whole(config.num_layers),)
         self.group, self.sequence_parallel = Group.of(mesh), sequence_parallel
@@ -151,7 +152,8 @@ class GPT(nn.Module):
         places = self._position_ids(tokens, padding, positions)
         info = self._sequence_info(tokens, padding, places, sample_index)
         keys = self._dropout_keys(info, tokens.device)
-        x = self._embed(_flat(tokens, padding), places, info, keys) if hidden is None else hidden
+        tied_weight = self.embedding.table() if self.tied and self.embedding is not None else None  # one for both ends
+        x = self._embed(_flat(tokens, padding), places, info, keys, tied_weight) if hidden is None else hidden
         window = self.config.window_size
         numbers = documents.numbers if isinstance(documents, Documents) else documents
         if numbers is None and window is not None and window < length:
@@ -168,7 +170,6 @@ class GPT(nn.Module):
             return x
         assert self.final_norm is not None and self.head is not None
         x = self.final_norm(x)
-        tied_weight = self.embedding.weight if self.tied and self.embedding is not None else None
         if labels is None or token_weights is None:
             logits = self.head(x, tied_weight=tied_weight)
             return logits[: batch * length].view(batch, length, -1)
@@ -231,11 +232,16 @@ class GPT(nn.Module):
         return dropout_keys(self.seed, SITES_PER_BLOCK * self.config.num_layers + 1, device)
 
     def _embed(
-        self, flat: torch.Tensor, places: torch.Tensor, info: SequenceInfo, keys: torch.Tensor | None
+        self,
+        flat: torch.Tensor,
+        places: torch.Tensor,
+        info: SequenceInfo,
+        keys: torch.Tensor | None,
+        table: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """ids (tokens,) -> (tokens [/p], hidden)."""
         assert self.embedding is not None
-        x = self.embedding(flat)
+        x = self.embedding(flat, table)
         if self.positions is not None:
             x = x + self.positions(places)
         if keys is None or info.local_numbers is None:

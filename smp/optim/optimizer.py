@@ -28,7 +28,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
         ConfigError: for ``apex-adam`` without apex or its CUDA extensions.
         ValueError: when the model is not parallelized yet: FSDP would replace the parameters and nothing would train.
     """
-    if not isinstance(model, FSDPModule):
+    if not isinstance(model, FSDPModule) and not getattr(model, "alone", False):
         raise ValueError("build the optimizer after parallelize(): FSDP replaces the model's parameters")
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [

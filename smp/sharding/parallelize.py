@@ -43,12 +43,23 @@ def parallelize(model: GPT, mesh: DeviceMesh, config: ParallelConfig) -> GPT:
     """Apply recompute, compile and hybrid FSDP to ``model`` (built on the meta device or not), in place.
 
     Build the optimizer afterwards: FSDP replaces the parameters.
+
+    A whole model on one data-parallel rank needs no FSDP, which would copy all weights for the forward and for the
+    backward pass and all gradients twice. There layers cast the master weights to the dtype of their input. (Parts of a
+    pipeline keep FSDP: with several micro-batches in flight each would hold its own cast weights.)
     """
     blocks = [b for b in model.layers.values() if isinstance(b, TransformerBlock)]
     for block in blocks:
         block.attention.rope_in_place = not config.compile and config.recompute_granularity != "selective"
         block.run = _wrapped(block.run, config)
-    shard(model, [*blocks, *_ends(model)], data_mesh(mesh), bf16=config.bf16)
+    data = data_mesh(mesh)
+    model.alone = data.size() == 1 and model.is_whole
+    if model.alone:
+        for embedding in (model.embedding, model.positions):
+            if embedding is not None:
+                embedding.compute_dtype = torch.bfloat16 if config.bf16 else None
+        return model
+    shard(model, [*blocks, *_ends(model)], data, bf16=config.bf16)
     if model.is_whole:  # a pipeline's schedule says itself when weights are gathered
         prefetch(blocks)
     return model
@@ -146,6 +157,8 @@ def _check_parameters(model: nn.Module) -> None:
 
 def last_micro_batch(model: nn.Module, last: bool) -> None:
     """Reduce gradients over the replicas in the coming backward pass only if it is the last of the step."""
+    if getattr(model, "alone", False):
+        return
     assert isinstance(model, FSDPModule)
     model.set_requires_all_reduce(last)
     model.set_is_last_backward(last)

@@ -73,14 +73,14 @@ def head_errors(mesh: Any, vocab: int, sp: bool, tied: bool) -> dict[str, float]
     want = (F.cross_entropy(x @ w.t(), labels, reduction="none") * token_weights).sum()
     want.backward()
     mine = leaf(part(x, mesh, split=sp))
-    got = layer(mine, labels, token_weights, weight if tied else None)
+    got = layer(mine, labels, token_weights, table.table() if tied else None)
     (1.0 * got).backward()
     assert x.grad is not None and w.grad is not None
     dw = gradient(weight)
     errors = {"loss": error(got, want), "dw": error(dw, pad_rows(w.grad, dw))}
     errors["dx"] = error(mine.grad, part(x.grad, mesh, split=sp))
     with torch.no_grad():
-        errors["logits"] = error(layer(mine, tied_weight=weight if tied else None), x @ w.t())
+        errors["logits"] = error(layer(mine, tied_weight=table.table() if tied else None), x @ w.t())
     return errors
 
 

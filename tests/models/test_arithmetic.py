@@ -169,7 +169,9 @@ def test_memory_by_hand() -> None:
     layer, vocabulary = count_parameters(SMALL, 100).per_layer, 128 * 16  # 100 rows are padded to 128
     n = 2 * layer + 2 * vocabulary + 16
     assert (estimate.parameters, estimate.gradients, estimate.optimizer) == (4 * n, 4 * n, 8 * n)
-    assert estimate.units == 4 * (2 * layer + vocabulary) + 8 * max(layer, vocabulary)
+    assert estimate.units == 4 * max(layer, vocabulary), "no FSDP: nothing is gathered"
+    sharded = estimate_memory(_config(SMALL), Layout(dp_shard=2), chunk_bytes=4 * 128 * 10)
+    assert sharded.units == 4 * (2 * layer + vocabulary) + 8 * max(layer, vocabulary)
     # a block: 4 x 16 around norms, 4 x 16 in attention, 4 x 24 in the MLP, fp32; 4 log-sum-exps; 64 tokens;
     # two blocks, one more for gradients, and 4 x 16 at the output layer
     block = 4 * (4 * 16 + 4 * 16 + 4 * 24) + 4 * 4
@@ -194,11 +196,12 @@ def test_memory_of_fine_tuning_by_hand() -> None:
 
 def test_memory_shrinks_with_the_layout_that_shares_it() -> None:
     config = _config(SMALL, bf16=True)
-    whole, shared = (estimate_memory(config, Layout(dp_shard=d), chunk_bytes=1 << 20) for d in (1, 4))
+    whole, two, shared = (estimate_memory(config, Layout(dp_shard=d), chunk_bytes=1 << 20) for d in (1, 2, 4))
     assert (shared.parameters, shared.optimizer) == (whole.parameters // 4, whole.optimizer // 4)
-    assert (shared.units, shared.activations) == (whole.units, whole.activations)
-    replicas = estimate_memory(config, Layout(dp_replicate=4), chunk_bytes=1 << 20)
-    assert replicas == whole
+    assert (shared.units, shared.activations) == (two.units, whole.activations)
+    replicas, more = (estimate_memory(config, Layout(dp_replicate=d), chunk_bytes=1 << 20) for d in (2, 4))
+    assert replicas == more
+    assert (replicas.parameters, replicas.units) == (whole.parameters, two.units)
     split = _config(SMALL, bf16=True, tensor_model_parallel_size=2, sequence_parallel=True)
     split_estimate = estimate_memory(split, Layout(tp=2), chunk_bytes=1 << 20)
     assert 0.45 < split_estimate.activations / whole.activations < 0.6

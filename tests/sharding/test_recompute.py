@@ -35,6 +35,11 @@ class Live(TorchDispatchMode):
                 self.storages[reference.cdata] = reference
         return out
 
+    def forget(self, tensors: list[torch.Tensor]) -> None:
+        """Leave out memory that was there before, of which operations give views."""
+        for tensor in tensors:
+            self.storages.pop(StorageWeakRef(tensor.untyped_storage()).cdata, None)
+
     def nbytes(self) -> int:
         """FSDP frees by resizing to 0, so sizes are asked for now."""
         alive = [torch.UntypedStorage._new_with_weak_ptr(cdata) for cdata in self.storages]
@@ -48,6 +53,7 @@ def kept_bytes(granularity: Any, tp: int, sp: bool, layers: int) -> int:
         model = build(mesh, replace(MODEL, num_layers=layers), parallel)
         with Live() as live:
             loss = loss_of(model)
+        live.forget([p.to_local() for p in model.parameters()])  # type: ignore[attr-defined]
         assert loss.requires_grad
         return live.nbytes()
 

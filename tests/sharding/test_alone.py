@@ -1,0 +1,108 @@
+"""One data-parallel rank: no FSDP, and layers that cast the master weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from smp.config import Layout, ModelConfig, ParallelConfig
+from smp.layers import add_adapters, init_weights
+from smp.layers.block import TransformerBlock
+from smp.layers.linear import ColumnParallelLinear, RowParallelLinear
+from smp.layers.norm import Norm
+from smp.models.gpt import GPT
+from smp.parallel.mesh import data_mesh
+from smp.sharding.parallelize import parallelize, shard
+from tests.fake_group import fake_mesh
+from tests.sharding.model import MODEL, build, loss_of
+
+GPT2_LIKE = replace(
+    MODEL,
+    normalization="LayerNorm",
+    position_embedding_type="learned_absolute",
+    disable_bias_linear=False,
+    swiglu=False,
+    untie_embeddings_and_output_weights=False,
+)
+MODELS = {
+    "llama": MODEL,
+    "gpt2": GPT2_LIKE,
+    "qwen3": replace(MODEL, qk_layernorm=True, num_query_groups=2),
+    "dropout": replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1),
+    "parallel residual": replace(MODEL, parallel_residual=True),
+}
+
+
+def with_fsdp(config: ModelConfig, mesh: Any) -> GPT:
+    """As a rank among several has it."""
+    model = GPT(config, mesh["tp"], seed=1)
+    shard(model, list(model.layers.values()), data_mesh(mesh), bf16=True)
+    model.to_empty(device="cpu")
+    init_weights(model, seed=0)
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bf16_computes_what_fsdp_would(name: str) -> None:
+    """To the bit: what is rounded, and where, does not depend on the layout."""
+    grads, losses = [], []
+    with fake_mesh() as mesh:
+        for model in (build(mesh, MODELS[name], ParallelConfig(bf16=True)), with_fsdp(MODELS[name], mesh)):
+            loss = loss_of(model)
+            loss.backward()
+            losses.append(loss.item())
+            grads.append({n: p.grad.to_local().clone() for n, p in model.named_parameters()})  # type: ignore[union-attr]
+    assert losses[0] == losses[1]
+    assert [parameter for parameter, grad in grads[0].items() if not torch.equal(grad, grads[1][parameter])] == []
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_bf16_reaches_every_layer(name: str, tp: int) -> None:
+    """A bias or a norm that kept its fp32 would turn all that follows into fp32, and nothing would say so."""
+    seen: dict[str, set[torch.dtype]] = {}
+    with fake_mesh(Layout(tp=tp)) as mesh:
+        model = build(mesh, MODELS[name], ParallelConfig(tp, sequence_parallel=tp > 1, bf16=True))
+        for path, module in model.named_modules():
+            if isinstance(module, (TransformerBlock, ColumnParallelLinear, RowParallelLinear, Norm)):
+                module.register_forward_hook(
+                    lambda m, args, out, path=path: seen.setdefault(path, set()).add(_tensor(out).dtype)
+                )
+        loss_of(model).backward()
+    assert seen and set.union(*seen.values()) == {torch.bfloat16}, seen
+    assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())  # type: ignore[union-attr]
+
+
+def _tensor(out: Any) -> torch.Tensor:
+    return out if isinstance(out, torch.Tensor) else out[0]
+
+
+def test_adapters_compute_in_bf16_beside_frozen_fp32_weights() -> None:
+    with fake_mesh() as mesh:
+        model = GPT(MODEL, mesh["tp"], seed=1)
+        add_adapters(model, ["query", "down"], 2, 4.0)
+        parallelize(model, mesh, ParallelConfig(bf16=True))
+        model.to_empty(device="cpu")
+        init_weights(model, seed=0)
+        block = model.layers["0"]
+        block.register_forward_hook(lambda m, args, out: outputs.append(_tensor(out).dtype))
+        outputs: list[torch.dtype] = []
+        loss_of(model).backward()
+    assert outputs == [torch.bfloat16]
+    trained = {name.rpartition(".")[2]: p.grad.dtype for name, p in model.named_parameters() if p.grad is not None}  # type: ignore[union-attr]
+    assert trained == {"a": torch.float32, "b": torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("layout", "alone"),
+    [(Layout(), True), (Layout(tp=2), True), (Layout(dp_shard=2), False), (Layout(dp_replicate=2), False)],
+)
+def test_only_data_parallel_ranks_have_fsdp(layout: Layout, alone: bool) -> None:
+    with fake_mesh(layout) as mesh:
+        model = GPT(MODEL, mesh["tp"])
+        parallelize(model, mesh, ParallelConfig(layout.tp))
+    assert isinstance(model, FSDPModule) is not alone
