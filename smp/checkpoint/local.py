@@ -106,9 +106,10 @@ class LocalFolder(Folder):
         sync_to_disk(self.local)
 
     def remove(self) -> None:
-        shutil.rmtree(self.local.resolve())
-        if self.local.is_symlink():
+        if self.local.is_symlink():  # what it leads to belongs to somebody else
             self.local.unlink()
+        else:
+            shutil.rmtree(self.local)
         sync_to_disk(self.local.parent)
 
     def sync(self) -> None:

@@ -125,10 +125,13 @@ class RemoteFolder(Folder):
             self.files.rm_file(self._at(name))
 
     def rename(self, name: str, new: str) -> None:
-        """Object by object, copied and deleted; data last, so that nothing half moved has a manifest."""
+        """All objects are copied before the first is deleted: killed in between, the old folder is whole or, without
+        the manifest, the new one is."""
         old = self._at(name)
-        for path in sorted(self.files.find(old), key=lambda path: path.endswith(".safetensors")):
+        paths = sorted(self.files.find(old), key=lambda path: path.endswith(".safetensors"))
+        for path in paths:
             self.files.copy(path, self._at(new) + path.removeprefix(old))
+        for path in paths:
             self.files.rm_file(path)
 
     def remove(self) -> None:

@@ -68,6 +68,9 @@ def prune(root: Folder, retention: Retention) -> list[str]:
     for name in removed:
         assert ITERATION.fullmatch(name)
         folder = root.child(name)
+        if folder.local is not None and folder.local.is_symlink():
+            folder.remove()  # the link alone
+            continue
         folder.delete(MANIFEST)
         folder.sync()
         discard_unfinished(folder)

@@ -133,7 +133,16 @@ def _rebuild_tensor(storage: Storage, offset: int, shape: Any, stride: Any, *_: 
     return Slot("", DTYPE_NAMES[dtype], shape, start + offset * dtype.itemsize, size * dtype.itemsize)
 
 
+def _member(owner: Any, name: str) -> Record:
+    """A member of an enumeration: Python 3.11.0 to 3.11.3 write ``getattr(class, name)``. Of records only."""
+    if not (isinstance(owner, type) and issubclass(owner, Record)):
+        raise _RefusedError("builtins.getattr")
+    return owner(name)
+
+
 _KNOWN: dict[str, Any] = {
+    "builtins.getattr": _member,
+    "__builtin__.getattr": _member,  # in the pickle protocol of torch.save
     "argparse.Namespace": argparse.Namespace,
     "collections.OrderedDict": collections.OrderedDict,
     "torch.Size": tuple,

@@ -70,14 +70,14 @@ def local(
 
     Args:
         parameter: of a layer.
-        dtype: to compute with; layers say that of their input. Where FSDP has cast the weights that changes nothing.
-            Without FSDP it is the cast, at the place where FSDP casts, so both round the same.
+        dtype: to compute with; layers say that of their input. FSDP has cast the weights before; without FSDP this is
+            the cast of fp32 master weights, and rounds what FSDP would round. (A compiler may leave roundings out.)
         summed_over: the ranks that use a replicated parameter on different data each. The gradient is their sum, in
             fp32; so it is never ``Partial``, and any optimizer can use it.
     """
     dtensor = cast(DTensor, parameter)
     part = dtensor.to_local(grad_placements=dtensor.placements)
-    if dtype is not None:
+    if dtype is not None and part.dtype == torch.float32:  # a weight is never widened: that would be slow and silent
         part = part.to(dtype)
     return part if summed_over is None else sum_gradient(part, summed_over)
 

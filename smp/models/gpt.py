@@ -152,7 +152,9 @@ class GPT(nn.Module):
         places = self._position_ids(tokens, padding, positions)
         info = self._sequence_info(tokens, padding, places, sample_index)
         keys = self._dropout_keys(info, tokens.device)
-        tied_weight = self.embedding.table() if self.tied and self.embedding is not None else None  # one for both ends
+        tied_weight = None
+        if self.tied and part.head and self.embedding is not None:
+            tied_weight = self.embedding.table()  # one for both ends, so that its gradients add as FSDP adds them
         x = self._embed(_flat(tokens, padding), places, info, keys, tied_weight) if hidden is None else hidden
         window = self.config.window_size
         numbers = documents.numbers if isinstance(documents, Documents) else documents

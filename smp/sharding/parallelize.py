@@ -52,6 +52,7 @@ def parallelize(model: GPT, mesh: DeviceMesh, config: ParallelConfig) -> GPT:
     for block in blocks:
         block.attention.rope_in_place = not config.compile and config.recompute_granularity != "selective"
         block.run = _wrapped(block.run, config)
+    _check_parameters(model)
     data = data_mesh(mesh)
     model.alone = data.size() == 1 and model.is_whole
     if model.alone:

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from smp.convert.formats import FORMATS
+from smp.convert.torch_file import Record, RestrictedUnpickler, _RefusedError
 from tests.convert.tiny import save_theirs
 from tools.convert_checkpoint import main
 
@@ -385,3 +386,27 @@ def test_targets_are_never_overwritten(whole: Path, tmp_path: Path, capsys: pyte
     assert code == 2 and "is no checkpoint" in error
     code, error = run(capsys, "--load", tmp_path / "nowhere", "--save", tmp_path / "new")
     assert code == 2 and error == f"error: {tmp_path / 'nowhere'}: there is no such folder\n"
+
+
+class Member:
+    """A member of an enumeration as Python 3.11.0 to 3.11.3 write it; of anything else, an attribute."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.owner, self.name)
+
+
+def test_members_of_enumerations_are_records_and_attributes_of_anything_else_are_refused() -> None:
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+
+    def read(what: object) -> Any:
+        return RestrictedUnpickler(io.BytesIO(pickle.dumps(what)), lambda *_: None, {}, ("torch.distributed.",)).load()  # type: ignore[arg-type, return-value]
+
+    member = read(Member(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT"))
+    assert isinstance(member, Record) and member.kind.endswith("._MEM_FORMAT_ENCODING")
+    assert member.args == ("TORCH_CONTIGUOUS_FORMAT",)
+    for owner in (argparse.Namespace, "text"):
+        with pytest.raises(_RefusedError, match="builtins.getattr"):
+            read(Member(owner, "__doc__"))

@@ -37,23 +37,26 @@ MODELS = {
 }
 
 
-def with_fsdp(config: ModelConfig, mesh: Any) -> GPT:
+def with_fsdp(config: ModelConfig, mesh: Any, sp: bool) -> GPT:
     """As a rank among several has it."""
-    model = GPT(config, mesh["tp"], seed=1)
+    model = GPT(config, mesh["tp"], sequence_parallel=sp, seed=1)
     shard(model, list(model.layers.values()), data_mesh(mesh), bf16=True)
     model.to_empty(device="cpu")
     init_weights(model, seed=0)
     return model
 
 
+@pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
-def test_bf16_computes_what_fsdp_would(name: str) -> None:
-    """To the bit: what is rounded, and where, does not depend on the layout."""
+def test_bf16_computes_what_fsdp_would(name: str, tp: int) -> None:
+    """Two micro-batches, to the bit: what is rounded, and where, does not depend on the layout."""
     grads, losses = [], []
-    with fake_mesh() as mesh:
-        for model in (build(mesh, MODELS[name], ParallelConfig(bf16=True)), with_fsdp(MODELS[name], mesh)):
-            loss = loss_of(model)
-            loss.backward()
+    parallel = ParallelConfig(tp, sequence_parallel=tp > 1, bf16=True)
+    with fake_mesh(Layout(tp=tp)) as mesh:
+        for model in (build(mesh, MODELS[name], parallel), with_fsdp(MODELS[name], mesh, tp > 1)):
+            for micro_batch in range(2):
+                loss = loss_of(model) * (1 + micro_batch)
+                loss.backward()
             losses.append(loss.item())
             grads.append({n: p.grad.to_local().clone() for n, p in model.named_parameters()})  # type: ignore[union-attr]
     assert losses[0] == losses[1]
@@ -106,3 +109,11 @@ def test_only_data_parallel_ranks_have_fsdp(layout: Layout, alone: bool) -> None
         model = GPT(MODEL, mesh["tp"])
         parallelize(model, mesh, ParallelConfig(layout.tp))
     assert isinstance(model, FSDPModule) is not alone
+
+
+def test_a_parameter_that_is_not_ours_is_refused_beside_shared_ones() -> None:
+    with fake_mesh(Layout(tp=2)) as mesh:
+        model = GPT(MODEL, mesh["tp"])
+        model.extra = torch.nn.Linear(4, 4)
+        with pytest.raises(ValueError, match="extra.weight is an ordinary parameter"):
+            parallelize(model, mesh, ParallelConfig(2))
