@@ -6,7 +6,8 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from queue import SimpleQueue
 
 import torch
 import xxhash
@@ -92,15 +93,25 @@ class ManifestReader(StorageReader):
         for device in {target.device for of_one in parts.values() for _, target in of_one if target.is_cuda}:
             torch.cuda.current_stream(device).synchronize()  # threads have streams of their own
         inference = torch.is_inference_mode_enabled()  # a mode holds for one thread
-        with opened_file(self.folder, self.manifest, file, {name for name, _ in by_place}) as (source, slots):
+        names = {name for name, _ in by_place}
+        with opened_file(self.folder, self.manifest, file, names) as (source, slots), ExitStack() as others:
             found = {place: check_slot(slots, *self._named(place)) for place in by_place}
+            in_order = sorted(found, key=lambda place: found[place].start)
+            readers = min(source.readers, len(in_order))
+            sources: SimpleQueue[Source] = SimpleQueue()  # one each: a system reads ahead for one place in an open file
+            sources.put(source)
+            for _ in range(readers - 1):
+                sources.put(others.enter_context(self.folder.reader(file)))
 
             def read(place: Place) -> None:
-                with torch.inference_mode(inference), torch.no_grad():
-                    require_checksum(place[0], self.shards[place], _read_shard(source, found[place], parts[place]))
+                own = sources.get()
+                try:
+                    with torch.inference_mode(inference), torch.no_grad():
+                        require_checksum(place[0], self.shards[place], _read_shard(own, found[place], parts[place]))
+                finally:
+                    sources.put(own)
 
-            in_order = sorted(found, key=lambda place: found[place].start)
-            with ThreadPoolExecutor(source.readers, "checkpoint-reader") as pool:
+            with ThreadPoolExecutor(readers, "checkpoint-reader") as pool:
                 for place, _ in zip(in_order, pool.map(read, in_order), strict=True):
                     for item, target in parts[place]:
                         planner.commit_tensor(item, target)
