@@ -67,6 +67,14 @@ class Pretraining:
         self.config, self.process, self.device, self.stop = config, process, device, stop
         self.started = time.monotonic()
         self.watchdog = Watchdog(process, config.parallel.distributed_timeout_minutes)
+        try:
+            self._prepare()
+        except BaseException:
+            self.watchdog.close()
+            raise
+
+    def _prepare(self) -> None:
+        config, process, device = self.config, self.process, self.device
         self.layout = Layout.from_config(config.parallel, process.world_size)
         timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
         self.mesh = build_mesh(self.layout, device.type, timeout)
