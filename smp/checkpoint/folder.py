@@ -25,7 +25,7 @@ class Source(Protocol):
     piece: int
     """Bytes per read that are fastest here."""
     readers: int
-    """Threads that may call ``read_into`` at the same time, and are faster than one."""
+    """How many sources of one file may be read at the same time by threads, each its own, and are faster than one."""
 
     @property
     def size(self) -> int:
@@ -105,7 +105,7 @@ class Folder(ABC):
 
     @abstractmethod
     def remove(self) -> None:
-        """Delete the folder with everything inside. If its name is a link, the link goes too."""
+        """Delete the folder with everything inside. If its name is a link, the link alone goes."""
 
     @abstractmethod
     def sync(self) -> None:

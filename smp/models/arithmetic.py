@@ -256,25 +256,29 @@ def estimate_memory(
     both = first and last and model.untie_embeddings_and_output_weights
     ends = vocabulary * (2 if both else 1) + first * _positions(model) + last * _norm(model)
     n = layers * block + ends
-    alone = layout.pp == 1 and layout.data_parallel == 1
-    if alone:
-        replayed = config.parallel.recompute_granularity != "none"
-        gathered = (block * (1 if replayed else layers) + vocabulary) if b < 4 and not tuned.adapters else 0
-    else:
-        gathered = 2 * block + vocabulary if layout.pp == 1 or config.parallel.pipeline_reshard else n
     adapters = tuned.adapters * layers // model.num_layers
     trained, frozen = (adapters, n * (tuned.copies + 1)) if adapters else (n, n * tuned.copies)
     largest = adapters // layers if adapters else max(block, vocabulary)
-    in_flight = (4 if b == 4 else b + 4) if alone else b + 4  # bytes of each element of the largest gradient
+    if layout.pp == 1 and layout.data_parallel == 1:
+        cast = 0 if b == 4 or tuned.adapters else _cast_weights(config, layers, block) + vocabulary
+        units = b * cast + (4 if b == 4 else b + 4) * largest
+    else:
+        gathered = 2 * block + vocabulary if layout.pp == 1 or config.parallel.pipeline_reshard else n
+        units = b * gathered + (b + 4) * largest
     head = 0 if adapters else vocabulary * (b * losses + (4 if b < 4 else 0))
     return MemoryEstimate(
         parameters=(4 * trained + b * frozen) // layout.dp_shard,
         gradients=4 * trained // (layout.dp_shard if layout.pp == 1 else 1),
         optimizer=_optimizer_bytes(config) * trained // layout.dp_shard,
-        units=b * gathered + in_flight * largest,
+        units=units,
         activations=int(tokens * _activations_per_token(config, layout, b, layers * held / len(parts), last)),
         logits=last * (_logits_bytes(tokens, rows, chunk_bytes, b) + head),
     )
+
+
+def _cast_weights(config: Config, layers: int, block: int) -> int:
+    """Weights of blocks that are there in bf16 at once without FSDP: a replay casts those of its block again."""
+    return block * (layers if config.parallel.recompute_granularity == "none" else 1)
 
 
 def _vocabulary_rows(model: ModelConfig, tp: int) -> int:
