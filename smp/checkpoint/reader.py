@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 
+import numpy as np
 import torch
 import xxhash
 from torch.distributed.checkpoint.metadata import (
@@ -22,7 +23,7 @@ from torch.futures import Future
 from smp.checkpoint.entries import DTYPES, CheckpointError, DamagedError, Manifest, Shard, TensorEntry
 from smp.checkpoint.folder import Folder, Source
 from smp.checkpoint.read_ahead import Block, Wanted, read_ahead
-from smp.checkpoint.tensor_file import Slot, raw_bytes, read_header
+from smp.checkpoint.tensor_file import Slot, as_bits, raw_bytes, read_header
 from smp.checkpoint.verify import check_slot
 
 Place = tuple[str, tuple[int, ...]]
@@ -159,7 +160,11 @@ def _copy_rows(block: Block, item: ReadItem, target: torch.Tensor) -> None:
     piece = block.rows.narrow(0, begin - block.first, end - begin)
     for dim in range(1, len(offsets)):
         piece = piece.narrow(dim, offsets[dim], lengths[dim])
-    target.view(lengths).narrow(0, begin - offsets[0], end - begin).copy_(piece)
+    part = target.detach().view(lengths).narrow(0, begin - offsets[0], end - begin)
+    if part.is_cpu:  # on one thread: torch's others would take the processors from those that read
+        np.copyto(as_bits(part).numpy(), as_bits(piece).numpy())
+    else:
+        part.copy_(piece)
 
 
 def _stored(entry: TensorEntry) -> TensorStorageMetadata:
