@@ -1,9 +1,11 @@
 """Seconds and GB/s of saving, loading and verifying one state: smp beside torch's DCP and beside what the machine can.
 
 Entries take turns, each once a round, in one process on the same tensors, so that whatever else the machine does hits
-all of them. Dirty pages are flushed before each entry and files of the one before are gone; "from disk" entries have
-their files dropped from the page cache first. Reported are medians. A virtual machine that gives free memory back to its
-host pays seconds for each gigabyte that it takes again, in whatever entry that happens to be: hence so many rounds.
+all of them. Dirty pages are flushed before each entry and files of the one before are gone. Reported are medians.
+
+Before a "from disk" entry its files are dropped from the page cache, read, and dropped again. The second time they take
+the memory of the first: a virtual machine may have given free memory back to its host, and then whatever entry touches
+it next pays up to two seconds a gigabyte. It also lets caches below this machine have the files of all entries alike.
 
     python benchmarks/checkpoint.py --gb 1 --rounds 5 --folder /fast/disk
 """
@@ -59,6 +61,13 @@ def make_state(size: float) -> State:
     return state
 
 
+def drop(path: Path) -> None:
+    """Let the page cache forget a file."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
 class Bench:
     """The state, a place for it to be loaded to, and the folders of all entries."""
 
@@ -81,15 +90,19 @@ class Bench:
         return prepare
 
     def cold(self, name: str) -> Callable[[], None]:
-        """Drop what is under a name from the page cache."""
+        """Drop what is under a name from the page cache, after reading it: see the top of this file."""
 
         def prepare() -> None:
             os.sync()
             found = self.root / name
-            for path in [found] if found.is_file() else [p for p in found.rglob("*") if p.is_file()]:
-                descriptor = os.open(path, os.O_RDONLY)
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-                os.close(descriptor)
+            paths = [found] if found.is_file() else [path for path in found.rglob("*") if path.is_file()]
+            for path in paths:
+                drop(path)
+                with path.open("rb", buffering=0) as file:
+                    while file.read(1 << 22):
+                        pass
+            for path in paths:
+                drop(path)
 
         return prepare
 
