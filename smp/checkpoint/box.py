@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from smp.checkpoint.entries import DTYPES, Manifest, Shard
 from smp.checkpoint.folder import Folder
 from smp.checkpoint.manifest import check_files
-from smp.checkpoint.reader import ManifestReader, blocks_of, opened_file, require_checksum
+from smp.checkpoint.read_ahead import Wanted, read_ahead
+from smp.checkpoint.reader import ManifestReader, opened_file, require_checksum
+from smp.checkpoint.tensor_file import raw_bytes
 from smp.checkpoint.verify import check_slot
 
 
@@ -63,9 +66,12 @@ def read_blocks(
             continue
         with opened_file(folder, manifest, shard.file, [name]) as (source, slots):
             hashed = xxhash.xxh3_64()
-            for first, rows in blocks_of(source, check_slot(slots, name, shard, entry.dtype), hashed):
-                if (found := _within(shard, first, rows, offsets, sizes)) is not None:
-                    yield found
+            wanted = Wanted(check_slot(slots, name, shard, entry.dtype))
+            with closing(read_ahead(source, [wanted])) as blocks:
+                for block in blocks:
+                    hashed.update(raw_bytes(block.rows))
+                    if (found := _within(shard, block.first, block.rows, offsets, sizes)) is not None:
+                        yield found
             require_checksum(name, shard, hashed.hexdigest())
 
 

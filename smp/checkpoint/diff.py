@@ -12,9 +12,9 @@ import torch
 from smp.checkpoint.box import read_blocks, read_box
 from smp.checkpoint.entries import DTYPES, Manifest, Shard
 from smp.checkpoint.folder import Folder
+from smp.checkpoint.tensor_file import as_bits
 
 _ELEMENTS = 1 << 18  # compared at a time: 2 MB of them in double precision
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,13 @@ class _Difference:
     """Sums over all that was compared so far."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.floating, self.bits = dtype.is_floating_point, _BITS[dtype.itemsize]
+        self.floating = dtype.is_floating_point
         self.equal, self.largest, self.squares, self.norm = True, 0.0, 0.0, 0.0
 
     def add(self, left: torch.Tensor, right: torch.Tensor) -> None:
         """Some elements of both sides, in one dimension."""
-        same = torch.equal(left.view(self.bits), right.view(self.bits))
-        differs = None if same else left.view(self.bits) != right.view(self.bits)
+        same = torch.equal(as_bits(left), as_bits(right))
+        differs = None if same else as_bits(left) != as_bits(right)
         self.norm += _squares(left, differs)
         if differs is None:
             return

@@ -25,7 +25,7 @@ class Source(Protocol):
     piece: int
     """Bytes per read that are fastest here."""
     readers: int
-    """How many sources of one file may be read at the same time by threads, each its own, and are faster than one."""
+    """How many threads may read at the same time, and are faster than one."""
 
     @property
     def size(self) -> int:

@@ -126,7 +126,7 @@ class _LocalSink:
 
 
 class _LocalSource:
-    piece, readers = PIECE, 2  # one is hashed while the disk works for the other; four are slower on a fast disk
+    piece, readers = PIECE, 2  # one copies from the page cache while the disk works for the other
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from queue import SimpleQueue
+from contextlib import closing, contextmanager
 
+import numpy as np
 import torch
 import xxhash
 from torch.distributed.checkpoint.metadata import (
@@ -23,7 +22,8 @@ from torch.futures import Future
 
 from smp.checkpoint.entries import DTYPES, CheckpointError, DamagedError, Manifest, Shard, TensorEntry
 from smp.checkpoint.folder import Folder, Source
-from smp.checkpoint.tensor_file import Slot, raw_bytes, read_header, read_tensor
+from smp.checkpoint.read_ahead import Block, Wanted, read_ahead
+from smp.checkpoint.tensor_file import Slot, as_bits, raw_bytes, read_header
 from smp.checkpoint.verify import check_slot
 
 Place = tuple[str, tuple[int, ...]]
@@ -69,9 +69,7 @@ class ManifestReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill local storage, file by file. Memory besides it: a piece for each of the source's readers.
-
-        Threads read and copy; ``planner`` is called from this one only.
+        """Fill local storage, file by file. Memory besides it: the buffers of :func:`read_ahead`.
 
         Raises:
             DamagedError: naming the file, and the tensor where one is known, for anything but what was saved.
@@ -90,31 +88,25 @@ class ManifestReader(StorageReader):
     @torch.no_grad()
     def _read_file(self, file: str, by_place: Mapping[Place, list[ReadItem]], planner: LoadPlanner) -> None:
         parts = {place: [(i, planner.resolve_tensor(i)) for i in items] for place, items in by_place.items()}
-        for device in {target.device for of_one in parts.values() for _, target in of_one if target.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()  # threads have streams of their own
-        inference = torch.is_inference_mode_enabled()  # a mode holds for one thread
+        pinned = any(target.is_cuda for of_one in parts.values() for _, target in of_one)
         names = {name for name, _ in by_place}
-        with opened_file(self.folder, self.manifest, file, names) as (source, slots), ExitStack() as others:
+        with opened_file(self.folder, self.manifest, file, names) as (source, slots):
             found = {place: check_slot(slots, *self._named(place)) for place in by_place}
             in_order = sorted(found, key=lambda place: found[place].start)
-            readers = min(source.readers, len(in_order))
-            sources: SimpleQueue[Source] = SimpleQueue()  # one each: a system reads ahead for one place in an open file
-            sources.put(source)
-            for _ in range(readers - 1):
-                sources.put(others.enter_context(self.folder.reader(file)))
-
-            def read(place: Place) -> None:
-                own = sources.get()
-                try:
-                    with torch.inference_mode(inference), torch.no_grad():
-                        require_checksum(place[0], self.shards[place], _read_shard(own, found[place], parts[place]))
-                finally:
-                    sources.put(own)
-
-            with ThreadPoolExecutor(readers, "checkpoint-reader") as pool:
-                for place, _ in zip(in_order, pool.map(read, in_order), strict=True):
-                    for item, target in parts[place]:
-                        planner.commit_tensor(item, target)
+            wanted = [Wanted(found[place], _whole_target(found[place], parts[place])) for place in in_order]
+            hashed = xxhash.xxh3_64()
+            with closing(read_ahead(source, wanted, pinned)) as blocks:
+                for block in blocks:
+                    place = in_order[block.number]
+                    hashed.update(raw_bytes(block.rows))
+                    if wanted[block.number].into is None:
+                        for item, target in parts[place]:
+                            _copy_rows(block, item, target)
+                    if block.last:
+                        require_checksum(place[0], self.shards[place], hashed.hexdigest())
+                        hashed.reset()
+                        for item, target in parts[place]:
+                            planner.commit_tensor(item, target)
 
     def _named(self, place: Place) -> tuple[str, Shard, str]:
         """Name, shard and dtype of a tensor."""
@@ -152,53 +144,27 @@ def require_checksum(name: str, shard: Shard, found: str) -> None:
         raise DamagedError(f"the data of tensor {name} do not match their checksum: the file is damaged")
 
 
-def blocks_of(
-    source: Source, slot: Slot, hashed: xxhash.xxh3_64, pinned: bool = False
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """The first row's number and some rows, (rows, *shape[1:]), until all of a shard went through ``hashed``.
-
-    A few megabytes at a time, in the same memory again and again. A tensor without dimensions has one row.
-    """
-    shape = slot.shape or (1,)
-    row = slot.size // max(shape[0], 1)
-    step = max(1, min(shape[0], source.piece // max(row, 1)))
-    buffer = torch.empty(step * row, dtype=torch.uint8, pin_memory=pinned)
-    for first in range(0, shape[0], step):
-        count = min(step, shape[0] - first)
-        block = buffer[: count * row]
-        source.read_into(slot.start + first * row, raw_bytes(block))
-        hashed.update(raw_bytes(block))
-        yield first, block.view(DTYPES[slot.dtype]).view(count, *shape[1:])
-
-
-def _read_shard(source: Source, slot: Slot, parts: Parts) -> str:
-    """Straight to where it belongs when that takes all of it in one piece, else by a small buffer; its checksum."""
+def _whole_target(slot: Slot, parts: Parts) -> torch.Tensor | None:
+    """The tensor that takes all of a shard in one piece, if there is one: the shard is read straight into it."""
     target = parts[0][1]
     whole = len(parts) == 1 and tuple(target.shape) == slot.shape
-    if whole and target.is_cpu and target.is_contiguous():
-        return read_tensor(source, slot, raw_bytes(target))
-    return _read_in_blocks(source, slot, parts)
+    return target if whole and target.is_cpu and target.is_contiguous() else None
 
 
-def _read_in_blocks(source: Source, slot: Slot, parts: Parts) -> str:
-    """Read a shard some rows at a time and copy what of them is wanted while it is in the cache; its checksum."""
-    hashed = xxhash.xxh3_64()
-    for first, rows in blocks_of(source, slot, hashed, pinned=any(target.is_cuda for _, target in parts)):
-        for item, target in parts:
-            _copy_rows(rows, first, item, target.view(1) if not slot.shape else target)
-    return hashed.hexdigest()
-
-
-def _copy_rows(rows: torch.Tensor, first: int, item: ReadItem, target: torch.Tensor) -> None:
-    """Copy what ``item`` wants of ``rows``, which begin at row ``first`` of the stored shard."""
+def _copy_rows(block: Block, item: ReadItem, target: torch.Tensor) -> None:
+    """Copy what ``item`` wants of some rows of the stored shard."""
     offsets, lengths = tuple(item.storage_offsets) or (0,), tuple(item.lengths) or (1,)
-    begin, end = max(first, offsets[0]), min(first + len(rows), offsets[0] + lengths[0])
+    begin, end = max(block.first, offsets[0]), min(block.first + len(block.rows), offsets[0] + lengths[0])
     if begin >= end:
         return
-    piece = rows.narrow(0, begin - first, end - begin)
+    piece = block.rows.narrow(0, begin - block.first, end - begin)
     for dim in range(1, len(offsets)):
         piece = piece.narrow(dim, offsets[dim], lengths[dim])
-    target.narrow(0, begin - offsets[0], end - begin).copy_(piece)
+    part = target.detach().view(lengths).narrow(0, begin - offsets[0], end - begin)
+    if part.is_cpu:  # on one thread: torch's others would take the processors from those that read
+        np.copyto(as_bits(part).numpy(), as_bits(piece).numpy())
+    else:
+        part.copy_(piece)
 
 
 def _stored(entry: TensorEntry) -> TensorStorageMetadata:

@@ -97,6 +97,11 @@ def shard_keys(pieces: Sequence[tuple[str, int, int]]) -> list[str]:
     return keys
 
 
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory and shape, with elements as integers: numpy has not all dtypes, and a NaN is equal to itself."""
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+
+
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data

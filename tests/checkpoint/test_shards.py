@@ -15,7 +15,9 @@ from smp.checkpoint import AsyncSaver, CheckpointError, DamagedError, async_save
 from smp.checkpoint.box import read_box
 from smp.checkpoint.local import _LocalSource, open_folder
 from smp.checkpoint.planner import ManifestLoadPlanner
+from smp.checkpoint.read_ahead import Wanted, read_ahead
 from smp.checkpoint.rewrite import rewrite
+from smp.checkpoint.tensor_file import read_header
 from tests.checkpoint.plain_reader import read_checkpoint
 from tests.checkpoint.test_folder import zeros
 
@@ -175,6 +177,22 @@ def test_no_read_is_under_way_when_an_error_is_raised(
     with pytest.raises(DamagedError, match="gone"):
         load({"w": torch.zeros(6 * LIMIT // 4)}, tmp_path / "x")
     assert under_way == []
+
+
+def test_blocks_come_in_order_from_a_few_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever thread is first; a row that is larger than a piece is held once."""
+    monkeypatch.setattr(_LocalSource, "readers", 3)
+    monkeypatch.setattr(_LocalSource, "piece", 64)
+    during_reads(monkeypatch, lambda offset: time.sleep(0.002 * (offset // 64 % 3)))
+    for width, memories in ((4, 5), (20, 1)):
+        whole = torch.randn(50, width)
+        save({"w": whole}, tmp_path / f"{width}", extra={})
+        with open_folder(tmp_path / f"{width}").reader("shard_00000.safetensors") as source:
+            found, used = torch.zeros_like(whole), set()
+            for block in read_ahead(source, [Wanted(read_header(source)["w"])]):
+                found[block.first : block.first + len(block.rows)] = block.rows
+                used.add(block.rows.data_ptr())
+        assert torch.equal(found, whole) and len(used) == memories
 
 
 def test_names_that_are_like_our_keys_are_refused(tmp_path: Path, small_shards: None) -> None:

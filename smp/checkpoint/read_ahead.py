@@ -1,0 +1,101 @@
+"""Shards of a data file in blocks, in the order in which they lie in it, while threads read what comes next."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import cycle
+
+import torch
+
+from smp.checkpoint.entries import DTYPES
+from smp.checkpoint.folder import Source
+from smp.checkpoint.tensor_file import Slot, raw_bytes
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A shard to read.
+
+    Attributes:
+        slot: where it lies.
+        into: a contiguous CPU tensor of its shape and dtype that is to hold all of it, if there is one.
+    """
+
+    slot: Slot
+    into: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """A tensor without dimensions has one row."""
+        return self.slot.shape or (1,)
+
+    @property
+    def row_size(self) -> int:
+        """In bytes."""
+        return self.slot.size // max(self.shape[0], 1)
+
+    def rows(self, first: int, end: int, buffer: torch.Tensor) -> torch.Tensor:
+        """Memory of some rows, (end - first, ...): the tensor's own, else in ``buffer``, which is of bytes."""
+        if self.into is not None:
+            return self.into.detach().view(self.shape)[first:end]
+        count = (end - first) * self.row_size
+        return buffer[:count].view(DTYPES[self.slot.dtype]).view(end - first, *self.shape[1:])
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some rows of a shard.
+
+    Attributes:
+        number: of the shard, in the order of what was wanted.
+        first: number of the first row, in the shard.
+        rows: (rows, ...) of the shard's dtype. Unless the shard had a tensor to go to, their memory is used again.
+        last: whether the shard ends with them.
+    """
+
+    number: int
+    first: int
+    rows: torch.Tensor
+    last: bool
+
+
+def read_ahead(source: Source, wanted: Sequence[Wanted], pinned: bool = False) -> Generator[Block]:
+    """Yield every shard's rows, a few megabytes at a time, or one row; a shard without rows is one empty block.
+
+    Close it when not all was taken: until then threads read from ``source``. They are told addresses and nothing else,
+    so that streams and modes of torch are those of the caller.
+
+    Args:
+        source: their file.
+        wanted: shards in the order of the file.
+        pinned: have buffers in page-locked memory.
+
+    Raises:
+        EOFError, OSError: from ``source``.
+    """
+    steps = [max(1, min(one.shape[0], source.piece // max(one.row_size, 1))) for one in wanted]
+    room = max((one.row_size * step for one, step in zip(wanted, steps, strict=True) if one.into is None), default=0)
+    # one block more than threads, so that they go on while the caller uses one; of huge rows only one at a time
+    ahead = source.readers + 1 if room <= source.piece else 0
+    buffers = cycle([torch.empty(room, dtype=torch.uint8, pin_memory=pinned) for _ in range(ahead + 1)])
+    under_way: deque[tuple[Block, Future[None]]] = deque()
+    with ThreadPoolExecutor(source.readers, "checkpoint-reader") as pool:
+        for number, first in ((n, f) for n, step in enumerate(steps) for f in range(0, wanted[n].shape[0] or 1, step)):
+            one = wanted[number]
+            end = min(first + steps[number], one.shape[0])
+            rows = one.rows(first, end, next(buffers))
+            reading = pool.submit(source.read_into, one.slot.start + first * one.row_size, raw_bytes(rows))
+            under_way.append((Block(number, first, rows, end == one.shape[0]), reading))
+            if len(under_way) > ahead:
+                yield _read(*under_way.popleft())
+        while under_way:
+            yield _read(*under_way.popleft())
+
+
+def _read(block: Block, reading: Future[None]) -> Block:
+    """A block, once its bytes are there."""
+    reading.result()
+    return block
