@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 finetune.py --load HF_FOLDER --data-path samples.jsonl --train-epochs 1 --lora-rank 16
 
 ``--help`` lists every setting, ``--dry-run`` shows what a command line resolves to, ``--preview 5`` what the model
-would see. Settings are checked before torch is imported, and nothing is written until all fits together.
+would see. Settings are checked before torch is imported, --save before the data are read, and nothing is written until
+all fits together.
 """
 
 from __future__ import annotations
@@ -22,8 +23,16 @@ Settings = tuple[FinetuneConfig, TuningData | None]
 
 def read(argv: list[str], world_size: int) -> tuple[Settings, LoggingConfig | None]:
     """Settings and data, and where logs of a run go."""
-    config, data = read_finetune_settings(argv, world_size)
+    config, data = read_finetune_settings(argv, world_size, check_save)
     return (config, data), None if config.training.dry_run or config.data.preview else config.logging
+
+
+def check_save(config: FinetuneConfig) -> None:
+    """Refuse a --save that is in use or holds another run's checkpoints; one process looks for all."""
+    if config.checkpoint.save is not None and Process.from_environment().rank == 0:
+        from smp.training.saving import try_save  # imports torch, which takes seconds
+
+        try_save(config.as_run(), print, "--resume")
 
 
 def run(settings: Settings, process: Process) -> int:
@@ -40,7 +49,7 @@ def run(settings: Settings, process: Process) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Parse, build, run. Returns the exit code: 0, 1 when the run failed, 2 when it could not start."""
+    """Parse, build, run. Returns the exit code: 0, 1 when it failed, 2 when what was asked cannot be done."""
     return run_command(argv, FinetuneLoggingConfig, read, run)
 
 

@@ -32,7 +32,7 @@ def run(config: Config, process: Process) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Parse, build, run. Returns the exit code: 0, 1 when the run failed, 2 when it could not start."""
+    """Parse, build, run. Returns the exit code: 0, 1 when it failed, 2 when what was asked cannot be done."""
     return run_command(argv, LoggingConfig, read, run)
 
 

@@ -32,11 +32,12 @@ def fake_mesh(layout: Layout | None = None, rank: int = 0) -> Iterator[DeviceMes
 
 
 @contextmanager
-def lone_mesh() -> Iterator[DeviceMesh]:
+def lone_mesh(device: str = "cpu") -> Iterator[DeviceMesh]:
     """The mesh of one process in a real group of its own, for what agrees with the other ranks by messages."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     _clear_sharding_prop_cache()
     try:
-        yield build_mesh(Layout(), "cpu")
+        yield build_mesh(Layout(), device)
     finally:
         dist.destroy_process_group()

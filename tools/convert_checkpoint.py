@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from smp.config import ConfigError
 from smp.config.command import CommandParser, run_tool
-from smp.convert.convert import write
+from smp.convert.convert import ERRORS, write
 from smp.convert.formats import FORMATS, Format, detect, make_target, open_checkpoint
 from smp.convert.hf import TOKENIZERS, companions
 
@@ -122,7 +122,7 @@ def convert(args: argparse.Namespace) -> None:
 
 def main(argv: list[str]) -> int:
     """Command line; returns the exit code, see :mod:`smp.config.command`."""
-    return run_tool(lambda: convert(parser().parse_args(argv)), "the same command goes on from here")
+    return run_tool(lambda: convert(parser().parse_args(argv)), "the same command goes on from here", told=ERRORS)
 
 
 if __name__ == "__main__":

@@ -90,8 +90,8 @@ def run(folder: Path, processes: int, flags: Sequence[str]) -> None:
     checkpoints, logs, picture = folder / "checkpoints", folder / "logs", folder / "loss.png"
     for old in (checkpoints, logs):
         shutil.rmtree(ROOT / old, ignore_errors=True)
-    for dataset in (f"{data}.bin", f"{data}.idx"):
-        (ROOT / dataset).unlink(missing_ok=True)
+    for old in (corpus, tokenizer, Path(f"{data}.bin"), Path(f"{data}.idx")):
+        (ROOT / old).unlink(missing_ok=True)
     python = Runner(processes).python
     with_tokenizer = ("--tokenizer-model", tokenizer)
 
@@ -148,6 +148,7 @@ def finetune(folder: Path, processes: int, flags: Sequence[str]) -> None:
     logs, with_tokenizer = folder / "logs_lora", ("--tokenizer-model", folder / "tokenizer.model")
     for old in (tuned, merged, logs):
         shutil.rmtree(ROOT / old, ignore_errors=True)
+    (ROOT / pairs).unlink(missing_ok=True)
     python = Runner(processes).python
     python("tools/demo_corpus.py", "--output", pairs, "--pairs")
     data = ("--load", base, *with_tokenizer, "--data-path", pairs)

@@ -5,7 +5,8 @@
 
 One record {"text", "path"} per module. The order is that of a hash of the path, so that the last documents, which
 become the validation split, are a fair sample. With --pairs one record {"prompt", "completion", "path"} per function
-that has a docstring, to fine-tune on: its head, and the first paragraph of the docstring.
+that has a docstring, to fine-tune on: its head, and the first paragraph of the docstring. A file that is there already
+is not overwritten.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from smp.config.command import CommandParser, run_tool
+from smp.config.command import CommandParser, refuse_existing, run_tool
 
 QUOTES = '"""'
 LONGEST_PAIR = 500
@@ -106,6 +107,7 @@ def build_parser() -> CommandParser:
 
 def work(args: argparse.Namespace) -> None:
     """Write, and say how much."""
+    refuse_existing(args.output)
     documents, size = write(args.output, args.seed, args.max_mb * 1e6, args.pairs)
     print(f"{args.output}: {documents} {'pairs' if args.pairs else 'documents'}, {size / 1e6:.2f} MB of text")
 

@@ -10,7 +10,6 @@ tokenizer where it has one. Works on any machine whatever the layout was.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from smp.config import Layout
 from smp.config.command import CommandParser, run_tool
 from smp.convert.formats import Opened, open_checkpoint
+from smp.convert.json_file import read_json
 from smp.convert.load import load_weights
 from smp.data.tokenizer import Tokenizer
 from smp.data.tokenizer_files import PATTERNS, load_tokenizer
@@ -81,15 +81,13 @@ def end_ids(folder: Path | None) -> list[int]:
     """What generation_config.json or config.json say.
 
     Raises:
-        ValueError: they cannot be read, or say something else.
+        ConfigError, DamageError: as ``read_json``.
+        ValueError: they say something else.
     """
     for name in ("generation_config.json", "config.json"):
         if folder is None or not (folder / name).is_file():
             continue
-        try:
-            content = json.loads((folder / name).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{folder / name} cannot be read: {error}") from None
+        content = read_json(folder / name)
         said = content.get("eos_token_id") if isinstance(content, dict) else None
         ids = said if isinstance(said, list) else [] if said is None else [said]
         if not all(type(i) is int for i in ids):

@@ -25,7 +25,7 @@ from smp.checkpoint.local import open_folder
 from smp.config import ConfigError
 from smp.config.command import CommandParser, run_tool
 from smp.convert.adapters import Adapter, MergedWeights, family_for, is_adapter_folder
-from smp.convert.convert import write
+from smp.convert.convert import ERRORS, write
 from smp.convert.formats import FORMATS, Opened, make_target, open_checkpoint
 from smp.convert.hf_config import is_hf_folder, read_hf_config
 from smp.convert.peft_read import read_adapters
@@ -87,7 +87,7 @@ def parser() -> CommandParser:
 
 def main(argv: list[str]) -> int:
     """Command line; returns the exit code, see :mod:`smp.config.command`."""
-    return run_tool(lambda: merge(parser().parse_args(argv)), "the same command goes on from here")
+    return run_tool(lambda: merge(parser().parse_args(argv)), "the same command goes on from here", told=ERRORS)
 
 
 if __name__ == "__main__":

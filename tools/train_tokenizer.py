@@ -2,7 +2,7 @@
 
     python tools/train_tokenizer.py --input corpus.jsonl --model-prefix tokenizer --vocab-size 4096
 
-Writes <model-prefix>.model. The same input and options give the same bytes.
+Writes <model-prefix>.model, which must not be there yet. The same input and options give the same bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import sentencepiece
 
-from smp.config.command import CommandParser, run_tool
+from smp.config.command import CommandParser, refuse_existing, run_tool
 from smp.data.text_files import expand_paths, read_texts
 from smp.data.tokenizer import END_OF_DOCUMENT
 
@@ -114,8 +114,9 @@ def build_parser() -> CommandParser:
 
 def work(args: argparse.Namespace) -> None:
     """Train, write, and say what."""
-    texts = read_texts(expand_paths(args.input), args.json_key)
     path = Path(f"{args.model_prefix}.model")
+    refuse_existing(path)
+    texts = read_texts(expand_paths(args.input), args.json_key)
     write_atomically(path, train(texts, args.vocab_size, args.model_type, args.input_sentence_size))
     print(f"{path}: {args.model_type}, {args.vocab_size} pieces")
 

@@ -28,8 +28,8 @@ def training_state(
     yet is created as zeros, as the first step would. Hyper-parameters are not state: they come from the configuration.
 
     Raises:
-        CheckpointError: when the optimizer holds parameters that are not the model's (it was built before
-            ``fully_shard``), or is of a kind whose state is not known.
+        CheckpointError: when the optimizer holds parameters that are not the model's (of another model, or from before
+            FSDP replaced them), or is of a kind whose state is not known.
     """
     names = {name: p for name, p in _parameter_names(model).items() if frozen or p.requires_grad}
     tensors: dict[str, torch.Tensor] = {f"model.{name}": parameter for name, parameter in names.items()}
@@ -178,7 +178,8 @@ def _optimized(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, nn
         for parameter in group["params"]:
             if id(parameter) not in name_of:
                 raise CheckpointError(
-                    "the optimizer holds parameters that are not the model's: build it after fully_shard"
+                    "the optimizer holds parameters that are not the model's: build it over this model, after "
+                    "sharding, which replaces parameters"
                 )
             yield name_of[id(parameter)], parameter, group
 

@@ -8,10 +8,14 @@ difference. 130: interrupted. What went wrong is one line on the error output, `
 from __future__ import annotations
 
 import argparse
+import errno
 import os
+import select
 import sys
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
 
 from smp.config.schema import ConfigError
 
@@ -47,10 +51,16 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def exit_code(error: Exception) -> int:
-    """2 when what was asked cannot be done, 1 for damage and for what failed on the way, such as a full disk."""
-    met = (error, error.__cause__)  # errors of checkpoints name the one of the system behind them
-    failed = any(isinstance(one, OSError) and not isinstance(one, _ASKED) for one in met)
-    return 1 if failed or isinstance(error, DamageError) else 2
+    """2 when what was asked cannot be done, 1 for damage and for what failed on the way, such as a full disk. An error
+    that was raised ``from`` another one, to say more of it, counts as that one."""
+    failed = any(isinstance(one, OSError) and not isinstance(one, _ASKED) for one in _causes(error))
+    return 1 if failed or any(isinstance(one, DamageError) for one in _causes(error)) else 2
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def in_one_line(error: Exception) -> str:
@@ -60,26 +70,49 @@ def in_one_line(error: Exception) -> str:
     return " ".join(str(error).splitlines())
 
 
-def output_gone() -> int:
-    """Exit code of a program that SIGPIPE ended, which is what happens when its reader goes, as in ``| head``."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in the buffer
-    return 141
+def refuse_existing(*paths: Path) -> None:
+    """Raise FileExistsError when something is there under the name of what is to be made."""
+    for path in paths:
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, "exists already: give another name or remove it", str(path))
 
 
-def run_tool(work: Callable[[], int | None], interrupted: str = "") -> int:
+def output_gone() -> int | None:
+    """After a BrokenPipeError: the exit code of a program that SIGPIPE ended, when it is the reader of the output that
+    has gone, as in ``| head``. None: it was another pipe or connection, and that is an error like any other."""
+    gone = [stream for stream in (sys.stdout, sys.stderr) if _is_unread(stream)]
+    for stream in gone:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())  # for what is still in the buffer
+    return 141 if gone else None
+
+
+def _is_unread(stream: TextIO) -> bool:
+    """Whether nobody is at the other end of a stream any more."""
+    with suppress(OSError, ValueError):  # of a stream that has no descriptor
+        poll = select.poll()
+        poll.register(stream.fileno(), 0)
+        return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    return False
+
+
+def run_tool(
+    work: Callable[[], int | None], interrupted: str = "", *, told: tuple[type[Exception], ...] = (ValueError, OSError)
+) -> int:
     """Read a command line and do what it says; returns the exit code.
 
     Args:
         work: all of it; None stands for 0.
         interrupted: what Ctrl-C leaves.
+        told: errors that end in one line. Any other is a fault of the program, and keeps its traceback.
     """
     try:
         code = work() or 0
         sys.stdout.flush()
         return code
-    except BrokenPipeError:
-        return output_gone()
-    except (ValueError, OSError) as error:
+    except told as error:
+        if isinstance(error, BrokenPipeError) and (gone := output_gone()) is not None:
+            return gone
         print(f"error: {in_one_line(error)}", file=sys.stderr)
         return exit_code(error)
     except KeyboardInterrupt:

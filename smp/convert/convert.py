@@ -18,9 +18,13 @@ from typing import Any, Protocol, TextIO
 
 from smp.checkpoint import CheckpointError
 from smp.checkpoint.local import sync_to_disk
+from smp.config import ConfigError
+from smp.config.command import DamageError
 from smp.convert.pieces import Feed, Planned, Room
 from smp.convert.weights import Weights
 
+ERRORS = (ConfigError, CheckpointError, DamageError, OSError)
+"""What may be wrong with the files or the command of a conversion. Any other error is a fault of the program."""
 JOURNAL = "journal.jsonl"
 Progress = Callable[[int], None]
 _GIVEN_UP = "another file could not be written"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from smp.config import Config, ConfigError, ModelConfig, TrainingConfig, resolve
 from smp.convert.families import FAMILIES, REASONS, Family
 from smp.convert.hf_reader import SCALING, Reader
+from smp.convert.json_file import read_json
 
 CONFIG = "config.json"
 FREE = {"model", "hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"}
@@ -27,13 +27,11 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     """The content of ``config.json``.
 
     Raises:
-        ConfigError: it cannot be read, or is no JSON object.
+        DamageError: it is no JSON.
+        ConfigError: it cannot be read, or holds something else than an object.
     """
     path = Path(folder) / CONFIG
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
+    content = read_json(path)
     if not isinstance(content, dict):
         raise ConfigError(f"{path} is not a JSON object")
     return content

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from smp.checkpoint import CheckpointError, DamagedError
 from smp.checkpoint.tensor_file import Slot, read_header
-from smp.convert.store import OpenFiles, PieceStore, single
+from smp.convert.json_file import read_json
+from smp.convert.store import OpenFiles, PieceStore, single, unreadable
 from smp.convert.torch_file import read_torch_file
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -21,7 +21,8 @@ def safetensors_store(folder: Path) -> PieceStore:
     """The tensors of ``model.safetensors``, or of the files that its index names.
 
     Raises:
-        CheckpointError: files are missing, cut off, or not what the index says.
+        CheckpointError: files are missing, cut off, cannot be read, or are not what the index says.
+        ConfigError, DamageError: as :func:`read_index`.
     """
     return _store(folder, INDEX, SINGLE, _safetensors)
 
@@ -30,7 +31,8 @@ def bin_store(folder: Path) -> PieceStore:
     """The tensors of ``pytorch_model.bin``, or of the files that its index names; nothing that they hold is run.
 
     Raises:
-        CheckpointError: as :func:`safetensors_store`; or a file holds something else than tensors.
+        CheckpointError, ConfigError, DamageError: as :func:`safetensors_store`; or a file holds something else than
+            tensors.
     """
     return _store(folder, BIN_INDEX, BIN_SINGLE, _torch_tensors)
 
@@ -41,6 +43,8 @@ def _safetensors(files: OpenFiles, name: str) -> dict[str, Slot]:
         return read_header(source)
     except DamagedError as error:
         raise DamagedError(f"{path} is damaged or cut off: {error}") from None
+    except OSError as error:
+        raise unreadable(path, error) from error
 
 
 def _torch_tensors(files: OpenFiles, name: str) -> dict[str, Slot]:
@@ -89,13 +93,15 @@ def read_index(folder: Path, name: str) -> dict[str, str]:
     """Tensor -> file of an index, each checked to be a plain name.
 
     Raises:
-        CheckpointError: it cannot be read, or an entry leads out of the folder.
+        DamageError: it is no JSON.
+        ConfigError: it cannot be read.
+        CheckpointError: it is no index, or an entry leads out of the folder.
     """
     path = folder / name
+    content = read_json(path)
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        items = {str(tensor): str(file) for tensor, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        items = {str(tensor): str(file) for tensor, file in content["weight_map"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not an index ({type(error).__name__}: {error})"[:500]) from None
     for tensor, file in items.items():
         if not _PLAIN.fullmatch(file):

@@ -10,6 +10,7 @@ from torch import nn
 
 from smp.checkpoint import CheckpointError, DamagedError, collect_logical_rows, training_state
 from smp.checkpoint.agree import gather
+from smp.config.command import DamageError, exit_code, in_one_line
 from smp.convert.hf import open_hf
 from smp.convert.weights import Weights
 from smp.parallel.boxes import local_box
@@ -28,7 +29,8 @@ def load_hf(model: nn.Module, folder: str | Path) -> list[str]:
         What the user should hear.
 
     Raises:
-        CheckpointError: the folder is damaged or of another architecture; all ranks raise it.
+        CheckpointError: the folder is damaged, of another architecture, or cannot be read, which an OSError as its
+            cause says; all ranks raise it.
         DamagedError: a CheckpointError, when damage is all that any rank met.
     """
     return load_weights(model, lambda: open_hf(folder))
@@ -39,18 +41,20 @@ def load_weights(
 ) -> list[str]:
     """Fill a model with weights from anywhere; see :func:`load_hf`. Parameters keep their dtype; those that ``leave``
     names keep their values too."""
-    problem: tuple[str, bool] | None = None
+    problem: tuple[str, bool, int] | None = None
     notes: list[str] = []
     try:
         with open_weights() as weights:
             _fill(model, weights, leave)
             notes = list(weights.notes)
     except (ValueError, OSError) as error:  # the other ranks are waiting
-        problem = str(error), isinstance(error, DamagedError)
+        problem = in_one_line(error), isinstance(error, DamageError), exit_code(error)
     problems = list(dict.fromkeys(found for found in gather(problem) if found is not None))
     if problems:
-        kind = DamagedError if all(damage for _, damage in problems) else CheckpointError
-        raise kind("; ".join(text for text, _ in problems))
+        kind = DamagedError if all(damage for _, damage, _ in problems) else CheckpointError
+        failed = [text for text, _, code in problems if code == 1]
+        # what another rank met counts here too
+        raise kind("; ".join(text for text, _, _ in problems)) from (OSError(failed[0]) if failed else None)
     return notes
 
 

@@ -15,7 +15,7 @@ from smp.config import ConfigError, ModelConfig
 from smp.convert.layout import Link, links, stacked
 from smp.convert.megatron_legacy import arguments, legacy_store
 from smp.convert.megatron_table import RENAMED, from_args, megatron_table, said_vocab_size
-from smp.convert.store import OpenFiles, Piece, PieceStore
+from smp.convert.store import OpenFiles, Piece, PieceStore, unreadable
 from smp.convert.torch_file import RestrictedUnpickler, _RefusedError, read_torch_file
 from smp.convert.weights import LinkedWeights, Store, refuse_difference, unknown
 
@@ -171,7 +171,7 @@ def _item(files: OpenFiles, folder: Path, place: Mapping[str, Any], name: str) -
     try:
         return read_torch_file(source, path, start=offset, size=length, inert=INERT)
     except CheckpointError as error:
-        raise type(error)(f"{error}, at {offset}: tensor {name}") from None
+        raise type(error)(f"{error}, at {offset}: tensor {name}") from error
 
 
 def _read_metadata(path: Path) -> dict[str, Any]:
@@ -182,8 +182,11 @@ def _read_metadata(path: Path) -> dict[str, Any]:
 
     known = {"torch.serialization._get_layout": str}
     try:
-        with path.open("rb") as file:
-            content = RestrictedUnpickler(io.BytesIO(file.read()), storage, known, INERT).load()
+        data = path.read_bytes()
+    except OSError as error:
+        raise unreadable(path, error) from error
+    try:
+        content = RestrictedUnpickler(io.BytesIO(data), storage, known, INERT).load()
         state = content.state
         return {key: dict(state[key]) for key in ("state_dict_metadata", "storage_data")}
     except _RefusedError as refused:

@@ -18,6 +18,8 @@ from smp.checkpoint.tensor_file import raw_bytes, read_header, read_tensor
 from smp.config import ConfigError, ModelConfig
 from smp.convert.adapters import CONFIG, FRONT, TENSORS, Adapter, check_shapes, places_of
 from smp.convert.families import Family
+from smp.convert.json_file import read_json
+from smp.convert.store import unreadable
 
 _KNOWN = {
     *("peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision"),
@@ -35,8 +37,8 @@ def read_adapters(folder: str | Path, config: ModelConfig, family: Family) -> tu
     """(adapters by the name of our layer, their dropout) of a folder that peft wrote.
 
     Raises:
-        CheckpointError: it is damaged, or its shapes are not this model's.
-        ConfigError: it does what ours cannot.
+        CheckpointError: it is damaged or cannot be read, or its shapes are not this model's.
+        ConfigError, DamageError: the same of its configuration; or it does what ours cannot.
     """
     folder = Path(folder)
     content = _read_config(folder)
@@ -63,10 +65,7 @@ def read_adapters(folder: str | Path, config: ModelConfig, family: Family) -> tu
 
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    content = read_json(path)
     if not isinstance(content, dict) or content.get("peft_type") != "LORA":
         raise ConfigError(f"{path} is not of a LoRA adapter")
     for key, value in content.items():
@@ -138,5 +137,7 @@ def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
             return out
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
-    except (DamagedError, EOFError, OSError) as error:
+    except (DamagedError, EOFError) as error:
         raise DamagedError(f"{path} is damaged or cut off: {error}") from None
+    except OSError as error:
+        raise unreadable(path, error) from error

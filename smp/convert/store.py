@@ -19,8 +19,14 @@ from smp.checkpoint.local import LocalFolder
 from smp.checkpoint.tensor_file import Slot, raw_bytes
 from smp.convert.weights import Stored
 
+_ABSENT = (FileNotFoundError, NotADirectoryError)
 _SHORT_RUN = 1024  # bytes: shorter stretches of a row are read with what is between them
 _BLOCK = 1 << 22
+
+
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    """What to raise ``from error`` when the system did not give a file's content: that is no damage."""
+    return CheckpointError(f"{path} cannot be read: {error.strerror or error}")
 
 
 class OpenFiles:
@@ -35,15 +41,17 @@ class OpenFiles:
         """A file of the folder.
 
         Raises:
-            CheckpointError: it is not there, or no plain file.
+            CheckpointError: it is not there, no plain file, or cannot be read.
         """
         if name not in self.sources:
             path = self.folder / name
             try:
                 real = path.resolve(strict=True)
                 self.sources[name] = self._open.enter_context(LocalFolder(real.parent).reader(real.name))
-            except OSError:
-                raise CheckpointError(f"{path} is missing or not a file") from None
+            except _ABSENT as error:
+                raise CheckpointError(f"{path} is missing or not a file") from error
+            except OSError as error:
+                raise unreadable(path, error) from error
         return self.sources[name]
 
     def fingerprint(self) -> Any:
@@ -121,10 +129,10 @@ class PieceStore:
             inside = [a - p for a, p in zip(low, piece.offsets, strict=True)]
             try:
                 read_box(self.files.open(piece.file), piece.slot, inside, target)
-            except (EOFError, OSError) as error:
-                raise DamagedError(
-                    f"{self.files.folder / piece.file}: tensor {name} cannot be read ({error})"
-                ) from None
+            except EOFError as error:
+                raise DamagedError(f"{self.files.folder / piece.file} is cut off: tensor {name} ({error})") from None
+            except OSError as error:
+                raise unreadable(self.files.folder / piece.file, error) from error
 
     def fingerprint(self) -> Any:
         """Sizes and times of the files."""

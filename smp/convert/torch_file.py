@@ -25,6 +25,7 @@ from smp.checkpoint import CheckpointError, DamagedError
 from smp.checkpoint.entries import DTYPE_NAMES, DTYPES
 from smp.checkpoint.folder import Source
 from smp.checkpoint.tensor_file import Slot
+from smp.convert.store import unreadable
 
 _LOCAL_HEADER = 30  # bytes of a file's header in a zip archive, before its name
 _STORAGES = {
@@ -152,10 +153,11 @@ _KNOWN: dict[str, Any] = {
 
 
 class _Window(io.RawIOBase):
-    """A part of a file as a file."""
+    """A part of a file as a file. ``failed`` is an error of the system: zipfile tells it as damage."""
 
     def __init__(self, source: Source, start: int, size: int) -> None:
         self._source, self._start, self._size, self._at = source, start, size, 0
+        self.failed: OSError | None = None
 
     def readable(self) -> bool:
         return True
@@ -175,7 +177,11 @@ class _Window(io.RawIOBase):
         view = memoryview(buffer).cast("B")
         count = min(len(view), max(0, self._size - self._at))
         if count:
-            self._source.read_into(self._start + self._at, view[:count])
+            try:
+                self._source.read_into(self._start + self._at, view[:count])
+            except OSError as error:
+                self.failed = error
+                raise
             self._at += count
         return count
 
@@ -199,10 +205,11 @@ def read_torch_file(
 
     Raises:
         DamagedError: it is cut off, or no such file.
-        CheckpointError: it holds something that may not be built, or is of the format before torch 1.6.
+        CheckpointError: it cannot be read, holds something that may not be built, or is of the format before torch 1.6.
     """
     size = source.size - start if size is None else size
-    window = io.BufferedReader(_Window(source, start, size))
+    part = _Window(source, start, size)
+    window = io.BufferedReader(part)
     try:
         if window.peek(2)[:2] != b"PK":
             raise CheckpointError(f"{path} is not a zip archive of torch.save (torch 1.6 or later)")
@@ -229,6 +236,8 @@ def read_torch_file(
     except CheckpointError:
         raise
     except Exception as error:  # what a broken pickle can raise is without end
+        if part.failed is not None:
+            raise unreadable(path, part.failed) from part.failed
         raise DamagedError(f"{path} is damaged or cut off ({type(error).__name__}: {error})"[:500]) from None
 
 

@@ -18,9 +18,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from smp.config.command import DamageError
+
 
 class CacheFolderError(ValueError):
-    """The folder cannot be written."""
+    """The folder cannot be written. Its cause is the system's error."""
+
+
+class DamagedCacheError(CacheFolderError, DamageError):
+    """A file of the cache is not what was written there."""
 
 
 class NodeCache:
@@ -51,7 +57,8 @@ class NodeCache:
         """The array that ``build`` returns, read-only and memory-mapped from the file ``name``.
 
         Raises:
-            CacheFolderError: as ``file``, or the file is damaged.
+            CacheFolderError: as ``file``.
+            DamagedCacheError: the file is not what was written there.
         """
 
         def write(path: Path) -> None:
@@ -62,7 +69,7 @@ class NodeCache:
         try:
             return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
         except (ValueError, EOFError):
-            raise CacheFolderError(f"{path}: damaged; delete it, and it is made again") from None
+            raise DamagedCacheError(f"{path}: damaged; delete it, and it is made again") from None
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -74,7 +81,7 @@ class NodeCache:
                 stack.callback(os.close, descriptor)
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             except OSError as error:
-                raise CacheFolderError(f"{self.folder}: {error.strerror}; another --data-cache-path may do") from None
+                raise CacheFolderError(f"{self.folder}: {error.strerror}; another --data-cache-path may do") from error
             yield
 
     def _build(self, path: Path, build: Callable[[Path], None]) -> None:
@@ -88,6 +95,6 @@ class NodeCache:
                 os.fsync(file.fileno())
             temporary.replace(path)
         except OSError as error:
-            raise CacheFolderError(f"{path}: {error.strerror}; another --data-cache-path may do") from None
+            raise CacheFolderError(f"{path}: {error.strerror}; another --data-cache-path may do") from error
         finally:
             temporary.unlink(missing_ok=True)

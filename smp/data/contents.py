@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from smp.data.cache import CacheFolderError, NodeCache
+from smp.data.cache import DamagedCacheError, NodeCache
 from smp.data.indexed_dataset import IndexedDataset
 
 _CHUNK = 1 << 22  # tokens; a few MB stay in the processor's cache between the hash and the extremes
@@ -67,7 +67,7 @@ def contents_of(dataset: IndexedDataset, cache: NodeCache | None) -> Contents:
         known = json.loads(path.read_text())
         return Contents(known["key"], known["lowest"], known["highest"])
     except (ValueError, KeyError, TypeError):
-        raise CacheFolderError(f"{path}: damaged; delete it, and it is made again") from None
+        raise DamagedCacheError(f"{path}: damaged; delete it, and it is made again") from None
 
 
 def check_vocabulary(dataset: IndexedDataset, contents: Contents, vocab_size: int) -> None:

@@ -18,7 +18,6 @@ A document is one or more sequences, or none when it is empty. Training reads do
 
 from __future__ import annotations
 
-import errno
 import os
 import struct
 from array import array
@@ -31,7 +30,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from smp.config.command import DamageError
+from smp.config.command import DamageError, refuse_existing
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -53,9 +52,7 @@ def dataset_paths(prefix: str | Path) -> tuple[Path, Path]:
 
 def check_new(*prefixes: str | Path) -> None:
     """Raise FileExistsError when one of these datasets is there."""
-    for path in (path for prefix in prefixes for path in dataset_paths(prefix)):
-        if path.exists():
-            raise FileExistsError(errno.EEXIST, "exists already: give another name or remove it", str(path))
+    refuse_existing(*(path for prefix in prefixes for path in dataset_paths(prefix)))
 
 
 class IndexedDataset:

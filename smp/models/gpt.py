@@ -74,7 +74,7 @@ class GPT(nn.Module):
             raise ValueError("attention dropout needs a mask: spans are for FlashAttention's variable-length kernel")
         self.config, self.seed, self.spans = config, seed, spans
         self.frozen = False  # apart from adapters
-        self.alone = False  # on one data-parallel rank: no FSDP around it, see smp.sharding.parallelize
+        self.unsharded = False  # ready to train without FSDP around it, see smp.sharding.parallelize
         self.adapter_dropout = 0.0
         self.parts = tuple(parts) if parts is not None else (whole(config.num_layers),)
         self.group, self.sequence_parallel = Group.of(mesh), sequence_parallel
@@ -249,6 +249,11 @@ class GPT(nn.Module):
         if keys is None or info.local_numbers is None:
             return x
         return keyed_dropout(x, keys[-1], info.local_numbers, self.config.hidden_dropout)
+
+
+def is_unsharded(model: nn.Module) -> bool:
+    """Whether ``parallelize`` has made ``model`` ready to train without FSDP: a whole GPT on one data-parallel rank."""
+    return isinstance(model, GPT) and model.unsharded
 
 
 def _flat(x: torch.Tensor, padding: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from smp.config import ConfigError, OptimizerConfig
+from smp.models.gpt import is_unsharded
 
 _NONE: Mapping[torch.Tensor, int] = {}
 
@@ -28,7 +29,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
         ConfigError: for ``apex-adam`` without apex or its CUDA extensions.
         ValueError: when the model is not parallelized yet: FSDP would replace the parameters and nothing would train.
     """
-    if not isinstance(model, FSDPModule) and not getattr(model, "alone", False):
+    if not isinstance(model, FSDPModule) and not is_unsharded(model):
         raise ValueError("build the optimizer after parallelize(): FSDP replaces the model's parameters")
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [

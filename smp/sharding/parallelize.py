@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from smp.config import ParallelConfig
 from smp.layers.block import Run, TransformerBlock
-from smp.models.gpt import GPT
+from smp.models.gpt import GPT, is_unsharded
 from smp.parallel.mesh import data_mesh
 
 _aten = torch.ops.aten
@@ -54,13 +54,19 @@ def parallelize(model: GPT, mesh: DeviceMesh, config: ParallelConfig) -> GPT:
         block.run = _wrapped(block.run, config)
     _check_parameters(model)
     data = data_mesh(mesh)
-    model.alone = data.size() == 1 and model.is_whole
-    if model.alone:
+    model.unsharded = data.size() == 1 and model.is_whole
+    if model.unsharded:
         for embedding in (model.embedding, model.positions):
             if embedding is not None:
                 embedding.compute_dtype = torch.bfloat16 if config.bf16 else None
         return model
-    shard(model, [*blocks, *_ends(model)], data, bf16=config.bf16)
+    return shard_decoder(model, data, bf16=config.bf16)
+
+
+def shard_decoder(model: GPT, mesh: DeviceMesh, *, bf16: bool) -> GPT:
+    """:func:`shard` with the units of a decoder: each block, and what comes before and after the blocks."""
+    blocks = list(model.layers.values())
+    shard(model, [*blocks, *_ends(model)], mesh, bf16=bf16)
     if model.is_whole:  # a pipeline's schedule says itself when weights are gathered
         prefetch(blocks)
     return model
@@ -158,7 +164,7 @@ def _check_parameters(model: nn.Module) -> None:
 
 def last_micro_batch(model: nn.Module, last: bool) -> None:
     """Reduce gradients over the replicas in the coming backward pass only if it is the last of the step."""
-    if getattr(model, "alone", False):
+    if is_unsharded(model):
         return
     assert isinstance(model, FSDPModule)
     model.set_requires_all_reduce(last)

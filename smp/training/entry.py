@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from smp.config import ConfigError, LoggingConfig
-from smp.config.command import output_gone
+from smp.config.command import DamageError, exit_code, output_gone
 from smp.training.output import lasting_output
-from smp.training.process import Process, forget_status, status_path, write_status
+from smp.training.process import Process, Status, forget_status, status_path, write_status
 from smp.training.settings import report, status_file_in
 
 Settings = TypeVar("Settings")
@@ -22,7 +22,8 @@ def run_command(
     read: Callable[[list[str], int], tuple[Settings, LoggingConfig | None]],
     launch: Callable[[Settings, Process], int],
 ) -> int:
-    """Read settings, then run. Returns the exit code: 0, 1 when the run failed, 2 when it could not start.
+    """Read settings, then run. Returns the exit code: 0, 1 when the run failed or found damage, 2 when what was asked
+    cannot be done.
 
     Args:
         argv: the command line.
@@ -46,19 +47,22 @@ def run_command(
             sys.stdout.flush()
             return code
     except BrokenPipeError:  # of --help, --dry-run and --preview
-        return output_gone()
-    except ConfigError as error:
+        if (gone := output_gone()) is None:
+            raise
+        return gone
+    except (ConfigError, DamageError) as error:
+        code = exit_code(error)
         report(str(error), process.rank)
         if process.rank == 0 and (path := status_file_in(argv, logging.log_dir)) is not None:
-            _write_status(path, str(error))
-        return 2
+            _write_status(path, "bad_config" if code == 2 else "failed", str(error))
+        return code
     with lasting_output():
         return launch(settings, process)
 
 
-def _write_status(path: str, reason: str) -> None:
+def _write_status(path: str, status: Status, reason: str) -> None:
     try:
-        write_status(Path(path), "bad_config", reason, 0)
+        write_status(Path(path), status, reason, 0)
     except OSError as unwritable:
         if not reason.startswith("--status-file"):
             report(f"--status-file {path}: {unwritable}", 0)

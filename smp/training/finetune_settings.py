@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,8 +21,15 @@ CARRIED, BESIDE = "hf", "model_files"
 """Folder inside of our converted checkpoints, and beside those of a fine-tuning run, with the model's tokenizer."""
 
 
-def read_finetune_settings(argv: list[str], world_size: int) -> tuple[FinetuneConfig, TuningData | None]:
+def read_finetune_settings(
+    argv: list[str], world_size: int, before_data: Callable[[FinetuneConfig], None] = lambda config: None
+) -> tuple[FinetuneConfig, TuningData | None]:
     """Parse, fill in defaults, check, and read the data; there are none in a dry run without --data-path.
+
+    Args:
+        argv: the command line.
+        world_size: number of processes.
+        before_data: what else may refuse a run that is to train; to read the data may take minutes.
 
     Raises:
         ConfigError: one line that names the flag to change.
@@ -33,6 +41,8 @@ def read_finetune_settings(argv: list[str], world_size: int) -> tuple[FinetuneCo
     config = _with_architecture(config, set(values))
     config = _sized(config, world_size)
     tokenizer = _tokenizer(config)
+    if not config.training.dry_run and not config.data.preview:
+        before_data(config)
     data = None if config.data.data_path is None else read_data(config, tokenizer)
     if config.training.train_epochs is not None and data is not None:
         samples = config.training.train_epochs * data.samples_per_epoch

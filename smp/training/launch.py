@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from smp.checkpoint import CheckpointError
 from smp.config import Config, ConfigError
+from smp.config.command import DamageError, exit_code
 from smp.pipeline.failure import PipelineError
 from smp.training.describe import describe
 from smp.training.pretrain import Outcome, Pretraining, on_all_or_none
@@ -21,7 +22,8 @@ from smp.training.trainer import TrainingError
 
 
 def launch(config: Config, process: Process, kind: Callable[..., Pretraining] | None = None) -> int:
-    """Run, report why it ended, and return the exit code: 0, 1 when it failed, 2 when it could not start.
+    """Run, report why it ended, and return the exit code: 0, 1 when it failed or found damage, 2 when what was asked
+    cannot be done.
 
     Args:
         config: resolved settings.
@@ -46,9 +48,10 @@ def launch(config: Config, process: Process, kind: Callable[..., Pretraining] | 
         report_own(str(error), process.rank)
         outcome = Outcome("failed", str(error), _iteration(run))
         _write_for_rank_zero(config, process, outcome)
-    except (ConfigError, CheckpointError, TrainingError) as error:
+    except (ConfigError, CheckpointError, DamageError, TrainingError) as error:
         report_once(str(error), process.rank)
-        outcome = Outcome("bad_config" if run is None else "failed", str(error), _iteration(run))
+        asked = run is None and exit_code(error) == 2
+        outcome = Outcome("bad_config" if asked else "failed", str(error), _iteration(run))
     except BaseException as error:
         memory = _out_of_memory(error, config)
         outcome = Outcome("failed", memory or f"{type(error).__name__}: {error}", _iteration(run))

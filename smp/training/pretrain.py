@@ -21,6 +21,7 @@ from tqdm import tqdm
 from smp.checkpoint.agree import gather
 from smp.config import Config, ConfigError, Layout
 from smp.config.batch import BatchSizes
+from smp.config.command import in_one_line
 from smp.data.blend import BlendedDataset
 from smp.data.build import Datasets, build_datasets
 from smp.data.loader import BatchLoader
@@ -78,20 +79,24 @@ class Pretraining:
         self.layout = Layout.from_config(config.parallel, process.world_size)
         timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
         self.mesh = build_mesh(self.layout, device.type, timeout)
-        train, self.valid, self.test = self._datasets()
-        evaluated = [self.valid] if config.training.eval_interval is not None else []
-        for line in [line for blend in (train, *evaluated, self.test) if blend is not None for line in blend.notes]:
-            self._announce(line)
         self.sizes = BatchSizes.of(config.data)
         self.validation: tuple[int, float] | None = None  # iteration and loss of the last evaluation
         self.traced = False
         self._steps: deque[Step] = deque()  # issued, not yet accounted for
-        self.checkpoints = self._open_checkpoints()
+        self.checkpoints = self._open_checkpoints()  # before the data, whose indices may take minutes
         try:
-            self._build(device, train)
+            self._build(device, self._announced_data())
         except BaseException:
             self.checkpoints.close()
             raise
+
+    def _announced_data(self) -> BlendedDataset:
+        """What to train on, once the user has heard of all parts."""
+        train, self.valid, self.test = self._datasets()
+        evaluated = [self.valid] if self.config.training.eval_interval is not None else []
+        for line in [line for blend in (train, *evaluated, self.test) if blend is not None for line in blend.notes]:
+            self._announce(line)
+        return train
 
     def _open_checkpoints(self) -> RunCheckpoints:
         return RunCheckpoints(self.config, self._announce)
@@ -141,7 +146,7 @@ class Pretraining:
         try:
             datasets = build_datasets(config.data, config.model.vocab_size, config.training.seed)
         except (ValueError, OSError) as error:
-            raise ConfigError(str(error)) from None
+            raise ConfigError(in_one_line(error)) from error
         if config.training.eval_interval is not None and datasets.valid is None:
             part = f"the validation part of --split {config.data.split}"
             raise ConfigError(
@@ -342,15 +347,16 @@ def on_all_or_none(action: Callable[[], Made], flag: str, value: str) -> Made:
         ConfigError: as ``action`` did; an error of the file system becomes one line that names the flag.
     """
     made, reason = list[Made](), None
+    cause: Exception | None = None
     try:
         made.append(action())
     except ConfigError as error:
-        reason = str(error)
+        reason, cause = str(error), error
     except OSError as error:
-        reason = f"{flag} {value}: {error}"
+        reason, cause = f"{flag} {value}: {error}", error
     found = next((reason for reason in gather(reason) if reason is not None), None)
     if found is not None:
-        raise ConfigError(found)
+        raise ConfigError(found) from cause
     return made[0]
 
 

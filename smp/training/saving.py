@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ from smp.checkpoint.manifest import MANIFEST, read_manifest
 from smp.checkpoint.recovery import clean, load_newest, load_step
 from smp.checkpoint.retention import publish
 from smp.config import CheckpointConfig, Config, ConfigError
+from smp.config.command import in_one_line
 from smp.convert.hf_config import is_hf_folder
 from smp.convert.load import load_hf
 from smp.training.persistence import load_training, run_state
@@ -65,7 +67,7 @@ class RunCheckpoints:
             for line in on_rank_zero(self._take_root):
                 say(line)
         except CheckpointError as error:
-            raise ConfigError(f"--save {error}") from None
+            raise ConfigError(f"--save {error}") from error
         try:
             self._refuse_what_is_there()
         except BaseException:
@@ -138,7 +140,7 @@ class RunCheckpoints:
             try:
                 return load_step(root, iteration_name(settings.ckpt_step), restore)
             except CheckpointError as error:
-                raise ConfigError(f"--ckpt-step {settings.ckpt_step}: {error}") from None
+                raise ConfigError(f"--ckpt-step {settings.ckpt_step}: {error}") from error
         ours = self.root is not None and same_folder(root, self.root)
         found = load_newest(root, restore, may_rename=ours, say=self.say)
         if found is None and load != "auto":
@@ -274,6 +276,20 @@ class RunCheckpoints:
             with contextlib.suppress(OSError):
                 if self._made_root and self.root is not None and not self.root.names():
                     self.root.remove()
+
+
+def try_save(config: Config, say: Callable[[str], None], resume: str) -> None:
+    """Take the folder of --save and give it back, in one process before there is a group of them: what refuses the run
+    is found before the data are read. Arguments as of :class:`RunCheckpoints`.
+
+    Raises:
+        ConfigError: as :class:`RunCheckpoints`.
+    """
+    no_writer = replace(config, checkpoint=replace(config.checkpoint, async_save=False))
+    try:
+        RunCheckpoints(no_writer, say, resume=resume).close()
+    except (CheckpointError, OSError) as error:
+        raise ConfigError(f"--save {config.checkpoint.save}: {in_one_line(error)}") from error
 
 
 def _retention(settings: CheckpointConfig) -> Retention | None:

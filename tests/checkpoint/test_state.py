@@ -173,7 +173,7 @@ def test_wrappers_leave_no_trace_in_names() -> None:
 def test_optimizer_of_another_model_is_refused() -> None:
     model, _ = model_and("adamw")
     _, optimizer = model_and("adamw")
-    with pytest.raises(CheckpointError, match="build it after fully_shard"):
+    with pytest.raises(CheckpointError, match="build it over this model, after sharding, which"):
         training_state(model, optimizer)
 
 

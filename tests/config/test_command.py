@@ -6,7 +6,9 @@ import contextlib
 import errno
 import importlib
 import io
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +35,10 @@ def caused(error: Exception, cause: Exception) -> Exception:
         (caused(OSError("the store does not answer"), RuntimeError("503")), 1),
         (DamagedError("x is cut off"), 1),
         (caused(DamagedError("x is missing"), FileNotFoundError(errno.ENOENT, "No such file")), 1),
+        (caused(ConfigError("--ckpt-step 3: x is cut off"), DamagedError("x is cut off")), 1),
+        (caused(ConfigError("--save x"), caused(CheckpointError("x"), OSError(errno.EIO, "Input/output error"))), 1),
+        (caused(ConfigError("--save x"), caused(CheckpointError("x"), PermissionError(errno.EACCES, "denied"))), 2),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1),
     ],
 )
 def test_exit_codes(error: Exception, code: int, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,19 +54,36 @@ def test_an_error_is_one_line() -> None:
     assert in_one_line(FileNotFoundError(errno.ENOENT, "No such file", "x")) == "x: No such file"
 
 
-def test_ctrl_c_and_a_reader_that_has_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c(capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    def unread() -> None:
-        print("x")
-        raise BrokenPipeError
-
     assert run_tool(interrupted, "the same command goes on") == 130
     assert capsys.readouterr().err == "interrupted: the same command goes on\n"
-    with (tmp_path / "out").open("w") as out, contextlib.redirect_stdout(out):
+
+
+@pytest.mark.parametrize("redirect", [contextlib.redirect_stdout, contextlib.redirect_stderr])
+def test_a_reader_that_has_gone(redirect: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the output alone: another pipe that breaks is an error, in the table above."""
+    reading, writing = os.pipe()
+    os.close(reading)
+
+    def unread() -> None:
+        print("x", file=stream, flush=True)
+
+    with open(writing, "w") as stream, redirect(stream):
         assert run_tool(unread) == 141
-    assert capsys.readouterr().err == "" and (tmp_path / "out").read_text() == ""
+        print("y", file=stream, flush=True)  # what follows goes nowhere, and is no error
+    assert capsys.readouterr() == ("", "")
+
+
+def test_errors_that_are_not_told_keep_their_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    def fault() -> None:
+        raise ValueError("zip() argument 2 is shorter than argument 1")
+
+    assert run_tool(fault) == 2 and capsys.readouterr().err.startswith("error: zip()")
+    with pytest.raises(ValueError, match="zip"):
+        run_tool(fault, told=(ConfigError, OSError))
 
 
 @pytest.mark.parametrize("tool", TOOLS)

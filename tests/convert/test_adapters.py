@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from smp.checkpoint import CheckpointError
 from smp.checkpoint.local import LocalFolder, open_folder
 from smp.config import ConfigError, ModelConfig
+from smp.config.command import DamageError, exit_code
 from smp.convert.adapters import CONFIG, TENSORS, Adapter, MergedWeights, places_of
 from smp.convert.families import FAMILIES
 from smp.convert.hf_config import resolved
@@ -108,6 +111,26 @@ def test_patterns_of_alpha_choose_as_peft_does(folder: Path, patterns: dict[str,
     for name, adapter in read_adapters(folder, MODEL, LLAMA)[0].items():
         module = places_of(MODEL, LLAMA)[name].theirs.removesuffix(".weight")
         assert adapter.alpha == pytest.approx(patterns.get(theirs(patterns, module), 1)), module
+
+
+def test_damage_is_told_from_a_disk_that_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def code(why: str) -> int:
+        with pytest.raises((CheckpointError, DamageError), match=why) as met:
+            read_adapters(folder, MODEL, LLAMA)
+        return exit_code(met.value)
+
+    def fail(self: Any, name: str) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFolder, "reader", fail)
+        assert code(f"{TENSORS} cannot be read: Input/output error") == 1
+    os.truncate(folder / TENSORS, (folder / TENSORS).stat().st_size - 9)
+    assert code(f"{TENSORS} is damaged or cut off") == 1
+    (folder / TENSORS).unlink()
+    assert code(f"{TENSORS} is missing") == 2
+    os.truncate(folder / CONFIG, 30)
+    assert code(f"{CONFIG} is damaged or cut off") == 1
 
 
 FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import json
 import os
@@ -19,9 +20,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from smp.checkpoint.local import LocalFolder
+from smp.checkpoint.local import _LocalSource as LocalSource
 from smp.convert.formats import FORMATS
 from smp.convert.torch_file import Record, RestrictedUnpickler, _RefusedError
 from tests.convert.tiny import save_theirs
+from tools import convert_checkpoint, merge_lora
 from tools.convert_checkpoint import main
 
 pytest.importorskip("transformers")
@@ -144,7 +148,12 @@ HF: dict[str, tuple[Change, tuple[str, ...]]] = {
         lambda f: shutil.copy(file_of(f, FIRST), f / "model.safetensors") and None,
         ("model.safetensors: model.safetensors.index.json does not name it",),
     ),
-    "index no JSON": (lambda f: (f / "model.safetensors.index.json").write_text("{") and None, ("is not an index",)),
+    "index cut off": (
+        lambda f: os.truncate(f / "model.safetensors.index.json", 99),
+        ("model.safetensors.index.json is damaged or cut off",),
+    ),
+    "no index": (lambda f: (f / "model.safetensors.index.json").write_text("{}") and None, ("is not an index",)),
+    "config cut off": (lambda f: os.truncate(f / "config.json", 99), ("config.json is damaged or cut off",)),
     "config no JSON": (lambda f: (f / "config.json").write_text("[1]") and None, ("config.json is not a JSON object",)),
 }
 
@@ -155,7 +164,7 @@ def test_hugging_face_folders(kind: str, whole: Path, tmp_path: Path, capsys: py
     shutil.copytree(whole, folder)
     change, parts = HF[kind]
     change(folder)
-    damaged = kind in ("cut off", "garbled header", "overlapping tensors")
+    damaged = kind in ("cut off", "garbled header", "overlapping tensors", "index cut off", "config cut off")
     refused(capsys, folder, *parts, exit_code=1 if damaged else 2)
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]  # found before anything was written
 
@@ -292,6 +301,68 @@ def _arguments(path: Path, **changes: Any) -> None:
         content = torch.load(io.BytesIO(path.read_bytes()))
     vars(content["args"]).update(changes)
     torch.save(content, path)
+
+
+READ = {
+    "config": (Path, "read_text", "config.json"),
+    "index": (Path, "read_text", "model.safetensors.index.json"),
+    "opened": (LocalFolder, "reader", "model-00001-of"),
+    "header": (LocalSource, "read_into", "model-00001-of"),
+}
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(errno.EIO, 1), (errno.EACCES, 2)])
+@pytest.mark.parametrize("kind", READ)
+def test_a_file_that_the_system_does_not_give(
+    kind: str, number: int, exit_code: int, whole: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """An error of a disk is no mistake of the user, and is not said to be damage; rights are what another command, as
+    another user, has."""
+    owner, method, name = READ[kind]
+    real = getattr(owner, method)
+
+    def refuse(self: Any, *args: Any, **options: Any) -> Any:
+        if kind == "header" or name in f"{self} {args}":
+            raise OSError(number, os.strerror(number))
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(owner, method, refuse)
+    line = refused(capsys, whole, name, "cannot be read: ", os.strerror(number), exit_code=exit_code)
+    assert "damaged" not in line
+
+
+def test_a_read_that_fails_in_the_middle(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = bins(whole, tmp_path / "bin"), tmp_path / "megatron"
+    assert run(capsys, "--load", whole, "--to", "megatron", "--save", failed[1])[0] == 0
+    real = LocalSource.read_into
+
+    def fail(self: LocalSource, offset: int, into: memoryview) -> None:
+        if offset > 1000:  # behind what tells the format
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(self, offset, into)
+
+    monkeypatch.setattr(LocalSource, "read_into", fail)
+    for folder, name, flags in (
+        (whole, ".safetensors", ()),
+        (failed[0], "pytorch_model.bin", ("--allow-pickle",)),
+        (failed[1], ".distcp", ()),
+    ):
+        line = refused(capsys, folder, name, "cannot be read: Input/output error", flags=flags, exit_code=1)
+        assert "damaged" not in line
+        shutil.rmtree(folder.with_name("target.partial"), ignore_errors=True)
+
+
+def test_a_fault_of_the_program_is_not_said_to_be_the_users(whole: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    def fault(*args: Any) -> None:
+        raise ValueError("zip() argument 2 is shorter than argument 1")
+
+    for tool, name in ((convert_checkpoint, "make_target"), (merge_lora, "open_checkpoint")):
+        monkeypatch.setattr(tool, name, lambda *args, **options: fault())
+        words = ["--load", str(whole), "--save", str(tmp_path / "new")]
+        with pytest.raises(ValueError, match="zip"):
+            tool.main([*words, *(["--adapter", str(whole)] if tool is merge_lora else [])])
 
 
 def test_our_checkpoints(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

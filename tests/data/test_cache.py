@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from smp.data.cache import CacheFolderError, NodeCache
+from smp.config.command import exit_code
+from smp.data.cache import CacheFolderError, DamagedCacheError, NodeCache
 
 SLOW_BUILDER = """
 import sys, time
@@ -77,8 +78,9 @@ def test_a_damaged_array_is_named(tmp_path: Path) -> None:
     cache.array("numbers.npy", lambda: np.arange(500))
     for size in (600, 40, 0):
         os.truncate(tmp_path / "numbers.npy", size)
-        with pytest.raises(CacheFolderError, match=r"numbers\.npy: damaged; delete it, and it is made again"):
+        with pytest.raises(DamagedCacheError, match=r"numbers\.npy: damaged; delete it, and it is made again") as met:
             cache.array("numbers.npy", lambda: np.arange(500))
+        assert exit_code(met.value) == 1
     (tmp_path / "numbers.npy").unlink()
     assert len(cache.array("numbers.npy", lambda: np.arange(500))) == 500
 
@@ -88,8 +90,10 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
         path.write_bytes(b"half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with pytest.raises(CacheFolderError, match=r"index: No space left on device; another --data-cache-path may do"):
+    full = r"index: No space left on device; another --data-cache-path may do"
+    with pytest.raises(CacheFolderError, match=full) as met:
         NodeCache(tmp_path).file("index", build)
+    assert exit_code(met.value) == 1
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".lock")] == []
 
 
@@ -98,11 +102,13 @@ def test_a_folder_without_locks_is_one_line(tmp_path: Path, monkeypatch: pytest.
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", none)
-    with pytest.raises(CacheFolderError, match="No locks available; another --data-cache-path may do"):
+    with pytest.raises(CacheFolderError, match="No locks available; another --data-cache-path may do") as met:
         NodeCache(tmp_path).file("index", lambda path: None)
+    assert exit_code(met.value) == 1
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CacheFolderError, match="--data-cache-path"):
+    with pytest.raises(CacheFolderError, match="--data-cache-path") as met:
         NodeCache(tmp_path / "file" / "cache").file("index", lambda path: None)
+    assert exit_code(met.value) == 2

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import smp.data.contents as contents_module
-from smp.data.cache import CacheFolderError, NodeCache
+from smp.data.cache import DamagedCacheError, NodeCache
 from smp.data.contents import check_vocabulary, contents_of, scan
 from smp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 
@@ -64,5 +64,5 @@ def test_damaged_notes_are_named(tmp_path: Path, text: str) -> None:
     contents_of(dataset, cache)
     (path,) = (tmp_path / "cache").glob("contents-*.json")
     path.write_text(text)
-    with pytest.raises(CacheFolderError, match=r"contents-\w+\.json: damaged; delete it, and it is made again"):
+    with pytest.raises(DamagedCacheError, match=r"contents-\w+\.json: damaged; delete it, and it is made again"):
         contents_of(dataset, cache)

@@ -328,6 +328,7 @@ def compiled_cases() -> list[Case]:
         {"tensor": (2, True), "style": "gpt2", "kv_heads": 1, "extra": "qknorm", "recompute": "selective"},
         {"tensor": (2, False), "shard": 2, "style": "llama", "extra": "window", "recompute": "full", "dropout": True},
         {"tensor": (2, True), "style": "llama", "kv_heads": 1, "extra": "parallel", "bf16": True},
+        {"shard": 2, "style": "llama", "extra": "window", "dropout": True, "bf16": True},
     ]
     return [case_of({**values, "compile": True, "micro_batch": 3}) for values in spreads]
 

@@ -137,6 +137,19 @@ def test_bad_arguments_are_one_line(demo: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
+    """Found before anything is read: there is no input."""
+    for name in ("tok.model", "corpus.jsonl"):
+        (tmp_path / name).write_text("mine")
+    train = ("--input", tmp_path / "gone.jsonl", "--vocab-size", 500, "--model-prefix", tmp_path / "tok")
+    for path, error in (
+        (tmp_path / "tok.model", error_of("train_tokenizer", *train)),
+        (tmp_path / "corpus.jsonl", error_of("demo_corpus", "--output", tmp_path / "corpus.jsonl")),
+    ):
+        assert error == f"error: {path}: exists already: give another name or remove it" and path.read_text() == "mine"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_train_tokenizer_is_deterministic(demo: Path, tmp_path: Path) -> None:
     flags = ("--input", demo / "corpus.jsonl", "--vocab-size", 800, "--model-prefix")
     run("train_tokenizer", *flags, tmp_path / "again")

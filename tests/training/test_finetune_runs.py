@@ -9,6 +9,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 import finetune
 import pretrain_gpt
 from smp.checkpoint.local import open_folder
+from smp.checkpoint.lock import Holder
 from smp.kernels.attention import AttentionChoice, AttentionShape, choose_attention
 from smp.training import build
 from smp.training.finetune_settings import read_finetune_settings
@@ -293,6 +295,28 @@ def test_a_run_goes_on_from_its_own_kind_only(folder: Path, histories: Path, cas
     code, _, err = command(folder, text)
     lines = [line for line in err.splitlines() if line.startswith("error: ")]
     assert code == 2 and len(lines) == 1 and why in lines[0], err
+
+
+def test_a_save_that_cannot_be_used_is_refused_before_data_are_read(
+    folder: Path, histories: Path, tmp_path: Path
+) -> None:
+    """There are no data to be read; who read them first would say so."""
+    shutil.copytree(histories / "full", tmp_path / "used")
+    held = json.dumps(asdict(Holder.here()))  # of a process that lives: this one
+    (tmp_path / "used" / "lock").write_text(held)
+    command_line = f"--load {folder} --data-path {folder}/gone.jsonl --train-iters 1 --log-dir {folder}/logs {QUIET}"
+    for more, why in (
+        (f"--save {tmp_path}/used --resume", f"--save {tmp_path}/used is in use by process"),
+        (f"--save {histories}/full", "--resume goes on from there"),
+        (f"--save {folder}/sft.jsonl/x", f"--save {folder}/sft.jsonl/x: "),
+        ("--save-interval 2", "--save-interval 2 needs --save"),
+        ("--exit-interval 2", "saves and stops: give --save"),
+        (f"--save {tmp_path}/new --async-save", "gone.jsonl: no such file"),
+    ):
+        code, _, err = command(folder, f"{command_line} {more}")
+        assert code == 2 and err.count("error: ") == 1 and why in err, (more, err)
+    assert (tmp_path / "used" / "lock").read_text() == held and not (histories / "full" / "lock").exists()
+    assert not (tmp_path / "new").exists()
 
 
 def test_pretraining_takes_weights_of_fine_tuning_but_does_not_go_on_with_it(folder: Path, histories: Path) -> None:

@@ -188,8 +188,11 @@ def test_a_damaged_checkpoint_of_another_run_is_passed_over(runs: Runs, saved: R
 def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(runs: Runs, ck: Path) -> None:
     flip(ck / "iter_0000004/shard_00000.safetensors")
     for flags in (f"--load {ck} --ckpt-step 4", f"--load {ck}/iter_0000004"):
-        run = runs.fresh(flags)
-        assert run.code == 2 and "checksum" in run.errors[0] and folders(ck) == [2, 4, 5]
+        run = runs.fresh(f"{flags} --status-file why.json")
+        assert run.code == 1 and "checksum" in run.errors[0] and folders(ck) == [2, 4, 5]
+        reason = run.errors[0].removeprefix("error: ")
+        status = json.loads((run.folder / "why.json").read_text())
+        assert status == {"status": "failed", "reason": reason, "iteration": 0}, "no other command would help"
 
 
 def test_two_histories_do_not_share_a_folder(runs: Runs, ck: Path) -> None:
@@ -371,7 +374,7 @@ def test_a_start_that_fails_gives_the_lock_back(runs: Runs, ck: Path, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr("smp.training.saving.clean", fail)
         run = runs.fresh(f"--save {ck} --load auto")
-    assert run.code == 2 and "Input/output error" in run.errors[0] and not (ck / "lock").exists()
+    assert run.code == 1 and "Input/output error" in run.errors[0] and not (ck / "lock").exists()
 
 
 @pytest.mark.parametrize("flag", ["", "--async-save"])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import base64
+import json
 import keyword
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -279,6 +282,26 @@ def test_a_blend_changed_on_resume_repeats_nothing(runs: Runs, corpora: Path) ->
     alone = runs(f"--no-mock-data --data-path {corpora}/low --split 1,0,0 --train-iters 6")
     low = [row for row in rows if row[0] < 50]
     assert low == torch.cat(alone.tokens).tolist()[:18]
+
+
+@pytest.mark.parametrize("cut", ["low.bin", "low.idx", "config.json"])
+def test_damage_that_keeps_a_run_from_starting_is_no_mistake_of_its_command(
+    runs: Runs, corpora: Path, tmp_path: Path, cut: str
+) -> None:
+    """Found with the settings, or when the data are opened."""
+    data, model = tmp_path / "data", tmp_path / "model"
+    for folder in (data, model):
+        folder.mkdir()
+    for name in ("low.bin", "low.idx"):
+        shutil.copy(corpora / name, data / name)
+    (model / "config.json").write_text('{"model_type": "llama"')
+    if cut != "config.json":
+        os.truncate(data / cut, (data / cut).stat().st_size - 8)
+    start = f" --load {model} --finetune" if cut == "config.json" else ""
+    run = runs.fresh(f"--no-mock-data --data-path {data}/low --status-file why.json{start}")
+    assert run.code == 1 and len(run.errors) == 1 and cut in run.errors[0], run.err
+    status = json.loads((run.folder / "why.json").read_text())
+    assert status == {"status": "failed", "reason": run.errors[0].removeprefix("error: "), "iteration": 0}
 
 
 def test_a_token_outside_of_the_vocabulary_is_found_before_training(runs: Runs, corpora: Path) -> None:

@@ -76,7 +76,7 @@ def read_data(config: FinetuneConfig, tokenizer: TuningTokenizer) -> TuningData:
             threshold=data.bad_sample_threshold,
         )
     except ValueError as error:
-        raise ConfigError(f"--data-path {error}") from None
+        raise ConfigError(f"--data-path {error}") from error  # damage is another exit code
     rows = 2 if pairs else 1
     chosen = split_samples(len(samples) // rows, parse_split(data.split), config.training.seed)
     train, valid = (lay_out(samples, _texts(part, rows), data.seq_length, data.packing) for part in chosen)
@@ -95,7 +95,7 @@ def _template(path: str | None, tokenizer: TuningTokenizer) -> ChatTemplate | No
         try:
             source = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--chat-template {path} cannot be read: {error}") from None
+            raise ValueError(f"--chat-template {path} cannot be read: {error}") from error
     return None if source is None else ChatTemplate(source, tokenizer.template_tokens)
 
 
