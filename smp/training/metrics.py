@@ -21,11 +21,12 @@ def log_line(config: Config, iteration: int, record: Mapping[str, float]) -> str
         record: what was measured, by the names of ``metrics.jsonl``; "MFU", in [0, 1], only where the device's peak
             is known.
     """
+    speed = record["TFLOP/s per process"]
     parts = [
         f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {iteration:8d}/{config.training.train_iters:8d}",
         f"consumed samples: {record['consumed samples']:12d}",
         f"elapsed time per iteration (ms): {1000 * record['seconds per iteration']:.1f}",
-        f"throughput per GPU (TFLOP/s/GPU): {record['TFLOP/s per process']:.1f}",
+        f"throughput per GPU (TFLOP/s/GPU): {speed:.{1 if speed >= 1 else 4}f}",
         f"learning rate: {record['learning rate']:.6E}",
         f"global batch size: {record['global batch size']:5d}",
         f"lm loss: {record['lm loss']:.6E}",
