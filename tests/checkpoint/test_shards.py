@@ -116,6 +116,16 @@ def test_parameters_are_filled(tmp_path: Path, small_shards: None) -> None:
     assert all(parameter.grad_fn is None and parameter.is_leaf for parameter in into.values())
 
 
+def test_one_element_may_lie_at_any_stride(tmp_path: Path) -> None:
+    """Torch calls it contiguous."""
+    whole = {name: torch.arange(4.0)[::3][at : at + 1] for at, name in enumerate("ab")}
+    save(whole, tmp_path / "x", extra={})
+    into = {name: torch.zeros(4)[1::3][:1] for name in whole}
+    assert into["a"].stride() == (3,) and into["a"].is_contiguous()
+    load(into, tmp_path / "x")
+    assert (into["a"].item(), into["b"].item()) == (0, 3)
+
+
 def test_inference_tensors_are_filled(tmp_path: Path, small_shards: None) -> None:
     """The mode of the caller holds in the threads too: torch changes such tensors nowhere else."""
     save(state(), tmp_path / "x", extra={})
