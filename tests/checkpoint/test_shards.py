@@ -127,7 +127,7 @@ def test_one_element_may_lie_at_any_stride(tmp_path: Path) -> None:
 
 
 def test_inference_tensors_are_filled(tmp_path: Path, small_shards: None) -> None:
-    """The mode of the caller holds in the threads too: torch changes such tensors nowhere else."""
+    """Threads know of no mode, and need none: they write bytes. What goes by a buffer is copied by the caller."""
     save(state(), tmp_path / "x", extra={})
     with torch.inference_mode():
         into = zeros(state()) | {"across": torch.zeros(8, 50).t()}
