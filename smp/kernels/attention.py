@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -32,12 +32,14 @@ class AttentionShape:
 
     Attributes:
         heads, length, head_dim, dtype: of queries, keys and values.
+        groups: key/value heads, each for heads / groups query heads.
         masked: there are documents or a window.
         spans: what is masked may be given as spans instead; not beside attention dropout.
         other_lengths: of calls that come too.
     """
 
     heads: int
+    groups: int
     length: int
     head_dim: int
     dtype: torch.dtype
@@ -52,12 +54,20 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """The backend, its name on the command line, why it is this one, and whether it takes spans instead of masks."""
+    """A backend.
+
+    Attributes:
+        name, backend: on the command line, and torch's.
+        reason: why it is this one.
+        spans: it takes them instead of masks.
+        grouped: it takes key/value heads as they are; otherwise each is repeated for its query heads.
+    """
 
     name: str
     backend: SDPBackend
     reason: str
     spans: bool = False
+    grouped: bool = False
 
     def __str__(self) -> str:
         spans = "'s variable-length kernel" if self.spans else ""
@@ -74,7 +84,8 @@ def choose_attention(
     """
     spans = device.type == "cuda" and shape.masked and shape.spans
     names = preferred(device, shape, deterministic) if wish == "auto" else [wish]
-    name = next((name for name in names if _works(name, device, shape)), None)
+    shapes = (shape, replace(shape, groups=shape.heads))  # as they are, which not all backends take, or repeated
+    name, taken = next(((n, s) for n in names for s in shapes if _works(n, device, s)), (None, shape))
     if name is None and wish == "auto":
         raise ConfigError(f"no attention backend of {', '.join(names)} takes {shape}, on {device.type}")
     if name is None:
@@ -83,7 +94,8 @@ def choose_attention(
         )
     first = f"the first of {', '.join(names)} that takes this model"
     reason = first if wish == "auto" else f"--attention-backend {wish}"
-    return AttentionChoice(name, BACKENDS[name], reason, spans and name == "flash")
+    spans = spans and name == "flash"
+    return AttentionChoice(name, BACKENDS[name], reason, spans, taken.groups < shape.heads and not spans)
 
 
 def preferred(device: torch.device, shape: AttentionShape, deterministic: bool) -> list[str]:
@@ -115,10 +127,14 @@ def _works(name: str, device: torch.device, shape: AttentionShape) -> bool:
 
 
 def _try_sdpa(device: torch.device, shape: AttentionShape) -> None:
-    size, length = (1, shape.heads, shape.length, shape.head_dim), shape.length
-    x = torch.zeros(size, device=device, dtype=shape.dtype, requires_grad=True)
-    mask = torch.zeros(1, 1, length, length, dtype=shape.dtype, device=device) if shape.masked else None
-    F.scaled_dot_product_attention(x, x, x, attn_mask=mask, is_causal=mask is None).sum().backward()
+    length = shape.length
+    options: dict[str, Any] = {"device": device, "dtype": shape.dtype}
+    q = torch.zeros(1, shape.heads, length, shape.head_dim, **options, requires_grad=True)
+    k = torch.zeros(1, shape.groups, length, shape.head_dim, **options, requires_grad=True)
+    mask = torch.zeros(1, 1, length, length, **options) if shape.masked else None
+    grouped = shape.groups < shape.heads
+    out = F.scaled_dot_product_attention(q, k, k, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+    out.sum().backward()
 
 
 def _try_spans(device: torch.device, shape: AttentionShape) -> None:

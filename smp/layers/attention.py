@@ -32,6 +32,8 @@ class SequenceInfo:
         mask: (batch or 1, 1, length, length) in the dtype of the activations, see ``document_mask``: which tokens see
             which, instead of a layer's own ``causal`` and ``window``. One for all layers. None: one document per
             sequence.
+        spans: the same for a variable-length kernel, instead of ``mask``.
+        grouped: whether torch's attention gets key/value heads as they are, see ``smp.kernels.attention``.
     """
 
     batch: int
@@ -42,6 +44,7 @@ class SequenceInfo:
     local_numbers: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     spans: Spans | None = None
+    grouped: bool = False
 
     def __post_init__(self) -> None:
         if self.local_numbers is None:
@@ -192,14 +195,16 @@ class SelfAttention(nn.Module):
             k, v = self.cache.append(k, v)
             if k.shape[2] > q.shape[2]:
                 return self._attend_to_past(q, k, v)
-        k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
-        if self.dropout > 0.0 and self.training:
+        dropout = self.dropout > 0.0 and self.training
+        if dropout or not info.grouped:
+            k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
+        if dropout:
             return self._attend_with_dropout(q, k, v, info, key, self.dropout)
-        if info.mask is not None:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=info.mask)
-        if self.window is None or self.window >= info.length:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(info.length, q.device))
+        mask = info.mask
+        if mask is None and self.window is not None and self.window < info.length:
+            mask = self._mask(info.length, q.device)
+        causal, grouped = self.causal and mask is None, k.shape[1] < q.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
 
     def _attend_in_spans(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, info: SequenceInfo, spans: Spans

@@ -51,6 +51,8 @@ class GPT(nn.Module):
         kernels: what computes the operations that have fused kernels.
         spans: documents and windows go to FlashAttention's variable-length kernel instead of becoming a mask. Without
             attention dropout only.
+        grouped: attention gets key/value heads as they are, not repeated for each of their query heads. Not all
+            backends of torch take that; ``smp.kernels.attention`` tries them.
 
     Blocks live in a ModuleDict under their global number, so a part of the model keeps the whole model's names. With a
     tied head the part that holds the head has a copy of the embedding's matrix.
@@ -67,12 +69,13 @@ class GPT(nn.Module):
         parts: Sequence[ModelPart] | None = None,
         kernels: Kernels = TORCH,
         spans: bool = False,
+        grouped: bool = False,
     ) -> None:
         super().__init__()
         assert config.vocab_size is not None
         if spans and config.attention_dropout > 0.0:
             raise ValueError("attention dropout needs a mask: spans are for FlashAttention's variable-length kernel")
-        self.config, self.seed, self.spans = config, seed, spans
+        self.config, self.seed, self.spans, self.grouped = config, seed, spans, grouped
         self.frozen = False  # apart from adapters
         self.unsharded = False  # ready to train without FSDP around it, see smp.sharding.parallelize
         self.adapter_dropout = 0.0
@@ -191,7 +194,7 @@ class GPT(nn.Module):
     ) -> SequenceInfo:
         """Rotary tables and, when dropout needs them, global token numbers."""
         batch, length = tokens.shape
-        info = SequenceInfo(batch, length, batch * length + padding)
+        info = SequenceInfo(batch, length, batch * length + padding, grouped=self.grouped)
         c = self.config
         if c.position_embedding_type == "rope":
             scaling = None

@@ -48,10 +48,13 @@ def choose_backends(
         ConfigError: a wish cannot be met.
     """
     model, parallel, length = config.model, config.parallel, config.data.seq_length
-    assert model.kv_channels is not None and length is not None, "resolved before"
+    groups = model.num_query_groups
+    assert model.kv_channels is not None and groups is not None and length is not None, "resolved before"
+    tp = parallel.tensor_model_parallel_size
     kernels, reasons = choose_kernels(parallel.kernels, device, features=model.hidden_size, compile=parallel.compile)
     shape = AttentionShape(
-        heads=model.num_attention_heads // parallel.tensor_model_parallel_size,
+        heads=model.num_attention_heads // tp,
+        groups=max(groups // tp, 1),
         length=length,
         head_dim=model.kv_channels,
         dtype=torch.bfloat16 if parallel.bf16 else torch.float32,
@@ -93,6 +96,7 @@ def assemble(config: Config, mesh: DeviceMesh, backends: Backends, plan: Plan | 
         parts=None if plan is None else list(plan.stages_of(mesh.get_local_rank("pp")).values()),
         kernels=backends.kernels,
         spans=backends.attention.spans,
+        grouped=backends.attention.grouped,
     )
 
 

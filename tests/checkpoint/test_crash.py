@@ -103,13 +103,13 @@ class Chain:
 
     def _see_to_the_end(self, ranks: list[subprocess.Popen[bytes]], outputs: list[Path], after: float | None) -> None:
         """As a launcher does: when one rank has died, the others are killed too."""
-        deadline = time.monotonic() + 120
+        deadline, to_kill = time.monotonic() + 120, False
         while any(rank.poll() is None for rank in ranks):
             started = "started from" in outputs[0].read_text()
-            if after is not None and started:
+            if after is not None and started and not to_kill:
                 time.sleep(after)
-                after = -1.0
-            if after == -1.0 or any(rank.poll() not in (None, 0) for rank in ranks) or time.monotonic() > deadline:
+                to_kill = True
+            if to_kill or any(rank.poll() not in (None, 0) for rank in ranks) or time.monotonic() > deadline:
                 time.sleep(0.2)
                 for rank in ranks:
                     rank.kill()

@@ -122,11 +122,12 @@ def test_apex_computes_the_norms(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_attention_is_the_first_backend_that_takes_the_shape() -> None:
-    shape = AttentionShape(heads=2, length=8, head_dim=16, dtype=torch.float32, masked=False)
+    shape = AttentionShape(heads=2, groups=1, length=8, head_dim=16, dtype=torch.float32, masked=False)
     choice = choose_attention("auto", CPU, shape)
     assert choice.name == "flash" and choice.reason == "the first of flash, math that takes this model"
     assert choose_attention("math", CPU, shape).name == "math"
     assert not choice.spans and not choose_attention("auto", CPU, replace(shape, masked=True)).spans
+    assert choice.grouped and not choose_attention("auto", CPU, replace(shape, groups=2)).grouped
     for wish in ("cudnn", "efficient"):
         with pytest.raises(
             ConfigError, match=f"--attention-backend {wish} does not take 2 heads of 16, 8 tokens, float32"
@@ -155,7 +156,7 @@ def test_attention_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With a stand-in of what a GPU takes."""
-    shape = AttentionShape(heads=2, length=8, head_dim=16, dtype=torch.bfloat16, masked=masked, spans=spans)
+    shape = AttentionShape(heads=2, groups=1, length=8, head_dim=16, dtype=torch.bfloat16, masked=masked, spans=spans)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(attention, "_works", lambda name, device, shape: name not in refused)
     choice = choose_attention("auto", CUDA, shape)
@@ -175,9 +176,22 @@ def test_attention_on_a_gpu(
             choose_attention("flash", CUDA, shape)
 
 
+def test_key_value_heads_are_repeated_rather_than_the_backend_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = AttentionShape(heads=2, groups=1, length=8, head_dim=16, dtype=torch.float32, masked=True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(attention, "_works", lambda name, device, shape: name != "flash" and shape.groups == 2)
+    choice = choose_attention("auto", CUDA, shape)
+    assert (choice.name, choice.grouped) == ("efficient", False)
+    monkeypatch.setattr(attention, "_works", lambda name, device, shape: True)
+    choice = choose_attention("auto", CUDA, shape)
+    assert (choice.name, choice.spans, choice.grouped) == ("flash", True, False)  # spans are of repeated heads
+    choice = choose_attention("auto", CUDA, replace(shape, masked=False))
+    assert (choice.name, choice.grouped) == ("flash", True)
+
+
 def test_what_is_tried_is_what_runs() -> None:
     """Both tries, on a CPU: the shapes and arguments are right, with torch's own operator for spans."""
-    shape = AttentionShape(heads=2, length=8, head_dim=16, dtype=torch.float32, masked=True)
+    shape = AttentionShape(heads=2, groups=1, length=8, head_dim=16, dtype=torch.float32, masked=True)
     attention._try_sdpa(CPU, shape)
     attention._try_sdpa(CPU, replace(shape, masked=False))
     with plain_varlen() as calls:

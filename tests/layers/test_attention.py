@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from smp.config import Layout
@@ -33,9 +34,11 @@ CASES: dict[str, dict[str, Any]] = {
     "norms": {"num_groups": 1, "qk_norm_eps": EPS},
     "biases": {"num_groups": 1, "bias": True, "qkv_bias": True},
     "qkv biases": {"num_groups": 2, "qkv_bias": True, "qk_norm_eps": EPS},
+    "2 groups as they are": {"num_groups": 2, "grouped": True},
+    "1 group as it is": {"num_groups": 1, "grouped": True, "window": 3},
     "dropout": {"num_groups": 1, "dropout": DROPOUT},
     "dropout, not causal": {"dropout": DROPOUT, "causal": False},
-    "dropout, window": {"num_groups": 2, "dropout": DROPOUT, "window": 3},
+    "dropout, window": {"num_groups": 2, "dropout": DROPOUT, "window": 3, "grouped": True},
 }
 
 
@@ -72,10 +75,10 @@ def formula(x: torch.Tensor, w: dict[str, torch.Tensor], options: dict[str, Any]
     return linear(torch.cat(rows), "output")
 
 
-def sequence_info(tokens: int = PADDED) -> SequenceInfo:
+def sequence_info(tokens: int = PADDED, grouped: bool = False) -> SequenceInfo:
     positions = torch.arange(tokens) % LENGTH
     table = rope_table(positions, rope_frequencies(4, 100.0, None, torch.device("cpu")))
-    return SequenceInfo(BATCH, LENGTH, tokens, rope=table, numbers=NUMBERS[:tokens])
+    return SequenceInfo(BATCH, LENGTH, tokens, rope=table, numbers=NUMBERS[:tokens], grouped=grouped)
 
 
 def padded(x: torch.Tensor, fill: float) -> torch.Tensor:
@@ -84,14 +87,15 @@ def padded(x: torch.Tensor, fill: float) -> torch.Tensor:
 
 def errors_of(mesh: Any, options: dict[str, Any], sp: bool, training: bool) -> dict[str, float]:
     """Errors of output and gradients; the padding holds large numbers, which must show nowhere."""
-    layer = SelfAttention(HIDDEN, HEADS, mesh, head_dim=WIDTH, sequence_parallel=sp, **options).train(training)
+    arguments = {name: value for name, value in options.items() if name != "grouped"}
+    layer = SelfAttention(HIDDEN, HEADS, mesh, head_dim=WIDTH, sequence_parallel=sp, **arguments).train(training)
     wholes = {name: leaf(w.double()) for name, w in load_all(layer).items()}
     x, target = draw(BATCH * LENGTH, HIDDEN, seed=1), draw(BATCH * LENGTH, HIDDEN, seed=2)
     exact = leaf(x.double())
     want = formula(exact, wholes, options, dropped=training and "dropout" in options)
     want.backward(target.double())
     mine = leaf(part(padded(x, 1e3), mesh, split=sp))
-    got = layer(mine, sequence_info(), KEY)
+    got = layer(mine, sequence_info(grouped=options.get("grouped", False)), KEY)
     got.backward(part(padded(target, 0.0), mesh, split=sp))
     assert exact.grad is not None
     rows = part(torch.arange(PADDED), mesh, split=sp)
@@ -186,3 +190,22 @@ def test_a_width_that_the_heads_do_not_divide_is_refused() -> None:
             SelfAttention(10, 4, mesh["tp"])
         assert SelfAttention(10, 4, mesh["tp"], head_dim=3).head_dim == 3
         assert SelfAttention(12, 4, mesh["tp"]).head_dim == 3
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_key_value_heads_are_repeated_only_for_backends_that_need_it(
+    grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    plain = F.scaled_dot_product_attention
+
+    def noted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+        seen.append((k.shape[1], v.shape[1], options["enable_gqa"]))
+        return plain(q, k, v, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    with fake_mesh() as mesh:
+        for groups in (2, HEADS):
+            layer = SelfAttention(HIDDEN, HEADS, mesh["tp"], head_dim=WIDTH, num_groups=groups)
+            layer(torch.randn(PADDED, HIDDEN), sequence_info(grouped=grouped))
+    assert seen == [(2, 2, True) if grouped else (HEADS, HEADS, False), (HEADS, HEADS, False)]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smp.optim.optimizer import step_on_device_if
@@ -43,6 +44,19 @@ def test_attention_backend(runs: Runs) -> None:
     assert math.losses == pytest.approx(flash.losses, rel=1e-5) and math.ops["bmm"] > flash.ops["bmm"]
     refused = runs.fresh("--attention-backend cudnn")
     assert refused.code == 2 and len(refused.errors) == 1 and "--attention-backend cudnn does not take" in refused.err
+
+
+def test_key_value_heads_go_to_attention_as_they_are(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads: set[tuple[int, int]] = set()
+    plain = F.scaled_dot_product_attention
+
+    def noted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+        heads.add((q.shape[1], k.shape[1]))
+        return plain(q, k, v, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    runs.fresh("--num-query-groups 1")
+    assert {k for _, k in heads} == {1} and min(q for q, _ in heads) > 1
 
 
 class Waits(TorchDispatchMode):
