@@ -126,6 +126,22 @@ def test_one_element_may_lie_at_any_stride(tmp_path: Path) -> None:
     assert (into["a"].item(), into["b"].item()) == (0, 3)
 
 
+@pytest.mark.parametrize("piece", [1, 60])
+def test_a_shard_comes_in_many_blocks(
+    tmp_path: Path, small_shards: None, monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    """It is checked when the last of them is there, whether it goes straight to its place or by a buffer."""
+    monkeypatch.setattr(_LocalSource, "piece", piece)
+    save(state(), tmp_path / "x", extra={})
+    for across in (torch.zeros(50, 8), torch.zeros(8, 50).t()):
+        into = zeros(state()) | {"across": across}
+        load(into, tmp_path / "x")
+        assert all(torch.equal(into[name], tensor) for name, tensor in state().items())
+    manifest = read_manifest(tmp_path / "x")
+    box = read_box(open_folder(tmp_path / "x"), manifest, "rows", (3, 1), (40, 5))
+    assert torch.equal(box, state()["rows"][3:43, 1:6])
+
+
 def test_inference_tensors_are_filled(tmp_path: Path, small_shards: None) -> None:
     """Threads know of no mode, and need none: they write bytes. What goes by a buffer is copied by the caller."""
     save(state(), tmp_path / "x", extra={})
