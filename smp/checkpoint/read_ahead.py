@@ -40,7 +40,7 @@ class Wanted:
     def rows(self, first: int, end: int, buffer: torch.Tensor) -> torch.Tensor:
         """Memory of some rows, (end - first, ...): the tensor's own, else in ``buffer``, which is of bytes."""
         if self.into is not None:
-            return self.into.detach().view(self.shape)[first:end]
+            return self.into.view(self.shape)[first:end]
         count = (end - first) * self.row_size
         return buffer[:count].view(DTYPES[self.slot.dtype]).view(end - first, *self.shape[1:])
 

@@ -130,13 +130,18 @@ def test_one_element_may_lie_at_any_stride(tmp_path: Path) -> None:
 def test_a_shard_comes_in_many_blocks(
     tmp_path: Path, small_shards: None, monkeypatch: pytest.MonkeyPatch, piece: int
 ) -> None:
-    """It is checked when the last of them is there, whether it goes straight to its place or by a buffer."""
+    """In the order of the file. It is checked when the last is there, whether it goes straight to its place or by a
+    buffer."""
     monkeypatch.setattr(_LocalSource, "piece", piece)
+    monkeypatch.setattr(_LocalSource, "readers", 1)
     save(state(), tmp_path / "x", extra={})
     for across in (torch.zeros(50, 8), torch.zeros(8, 50).t()):
-        into = zeros(state()) | {"across": across}
-        load(into, tmp_path / "x")
+        into, offsets = zeros(state()) | {"across": across}, list[int]()
+        with monkeypatch.context() as patch:
+            during_reads(patch, offsets.append)
+            load(into, tmp_path / "x")
         assert all(torch.equal(into[name], tensor) for name, tensor in state().items())
+        assert offsets == sorted(offsets) and len(offsets) > 100
     manifest = read_manifest(tmp_path / "x")
     box = read_box(open_folder(tmp_path / "x"), manifest, "rows", (3, 1), (40, 5))
     assert torch.equal(box, state()["rows"][3:43, 1:6])
