@@ -226,6 +226,14 @@ def test_blocks_come_in_order_from_a_few_buffers(tmp_path: Path, monkeypatch: py
         assert torch.equal(found, whole) and len(used) == memories
 
 
+def test_a_shard_without_rows_is_one_empty_block(tmp_path: Path) -> None:
+    save(state(), tmp_path / "x", extra={})
+    with open_folder(tmp_path / "x").reader("shard_00000.safetensors") as source:
+        slots = read_header(source)
+        blocks = list(read_ahead(source, [Wanted(slots["empty"]), Wanted(slots["scalar"])]))
+    assert [(b.number, tuple(b.rows.shape), b.last) for b in blocks] == [(0, (0, 4), True), (1, (1,), True)]
+
+
 def test_names_that_are_like_our_keys_are_refused(tmp_path: Path, small_shards: None) -> None:
     twins: dict[str, Any] = {"w": torch.zeros(100), "w[0:64]": torch.zeros(3)}
     with pytest.raises(CheckpointError, match=r"w\[0:64\] would be two tensors in one file"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import termios
@@ -148,6 +149,24 @@ def test_diff_passes_what_is_close_enough(small: Path, tmp_path: Path, capsys: p
     save(nan, tmp_path / "nan", extra={"lr": 0.1})
     assert main(["diff", str(small), str(tmp_path / "nan"), "--atol", "1e9", "--rtol", "1e9"]) == 1
     assert main(["diff", str(tmp_path / "nan"), str(tmp_path / "nan")]) == 0
+
+
+def test_diff_of_damaged_data_is_none(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = tmp_path / "whole"
+    shutil.copytree(small, whole)
+    flip(small / "shard_00000.safetensors")
+    for paths in ((small, whole), (whole, small)):
+        assert main(["diff", *map(str, paths)]) == 1
+        assert "do not match their checksum" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.bfloat16, torch.float16, torch.float64])
+def test_diff_finds_a_nan_equal_to_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: torch.dtype
+) -> None:
+    save({"w": torch.full((3,), NAN).to(dtype)}, tmp_path / "x", extra={})
+    assert main(["diff", str(tmp_path / "x"), str(tmp_path / "x")]) == 0
+    assert capsys.readouterr().out == "equal: 1 tensors\n"
 
 
 def test_cat_shows_a_selection(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
