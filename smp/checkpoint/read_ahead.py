@@ -76,7 +76,9 @@ def read_ahead(source: Source, wanted: Sequence[Wanted], pinned: bool = False) -
     Raises:
         EOFError, OSError: from ``source``.
     """
-    steps = [max(1, min(one.shape[0], source.piece // max(one.row_size, 1))) for one in wanted]
+    # what goes by buffers comes in halves of a piece: several buffers are there at a time
+    sizes = [source.piece if one.into is not None else source.piece // 2 for one in wanted]
+    steps = [max(1, min(one.shape[0], n // max(one.row_size, 1))) for one, n in zip(wanted, sizes, strict=True)]
     room = max((one.row_size * step for one, step in zip(wanted, steps, strict=True) if one.into is None), default=0)
     # one block more than threads, so that they go on while the caller uses one; of huge rows only one at a time
     ahead = source.readers + 1 if room <= source.piece else 0
