@@ -227,7 +227,7 @@ def thin_out(args: argparse.Namespace) -> int:
     keep = Retention(args.keep_last_k, args.save_retain_interval, args.keep_best_k)
     lock = None if args.dry_run else RunLock(root, print)
     try:
-        names = doomed(root, keep)
+        names = doomed(root, keep, print)
         freed = sum(_held(root.child(name)) for name in names)
         if lock is not None:
             names = prune(root, keep)

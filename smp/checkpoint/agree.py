@@ -47,20 +47,20 @@ def on_rank_zero(action: Callable[[], Answer]) -> Answer:
     """What ``action`` returns on rank 0, on all ranks; or its error, so that they agree about that too.
 
     Raises:
-        CheckpointError: as ``action`` did; any other error becomes one.
+        CheckpointError: as ``action`` did; any other error becomes one, and its cause.
     """
     if not dist.is_initialized():
         return action()
     box: list[Any] = [None, None]
-    cause: Exception | None = None
     if dist.get_rank() == 0:
         try:
             box[0] = action()
         except CheckpointError as error:
-            cause, box[1] = error, type(error)(*error.args)
+            box[1] = error
         except Exception as error:  # storage raises what it likes, and the other ranks are waiting
-            cause, box[1] = error, CheckpointError(f"{type(error).__name__}: {error}")
+            box[1] = CheckpointError(f"{type(error).__name__}: {error}")
+            box[1].__cause__ = error
     dist.broadcast_object_list(box, src=0)
     if box[1] is not None:
-        raise box[1] from cause
+        raise box[1]
     return box[0]

@@ -21,6 +21,7 @@ from smp.checkpoint.manifest import read_manifest
 from smp.checkpoint.planner import ManifestLoadPlanner, ManifestSavePlanner
 from smp.checkpoint.reader import ManifestReader
 from smp.checkpoint.storage import ManifestWriter, discard_unfinished
+from smp.config.command import exit_code
 
 _NONE: Mapping[str, int] = {}
 
@@ -117,7 +118,8 @@ def load_from(
 
 @contextmanager
 def one_line(action: str) -> Iterator[None]:
-    """Turn what DCP gathered from failing ranks into one line; its traceback stays as the cause."""
+    """Turn what DCP gathered from failing ranks into one line; its traceback stays as the cause, and behind it an error
+    that decides the exit code."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         try:
@@ -125,6 +127,7 @@ def one_line(action: str) -> Iterator[None]:
         except CheckpointException as failure:
             errors = {where: error for where, (error, _) in failure.failures.items()}
             texts = dict.fromkeys(_text(where, error) for where, error in errors.items())
+            failure.__cause__ = next((error for error in errors.values() if exit_code(error) == 1), None)
             raise _kind(list(errors.values()))(f"{action}: {'; '.join(texts)}") from failure
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from smp.config.command import DamageError
+from smp.config.command import DamageError, exit_code
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -29,6 +29,16 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be written or read. The message is one line and names the file or the tensors."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """On its way to other ranks. A pickle has no cause, and it is the cause that decides the exit code."""
+        return _from_elsewhere, (type(self), self.args, exit_code(self))
+
+
+def _from_elsewhere(kind: type[CheckpointError], args: tuple[Any, ...], code: int) -> CheckpointError:
+    error = kind(*args)
+    error.__cause__ = OSError("on another rank") if code == 1 else None
+    return error
 
 
 class DamagedError(CheckpointError, DamageError):

@@ -40,7 +40,7 @@ class Wanted:
     def rows(self, first: int, end: int, buffer: torch.Tensor) -> torch.Tensor:
         """Memory of some rows, (end - first, ...): the tensor's own, else in ``buffer``, which is of bytes."""
         if self.into is not None:
-            return self.into.detach().view(self.shape)[first:end]
+            return self.into.view(self.shape)[first:end]
         count = (end - first) * self.row_size
         return buffer[:count].view(DTYPES[self.slot.dtype]).view(end - first, *self.shape[1:])
 
@@ -76,7 +76,9 @@ def read_ahead(source: Source, wanted: Sequence[Wanted], pinned: bool = False) -
     Raises:
         EOFError, OSError: from ``source``.
     """
-    steps = [max(1, min(one.shape[0], source.piece // max(one.row_size, 1))) for one in wanted]
+    # what goes by buffers comes in halves of a piece: several buffers are there at a time
+    sizes = [source.piece if one.into is not None else source.piece // 2 for one in wanted]
+    steps = [max(1, min(one.shape[0], n // max(one.row_size, 1))) for one, n in zip(wanted, sizes, strict=True)]
     room = max((one.row_size * step for one, step in zip(wanted, steps, strict=True) if one.into is None), default=0)
     # one block more than threads, so that they go on while the caller uses one; of huge rows only one at a time
     ahead = source.readers + 1 if room <= source.piece else 0

@@ -160,7 +160,7 @@ def _copy_rows(block: Block, item: ReadItem, target: torch.Tensor) -> None:
     piece = block.rows.narrow(0, begin - block.first, end - begin)
     for dim in range(1, len(offsets)):
         piece = piece.narrow(dim, offsets[dim], lengths[dim])
-    part = target.detach().view(lengths).narrow(0, begin - offsets[0], end - begin)
+    part = target.view(lengths).narrow(0, begin - offsets[0], end - begin)
     if part.is_cpu:  # on one thread: torch's others would take the processors from those that read
         np.copyto(as_bits(part).numpy(), as_bits(piece).numpy())
     else:

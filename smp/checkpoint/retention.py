@@ -44,27 +44,37 @@ class Retention:
         return sorted(set(losses) - kept)
 
 
-def doomed(root: Folder, retention: Retention) -> list[str]:
+def doomed(root: Folder, retention: Retention, say: Callable[[str], None] = lambda line: None) -> list[str]:
     """Names of the checkpoints in ``root`` that ``retention`` does not want, oldest first.
 
-    Only folders named ``iter_NNNNNNN`` are looked at, so renaming one keeps it for ever.
+    Only folders named ``iter_NNNNNNN`` are looked at, so renaming one keeps it for ever. One whose manifest is damaged
+    is neither deleted nor among the last: a whole one would go for it.
+
+    Args:
+        root: folder of a run.
+        retention: the rules.
+        say: told, in one line, about each manifest that is damaged.
 
     Raises:
-        CheckpointError: a validation loss that matters cannot be read, and that may be for a while only.
+        CheckpointError: a manifest cannot be read, and that may be for a while only.
     """
+    losses: dict[int, float | None] = {}
     names = {iteration_of(name): name for name in complete(root)}
-    losses = {
-        iteration: _validation_loss(root.child(name)) if retention.best else None for iteration, name in names.items()
-    }
+    for iteration, name in names.items():
+        try:
+            loss = read_manifest(root.child(name)).extra.get(VALIDATION_LOSS)
+            losses[iteration] = loss if isinstance(loss, float) else None
+        except DamagedError as error:
+            say(f"WARNING: {error}; it does not count among the checkpoints that stay, and is not removed")
     return [names[iteration] for iteration in retention.doomed(losses)]
 
 
-def prune(root: Folder, retention: Retention) -> list[str]:
+def prune(root: Folder, retention: Retention, say: Callable[[str], None] = lambda line: None) -> list[str]:
     """Delete the checkpoints that are :func:`doomed`; call on one rank. Returns their names.
 
     The manifest goes first: a crash in the middle leaves the remains of a save, which the next start removes.
     """
-    removed = doomed(root, retention)
+    removed = doomed(root, retention, say)
     for name in removed:
         assert ITERATION.fullmatch(name)
         folder = root.child(name)
@@ -94,18 +104,12 @@ def publish(root: Folder, folder: Folder, retention: Retention | None, check: Ca
         commit_latest(root, folder)
     except (OSError, CheckpointError) as error:
         return [f"WARNING: {folder} is complete, but 'latest' does not name it: {error}"]
+    lines: list[str] = []
     try:
-        return [f"removed {root.child(name)}" for name in prune(root, retention)] if retention is not None else []
+        removed = prune(root, retention, lines.append) if retention is not None else []
     except (OSError, CheckpointError) as error:
-        return [f"WARNING: no old checkpoints are removed from {root} now: {error}"]
-
-
-def _validation_loss(folder: Folder) -> float | None:
-    try:
-        loss = read_manifest(folder).extra.get(VALIDATION_LOSS)
-    except DamagedError:  # then it has none; found out about when it is loaded
-        return None
-    return loss if isinstance(loss, float) else None
+        return [*lines, f"WARNING: no old checkpoints are removed from {root} now: {error}"]
+    return [*lines, *(f"removed {root.child(name)}" for name in removed)]
 
 
 def best_interval(cost: float, mtbf: float) -> float:

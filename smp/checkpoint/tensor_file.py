@@ -104,7 +104,8 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # of one element any stride is contiguous
+    return flat.view(torch.uint8).numpy().data
 
 
 def write_file(

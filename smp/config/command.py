@@ -50,7 +50,7 @@ class CommandParser(argparse.ArgumentParser):
         raise ConfigError(message.removeprefix("argument "))
 
 
-def exit_code(error: Exception) -> int:
+def exit_code(error: BaseException) -> int:
     """2 when what was asked cannot be done, 1 for damage and for what failed on the way, such as a full disk. An error
     that was raised ``from`` another one, to say more of it, counts as that one."""
     failed = any(isinstance(one, OSError) and not isinstance(one, _ASKED) for one in _causes(error))

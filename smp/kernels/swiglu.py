@@ -65,9 +65,9 @@ def forward_reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 def backward_reference(da: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, again: bool) -> tuple[torch.Tensor, ...]:
     """(dgate, dup, a or nothing) by the formulas."""
-    g = gate.to(accumulation_dtype(gate.dtype))
+    g, d = (x.to(accumulation_dtype(x.dtype)) for x in (gate, da))  # a product of two bf16 would round too
     s = g.sigmoid()
-    dgate, dup = da * up * s * (1 + g * (1 - s)), da * (g * s)
+    dgate, dup = d * up * s * (1 + g * (1 - s)), d * (g * s)
     a = forward_reference(gate, up) if again else gate.new_empty(0)
     return dgate.to(gate.dtype), dup.to(gate.dtype), a
 

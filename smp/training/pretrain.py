@@ -21,7 +21,7 @@ from tqdm import tqdm
 from smp.checkpoint.agree import gather
 from smp.config import Config, ConfigError, Layout
 from smp.config.batch import BatchSizes
-from smp.config.command import in_one_line
+from smp.config.command import exit_code, in_one_line
 from smp.data.blend import BlendedDataset
 from smp.data.build import Datasets, build_datasets
 from smp.data.loader import BatchLoader
@@ -346,17 +346,17 @@ def on_all_or_none(action: Callable[[], Made], flag: str, value: str) -> Made:
     Raises:
         ConfigError: as ``action`` did; an error of the file system becomes one line that names the flag.
     """
-    made, reason = list[Made](), None
-    cause: Exception | None = None
+    made, problem = list[Made](), None
     try:
         made.append(action())
     except ConfigError as error:
-        reason, cause = str(error), error
+        problem = str(error), exit_code(error)
     except OSError as error:
-        reason, cause = f"{flag} {value}: {error}", error
-    found = next((reason for reason in gather(reason) if reason is not None), None)
+        problem = f"{flag} {value}: {error}", exit_code(error)
+    found = next((problem for problem in gather(problem) if problem is not None), None)
     if found is not None:
-        raise ConfigError(found) from cause
+        reason, code = found
+        raise ConfigError(reason) from (OSError(reason) if code == 1 else None)  # the same exit code on all ranks
     return made[0]
 
 

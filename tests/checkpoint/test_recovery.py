@@ -22,12 +22,15 @@ from smp.checkpoint import (
     save,
     verify,
 )
+from smp.checkpoint.agree import on_rank_zero
 from smp.checkpoint.entries import Manifest
 from smp.checkpoint.folder import Folder, Sink
 from smp.checkpoint.latest import complete
-from smp.checkpoint.local import LocalFolder, open_folder
+from smp.checkpoint.local import LocalFolder, _LocalSource, open_folder
 from smp.checkpoint.recovery import clean, load_newest, load_step
 from smp.checkpoint.retention import publish
+from smp.config.command import exit_code
+from smp.training.pretrain import on_all_or_none
 from tests.distributed import run_distributed
 
 FILE = "shard_00000.safetensors"
@@ -212,14 +215,34 @@ def test_latest_is_repaired(root: Path) -> None:
     assert (root / "latest").read_text() == "iter_0000020\n"
 
 
-def on_each_rank(rank: int, world_size: int, root: str) -> tuple[float | None, list[str]]:
+def fails_on(rank: int) -> list[int]:
+    """Exit codes after errors of the system that one rank alone meets."""
+    fail = broken if torch.distributed.get_rank() == rank else lambda: None
+    codes = []
+    for action in (lambda: on_rank_zero(fail), lambda: on_all_or_none(fail, "--flag", "x")):
+        try:
+            action()
+        except ValueError as error:
+            codes.append(exit_code(error))
+    return codes
+
+
+def on_each_rank(rank: int, world_size: int, root: str) -> tuple[float | None, list[str], list[int]]:
     said: list[str] = []
+    codes = fails_on(0) + fails_on(1)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(_LocalSource, "read_into", broken)
+        try:
+            loads_sharded(rank, root, said)
+        except CheckpointError as error:
+            codes.append(exit_code(error))
     torch.distributed.barrier()
     if rank == 1:
         # only this rank reads the second file, so only it sees the damage
         flip(Path(root, "iter_0000020/shard_00001.safetensors"))
     torch.distributed.barrier()
-    return loads_sharded(rank, root, said), said
+    return loads_sharded(rank, root, said), said, codes
 
 
 def loads_sharded(rank: int, root: str, said: list[str]) -> float | None:
@@ -242,7 +265,8 @@ def save_two(rank: int, world_size: int, root: str) -> None:
 def test_all_ranks_agree_on_the_one_loaded(tmp_path: Path) -> None:
     run_distributed(save_two, 2, str(tmp_path))
     results = run_distributed(on_each_rank, 2, str(tmp_path))
-    assert [value for value, _ in results] == [10, 10]
+    assert [value for value, _, _ in results] == [10, 10]
+    assert [codes for _, _, codes in results] == [[1, 1, 1, 1]] * 2, "what one rank's system does ends all alike"
     assert results[0][1] == results[1][1] and "shard_00001" in results[0][1][0]
     assert complete(tmp_path) == ["iter_0000010"]
 
@@ -298,8 +322,21 @@ def test_a_loss_that_cannot_be_read_now_is_not_no_loss(tmp_path: Path, monkeypat
         and "iter_0000001" in notes[0]
     )
     assert len(complete(tmp_path)) == 4 and (tmp_path / "latest").read_text() == "iter_0000004\n"
-    flip(tmp_path / "iter_0000002/manifest.json", 60)  # damaged: it has none
     assert prune(root, keep) == ["iter_0000002"] and complete(tmp_path)[-1] == "iter_0000001"
+
+
+def test_damaged_checkpoints_do_not_push_out_whole_ones(tmp_path: Path) -> None:
+    for number in range(1, 6):
+        save({"w": torch.ones(3)}, tmp_path / f"iter_000000{number}", extra={})
+    for number in (2, 4, 5):
+        flip(tmp_path / f"iter_000000{number}/manifest.json", 60)
+    root = open_folder(tmp_path)
+    notes = publish(root, root.child("iter_0000003"), Retention(2), lambda: None)
+    assert len(complete(tmp_path)) == 5, "the last two that are whole are 3 and 1"
+    for number, note in zip((5, 4, 2), notes, strict=True):
+        assert f"iter_000000{number}/manifest.json" in note and note.endswith("and is not removed")
+    save({"w": torch.ones(3)}, tmp_path / "iter_0000006", extra={})
+    assert prune(root, Retention(2)) == ["iter_0000001"]
 
 
 def test_nothing_is_published_by_who_lost_the_folder(root: Path) -> None:

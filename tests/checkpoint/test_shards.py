@@ -116,8 +116,39 @@ def test_parameters_are_filled(tmp_path: Path, small_shards: None) -> None:
     assert all(parameter.grad_fn is None and parameter.is_leaf for parameter in into.values())
 
 
+def test_one_element_may_lie_at_any_stride(tmp_path: Path) -> None:
+    """Torch calls it contiguous."""
+    whole = {name: torch.arange(4.0)[::3][at : at + 1] for at, name in enumerate("ab")}
+    save(whole, tmp_path / "x", extra={})
+    into = {name: torch.zeros(4)[1::3][:1] for name in whole}
+    assert into["a"].stride() == (3,) and into["a"].is_contiguous()
+    load(into, tmp_path / "x")
+    assert (into["a"].item(), into["b"].item()) == (0, 3)
+
+
+@pytest.mark.parametrize("piece", [1, 60])
+def test_a_shard_comes_in_many_blocks(
+    tmp_path: Path, small_shards: None, monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    """In the order of the file. It is checked when the last is there, whether it goes straight to its place or by a
+    buffer."""
+    monkeypatch.setattr(_LocalSource, "piece", piece)
+    monkeypatch.setattr(_LocalSource, "readers", 1)
+    save(state(), tmp_path / "x", extra={})
+    for across in (torch.zeros(50, 8), torch.zeros(8, 50).t()):
+        into, offsets = zeros(state()) | {"across": across}, list[int]()
+        with monkeypatch.context() as patch:
+            during_reads(patch, offsets.append)
+            load(into, tmp_path / "x")
+        assert all(torch.equal(into[name], tensor) for name, tensor in state().items())
+        assert offsets == sorted(offsets) and len(offsets) > 100
+    manifest = read_manifest(tmp_path / "x")
+    box = read_box(open_folder(tmp_path / "x"), manifest, "rows", (3, 1), (40, 5))
+    assert torch.equal(box, state()["rows"][3:43, 1:6])
+
+
 def test_inference_tensors_are_filled(tmp_path: Path, small_shards: None) -> None:
-    """The mode of the caller holds in the threads too: torch changes such tensors nowhere else."""
+    """Threads know of no mode, and need none: they write bytes. What goes by a buffer is copied by the caller."""
     save(state(), tmp_path / "x", extra={})
     with torch.inference_mode():
         into = zeros(state()) | {"across": torch.zeros(8, 50).t()}
@@ -193,6 +224,14 @@ def test_blocks_come_in_order_from_a_few_buffers(tmp_path: Path, monkeypatch: py
                 found[block.first : block.first + len(block.rows)] = block.rows
                 used.add(block.rows.data_ptr())
         assert torch.equal(found, whole) and len(used) == memories
+
+
+def test_a_shard_without_rows_is_one_empty_block(tmp_path: Path) -> None:
+    save(state(), tmp_path / "x", extra={})
+    with open_folder(tmp_path / "x").reader("shard_00000.safetensors") as source:
+        slots = read_header(source)
+        blocks = list(read_ahead(source, [Wanted(slots["empty"]), Wanted(slots["scalar"])]))
+    assert [(b.number, tuple(b.rows.shape), b.last) for b in blocks] == [(0, (0, 4), True), (1, (1,), True)]
 
 
 def test_names_that_are_like_our_keys_are_refused(tmp_path: Path, small_shards: None) -> None:

@@ -7,6 +7,7 @@ import errno
 import importlib
 import io
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ def caused(error: Exception, cause: Exception) -> Exception:
         (ConfigError("--x 3"), 2),
         (FileNotFoundError(errno.ENOENT, "No such file", "x"), 2),
         (CheckpointError("x exists already"), 2),
+        (caused(CheckpointError("x: denied"), PermissionError(errno.EACCES, "denied")), 2),
         (OSError(errno.ENOSPC, "No space left on device", "x"), 1),
         (caused(CheckpointError("x cannot be written"), OSError(errno.ENOSPC, "No space left on device")), 1),
         (caused(OSError("the store does not answer"), RuntimeError("503")), 1),
@@ -47,6 +49,9 @@ def test_exit_codes(error: Exception, code: int, capsys: pytest.CaptureFixture[s
 
     assert exit_code(error) == run_tool(fail) == code
     assert capsys.readouterr().err == f"error: {in_one_line(error)}\n"
+    if isinstance(error, CheckpointError):  # other ranks end with the same code
+        sent = pickle.loads(pickle.dumps(error))
+        assert (type(sent), str(sent), exit_code(sent)) == (type(error), str(error), code)
 
 
 def test_an_error_is_one_line() -> None:

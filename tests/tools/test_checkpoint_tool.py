@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import termios
@@ -148,6 +149,24 @@ def test_diff_passes_what_is_close_enough(small: Path, tmp_path: Path, capsys: p
     save(nan, tmp_path / "nan", extra={"lr": 0.1})
     assert main(["diff", str(small), str(tmp_path / "nan"), "--atol", "1e9", "--rtol", "1e9"]) == 1
     assert main(["diff", str(tmp_path / "nan"), str(tmp_path / "nan")]) == 0
+
+
+def test_diff_of_damaged_data_is_none(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = tmp_path / "whole"
+    shutil.copytree(small, whole)
+    flip(small / "shard_00000.safetensors")
+    for paths in ((small, whole), (whole, small)):
+        assert main(["diff", *map(str, paths)]) == 1
+        assert "do not match their checksum" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.bfloat16, torch.float16, torch.float64])
+def test_diff_finds_a_nan_equal_to_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: torch.dtype
+) -> None:
+    save({"w": torch.full((3,), NAN).to(dtype)}, tmp_path / "x", extra={})
+    assert main(["diff", str(tmp_path / "x"), str(tmp_path / "x")]) == 0
+    assert capsys.readouterr().out == "equal: 1 tensors\n"
 
 
 def test_cat_shows_a_selection(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -373,14 +392,17 @@ def test_verify_tells_a_checkpoint_under_another_name(tmp_path: Path, capsys: py
     assert "iter_0000020 holds iteration 10" in capsys.readouterr().out
 
 
-def test_prune_reads_no_manifest_that_it_does_not_need(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_leaves_what_is_damaged_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(1, 5):
         save(tensors(), tmp_path / f"iter_000000{number}", extra={})
-    flip(tmp_path / "iter_0000001/manifest.json")
-    sizes = sum(path.stat().st_size for i in (1, 2) for path in (tmp_path / f"iter_000000{i}").iterdir())
-    assert main(["prune", str(tmp_path), "--keep-last-k", "2"]) == 0
-    assert f"2 checkpoints, {sizes / 1e9:.3f} GB" in capsys.readouterr().out.splitlines()[-1]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", "iter_0000004"]
+    flip(tmp_path / "iter_0000003/manifest.json")
+    size = sum(path.stat().st_size for path in (tmp_path / "iter_0000001").iterdir())
+    for flags in (["--dry-run"], []):
+        assert main(["prune", str(tmp_path), "--keep-last-k", "2", *flags]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) == 3 and lines[0].startswith(f"WARNING: {tmp_path}/iter_0000003/manifest.json: ")
+        assert lines[2] == f"1 checkpoints, {size / 1e9:.3f} GB; iter_0000004, iter_0000003, iter_0000002 left"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"iter_000000{number}" for number in (2, 3, 4)]
 
 
 @pytest.mark.parametrize("flags", [[], ["--dry-run"]])
