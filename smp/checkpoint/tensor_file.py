@@ -104,6 +104,7 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
+    assert tensor.is_contiguous(), "other memory would be read or written"
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # of one element any stride is contiguous
     return flat.view(torch.uint8).numpy().data
 
