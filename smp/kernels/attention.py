@@ -31,7 +31,7 @@ class AttentionShape:
     """What one call looks like: (1, heads, length, head_dim), causal or with a mask.
 
     Attributes:
-        heads, length, head_dim, dtype: of queries, keys and values.
+        heads, length, head_dim, dtype: of queries; keys and values have fewer heads, else the same.
         groups: key/value heads, each for heads / groups query heads.
         masked: there are documents or a window.
         spans: what is masked may be given as spans instead; not beside attention dropout.
@@ -84,7 +84,8 @@ def choose_attention(
     """
     spans = device.type == "cuda" and shape.masked and shape.spans
     names = preferred(device, shape, deterministic) if wish == "auto" else [wish]
-    shapes = (shape, replace(shape, groups=shape.heads))  # as they are, which not all backends take, or repeated
+    # key/value heads as they are, which not all backends take, or repeated
+    shapes = dict.fromkeys((shape, replace(shape, groups=shape.heads)))
     name, taken = next(((n, s) for n in names for s in shapes if _works(n, device, s)), (None, shape))
     if name is None and wish == "auto":
         raise ConfigError(f"no attention backend of {', '.join(names)} takes {shape}, on {device.type}")
