@@ -49,7 +49,8 @@ class AttentionShape:
 
     def __str__(self) -> str:
         dtype, seen = str(self.dtype).removeprefix("torch."), "documents or a window" if self.masked else "no mask"
-        return f"{self.heads} heads of {self.head_dim}, {self.length} tokens, {dtype}, {seen}"
+        shared = f" with {self.groups} key/value heads" if self.groups < self.heads else ""
+        return f"{self.heads} heads of {self.head_dim}{shared}, {self.length} tokens, {dtype}, {seen}"
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def choose_attention(
     """
     spans = device.type == "cuda" and shape.masked and shape.spans
     names = preferred(device, shape, deterministic) if wish == "auto" else [wish]
-    # key/value heads as they are, which not all backends take, or repeated
+    # key/value heads as they are, which not all backends take, or repeated; the order of backends goes first
     shapes = dict.fromkeys((shape, replace(shape, groups=shape.heads)))
     name, taken = next(((n, s) for n in names for s in shapes if _works(n, device, s)), (None, shape))
     if name is None and wish == "auto":
@@ -96,7 +97,10 @@ def choose_attention(
     first = f"the first of {', '.join(names)} that takes this model"
     reason = first if wish == "auto" else f"--attention-backend {wish}"
     spans = spans and name == "flash"
-    return AttentionChoice(name, BACKENDS[name], reason, spans, taken.groups < shape.heads and not spans)
+    grouped = taken.groups < shape.heads and not spans
+    if shape.groups < shape.heads and not grouped:
+        reason += "; each key/value head is repeated for its query heads"
+    return AttentionChoice(name, BACKENDS[name], reason, spans, grouped)
 
 
 def preferred(device: torch.device, shape: AttentionShape, deterministic: bool) -> list[str]:
@@ -130,8 +134,9 @@ def _works(name: str, device: torch.device, shape: AttentionShape) -> bool:
 def _try_sdpa(device: torch.device, shape: AttentionShape) -> None:
     length = shape.length
     options: dict[str, Any] = {"device": device, "dtype": shape.dtype}
-    q = torch.zeros(1, shape.heads, length, shape.head_dim, **options, requires_grad=True)
-    k = torch.zeros(1, shape.groups, length, shape.head_dim, **options, requires_grad=True)
+    # as the layer gives them: heads of one token side by side
+    q = torch.zeros(1, length, shape.heads, shape.head_dim, **options, requires_grad=True).transpose(1, 2)
+    k = torch.zeros(1, length, shape.groups, shape.head_dim, **options, requires_grad=True).transpose(1, 2)
     mask = torch.zeros(1, 1, length, length, **options) if shape.masked else None
     grouped = shape.groups < shape.heads
     out = F.scaled_dot_product_attention(q, k, k, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)

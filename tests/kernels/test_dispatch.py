@@ -130,7 +130,8 @@ def test_attention_is_the_first_backend_that_takes_the_shape() -> None:
     assert choice.grouped and not choose_attention("auto", CPU, replace(shape, groups=2)).grouped
     for wish in ("cudnn", "efficient"):
         with pytest.raises(
-            ConfigError, match=f"--attention-backend {wish} does not take 2 heads of 16, 8 tokens, float32"
+            ConfigError,
+            match=f"--attention-backend {wish} does not take 2 heads of 16 with 1 key/value heads, 8 tokens, float32",
         ):
             choose_attention(wish, CPU, shape)  # type: ignore[arg-type]
 
@@ -182,11 +183,16 @@ def test_key_value_heads_are_repeated_rather_than_the_backend_changed(monkeypatc
     monkeypatch.setattr(attention, "_works", lambda name, device, shape: name != "flash" and shape.groups == 2)
     choice = choose_attention("auto", CUDA, shape)
     assert (choice.name, choice.grouped) == ("efficient", False)
+    said = "each key/value head is repeated for its query heads"
+    assert str(choice) == f"attention: efficient (the first of flash, efficient, math that takes this model; {said})"
+    assert choose_attention("math", CUDA, shape).reason == f"--attention-backend math; {said}"
+    assert said not in str(choose_attention("auto", CUDA, replace(shape, groups=2)))
     monkeypatch.setattr(attention, "_works", lambda name, device, shape: True)
     choice = choose_attention("auto", CUDA, shape)
     assert (choice.name, choice.spans, choice.grouped) == ("flash", True, False)  # spans are of repeated heads
+    assert said in str(choice)
     choice = choose_attention("auto", CUDA, replace(shape, masked=False))
-    assert (choice.name, choice.grouped) == ("flash", True)
+    assert (choice.name, choice.grouped) == ("flash", True) and said not in str(choice)
 
 
 def test_what_is_tried_is_what_runs() -> None:

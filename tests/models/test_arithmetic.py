@@ -1,4 +1,5 @@
 import gc
+import time
 import warnings
 from dataclasses import replace
 
@@ -296,9 +297,17 @@ def _measure(config: Config, tp: int) -> float:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         y = block(x, info, None if keys is None else keys[:3])
-    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*saved, *_living(), x)}
+    sizes = _sizes([*saved, *_living(), x])
+    for _ in range(3):  # a collective's thread lets go of its tensors some time after the collective is done
+        time.sleep(0.1)
+        still = _sizes([*saved, *_living(), x])
+        sizes = {where: size for where, size in sizes.items() if where in still}
     output = y.untyped_storage().data_ptr()
     return sum(size for where, size in sizes.items() if where not in known | {output}) / tokens.numel()
+
+
+def _sizes(tensors: list[torch.Tensor]) -> dict[int, int]:
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 
 def _living() -> list[torch.Tensor]:
