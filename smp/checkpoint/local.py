@@ -16,8 +16,8 @@ from smp.checkpoint.folder import Folder, Sink, Source
 PIECE = 1 << 22
 """Bytes per write: few calls, and the data are still in the cache when the checksum comes by."""
 _READ_PIECE = 1 << 23
-"""Bytes per read: more, so that the disk has something to do while what was read is used. With half of it a load took a
-tenth longer."""
+"""Bytes per read, half of it where they go by a buffer: more than that, so that the disk has something to do while what
+was read is used."""
 _NOT_KNOWN = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM)
 """What file systems answer to a call that they do not have."""
 
@@ -129,7 +129,7 @@ class _LocalSink:
 
 
 class _LocalSource:
-    # one: the system reads ahead of a file that is read in order, and in smaller pages of one that several read
+    # one: the system itself reads ahead of who reads in order, and two cost more of the processor than they win
     piece, readers = _READ_PIECE, 1
 
     def __init__(self, descriptor: int) -> None:

@@ -124,12 +124,16 @@ def write_file(
         xxh3_64 by key.
     """
     hashes = {slot.key: xxhash.xxh3_64() for slot in layout.slots}
+    offset = len(layout.header)
     with folder.writer(name, len(layout.header) + layout.data_size) as sink:
         sink.write(memoryview(layout.header))
         for key, data in tensors:
-            for piece in _pieces(data, PIECE):
+            while data:
+                # up to a multiple of PIECE in the file: the page cache has large pages for what is aligned to them
+                piece = data[: PIECE - offset % PIECE]
                 hashes[key].update(piece)
                 sink.write(piece)
+                offset, data = offset + len(piece), data[len(piece) :]
     return {key: hashed.hexdigest() for key, hashed in hashes.items()}
 
 
