@@ -124,8 +124,8 @@ class ParallelConfig:
     them, and PyTorch elsewhere. triton, cuda and apex: theirs where they have one, else as auto. The choice is
     printed."""
     attention_backend: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
-    """Backend of PyTorch's scaled dot-product attention. auto: the first of these that takes the model's attention. The
-    choice is printed."""
+    """Backend of PyTorch's scaled dot-product attention. auto: the first that takes the model's attention, in an order
+    that depends on the device. The choice is printed."""
     distributed_timeout_minutes: float = 10.0
     """A collective that waits longer ends the run; each waiting rank dumps its stack first."""
 

@@ -117,15 +117,21 @@ def preferred(device: torch.device, shape: AttentionShape, deterministic: bool) 
 
 def _works(name: str, device: torch.device, shape: AttentionShape) -> bool:
     """Try it: whether a kernel takes a shape depends on versions and is documented nowhere. A CPU has two backends that
-    take everything."""
+    take everything; its FlashAttention adds the gradients that query heads have for a key/value head in bf16, which is
+    less exact than adding those of repeated ones."""
+    shared = shape.groups < shape.heads
+    if name == "math" and shared:
+        return False  # it repeats them itself
     if device.type != "cuda":
-        return name in ("flash", "math")
+        return name == "math" or (name == "flash" and not (shared and shape.dtype == torch.bfloat16))
     try:
         with sdpa_kernel([BACKENDS[name]]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PyTorch says why each of the others was not taken
             for length in (shape.length, *shape.other_lengths):
                 spans = name == "flash" and shape.masked and shape.spans
                 (_try_spans if spans else _try_sdpa)(device, replace(shape, length=length))
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError:
         return False
     return True

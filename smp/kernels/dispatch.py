@@ -24,12 +24,22 @@ class Kernels:
         norm: RMSNorm and LayerNorm, alone and after an addition (:mod:`smp.kernels.norm`).
         swiglu: SiLU(gate) x up, computed again in the backward pass (:mod:`smp.kernels.swiglu`).
         rope: rotation of queries and keys (:mod:`smp.kernels.rope`).
+
+    Raises:
+        ValueError: an operation has no such backend. Whether this machine can run it shows when it is used.
     """
 
     cross_entropy: Backend = "torch"
     norm: Backend = "torch"
     swiglu: Backend = "torch"
     rope: Backend = "torch"
+
+    def __post_init__(self) -> None:
+        special = {"cross_entropy": ("cuda",), "norm": ("apex",)}
+        for name, backend in vars(self).items():
+            known = ("torch", "triton", *special.get(name, ()))
+            if backend not in known:
+                raise ValueError(f"{name} runs on {', '.join(known)}; there is no {backend!r}")
 
 
 TORCH = Kernels()

@@ -64,7 +64,10 @@ def choose_backends(
     )
     deterministic = config.training.deterministic_mode
     attention = choose_attention(parallel.attention_backend, device, shape, deterministic=deterministic)
-    return Backends(kernels, attention, (*describe_kernels(kernels, reasons), str(attention)))
+    lines = [*describe_kernels(kernels, reasons), str(attention)]
+    if model.attention_dropout > 0.0:
+        lines.append("attention: in training probabilities are materialised instead, for --attention-dropout")
+    return Backends(kernels, attention, tuple(lines))
 
 
 def build_model(

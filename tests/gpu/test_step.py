@@ -72,7 +72,7 @@ def test_each_attention_backend_trains_alike_or_is_refused(runs: Runs, backend: 
     assert auto.code == 0, auto.err
     assert ("attention: flash's variable-length kernel (the first of" if window else "attention: ") in auto.out
     if run.code == 0:
-        assert f"attention: {backend}" in run.out and f"(--attention-backend {backend})" in run.out
+        assert f"attention: {backend}" in run.out and f"(--attention-backend {backend}" in run.out
         assert run.losses == pytest.approx(auto.losses, rel=1e-2)
     else:
         assert run.errors and f"--attention-backend {backend} does not take" in run.errors[0]

@@ -90,6 +90,14 @@ def test_cuda_needs_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) 
     assert choose_kernels("cuda", CUDA)[0] == Kernels(**{**FUSED, "cross_entropy": "cuda"})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"swiglu": "nonsense"}, {"rope": "cuda"}, {"norm": "cuda"}, {"cross_entropy": "apex"}]
+)
+def test_an_operation_has_only_its_own_backends(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} runs on torch, triton.*there is no"):
+        Kernels(**wrong)
+
+
 def test_apex_computes_the_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in of apex's functions, which need CUDA."""
     with pytest.raises(ConfigError, match="needs apex with its CUDA extensions"):
@@ -128,6 +136,11 @@ def test_attention_is_the_first_backend_that_takes_the_shape() -> None:
     assert choose_attention("math", CPU, shape).name == "math"
     assert not choice.spans and not choose_attention("auto", CPU, replace(shape, masked=True)).spans
     assert choice.grouped and not choose_attention("auto", CPU, replace(shape, groups=2)).grouped
+    for repeated in (
+        choose_attention("auto", CPU, replace(shape, dtype=torch.bfloat16)),
+        choose_attention("math", CPU, shape),
+    ):
+        assert not repeated.grouped and "each key/value head is repeated" in str(repeated)
     for wish in ("cudnn", "efficient"):
         with pytest.raises(
             ConfigError,

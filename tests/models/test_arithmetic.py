@@ -264,7 +264,11 @@ def _kept_by_a_block(rank: int, tp: int) -> list[tuple[float, int, str]]:
                 settings = {"tensor_model_parallel_size": tp, "sequence_parallel": parallel, "bf16": True}
                 config = _config(_wide(model), recompute_granularity=recompute, **settings)
                 formula = _kept_per_token(config, tp, 2, recompute)  # type: ignore[arg-type]
-                rows.append((_measure(config, tp), formula, f"{model} {recompute} tp {tp} {parallel}"))
+                case = f"{model} {recompute} tp {tp} {parallel}"
+                rows.append((_measure(config, tp), formula, case))
+                if model.num_query_groups == 1 and recompute == "none":
+                    saved = 2 * 2 * (4 // tp - 1) * 40
+                    rows.append((_measure(config, tp, grouped=True), formula - saved, f"{case} grouped"))
     return rows
 
 
@@ -273,12 +277,13 @@ def _wide(model: ModelConfig) -> ModelConfig:
     return replace(model, hidden_size=160, kv_channels=40, ffn_hidden_size=240)
 
 
-def _measure(config: Config, tp: int) -> float:
+def _measure(config: Config, tp: int, grouped: bool = False) -> float:
     """Bytes per token that exist after the forward pass of one block and did not before, its output left out."""
     model = GPT(
         config.model,
         build_mesh(Layout(tp=tp), "cpu")["tp"],
         sequence_parallel=config.parallel.sequence_parallel,
+        grouped=grouped,
         device="cpu",
     ).bfloat16()
     block = next(iter(model.layers.values()))
@@ -298,7 +303,9 @@ def _measure(config: Config, tp: int) -> float:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         y = block(x, info, None if keys is None else keys[:3])
     sizes = _sizes([*saved, *_living(), x])
-    for _ in range(3):  # a collective's thread lets go of its tensors some time after the collective is done
+    for _ in range(
+        3 if tp > 1 else 0
+    ):  # a collective's thread lets go of its tensors some time after the collective is done
         time.sleep(0.1)
         still = _sizes([*saved, *_living(), x])
         sizes = {where: size for where, size in sizes.items() if where in still}

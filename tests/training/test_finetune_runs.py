@@ -206,7 +206,7 @@ def test_every_pass_uses_the_attention_that_was_chosen_for_it(
         with CountOps(counts := Counter[str]()):
             code, out, err = command(folder, flags(folder, f"{common} {more}"))
         assert code == 0, err
-        assert "attention: math (--attention-backend math)" in out
+        assert "attention: math (--attention-backend math; each key/value head is repeated for its query heads)" in out
         assert counts["bmm"] > 0 and not any("scaled_dot_product" in name for name in counts)
         (shape,) = shapes  # decided once
         assert shape.masked is documents and shape.other_lengths == (1, 47)  # columns of padding are left out

@@ -34,13 +34,16 @@ def test_kernels_says_what_runs_and_refuses_what_cannot(runs: Runs) -> None:
         assert refused.errors[0].startswith(f"error: --kernels {wish} needs a CUDA device, this run is on cpu")
 
 
+REPEATED = "each key/value head is repeated for its query heads"
+
+
 @proves("attention_backend")
 def test_attention_backend(runs: Runs) -> None:
     flash, math = runs(count_ops=True), runs("--attention-backend math", count_ops=True)
     operator = "_scaled_dot_product_flash_attention_for_cpu"
     assert flash.ops[operator] == 3 * 2 * 2 and math.ops[operator] == 0
     assert "attention: flash (the first of flash, math that takes this model)" in flash.out
-    assert "attention: math (--attention-backend math)" in math.out
+    assert f"attention: math (--attention-backend math; {REPEATED})" in math.out
     assert math.losses == pytest.approx(flash.losses, rel=1e-5) and math.ops["bmm"] > flash.ops["bmm"]
     refused = runs.fresh("--attention-backend cudnn")
     assert refused.code == 2 and len(refused.errors) == 1 and "--attention-backend cudnn does not take" in refused.err
@@ -55,8 +58,12 @@ def test_key_value_heads_go_to_attention_as_they_are(runs: Runs, monkeypatch: py
         return plain(q, k, v, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
-    runs.fresh("--num-query-groups 1")
+    run = runs.fresh("--num-query-groups 1")
     assert {k for _, k in heads} == {1} and min(q for q, _ in heads) > 1
+    assert REPEATED not in run.out
+    heads.clear()
+    run = runs.fresh("--num-query-groups 1 --bf16")
+    assert all(q == k for q, k in heads) and heads and REPEATED in run.out
 
 
 class Waits(TorchDispatchMode):

@@ -185,6 +185,8 @@ def test_dropout_is_in_training_alone(runs: Runs, flag: str) -> None:
     assert base.records("validation loss") == low.records("validation loss") == high.records("validation loss")
     change = [abs(run.losses[0] - base.losses[0]) for run in (low, high)]
     assert change[0] < change[1]
+    said = "attention: in training probabilities are materialised instead, for --attention-dropout"
+    assert (said in low.out) == (flag == "--attention-dropout") and said not in base.out
 
 
 def last_logits_after_reversing_the_rest(run: Watched) -> tuple[torch.Tensor, torch.Tensor]:
