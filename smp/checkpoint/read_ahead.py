@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections import deque
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -82,7 +83,7 @@ def read_ahead(source: Source, wanted: Sequence[Wanted], pinned: bool = False) -
     room = max((one.row_size * step for one, step in zip(wanted, steps, strict=True) if one.into is None), default=0)
     # one block more than threads, so that they go on while the caller uses one; of huge rows only one at a time
     ahead = source.readers + 1 if room <= source.piece else 0
-    buffers = cycle([torch.empty(room, dtype=torch.uint8, pin_memory=pinned) for _ in range(ahead + 1)])
+    buffers = cycle([_buffer(room, pinned) for _ in range(ahead + 1)])
     under_way: deque[tuple[Block, Future[None]]] = deque()
     with ThreadPoolExecutor(source.readers, "checkpoint-reader") as pool:
         for number, first in ((n, f) for n, step in enumerate(steps) for f in range(0, wanted[n].shape[0] or 1, step)):
@@ -95,6 +96,13 @@ def read_ahead(source: Source, wanted: Sequence[Wanted], pinned: bool = False) -
                 yield _read(*under_way.popleft())
         while under_way:
             yield _read(*under_way.popleft())
+
+
+def _buffer(size: int, pinned: bool) -> torch.Tensor:
+    """Bytes that go back to the system when nobody holds them: malloc may keep as much again of those it had before."""
+    if pinned or size == 0:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
 
 
 def _read(block: Block, reading: Future[None]) -> Block:

@@ -14,7 +14,7 @@ from smp.checkpoint.folder import Folder
 SHOWN_WHOLE = 1000
 """Elements. Of more, torch prints only the first and last ones in each dimension."""
 _EDGE = 3  # torch's: so many of them
-_ELEMENTS = 1 << 18  # summed at a time: 2 MB of them in double precision
+_ELEMENTS = 1 << 16  # summed at a time: 0.5 MB of them in double precision, which stay in the cache
 
 
 class Summary:
