@@ -165,13 +165,13 @@ def diff(args: argparse.Namespace) -> int:
                 lines.append(f"{name}: {left.dtype} {list(left.shape)} and {right.dtype} {list(right.shape)}")
             elif not (found := diff_tensor(a, b, name, shown)).within(args.atol, args.rtol):
                 lines.append(f"{name}: largest difference {found.largest:.3g}, relative {found.relative:.3g}")
-    lines += _changed(a[1].extra, b[1].extra)
-    print("\n".join(lines) or f"equal: {len(common)} tensors")
-    return int(any(not line.startswith("extra ") for line in lines))
+    told = [*lines, *_changed(a[1].extra, b[1].extra)]  # which is no reason to call two checkpoints different
+    print("\n".join(told) or f"equal: {len(common)} tensors")
+    return int(bool(lines))
 
 
 def _changed(a: object, b: object, path: str = "extra") -> list[str]:
-    """What differs in the free part of the manifests; told, but no reason to call two checkpoints different."""
+    """What differs in the free part of the manifests."""
     if isinstance(a, dict) and isinstance(b, dict):
         keys = [*a, *(key for key in b if key not in a)]
         return [line for key in keys for line in _changed(a.get(key), b.get(key), f"{path} {key}")]
@@ -185,8 +185,10 @@ def cat(args: argparse.Namespace) -> int:
         print(json.dumps(manifest.extra, indent=1))
         return 0
     match = _SELECTION.fullmatch(args.tensor)
-    if match is None or match["name"] not in manifest.tensors:
-        raise CheckpointError(f"{folder} has no tensor {args.tensor!r}; ls shows their names")
+    if match is None:
+        raise CheckpointError(f"{args.tensor!r} is neither a name nor one with a selection, such as 'w[0:4,:8,3]'")
+    if match["name"] not in manifest.tensors:
+        raise CheckpointError(f"{folder} has no tensor {match['name']!r}; ls shows their names")
     entry = manifest.tensors[match["name"]]
     offsets, sizes = _box(match["slices"], entry.shape)
     found = Summary(folder, manifest, match["name"], offsets, sizes)

@@ -93,7 +93,7 @@ def load(
     Raises:
         TypeError: a value of ``state`` is not a tensor.
         CheckpointError: not a complete checkpoint, or not this state: missing or unexpected tensors, other shapes,
-            other dtypes (nothing is ever converted). All ranks raise it.
+            other dtypes (nothing is ever converted), two values for one memory. All ranks raise it.
         DamagedError: a CheckpointError, when the checkpoint is not what was saved.
     """
     opened = open_folder(folder)
@@ -111,7 +111,7 @@ def load_from(
     allow_unread: bool | str = False,
 ) -> None:
     """:func:`load` with a manifest that was read before, the same on all ranks."""
-    planner = ManifestLoadPlanner(logical_rows, allow_unread)
+    planner = ManifestLoadPlanner(manifest.tensors, logical_rows, allow_unread)
     with one_line(f"cannot load {folder}"):
         state_dict_loader.load(dict(state), storage_reader=ManifestReader(folder, manifest), planner=planner)
 

@@ -76,6 +76,7 @@ def read_ahead(source: Source, wanted: Sequence[Wanted], pinned: bool = False) -
 
     Raises:
         EOFError, OSError: from ``source``.
+        MemoryError: there is none left for buffers.
     """
     # what goes by buffers comes in halves of a piece: several buffers are there at a time
     sizes = [source.piece if one.into is not None else source.piece // 2 for one in wanted]
@@ -102,7 +103,11 @@ def _buffer(size: int, pinned: bool) -> torch.Tensor:
     """Bytes that go back to the system when nobody holds them: malloc may keep as much again of those it had before."""
     if pinned or size == 0:
         return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    try:
+        memory = mmap.mmap(-1, size, access=mmap.ACCESS_COPY)  # which is private
+    except OSError as error:  # that of a file means something else
+        raise MemoryError(f"tried to allocate {size} bytes: {error.strerror}") from None
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _read(block: Block, reading: Future[None]) -> Block:

@@ -134,6 +134,8 @@ def write_file(
                 hashes[key].update(piece)
                 sink.write(piece)
                 offset, data = offset + len(piece), data[len(piece) :]
+        # room for all was made before: what nobody wrote would be zeros
+        assert offset == len(layout.header) + layout.data_size, f"{name}: {offset} bytes are not what was laid out"
     return {key: hashed.hexdigest() for key, hashed in hashes.items()}
 
 

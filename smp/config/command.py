@@ -51,10 +51,10 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def exit_code(error: BaseException) -> int:
-    """2 when what was asked cannot be done, 1 for damage and for what failed on the way, such as a full disk. An error
-    that was raised ``from`` another one, to say more of it, counts as that one."""
-    failed = any(isinstance(one, OSError) and not isinstance(one, _ASKED) for one in _causes(error))
-    return 1 if failed or any(isinstance(one, DamageError) for one in _causes(error)) else 2
+    """2 when what was asked cannot be done, 1 for damage and for what failed on the way, such as a full disk or a lack
+    of memory. An error that was raised ``from`` another one, to say more of it, counts as that one."""
+    failed = OSError, MemoryError, DamageError
+    return 1 if any(isinstance(one, failed) and not isinstance(one, _ASKED) for one in _causes(error)) else 2
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -67,7 +67,7 @@ def in_one_line(error: Exception) -> str:
     """What to tell of an error."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
         return f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).splitlines())
+    return " ".join(str(error).splitlines()) or type(error).__name__
 
 
 def refuse_existing(*paths: Path) -> None:
@@ -88,7 +88,9 @@ def output_gone() -> int | None:
 
 
 def _is_unread(stream: TextIO) -> bool:
-    """Whether nobody is at the other end of a stream any more."""
+    """Whether nobody is at the other end of a stream any more; where the system cannot tell, somebody is."""
+    if not hasattr(select, "poll"):
+        return False
     with suppress(OSError, ValueError):  # of a stream that has no descriptor
         poll = select.poll()
         poll.register(stream.fileno(), 0)
@@ -104,13 +106,15 @@ def run_tool(
     Args:
         work: all of it; None stands for 0.
         interrupted: what Ctrl-C leaves.
-        told: errors that end in one line. Any other is a fault of the program, and keeps its traceback.
+        told: errors that end in one line, besides a lack of memory. Any other is a fault of the program, and keeps its
+            traceback.
     """
+    one_line: tuple[type[Exception], ...] = (*told, MemoryError)
     try:
         code = work() or 0
         sys.stdout.flush()
         return code
-    except told as error:
+    except one_line as error:
         if isinstance(error, BrokenPipeError) and (gone := output_gone()) is not None:
             return gone
         print(f"error: {in_one_line(error)}", file=sys.stderr)

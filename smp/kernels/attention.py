@@ -61,7 +61,7 @@ class AttentionChoice:
         name, backend: on the command line, and torch's.
         reason: why it is this one.
         spans: it takes them instead of masks.
-        grouped: it takes key/value heads as they are; otherwise each is repeated for its query heads.
+        grouped: it is given key/value heads as they are; otherwise each is repeated before, for its query heads.
     """
 
     name: str
@@ -98,7 +98,7 @@ def choose_attention(
     reason = first if wish == "auto" else f"--attention-backend {wish}"
     spans = spans and name == "flash"
     grouped = taken.groups < shape.heads and not spans
-    if shape.groups < shape.heads and not grouped:
+    if shape.groups < shape.heads and (not grouped or name == "math"):  # which repeats them itself
         reason += "; each key/value head is repeated for its query heads"
     return AttentionChoice(name, BACKENDS[name], reason, spans, grouped)
 
@@ -119,11 +119,9 @@ def _works(name: str, device: torch.device, shape: AttentionShape) -> bool:
     """Try it: whether a kernel takes a shape depends on versions and is documented nowhere. A CPU has two backends that
     take everything; its FlashAttention adds the gradients that query heads have for a key/value head in bf16, which is
     less exact than adding those of repeated ones."""
-    shared = shape.groups < shape.heads
-    if name == "math" and shared:
-        return False  # it repeats them itself
     if device.type != "cuda":
-        return name == "math" or (name == "flash" and not (shared and shape.dtype == torch.bfloat16))
+        rounds = shape.groups < shape.heads and shape.dtype == torch.bfloat16
+        return name == "math" or (name == "flash" and not rounds)
     try:
         with sdpa_kernel([BACKENDS[name]]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PyTorch says why each of the others was not taken

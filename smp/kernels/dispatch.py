@@ -85,10 +85,15 @@ def choose_kernels(
 
 
 def describe_kernels(kernels: Kernels, reasons: dict[str, str]) -> list[str]:
-    """One line for each backend and reason, such as ``"kernels: triton for cross_entropy (fused on CUDA)"``."""
+    """One line for each backend and reason, such as ``"kernels: triton for cross_entropy (fused on CUDA)"``.
+
+    Args:
+        kernels: of the run.
+        reasons: by operation; one that is not there is not told of.
+    """
     groups: dict[tuple[str, str], list[str]] = {}
-    for name in OPERATIONS:
-        groups.setdefault((getattr(kernels, name), reasons[name]), []).append(name)
+    for name, reason in reasons.items():
+        groups.setdefault((getattr(kernels, name), reason), []).append(name)
     return [f"kernels: {backend} for {', '.join(names)} ({reason})" for (backend, reason), names in groups.items()]
 
 

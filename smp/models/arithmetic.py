@@ -233,8 +233,8 @@ def estimate_memory(
     Frozen weights (the model under adapters, and copies of it) take b bytes instead of 4, and have neither gradients
     nor optimizer state. What layers keep is counted as if they were trained, so with adapters activations are fewer.
 
-    Key/value heads are counted as repeated for their query heads; a block whose attention backend takes them as they
-    are keeps 2 b (q - k) per token less.
+    Key/value heads are counted as repeated for their query heads; without recompute, a block whose attention backend
+    takes them as they are keeps 2 b (q - k) per token less.
 
     Left out: the CUDA context, NCCL's buffers, fragmentation, RoPE tables and a window's mask. Activations are those of
     fused kernels (a GPU); on a CPU torch's RMSNorm keeps two fp32 copies of its input instead of the input. With

@@ -64,7 +64,9 @@ def choose_backends(
     )
     deterministic = config.training.deterministic_mode
     attention = choose_attention(parallel.attention_backend, device, shape, deterministic=deterministic)
-    lines = [*describe_kernels(kernels, reasons), str(attention)]
+    used = {"swiglu": model.swiglu, "rope": model.position_embedding_type == "rope"}
+    told = {name: reason for name, reason in reasons.items() if used.get(name, True)}
+    lines = [*describe_kernels(kernels, told), str(attention)]
     if model.attention_dropout > 0.0:
         lines.append("attention: in training probabilities are materialised instead, for --attention-dropout")
     return Backends(kernels, attention, tuple(lines))

@@ -255,6 +255,19 @@ def test_state_that_does_not_fit(folder: Path) -> None:
     assert "\n" not in message and not any(tensor.any() for tensor in state.values())
 
 
+def test_one_memory_takes_no_two_values(tmp_path: Path) -> None:
+    """Tied here, not tied there: the name that is read last would have its way."""
+    w = torch.randn(6, 4)
+    save({"w": w, "same": w.clone(), "other": w + 1, "empty": w[:0], "none": w[:0]}, tmp_path / "x", extra={})
+    shared, nothing = torch.zeros(6, 4), torch.zeros(0, 4)
+    rest = {"empty": nothing, "none": nothing}
+    load({"w": shared, "same": shared, "other": torch.zeros(6, 4), **rest}, tmp_path / "x")
+    assert torch.equal(shared, w)
+    message = "cannot load .*: w .another value in the checkpoint than other, whose memory it shares here.$"
+    with pytest.raises(CheckpointError, match=message):
+        load({"w": shared, "other": shared, "same": torch.zeros(6, 4), **rest}, tmp_path / "x")
+
+
 def test_long_lists_of_misfits_are_cut(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="and 92 more"):
         load({f"new{i}": torch.zeros(1) for i in range(100)}, folder, allow_unread=True)

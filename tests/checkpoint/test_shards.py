@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
+import xxhash
 
-from smp.checkpoint import AsyncSaver, CheckpointError, DamagedError, async_save, load, read_manifest, save, verify
+from smp.checkpoint import (
+    AsyncSaver,
+    CheckpointError,
+    DamagedError,
+    async_save,
+    load,
+    read_manifest,
+    save,
+    tensor_file,
+    verify,
+)
 from smp.checkpoint.box import read_box
-from smp.checkpoint.local import _LocalSource, open_folder
+from smp.checkpoint.local import _LocalSink, _LocalSource, open_folder
 from smp.checkpoint.planner import ManifestLoadPlanner
 from smp.checkpoint.read_ahead import Wanted, read_ahead
 from smp.checkpoint.rewrite import rewrite
-from smp.checkpoint.tensor_file import read_header
+from smp.checkpoint.tensor_file import lay_out, raw_bytes, read_header, write_file
 from tests.checkpoint.plain_reader import read_checkpoint
 from tests.checkpoint.test_folder import zeros
 
@@ -104,6 +118,49 @@ def test_little_is_read_for_little(tmp_path: Path, small_shards: None, count: li
     count.clear()
     whole = read_box(folder, manifest, "rows", (0, 0), (100, 8))
     assert torch.equal(whole, state()["rows"]) and sum(count) == header + 3200
+
+
+def test_files_are_written_in_pieces_that_are_aligned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors shorter than a piece, longer, of no bytes, and given in parts."""
+    sizes, plain = list[int](), _LocalSink.write
+
+    def noted(self: _LocalSink, data: memoryview) -> None:
+        sizes.append(len(data))
+        plain(self, data)
+
+    monkeypatch.setattr(tensor_file, "PIECE", 64)
+    monkeypatch.setattr(_LocalSink, "write", noted)
+    whole = {f"{size}": torch.arange(size, dtype=torch.uint8) for size in (0, 1, 63, 64, 65, 127, 128, 129, 200)}
+    layout = lay_out(whole)
+    parts = [(slot.key, raw_bytes(part)) for slot in layout.slots for part in whole[slot.key].split(90)]
+    hashes = write_file(open_folder(tmp_path), "x.safetensors", layout, parts)
+    ends = list(accumulate(sizes))
+    assert ends[0] == len(layout.header)
+    assert all(begin // 64 == (end - 1) // 64 for begin, end in pairwise(ends))
+    found = safetensors.torch.load_file(tmp_path / "x.safetensors")
+    assert found.keys() == whole.keys() and all(torch.equal(found[name], tensor) for name, tensor in whole.items())
+    assert hashes == {name: xxhash.xxh3_64_hexdigest(raw_bytes(tensor)) for name, tensor in whole.items()}
+
+
+def test_a_file_that_is_given_too_little_is_none(tmp_path: Path) -> None:
+    """Room for all of it is made before: the rest would be zeros."""
+    whole = {"a": torch.ones(5), "b": torch.ones(7)}
+    layout = lay_out(whole)
+    with pytest.raises(AssertionError, match="are not what was laid out"):
+        write_file(open_folder(tmp_path), "x.safetensors", layout, [("a", raw_bytes(whole["a"]))])
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_memory_for_a_buffer_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(state(), tmp_path / "x", extra={})
+
+    def refused(*args: Any, **options: Any) -> Any:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("smp.checkpoint.read_ahead.mmap.mmap", refused)
+    manifest = read_manifest(tmp_path / "x")
+    with pytest.raises(MemoryError, match=r"tried to allocate \d+ bytes"):
+        read_box(open_folder(tmp_path / "x"), manifest, "rows", (0, 0), (3, 8))
 
 
 def test_parameters_are_filled(tmp_path: Path, small_shards: None) -> None:

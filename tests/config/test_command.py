@@ -41,6 +41,9 @@ def caused(error: Exception, cause: Exception) -> Exception:
         (caused(ConfigError("--save x"), caused(CheckpointError("x"), OSError(errno.EIO, "Input/output error"))), 1),
         (caused(ConfigError("--save x"), caused(CheckpointError("x"), PermissionError(errno.EACCES, "denied"))), 2),
         (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1),
+        (MemoryError("tried to allocate 8 bytes"), 1),
+        (MemoryError(), 1),
+        (caused(CheckpointError("cannot load x: rank 0: MemoryError"), MemoryError()), 1),
     ],
 )
 def test_exit_codes(error: Exception, code: int, capsys: pytest.CaptureFixture[str]) -> None:

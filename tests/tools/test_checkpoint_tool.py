@@ -123,6 +123,17 @@ def test_diff_compares_across_layouts(tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == "equal: 3 tensors\n"
 
 
+def test_diff_tells_settings_from_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Other settings are no difference, whatever a tensor is called."""
+    for name, value in (("a", 0), ("b", 1)):
+        save({"extra w": torch.zeros(2)}, tmp_path / name, extra={"lr": value})
+        save({"extra w": torch.full((2,), float(value))}, tmp_path / f"other {name}", extra={})
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert capsys.readouterr().out == "extra lr: 0 and 1\n"
+    assert main(["diff", str(tmp_path / "other a"), str(tmp_path / "other b")]) == 1
+    assert capsys.readouterr().out.startswith("extra w: largest difference 1")
+
+
 def test_diff_tells_tensors_and_settings(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tensors()
     other["w"][36, 4] += 0.5
@@ -181,7 +192,8 @@ def test_cat_shows_a_selection(small: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["cat", str(small), "w[-37,4]"]) == 0 and f"max {tensors()['w'][0, 4]:.6g}" in capsys.readouterr().out
     for wrong in ("absent", "w[1,2,3]", "w[::2]", "w[x]", "w[37]", "w[-38]", "w[0,5]"):
         assert main(["cat", str(small), wrong]) == 2
-        assert capsys.readouterr().err.startswith("error: ")
+        said = capsys.readouterr().err
+        assert said.startswith("error: ") and ("has no tensor" in said) == (wrong == "absent")
 
 
 def test_prune_follows_the_rules_of_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

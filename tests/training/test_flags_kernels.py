@@ -26,6 +26,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
 def test_kernels_says_what_runs_and_refuses_what_cannot(runs: Runs) -> None:
     run = runs()
     assert "kernels: torch for cross_entropy, norm, swiglu, rope (runs on cpu)" in run.out
+    other = runs("--no-swiglu --position-embedding-type learned_absolute")
+    assert "kernels: torch for cross_entropy, norm (runs on cpu)" in other.out, "a model without the other two"
     wished = runs("--kernels torch")
     assert "(--kernels torch)" in wished.out and wished.losses == run.losses
     for wish in ("triton", "cuda", "apex"):
