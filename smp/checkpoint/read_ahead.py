@@ -6,6 +6,7 @@ import mmap
 from collections import deque
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -107,6 +108,9 @@ def _buffer(size: int, pinned: bool) -> torch.Tensor:
         memory = mmap.mmap(-1, size, access=mmap.ACCESS_COPY)  # which is private
     except OSError as error:  # that of a file means something else
         raise MemoryError(f"tried to allocate {size} bytes: {error.strerror}") from None
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a system without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
