@@ -174,6 +174,8 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     device = arguments.device
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no CUDA device")
     torch.set_float32_matmul_precision("high")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1

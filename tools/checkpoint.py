@@ -30,7 +30,7 @@ from smp.checkpoint import CheckpointError, DamagedError, Manifest, find, read_m
 from smp.checkpoint.diff import diff_tensor
 from smp.checkpoint.entries import DTYPES, TensorEntry
 from smp.checkpoint.folder import Folder
-from smp.checkpoint.latest import ITERATION, LATEST, complete, misnamed
+from smp.checkpoint.latest import ITERATION, LATEST, complete, misnamed, other_iteration
 from smp.checkpoint.local import open_folder
 from smp.checkpoint.lock import RunLock
 from smp.checkpoint.manifest import MANIFEST
@@ -40,7 +40,7 @@ from smp.checkpoint.storage import OUR_FILES
 from smp.checkpoint.summary import SHOWN_WHOLE, Summary
 from smp.config.command import CommandParser, run_tool
 
-_SELECTION = re.compile(r"(?P<name>[^\[\]]+)(?:\[(?P<slices>[-\d:, ]*)\])?")
+_SELECTION = re.compile(r"(?P<name>[^\[\]]+)(?:\[(?P<slices>[-\d:, ]*[\d:] *)\])?")
 
 
 def opened(path: str) -> tuple[Folder, Manifest]:
@@ -88,11 +88,15 @@ def ls(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(rows, indent=1))
         return damaged
-    table: list[dict[str, object]] = [{key: key for key in rows[0]}, *rows]
-    widths = {key: max(len(str(row[key])) for row in table) for key in rows[0]}
+    table = [{key: key for key in rows[0]}, *({key: _cell(value) for key, value in row.items()} for row in rows)]
+    widths = {key: max(len(row[key]) for row in table) for key in rows[0]}
     for row in table:
-        print("  ".join(str(row[key]).ljust(width) for key, width in widths.items()).rstrip())
+        print("  ".join(row[key].ljust(width) for key, width in widths.items()).rstrip())
     return damaged
+
+
+def _cell(value: object) -> str:
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _checkpoints(root: Folder) -> list[dict[str, object]]:
@@ -123,7 +127,7 @@ def _tensors(manifest: Manifest) -> list[dict[str, object]]:
         {
             "tensor": n,
             "dtype": e.dtype,
-            "shape": "x".join(map(str, e.shape)),
+            "shape": e.shape,
             "shards": len(e.shards),
             "bytes": size_of(e),
         }
@@ -134,6 +138,8 @@ def _tensors(manifest: Manifest) -> list[dict[str, object]]:
 def check(args: argparse.Namespace) -> int:
     """Every checksum of one checkpoint, or with --all of every complete one of a run."""
     root = open_folder(args.path)
+    if args.all and root.size(MANIFEST) is not None:
+        raise CheckpointError(f"{root} is one checkpoint: --all is for the folder of a run")
     folders = [root.child(name) for name in complete(root)] if args.all else [find(root)]
     if not folders:
         raise CheckpointError(f"{root} holds no complete checkpoint")
@@ -166,7 +172,9 @@ def diff(args: argparse.Namespace) -> int:
             elif not (found := diff_tensor(a, b, name, shown)).within(args.atol, args.rtol):
                 lines.append(f"{name}: largest difference {found.largest:.3g}, relative {found.relative:.3g}")
     told = [*lines, *_changed(a[1].extra, b[1].extra)]  # which is no reason to call two checkpoints different
-    print("\n".join(told) or f"equal: {len(common)} tensors")
+    if not lines:
+        told.append(f"{'within tolerance' if args.atol or args.rtol else 'equal'}: {len(common)} tensors")
+    print("\n".join(told))
     return int(bool(lines))
 
 
@@ -251,8 +259,13 @@ def _held(folder: Folder) -> int:
 def reshard(args: argparse.Namespace) -> int:
     """The same checkpoint in another number of files, or in other storage."""
     folder, manifest = opened(args.path)
+    target = open_folder(args.target)
+    if (held := other_iteration(target, manifest.extra)) is not None:
+        raise CheckpointError(
+            f"{target} would hold iteration {held}: give the copy that one's name, or none of an iteration"
+        )
     with bar(total_size(manifest), "rewriting") as shown:
-        written = rewrite(folder, open_folder(args.target), args.files, shown)
+        written = rewrite(folder, target, args.files, shown)
     print(f"{len(written.files)} files with {total_size(written) / 1e9:.3f} GB in {args.target}")
     if others := [n for n in folder.names() if n not in manifest.files and not OUR_FILES.fullmatch(n)]:
         print(f"not copied, because it is no part of the checkpoint: {', '.join(others)}")

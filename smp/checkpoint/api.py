@@ -93,7 +93,7 @@ def load(
     Raises:
         TypeError: a value of ``state`` is not a tensor.
         CheckpointError: not a complete checkpoint, or not this state: missing or unexpected tensors, other shapes,
-            other dtypes (nothing is ever converted), two values for one memory. All ranks raise it.
+            other dtypes (nothing is ever converted), two values for one memory, overlapping views. All ranks raise it.
         DamagedError: a CheckpointError, when the checkpoint is not what was saved.
     """
     opened = open_folder(folder)

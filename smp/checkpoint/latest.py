@@ -65,8 +65,14 @@ def find(path: Path | str | Folder) -> Folder:
 
 def misnamed(folder: Folder, extra: Mapping[str, Any]) -> str | None:
     """A line when a training run's checkpoint lies under the name of another iteration than the one it holds."""
+    held = other_iteration(folder, extra)
+    return None if held is None else f"{folder} holds iteration {held}: somebody gave it another name, or other content"
+
+
+def other_iteration(folder: Folder, extra: Mapping[str, Any]) -> int | None:
+    """The iteration of a training run's checkpoint, when ``folder`` has the name of another one."""
     progress = extra.get("progress")
     held = progress.get("iteration") if isinstance(progress, dict) else None
     if not ITERATION.fullmatch(folder.name) or not isinstance(held, int) or held == iteration_of(folder.name):
         return None
-    return f"{folder} holds iteration {held}: somebody gave it another name, or other content"
+    return held

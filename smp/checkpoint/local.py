@@ -35,6 +35,9 @@ class LocalFolder(Folder):
     def __str__(self) -> str:
         return str(self.local)
 
+    def __repr__(self) -> str:
+        return f"LocalFolder({str(self.local)!r})"
+
     @property
     def address(self) -> str:
         return str(self.local.absolute())
@@ -232,6 +235,8 @@ def open_folder(path: Path | str | Folder) -> Folder:
     """The folder at a path, or at a URL such as ``s3://bucket/run`` (needs fsspec and its back-end for that scheme)."""
     if isinstance(path, Folder):
         return path
+    if isinstance(path, str):
+        path = path.removeprefix("file://")
     if isinstance(path, str) and "://" in path:
         from smp.checkpoint.remote import RemoteFolder  # fsspec is an extra
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.tensor import DTensor
 
 from smp.checkpoint.entries import DTYPES, CheckpointError, TensorEntry
+from smp.checkpoint.overlap import shared_memory
 from smp.checkpoint.tensor_file import rows_of_a_shard
 from smp.parallel.boxes import Box, local_box
 
@@ -76,7 +77,9 @@ def local_parts(state: Mapping[str, Any], logical_rows: Mapping[str, int]) -> di
 @torch.no_grad()
 def _local_part(name: str, tensor: Any, rows: int | None) -> Part:
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} is a {type(tensor).__name__}, not a tensor: numbers and the like belong in extra")
+        raise TypeError(
+            f"{name} is of type {type(tensor).__name__}, not a tensor: numbers and the like belong in extra"
+        )
     if tensor.dtype not in DTYPES.values():
         raise TypeError(f"{name} has dtype {tensor.dtype}, which the checkpoint format does not have")
     if tensor.is_meta:
@@ -171,7 +174,7 @@ class ManifestLoadPlanner(LoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         """Reads of all tensors that fit; names and misfits travel along as planner data."""
         misfits = {name: text for name, part in self.parts.items() if (text := self._misfit(name, part))}
-        misfits |= self._torn(part for part in self.parts.items() if part[0] not in misfits)
+        misfits |= shared_memory({n: part.data for n, part in self.parts.items() if n not in misfits}, self.entries)
         items: list[ReadItem] = []
         for name, part in self.parts.items():
             if name not in misfits and not part.box.empty:
@@ -187,17 +190,6 @@ class ManifestLoadPlanner(LoadPlanner):
         if stored.properties.dtype != part.data.dtype:
             return f"dtype {stored.properties.dtype} in the checkpoint, {part.data.dtype} here"
         return None
-
-    def _torn(self, parts: Iterable[tuple[str, Part]]) -> dict[str, str]:
-        """Names that share memory with one before and have another value in the checkpoint: the last would win."""
-        first: dict[tuple[int, torch.Size, tuple[int, ...]], str] = {}
-        found: dict[str, str] = {}
-        for name, part in parts:
-            data = part.data
-            other = first.setdefault((data.data_ptr(), data.shape, data.stride()), name) if data.numel() else name
-            if _differ(self.entries[other], self.entries[name]):
-                found[name] = f"another value in the checkpoint than {other}, whose memory it shares here"
-        return found
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Raise one error, on all ranks, that names every tensor that does not fit on any of them."""
@@ -231,12 +223,6 @@ class ManifestLoadPlanner(LoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """``resolve_tensor`` returned the storage itself, so nothing is left to do."""
-
-
-def _differ(one: TensorEntry, other: TensorEntry) -> bool:
-    """Whether checksums show that two tensors are not equal; cut in different ways they show nothing."""
-    sums = {(shard.offsets, shard.sizes): shard.xxh3_64 for shard in one.shards}
-    return any(sums.get((s.offsets, s.sizes), s.xxh3_64) != s.xxh3_64 for s in other.shards)
 
 
 def _listed(names: list[str]) -> str:

@@ -60,7 +60,7 @@ class RunCheckpoints:
         self._made_root = False
         self._saver: checkpoint.AsyncSaver | None = None
         self._clock = SaveClock(config.checkpoint)
-        self._failure = ""
+        self._failure, self._is_last = "", False
         if self.root is None:
             return
         try:
@@ -223,6 +223,7 @@ class RunCheckpoints:
         self._settle()
         if self.root is None or self.saved_at == progress.iteration:
             return
+        self._is_last = True
         self.save(model, optimizer, progress, validation_loss)
         self._settle()
         if self.saved_at != progress.iteration:
@@ -257,7 +258,8 @@ class RunCheckpoints:
             raise
         except CheckpointError as error:
             self._failure, self.saved_at = str(error), -1
-            self.say(f"ERROR: {error}; training goes on without this checkpoint")
+            if not self._is_last:  # which is an error of the run
+                self.say(f"ERROR: {error}; training goes on without this checkpoint")
             return
         if saved is not None:
             self.say(f"saved {saved.folder} in {saved.seconds:.1f} s")

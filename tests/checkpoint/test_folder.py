@@ -82,7 +82,11 @@ def test_stranger_reads_it(tmp_path: Path) -> None:
     assert all(torch.equal(torch.from_numpy(tensors[name]), tensor) for name, tensor in state.items())
     repository = Path(__file__).parents[2]
     code = (repository / "tests/checkpoint/plain_reader.py").read_text().split("import json")[1]
-    assert code.strip() in (repository / "docs/checkpoint-format.md").read_text()
+    page = (repository / "docs/checkpoint-format.md").read_text()
+    assert code.strip() in page
+    example = page.split("```json\n")[1].split("\n```")[0].encode()
+    digits = json.loads(example)["checksum"].encode()
+    assert xxhash.xxh3_64_hexdigest(example.replace(digits, b"0" * 16)) == digits.decode()
 
 
 def test_load_never_unpickles(folder: Path) -> None:
@@ -266,6 +270,30 @@ def test_one_memory_takes_no_two_values(tmp_path: Path) -> None:
     message = "cannot load .*: w .another value in the checkpoint than other, whose memory it shares here.$"
     with pytest.raises(CheckpointError, match=message):
         load({"w": shared, "other": shared, "same": torch.zeros(6, 4), **rest}, tmp_path / "x")
+
+
+def test_overlapping_memory_is_refused(tmp_path: Path) -> None:
+    """Neither of two threads that fill it would have the last word; columns that interleave are two memories."""
+    whole = {"a": torch.zeros(2, 3), "b": torch.ones(2, 3), "c": torch.arange(6.0)}
+    save(whole, tmp_path / "x", extra={})
+    wide, flat = torch.zeros(2, 6), torch.zeros(6)
+    for a, b in ((wide[:, :3], wide[:, 3:]), (wide[:, ::2], wide[:, 1::2])):
+        load({"a": a, "b": b, "c": flat}, tmp_path / "x")
+        assert torch.equal(a, whole["a"]) and torch.equal(b, whole["b"]) and torch.equal(flat, whole["c"])
+    once = torch.zeros(1).expand(6)
+    for wrong, name in (
+        ({"a": wide[:, :3], "b": wide[:, 2:5], "c": flat}, "b .memory that is another part or shape of a here"),
+        ({"a": flat.view(2, 3), "b": wide[:, :3], "c": flat}, "c .memory that is another part or shape of a here"),
+        ({"a": wide[:, :3], "b": wide[:, 3:], "c": once}, "c .one memory for many elements here: an expanded tensor"),
+    ):
+        with pytest.raises(CheckpointError, match=f"cannot load .*: {name}.$"):
+            load(wrong, tmp_path / "x")
+
+
+def test_a_file_url_is_a_path(tmp_path: Path) -> None:
+    save({"w": torch.ones(3)}, f"file://{tmp_path}/a/b", extra={})
+    assert read_manifest(tmp_path / "a/b").tensors.keys() == {"w"}
+    assert repr(open_folder(f"file://{tmp_path}")) == f"LocalFolder('{tmp_path}')"
 
 
 def test_long_lists_of_misfits_are_cut(folder: Path) -> None:

@@ -173,7 +173,7 @@ def run_errors(rank: int, world_size: int, root: str) -> None:
     expect_error(lambda: load(fewer, Path(root, "good"), logical_rows=rows), "model.norm.weight (in the checkpoint but")
     load(fewer, Path(root, "good"), logical_rows=rows, allow_unread=True)
     load(tensors if rank == 1 else fewer, Path(root, "good"), logical_rows=rows)
-    with pytest.raises(TypeError, match="step is a float"):
+    with pytest.raises(TypeError, match="step is of type float"):
         number: Any = {"step": 1.0} if rank == 1 else {}
         save(tensors | number, Path(root, "bad"), extra={}, logical_rows=rows)
     expect_error(lambda: save({"x": torch.zeros(2 + rank)}, Path(root, "bad"), extra={}), "ranks disagree about x")

@@ -68,12 +68,13 @@ def test_ls_shows_checkpoints_and_tensors(run: Path, capsys: pytest.CaptureFixtu
     assert main(["ls", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5 and lines[0].startswith("checkpoint") and "latest" in lines[4] and "complete" in lines[1]
+    assert main(["ls", str(run / "iter_0000002")]) == 0 and "  64x32  " in capsys.readouterr().out
     assert main(["ls", str(run / "iter_0000002"), "--json"]) == 0
     rows = {row["tensor"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["model.layers.0.mlp.up.weight"] == {
         "tensor": "model.layers.0.mlp.up.weight",
         "dtype": "F32",
-        "shape": "64x32",
+        "shape": [64, 32],
         "shards": 1,
         "bytes": 4 * 64 * 32,
     }
@@ -107,6 +108,8 @@ def test_verify_names_the_tensor_that_is_damaged(small: Path, capsys: pytest.Cap
 def test_verify_all_goes_through_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(run), "--all"]) == 0
     assert capsys.readouterr().out.count(": whole") == 4
+    assert main(["verify", str(run / "iter_0000002"), "--all"]) == 2
+    assert capsys.readouterr().err.endswith("iter_0000002 is one checkpoint: --all is for the folder of a run\n")
 
 
 def save_in_layout(rank: int, world: int, folder: str) -> None:
@@ -129,7 +132,7 @@ def test_diff_tells_settings_from_tensors(tmp_path: Path, capsys: pytest.Capture
         save({"extra w": torch.zeros(2)}, tmp_path / name, extra={"lr": value})
         save({"extra w": torch.full((2,), float(value))}, tmp_path / f"other {name}", extra={})
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
-    assert capsys.readouterr().out == "extra lr: 0 and 1\n"
+    assert capsys.readouterr().out == "extra lr: 0 and 1\nequal: 1 tensors\n"
     assert main(["diff", str(tmp_path / "other a"), str(tmp_path / "other b")]) == 1
     assert capsys.readouterr().out.startswith("extra w: largest difference 1")
 
@@ -190,7 +193,7 @@ def test_cat_shows_a_selection(small: Path, capsys: pytest.CaptureFixture[str]) 
     assert f"max {wanted.max():.6g}" in lines[1] and lines[2] == "NaN 0  infinite 0"
     assert lines[3:] == str(wanted).splitlines()
     assert main(["cat", str(small), "w[-37,4]"]) == 0 and f"max {tensors()['w'][0, 4]:.6g}" in capsys.readouterr().out
-    for wrong in ("absent", "w[1,2,3]", "w[::2]", "w[x]", "w[37]", "w[-38]", "w[0,5]"):
+    for wrong in ("absent", "w[1,2,3]", "w[::2]", "w[x]", "w[]", "w[37]", "w[-38]", "w[0,5]"):
         assert main(["cat", str(small), wrong]) == 2
         said = capsys.readouterr().err
         assert said.startswith("error: ") and ("has no tensor" in said) == (wrong == "absent")
@@ -231,6 +234,18 @@ def test_reshard_keeps_every_bit(small: Path, tmp_path: Path, files: int, capsys
     capsys.readouterr()
     assert main(["reshard", str(small), str(target)]) == 2
     assert "is not empty" in capsys.readouterr().err
+
+
+def test_reshard_gives_no_iteration_the_name_of_another(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No run goes on from a folder where it lies."""
+    assert main(["reshard", str(run / "iter_0000002"), str(tmp_path / "iter_0000099")]) == 2
+    said = (
+        f"error: {tmp_path}/iter_0000099 would hold iteration 2: give the copy that one's name, or none of an iteration"
+    )
+    assert capsys.readouterr().err.strip() == said and not list(tmp_path.iterdir())
+    assert main(["reshard", str(run / "iter_0000002"), str(tmp_path / "iter_0000002")]) == 0
 
 
 def test_reshard_names_what_it_leaves(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
