@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from smp.kernels.dispatch import interpreted
+
 _LIBRARY = torch.library.Library("smp", "FRAGMENT")
 
 
@@ -25,10 +27,23 @@ def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> 
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, run, "CPU")
+    _LIBRARY.impl(name, _where_it_can(name, run), "CPU")
     _LIBRARY.impl(name, _on_its_device(run), "CUDA")
     torch.library.register_fake(f"smp::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.smp, name).default
+
+
+def _where_it_can(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """On a CPU there are PyTorch and Triton's interpreter. Every operator's last argument is its backend."""
+
+    def wrapped(*arguments: Any) -> Any:
+        backend = arguments[-1]
+        if backend != "torch" and not (backend == "triton" and interpreted()):
+            hint = "; TRITON_INTERPRET=1 in the environment interprets it" if backend == "triton" else ""
+            raise RuntimeError(f"the {backend} kernel of {name} needs a CUDA device, this tensor is on a CPU{hint}")
+        return run(*arguments)
+
+    return wrapped
 
 
 def _on_its_device(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -129,6 +129,14 @@ def test_apex_computes_the_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     assert called == ["rms", "layer"]
 
 
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_a_kernel_of_another_device_is_named(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    message = f"the {backend} kernel of softmax_stats needs a CUDA device, this tensor is on a CPU"
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.smp.softmax_stats(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), 3, backend)
+
+
 def test_attention_is_the_first_backend_that_takes_the_shape() -> None:
     shape = AttentionShape(heads=2, groups=1, length=8, head_dim=16, dtype=torch.float32, masked=False)
     choice = choose_attention("auto", CPU, shape)
