@@ -40,7 +40,9 @@ from smp.checkpoint.storage import OUR_FILES
 from smp.checkpoint.summary import SHOWN_WHOLE, Summary
 from smp.config.command import CommandParser, run_tool
 
-_SELECTION = re.compile(r"(?P<name>[^\[\]]+)(?:\[(?P<slices>[-\d:, ]*[\d:] *)\])?")
+_NUMBER = r" *(?:-?\d+)? *"
+_SLICES = rf"(?: *-?\d+ *|{_NUMBER}(?::{_NUMBER})+)"
+_SELECTION = re.compile(rf"(?P<name>.+?)\[(?P<slices>{_SLICES}(?:,{_SLICES})*)\]")
 
 
 def opened(path: str) -> tuple[Folder, Manifest]:
@@ -192,15 +194,15 @@ def cat(args: argparse.Namespace) -> int:
     if args.tensor is None:
         print(json.dumps(manifest.extra, indent=1))
         return 0
-    match = _SELECTION.fullmatch(args.tensor)
-    if match is None:
-        raise CheckpointError(f"{args.tensor!r} is neither a name nor one with a selection, such as 'w[0:4,:8,3]'")
-    if match["name"] not in manifest.tensors:
-        raise CheckpointError(f"{folder} has no tensor {match['name']!r}; ls shows their names")
-    entry = manifest.tensors[match["name"]]
-    offsets, sizes = _box(match["slices"], entry.shape)
-    found = Summary(folder, manifest, match["name"], offsets, sizes)
-    print(f"{match['name']}: {entry.dtype} {list(entry.shape)}" + (f", shown {list(sizes)}" if match["slices"] else ""))
+    name, slices = args.tensor, None
+    if name not in manifest.tensors and (match := _SELECTION.fullmatch(name)) is not None:
+        name, slices = match["name"], match["slices"]
+    if name not in manifest.tensors:
+        raise CheckpointError(f"{folder} has no tensor {name!r}; ls shows their names, w[0:4,:8,3] selects of one")
+    entry = manifest.tensors[name]
+    offsets, sizes = _box(slices, entry.shape)
+    found = Summary(folder, manifest, name, offsets, sizes)
+    print(f"{name}: {entry.dtype} {list(entry.shape)}" + (f", shown {list(sizes)}" if slices else ""))
     if found.count:
         print(f"min {found.lowest:.6g}  max {found.highest:.6g}  mean {found.mean:.6g}  norm {found.norm:.6g}")
         print(f"NaN {found.nan}  infinite {found.infinite}")

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from smp.checkpoint.entries import CheckpointError
 from smp.checkpoint.folder import Folder, Sink, Source
 
 PIECE = 1 << 22
@@ -232,11 +233,15 @@ def sync_to_disk(path: Path) -> None:
 
 
 def open_folder(path: Path | str | Folder) -> Folder:
-    """The folder at a path, or at a URL such as ``s3://bucket/run`` (needs fsspec and its back-end for that scheme)."""
+    """The folder at a path, or at a URL such as ``s3://bucket/run`` (needs fsspec and its back-end for that scheme).
+
+    Raises:
+        CheckpointError: no back-end is there; or a URL of the file system, which has paths.
+    """
     if isinstance(path, Folder):
         return path
-    if isinstance(path, str):
-        path = path.removeprefix("file://")
+    if isinstance(path, str) and path.startswith("file:"):
+        raise CheckpointError(f"{path}: give the path alone, without file://")
     if isinstance(path, str) and "://" in path:
         from smp.checkpoint.remote import RemoteFolder  # fsspec is an extra
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,15 +23,31 @@ def shared_memory(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Tens
         stored: what the checkpoint has, at least for these names.
     """
     found: dict[str, str] = {}
-    views: dict[tuple[torch.device, int, torch.Size, tuple[int, ...]], str] = {}
+    views: dict[Any, str] = {}
     for name, data in tensors.items():
-        if any(stride == 0 and size > 1 for size, stride in zip(data.shape, data.stride(), strict=True)):
-            found[name] = "one memory for many elements here: an expanded tensor"
+        if _overlaps_itself(data):
+            found[name] = "elements that share memory here"
         elif data.numel():
-            other = views.setdefault((data.device, data.data_ptr(), data.shape, data.stride()), name)
+            other = views.setdefault((data.device, data.dtype, data.data_ptr(), data.shape, *_steps(data)), name)
             if _differ(stored[other], stored[name]):
                 found[name] = f"another value in the checkpoint than {other}, whose memory it shares here"
     return found | _overlaps({name: tensors[name] for name in views.values()})
+
+
+def _steps(data: torch.Tensor) -> list[tuple[int, int]]:
+    """Stride and size of each dimension that has a second element."""
+    return [(stride, size) for size, stride in zip(data.shape, data.stride(), strict=True) if size > 1]
+
+
+def _overlaps_itself(data: torch.Tensor) -> bool:
+    """Whether a dimension's step is not above what the ones with shorter steps reach, such as that of an expanded
+    tensor. Of the views that torch makes, other than as_strided, no other has that."""
+    reached = 0
+    for stride, size in sorted(_steps(data)):
+        if stride <= reached:
+            return data.numel() > 0
+        reached += (size - 1) * stride
+    return False
 
 
 def _differ(one: TensorEntry, other: TensorEntry) -> bool:
@@ -42,16 +59,17 @@ def _differ(one: TensorEntry, other: TensorEntry) -> bool:
 def _overlaps(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Of different views: those that have an element in common with one before."""
     found: dict[str, str] = {}
-    open_views: list[tuple[int, str]] = []
+    open_views: list[tuple[int, str, np.ndarray]] = []
     by_place = sorted(tensors, key=lambda name: (str(tensors[name].device), tensors[name].data_ptr()))
     for name in by_place:
         data = tensors[name]
-        open_views = [(end, other) for end, other in open_views if end > data.data_ptr()]
-        for _, other in open_views:
-            if data.device == tensors[other].device and np.shares_memory(_places(data), _places(tensors[other])):
+        places = _places(data)
+        open_views = [view for view in open_views if view[0] > data.data_ptr()]
+        for _, other, theirs in open_views:
+            if data.device == tensors[other].device and np.shares_memory(places, theirs):
                 found[name] = f"memory that is another part or shape of {other} here"
-        last = sum((size - 1) * stride for size, stride in zip(data.shape, data.stride(), strict=True))
-        open_views.append((data.data_ptr() + (last + 1) * data.itemsize, name))
+        last = sum((size - 1) * stride for stride, size in _steps(data))
+        open_views.append((data.data_ptr() + (last + 1) * data.itemsize, name, places))
     return found
 
 

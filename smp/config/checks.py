@@ -228,7 +228,14 @@ def _check_training(training: TrainingConfig) -> None:
     require(iters is None or start <= iters, f"--profile-step-start {start} is after the last iteration, {iters}")
 
 
+def check_paths(load: str | None, save: str | None) -> None:
+    """Refuse URLs of what has a path."""
+    for flag, path in (("--load", load), ("--save", save)):
+        require(not (path or "").startswith("file:"), f"{flag} {path}: give the path alone, without file://")
+
+
 def _check_loading(checkpoint: CheckpointConfig) -> None:
+    check_paths(checkpoint.load, checkpoint.save)
     load, given = checkpoint.load, _given(checkpoint, "ckpt_step", "finetune", "load_optim")
     require(load != "auto" or checkpoint.save is not None, "--load auto resumes from --save: give --save")
     for flag in given:

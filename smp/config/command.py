@@ -119,6 +119,11 @@ def run_tool(
             return gone
         print(f"error: {in_one_line(error)}", file=sys.stderr)
         return exit_code(error)
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):  # torch's allocator for CPUs
+            raise
+        print(f"error: {in_one_line(error)}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted" + (f": {interrupted}" if interrupted else ""), file=sys.stderr)
         return 130

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from smp.config.checks import require
+from smp.config.checks import check_paths, require
 from smp.config.fields import settings
 from smp.config.finetune import FinetuneConfig, FinetuneDataConfig, LoraConfig, ObjectiveConfig
 
@@ -57,6 +57,7 @@ def _check_ranges(config: FinetuneConfig) -> None:
 
 def _check_source(config: FinetuneConfig) -> None:
     data, training, checkpoint = config.data, config.training, config.checkpoint
+    check_paths(checkpoint.load, checkpoint.save)
     require(checkpoint.load is not None, "what to fine-tune is missing: give --load, the folder of a model")
     require(data.data_path is not None or training.dry_run, "what to train on is missing: give --data-path")
     require(not checkpoint.resume or checkpoint.save is not None, "--resume goes on from --save: give --save")

@@ -284,16 +284,28 @@ def test_overlapping_memory_is_refused(tmp_path: Path) -> None:
     for wrong, name in (
         ({"a": wide[:, :3], "b": wide[:, 2:5], "c": flat}, "b .memory that is another part or shape of a here"),
         ({"a": flat.view(2, 3), "b": wide[:, :3], "c": flat}, "c .memory that is another part or shape of a here"),
-        ({"a": wide[:, :3], "b": wide[:, 3:], "c": once}, "c .one memory for many elements here: an expanded tensor"),
+        ({"a": wide[:, :3], "b": wide[:, 3:], "c": once}, "c .elements that share memory here"),
     ):
         with pytest.raises(CheckpointError, match=f"cannot load .*: {name}.$"):
             load(wrong, tmp_path / "x")
 
 
-def test_a_file_url_is_a_path(tmp_path: Path) -> None:
-    save({"w": torch.ones(3)}, f"file://{tmp_path}/a/b", extra={})
-    assert read_manifest(tmp_path / "a/b").tensors.keys() == {"w"}
-    assert repr(open_folder(f"file://{tmp_path}")) == f"LocalFolder('{tmp_path}')"
+def test_a_url_of_the_file_system_is_refused(tmp_path: Path) -> None:
+    """fsspec would take it for an object store, and make no folders."""
+    with pytest.raises(CheckpointError, match="^file:///a: give the path alone, without file://$"):
+        open_folder("file:///a")
+    assert repr(open_folder(tmp_path)) == f"LocalFolder('{tmp_path}')"
+
+
+def test_views_that_are_refused_or_the_same(tmp_path: Path) -> None:
+    save({"a": torch.arange(12.0).view(4, 3)}, tmp_path / "a", extra={})
+    with pytest.raises(CheckpointError, match="a .elements that share memory here.$"):
+        load({"a": torch.zeros(6).unfold(0, 3, 1)}, tmp_path / "a")
+    row = torch.arange(6.0).view(1, 6)
+    save({"a": row, "b": row}, tmp_path / "b", extra={})
+    into = torch.zeros(6)
+    load({"a": into.as_strided((1, 6), (6, 1)), "b": into.as_strided((1, 6), (1, 1))}, tmp_path / "b")
+    assert torch.equal(into, row[0])
 
 
 def test_long_lists_of_misfits_are_cut(folder: Path) -> None:

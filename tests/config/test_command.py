@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from smp.checkpoint import CheckpointError, DamagedError
 from smp.config import ConfigError
@@ -55,6 +56,14 @@ def test_exit_codes(error: Exception, code: int, capsys: pytest.CaptureFixture[s
     if isinstance(error, CheckpointError):  # other ranks end with the same code
         sent = pickle.loads(pickle.dumps(error))
         assert (type(sent), str(sent), exit_code(sent)) == (type(error), str(error), code)
+
+
+def test_torch_without_memory_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_tool(lambda: int(torch.empty(1 << 60, dtype=torch.uint8).numel())) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and "can't allocate memory" in said and said.count("\n") == 1
+    with pytest.raises(RuntimeError, match="shape"):
+        run_tool(lambda: int(torch.zeros(2).view(3).numel()))
 
 
 def test_an_error_is_one_line() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from smp.config import ConfigError
-from smp.kernels import TORCH, Kernels, attention, dispatch, norm
+from smp.kernels import TORCH, Kernels, attention, cross_entropy, dispatch, norm
 from smp.kernels.attention import AttentionShape, choose_attention
 from smp.kernels.dispatch import choose_kernels, describe_kernels
 from tests.plain_varlen import plain_varlen
@@ -134,7 +134,7 @@ def test_a_kernel_of_another_device_is_named(backend: Any, monkeypatch: pytest.M
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     message = f"the {backend} kernel of softmax_stats needs a CUDA device, this tensor is on a CPU"
     with pytest.raises(RuntimeError, match=message):
-        torch.ops.smp.softmax_stats(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), 3, backend)
+        cross_entropy._softmax_stats_op(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), 3, backend)
 
 
 def test_attention_is_the_first_backend_that_takes_the_shape() -> None:

@@ -304,7 +304,7 @@ def _measure(config: Config, tp: int, grouped: bool = False) -> float:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         y = block(x, info, None if keys is None else keys[:3])
     if tp > 1:  # a collective's thread lets go of its tensors some time after the collective is done
-        time.sleep(0.3)
+        time.sleep(0.5)
     sizes = _sizes([*saved, *_living(), x])
     output = y.untyped_storage().data_ptr()
     return sum(size for where, size in sizes.items() if where not in known | {output}) / tokens.numel()

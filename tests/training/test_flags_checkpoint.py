@@ -227,6 +227,8 @@ def test_leftovers_of_a_crash_are_removed_at_the_start(runs: Runs, ck: Path) -> 
     ("flags", "message"),
     [
         ("--ckpt-step 3", "--ckpt-step 3 says how to load: give --load"),
+        ("--save file:///x", "--save file:///x: give the path alone, without file://"),
+        ("--load file:///x", "--load file:///x: give the path alone, without file://"),
         ("--finetune", "--finetune says how to load: give --load"),
         ("--no-load-optim", "--no-load-optim says how to load: give --load"),
         ("--save x --load auto --finetune", "--finetune would undo the progress at every restart"),
