@@ -41,8 +41,8 @@ from smp.checkpoint.summary import SHOWN_WHOLE, Summary
 from smp.config.command import CommandParser, run_tool
 
 _NUMBER = r" *(?:-?\d+)? *"
-_SLICES = rf"(?: *-?\d+ *|{_NUMBER}(?::{_NUMBER})+)"
-_SELECTION = re.compile(rf"(?P<name>.+?)\[(?P<slices>{_SLICES}(?:,{_SLICES})*)\]")
+_SLICE = rf"(?: *-?\d+ *|{_NUMBER}(?::{_NUMBER})+)"
+_SELECTION = re.compile(rf"(?P<name>.+?)\[(?P<slices>{_SLICE}(?:,{_SLICE})*)\]")
 
 
 def opened(path: str) -> tuple[Folder, Manifest]:

@@ -29,7 +29,7 @@ def shared_memory(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Tens
             found[name] = "elements that share memory here"
         elif data.numel():
             other = views.setdefault((data.device, data.dtype, data.data_ptr(), data.shape, *_steps(data)), name)
-            if _differ(stored[other], stored[name]):
+            if other != name and _differ(stored[other], stored[name]):
                 found[name] = f"another value in the checkpoint than {other}, whose memory it shares here"
     return found | _overlaps({name: tensors[name] for name in views.values()})
 

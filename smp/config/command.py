@@ -53,8 +53,17 @@ class CommandParser(argparse.ArgumentParser):
 def exit_code(error: BaseException) -> int:
     """2 when what was asked cannot be done, 1 for damage and for what failed on the way, such as a full disk or a lack
     of memory. An error that was raised ``from`` another one, to say more of it, counts as that one."""
-    failed = OSError, MemoryError, DamageError
-    return 1 if any(isinstance(one, failed) and not isinstance(one, _ASKED) for one in _causes(error)) else 2
+    return 1 if any(_failed(one) for one in _causes(error)) else 2
+
+
+def _failed(error: BaseException) -> bool:
+    return (isinstance(error, OSError | DamageError) and not isinstance(error, _ASKED)) or lacks_memory(error)
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether there was none left; torch's allocator for CPUs has words for that, and no type."""
+    words = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return words or isinstance(error, MemoryError)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -109,21 +118,17 @@ def run_tool(
         told: errors that end in one line, besides a lack of memory. Any other is a fault of the program, and keeps its
             traceback.
     """
-    one_line: tuple[type[Exception], ...] = (*told, MemoryError)
     try:
         code = work() or 0
         sys.stdout.flush()
         return code
-    except one_line as error:
+    except Exception as error:
+        if not (isinstance(error, told) or lacks_memory(error)):
+            raise
         if isinstance(error, BrokenPipeError) and (gone := output_gone()) is not None:
             return gone
         print(f"error: {in_one_line(error)}", file=sys.stderr)
         return exit_code(error)
-    except RuntimeError as error:
-        if "can't allocate memory" not in str(error):  # torch's allocator for CPUs
-            raise
-        print(f"error: {in_one_line(error)}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         print("interrupted" + (f": {interrupted}" if interrupted else ""), file=sys.stderr)
         return 130

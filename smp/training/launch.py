@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from smp.checkpoint import CheckpointError
 from smp.config import Config, ConfigError
-from smp.config.command import DamageError, exit_code
+from smp.config.command import DamageError, exit_code, lacks_memory
 from smp.pipeline.failure import PipelineError
 from smp.training.describe import describe
 from smp.training.pretrain import Outcome, Pretraining, on_all_or_none
@@ -74,9 +74,8 @@ def launch(config: Config, process: Process, kind: Callable[..., Pretraining] | 
 
 
 def _out_of_memory(error: BaseException, config: Config) -> str | None:
-    """What to try, if that is what an error is. Torch has a type for it on GPUs, and words of its CPU allocator."""
-    words = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    if not (words or isinstance(error, torch.OutOfMemoryError | MemoryError)):
+    """What to try, if that is what an error is."""
+    if not (lacks_memory(error) or isinstance(error, torch.OutOfMemoryError)):
         return None
     asked = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
     size, parallel = config.data.micro_batch_size, config.parallel
