@@ -193,13 +193,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("record", "compare"))
     parser.add_argument("out", type=Path, metavar="OUT_DIR")
-    parser.add_argument("--only", default="*", help="names of cases, as a shell pattern")
+    parser.add_argument("--only", nargs="+", default=["*"], help="names of cases, as shell patterns")
     parser.add_argument("--work", type=Path, help="compare: where runs leave their files. Default: nowhere")
     args = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    cases, out = [case for case in CASES if fnmatch.fnmatch(case.name, args.only)], args.out.resolve()
+    cases = [case for case in CASES if any(fnmatch.fnmatch(case.name, pattern) for pattern in args.only)]
     if not cases:
-        parser.error(f"no case is named {args.only}")
+        parser.error(f"no case is named {' '.join(args.only)}")
+    out = args.out.resolve()
     if args.what == "record":
         return record(cases, out)
     with tempfile.TemporaryDirectory() as folder:

@@ -142,7 +142,7 @@ pretrain tp2 sp qknorm clip compile
 pretrain dp2 bf16 gpt2 tied hidden-dropout compile
 pretrain pp2 interleaved layers4 documents full compile
 sft compile
-lora tp2 lora-dropout selective compile
+lora compile
 resume pretrain tp2 dp2 selective window tied sgd math
 resume pretrain pp2 1f1b dp2 bf16 gpt2 kv2 hidden-dropout reshard
 resume lora lora-dropout tp4 sp bf16 full from-pretrained attention-dropout sgd
