@@ -57,8 +57,6 @@ def check_combinations(config: Config, layout: Layout) -> None:
     """Check what a config with its defaults filled in says as a whole."""
     _check_heads_and_widths(config.model, layout.tp)
     _check_pipeline(config.parallel, config.training)
-    _check_mlp_activation(config.model)
-    _check_positions(config.model)
     _check_data_source(config.data, config.model, config.training)
     _check_batch(config.data, config.model, layout)
     _check_schedule(config.optim)
@@ -67,6 +65,13 @@ def check_combinations(config: Config, layout: Layout) -> None:
     _check_saving(config.checkpoint, config.training)
     _check_logging(config.logging)
     _check_without_effect(config)
+
+
+def check_model(model: ModelConfig) -> None:
+    """Check what a model with its defaults filled in says as a whole."""
+    _check_heads_and_widths(model, tp=1)
+    _check_mlp_activation(model)
+    _check_positions(model)
 
 
 def _check_heads_and_widths(model: ModelConfig, tp: int) -> None:
