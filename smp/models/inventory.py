@@ -55,7 +55,7 @@ class Parameter:
 def inventory(model: ModelConfig, parts: Sequence[ModelPart] | None = None) -> Iterator[Parameter]:
     """Every parameter of a resolved model, or of some of its parts on one process. A tied matrix is there once: as the
     embedding's, also where only the head is."""
-    parts = parts or (whole(model.num_layers),)
+    parts = (whole(model.num_layers),) if parts is None else parts
     first, last = any(p.embedding for p in parts), any(p.head for p in parts)
     tied = not model.untie_embeddings_and_output_weights
     if first or (last and tied):

@@ -69,8 +69,8 @@ def estimate_memory(
 
     Of a pipeline's process n counts its own parts. Their gradients are whole, 4 n, until they are reduced, and the
     weights are gathered for the whole step (without --pipeline-reshard). Activations are there ``held`` times for an
-    average part. Frozen weights (the model under adapters, and copies of it) take b bytes instead of 4, and have neither
-    gradients nor optimizer state. What layers keep is counted as if they were trained: with adapters it is less.
+    average part. Frozen weights (the model under adapters, and copies of it) take b bytes instead of 4, and have no
+    gradients and no optimizer state. What layers keep is counted as if they were trained: with adapters it is less.
 
     Key/value heads are counted as repeated for their query heads; without recompute, a block whose attention backend
     takes them as they are keeps 2 b (q - k) per token less. Left out: the CUDA context, NCCL's buffers, fragmentation,
@@ -109,12 +109,13 @@ def estimate_memory(
     else:
         gathered = 2 * block + vocabulary if layout.pp == 1 or parallel.pipeline_reshard else n
         units = b * gathered + (b + 4) * largest
+    state = 8 if config.optim.optimizer != "sgd" else 4 * (config.optim.sgd_momentum > 0)
     chunk = min(tokens, max(1, chunk_bytes // (4 * rows))) * rows * b
     head = 0 if adapters else vocabulary * (b * losses + (4 if b < 4 else 0))
     return MemoryEstimate(
         parameters=(4 * trained + b * frozen) // layout.dp_shard,
         gradients=4 * trained // (layout.dp_shard if layout.pp == 1 else 1),
-        optimizer=_optimizer_bytes(config) * trained // layout.dp_shard,
+        optimizer=state * trained // layout.dp_shard,
         units=units,
         activations=int(tokens * _activations_per_token(config, layout, b, layers * held / len(parts), last)),
         logits=last * (chunk + head),
@@ -124,13 +125,6 @@ def estimate_memory(
 def _elements(parameters: Iterable[Parameter], layout: Layout) -> int:
     """Elements on one process."""
     return sum(math.prod(p.local_shape(layout)) for p in parameters)
-
-
-def _optimizer_bytes(config: Config) -> int:
-    """Bytes of optimizer state per parameter."""
-    if config.optim.optimizer == "sgd":
-        return 4 if config.optim.sgd_momentum > 0 else 0
-    return 8
 
 
 def _activations_per_token(config: Config, layout: Layout, b: int, layers: float, head: bool) -> float:
