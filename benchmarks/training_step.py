@@ -199,8 +199,8 @@ def beside_transformers(rounds: int) -> None:
 
 def beside_one_process(rounds: int) -> None:
     """Tensor and sequence parallelism over two processes with a thread each, beside rank 0 alone with two threads."""
-    mesh = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("copy", "dp_shard", "tp"))
-    alone = ParallelContext(tp=mesh["tp"], fsdp=mesh["dp_shard"])
+    context = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("copy", "dp_shard", "tp"))
+    alone = ParallelContext(tp=context.tp, fsdp=context.fsdp)
     both = build_context(Layout(tp=2), "cpu")
     single = smp_step(ON_CPU, alone) if dist.get_rank() == 0 else _nothing
     entries = [

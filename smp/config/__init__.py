@@ -2,7 +2,7 @@
 
 from smp.config.cli import as_flat_dict, load_config, to_yaml
 from smp.config.layout import Layout
-from smp.config.resolve import check_files, resolve
+from smp.config.resolve import check_files, resolve, resolve_model
 from smp.config.schema import (
     CheckpointConfig,
     Config,
@@ -30,5 +30,6 @@ __all__ = [
     "check_files",
     "load_config",
     "resolve",
+    "resolve_model",
     "to_yaml",
 ]

@@ -57,8 +57,6 @@ def check_combinations(config: Config, layout: Layout) -> None:
     """Check what a config with its defaults filled in says as a whole."""
     _check_heads_and_widths(config.model, layout.tp)
     _check_pipeline(config.parallel, config.training)
-    _check_mlp_activation(config.model)
-    _check_positions(config.model)
     _check_data_source(config.data, config.model, config.training)
     _check_batch(config.data, config.model, layout)
     _check_schedule(config.optim)
@@ -67,6 +65,15 @@ def check_combinations(config: Config, layout: Layout) -> None:
     _check_saving(config.checkpoint, config.training)
     _check_logging(config.logging)
     _check_without_effect(config)
+
+
+def check_model(model: ModelConfig) -> None:
+    """Check what a model with its defaults filled in says as a whole."""
+    _check_heads_and_widths(model, tp=1)
+    for flag, chosen in (("--squared-relu", model.squared_relu), ("--tanh-gelu", model.tanh_gelu)):
+        require(not (chosen and model.swiglu), f"{flag} is for the plain MLP: add --no-swiglu or leave it out")
+    require(not (model.squared_relu and model.tanh_gelu), "--squared-relu and --tanh-gelu exclude each other; give one")
+    _check_positions(model)
 
 
 def _check_heads_and_widths(model: ModelConfig, tp: int) -> None:
@@ -108,12 +115,6 @@ def _check_pipeline(parallel: ParallelConfig, training: TrainingConfig) -> None:
         not training.trace_pipeline or iters is None or start <= iters,
         f"--trace-pipeline records iteration --profile-step-start {start}, which is after the last one, {iters}",
     )
-
-
-def _check_mlp_activation(model: ModelConfig) -> None:
-    for flag, chosen in (("--squared-relu", model.squared_relu), ("--tanh-gelu", model.tanh_gelu)):
-        require(not (chosen and model.swiglu), f"{flag} is for the plain MLP: add --no-swiglu or leave it out")
-    require(not (model.squared_relu and model.tanh_gelu), "--squared-relu and --tanh-gelu exclude each other; give one")
 
 
 def _check_positions(model: ModelConfig) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from smp.config.batch import BatchSizes
 from smp.config.blend import BlendPart, data_parts, is_text
-from smp.config.checks import check_combinations, check_ranges
+from smp.config.checks import check_combinations, check_model, check_ranges
 from smp.config.layout import Layout
 from smp.config.schema import (
     Config,
@@ -42,12 +42,19 @@ def resolve(config: Config, world_size: int) -> Config:
     training = _training(config.training, data)
     optim = _optim(config.optim, training.train_iters)
     parallel = _parallel(config.parallel)
-    resolved = replace(config, model=_model(config.model), parallel=parallel, data=data, training=training, optim=optim)
+    model = resolve_model(config.model)
+    resolved = replace(config, model=model, parallel=parallel, data=data, training=training, optim=optim)
     check_combinations(resolved, layout)
     return resolved
 
 
-def _model(model: ModelConfig) -> ModelConfig:
+def resolve_model(model: ModelConfig) -> ModelConfig:
+    """``model`` with its derived defaults filled in, checked on its own: without a run that trains it.
+
+    Raises:
+        ConfigError: its sizes do not fit together.
+    """
+    check_ranges(Config(model=model))
     hidden, heads = model.hidden_size, model.num_attention_heads
     if model.kv_channels is None and hidden % heads:
         raise ConfigError(
@@ -56,12 +63,14 @@ def _model(model: ModelConfig) -> ModelConfig:
         )
     # Megatron's rule: 8/3 keeps a three-matrix MLP the size of a two-matrix one; multiples of 64 fill tensor cores.
     ffn = max(64, 8 * hidden // 3 // 64 * 64) if model.swiglu else 4 * hidden
-    return replace(
+    filled = replace(
         model,
         ffn_hidden_size=model.ffn_hidden_size or ffn,
         kv_channels=model.kv_channels or hidden // heads,
         num_query_groups=model.num_query_groups or heads,
     )
+    check_model(filled)
+    return filled
 
 
 def _parallel(parallel: ParallelConfig) -> ParallelConfig:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from smp.config import ModelConfig
+from smp.models.inventory import inventory
 
 Fusion = Literal["per_group", "thirds", "halves"]
 """How our matrices lie in one of theirs, by rows:
@@ -118,52 +119,13 @@ class Link:
         return shape if self.layer is None else (self.layers, *shape)
 
 
-def our_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter of the model by name and its shape, without padding. ``config`` is resolved."""
-    c = config
-    assert c.kv_channels and c.num_query_groups and c.ffn_hidden_size and c.vocab_size, "resolved before"
-    hidden, width, kv = c.hidden_size, c.num_attention_heads * c.kv_channels, c.num_query_groups * c.kv_channels
-    bias, norm_bias = not c.disable_bias_linear, c.normalization == "LayerNorm"
-    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (c.vocab_size, hidden)}
-    if c.position_embedding_type == "learned_absolute":
-        shapes["positions.weight"] = (c.max_position_embeddings, hidden)
-    linear = {
-        "attention.query": (width, hidden, bias or c.add_qkv_bias),
-        "attention.key": (kv, hidden, bias or c.add_qkv_bias),
-        "attention.value": (kv, hidden, bias or c.add_qkv_bias),
-        "attention.output": (hidden, width, bias),
-        **({"mlp.gate": (c.ffn_hidden_size, hidden, bias)} if c.swiglu else {}),
-        "mlp.up": (c.ffn_hidden_size, hidden, bias),
-        "mlp.down": (hidden, c.ffn_hidden_size, bias),
-    }
-    for prefix in (f"layers.{i}." for i in range(c.num_layers)):
-        shapes |= _norm(f"{prefix}attention_norm", hidden, norm_bias)
-        if c.qk_layernorm:
-            shapes |= _norm(f"{prefix}attention.query_norm", c.kv_channels, False)
-            shapes |= _norm(f"{prefix}attention.key_norm", c.kv_channels, False)
-        shapes |= _norm(f"{prefix}mlp_norm", hidden, norm_bias)
-        for name, (rows, columns, has_bias) in linear.items():
-            shapes[f"{prefix}{name}.weight"] = (rows, columns)
-            if has_bias:
-                shapes[f"{prefix}{name}.bias"] = (rows,)
-    shapes |= _norm("final_norm", hidden, norm_bias)
-    if c.untie_embeddings_and_output_weights:
-        shapes["head.weight"] = (c.vocab_size, hidden)
-    return shapes
-
-
-def _norm(name: str, size: int, bias: bool) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (size,)}
-    return shapes | {f"{name}.bias": (size,)} if bias else shapes
-
-
 def links(table: Table, config: ModelConfig) -> dict[str, Link]:
     """Where each of our tensors is, by our name.
 
     Raises:
         KeyError: the table has no place for one (the family does not have such a module).
     """
-    return {name: _link(table, config, name, shape) for name, shape in our_tensors(config).items()}
+    return {p.name: _link(table, config, p.name, p.shape) for p in inventory(config)}
 
 
 def _link(table: Table, config: ModelConfig, name: str, shape: tuple[int, ...]) -> Link:

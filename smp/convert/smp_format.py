@@ -21,9 +21,10 @@ from smp.checkpoint.storage import commit
 from smp.checkpoint.tensor_file import rows_of_a_shard, shard_keys
 from smp.config import ModelConfig
 from smp.convert.hf import carry
-from smp.convert.layout import Link, our_tensors, whole
+from smp.convert.layout import Link, whole
 from smp.convert.pieces import Feed, Planned, in_files
 from smp.convert.weights import Stored, Weights
+from smp.models.inventory import inventory
 
 _MODEL = "model."
 
@@ -55,7 +56,7 @@ class SmpWeights(Weights):
             raise CheckpointError(
                 f"{self.folder} holds adapters without their model: tools/merge_lora.py adds them to it"
             )
-        wanted = our_tensors(self.config)
+        wanted = {p.name: p.shape for p in inventory(self.config)}
         for name in [*wanted, *stored]:
             there, should = stored.get(name), wanted.get(name)
             if there is None or there.shape != should:

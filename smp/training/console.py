@@ -9,7 +9,8 @@ import torch
 from tqdm import tqdm
 
 from smp.config import Config, Layout
-from smp.models.arithmetic import peak_flops, training_flops_per_token
+from smp.models.arithmetic import training_flops_per_token
+from smp.training.device_peak import peak_flops
 from smp.training.metrics import MetricsLog, log_line
 from smp.training.trainer import Progress, StepResult
 

@@ -8,13 +8,14 @@ from pathlib import Path
 from smp.config import Config, Layout, to_yaml
 from smp.config.finetune import FinetuneConfig
 from smp.convert.adapters import TENSORS
-from smp.convert.layout import our_tensors
 from smp.layers.head import CHUNK_BYTES
 from smp.layers.lora import matching
-from smp.models.arithmetic import MemoryEstimate, Tuned, count_parameters, estimate_memory, training_flops_per_token
+from smp.models.arithmetic import count_parameters, training_flops_per_token
+from smp.models.inventory import inventory
 from smp.parallel.context import MESH_DIMS
 from smp.pipeline.plan import Plan, describe_plan, plan_pipeline
 from smp.pipeline.validate import peak_activations, peak_losses
+from smp.training.memory import MemoryEstimate, Tuned, estimate_memory
 
 
 def describe(config: Config, world_size: int, tuning: FinetuneConfig | None = None) -> str:
@@ -27,7 +28,7 @@ def describe(config: Config, world_size: int, tuning: FinetuneConfig | None = No
     assert vocab is not None and length is not None
     count = count_parameters(config.model, vocab)
     plan = plan_pipeline(config, layout) if layout.pp > 1 else None
-    tuned = Tuned() if tuning is None else _tuned(tuning, layout.tp)
+    tuned = Tuned() if tuning is None else _tuned(tuning, layout)
     memory = _largest(config, layout, plan, tuned)
     tflop = training_flops_per_token(config.model, length, vocab) / 1e12
     settings = config if tuning is None else tuning
@@ -67,13 +68,13 @@ def _largest(config: Config, layout: Layout, plan: Plan | None, tuned: Tuned) ->
     return max(ranks, key=lambda estimate: estimate.total)
 
 
-def _tuned(tuning: FinetuneConfig, tp: int) -> Tuned:
+def _tuned(tuning: FinetuneConfig, layout: Layout) -> Tuned:
     pairs, copies = tuning.objective.objective != "sft", tuning.objective.dpo_reference == "copy"
-    return Tuned(adapter_elements(tuning, tp), rows=1 + pairs, copies=int(copies))
+    return Tuned(adapter_elements(tuning, layout), rows=1 + pairs, copies=int(copies))
 
 
-def adapter_elements(tuning: FinetuneConfig, tp: int) -> int:
-    """Elements of all adapters on one of ``tp`` processes. Those of a file are taken to be fp32, and not shared."""
+def adapter_elements(tuning: FinetuneConfig, layout: Layout) -> int:
+    """Elements of all adapters on one process. Those of a file are taken to be fp32, and not shared."""
     lora = tuning.lora
     if lora.load_adapter is not None:
         path = Path(lora.load_adapter) / TENSORS
@@ -81,11 +82,8 @@ def adapter_elements(tuning: FinetuneConfig, tp: int) -> int:
     if lora.lora_rank is None:
         return 0
     assert lora.lora_target_modules is not None, "filled in before"
-    shapes = our_tensors(tuning.model)
-    layers = [name.removesuffix(".weight") for name, shape in shapes.items() if "layers." in name and len(shape) == 2]
-    elements = 0
-    for name in {name for target in lora.lora_target_modules.split(",") for name in matching(layers, target.strip())}:
-        rows, columns = shapes[f"{name}.weight"]
-        by_columns = name.endswith((".output", ".down"))  # of row-parallel layers A is split, of others B
-        elements += lora.lora_rank * (columns // tp + rows if by_columns else columns + rows // tp)
-    return elements
+    weights = {p.module: p for p in inventory(tuning.model) if p.linear}
+    targets = [target.strip() for target in lora.lora_target_modules.split(",")]
+    chosen = {name for target in targets for name in matching(list(weights), target)}
+    # A (rank, in) and B (out, rank) are cut as the weight (out, in) is
+    return lora.lora_rank * sum(sum(weights[name].local_shape(layout)) for name in chosen)

@@ -20,10 +20,10 @@ from smp.config.command import DamageError, exit_code
 from smp.convert.adapters import CONFIG, TENSORS, Adapter, MergedWeights, places_of
 from smp.convert.families import FAMILIES
 from smp.convert.hf_config import resolved
-from smp.convert.layout import our_tensors
 from smp.convert.peft_read import read_adapters
 from smp.convert.peft_write import write_adapters
 from smp.convert.weights import Stored, Weights
+from smp.models.inventory import inventory
 from tests.layers.whole import draw
 
 MODEL = resolved(
@@ -33,7 +33,7 @@ LLAMA = FAMILIES["llama"]
 
 
 def drawn(names: Sequence[str], rank: int = 3, scale: float = 2.0, model: ModelConfig = MODEL) -> dict[str, Adapter]:
-    shapes = our_tensors(model)
+    shapes = {p.name: p.shape for p in inventory(model)}
     out = {}
     for seed, name in enumerate(names):
         rows, columns = shapes[f"{name}.weight"]
@@ -189,7 +189,7 @@ class Given(Weights):
 
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.float16])
 def test_a_merge_rounds_once_and_any_box_of_it_is_the_same(dtype: torch.dtype | None) -> None:
-    base = {name: draw(*shape, seed=7).bfloat16() for name, shape in our_tensors(MODEL).items()}
+    base = {p.name: draw(*p.shape, seed=7).bfloat16() for p in inventory(MODEL)}
     merged = MergedWeights(Given(base), ADAPTERS, dtype)
     kind = dtype or torch.bfloat16
     for name, value in base.items():
@@ -209,7 +209,7 @@ def test_a_merge_rounds_once_and_any_box_of_it_is_the_same(dtype: torch.dtype | 
 
 
 def test_a_merge_is_of_one_model_and_one_adapter() -> None:
-    base = Given({name: torch.ones(shape) for name, shape in our_tensors(MODEL).items()})
+    base = Given({p.name: torch.ones(p.shape) for p in inventory(MODEL)})
     with pytest.raises(CheckpointError, match=r"layers.5.mlp.up.weight belongs to another model"):
         MergedWeights(base, {"layers.5.mlp.up": ADAPTERS["layers.1.mlp.down"]})
     with pytest.raises(CheckpointError, match=r"of layers.0.mlp.up.weight has shapes .* the matrix is \[32, 16\]"):

@@ -16,8 +16,8 @@ from smp.checkpoint import CheckpointError
 from smp.config import ConfigError, ModelConfig
 from smp.convert.formats import open_checkpoint
 from smp.convert.hf_config import architecture, resolved, to_hf
-from smp.convert.layout import our_tensors
 from smp.convert.megatron_table import COLUMN_PARALLEL, ROW_PARALLEL, to_args
+from smp.models.inventory import inventory
 
 LLAMA = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 8}
 LLAMA |= {"ffn_hidden_size": 64, "max_position_embeddings": 64, "vocab_size": 99, "make_vocab_size_divisible_by": 4}
@@ -36,7 +36,7 @@ OLD = {
 
 def random_weights(config: ModelConfig) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(shape, generator=generator) for name, shape in our_tensors(config).items()}
+    return {p.name: torch.randn(p.shape, generator=generator) for p in inventory(config)}
 
 
 def whole_megatron(config: ModelConfig, ours: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:

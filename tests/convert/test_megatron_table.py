@@ -16,10 +16,10 @@ from smp.config import ConfigError
 from smp.convert.convert import write
 from smp.convert.formats import Opened, make_target, open_checkpoint
 from smp.convert.hf_config import architecture, resolved
-from smp.convert.layout import our_tensors
 from smp.convert.megatron_table import from_args, to_args
 from smp.convert.store import OpenFiles, Piece, PieceStore
 from smp.convert.weights import Stored, Weights
+from smp.models.inventory import inventory
 
 LLAMA: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2}
 LLAMA |= {"kv_channels": 8, "ffn_hidden_size": 64, "max_position_embeddings": 64, "vocab_size": 99}
@@ -31,7 +31,7 @@ class Drawn(Weights):
 
     def __init__(self, **settings: Any) -> None:
         self.config, self.notes = resolved(**{**LLAMA, **settings}), []
-        self.tensors = {n: Stored(shape, torch.float32) for n, shape in our_tensors(self.config).items()}
+        self.tensors = {p.name: Stored(p.shape, torch.float32) for p in inventory(self.config)}
 
     def read_into(self, name: str, offsets: Any, out: torch.Tensor) -> None:
         whole = torch.randn(self.tensors[name].shape, generator=torch.Generator().manual_seed(len(name)))

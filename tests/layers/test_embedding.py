@@ -107,14 +107,14 @@ def logits_errors(layer: Any, mine: torch.Tensor, x: torch.Tensor, w: torch.Tens
 def measure(rank: int, world: int) -> dict[str, float]:
     out = {}
     for tp, sp in itertools.product((1, 2), (False, True)):
-        mesh, name = build_context(Layout(dp_replicate=world // tp, tp=tp), "cpu").tp, f"tp {tp}{', sp' * sp}"
-        out |= {f"{name}, positions, {k}": e for k, e in position_errors(mesh, sp).items()}
+        context, name = build_context(Layout(dp_replicate=world // tp, tp=tp), "cpu").tp, f"tp {tp}{', sp' * sp}"
+        out |= {f"{name}, positions, {k}": e for k, e in position_errors(context, sp).items()}
         for vocab in VOCABULARIES:
             for lead, dtype in itertools.product(((), (3,)), (torch.float32, torch.bfloat16)):
-                errors = embedding_errors(mesh, vocab, sp, lead, dtype)
+                errors = embedding_errors(context, vocab, sp, lead, dtype)
                 out |= {f"{name}, {vocab} ids, {len(lead)} more dims, {dtype}, {k}": e for k, e in errors.items()}
             for tied in (False, True):
-                errors = head_errors(mesh, vocab, sp, tied)
+                errors = head_errors(context, vocab, sp, tied)
                 out |= {f"{name}, head of {vocab} ids, {'tied' if tied else 'own'}, {k}": e for k, e in errors.items()}
     return out
 

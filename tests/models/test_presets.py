@@ -172,7 +172,9 @@ def test_debug_takes_the_tokenizers_vocabulary() -> None:
 
 
 def test_presets_and_arithmetic_need_no_torch() -> None:
-    code = "import sys, smp.models.presets, smp.models.arithmetic; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, smp.models.presets, smp.models.arithmetic, smp.training.memory; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
 
 

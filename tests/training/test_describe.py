@@ -27,7 +27,7 @@ def tuning(tmp_path: Path, **lora: object) -> FinetuneConfig:
     return fill_in(config)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("targets", [None, "query,down", "layers.1.*,output"])
 def test_adapters_are_counted_as_they_lie_on_a_process(tmp_path: Path, tp: int, targets: str | None) -> None:
     config = tuning(tmp_path, lora_rank=3, lora_target_modules=targets)
@@ -36,13 +36,13 @@ def test_adapters_are_counted_as_they_lie_on_a_process(tmp_path: Path, tp: int, 
         assert config.lora.lora_target_modules is not None
         add_adapters(model, config.lora.lora_target_modules.split(","), 3, 6.0)
         parts: list[torch.Tensor] = [p.to_local() for p in model.parameters() if p.requires_grad]  # type: ignore[operator]
-    assert adapter_elements(config, tp) == sum(part.numel() for part in parts) > 0
+    assert adapter_elements(config, Layout(tp=tp)) == sum(part.numel() for part in parts) > 0
 
 
 def test_an_adapter_from_a_file_is_counted_by_its_size(tmp_path: Path) -> None:
-    assert adapter_elements(tuning(tmp_path, load_adapter=str(tmp_path)), 1) == 0
+    assert adapter_elements(tuning(tmp_path, load_adapter=str(tmp_path)), Layout()) == 0
     (tmp_path / "adapter_model.safetensors").write_bytes(bytes(4000))
-    assert adapter_elements(tuning(tmp_path, load_adapter=str(tmp_path)), 1) == 1000
+    assert adapter_elements(tuning(tmp_path, load_adapter=str(tmp_path)), Layout()) == 1000
 
 
 def test_a_dry_run_shows_less_memory_with_adapters_and_more_with_a_copy(tmp_path: Path) -> None:

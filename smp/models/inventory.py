@@ -1,0 +1,117 @@
+"""The inventory: every parameter of a model, from its ``ModelConfig``. No torch, so that it runs on a login node.
+
+A new kind of layer is described here once: converters, adapters, parameter counts, FLOPs and memory read the inventory,
+and the model that ``smp.models.gpt`` builds is tested against it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from smp.config import Layout, ModelConfig
+from smp.models.part import ModelPart, whole
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of the model, and how a mesh cuts it."""
+
+    name: str  # in the model and in checkpoints
+    shape: tuple[int, ...]  # global, without padding of the vocabulary
+    shard_dim: int | None = None  # the dimension that is cut; None: every rank holds all of it
+    group: Literal["tp"] = "tp"  # the dimension of the mesh that cuts it
+    heads: int | None = None  # key/value heads are not cut: with fewer than ranks, every rank holds all of them
+    pad_to: int = 1  # the rows of a rank are padded to a multiple of this (vocabulary)
+    linear: bool = False  # the weight of a linear layer, which can have an adapter
+    flops: int = 0  # per token, of its product in a forward pass; norms, biases and positions have none
+
+    @property
+    def module(self) -> str:
+        """Name of the layer that it belongs to."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def numel(self) -> int:
+        """Elements, without padding."""
+        return math.prod(self.shape)
+
+    def placement(self, layout: Layout) -> int | None:
+        """The dimension that ``layout`` cuts; None: it is replicated."""
+        replicated = self.heads is not None and self.heads < getattr(layout, self.group)
+        return None if replicated else self.shard_dim
+
+    def local_shape(self, layout: Layout) -> tuple[int, ...]:
+        """What one rank of ``group`` holds, padding included."""
+        dim = self.placement(layout)
+        if dim is None:
+            return self.shape
+        size = -(-self.shape[dim] // (self.pad_to * getattr(layout, self.group))) * self.pad_to
+        return (*self.shape[:dim], size, *self.shape[dim + 1 :])
+
+
+def inventory(model: ModelConfig, parts: Sequence[ModelPart] | None = None) -> Iterator[Parameter]:
+    """Every parameter of a resolved model, or of some of its parts on one process. A tied matrix is there once: as the
+    embedding's, also where only the head is."""
+    parts = (whole(model.num_layers),) if parts is None else parts
+    first, last = any(p.embedding for p in parts), any(p.head for p in parts)
+    tied = not model.untie_embeddings_and_output_weights
+    if first or (last and tied):
+        yield vocabulary_matrix(model, "embedding", has_product=tied)
+    if first and model.position_embedding_type == "learned_absolute":
+        yield Parameter("positions.weight", (model.max_position_embeddings, model.hidden_size))
+    for part in parts:
+        for layer in part.layers:
+            yield from block_parameters(model, layer)
+    if last:
+        yield from _norm(model, "final_norm")
+    if last and not tied:
+        yield vocabulary_matrix(model, "head", has_product=True)
+
+
+def vocabulary_matrix(model: ModelConfig, module: str, has_product: bool) -> Parameter:
+    """Token embedding or output matrix; a lookup is no product."""
+    rows, hidden, pad_to = model.vocab_size, model.hidden_size, model.make_vocab_size_divisible_by
+    assert rows is not None, "resolved before"
+    return Parameter(f"{module}.weight", (rows, hidden), 0, pad_to=pad_to, flops=2 * rows * hidden * has_product)
+
+
+def block_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
+    """The parameters of one block."""
+    hidden, ffn, groups, head_dim = model.hidden_size, model.ffn_hidden_size, model.num_query_groups, model.kv_channels
+    assert groups is not None and head_dim is not None and ffn is not None, "resolved before"
+    q, kv = model.num_attention_heads * head_dim, groups * head_dim
+    bias = not model.disable_bias_linear
+    qkv_bias = bias or model.add_qkv_bias
+    attention, mlp = f"layers.{layer}.attention", f"layers.{layer}.mlp"
+    yield from _norm(model, f"{attention}_norm")
+    if model.qk_layernorm:
+        yield Parameter(f"{attention}.query_norm.weight", (head_dim,))
+        yield Parameter(f"{attention}.key_norm.weight", (head_dim,))
+    yield from _norm(model, f"{mlp}_norm")
+    yield from _linear(f"{attention}.query", hidden, q, 0, qkv_bias)
+    yield from _linear(f"{attention}.key", hidden, kv, 0, qkv_bias, groups)
+    yield from _linear(f"{attention}.value", hidden, kv, 0, qkv_bias, groups)
+    yield from _linear(f"{attention}.output", q, hidden, 1, bias)
+    if model.swiglu:
+        yield from _linear(f"{mlp}.gate", hidden, ffn, 0, bias)
+    yield from _linear(f"{mlp}.up", hidden, ffn, 0, bias)
+    yield from _linear(f"{mlp}.down", ffn, hidden, 1, bias)
+
+
+def _norm(model: ModelConfig, name: str) -> Iterator[Parameter]:
+    yield Parameter(f"{name}.weight", (model.hidden_size,))
+    if model.normalization == "LayerNorm":
+        yield Parameter(f"{name}.bias", (model.hidden_size,))
+
+
+def _linear(
+    name: str, in_features: int, out_features: int, shard_dim: int, bias: bool, heads: int | None = None
+) -> Iterator[Parameter]:
+    """Column-parallel when dimension 0 of the weight (out, in) is cut, row-parallel when dimension 1 is."""
+    shape = (out_features, in_features)
+    yield Parameter(f"{name}.weight", shape, shard_dim, heads=heads, linear=True, flops=2 * math.prod(shape))
+    if bias:  # a row-parallel layer adds it after the sum, so every rank has all of it
+        yield Parameter(f"{name}.bias", shape[:1], 0 if shard_dim == 0 else None, heads=heads)

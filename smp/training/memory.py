@@ -1,0 +1,166 @@
+"""Bytes that one process of a training run needs, by formula. No torch, so it runs on a login node.
+
+Symbols: h hidden size, q = heads x head width, k = key/value heads x head width, f = MLP width, T = tokens of a
+micro-batch, b = bytes of the compute precision, tp = tensor-parallel processes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from smp.config import Config, Layout
+from smp.models.inventory import Parameter, block_parameters, inventory, vocabulary_matrix
+from smp.models.part import ModelPart, whole
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one process; see :func:`estimate_memory`."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    units: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        """Sum of the parts. They do not all peak at once, but the allocator's rounding wants room too."""
+        return self.parameters + self.gradients + self.optimizer + self.units + self.activations + self.logits
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What is different when a model is fine-tuned."""
+
+    adapters: int = 0  # elements of all adapters on one of the tensor-parallel processes; 0: all weights are trained
+    rows: int = 1  # sequences of a sample: 2 when it is a pair
+    copies: int = 0  # of the model, frozen
+
+
+def estimate_memory(
+    config: Config,
+    layout: Layout,
+    chunk_bytes: int,
+    parts: Sequence[ModelPart] | None = None,
+    held: int = 1,
+    losses: int = 1,
+    tuned: Tuned = Tuned(),
+) -> MemoryEstimate:
+    """Memory of one process of a training run: an estimate to choose a layout by, not a bound.
+
+    With n = parameters on one of tp processes (vocabulary padding included) and d = ``layout.dp_shard``:
+
+    - parameters 4 n / d and gradients 4 n / d: fp32 masters, sharded by FSDP.
+    - optimizer 8 n / d for Adam's two moments, 4 n / d for SGD with momentum, 0 without.
+    - units: what FSDP holds unsharded. In compute precision two blocks (one in use, one on its way) and the vocabulary
+      matrix at the loss; of the largest unit the gradient, in compute precision and as the fp32 input of its reduction.
+      Without FSDP (one data-parallel rank and no pipeline) the gradient of the largest unit on its way to the sum, and
+      in bf16 runs the cast weights, which layers keep for the backward pass (under recompute those of one block).
+    - activations: layers x what a block keeps (``_kept_per_token`` x T), as much as one whole block for the gradients
+      in flight, under recompute one more for the replayed block, and what the output layer takes and gives back.
+    - logits: one chunk, whose gradient replaces it; logits of all tokens never exist. The output matrix's gradient,
+      summed over chunks in fp32 and kept in compute precision from the forward pass, where the loss computes it: one
+      for each of the ``losses``.
+
+    Of a pipeline's process n counts its own parts. Their gradients are whole, 4 n, until they are reduced, and the
+    weights are gathered for the whole step (without --pipeline-reshard). Activations are there ``held`` times for an
+    average part. Frozen weights (the model under adapters, and copies of it) take b bytes instead of 4, and have no
+    gradients and no optimizer state. What layers keep is counted as if they were trained: with adapters it is less.
+
+    Key/value heads are counted as repeated for their query heads; without recompute, a block whose attention backend
+    takes them as they are keeps 2 b (q - k) per token less. Left out: the CUDA context, NCCL's buffers, fragmentation,
+    RoPE tables and a window's mask. Activations are those of fused kernels (a GPU); on a CPU torch's RMSNorm keeps two
+    fp32 copies of its input instead of the input. With Triton's SwiGLU, which a GPU runs without --compile, a block
+    keeps 2 f less per token.
+
+    Args:
+        config: resolved.
+        layout: degrees of the mesh.
+        chunk_bytes: size of one chunk of fp32 logits, ``smp.layers.head.CHUNK_BYTES`` of the device.
+        parts: of the model that the process holds; by default all of it.
+        held: most activations that it holds at once, in micro-batches of one part.
+        losses: most micro-batches at once between their loss and its backward pass.
+        tuned: of fine-tuning.
+    """
+    model, data, parallel = config.model, config.data, config.parallel
+    assert data.seq_length is not None, "resolved before"
+    b = 2 if parallel.bf16 else 4
+    tokens = tuned.rows * data.micro_batch_size * data.seq_length
+    parts = parts or (whole(model.num_layers),)
+    layers, last = sum(p.count for p in parts), any(p.head for p in parts)
+    n = _elements(inventory(model, parts), layout)
+    block = _elements(block_parameters(model, 0), layout)
+    rows, hidden = vocabulary_matrix(model, "head", has_product=True).local_shape(layout)
+    vocabulary = rows * hidden if last or any(p.embedding for p in parts) else 0
+    adapters = tuned.adapters * layers // model.num_layers
+    trained, frozen = (adapters, n * (tuned.copies + 1)) if adapters else (n, n * tuned.copies)
+    largest = adapters // layers if adapters else max(block, vocabulary)
+    if layout.pp == 1 and layout.data_parallel == 1:
+        kept = (
+            layers if parallel.recompute_granularity == "none" else 1
+        )  # a replay casts the weights of its block again
+        cast = 0 if b == 4 or tuned.adapters else kept * block + vocabulary
+        units = b * cast + (4 if b == 4 else b + 4) * largest
+    else:
+        gathered = 2 * block + vocabulary if layout.pp == 1 or parallel.pipeline_reshard else n
+        units = b * gathered + (b + 4) * largest
+    state = 8 if config.optim.optimizer != "sgd" else 4 * (config.optim.sgd_momentum > 0)
+    chunk = min(tokens, max(1, chunk_bytes // (4 * rows))) * rows * b
+    head = 0 if adapters else vocabulary * (b * losses + (4 if b < 4 else 0))
+    return MemoryEstimate(
+        parameters=(4 * trained + b * frozen) // layout.dp_shard,
+        gradients=4 * trained // (layout.dp_shard if layout.pp == 1 else 1),
+        optimizer=state * trained // layout.dp_shard,
+        units=units,
+        activations=int(tokens * _activations_per_token(config, layout, b, layers * held / len(parts), last)),
+        logits=last * (chunk + head),
+    )
+
+
+def _elements(parameters: Iterable[Parameter], layout: Layout) -> int:
+    """Elements on one process."""
+    return sum(math.prod(p.local_shape(layout)) for p in parameters)
+
+
+def _activations_per_token(config: Config, layout: Layout, b: int, layers: float, head: bool) -> float:
+    """Bytes per token of a micro-batch, of ``layers`` and the output layer."""
+    hidden, recompute = config.model.hidden_size, config.parallel.recompute_granularity
+    split = layout.tp if config.parallel.sequence_parallel else 1
+    one_block = _kept_per_token(config, layout.tp, b, "none")
+    kept = layers * _kept_per_token(config, layout.tp, b, recompute)
+    return kept + one_block * (1 if recompute == "none" else 2) + head * b * (2 * hidden // split + 2 * hidden)
+
+
+def _kept_per_token(config: Config, tp: int, b: int, recompute: Literal["none", "selective", "full"]) -> int:
+    """Bytes per token that one block keeps for its backward pass on one of ``tp`` processes.
+
+    With h_l = h / tp under sequence parallelism, else h, and all other widths local:
+
+    - none: input and output of both norms 4 h_l; query, key, value (repeated for their query heads) and output of
+      attention 4 q; MLP 4 f with SwiGLU (gate, up, SiLU, product), else 2 f; with qk-norm its inputs q + k;
+      log-sum-exp, 4 bytes per head, or with attention dropout per head and position the probabilities in fp32, the mask
+      in one byte and the dropped probabilities in compute precision.
+    - selective: input h_l; results of matrix products q + 2 k + (2 or 1) f + 2 h_l (the last after their reduction)
+      and of attention q; log-sum-exp, or with attention dropout the scores in compute precision.
+    - full: input h_l.
+    """
+    model, length = config.model, config.data.seq_length
+    head_dim, groups, ffn = model.kv_channels, model.num_query_groups, model.ffn_hidden_size
+    assert head_dim is not None and groups is not None and ffn is not None and length is not None, "resolved before"
+    heads, f = model.num_attention_heads // tp, ffn // tp
+    q, k = heads * head_dim, max(1, groups // tp) * head_dim
+    h_l = model.hidden_size // tp if config.parallel.sequence_parallel else model.hidden_size
+    if recompute == "full":
+        return b * h_l
+    if recompute == "selective":
+        elements = 3 * h_l + 2 * q + 2 * k + (2 if model.swiglu else 1) * f
+        per_position = b
+    else:
+        elements = 4 * h_l + 4 * q + (4 if model.swiglu else 2) * f + (q + k if model.qk_layernorm else 0)
+        per_position = 4 + 1 + b
+    return b * elements + heads * (4 if model.attention_dropout == 0 else per_position * length)
