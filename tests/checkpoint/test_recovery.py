@@ -358,7 +358,7 @@ def test_a_plain_save_looks_at_the_lock_before_it_commits(tmp_path: Path, monkey
         return write(folder, name, size)
 
     monkeypatch.setattr(LocalFolder, "writer", taken_meanwhile)
-    with pytest.raises(LockLostError, match="was taken over by another job"):
+    with pytest.raises(LockLostError, match="was taken over by an unknown job"):
         save({"w": torch.ones(3)}, tmp_path / "x", extra={}, lock=lock)
     lock.release()
     assert os.listdir(tmp_path) == ["lock"]
