@@ -139,10 +139,6 @@ def write_file(
     return {key: hashed.hexdigest() for key, hashed in hashes.items()}
 
 
-def _pieces(data: memoryview, size: int) -> Iterable[memoryview]:
-    return (data[start : start + size] for start in range(0, len(data), size))
-
-
 def read_header(source: Source) -> dict[str, Slot]:
     """The tensors of a file by key, each checked to lie inside of it.
 
@@ -182,14 +178,3 @@ def _refuse_overlaps(slots: Iterable[Slot]) -> None:
     for slot in sorted((slot for slot in slots if slot.size), key=lambda slot: slot.start):
         require(slot.start >= end, f"tensor {slot.key!r} overlaps another one")
         end = slot.start + slot.size
-
-
-def read_tensor(source: Source, slot: Slot, into: memoryview) -> str:
-    """Fill ``into``, which is as large as the slot, from a file; returns the checksum of what was read."""
-    hashed = xxhash.xxh3_64()
-    offset = slot.start
-    for piece in _pieces(into, source.piece):
-        source.read_into(offset, piece)
-        hashed.update(piece)
-        offset += len(piece)
-    return hashed.hexdigest()
