@@ -65,25 +65,30 @@ def async_save(
     Waits for the save before, if that is still under way.
 
     Args:
-        state: as for :func:`smp.checkpoint.save`.
-        folder: as for :func:`smp.checkpoint.save`.
+        state, folder, extra, logical_rows, lock: as for :func:`smp.checkpoint.save`.
         saver: made once, with ``AsyncSaver()``, on every rank.
-        extra: as for :func:`smp.checkpoint.save`.
-        logical_rows: as for :func:`smp.checkpoint.save`.
         latest_in: folder whose ``latest`` is to name the checkpoint when it is complete.
         retention: which checkpoints stay in ``latest_in`` after that.
-        lock: as for :func:`smp.checkpoint.save`.
 
     Raises:
         TypeError: as :func:`smp.checkpoint.save`.
         CheckpointError: the save before failed, and this one did not begin; or this one cannot begin.
     """
     saver.wait()
-    after = None
-    if latest_in is not None:
-        keep = None if retention is None else asdict(retention)
-        after = {"root": open_folder(latest_in).address, "retention": keep}
-    saver.begin(state, open_folder(folder), extra, logical_rows or {}, after, lock)
+    started = time.monotonic()
+    staged = StagingWriter(open_folder(folder), extra, saver._memory)
+    run_save(state, staged, logical_rows or {})
+    job: dict[str, Any] = {"folder": staged.folder.address, "part": staged.part, "commit": None}
+    job["save"] = on_rank_zero(lambda: secrets.token_hex(8), CheckpointError)
+    if staged.manifest is not None:
+        job["commit"] = {
+            "manifest": asdict(staged.manifest),
+            "patience": saver.patience,
+            "lock": lock and {"root": lock.root.address, "token": lock.token},
+            "latest_in": latest_in and open_folder(latest_in).address,
+            "retention": retention and asdict(retention),
+        }
+    saver._begin(job, _UnderWay(staged.folder, started, ["part", "commit"] if job["commit"] else ["part"]))
 
 
 class AsyncSaver:
@@ -112,31 +117,12 @@ class AsyncSaver:
         """Process number of this rank's writer."""
         return self._writer.pid
 
-    def begin(
-        self,
-        state: Mapping[str, torch.Tensor],
-        folder: Folder,
-        extra: Mapping[str, Any],
-        logical_rows: Mapping[str, int],
-        after: dict[str, Any] | None,
-        lock: RunLock | None,
-    ) -> None:
-        """Copy and hand over; see :func:`async_save`."""
-        assert self._save is None
-        started = time.monotonic()
-        staged = StagingWriter(folder, extra, self._memory)
-        run_save(state, staged, logical_rows)
-        token = on_rank_zero(lambda: secrets.token_hex(8), CheckpointError)
-        commit = None
-        if staged.manifest is not None:
-            held = None if lock is None else {"root": lock.root.address, "token": lock.token}
-            commit = {"manifest": asdict(staged.manifest), "patience": self.patience, "after": after, "lock": held}
-        self._save = _UnderWay(folder, started, awaited=["part"] + ["commit"] * (commit is not None))
+    def _begin(self, job: dict[str, Any], save: _UnderWay) -> None:
+        self._save = save
         try:
-            job = {"save": token, "folder": folder.address, "part": staged.part, "commit": commit}
             self._writer.submit(job, self._memory)
         except WriterDiedError as error:
-            self._save.fail(str(error))
+            save.fail(str(error))
 
     def poll(self) -> Saved | None:
         """Hear without waiting whether the save under way is over; None when it is not, or there is none.
@@ -173,7 +159,9 @@ class AsyncSaver:
         if errors:
             with suppress(CheckpointError):  # the next start cleans up what cannot be deleted now
                 on_rank_zero(lambda: discard_unfinished(save.folder), CheckpointError)
-            self._replace_dead_writer()
+            if not self._writer.alive:
+                self._writer.close()
+                self._writer = WriterProcess()
             raise CheckpointError(f"cannot save {save.folder}: {'; '.join(dict.fromkeys(errors))}")
         notes = on_rank_zero(lambda: tuple(save.notes), CheckpointError)
         return Saved(save.folder, time.monotonic() - save.started, notes)
@@ -191,11 +179,6 @@ class AsyncSaver:
             if answer is None:
                 return
             save.hear(answer)
-
-    def _replace_dead_writer(self) -> None:
-        if not self._writer.alive:
-            self._writer.close()
-            self._writer = WriterProcess()
 
     def close(self) -> None:
         """Wait for a save that is under way, without the other ranks, and end the writer. May be called twice.

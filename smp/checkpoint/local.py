@@ -142,7 +142,7 @@ class _LocalSource:
 
     def read_into(self, offset: int, into: memoryview) -> None:
         while into:
-            count = _read_at(self._descriptor, into, offset)
+            count = os.preadv(self._descriptor, [into], offset)
             if count == 0:
                 raise EOFError(f"the file ends at {offset}")
             offset, into = offset + count, into[count:]
@@ -212,15 +212,6 @@ def _reserve(descriptor: int, size: int) -> None:
     except OSError as error:
         if error.errno not in _NOT_KNOWN:
             raise
-
-
-def _read_at(descriptor: int, into: memoryview, offset: int) -> int:
-    """Fill what one call can fill of ``into``; how much that is."""
-    if hasattr(os, "preadv"):
-        return os.preadv(descriptor, [into], offset)
-    data = os.pread(descriptor, len(into), offset)
-    into[: len(data)] = data
-    return len(data)
 
 
 def sync_to_disk(path: Path) -> None:

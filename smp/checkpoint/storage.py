@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -25,9 +25,6 @@ from smp.checkpoint.folder import Folder
 from smp.checkpoint.lock import RunLock
 from smp.checkpoint.manifest import MANIFEST, check_extra, read_manifest, write_manifest
 from smp.checkpoint.tensor_file import lay_out, raw_bytes, shard_keys, write_file
-
-Planned = dict[str, tuple[WriteItem, torch.Tensor]]
-"""What a rank is to write, by key in its file."""
 
 SHARD_FILE = re.compile(r"shard_\d{5,}(?:\.(\d+))?\.safetensors")
 OUR_FILES = re.compile(rf"({SHARD_FILE.pattern}(\.json)?|{re.escape(MANIFEST)})((\.[0-9a-f]+)?\.tmp)?")
@@ -50,20 +47,16 @@ class ManifestWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """A writer belongs to its folder."""
-        return False
+        return False  # a writer belongs to its folder
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A writer belongs to its folder."""
         assert checkpoint_id is None
 
     def set_up_storage_writer(self, is_coordinator: bool) -> None:
-        """Refuse an unwritable ``extra`` before anything is written."""
-        check_extra(self.extra)
+        check_extra(self.extra)  # before anything is written
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Files are named centrally."""
-        return plan
+        return plan  # files are named centrally
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the folder and give every rank a file name that nothing in it has, committed or left by a crash."""
@@ -75,16 +68,26 @@ class ManifestWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file, if there is anything in its plan, and bring it to disk."""
+        tensors = [planner.resolve_data(item) for item in plan.items]
+        rows = [(i.index.fqn, *_rows(i.index.offset, t)) for i, t in zip(plan.items, tensors, strict=True)]
+        keys = shard_keys(rows)
+        by_key = {key: tensor.detach() for key, tensor in zip(keys, tensors, strict=True)}
+        hashes = self._write(plan.storage_data, by_key) if by_key else {}
+        results = []
+        for item, key in zip(plan.items, keys, strict=True):
+            tensor = by_key[key]
+            shard = Shard(plan.storage_data, key, tuple(item.index.offset or ()), tuple(tensor.shape), hashes[key])
+            results.append(WriteResult(item.index, tensor.nbytes, shard))
         done: Future[list[WriteResult]] = Future()
-        done.set_result(self._write(plan.storage_data, planned_tensors(plan, planner)) if plan.items else [])
+        done.set_result(results)
         return done
 
-    def _write(self, file: str, planned: Planned) -> list[WriteResult]:
-        tensors = {key: tensor for key, (_, tensor) in planned.items()}
+    def _write(self, file: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+        """Checksums by key."""
         layout = lay_out(tensors)
         # what lies contiguous in CPU memory is written from there; only other tensors are copied, one at a time
         data = ((slot.key, raw_bytes(tensors[slot.key].cpu().contiguous())) for slot in layout.slots)
-        return write_results(file, planned, write_file(self.folder, file, layout, data))
+        return write_file(self.folder, file, layout, data)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit with the manifest, then remove data files that it does not name."""
@@ -93,24 +96,8 @@ class ManifestWriter(StorageWriter):
         self.notes = commit(self.folder, build_manifest(metadata, results, self.extra))
 
 
-def planned_tensors(plan: SavePlan, planner: SavePlanner) -> Planned:
-    """What a rank is to write."""
-    tensors = [data for item in plan.items if isinstance(data := planner.resolve_data(item), torch.Tensor)]
-    rows = [(i.index.fqn, *_rows(tuple(i.index.offset or ()), t)) for i, t in zip(plan.items, tensors, strict=True)]
-    return {k: (i, t.detach()) for k, i, t in zip(shard_keys(rows), plan.items, tensors, strict=True)}
-
-
-def _rows(offsets: tuple[int, ...], tensor: torch.Tensor) -> tuple[int, int]:
+def _rows(offsets: Sequence[int] | None, tensor: torch.Tensor) -> tuple[int, int]:
     return (offsets[0], len(tensor)) if offsets else (0, 1)
-
-
-def write_results(file: str, planned: Planned, hashes: Mapping[str, str]) -> list[WriteResult]:
-    """For DCP: the shards that a rank wrote."""
-    results = []
-    for key, (item, tensor) in planned.items():
-        shard = Shard(file, key, tuple(item.index.offset or ()), tuple(tensor.shape), hashes[key])
-        results.append(WriteResult(item.index, tensor.nbytes, shard))
-    return results
 
 
 def build_manifest(metadata: Metadata, results: Sequence[Sequence[WriteResult]], extra: Mapping[str, Any]) -> Manifest:
