@@ -11,10 +11,9 @@ import secrets
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -36,17 +35,11 @@ LAST_WAIT = 60.0
 
 @dataclass(frozen=True)
 class Saved:
-    """A background save that was committed.
-
-    Attributes:
-        folder: its folder.
-        seconds: from the call until this rank heard of the commit.
-        notes: lines about what was done after the commit.
-    """
+    """A background save that was committed."""
 
     folder: Folder
-    seconds: float
-    notes: tuple[str, ...] = ()
+    seconds: float  # from the call until this rank heard of the commit
+    notes: tuple[str, ...] = ()  # lines about what was done after the commit
 
 
 def async_save(
@@ -91,7 +84,7 @@ def async_save(
     saver._begin(job, _UnderWay(staged.folder, started, ["part", "commit"] if job["commit"] else ["part"]))
 
 
-class AsyncSaver:
+class AsyncSaver(AbstractContextManager["AsyncSaver"]):
     """A writer process and the memory it shares with this one. Make it before training: starting takes seconds.
 
     Close it, or use it as a context manager; at the exit of the program it waits for a save that is under way.
@@ -114,7 +107,6 @@ class AsyncSaver:
 
     @property
     def writer_pid(self) -> int:
-        """Process number of this rank's writer."""
         return self._writer.pid
 
     def _begin(self, job: dict[str, Any], save: _UnderWay) -> None:
@@ -187,10 +179,10 @@ class AsyncSaver:
         :data:`LAST_WAIT`. A failure is printed: who did not wait before cannot be told otherwise.
         """
         atexit.unregister(self.close)
-        if self._save is not None:
-            self._finish_alone(self._save)
-            if self._save.error is not None:
-                print(f"error: cannot save {self._save.folder}: {self._save.error}", file=sys.stderr, flush=True)
+        if (save := self._save) is not None:
+            self._finish_alone(save)
+            if save.error is not None:
+                print(f"error: cannot save {save.folder}: {save.error}", file=sys.stderr, flush=True)
         self._save = None
         self._writer.close()
         self._memory.close()
@@ -207,12 +199,7 @@ class AsyncSaver:
         if save.awaited:
             save.fail("another rank does not finish its file")
 
-    def __enter__(self) -> AsyncSaver:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -225,8 +212,7 @@ class _UnderWay:
     awaited: list[str]
     error: str | None = None
     notes: list[str] = field(default_factory=list)
-    part_took: float = 0.0
-    """Seconds until this rank heard that its own file is written."""
+    part_took: float = 0.0  # seconds until this rank heard that its own file is written
 
     @property
     def part_is_over(self) -> bool:

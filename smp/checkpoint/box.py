@@ -16,7 +16,7 @@ from smp.checkpoint.entries import DTYPES, Manifest, Shard
 from smp.checkpoint.folder import Folder
 from smp.checkpoint.manifest import check_files
 from smp.checkpoint.read_ahead import Wanted, read_ahead
-from smp.checkpoint.reader import Part, check_slot, narrow, opened_file, read_parts, require_checksum
+from smp.checkpoint.reader import Slice, check_slot, narrow, opened_file, read_slices, require_checksum
 
 
 def read_box(
@@ -33,14 +33,14 @@ def read_box(
 
 def read_box_into(folder: Folder, manifest: Manifest, name: str, offsets: Sequence[int], out: torch.Tensor) -> None:
     """:func:`read_box` into ``out``, a CPU tensor of the stored dtype whose shape is that of the box."""
-    by_file: dict[str, dict[tuple[str, Shard], list[Part]]] = defaultdict(dict)
+    by_file: dict[str, dict[tuple[str, Shard], list[Slice]]] = defaultdict(dict)
     for shard in manifest.tensors[name].shards:
         if (common := _common(shard.offsets, shard.sizes, offsets, out.shape)) is not None:
             begin, sizes = common
             target = narrow(out, _minus(begin, offsets), sizes)
-            by_file[shard.file][name, shard] = [Part(_minus(begin, shard.offsets), target)]
-    for file, parts in by_file.items():
-        read_parts(folder, manifest, file, parts)
+            by_file[shard.file][name, shard] = [Slice(_minus(begin, shard.offsets), target)]
+    for file, slices in by_file.items():
+        read_slices(folder, manifest, file, slices)
 
 
 def read_blocks(

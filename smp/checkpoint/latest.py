@@ -64,7 +64,7 @@ def find(path: Path | str | Folder) -> Folder:
 
 
 def misnamed(folder: Folder, extra: Mapping[str, Any]) -> str | None:
-    """A line when a training run's checkpoint lies under the name of another iteration than the one it holds."""
+    """A line when a training run's checkpoint lies under the name of another iteration."""
     held = other_iteration(folder, extra)
     return None if held is None else f"{folder} holds iteration {held}: somebody gave it another name, or other content"
 

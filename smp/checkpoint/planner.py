@@ -9,8 +9,7 @@ padding, which depends on the layout, is cut off.
 from __future__ import annotations
 
 import io
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +37,7 @@ from torch.distributed.tensor import DTensor
 
 from smp.checkpoint.entries import DTYPES, CheckpointError, TensorEntry
 from smp.checkpoint.overlap import shared_memory
+from smp.checkpoint.reader import narrow
 from smp.checkpoint.tensor_file import rows_of_a_shard
 from smp.parallel.boxes import Box, local_box
 
@@ -46,10 +46,7 @@ _NAMED_AT_MOST = 8
 
 @dataclass(frozen=True)
 class Part:
-    """What this rank holds of one tensor, without padding: ``data`` is the ``box`` of a whole of ``shape``.
-
-    ``data`` shares storage with the tensor it was taken from.
-    """
+    """What this rank holds of one tensor, without padding: ``data``, a view, is the ``box`` of a whole of ``shape``."""
 
     shape: torch.Size
     box: Box
@@ -62,12 +59,7 @@ class Part:
 
 
 def local_parts(state: Mapping[str, Any], logical_rows: Mapping[str, int]) -> dict[str, Part]:
-    """The part of every tensor of ``state`` that this rank holds.
-
-    Raises:
-        TypeError: for a value that is not a tensor, or of a dtype that the format does not have.
-        CheckpointError: for a tensor without data (meta device), or ``logical_rows`` that do not fit ``state``.
-    """
+    """The part of every tensor of ``state`` that this rank holds; raises as :func:`smp.checkpoint.save`."""
     unknown = sorted(set(logical_rows) - set(state))
     if unknown:
         raise CheckpointError(f"logical_rows names tensors that are not in the state: {_listed(unknown)}")
@@ -107,13 +99,12 @@ class ManifestSavePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Find the local parts."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self.parts = local_parts(state_dict, self.logical_rows)
 
     def create_local_plan(self) -> SavePlan:
         """One item per shard; a tensor without any element keeps one empty box, so that it is not forgotten."""
-        kept = [(name, part) for name, part in self.parts.items() if not part.box.empty or math.prod(part.shape) == 0]
+        kept = [(name, part) for name, part in self.parts.items() if not part.box.empty or 0 in part.shape]
         return SavePlan([_write_item(name, part, box) for name, part in kept for box in _shards(part)])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -127,7 +118,6 @@ class ManifestSavePlanner(DefaultSavePlanner):
         return super().create_global_plan(all_plans)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        """The data of an item of this rank's plan."""
         part, written = self.parts[write_item.index.fqn], write_item.tensor_data
         assert written is not None
         if not part.shape:
@@ -166,7 +156,6 @@ class ManifestLoadPlanner(LoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Find the local parts and what the checkpoint has."""
         assert metadata is not None
         self.parts = local_parts(state_dict, self.logical_rows)
         self.stored = {n: m for n, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
@@ -193,38 +182,32 @@ class ManifestLoadPlanner(LoadPlanner):
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Raise one error, on all ranks, that names every tensor that does not fit on any of them."""
-        problems: dict[str, str] = {}
-        for plan in global_plan:
-            problems |= plan.planner_data[1]
+        problems = {name: text for plan in global_plan for name, text in plan.planner_data[1].items()}
         wanted = {name for plan in global_plan for name in plan.planner_data[0]}
-        unread = [name for name in sorted(self.stored.keys() - wanted) if not self._may_be_unread(name)]
-        problems |= dict.fromkeys(unread, "in the checkpoint but not expected")
+        unread = sorted(self.stored.keys() - wanted)
+        if isinstance(self.allow_unread, str):
+            unread = [name for name in unread if not name.startswith(self.allow_unread)]
+        if self.allow_unread is not True:
+            problems |= dict.fromkeys(unread, "in the checkpoint but not expected")
         if problems:
-            raise CheckpointError(_listed([f"{name} ({text})" for name, text in problems.items()]))
+            raise CheckpointError(_listed(f"{name} ({text})" for name, text in problems.items()))
         return global_plan
 
-    def _may_be_unread(self, name: str) -> bool:
-        return name.startswith(self.allow_unread) if isinstance(self.allow_unread, str) else self.allow_unread
-
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Nothing is changed centrally."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Never called: the format has no pickled objects."""
         raise AssertionError(f"{read_item.dest_index.fqn} is not a tensor")
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """The piece of local storage that an item fills."""
-        piece = self.parts[read_item.dest_index.fqn].data
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            piece = piece.narrow(dim, start, length)
-        return piece
+        """The piece of local storage that an item fills, so that nothing is left to commit."""
+        return narrow(self.parts[read_item.dest_index.fqn].data, read_item.dest_offsets, read_item.lengths)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """``resolve_tensor`` returned the storage itself, so nothing is left to do."""
+        pass
 
 
-def _listed(names: list[str]) -> str:
+def _listed(items: Iterable[str]) -> str:
+    names = list(items)
     more = f" and {len(names) - _NAMED_AT_MOST} more" if len(names) > _NAMED_AT_MOST else ""
     return ", ".join(names[:_NAMED_AT_MOST]) + more

@@ -1,4 +1,4 @@
-"""Reading parts of shards, each checked against its checksum; and behind torch's distributed checkpoint (DCP)."""
+"""Reading slices of shards, each checked against its checksum; and behind torch's distributed checkpoint (DCP)."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from smp.checkpoint.tensor_file import Slot, as_bits, read_header
 
 
 @dataclass(frozen=True)
-class Part:
+class Slice:
     """What is wanted of a shard: ``target`` takes its elements from ``offsets`` on."""
 
     offsets: tuple[int, ...]
     target: torch.Tensor
 
 
-Parts = Mapping[tuple[str, Shard], Sequence[Part]]
+Slices = Mapping[tuple[str, Shard], Sequence[Slice]]
 """What is wanted of one file, by the name of the tensor and its shard."""
 
 
@@ -66,15 +66,15 @@ class ManifestReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill local storage, file by file; raises as :func:`read_parts`."""
+        """Fill local storage, file by file; raises as :func:`read_slices`."""
         targets = [(item, planner.resolve_tensor(item)) for item in plan.items]
-        by_file: dict[str, dict[tuple[str, Shard], list[Part]]] = defaultdict(lambda: defaultdict(list))
+        by_file: dict[str, dict[tuple[str, Shard], list[Slice]]] = defaultdict(lambda: defaultdict(list))
         for item, target in targets:
             name = item.storage_index.fqn
             shard = self.shards[name, tuple(item.storage_index.offset or ())]
-            by_file[shard.file][name, shard].append(Part(tuple(item.storage_offsets), target))
-        for file, parts in by_file.items():
-            read_parts(self.folder, self.manifest, file, parts)
+            by_file[shard.file][name, shard].append(Slice(tuple(item.storage_offsets), target))
+        for file, slices in by_file.items():
+            read_slices(self.folder, self.manifest, file, slices)
         for item, target in targets:
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
@@ -83,24 +83,24 @@ class ManifestReader(StorageReader):
 
 
 @torch.no_grad()
-def read_parts(folder: Folder, manifest: Manifest, file: str, parts: Parts) -> None:
-    """Fill the targets of ``parts`` from one file. Memory besides them: the buffers of :func:`read_ahead`.
+def read_slices(folder: Folder, manifest: Manifest, file: str, slices: Slices) -> None:
+    """Fill the targets of ``slices`` from one file. Memory besides them: the buffers of :func:`read_ahead`.
 
     Raises:
         DamagedError: naming the file, and the tensor where one is known, for anything but what was saved.
         CheckpointError: for a file that cannot be read, which may be for a while only.
     """
-    pinned = any(part.target.is_cuda for of_shard in parts.values() for part in of_shard)
-    with opened_file(folder, manifest, file, (name for name, _ in parts)) as (source, slots):
-        found = {key: check_slot(slots, *key, manifest) for key in parts}
+    pinned = any(one.target.is_cuda for of_shard in slices.values() for one in of_shard)
+    with opened_file(folder, manifest, file, (name for name, _ in slices)) as (source, slots):
+        found = {key: check_slot(slots, *key, manifest) for key in slices}
         in_order = sorted(found, key=lambda key: found[key].start)
-        wanted = [Wanted(found[key], _whole_target(found[key], parts[key])) for key in in_order]
+        wanted = [Wanted(found[key], _whole_target(found[key], slices[key])) for key in in_order]
         with closing(read_ahead(source, wanted, pinned)) as blocks:
             for block in blocks:
                 key = in_order[block.number]
                 if wanted[block.number].into is None:
-                    for part in parts[key]:
-                        _copy_rows(block, part)
+                    for one in slices[key]:
+                        _copy_rows(block, one)
                 require_checksum(*key, block)
 
 
@@ -152,17 +152,17 @@ def narrow(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -
     return tensor
 
 
-def _whole_target(slot: Slot, parts: Sequence[Part]) -> torch.Tensor | None:
+def _whole_target(slot: Slot, slices: Sequence[Slice]) -> torch.Tensor | None:
     """The tensor that takes all of a shard in one piece, if there is one: the shard is read straight into it."""
-    target = parts[0].target
-    whole = len(parts) == 1 and tuple(target.shape) == slot.shape
+    target = slices[0].target
+    whole = len(slices) == 1 and tuple(target.shape) == slot.shape
     return target if whole and target.is_cpu and target.is_contiguous() else None
 
 
-def _copy_rows(block: Block, part: Part) -> None:
+def _copy_rows(block: Block, wanted: Slice) -> None:
     """Copy what is wanted of some rows of the stored shard."""
-    target = part.target if part.target.ndim else part.target.view(1)
-    first, *others = part.offsets or (0,)
+    target = wanted.target if wanted.target.ndim else wanted.target.view(1)
+    first, *others = wanted.offsets or (0,)
     begin, end = max(block.first, first), min(block.first + len(block.rows), first + len(target))
     if begin >= end:
         return

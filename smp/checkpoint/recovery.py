@@ -26,13 +26,8 @@ Loaded = TypeVar("Loaded")
 
 
 def clean(root: Folder) -> list[str]:
-    """Remove what crashed saves left in ``root`` and let ``latest`` name the newest; call on one rank.
-
-    Nobody may be saving into ``root``: hold its lock.
-
-    Returns:
-        A line for each thing that was done.
-    """
+    """Remove what crashed saves left in ``root`` and let ``latest`` name the newest; call on one rank, under the lock.
+    Returns a line for each thing that was done."""
     lines = []
     for name in (name for name in root.names() if ITERATION.fullmatch(name)):
         if left := discard_unfinished(root.child(name)):
@@ -103,8 +98,8 @@ def load_newest(
     Args:
         root: folder of ``iter_NNNNNNN`` folders.
         load: loads one checkpoint; raises the same kind of error on every rank.
-        may_rename: whether a damaged checkpoint may be set aside, or is passed over only (``root`` is somebody else's).
-        say: told, in one line, about each damaged checkpoint.
+        may_rename: whether a damaged checkpoint may be set aside, or is passed over only (of another run's folder).
+        say: told about each damaged checkpoint.
 
     Returns:
         The checkpoint's folder and what ``load`` returned; None when there is no checkpoint at all.

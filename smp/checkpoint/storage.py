@@ -32,13 +32,7 @@ OUR_FILES = re.compile(rf"({SHARD_FILE.pattern}(\.json)?|{re.escape(MANIFEST)})(
 
 
 class ManifestWriter(StorageWriter):
-    """Writes one checkpoint folder.
-
-    Args:
-        folder: the checkpoint's own folder, on storage that all ranks share. Made when it does not exist.
-        extra: plain JSON; rank 0's is written.
-        lock: on rank 0, the lock under which this is done, if any; looked at once more before the commit.
-    """
+    """Writes one checkpoint folder; the arguments are those of :func:`smp.checkpoint.save`."""
 
     def __init__(self, folder: Folder, extra: Mapping[str, Any], lock: RunLock | None = None) -> None:
         self.folder, self.extra, self.lock = folder, extra, lock
@@ -122,8 +116,11 @@ def commit(folder: Folder, manifest: Manifest) -> list[str]:
     Raises:
         CheckpointError: a file is not there.
     """
-    names = sorted({shard.file for entry in manifest.tensors.values() for shard in entry.shards})
-    files = {name: _size(folder, name) for name in names}
+    files: dict[str, int] = {}
+    for file in sorted({shard.file for entry in manifest.tensors.values() for shard in entry.shards}):
+        if (size := folder.size(file)) is None:
+            raise CheckpointError(f"rank 0 does not see {folder}/{file}: is the folder on a shared file system?")
+        files[file] = size
     folder.sync()
     write_manifest(folder, replace(manifest, files=files))
     try:
@@ -131,13 +128,6 @@ def commit(folder: Folder, manifest: Manifest) -> list[str]:
     except OSError as error:
         return [f"WARNING: {folder} is complete; files of the checkpoint before could not be removed: {error}"]
     return []
-
-
-def _size(folder: Folder, file: str) -> int:
-    size = folder.size(file)
-    if size is None:
-        raise CheckpointError(f"rank 0 does not see {folder}/{file}: is the folder on a shared file system?")
-    return size
 
 
 def remove_unnamed(folder: Folder, named: Mapping[str, int]) -> list[str]:
@@ -151,11 +141,8 @@ def remove_unnamed(folder: Folder, named: Mapping[str, int]) -> list[str]:
 def discard_unfinished(folder: Folder) -> list[str]:
     """Delete what a save that never committed left in ``folder``, and the folder with it when nothing else is there.
 
-    A checkpoint that was there before stays, and so does any file that no save of ours would have written. Nobody may
-    be saving into the folder.
-
-    Returns:
-        Names of the files that were deleted.
+    A checkpoint that was there before stays, and so does any file that no save would have written. Nobody may be saving
+    into the folder. Returns the names of the files that were deleted.
     """
     if MANIFEST in folder.names():
         try:

@@ -57,9 +57,7 @@ class FileLayout:
 def lay_out(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> FileLayout:
     """Tensors in the order of safetensors, widest elements first, so that every one is aligned.
 
-    Args:
-        tensors: by key; only their shapes and dtypes are used.
-        metadata: texts for the header; our checkpoints have none.
+    Only shapes and dtypes of ``tensors`` are used; ``metadata`` are texts for the header.
 
     Raises:
         CheckpointError: a key that a reader could not give back.
@@ -79,7 +77,7 @@ def lay_out(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | N
 
 
 def rows_of_a_shard(row_size: int) -> int:
-    """How many rows of ``row_size`` bytes make a shard: one at least."""
+    """How many rows of ``row_size`` bytes make a shard."""
     return max(1, LARGEST_SHARD // max(row_size, 1))
 
 
@@ -112,16 +110,9 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 def write_file(
     folder: Folder, name: str, layout: FileLayout, tensors: Iterable[tuple[str, memoryview]]
 ) -> dict[str, str]:
-    """Write a new file, durably.
+    """Write a new file, durably; returns xxh3_64 by key.
 
-    Args:
-        folder: where to.
-        name: of the file; there must be none of this name.
-        layout: what it is to hold.
-        tensors: key and bytes of every slot of the layout, in its order; a slot's may come in several pieces.
-
-    Returns:
-        xxh3_64 by key.
+    ``tensors`` are key and bytes of every slot of the layout, in its order; a slot's may come in several pieces.
     """
     hashes = {slot.key: xxhash.xxh3_64() for slot in layout.slots}
     offset = len(layout.header)

@@ -19,15 +19,8 @@ _MOST_CELLS = 2**24  # of the grid in which shards are counted; a million proces
 
 
 def check_manifest(manifest: Manifest, folder: Path | None) -> None:
-    """Refuse file names that leave ``folder``, tensors not covered exactly once and shards larger than their file.
-
-    Args:
-        manifest: what to check.
-        folder: where its files are, to follow links; None on storage that has none.
-
-    Raises:
-        DamagedError: naming the file or tensor.
-    """
+    """Raise DamagedError for file names that leave ``folder`` (None on storage without links), tensors that are not
+    covered exactly once and shards larger than their file."""
     for file, size in manifest.files.items():
         require(FILE_NAME.fullmatch(file) is not None, f"file name {file!r} is not a plain .safetensors name")
         inside = folder is None or (folder / file).resolve().parent == folder.resolve()
