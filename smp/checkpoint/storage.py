@@ -62,10 +62,11 @@ class ManifestWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file, if there is anything in its plan, and bring it to disk."""
-        tensors = [planner.resolve_data(item) for item in plan.items]
+        found = (planner.resolve_data(item) for item in plan.items)
+        tensors = [data.detach() for data in found if isinstance(data, torch.Tensor)]
         rows = [(i.index.fqn, *_rows(i.index.offset, t)) for i, t in zip(plan.items, tensors, strict=True)]
         keys = shard_keys(rows)
-        by_key = {key: tensor.detach() for key, tensor in zip(keys, tensors, strict=True)}
+        by_key = dict(zip(keys, tensors, strict=True))
         hashes = self._write(plan.storage_data, by_key) if by_key else {}
         results = []
         for item, key in zip(plan.items, keys, strict=True):
