@@ -62,7 +62,7 @@ def save(
 
 
 def run_save(state: Mapping[str, torch.Tensor], writer: ManifestWriter, logical_rows: Mapping[str, int]) -> None:
-    """DCP's save with our planner and a given writer; what a failure leaves behind is deleted."""
+    """DCP's save with this format's planner and a given writer; what a failure leaves behind is deleted."""
     with one_line(f"cannot save {writer.folder}"):
         try:
             state_dict_saver.save(dict(state), storage_writer=writer, planner=ManifestSavePlanner(logical_rows))

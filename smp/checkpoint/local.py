@@ -113,7 +113,7 @@ class LocalFolder(Folder):
         sync_to_disk(self.local)
 
     def remove(self) -> None:
-        if self.local.is_symlink():  # what it leads to belongs to somebody else
+        if self.local.is_symlink():  # what it leads to belongs to another run
             self.local.unlink()
         else:
             shutil.rmtree(self.local)
@@ -194,7 +194,7 @@ def _give_name(temporary: Path, path: Path) -> None:
     except OSError as error:
         if error.errno not in _NOT_KNOWN:
             raise
-        # a file system without links: whoever looks between the two calls sees an empty file
+        # a file system without links: a reader that looks between the two calls sees an empty file
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
         os.replace(temporary, path)
     else:

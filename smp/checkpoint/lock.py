@@ -125,7 +125,7 @@ class RunLock:
                 continue  # storage raises what it likes; check() looks at the time of the last good renewal
 
     def _renew(self) -> None:
-        """Write the next beat, also where somebody has deleted the file."""
+        """Write the next beat, also where the file was deleted."""
         me = replace(self._me, beat=self._me.beat + 1)
         require_lock(self.root, self.token)
         self.root.replace(self._name, _encode(me))

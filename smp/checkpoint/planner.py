@@ -1,4 +1,4 @@
-"""Which part of which tensor every rank writes or reads.
+"""Which shard of which tensor every rank writes or reads.
 
 torch's distributed checkpoint (DCP) does the resharding: it intersects boxes of the file with boxes of the memory.
 These planners tell it the boxes, for two reasons. Where FSDP2 cuts what TP has cut unevenly, torch's offsets are wrong
@@ -45,7 +45,7 @@ _NAMED_AT_MOST = 8
 
 
 @dataclass(frozen=True)
-class Part:
+class LocalShard:
     """What this rank holds of one tensor, without padding: ``data``, a view, is the ``box`` of a whole of ``shape``."""
 
     shape: torch.Size
@@ -58,16 +58,16 @@ class Part:
         return ChunkStorageMetadata(torch.Size(self.box.offsets), torch.Size(self.box.sizes))
 
 
-def local_parts(state: Mapping[str, Any], logical_rows: Mapping[str, int]) -> dict[str, Part]:
-    """The part of every tensor of ``state`` that this rank holds; raises as :func:`smp.checkpoint.save`."""
+def local_shards(state: Mapping[str, Any], logical_rows: Mapping[str, int]) -> dict[str, LocalShard]:
+    """The shard of every tensor of ``state`` that this rank holds; raises as :func:`smp.checkpoint.save`."""
     unknown = sorted(set(logical_rows) - set(state))
     if unknown:
         raise CheckpointError(f"logical_rows names tensors that are not in the state: {_listed(unknown)}")
-    return {name: _local_part(name, tensor, logical_rows.get(name)) for name, tensor in state.items()}
+    return {name: _local_shard(name, tensor, logical_rows.get(name)) for name, tensor in state.items()}
 
 
 @torch.no_grad()
-def _local_part(name: str, tensor: Any, rows: int | None) -> Part:
+def _local_shard(name: str, tensor: Any, rows: int | None) -> LocalShard:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(
             f"{name} is of type {type(tensor).__name__}, not a tensor: numbers and the like belong in extra"
@@ -81,11 +81,11 @@ def _local_part(name: str, tensor: Any, rows: int | None) -> Part:
         data = data.new_empty(box.sizes)  # an empty shard may have lost its other dimensions in memory
     assert tuple(data.shape) == box.sizes, f"{name}: local shape {tuple(data.shape)} is not that of {box}"
     if rows is None:
-        return Part(tensor.shape, box, data)
+        return LocalShard(tensor.shape, box, data)
     if tensor.ndim == 0 or not 0 <= rows <= tensor.shape[0]:
         raise CheckpointError(f"{name} of shape {tuple(tensor.shape)} cannot have {rows} logical rows")
     real = min(max(rows - box.offsets[0], 0), box.sizes[0])
-    return Part(torch.Size((rows, *tensor.shape[1:])), Box(box.offsets, (real, *box.sizes[1:])), data[:real])
+    return LocalShard(torch.Size((rows, *tensor.shape[1:])), Box(box.offsets, (real, *box.sizes[1:])), data[:real])
 
 
 class ManifestSavePlanner(DefaultSavePlanner):
@@ -94,18 +94,18 @@ class ManifestSavePlanner(DefaultSavePlanner):
     def __init__(self, logical_rows: Mapping[str, int]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.logical_rows = logical_rows
-        self.parts: dict[str, Part] = {}
+        self.shards: dict[str, LocalShard] = {}
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        self.parts = local_parts(state_dict, self.logical_rows)
+        self.shards = local_shards(state_dict, self.logical_rows)
 
     def create_local_plan(self) -> SavePlan:
         """One item per shard; a tensor without any element keeps one empty box, so that it is not forgotten."""
-        kept = [(name, part) for name, part in self.parts.items() if not part.box.empty or 0 in part.shape]
-        return SavePlan([_write_item(name, part, box) for name, part in kept for box in _shards(part)])
+        kept = [(name, shard) for name, shard in self.shards.items() if not shard.box.empty or 0 in shard.shape]
+        return SavePlan([_write_item(name, shard, box) for name, shard in kept for box in _cut(shard)])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Refuse ranks that disagree about a tensor, which merging their boxes would hide; then merge."""
@@ -118,66 +118,66 @@ class ManifestSavePlanner(DefaultSavePlanner):
         return super().create_global_plan(all_plans)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        part, written = self.parts[write_item.index.fqn], write_item.tensor_data
+        shard, written = self.shards[write_item.index.fqn], write_item.tensor_data
         assert written is not None
-        if not part.shape:
-            return part.data
-        return part.data.narrow(0, written.chunk.offsets[0] - part.box.offsets[0], written.chunk.sizes[0])
+        if not shard.shape:
+            return shard.data
+        return shard.data.narrow(0, written.chunk.offsets[0] - shard.box.offsets[0], written.chunk.sizes[0])
 
 
-def _shards(part: Part) -> Iterator[Box]:
-    """The part's box, cut between rows where it is too large for one shard."""
-    box = part.box
-    if not part.shape or box.empty:
+def _cut(shard: LocalShard) -> Iterator[Box]:
+    """The boxes of a local shard to write, cut between rows where it is too large for one."""
+    box = shard.box
+    if not shard.shape or box.empty:
         yield box
         return
-    rows = rows_of_a_shard(part.data.nbytes // box.sizes[0])
+    rows = rows_of_a_shard(shard.data.nbytes // box.sizes[0])
     for first in range(0, box.sizes[0], rows):
         count = min(rows, box.sizes[0] - first)
         yield Box((box.offsets[0] + first, *box.offsets[1:]), (count, *box.sizes[1:]))
 
 
-def _write_item(name: str, part: Part, box: Box) -> WriteItem:
+def _write_item(name: str, shard: LocalShard, box: Box) -> WriteItem:
     chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-    written = TensorWriteData(chunk, TensorProperties(part.data.dtype), part.shape)
+    written = TensorWriteData(chunk, TensorProperties(shard.data.dtype), shard.shape)
     return WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=written)
 
 
 class ManifestLoadPlanner(LoadPlanner):
-    """Every rank asks for its boxes, in place. Whatever does not fit is collected from all ranks into one error."""
+    """Every rank asks for its boxes, in place. What does not fit is collected from all ranks into one error."""
 
     def __init__(
         self, entries: Mapping[str, TensorEntry], logical_rows: Mapping[str, int], allow_unread: bool | str
     ) -> None:
         self.entries, self.logical_rows, self.allow_unread = entries, logical_rows, allow_unread
-        self.parts: dict[str, Part] = {}
+        self.shards: dict[str, LocalShard] = {}
         self.stored: dict[str, TensorStorageMetadata] = {}
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         assert metadata is not None
-        self.parts = local_parts(state_dict, self.logical_rows)
+        self.shards = local_shards(state_dict, self.logical_rows)
         self.stored = {n: m for n, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
 
     def create_local_plan(self) -> LoadPlan:
         """Reads of all tensors that fit; names and misfits travel along as planner data."""
-        misfits = {name: text for name, part in self.parts.items() if (text := self._misfit(name, part))}
-        misfits |= shared_memory({n: part.data for n, part in self.parts.items() if n not in misfits}, self.entries)
+        misfits = {name: text for name, shard in self.shards.items() if (text := self._misfit(name, shard))}
+        misfits |= shared_memory({n: shard.data for n, shard in self.shards.items() if n not in misfits}, self.entries)
         items: list[ReadItem] = []
-        for name, part in self.parts.items():
-            if name not in misfits and not part.box.empty:
-                items += create_read_items_for_chunk_list(name, self.stored[name], [part.chunk])
-        return LoadPlan(items, planner_data=(list(self.parts), misfits))
+        for name, shard in self.shards.items():
+            if name not in misfits and not shard.box.empty:
+                items += create_read_items_for_chunk_list(name, self.stored[name], [shard.chunk])
+        return LoadPlan(items, planner_data=(list(self.shards), misfits))
 
-    def _misfit(self, name: str, part: Part) -> str | None:
+    def _misfit(self, name: str, shard: LocalShard) -> str | None:
         if name not in self.stored:
             return "missing in the checkpoint"
         stored = self.stored[name]
-        if stored.size != part.shape:
-            return f"shape {tuple(stored.size)} in the checkpoint, {tuple(part.shape)} here"
-        if stored.properties.dtype != part.data.dtype:
-            return f"dtype {stored.properties.dtype} in the checkpoint, {part.data.dtype} here"
+        if stored.size != shard.shape:
+            return f"shape {tuple(stored.size)} in the checkpoint, {tuple(shard.shape)} here"
+        if stored.properties.dtype != shard.data.dtype:
+            return f"dtype {stored.properties.dtype} in the checkpoint, {shard.data.dtype} here"
         return None
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -201,7 +201,7 @@ class ManifestLoadPlanner(LoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """The piece of local storage that an item fills, so that nothing is left to commit."""
-        return narrow(self.parts[read_item.dest_index.fqn].data, read_item.dest_offsets, read_item.lengths)
+        return narrow(self.shards[read_item.dest_index.fqn].data, read_item.dest_offsets, read_item.lengths)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         pass

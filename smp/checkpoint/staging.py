@@ -57,8 +57,8 @@ class StagingBuffer:
         """Copy every tensor to its slot; all is there when this returns."""
         devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
         for slot in layout.slots:
-            place = self._memory[slot.start : slot.start + slot.size].view(DTYPES[slot.dtype]).view(slot.shape)
-            place.copy_(tensors[slot.key], non_blocking=True)
+            slice_ = self._memory[slot.start : slot.start + slot.size].view(DTYPES[slot.dtype]).view(slot.shape)
+            slice_.copy_(tensors[slot.key], non_blocking=True)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
 

@@ -149,7 +149,7 @@ def discard_unfinished(folder: Folder) -> list[str]:
         try:
             return remove_unnamed(folder, read_manifest(folder).files)
         except CheckpointError:
-            return []  # whoever loads it will say what is wrong with it
+            return []  # a load will say what is wrong with it
     left = remove_unnamed(folder, {})
     if folder.exists() and not folder.names():
         folder.remove()

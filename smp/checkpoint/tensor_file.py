@@ -27,7 +27,7 @@ _METADATA = "__metadata__"  # texts about the file under this key of a header; n
 _LONGEST_HEADER = 100_000_000  # the limit of the safetensors package
 _ALIGNMENT = 64  # of the first tensor in the file: a cache line
 LARGEST_SHARD = 1 << 26
-"""Bytes. A checksum covers a shard, so whoever wants a part of one reads all of it."""
+"""Bytes. A checksum covers a shard, so a reader of a part of one reads all of it."""
 
 
 @dataclass(frozen=True)

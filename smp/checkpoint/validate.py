@@ -27,13 +27,13 @@ def check_manifest(manifest: Manifest, folder: Path | None) -> None:
         require(inside, f"file {file!r} leads out of the checkpoint folder")
         require(_is_count(size), f"size {size!r} of file {file!r}")
     held: Counter[str] = Counter()
-    places: set[tuple[str, str]] = set()
+    keys: set[tuple[str, str]] = set()
     for name, entry in manifest.tensors.items():
         _check_tensor(name, entry, manifest)
         for shard in entry.shards:
             held[shard.file] += shard_bytes(shard, entry.dtype)
-            require((shard.file, shard.key) not in places, f"two shards are tensor {shard.key!r} of {shard.file!r}")
-            places.add((shard.file, shard.key))
+            require((shard.file, shard.key) not in keys, f"two shards are tensor {shard.key!r} of {shard.file!r}")
+            keys.add((shard.file, shard.key))
     for file, size in held.items():
         require(size <= manifest.files[file], f"file {file!r} of {manifest.files[file]} bytes cannot hold {size}")
 
