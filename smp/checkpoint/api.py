@@ -86,8 +86,7 @@ def load(
 
     Args:
         state: tensors of the shapes and dtypes to read; ranks may hold different names.
-        folder: the checkpoint's own folder.
-        logical_rows: as in :func:`save`; rows after the real ones are left as they are.
+        folder, logical_rows: as in :func:`save`; rows after the real ones are left as they are.
         allow_unread: accept tensors in the checkpoint that no rank asks for; a text: those whose names begin with it.
 
     Raises:

@@ -89,11 +89,9 @@ def _started(pid: int) -> str:
 
 
 class RunLock:
-    """Holds the lock of ``root`` until it is released.
+    """Holds the lock of ``root``, which exists, until it is released.
 
-    Args:
-        root: the folder; it exists.
-        say: told, in one line, when a dead job's lock is taken over, and before waiting to find out.
+    ``say`` is told, in one line, when a dead job's lock is taken over, and before waiting to find out.
 
     Raises:
         CheckpointError: another job holds it.

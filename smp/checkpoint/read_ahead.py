@@ -20,12 +20,7 @@ from smp.checkpoint.tensor_file import Slot, raw_bytes
 
 @dataclass(frozen=True)
 class Wanted:
-    """A shard to read.
-
-    Attributes:
-        slot: where it lies.
-        into: a contiguous CPU tensor of its shape and dtype that is to hold all of it, if there is one.
-    """
+    """A shard to read, into the contiguous CPU tensor of its shape and dtype that is to hold it, if there is one."""
 
     slot: Slot
     into: torch.Tensor | None = None

@@ -119,10 +119,8 @@ def _is_fused_adam(optimizer: Optimizer) -> bool:
 def _new_step(parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
     """Adam's step count as torch makes it: on the parameter's device for kernels that read it, else on the CPU."""
     wide = torch.get_default_dtype() == torch.float64 and not group["fused"]
-    on_device = group["capturable"] or group["fused"]
-    return torch.zeros(
-        (), dtype=torch.float64 if wide else torch.float32, device=parameter.device if on_device else "cpu"
-    )
+    device = parameter.device if group["capturable"] or group["fused"] else torch.device("cpu")
+    return torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=device)
 
 
 def collect_logical_rows(

@@ -50,7 +50,6 @@ class FileLayout:
 
     @property
     def data_size(self) -> int:
-        """Bytes of all tensors."""
         return self.slots[-1].start + self.slots[-1].size if self.slots else 0
 
 

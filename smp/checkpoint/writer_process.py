@@ -37,12 +37,10 @@ class WriterProcess:
 
     @property
     def pid(self) -> int:
-        """Its process number."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
         return self._process.poll() is None
 
     def submit(self, job: dict[str, Any], memory: StagingBuffer) -> None:
