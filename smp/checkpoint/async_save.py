@@ -69,6 +69,7 @@ def async_save(
     """
     saver.wait()
     started = time.monotonic()
+    root = None if latest_in is None else open_folder(latest_in).address  # an error here is one on all ranks
     staged = StagingWriter(open_folder(folder), extra, saver._memory)
     run_save(state, staged, logical_rows or {})
     job: dict[str, Any] = {"folder": staged.folder.address, "part": staged.part, "commit": None}
@@ -78,7 +79,7 @@ def async_save(
             "manifest": asdict(staged.manifest),
             "patience": saver.patience,
             "lock": lock and {"root": lock.root.address, "token": lock.token},
-            "latest_in": latest_in and open_folder(latest_in).address,
+            "latest_in": root,
             "retention": retention and asdict(retention),
         }
     saver._begin(job, _UnderWay(staged.folder, started, ["part", "commit"] if job["commit"] else ["part"]))
