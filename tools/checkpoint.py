@@ -20,14 +20,16 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from tqdm import tqdm
 
 from smp.checkpoint import CheckpointError, DamagedError, Manifest, find, read_manifest, verify
-from smp.checkpoint.diff import diff_tensor
+from smp.checkpoint.box import read_blocks, read_box
+from smp.checkpoint.diff import CACHED, diff_tensor
 from smp.checkpoint.entries import DTYPES, TensorEntry
 from smp.checkpoint.folder import Folder
 from smp.checkpoint.latest import ITERATION, LATEST, complete, misnamed, other_iteration
@@ -37,9 +39,10 @@ from smp.checkpoint.manifest import MANIFEST
 from smp.checkpoint.retention import VALIDATION_LOSS, Retention, doomed, prune
 from smp.checkpoint.rewrite import rewrite
 from smp.checkpoint.storage import OUR_FILES
-from smp.checkpoint.summary import SHOWN_WHOLE, Summary
 from smp.config.command import CommandParser, run_tool
 
+_SHOWN_WHOLE = 1000  # elements: of more, torch prints only the first and last ones in each dimension
+_EDGE = 3  # torch's: so many of them
 _NUMBER = r" *(?:-?\d+)? *"
 _SLICE = rf"(?: *-?\d+ *|{_NUMBER}(?::{_NUMBER})+)"
 _SELECTION = re.compile(rf"(?P<name>.+?)\[(?P<slices>{_SLICE}(?:,{_SLICE})*)\]")
@@ -126,14 +129,8 @@ def _checkpoints(root: Folder) -> list[dict[str, object]]:
 
 def _tensors(manifest: Manifest) -> list[dict[str, object]]:
     return [
-        {
-            "tensor": n,
-            "dtype": e.dtype,
-            "shape": e.shape,
-            "shards": len(e.shards),
-            "bytes": size_of(e),
-        }
-        for n, e in manifest.tensors.items()
+        {"tensor": name, "dtype": e.dtype, "shape": e.shape, "shards": len(e.shards), "bytes": size_of(e)}
+        for name, e in manifest.tensors.items()
     ]
 
 
@@ -201,14 +198,48 @@ def cat(args: argparse.Namespace) -> int:
         raise CheckpointError(f"{folder} has no tensor {name!r}; ls shows their names, w[0:4,:8,3] selects of one")
     entry = manifest.tensors[name]
     offsets, sizes = _box(slices, entry.shape)
-    found = Summary(folder, manifest, name, offsets, sizes)
-    print(f"{name}: {entry.dtype} {list(entry.shape)}" + (f", shown {list(sizes)}" if slices else ""))
-    if found.count:
-        print(f"min {found.lowest:.6g}  max {found.highest:.6g}  mean {found.mean:.6g}  norm {found.norm:.6g}")
-        print(f"NaN {found.nan}  infinite {found.infinite}")
-    torch.set_printoptions(precision=6, linewidth=120, threshold=0 if found.cut else SHOWN_WHOLE)
-    print(found.shown)
+    blocks = read_blocks(folder, manifest, name, offsets, sizes)
+    told = _statistics(block for _, block in blocks) if 0 not in sizes else []
+    print(f"{name}: {entry.dtype} {list(entry.shape)}" + (f", shown {list(sizes)}" if slices else ""), *told, sep="\n")
+    cut = math.prod(sizes) > _SHOWN_WHOLE
+    torch.set_printoptions(precision=6, linewidth=120, threshold=0 if cut else _SHOWN_WHOLE)
+    read = partial(read_box, folder, manifest, name)
+    print(_corners(read, offsets, sizes) if cut else read(offsets, sizes))
     return 0
+
+
+def _statistics(blocks: Iterable[torch.Tensor]) -> list[str]:
+    """Lines about the elements of a tensor, which comes in blocks, in double precision."""
+    count = nan = infinite = 0
+    low, high = torch.tensor(math.inf).double(), torch.tensor(-math.inf).double()
+    total = squares = 0.0
+    for part in (part for block in blocks for part in block.reshape(-1).split(CACHED)):
+        numbers = part.double()
+        count += len(numbers)
+        nan += int(numbers.isnan().sum())
+        infinite += int(numbers.isinf().sum())
+        low = torch.minimum(low, numbers.min())  # NaN, when an element is
+        high = torch.maximum(high, numbers.max())
+        total += numbers.sum().item()
+        squares += numbers.square().sum().item()
+    line = f"min {low:.6g}  max {high:.6g}  mean {total / count:.6g}  norm {math.sqrt(squares):.6g}"
+    return [line, f"NaN {nan}  infinite {infinite}"]
+
+
+def _corners(
+    read: Callable[[list[int], list[int]], torch.Tensor], offsets: list[int], sizes: list[int], dim: int = 0
+) -> torch.Tensor:
+    """A small tensor that torch prints like the large one: the first and last elements of every dimension, and between
+    them something that is not printed."""
+    if dim == len(sizes):
+        return read(offsets, sizes)
+    if sizes[dim] <= 2 * _EDGE + 1:
+        return _corners(read, offsets, sizes, dim + 1)
+    ends = []
+    for at in (offsets[dim], offsets[dim] + sizes[dim] - _EDGE):
+        edge = [*offsets[:dim], at, *offsets[dim + 1 :]], [*sizes[:dim], _EDGE, *sizes[dim + 1 :]]
+        ends.append(_corners(read, *edge, dim + 1))
+    return torch.cat([ends[0], ends[0].narrow(dim, 0, 1), ends[1]], dim)
 
 
 def _box(text: str | None, shape: tuple[int, ...]) -> tuple[list[int], list[int]]:

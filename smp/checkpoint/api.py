@@ -12,7 +12,6 @@ import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
-from smp.checkpoint.agree import on_rank_zero, rank
 from smp.checkpoint.entries import CheckpointError, DamagedError, Manifest
 from smp.checkpoint.folder import Folder
 from smp.checkpoint.local import open_folder
@@ -22,6 +21,7 @@ from smp.checkpoint.planner import ManifestLoadPlanner, ManifestSavePlanner
 from smp.checkpoint.reader import ManifestReader
 from smp.checkpoint.storage import ManifestWriter, discard_unfinished
 from smp.config.command import exit_code
+from smp.parallel.agree import on_rank_zero, rank
 
 _NONE: Mapping[str, int] = {}
 
@@ -62,7 +62,7 @@ def save(
 
 
 def run_save(state: Mapping[str, torch.Tensor], writer: ManifestWriter, logical_rows: Mapping[str, int]) -> None:
-    """DCP's save with our planner and a given writer; what a failure leaves behind is deleted."""
+    """DCP's save with this format's planner and a given writer; what a failure leaves behind is deleted."""
     with one_line(f"cannot save {writer.folder}"):
         try:
             state_dict_saver.save(dict(state), storage_writer=writer, planner=ManifestSavePlanner(logical_rows))
@@ -86,8 +86,7 @@ def load(
 
     Args:
         state: tensors of the shapes and dtypes to read; ranks may hold different names.
-        folder: the checkpoint's own folder.
-        logical_rows: as in :func:`save`; rows after the real ones are left as they are.
+        folder, logical_rows: as in :func:`save`; rows after the real ones are left as they are.
         allow_unread: accept tensors in the checkpoint that no rank asks for; a text: those whose names begin with it.
 
     Raises:
@@ -97,7 +96,7 @@ def load(
         DamagedError: a CheckpointError, when the checkpoint is not what was saved.
     """
     opened = open_folder(folder)
-    manifest = on_rank_zero(lambda: read_manifest(opened))
+    manifest = on_rank_zero(lambda: read_manifest(opened), CheckpointError)
     load_from(opened, manifest, state, logical_rows=logical_rows, allow_unread=allow_unread)
     return manifest.extra
 

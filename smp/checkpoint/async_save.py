@@ -11,15 +11,13 @@ import secrets
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
-from smp.checkpoint.agree import any_rank, every_rank, gather, on_rank_zero, rank
 from smp.checkpoint.api import run_save
 from smp.checkpoint.entries import CheckpointError
 from smp.checkpoint.folder import Folder
@@ -29,6 +27,7 @@ from smp.checkpoint.retention import Retention
 from smp.checkpoint.staging import StagingBuffer, StagingWriter
 from smp.checkpoint.storage import discard_unfinished
 from smp.checkpoint.writer_process import WriterDiedError, WriterProcess
+from smp.parallel.agree import any_rank, every_rank, gather, on_rank_zero, rank
 
 LAST_WAIT = 60.0
 """Seconds that the end of a program waits for the files of other ranks, once its own is written."""
@@ -36,17 +35,11 @@ LAST_WAIT = 60.0
 
 @dataclass(frozen=True)
 class Saved:
-    """A background save that was committed.
-
-    Attributes:
-        folder: its folder.
-        seconds: from the call until this rank heard of the commit.
-        notes: lines about what was done after the commit.
-    """
+    """A background save that was committed."""
 
     folder: Folder
-    seconds: float
-    notes: tuple[str, ...] = ()
+    seconds: float  # from the call until this rank heard of the commit
+    notes: tuple[str, ...] = ()  # lines about what was done after the commit
 
 
 def async_save(
@@ -65,28 +58,34 @@ def async_save(
     Waits for the save before, if that is still under way.
 
     Args:
-        state: as for :func:`smp.checkpoint.save`.
-        folder: as for :func:`smp.checkpoint.save`.
+        state, folder, extra, logical_rows, lock: as for :func:`smp.checkpoint.save`.
         saver: made once, with ``AsyncSaver()``, on every rank.
-        extra: as for :func:`smp.checkpoint.save`.
-        logical_rows: as for :func:`smp.checkpoint.save`.
         latest_in: folder whose ``latest`` is to name the checkpoint when it is complete.
         retention: which checkpoints stay in ``latest_in`` after that.
-        lock: as for :func:`smp.checkpoint.save`.
 
     Raises:
         TypeError: as :func:`smp.checkpoint.save`.
         CheckpointError: the save before failed, and this one did not begin; or this one cannot begin.
     """
     saver.wait()
-    after = None
-    if latest_in is not None:
-        keep = None if retention is None else asdict(retention)
-        after = {"root": open_folder(latest_in).address, "retention": keep}
-    saver.begin(state, open_folder(folder), extra, logical_rows or {}, after, lock)
+    started = time.monotonic()
+    root = None if latest_in is None else open_folder(latest_in).address  # an error here is one on all ranks
+    staged = StagingWriter(open_folder(folder), extra, saver._memory)
+    run_save(state, staged, logical_rows or {})
+    job: dict[str, Any] = {"folder": staged.folder.address, "part": staged.part, "commit": None}
+    job["save"] = on_rank_zero(lambda: secrets.token_hex(8), CheckpointError)
+    if staged.manifest is not None:
+        job["commit"] = {
+            "manifest": asdict(staged.manifest),
+            "patience": saver.patience,
+            "lock": lock and {"root": lock.root.address, "token": lock.token},
+            "latest_in": root,
+            "retention": retention and asdict(retention),
+        }
+    saver._begin(job, _UnderWay(staged.folder, started, ["part", "commit"] if job["commit"] else ["part"]))
 
 
-class AsyncSaver:
+class AsyncSaver(AbstractContextManager["AsyncSaver"]):
     """A writer process and the memory it shares with this one. Make it before training: starting takes seconds.
 
     Close it, or use it as a context manager; at the exit of the program it waits for a save that is under way.
@@ -109,34 +108,14 @@ class AsyncSaver:
 
     @property
     def writer_pid(self) -> int:
-        """Process number of this rank's writer."""
         return self._writer.pid
 
-    def begin(
-        self,
-        state: Mapping[str, torch.Tensor],
-        folder: Folder,
-        extra: Mapping[str, Any],
-        logical_rows: Mapping[str, int],
-        after: dict[str, Any] | None,
-        lock: RunLock | None,
-    ) -> None:
-        """Copy and hand over; see :func:`async_save`."""
-        assert self._save is None
-        started = time.monotonic()
-        staged = StagingWriter(folder, extra, self._memory)
-        run_save(state, staged, logical_rows)
-        token = on_rank_zero(lambda: secrets.token_hex(8))
-        commit = None
-        if staged.manifest is not None:
-            held = None if lock is None else {"root": lock.root.address, "token": lock.token}
-            commit = {"manifest": asdict(staged.manifest), "patience": self.patience, "after": after, "lock": held}
-        self._save = _UnderWay(folder, started, awaited=["part"] + ["commit"] * (commit is not None))
+    def _begin(self, job: dict[str, Any], save: _UnderWay) -> None:
+        self._save = save
         try:
-            job = {"save": token, "folder": folder.address, "part": staged.part, "commit": commit}
             self._writer.submit(job, self._memory)
         except WriterDiedError as error:
-            self._save.fail(str(error))
+            save.fail(str(error))
 
     def poll(self) -> Saved | None:
         """Hear without waiting whether the save under way is over; None when it is not, or there is none.
@@ -172,10 +151,12 @@ class AsyncSaver:
         self._save = None
         if errors:
             with suppress(CheckpointError):  # the next start cleans up what cannot be deleted now
-                on_rank_zero(lambda: discard_unfinished(save.folder))
-            self._replace_dead_writer()
+                on_rank_zero(lambda: discard_unfinished(save.folder), CheckpointError)
+            if not self._writer.alive:
+                self._writer.close()
+                self._writer = WriterProcess()
             raise CheckpointError(f"cannot save {save.folder}: {'; '.join(dict.fromkeys(errors))}")
-        notes = on_rank_zero(lambda: tuple(save.notes))
+        notes = on_rank_zero(lambda: tuple(save.notes), CheckpointError)
         return Saved(save.folder, time.monotonic() - save.started, notes)
 
     def _listen(self, timeout: float | None) -> None:
@@ -192,11 +173,6 @@ class AsyncSaver:
                 return
             save.hear(answer)
 
-    def _replace_dead_writer(self) -> None:
-        if not self._writer.alive:
-            self._writer.close()
-            self._writer = WriterProcess()
-
     def close(self) -> None:
         """Wait for a save that is under way, without the other ranks, and end the writer. May be called twice.
 
@@ -204,10 +180,10 @@ class AsyncSaver:
         :data:`LAST_WAIT`. A failure is printed: who did not wait before cannot be told otherwise.
         """
         atexit.unregister(self.close)
-        if self._save is not None:
-            self._finish_alone(self._save)
-            if self._save.error is not None:
-                print(f"error: cannot save {self._save.folder}: {self._save.error}", file=sys.stderr, flush=True)
+        if (save := self._save) is not None:
+            self._finish_alone(save)
+            if save.error is not None:
+                print(f"error: cannot save {save.folder}: {save.error}", file=sys.stderr, flush=True)
         self._save = None
         self._writer.close()
         self._memory.close()
@@ -224,12 +200,7 @@ class AsyncSaver:
         if save.awaited:
             save.fail("another rank does not finish its file")
 
-    def __enter__(self) -> AsyncSaver:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -242,8 +213,7 @@ class _UnderWay:
     awaited: list[str]
     error: str | None = None
     notes: list[str] = field(default_factory=list)
-    part_took: float = 0.0
-    """Seconds until this rank heard that its own file is written."""
+    part_took: float = 0.0  # seconds until this rank heard that its own file is written
 
     @property
     def part_is_over(self) -> bool:

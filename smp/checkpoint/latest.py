@@ -55,7 +55,7 @@ def commit_latest(root: Path | str | Folder, folder: Path | str | Folder) -> Non
 def find(path: Path | str | Folder) -> Folder:
     """The checkpoint that ``path`` means: that folder itself, or the newest complete one of a run's folder.
 
-    It need not be whole, and may not exist: whoever reads its manifest finds that out.
+    It need not be whole, and may not exist: reading its manifest finds that out.
     """
     folder = open_folder(path)
     if folder.size(MANIFEST) is None and (names := complete(folder)):
@@ -64,7 +64,7 @@ def find(path: Path | str | Folder) -> Folder:
 
 
 def misnamed(folder: Folder, extra: Mapping[str, Any]) -> str | None:
-    """A line when a training run's checkpoint lies under the name of another iteration than the one it holds."""
+    """A line when a training run's checkpoint lies under the name of another iteration."""
     held = other_iteration(folder, extra)
     return None if held is None else f"{folder} holds iteration {held}: somebody gave it another name, or other content"
 

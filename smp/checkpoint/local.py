@@ -113,7 +113,7 @@ class LocalFolder(Folder):
         sync_to_disk(self.local)
 
     def remove(self) -> None:
-        if self.local.is_symlink():  # what it leads to belongs to somebody else
+        if self.local.is_symlink():  # what it leads to belongs to another run
             self.local.unlink()
         else:
             shutil.rmtree(self.local)
@@ -142,7 +142,7 @@ class _LocalSource:
 
     def read_into(self, offset: int, into: memoryview) -> None:
         while into:
-            count = _read_at(self._descriptor, into, offset)
+            count = os.preadv(self._descriptor, [into], offset)
             if count == 0:
                 raise EOFError(f"the file ends at {offset}")
             offset, into = offset + count, into[count:]
@@ -194,7 +194,7 @@ def _give_name(temporary: Path, path: Path) -> None:
     except OSError as error:
         if error.errno not in _NOT_KNOWN:
             raise
-        # a file system without links: whoever looks between the two calls sees an empty file
+        # a file system without links: a reader that looks between the two calls sees an empty file
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
         os.replace(temporary, path)
     else:
@@ -212,15 +212,6 @@ def _reserve(descriptor: int, size: int) -> None:
     except OSError as error:
         if error.errno not in _NOT_KNOWN:
             raise
-
-
-def _read_at(descriptor: int, into: memoryview, offset: int) -> int:
-    """Fill what one call can fill of ``into``; how much that is."""
-    if hasattr(os, "preadv"):
-        return os.preadv(descriptor, [into], offset)
-    data = os.pread(descriptor, len(into), offset)
-    into[: len(data)] = data
-    return len(data)
 
 
 def sync_to_disk(path: Path) -> None:

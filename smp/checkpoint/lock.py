@@ -1,13 +1,13 @@
-"""One job per folder of checkpoints: the file ``lock``, made by whoever comes first.
+"""One job per folder of checkpoints: a file ``lock`` that only one process can create, and a heartbeat in it.
 
-It names its holder and is renewed every few seconds. A holder that died without removing it is recognized at once when
-it ran on this machine, and elsewhere by a lock that is not renewed while one watches; no clocks are compared.
+The holder writes the file again every few seconds. A dead holder is recognized at once when it ran on this machine, and
+elsewhere by a lock that is not renewed while one watches; no clocks are compared. Who takes over creates the next file,
+``lock.1`` after ``lock``: the lock with the highest number counts. A file is created by one process only, so of many
+jobs that want the lock of a dead one, one has it.
 
-Who wants the lock of a dead job first makes the file ``lock.<the dead job's token>``. A file is made by one process
-only, so one process only replaces that lock; and it looks whether the lock is still the dead job's after it made the
-file, so who comes late changes nothing. On a file system that rests on ``link``; S3 makes an object only if there is
-none when it is asked to (If-None-Match). Other object stores look first and put then, so that two jobs that come within
-the same moment may both believe that they have the lock, until the one that wrote first looks again (``check``).
+This rests on exclusive creation: of links or new files on a file system, of objects on S3 (If-None-Match). fsspec's
+back-ends of other object stores look first and put then. Two jobs that come in the same moment may both begin there;
+the one that wrote first finds out when it looks again (``check``), before it commits or removes anything.
 """
 
 from __future__ import annotations
@@ -23,9 +23,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import xxhash
 
 from smp.checkpoint.entries import CheckpointError
 from smp.checkpoint.folder import Folder
@@ -34,9 +31,9 @@ LOCK = "lock"
 RENEWED_EVERY = 10.0
 """Seconds."""
 _PATIENCE = 6 * RENEWED_EVERY  # file attributes are cached for so long on NFS
-LEFT_BY_TAKERS = re.compile(r"lock\.[0-9a-f]{16}(\.[0-9a-f]+\.tmp)?|lock(\.[0-9a-f]+)?\.tmp")
-"""Names of files beside the lock that a job that died while it took the lock leaves."""
-_TOKEN = re.compile(r"[0-9a-f]{16}")
+_LOCKS = re.compile(rf"{LOCK}(?:\.(\d{{1,9}}))?")
+LEFT_BY_TAKERS = re.compile(rf"{LOCK}(\.[0-9a-f]+)*\.tmp|{LOCK}\.[0-9a-f]{{16}}")
+"""Files beside the lock that a job leaves that dies while it writes one; version 0.1 made the longer names."""
 
 
 class LockLostError(CheckpointError):
@@ -49,7 +46,7 @@ class Holder:
 
     Attributes:
         host: name of the machine.
-        system: which start of the machine, and which of its process tables.
+        system: which start of the machine, and which of its process tables; empty where there is no /proc.
         pid: number of the process in that table.
         started: when, in ticks since the machine's start.
         token: chance, to tell two locks of one process apart.
@@ -70,13 +67,16 @@ class Holder:
         return Holder(socket.gethostname(), _system(), pid, _started(pid), secrets.token_hex(8))
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}"
+        return f"process {self.pid} on {self.host}" if self.pid else "an unknown job"
+
+
+_UNKNOWN = Holder(host="", system="", pid=0, started="", token="")
+_TWO = "two jobs must not save into one folder"
 
 
 def _system() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id")
-    table = Path("/proc/self/ns/pid")
-    return f"{boot.read_text().strip()} {os.readlink(table)}" if boot.exists() else ""
+    return f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/pid')}" if boot.exists() else ""
 
 
 def _started(pid: int) -> str:
@@ -89,11 +89,9 @@ def _started(pid: int) -> str:
 
 
 class RunLock:
-    """Holds the lock of ``root`` until it is released.
+    """Holds the lock of ``root``, which exists, until it is released.
 
-    Args:
-        root: the folder; it exists.
-        say: told, in one line, when a dead job's lock is taken over, and before waiting to find out.
+    ``say`` is told, in one line, when a dead job's lock is taken over, and before waiting to find out.
 
     Raises:
         CheckpointError: another job holds it.
@@ -103,8 +101,7 @@ class RunLock:
     def __init__(self, root: Folder, say: Callable[[str], None]) -> None:
         self.root, self._me = root, Holder.here()
         self._lost: str | None = None
-        if (gone := _take(root, LOCK, self._me, say)) is not None:
-            say(f"{root}: took over the lock of {gone}, which is gone")
+        self._name = _take(root, self._me, say)
         self._renewed = time.monotonic()
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="checkpoint-lock", daemon=True)
@@ -126,12 +123,10 @@ class RunLock:
                 continue  # storage raises what it likes; check() looks at the time of the last good renewal
 
     def _renew(self) -> None:
+        """Write the next beat, also where the file was deleted."""
         me = replace(self._me, beat=self._me.beat + 1)
-        if self.root.size(LOCK) is None and self.root.create(LOCK, _encode(me)):  # somebody deleted it
-            pass
-        else:
-            require_lock(self.root, self.token)
-            self.root.replace(LOCK, _encode(me))
+        require_lock(self.root, self.token)
+        self.root.replace(self._name, _encode(me))
         self._me, self._renewed = me, time.monotonic()
 
     def check(self) -> None:
@@ -163,10 +158,9 @@ class RunLock:
             return
         self._released.set()
         self._thread.join()
-        with suppress(OSError):  # left where storage is away, it is a dead job's
-            holder = _parse(_read(self.root, LOCK))
-            if holder is not None and holder.token == self.token:
-                self.root.delete(LOCK)
+        with suppress(OSError, LockLostError):  # left where storage is away, it is a dead job's
+            require_lock(self.root, self.token)
+            self.root.delete(self._name)
 
 
 def require_lock(root: Folder, token: str) -> None:
@@ -174,105 +168,72 @@ def require_lock(root: Folder, token: str) -> None:
 
     A lock that is not there is nobody else's. Raises OSError when it cannot be read.
     """
-    found = _read(root, LOCK)
-    holder = _parse(found)
-    if found is not None and (holder is None or holder.token != token):
-        raise LockLostError(f"{root} was taken over by {holder or 'another job'} while this job was stopped")
+    holder = _read(root, _locks(root)[-1])
+    if holder is not None and holder.token != token:
+        raise LockLostError(f"{root} was taken over by {holder} while this job was stopped")
 
 
-def _take(root: Folder, name: str, me: Holder, say: Callable[[str], None]) -> str | None:
-    """Make the file ``name``, or take it over when its holder is dead; who that was.
+def _take(root: Folder, me: Holder, say: Callable[[str], None]) -> str:
+    """Create the next lock of ``root``, if the newest one's holder is dead; its name.
 
     Raises:
-        CheckpointError: its holder lives, or somebody else was faster.
+        CheckpointError: the holder lives, or another job is faster.
     """
-    seen = _make_or_read(root, name, me)
-    if seen is None:
-        return None
-    holder = _parse(seen)
-    if holder is not None and _is_alive(holder, root, name, say):
-        raise CheckpointError(f"{root} is in use by {holder} (file '{name}'): two jobs must not save into one folder")
-    election = f"{LOCK}.{_identity(seen)}"
-    _take(root, election, me, say)  # who dies in between is a dead holder of that file, and nothing else is stuck
-    try:
-        now = _read(root, name)
-        if now is None or _identity(now) != _identity(seen):
-            raise CheckpointError(
-                f"{root} was taken by {_parse(now) or 'another job'} just now: two jobs must not save into one folder"
-            )
-        root.replace(name, _encode(me))
-    finally:
-        with suppress(OSError):  # it names a job that is gone, so it can never be in the way
-            root.delete(election)
-    return str(holder or "an unknown job")
+    newest = name = _locks(root)[-1]
+    holder = _read(root, newest)
+    if holder is not None and not holder.pid:
+        time.sleep(1.0)  # without links, and without If-None-Match, a file may be seen before it is filled
+        holder = _read(root, newest)
+    if holder is not None:
+        if _is_alive(holder, root, newest, say):
+            raise CheckpointError(f"{root} is in use by {holder} (file '{newest}'): {_TWO}")
+        name = f"{LOCK}.{_number(newest) + 1}"
+    root.create(name, _encode(me))
+    now = _read(root, _locks(root)[-1])
+    if now is None or now.token != me.token:
+        raise CheckpointError(f"{root} was taken by {now or _UNKNOWN} just now: {_TWO}")
+    if holder is not None:
+        say(f"{root}: took over the lock of {holder}, which is gone")
+    for older in _locks(root)[:-1]:
+        with suppress(OSError):  # the newest one counts
+            root.delete(older)
+    return name
 
 
-def _make_or_read(root: Folder, name: str, me: Holder) -> bytes | None:
-    """None when the file was made for ``me``; else what is in it, which may be gone again at the first look."""
-    for pause in (0.0, 0.1, 0.5):
-        time.sleep(pause)
-        if root.create(name, _encode(me)):
-            return None
-        seen = _read(root, name)
-        if seen is not None and _parse(seen) is None:
-            time.sleep(1.0)  # without links, and without If-None-Match, a file may be seen before it is filled
-            seen = _read(root, name)
-        if seen is not None:
-            holder = _parse(seen)
-            return None if holder is not None and holder.token == me.token else seen
-    raise CheckpointError(f"{root}/{name} can neither be made nor read")
+def _locks(root: Folder) -> list[str]:
+    """The locks of ``root``, the one that counts last; the first one's name, when there is none."""
+    return sorted(filter(_LOCKS.fullmatch, root.names()), key=_number) or [LOCK]
+
+
+def _number(name: str) -> int:
+    return int(name.removeprefix(LOCK).removeprefix(".") or 0)
 
 
 def _encode(holder: Holder) -> bytes:
     return (json.dumps(asdict(holder)) + "\n").encode()
 
 
-def _read(root: Folder, name: str) -> bytes | None:
-    """None when it is not there."""
+def _read(root: Folder, name: str) -> Holder | None:
+    """The holder that a lock names; None when there is no such lock."""
     try:
-        return root.read(name)
+        holder = Holder(**json.loads(root.read(name)))
     except FileNotFoundError:
         return None
-
-
-def _parse(data: bytes | None) -> Holder | None:
-    """The holder that a lock names; None when it names none that can be understood."""
-    try:
-        content: Any = json.loads(data or b"")
-        holder = Holder(**content)
-        known = isinstance(holder.pid, int) and _TOKEN.fullmatch(holder.token) is not None
     except (ValueError, TypeError):
-        return None
-    return holder if known else None
-
-
-def _identity(data: bytes) -> str:
-    """The same for all states of one holder's lock, and 16 hexadecimal digits."""
-    holder = _parse(data)
-    return xxhash.xxh3_64_hexdigest(data) if holder is None else holder.token
+        return _UNKNOWN
+    return holder if isinstance(holder.pid, int) else _UNKNOWN
 
 
 def _is_alive(holder: Holder, root: Folder, name: str, say: Callable[[str], None]) -> bool:
-    if holder.host == socket.gethostname() and holder.system == _system():
-        if holder.system:
-            return _started(holder.pid) == holder.started != ""
-        if not _is_a_process(holder.pid):
-            return False  # where the system does not tell when a process started, there may be another of its number
+    if not holder.pid:
+        return False
+    if holder.system and (holder.host, holder.system) == (socket.gethostname(), _system()):
+        return _started(holder.pid) == holder.started != ""
     say(f"{root} has a lock of {holder}: watching for {_PATIENCE:.0f} s whether that is alive")
     until = time.monotonic() + _PATIENCE
     while time.monotonic() < until:
         time.sleep(_PATIENCE / 60)
-        found = _parse(_read(root, name))
-        if found is not None and (found.token, found.beat) != (holder.token, holder.beat):
+        found = _read(root, name)
+        if found is not None and found.pid and (found.token, found.beat) != (holder.token, holder.beat):
             return True
     return False
-
-
-def _is_a_process(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True  # somebody else's
-    return True

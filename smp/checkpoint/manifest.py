@@ -35,8 +35,11 @@ def read_manifest(folder: Path | str | Folder) -> Manifest:
     opened = open_folder(folder)
     data = _bytes(opened)
     try:
-        content = _parse_json(data)
-        _check_version(content)
+        content = parse_unique(data)
+        require(isinstance(content, dict) and content.get("format") == FORMAT, f"format is not {FORMAT!r}")
+        require(_is_signed(data), "content does not match its checksum: it was damaged or edited")
+        if content.get("version") != VERSION:  # after the checksum: it is whole, and not damaged
+            raise CheckpointError(f"version {content.get('version')!r} is not the known one, {VERSION}")
         manifest = parse_manifest(content)
         check_manifest(manifest, opened.local)
     except CheckpointError as error:
@@ -73,20 +76,8 @@ def _bytes(folder: Folder) -> bytes:
         raise CheckpointError(f"{folder}/{MANIFEST} cannot be read: {error}") from error
 
 
-def _parse_json(data: bytes) -> dict[str, Any]:
-    content = parse_unique(data)
-    require(isinstance(content, dict) and content.get("format") == FORMAT, f"format is not {FORMAT!r}")
-    require(_is_signed(data), "content does not match its checksum: it was damaged or edited")
-    assert isinstance(content, dict)
-    return content
-
-
 def parse_unique(data: bytes) -> Any:
-    """JSON whose objects name every key once, without NaN and infinity.
-
-    Raises:
-        ValueError: anything else.
-    """
+    """JSON whose objects name every key once, without NaN and infinity. Raises ValueError for anything else."""
     return json.loads(data, object_pairs_hook=_unique, parse_constant=_refuse_constant)
 
 
@@ -101,18 +92,13 @@ def _refuse_constant(text: str) -> Any:
     raise ValueError(f"{text} is not JSON")
 
 
-def _check_version(content: dict[str, Any]) -> None:
-    """After the checksum: a manifest of another version is whole, and not ours to judge."""
-    if content.get("version") != VERSION:
-        raise CheckpointError(f"version {content.get('version')!r} is not the known one, {VERSION}")
-
-
 def write_manifest(folder: Path | str | Folder, manifest: Manifest) -> None:
     """Commit: after this returns, the checkpoint is complete and on disk. The data files must be on disk before."""
     opened = open_folder(folder)
     check_manifest(manifest, opened.local)
     body = {"checksum": "0" * 16, "format": FORMAT, "version": VERSION, **asdict(manifest)}
-    opened.replace(MANIFEST, _signed(json.dumps(body, allow_nan=False).encode()))
+    data = json.dumps(body, allow_nan=False).encode()
+    opened.replace(MANIFEST, data.replace(b"0" * 16, xxhash.xxh3_64_hexdigest(data).encode(), 1))
 
 
 def check_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,11 +124,6 @@ def _is_signed(data: bytes) -> bool:
         return False
     zeroed = data[: found.start(1)] + b"0" * 16 + data[found.end(1) :]
     return xxhash.xxh3_64_hexdigest(zeroed).encode() == found[1]
-
-
-def _signed(data: bytes) -> bytes:
-    """The file's bytes with the checksum of ``data``, whose own digits are zero, filled in."""
-    return data.replace(b"0" * 16, xxhash.xxh3_64_hexdigest(data).encode(), 1)
 
 
 def parse_manifest(content: dict[str, Any]) -> Manifest:

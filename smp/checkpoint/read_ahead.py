@@ -7,10 +7,11 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 
 import torch
+import xxhash
 
 from smp.checkpoint.entries import DTYPES
 from smp.checkpoint.folder import Source
@@ -19,12 +20,7 @@ from smp.checkpoint.tensor_file import Slot, raw_bytes
 
 @dataclass(frozen=True)
 class Wanted:
-    """A shard to read.
-
-    Attributes:
-        slot: where it lies.
-        into: a contiguous CPU tensor of its shape and dtype that is to hold all of it, if there is one.
-    """
+    """A shard to read, into the contiguous CPU tensor of its shape and dtype that is to hold it, if there is one."""
 
     slot: Slot
     into: torch.Tensor | None = None
@@ -55,13 +51,13 @@ class Block:
         number: of the shard, in the order of what was wanted.
         first: number of the first row, in the shard.
         rows: (rows, ...) of the shard's dtype. Unless the shard had a tensor to go to, their memory is used again.
-        last: whether the shard ends with them.
+        checksum: the shard's, when it ends with them; else None.
     """
 
     number: int
     first: int
     rows: torch.Tensor
-    last: bool
+    checksum: str | None = None
 
 
 def read_ahead(source: Source, wanted: Sequence[Wanted], pinned: bool = False) -> Generator[Block]:
@@ -87,17 +83,29 @@ def read_ahead(source: Source, wanted: Sequence[Wanted], pinned: bool = False) -
     ahead = source.readers + 1 if room <= source.piece else 0
     buffers = cycle([_buffer(room, pinned) for _ in range(ahead + 1)])
     under_way: deque[tuple[Block, Future[None]]] = deque()
+    hashed = xxhash.xxh3_64()
+
+    def oldest() -> Block:
+        block, reading = under_way.popleft()
+        reading.result()
+        hashed.update(raw_bytes(block.rows))
+        if block.first + len(block.rows) < wanted[block.number].shape[0]:
+            return block
+        checksum = hashed.hexdigest()
+        hashed.reset()
+        return replace(block, checksum=checksum)
+
     with ThreadPoolExecutor(source.readers, "checkpoint-reader") as pool:
         for number, first in ((n, f) for n, step in enumerate(steps) for f in range(0, wanted[n].shape[0] or 1, step)):
             one = wanted[number]
             end = min(first + steps[number], one.shape[0])
             rows = one.rows(first, end, next(buffers))
             reading = pool.submit(source.read_into, one.slot.start + first * one.row_size, raw_bytes(rows))
-            under_way.append((Block(number, first, rows, end == one.shape[0]), reading))
+            under_way.append((Block(number, first, rows), reading))
             if len(under_way) > ahead:
-                yield _read(*under_way.popleft())
+                yield oldest()
         while under_way:
-            yield _read(*under_way.popleft())
+            yield oldest()
 
 
 def _buffer(size: int, pinned: bool) -> torch.Tensor:
@@ -112,9 +120,3 @@ def _buffer(size: int, pinned: bool) -> torch.Tensor:
         with suppress(OSError):  # a system without them
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _read(block: Block, reading: Future[None]) -> Block:
-    """A block, once its bytes are there."""
-    reading.result()
-    return block

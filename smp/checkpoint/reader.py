@@ -1,4 +1,4 @@
-"""Reading behind torch's distributed checkpoint (DCP): any rank reads the shards that it needs, and checks them."""
+"""Reading slices of shards, each checked against its checksum; and behind torch's distributed checkpoint (DCP)."""
 
 from __future__ import annotations
 
@@ -6,51 +6,50 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-import xxhash
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from smp.checkpoint.entries import DTYPES, CheckpointError, DamagedError, Manifest, Shard, TensorEntry
 from smp.checkpoint.folder import Folder, Source
 from smp.checkpoint.read_ahead import Block, Wanted, read_ahead
-from smp.checkpoint.tensor_file import Slot, as_bits, raw_bytes, read_header
-from smp.checkpoint.verify import check_slot
+from smp.checkpoint.tensor_file import Slot, as_bits, read_header
 
-Place = tuple[str, tuple[int, ...]]
-"""A shard, by the name of its tensor and its offsets."""
-Parts = Sequence[tuple[ReadItem, torch.Tensor]]
-"""What is wanted of a shard, and where it belongs."""
+
+@dataclass(frozen=True)
+class Slice:
+    """What is wanted of a shard: ``target`` takes its elements from ``offsets`` on."""
+
+    offsets: tuple[int, ...]
+    target: torch.Tensor
+
+
+Slices = Mapping[tuple[str, Shard], Sequence[Slice]]
+"""What is wanted of one file, by the name of the tensor and its shard."""
 
 
 class ManifestReader(StorageReader):
-    """Reads from one checkpoint folder and verifies the checksum of every shard that it reads.
-
-    Args:
-        folder: the checkpoint's own folder.
-        manifest: its checked manifest (:func:`smp.checkpoint.read_manifest`).
-    """
+    """Reads from one checkpoint folder, as its checked manifest says."""
 
     def __init__(self, folder: Folder, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
-        self.shards: dict[Place, Shard] = {(n, s.offsets): s for n, e in manifest.tensors.items() for s in e.shards}
+        self.shards = {(name, s.offsets): s for name, entry in manifest.tensors.items() for s in entry.shards}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """A reader belongs to the folder of its manifest."""
-        return False
+        return False  # a reader belongs to the folder of its manifest
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A reader belongs to the folder of its manifest."""
         assert checkpoint_id is None
 
     def read_metadata(self) -> Metadata:
@@ -58,59 +57,51 @@ class ManifestReader(StorageReader):
         return Metadata({name: _stored(entry) for name, entry in self.manifest.tensors.items()})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Nothing to prepare."""
+        pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Every rank reads what it needs."""
-        return plan
+        return plan  # every rank reads what it needs
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Every rank reads what it needs."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill local storage, file by file. Memory besides it: the buffers of :func:`read_ahead`.
-
-        Raises:
-            DamagedError: naming the file, and the tensor where one is known, for anything but what was saved.
-            CheckpointError: for a file that cannot be read, which may be for a while only.
-        """
-        wanted: dict[str, dict[Place, list[ReadItem]]] = defaultdict(lambda: defaultdict(list))
-        for item in plan.items:
-            place = item.storage_index.fqn, tuple(item.storage_index.offset or ())
-            wanted[self.shards[place].file][place].append(item)
-        for file, by_place in wanted.items():
-            self._read_file(file, by_place, planner)
+        """Fill local storage, file by file; raises as :func:`read_slices`."""
+        targets = [(item, planner.resolve_tensor(item)) for item in plan.items]
+        by_file: dict[str, dict[tuple[str, Shard], list[Slice]]] = defaultdict(lambda: defaultdict(list))
+        for item, target in targets:
+            name = item.storage_index.fqn
+            shard = self.shards[name, tuple(item.storage_index.offset or ())]
+            by_file[shard.file][name, shard].append(Slice(tuple(item.storage_offsets), target))
+        for file, slices in by_file.items():
+            read_slices(self.folder, self.manifest, file, slices)
+        for item, target in targets:
+            planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    @torch.no_grad()
-    def _read_file(self, file: str, by_place: Mapping[Place, list[ReadItem]], planner: LoadPlanner) -> None:
-        parts = {place: [(i, planner.resolve_tensor(i)) for i in items] for place, items in by_place.items()}
-        pinned = any(target.is_cuda for of_one in parts.values() for _, target in of_one)
-        names = {name for name, _ in by_place}
-        with opened_file(self.folder, self.manifest, file, names) as (source, slots):
-            found = {place: check_slot(slots, *self._named(place)) for place in by_place}
-            in_order = sorted(found, key=lambda place: found[place].start)
-            wanted = [Wanted(found[place], _whole_target(found[place], parts[place])) for place in in_order]
-            hashed = xxhash.xxh3_64()
-            with closing(read_ahead(source, wanted, pinned)) as blocks:
-                for block in blocks:
-                    place = in_order[block.number]
-                    hashed.update(raw_bytes(block.rows))
-                    if wanted[block.number].into is None:
-                        for item, target in parts[place]:
-                            _copy_rows(block, item, target)
-                    if block.last:
-                        require_checksum(place[0], self.shards[place], hashed.hexdigest())
-                        hashed.reset()
-                        for item, target in parts[place]:
-                            planner.commit_tensor(item, target)
 
-    def _named(self, place: Place) -> tuple[str, Shard, str]:
-        """Name, shard and dtype of a tensor."""
-        return place[0], self.shards[place], self.manifest.tensors[place[0]].dtype
+@torch.no_grad()
+def read_slices(folder: Folder, manifest: Manifest, file: str, slices: Slices) -> None:
+    """Fill the targets of ``slices`` from one file. Memory besides them: the buffers of :func:`read_ahead`.
+
+    Raises:
+        DamagedError: naming the file, and the tensor where one is known, for anything but what was saved.
+        CheckpointError: for a file that cannot be read, which may be for a while only.
+    """
+    pinned = any(one.target.is_cuda for of_shard in slices.values() for one in of_shard)
+    with opened_file(folder, manifest, file, (name for name, _ in slices)) as (source, slots):
+        found = {key: check_slot(slots, *key, manifest) for key in slices}
+        in_order = sorted(found, key=lambda key: found[key].start)
+        wanted = [Wanted(found[key], _whole_target(found[key], slices[key])) for key in in_order]
+        with closing(read_ahead(source, wanted, pinned)) as blocks:
+            for block in blocks:
+                key = in_order[block.number]
+                if wanted[block.number].into is None:
+                    for one in slices[key]:
+                        _copy_rows(block, one)
+                require_checksum(*key, block)
 
 
 @contextmanager
@@ -124,7 +115,7 @@ def opened_file(
             the file's name in front.
         CheckpointError: it cannot be read. What it should hold, ``names``, is in the message.
     """
-    path, held = f"{folder}/{file}", ", ".join(sorted(names)[:3])
+    path, held = f"{folder}/{file}", ", ".join(sorted(set(names))[:3])
     try:
         with folder.reader(file) as source:
             if source.size != manifest.files[file]:
@@ -138,33 +129,49 @@ def opened_file(
         raise CheckpointError(f"{path} cannot be read ({error}); it should hold {held}, ...") from error
 
 
-def require_checksum(name: str, shard: Shard, found: str) -> None:
-    """Raise DamagedError when what was read of a shard is not what was saved."""
-    if found != shard.xxh3_64:
+def check_slot(slots: Mapping[str, Slot], name: str, shard: Shard, manifest: Manifest) -> Slot:
+    """Where a shard lies in its file. Raises DamagedError when the file says something else about it."""
+    if shard.key not in slots:
+        raise DamagedError(f"has no tensor {shard.key!r}, the data of {name}")
+    slot, dtype = slots[shard.key], manifest.tensors[name].dtype
+    if slot.shape != shard.sizes or slot.dtype != dtype:
+        raise DamagedError(f"tensor {name} is {slot.dtype} {slot.shape}, not {dtype} {shard.sizes}")
+    return slot
+
+
+def require_checksum(name: str, shard: Shard, block: Block) -> None:
+    """Raise DamagedError when a shard ends with this block and is not what was saved."""
+    if block.checksum not in (None, shard.xxh3_64):
         raise DamagedError(f"the data of tensor {name} do not match their checksum: the file is damaged")
 
 
-def _whole_target(slot: Slot, parts: Parts) -> torch.Tensor | None:
+def narrow(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """The elements of a tensor from ``offsets`` on, ``sizes`` many in each dimension, as a view."""
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+def _whole_target(slot: Slot, slices: Sequence[Slice]) -> torch.Tensor | None:
     """The tensor that takes all of a shard in one piece, if there is one: the shard is read straight into it."""
-    target = parts[0][1]
-    whole = len(parts) == 1 and tuple(target.shape) == slot.shape
+    target = slices[0].target
+    whole = len(slices) == 1 and tuple(target.shape) == slot.shape
     return target if whole and target.is_cpu and target.is_contiguous() else None
 
 
-def _copy_rows(block: Block, item: ReadItem, target: torch.Tensor) -> None:
-    """Copy what ``item`` wants of some rows of the stored shard."""
-    offsets, lengths = tuple(item.storage_offsets) or (0,), tuple(item.lengths) or (1,)
-    begin, end = max(block.first, offsets[0]), min(block.first + len(block.rows), offsets[0] + lengths[0])
+def _copy_rows(block: Block, wanted: Slice) -> None:
+    """Copy what is wanted of some rows of the stored shard."""
+    target = wanted.target if wanted.target.ndim else wanted.target.view(1)
+    first, *others = wanted.offsets or (0,)
+    begin, end = max(block.first, first), min(block.first + len(block.rows), first + len(target))
     if begin >= end:
         return
-    piece = block.rows.narrow(0, begin - block.first, end - begin)
-    for dim in range(1, len(offsets)):
-        piece = piece.narrow(dim, offsets[dim], lengths[dim])
-    part = target.view(lengths).narrow(0, begin - offsets[0], end - begin)
-    if part.is_cpu:  # on one thread: torch's others would take the processors from those that read
-        np.copyto(as_bits(part).numpy(), as_bits(piece).numpy())
+    target = target[begin - first : end - first]
+    piece = narrow(block.rows, (begin - block.first, *others), target.shape)
+    if target.is_cpu:  # on one thread: torch's others would take the processors from those that read
+        np.copyto(as_bits(target).numpy(), as_bits(piece).numpy())
     else:
-        part.copy_(piece)
+        target.copy_(piece)
 
 
 def _stored(entry: TensorEntry) -> TensorStorageMetadata:

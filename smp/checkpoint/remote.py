@@ -19,24 +19,14 @@ _RANGE = 1 << 24  # bytes per download: some are under way at a time, and each i
 
 
 class RemoteFolder(Folder):
-    """A prefix in an object store.
-
-    Args:
-        files: fsspec's file system.
-        path: of the folder, as ``files`` wants it.
-        url: of the folder, as users write it.
-    """
+    """A prefix in an object store: ``path`` as fsspec's ``files`` wants it, ``url`` as users write it."""
 
     def __init__(self, files: Any, path: str, url: str) -> None:
         self.files, self.path, self.url = _Calls(files), path.rstrip("/"), url.rstrip("/")
 
     @staticmethod
     def at(url: str) -> RemoteFolder:
-        """The folder at a URL.
-
-        Raises:
-            CheckpointError: fsspec or its back-end for this kind of URL is not installed, or it knows no such kind.
-        """
+        """The folder at a URL. Raises CheckpointError when nothing is installed that knows such a URL."""
         try:
             from fsspec.core import url_to_fs
 
@@ -75,8 +65,7 @@ class RemoteFolder(Folder):
             found = self.files.ls(self.path, detail=False)
         except FileNotFoundError:
             return []
-        names = {path.rstrip("/").rpartition("/")[2] for path in found if path.rstrip("/") != self.path}
-        return sorted(names)
+        return sorted({path.rstrip("/").rpartition("/")[2] for path in found if path.rstrip("/") != self.path})
 
     def size(self, name: str) -> int | None:
         try:

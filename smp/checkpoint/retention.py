@@ -18,17 +18,14 @@ VALIDATION_LOSS = "validation_loss"
 
 @dataclass(frozen=True)
 class Retention:
-    """A checkpoint stays when any of these wants it.
-
-    Attributes:
-        last: the newest so many. At least 2, or nothing is left to fall back to when the newest turns out damaged.
-        every: those whose iteration is a multiple of it.
-        best: so many with the lowest validation loss; those without one are never among them.
-    """
+    """A checkpoint stays when any of these wants it."""
 
     last: int
+    """The newest so many. At least 2, or nothing is left to fall back to when the newest turns out damaged."""
     every: int | None = None
+    """Those whose iteration is a multiple of it."""
     best: int | None = None
+    """So many with the lowest validation loss; those without one are never among them."""
 
     def __post_init__(self) -> None:
         if self.last < 2:
@@ -48,12 +45,7 @@ def doomed(root: Folder, retention: Retention, say: Callable[[str], None] = lamb
     """Names of the checkpoints in ``root`` that ``retention`` does not want, oldest first.
 
     Only folders named ``iter_NNNNNNN`` are looked at, so renaming one keeps it for ever. One whose manifest is damaged
-    is neither deleted nor among the last: a whole one would go for it.
-
-    Args:
-        root: folder of a run.
-        retention: the rules.
-        say: told, in one line, about each manifest that is damaged.
+    is told to ``say``, and neither deleted nor among the last: a whole one would go for it.
 
     Raises:
         CheckpointError: a manifest cannot be read, and that may be for a while only.
@@ -90,14 +82,8 @@ def prune(root: Folder, retention: Retention, say: Callable[[str], None] = lambd
 def publish(root: Folder, folder: Folder, retention: Retention | None, check: Callable[[], None]) -> list[str]:
     """What follows a commit: ``latest`` names the checkpoint, and old ones go; call on one rank.
 
-    Args:
-        root: the run's folder.
-        folder: the checkpoint in it.
-        retention: which checkpoints stay; None: all.
-        check: raises when another job has ``root``, called before anything is changed.
-
-    Returns:
-        Lines for the user. What cannot be done is one of them, for the checkpoint is complete all the same.
+    ``check`` raises when another job has ``root``; it is called before anything is changed. Returns lines for the user:
+    what cannot be done is one of them, for the checkpoint is complete all the same.
     """
     try:
         check()

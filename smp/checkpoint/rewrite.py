@@ -10,7 +10,7 @@ import torch
 from smp.checkpoint.box import read_box_into
 from smp.checkpoint.entries import DTYPES, CheckpointError, Manifest, Shard, TensorEntry
 from smp.checkpoint.folder import Folder
-from smp.checkpoint.manifest import MANIFEST, check_files, read_manifest
+from smp.checkpoint.manifest import check_files, read_manifest
 from smp.checkpoint.storage import commit, discard_unfinished
 from smp.checkpoint.tensor_file import lay_out, raw_bytes, rows_of_a_shard, shard_keys, write_file
 
@@ -22,23 +22,18 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 def rewrite(
     source: Folder, target: Folder, files: int, progress: Callable[[int], None] = lambda count: None
 ) -> Manifest:
-    """Write the checkpoint ``source`` into ``target`` as ``files`` data files of about equal size.
+    """Write the checkpoint ``source`` into the empty folder ``target``, as ``files`` data files of about equal size.
 
     Tensors keep their bits and ``extra`` stays. What is read is checked; what is written is committed with the manifest
-    at the end. Memory: the largest piece of a tensor in one of the files.
-
-    Args:
-        source: a checkpoint's own folder.
-        target: must hold no checkpoint.
-        files: at least 1; fewer are written when there are not so many rows.
-        progress: told the number of bytes after each piece.
+    at the end. Fewer files are written when there are not so many rows. ``progress`` is told the number of bytes after
+    each piece. Memory: the largest piece of a tensor in one of the files.
 
     Raises:
-        CheckpointError: ``target`` is a checkpoint already, or something cannot be read or written; nothing is left.
+        CheckpointError: ``target`` is not empty, or something cannot be read or written; nothing is left.
     """
     manifest = read_manifest(source)
     check_files(source, manifest, manifest.files)
-    if target.size(MANIFEST) is not None or target.names():
+    if target.names():
         raise CheckpointError(f"{target} is not empty")
     target.make()
     try:
@@ -109,14 +104,10 @@ def write_shards(
     dtypes: Mapping[str, torch.dtype],
     data: Callable[[str], Iterator[memoryview]],
 ) -> list[Shard]:
-    """Write one new data file of a checkpoint, durably, with a box of each of some tensors.
+    """Write one new data file of a checkpoint, durably; :func:`smp.checkpoint.storage.commit` makes it one in the end.
 
-    Args:
-        target: the checkpoint's own folder. :func:`smp.checkpoint.storage.commit` makes it a checkpoint in the end.
-        file: name, such as ``shard_00000.safetensors``.
-        boxes: offsets and sizes, by name of the tensor.
-        dtypes: by name of the tensor.
-        data: the bytes of a box, in pieces of any size. Called once for each, and their memory may be used again.
+    ``boxes`` (offsets and sizes) and ``dtypes`` are by key in the file. ``data`` gives the bytes of a key, in pieces of
+    any size whose memory may be used again.
     """
     metas = {name: torch.empty(sizes, dtype=dtypes[name], device="meta") for name, (_, sizes) in boxes.items()}
     layout = lay_out(metas)

@@ -15,13 +15,11 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from smp.checkpoint.entries import DTYPES, Manifest
 from smp.checkpoint.folder import Folder
-from smp.checkpoint.storage import ManifestWriter, Planned, build_manifest, planned_tensors, write_results
+from smp.checkpoint.storage import ManifestWriter, build_manifest
 from smp.checkpoint.tensor_file import FileLayout, lay_out
 
 
@@ -33,9 +31,7 @@ class StagingBuffer:
 
     def __init__(self) -> None:
         self.descriptor = -1
-        """Of the memory."""
-        self.generation = 0
-        """Grows when it becomes another memory."""
+        self.generation = 0  # grows when it becomes another memory
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._pinned = False
 
@@ -54,7 +50,6 @@ class StagingBuffer:
 
     @property
     def size(self) -> int:
-        """In bytes."""
         return len(self._memory)
 
     @torch.no_grad()
@@ -62,8 +57,8 @@ class StagingBuffer:
         """Copy every tensor to its slot; all is there when this returns."""
         devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
         for slot in layout.slots:
-            place = self._memory[slot.start : slot.start + slot.size].view(DTYPES[slot.dtype]).view(slot.shape)
-            place.copy_(tensors[slot.key], non_blocking=True)
+            slice_ = self._memory[slot.start : slot.start + slot.size].view(DTYPES[slot.dtype]).view(slot.shape)
+            slice_.copy_(tensors[slot.key], non_blocking=True)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
 
@@ -101,21 +96,13 @@ class StagingWriter(ManifestWriter):
         self.manifest: Manifest | None = None
         """On rank 0, with empty checksums."""
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Copy what this rank is to write."""
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(self._stage(plan.storage_data, planned_tensors(plan, planner)) if plan.items else [])
-        return done
-
-    def _stage(self, file: str, planned: Planned) -> list[WriteResult]:
-        tensors = {key: tensor for key, (_, tensor) in planned.items()}
+    def _write(self, file: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
         layout = lay_out(tensors)
         self.memory.reserve(max(layout.data_size, 1), pinned=any(t.is_cuda for t in tensors.values()))
         self.memory.fill(layout, tensors)
         slots = [list(asdict(slot).values()) for slot in layout.slots]
         self.part = {"file": file, "header": layout.header.decode("latin-1"), "slots": slots}
-        return write_results(file, planned, dict.fromkeys(tensors, ""))
+        return dict.fromkeys(tensors, "")
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Keep the manifest."""
         self.manifest = build_manifest(metadata, results, self.extra)

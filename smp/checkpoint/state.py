@@ -53,6 +53,7 @@ def restore_optimizer_scalars(model: nn.Module, optimizer: Optimizer, scalars: M
         CheckpointError: when the count of a parameter is missing, or an optimizer that counts per group gets several.
     """
     materialize_optimizer_state(optimizer)
+    counted: list[tuple[str, dict[str, Any]]] = []
     for name, parameter, group in _optimized(model, optimizer):
         state = optimizer.state.get(parameter, {})
         holder = state if "step" in state else group
@@ -60,24 +61,15 @@ def restore_optimizer_scalars(model: nn.Module, optimizer: Optimizer, scalars: M
             continue
         if name not in scalars:
             raise CheckpointError(f"the checkpoint has no optimizer step count for {name}")
-        _set_step(holder, scalars[name])
-    _check_groups(model, optimizer, scalars)
-
-
-def _set_step(holder: dict[str, Any], value: float) -> None:
-    if isinstance(holder["step"], torch.Tensor):
-        holder["step"].fill_(value)
-    else:
-        holder["step"] = type(holder["step"])(value)
-
-
-def _check_groups(model: nn.Module, optimizer: Optimizer, scalars: Mapping[str, float]) -> None:
-    """The count of a group was set once per parameter: they must all have meant the same."""
-    for name, _, group in _optimized(model, optimizer):
-        if "step" in group and float(group["step"]) != scalars[name]:
-            raise CheckpointError(
-                f"{type(optimizer).__name__} counts steps per group, but {name} differs from its group"
-            )
+        if isinstance(holder["step"], torch.Tensor):
+            holder["step"].fill_(scalars[name])
+        else:
+            holder["step"] = type(holder["step"])(scalars[name])
+        counted.append((name, holder))
+    for name, holder in counted:  # that of a group was set once per parameter
+        if float(holder["step"]) != scalars[name]:
+            kind = type(optimizer).__name__
+            raise CheckpointError(f"{kind} counts steps per group, but {name} differs from its group")
 
 
 def materialize_optimizer_state(optimizer: Optimizer) -> None:
@@ -127,10 +119,8 @@ def _is_fused_adam(optimizer: Optimizer) -> bool:
 def _new_step(parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
     """Adam's step count as torch makes it: on the parameter's device for kernels that read it, else on the CPU."""
     wide = torch.get_default_dtype() == torch.float64 and not group["fused"]
-    on_device = group["capturable"] or group["fused"]
-    return torch.zeros(
-        (), dtype=torch.float64 if wide else torch.float32, device=parameter.device if on_device else "cpu"
-    )
+    device = parameter.device if group["capturable"] or group["fused"] else torch.device("cpu")
+    return torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=device)
 
 
 def collect_logical_rows(

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -26,22 +26,13 @@ from smp.checkpoint.lock import RunLock
 from smp.checkpoint.manifest import MANIFEST, check_extra, read_manifest, write_manifest
 from smp.checkpoint.tensor_file import lay_out, raw_bytes, shard_keys, write_file
 
-Planned = dict[str, tuple[WriteItem, torch.Tensor]]
-"""What a rank is to write, by key in its file."""
-
 SHARD_FILE = re.compile(r"shard_\d{5,}(?:\.(\d+))?\.safetensors")
 OUR_FILES = re.compile(rf"({SHARD_FILE.pattern}(\.json)?|{re.escape(MANIFEST)})((\.[0-9a-f]+)?\.tmp)?")
 """All names that a save gives to files: data, reports of background writers, the manifest, and what replaces them."""
 
 
 class ManifestWriter(StorageWriter):
-    """Writes one checkpoint folder.
-
-    Args:
-        folder: the checkpoint's own folder, on storage that all ranks share. Made when it does not exist.
-        extra: plain JSON; rank 0's is written.
-        lock: on rank 0, the lock under which this is done, if any; looked at once more before the commit.
-    """
+    """Writes one checkpoint folder; the arguments are those of :func:`smp.checkpoint.save`."""
 
     def __init__(self, folder: Folder, extra: Mapping[str, Any], lock: RunLock | None = None) -> None:
         self.folder, self.extra, self.lock = folder, extra, lock
@@ -50,20 +41,16 @@ class ManifestWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """A writer belongs to its folder."""
-        return False
+        return False  # a writer belongs to its folder
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A writer belongs to its folder."""
         assert checkpoint_id is None
 
     def set_up_storage_writer(self, is_coordinator: bool) -> None:
-        """Refuse an unwritable ``extra`` before anything is written."""
-        check_extra(self.extra)
+        check_extra(self.extra)  # before anything is written
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Files are named centrally."""
-        return plan
+        return plan  # files are named centrally
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the folder and give every rank a file name that nothing in it has, committed or left by a crash."""
@@ -75,16 +62,27 @@ class ManifestWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file, if there is anything in its plan, and bring it to disk."""
+        found = (planner.resolve_data(item) for item in plan.items)
+        tensors = [data.detach() for data in found if isinstance(data, torch.Tensor)]
+        rows = [(i.index.fqn, *_rows(i.index.offset, t)) for i, t in zip(plan.items, tensors, strict=True)]
+        keys = shard_keys(rows)
+        by_key = dict(zip(keys, tensors, strict=True))
+        hashes = self._write(plan.storage_data, by_key) if by_key else {}
+        results = []
+        for item, key in zip(plan.items, keys, strict=True):
+            tensor = by_key[key]
+            shard = Shard(plan.storage_data, key, tuple(item.index.offset or ()), tuple(tensor.shape), hashes[key])
+            results.append(WriteResult(item.index, tensor.nbytes, shard))
         done: Future[list[WriteResult]] = Future()
-        done.set_result(self._write(plan.storage_data, planned_tensors(plan, planner)) if plan.items else [])
+        done.set_result(results)
         return done
 
-    def _write(self, file: str, planned: Planned) -> list[WriteResult]:
-        tensors = {key: tensor for key, (_, tensor) in planned.items()}
+    def _write(self, file: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+        """Checksums by key."""
         layout = lay_out(tensors)
         # what lies contiguous in CPU memory is written from there; only other tensors are copied, one at a time
         data = ((slot.key, raw_bytes(tensors[slot.key].cpu().contiguous())) for slot in layout.slots)
-        return write_results(file, planned, write_file(self.folder, file, layout, data))
+        return write_file(self.folder, file, layout, data)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit with the manifest, then remove data files that it does not name."""
@@ -93,24 +91,8 @@ class ManifestWriter(StorageWriter):
         self.notes = commit(self.folder, build_manifest(metadata, results, self.extra))
 
 
-def planned_tensors(plan: SavePlan, planner: SavePlanner) -> Planned:
-    """What a rank is to write."""
-    tensors = [data for item in plan.items if isinstance(data := planner.resolve_data(item), torch.Tensor)]
-    rows = [(i.index.fqn, *_rows(tuple(i.index.offset or ()), t)) for i, t in zip(plan.items, tensors, strict=True)]
-    return {k: (i, t.detach()) for k, i, t in zip(shard_keys(rows), plan.items, tensors, strict=True)}
-
-
-def _rows(offsets: tuple[int, ...], tensor: torch.Tensor) -> tuple[int, int]:
+def _rows(offsets: Sequence[int] | None, tensor: torch.Tensor) -> tuple[int, int]:
     return (offsets[0], len(tensor)) if offsets else (0, 1)
-
-
-def write_results(file: str, planned: Planned, hashes: Mapping[str, str]) -> list[WriteResult]:
-    """For DCP: the shards that a rank wrote."""
-    results = []
-    for key, (item, tensor) in planned.items():
-        shard = Shard(file, key, tuple(item.index.offset or ()), tuple(tensor.shape), hashes[key])
-        results.append(WriteResult(item.index, tensor.nbytes, shard))
-    return results
 
 
 def build_manifest(metadata: Metadata, results: Sequence[Sequence[WriteResult]], extra: Mapping[str, Any]) -> Manifest:
@@ -135,8 +117,11 @@ def commit(folder: Folder, manifest: Manifest) -> list[str]:
     Raises:
         CheckpointError: a file is not there.
     """
-    names = sorted({shard.file for entry in manifest.tensors.values() for shard in entry.shards})
-    files = {name: _size(folder, name) for name in names}
+    files: dict[str, int] = {}
+    for file in sorted({shard.file for entry in manifest.tensors.values() for shard in entry.shards}):
+        if (size := folder.size(file)) is None:
+            raise CheckpointError(f"rank 0 does not see {folder}/{file}: is the folder on a shared file system?")
+        files[file] = size
     folder.sync()
     write_manifest(folder, replace(manifest, files=files))
     try:
@@ -144,13 +129,6 @@ def commit(folder: Folder, manifest: Manifest) -> list[str]:
     except OSError as error:
         return [f"WARNING: {folder} is complete; files of the checkpoint before could not be removed: {error}"]
     return []
-
-
-def _size(folder: Folder, file: str) -> int:
-    size = folder.size(file)
-    if size is None:
-        raise CheckpointError(f"rank 0 does not see {folder}/{file}: is the folder on a shared file system?")
-    return size
 
 
 def remove_unnamed(folder: Folder, named: Mapping[str, int]) -> list[str]:
@@ -164,17 +142,14 @@ def remove_unnamed(folder: Folder, named: Mapping[str, int]) -> list[str]:
 def discard_unfinished(folder: Folder) -> list[str]:
     """Delete what a save that never committed left in ``folder``, and the folder with it when nothing else is there.
 
-    A checkpoint that was there before stays, and so does any file that no save of ours would have written. Nobody may
-    be saving into the folder.
-
-    Returns:
-        Names of the files that were deleted.
+    A checkpoint that was there before stays, and so does any file that no save would have written. Nobody may be saving
+    into the folder. Returns the names of the files that were deleted.
     """
     if MANIFEST in folder.names():
         try:
             return remove_unnamed(folder, read_manifest(folder).files)
         except CheckpointError:
-            return []  # whoever loads it will say what is wrong with it
+            return []  # a load will say what is wrong with it
     left = remove_unnamed(folder, {})
     if folder.exists() and not folder.names():
         folder.remove()

@@ -27,7 +27,7 @@ _METADATA = "__metadata__"  # texts about the file under this key of a header; n
 _LONGEST_HEADER = 100_000_000  # the limit of the safetensors package
 _ALIGNMENT = 64  # of the first tensor in the file: a cache line
 LARGEST_SHARD = 1 << 26
-"""Bytes. A checksum covers a shard, so whoever wants a part of one reads all of it."""
+"""Bytes. A checksum covers a shard, so a reader of a part of one reads all of it."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,13 @@ class FileLayout:
 
     @property
     def data_size(self) -> int:
-        """Bytes of all tensors."""
         return self.slots[-1].start + self.slots[-1].size if self.slots else 0
 
 
 def lay_out(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> FileLayout:
     """Tensors in the order of safetensors, widest elements first, so that every one is aligned.
 
-    Args:
-        tensors: by key; only their shapes and dtypes are used.
-        metadata: texts for the header; our checkpoints have none.
+    Only shapes and dtypes of ``tensors`` are used; ``metadata`` are texts for the header.
 
     Raises:
         CheckpointError: a key that a reader could not give back.
@@ -79,7 +76,7 @@ def lay_out(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | N
 
 
 def rows_of_a_shard(row_size: int) -> int:
-    """How many rows of ``row_size`` bytes make a shard: one at least."""
+    """How many rows of ``row_size`` bytes make a shard."""
     return max(1, LARGEST_SHARD // max(row_size, 1))
 
 
@@ -112,16 +109,9 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 def write_file(
     folder: Folder, name: str, layout: FileLayout, tensors: Iterable[tuple[str, memoryview]]
 ) -> dict[str, str]:
-    """Write a new file, durably.
+    """Write a new file, durably; returns xxh3_64 by key.
 
-    Args:
-        folder: where to.
-        name: of the file; there must be none of this name.
-        layout: what it is to hold.
-        tensors: key and bytes of every slot of the layout, in its order; a slot's may come in several pieces.
-
-    Returns:
-        xxh3_64 by key.
+    ``tensors`` are key and bytes of every slot of the layout, in its order; a slot's may come in several pieces.
     """
     hashes = {slot.key: xxhash.xxh3_64() for slot in layout.slots}
     offset = len(layout.header)
@@ -137,10 +127,6 @@ def write_file(
         # room for all was made before: what nobody wrote would be zeros
         assert offset == len(layout.header) + layout.data_size, f"{name}: {offset} bytes are not what was laid out"
     return {key: hashed.hexdigest() for key, hashed in hashes.items()}
-
-
-def _pieces(data: memoryview, size: int) -> Iterable[memoryview]:
-    return (data[start : start + size] for start in range(0, len(data), size))
 
 
 def read_header(source: Source) -> dict[str, Slot]:
@@ -182,14 +168,3 @@ def _refuse_overlaps(slots: Iterable[Slot]) -> None:
     for slot in sorted((slot for slot in slots if slot.size), key=lambda slot: slot.start):
         require(slot.start >= end, f"tensor {slot.key!r} overlaps another one")
         end = slot.start + slot.size
-
-
-def read_tensor(source: Source, slot: Slot, into: memoryview) -> str:
-    """Fill ``into``, which is as large as the slot, from a file; returns the checksum of what was read."""
-    hashed = xxhash.xxh3_64()
-    offset = slot.start
-    for piece in _pieces(into, source.piece):
-        source.read_into(offset, piece)
-        hashed.update(piece)
-        offset += len(piece)
-    return hashed.hexdigest()

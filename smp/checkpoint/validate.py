@@ -19,28 +19,21 @@ _MOST_CELLS = 2**24  # of the grid in which shards are counted; a million proces
 
 
 def check_manifest(manifest: Manifest, folder: Path | None) -> None:
-    """Refuse file names that leave ``folder``, tensors not covered exactly once and shards larger than their file.
-
-    Args:
-        manifest: what to check.
-        folder: where its files are, to follow links; None on storage that has none.
-
-    Raises:
-        DamagedError: naming the file or tensor.
-    """
+    """Raise DamagedError for file names that leave ``folder`` (None on storage without links), tensors that are not
+    covered exactly once and shards larger than their file."""
     for file, size in manifest.files.items():
         require(FILE_NAME.fullmatch(file) is not None, f"file name {file!r} is not a plain .safetensors name")
         inside = folder is None or (folder / file).resolve().parent == folder.resolve()
         require(inside, f"file {file!r} leads out of the checkpoint folder")
         require(_is_count(size), f"size {size!r} of file {file!r}")
     held: Counter[str] = Counter()
-    places: set[tuple[str, str]] = set()
+    keys: set[tuple[str, str]] = set()
     for name, entry in manifest.tensors.items():
         _check_tensor(name, entry, manifest)
         for shard in entry.shards:
             held[shard.file] += shard_bytes(shard, entry.dtype)
-            require((shard.file, shard.key) not in places, f"two shards are tensor {shard.key!r} of {shard.file!r}")
-            places.add((shard.file, shard.key))
+            require((shard.file, shard.key) not in keys, f"two shards are tensor {shard.key!r} of {shard.file!r}")
+            keys.add((shard.file, shard.key))
     for file, size in held.items():
         require(size <= manifest.files[file], f"file {file!r} of {manifest.files[file]} bytes cannot hold {size}")
 

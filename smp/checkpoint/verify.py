@@ -7,13 +7,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import xxhash
-
-from smp.checkpoint.entries import CheckpointError, DamagedError, Manifest, Shard
-from smp.checkpoint.folder import Folder, Source
+from smp.checkpoint.entries import DamagedError, Manifest, Shard
+from smp.checkpoint.folder import Folder
 from smp.checkpoint.local import open_folder
 from smp.checkpoint.manifest import read_manifest
-from smp.checkpoint.tensor_file import Slot, read_header
+from smp.checkpoint.read_ahead import Wanted, read_ahead
+from smp.checkpoint.reader import check_slot, opened_file, require_checksum
+from smp.checkpoint.tensor_file import Slot
 
 
 def verify(
@@ -47,44 +47,22 @@ def verify(
 def _file(
     folder: Folder, file: str, manifest: Manifest, shards: list[tuple[str, Shard]], progress: Callable[[int], None]
 ) -> list[str]:
-    path = f"{folder}/{file}"
+    wrong: list[str] = []
+    found: list[tuple[Slot, str, Shard]] = []
     try:
-        with folder.reader(file) as source:
-            if source.size != manifest.files[file]:
-                return [f"{path}: has {source.size} bytes instead of {manifest.files[file]}"]
-            slots = read_header(source)
-            wrong = []
-            for name, shard in sorted(shards, key=lambda pair: slots[pair[1].key].start if pair[1].key in slots else 0):
+        with opened_file(folder, manifest, file, (name for name, _ in shards)) as (source, slots):
+            for name, shard in shards:
                 try:
-                    check_slot(slots, name, shard, manifest.tensors[name].dtype)
-                    if _hash(source, slots[shard.key], progress) != shard.xxh3_64:
-                        wrong.append(f"{path}: the data of tensor {name} do not match their checksum")
+                    found.append((check_slot(slots, name, shard, manifest), name, shard))
                 except DamagedError as error:
-                    wrong.append(f"{path}: {error}")
-            return wrong
-    except (FileNotFoundError, EOFError) as error:
-        return [f"{path} is missing or cut off ({error})"]
+                    wrong.append(f"{folder}/{file}: {error}")
+            found.sort(key=lambda one: one[0].start)
+            for block in read_ahead(source, [Wanted(slot) for slot, _, _ in found]):
+                progress(block.rows.nbytes)
+                try:
+                    require_checksum(*found[block.number][1:], block)
+                except DamagedError as error:
+                    wrong.append(f"{folder}/{file}: {error}")
     except DamagedError as error:
-        return [f"{path}: {error}"]
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error})") from error
-
-
-def check_slot(slots: dict[str, Slot], name: str, shard: Shard, dtype: str) -> Slot:
-    """The place of a shard in its file. Raises DamagedError when the file says something else about it."""
-    if shard.key not in slots:
-        raise DamagedError(f"has no tensor {shard.key!r}, the data of {name}")
-    slot = slots[shard.key]
-    if slot.shape != shard.sizes or slot.dtype != dtype:
-        raise DamagedError(f"tensor {name} is {slot.dtype} {slot.shape}, not {dtype} {shard.sizes}")
-    return slot
-
-
-def _hash(source: Source, slot: Slot, progress: Callable[[int], None]) -> str:
-    hashed, memory = xxhash.xxh3_64(), memoryview(bytearray(min(source.piece, slot.size)))
-    for start in range(0, slot.size, source.piece):
-        piece = memory[: min(len(memory), slot.size - start)]
-        source.read_into(slot.start + start, piece)
-        hashed.update(piece)
-        progress(len(piece))
-    return hashed.hexdigest()
+        wrong.append(str(error))
+    return wrong

@@ -34,12 +34,7 @@ REPORT = ".json"
 
 
 def main(descriptor: int, trainer: int) -> None:
-    """Work until the trainer closes the socket or dies.
-
-    Args:
-        descriptor: of the socket.
-        trainer: the parent's process number.
-    """
+    """Work until the trainer, whose process number this is, closes the socket or dies."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # sent to whole groups; the trainer decides when the work is done
     threading.Thread(target=_die_with, args=(trainer,), daemon=True).start()
@@ -116,10 +111,9 @@ class _Save:
         hashes = self._gather(sorted({s.file for entry in manifest.tensors.values() for s in entry.shards}))
         self._check()
         self.notes += commit(self.folder, _with_hashes(manifest, hashes))
-        if wanted["after"] is not None:
-            keep = wanted["after"]["retention"]
-            root = open_folder(wanted["after"]["root"])
-            self.notes += publish(root, self.folder, None if keep is None else Retention(**keep), self._check)
+        if wanted["latest_in"] is not None:
+            keep = wanted["retention"] and Retention(**wanted["retention"])
+            self.notes += publish(open_folder(wanted["latest_in"]), self.folder, keep, self._check)
 
     def _check(self) -> None:
         """Raise CheckpointError when another job has the lock under which this save began."""
@@ -158,8 +152,7 @@ def _read_report(folder: Folder, file: str, save: str) -> dict[str, str] | None:
 
 
 def _with_hashes(manifest: Manifest, hashes: dict[str, dict[str, str]]) -> Manifest:
-    tensors = {}
-    for name, entry in manifest.tensors.items():
-        shards = tuple(replace(shard, xxh3_64=hashes[shard.file][shard.key]) for shard in entry.shards)
-        tensors[name] = TensorEntry(entry.shape, entry.dtype, shards)
-    return replace(manifest, tensors=tensors)
+    def signed(entry: TensorEntry) -> TensorEntry:
+        return replace(entry, shards=tuple(replace(s, xxh3_64=hashes[s.file][s.key]) for s in entry.shards))
+
+    return replace(manifest, tensors={name: signed(entry) for name, entry in manifest.tensors.items()})

@@ -22,27 +22,25 @@ class WriterProcess:
     """One writer. Started as a fresh interpreter that imports nothing of the running program but ``smp.checkpoint``."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            call = f"main({theirs.fileno()}, {os.getpid()})"
+        own, other = socket.socketpair()
+        with other:
+            call = f"main({other.fileno()}, {os.getpid()})"
             code = f"import sys; sys.path[:] = {sys.path!r}; from smp.checkpoint.writer import main; {call}"
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[other.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},  # it must never take memory of a GPU
             )
-        self._connection = Connection(ours.detach())
+        self._connection = Connection(own.detach())
         self._generation = 0
 
     @property
     def pid(self) -> int:
-        """Its process number."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
         return self._process.poll() is None
 
     def submit(self, job: dict[str, Any], memory: StagingBuffer) -> None:

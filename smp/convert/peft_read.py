@@ -14,7 +14,7 @@ import torch
 from smp.checkpoint import CheckpointError
 from smp.checkpoint.entries import DTYPES, DamagedError
 from smp.checkpoint.local import LocalFolder
-from smp.checkpoint.tensor_file import raw_bytes, read_header, read_tensor
+from smp.checkpoint.tensor_file import raw_bytes, read_header
 from smp.config import ConfigError, ModelConfig
 from smp.convert.adapters import CONFIG, FRONT, TENSORS, Adapter, check_shapes, places_of
 from smp.convert.families import Family
@@ -133,7 +133,7 @@ def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
             out = {}
             for key, slot in read_header(source).items():
                 out[key] = torch.empty(slot.shape, dtype=DTYPES[slot.dtype])
-                read_tensor(source, slot, raw_bytes(out[key]))
+                source.read_into(slot.start, raw_bytes(out[key]))
             return out
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None

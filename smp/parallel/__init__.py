@@ -1,1 +1,1 @@
-"""Mesh, collectives and layout-independent random numbers."""
+"""Mesh, collectives, layout-independent random numbers and agreements between ranks."""

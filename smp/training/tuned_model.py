@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smp.checkpoint.agree import gather
 from smp.checkpoint.latest import find, iteration_name
 from smp.config import Config, ConfigError
 from smp.config.finetune import FinetuneConfig
@@ -24,6 +23,7 @@ from smp.convert.weights import Weights
 from smp.layers import init_weights
 from smp.layers.lora import adapters_of, attach, choose, linear_layers
 from smp.models.gpt import GPT
+from smp.parallel.agree import gather
 from smp.parallel.boxes import local_box
 from smp.parallel.context import ParallelContext
 from smp.pipeline.plan import Plan
@@ -102,9 +102,7 @@ def _add_adapters(model: GPT, tuning: FinetuneConfig, seed: int, start: Mapping[
     everywhere = gather({target: len(names) for target, names in chosen.items()})  # pipeline ranks have parts
     nothing = [target for target in targets if not any(counts[target] for counts in everywhere)]
     if nothing and lora.lora_target_modules != ALL_LINEAR:  # a plain MLP has no gate
-        last = sorted(
-            {name.rpartition(".")[2] for part in gather([n for n, _ in linear_layers(model)]) for name in part}
-        )
+        last = sorted({name.rpartition(".")[2] for part in gather(list(linear_layers(model))) for name in part})
         raise ConfigError(
             f"--lora-target-modules {nothing[0]} chooses no linear layer of this model: they are {', '.join(last)}"
         )

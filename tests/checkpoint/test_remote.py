@@ -33,6 +33,7 @@ from smp.checkpoint.latest import complete
 from smp.checkpoint.local import open_folder
 from smp.checkpoint.lock import RunLock
 from smp.checkpoint.recovery import clean, load_newest
+from smp.checkpoint.remote import RemoteFolder
 from tests.checkpoint.test_folder import example, zeros
 from tests.distributed import run_distributed
 from tests.training.flag_runs import run_here
@@ -254,14 +255,22 @@ def test_a_small_file_is_made_by_one(root: str, monkeypatch: pytest.MonkeyPatch)
     assert not folder.create("a", b"second") and folder.read("a") == b"first"
 
 
-def test_one_of_two_takers_has_a_dead_jobs_lock(root: str) -> None:
+def test_one_of_two_takers_has_a_dead_jobs_lock(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dead = replace(lock_module.Holder.here(), started="1")
     folder = open_folder(root)
     folder.replace("lock", json.dumps(asdict(dead)).encode())
-    folder.replace(f"lock.{dead.token}", json.dumps(asdict(lock_module.Holder.here())).encode())  # another was faster
-    with pytest.raises(CheckpointError, match="is in use by"):
-        RunLock(folder, print)
-    folder.delete(f"lock.{dead.token}")
+    here = json.dumps(asdict(lock_module.Holder.here())).encode()
+    plain = type(folder).create
+
+    def late(folder: RemoteFolder, name: str, data: bytes) -> bool:
+        folder.replace(name, here)  # another was faster
+        return plain(folder, name, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(folder), "create", late)
+        with pytest.raises(CheckpointError, match="was taken by process .* just now"):
+            RunLock(folder, print)
+    folder.delete("lock.1")
     said: list[str] = []
     RunLock(folder, said.append).release()
     assert len(said) == 1 and "took over" in said[0] and folder.names() == []

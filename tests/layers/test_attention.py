@@ -108,7 +108,7 @@ def errors_of(mesh: Any, options: dict[str, Any], sp: bool, training: bool) -> d
     whole_norm = sum(w.grad.square().sum() for w in wholes.values() if w.grad is not None) ** 0.5
     for name, w in wholes.items():
         assert w.grad is not None
-        # a gradient that is zero in theory (of queries that see one key) is noise as large as the layer's others make it
+        # a gradient that is zero in theory (of queries that see one key) is noise of the size of the others
         scale = whole_norm if w.grad.norm() < 1e-9 * whole_norm else 1.0
         errors[name] = error(gradient(layer.get_parameter(name)) / scale, w.grad / scale)
     return errors

@@ -82,7 +82,7 @@ def _described(config: ModelConfig, tp: int, parts: Sequence[ModelPart] | None =
 
 
 def _built(model: GPT) -> Described:
-    rows, linear = collect_logical_rows(model), {name for name, _ in linear_layers(model)}
+    rows, linear = collect_logical_rows(model), linear_layers(model)
     out: Described = {}
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names is not None

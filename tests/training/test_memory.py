@@ -151,8 +151,7 @@ def _measure(config: Config, tp: int, grouped: bool = False) -> float:
     """Bytes per token that exist after the forward pass of one block and did not before, its output left out."""
     model = GPT(
         config.model,
-        build_context(Layout(tp=tp), "cpu")["tp"],
-        sequence_parallel=config.parallel.sequence_parallel,
+        build_context(Layout(tp=tp), "cpu", sequence_parallel=config.parallel.sequence_parallel),
         grouped=grouped,
         device="cpu",
     ).bfloat16()
