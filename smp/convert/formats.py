@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -86,15 +87,8 @@ def open_checkpoint(
         folder = _own_folder(path)
         return Opened(SmpWeights(folder), _companions(reference) or carried(folder))
     companions = _companions(reference) or carried(path)
-    try:
-        return Opened(open_megatron(path, vocab_size=vocab_size), companions)
-    except ConfigError as error:
-        if reference is None or "--reference" not in str(error):
-            raise
-    config = _config(reference)
-    if vocab_size not in (None, config.vocab_size):
-        raise ConfigError(f"--vocab-size {vocab_size}: --reference {reference} has {config.vocab_size} token ids")
-    return Opened(open_megatron(path, config=config), companions)
+    config = None if reference is None else partial(_config, reference, vocab_size)
+    return Opened(open_megatron(path, reference=config, vocab_size=vocab_size), companions)
 
 
 def _companions(reference: Path | None) -> Path | None:
@@ -113,10 +107,14 @@ def _own_folder(path: Path) -> Path:
     return folder.local
 
 
-def _config(reference: Path) -> ModelConfig:
+def _config(reference: Path, vocab_size: int | None) -> ModelConfig:
     if is_hf_folder(reference):
-        return config_from_hf(read_hf_config(reference), str(reference))
-    return SmpWeights(_own_folder(reference)).config
+        config = config_from_hf(read_hf_config(reference), str(reference))
+    else:
+        config = SmpWeights(_own_folder(reference)).config
+    if vocab_size not in (None, config.vocab_size):
+        raise ConfigError(f"--vocab-size {vocab_size}: --reference {reference} has {config.vocab_size} token ids")
+    return config
 
 
 def make_target(

@@ -48,7 +48,8 @@ def _safetensors(files: OpenFiles, name: str) -> dict[str, Slot]:
 
 
 def _torch_tensors(files: OpenFiles, name: str) -> dict[str, Slot]:
-    content, path = read_torch_file(files.open(name), files.folder / name), files.folder / name
+    path = files.folder / name
+    content = read_torch_file(files.open(name), path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a dictionary of tensors")
     for key, value in content.items():

@@ -41,25 +41,6 @@ RENAMED = {
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
 """Norms by Transformer Engine's names, which the table has, and by those of the local layers."""
-COLUMN_PARALLEL = ("embedding.word_embeddings", "output_layer", "self_attention.linear_qkv", "mlp.linear_fc1")
-ROW_PARALLEL = ("self_attention.linear_proj", "mlp.linear_fc2")
-"""Modules that are cut over the tensor-parallel ranks, by rows and by columns. Biases of the latter are whole."""
-OLD_NAMES = (
-    ("language_model.transformer.", "language_model.encoder."),
-    ("language_model.embedding.", "embedding."),
-    ("language_model.output_layer.", "output_layer."),
-    ("language_model.encoder.final_layernorm.", "decoder.final_layernorm."),
-    ("language_model.encoder.layers.", "decoder.layers."),
-    (".self_attention.query_key_value.", ".self_attention.linear_qkv."),
-    (".self_attention.dense.", ".self_attention.linear_proj."),
-    (".post_attention_layernorm.", ".pre_mlp_layernorm."),
-    (".post_attention_norm.", ".pre_mlp_layernorm."),
-    (".input_norm.", ".input_layernorm."),
-    (".mlp.dense_h_to_4h.", ".mlp.linear_fc1."),
-    (".mlp.dense_4h_to_h.", ".mlp.linear_fc2."),
-    ("final_norm.", "final_layernorm."),
-)
-"""Parts of names that models before megatron-core had, and what they are called since."""
 
 
 def megatron_table(config: ModelConfig) -> Table:

@@ -71,12 +71,6 @@ class Piece:
     slot: Slot
     offsets: tuple[int, ...]
 
-    def within(self, row: int, rows: int) -> Slot:
-        """Some of its rows."""
-        size = self.slot.size // self.slot.shape[0]
-        shape = (rows, *self.slot.shape[1:])
-        return replace(self.slot, shape=shape, start=self.slot.start + row * size, size=rows * size)
-
 
 def single(file: str, slot: Slot) -> list[Piece]:
     """A tensor that lies in one piece."""
