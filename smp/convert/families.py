@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from smp.convert.layout import In, Table
+from smp.convert.layout import Fused, Table
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
 
-_LLAMA_MODULES: dict[str, str | In] = {
+_LLAMA_MODULES: dict[str, str | Fused] = {
     "attention_norm": "input_layernorm",
     "attention.query": "self_attn.q_proj",
     "attention.key": "self_attn.k_proj",
@@ -60,7 +60,7 @@ _LLAMA_MODULES: dict[str, str | In] = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-_QK_NORMS: dict[str, str | In] = {
+_QK_NORMS: dict[str, str | Fused] = {
     "attention.query_norm": "self_attn.q_norm",
     "attention.key_norm": "self_attn.k_norm",
 }
@@ -71,9 +71,9 @@ _GPT2 = Table(
     "transformer.h.{}.",
     {
         "attention_norm": "ln_1",
-        "attention.query": In("attn.c_attn", "thirds", "query"),
-        "attention.key": In("attn.c_attn", "thirds", "key"),
-        "attention.value": In("attn.c_attn", "thirds", "value"),
+        "attention.query": Fused("attn.c_attn", "thirds", "query"),
+        "attention.key": Fused("attn.c_attn", "thirds", "key"),
+        "attention.value": Fused("attn.c_attn", "thirds", "value"),
         "attention.output": "attn.c_proj",
         "mlp_norm": "ln_2",
         "mlp.up": "mlp.c_fc",
@@ -91,9 +91,9 @@ _NEOX = Table(
     "gpt_neox.layers.{}.",
     {
         "attention_norm": "input_layernorm",
-        "attention.query": In("attention.query_key_value", "per_group", "query"),
-        "attention.key": In("attention.query_key_value", "per_group", "key"),
-        "attention.value": In("attention.query_key_value", "per_group", "value"),
+        "attention.query": Fused("attention.query_key_value", "per_group", "query"),
+        "attention.key": Fused("attention.query_key_value", "per_group", "key"),
+        "attention.value": Fused("attention.query_key_value", "per_group", "value"),
         "attention.output": "attention.dense",
         "mlp_norm": "post_attention_layernorm",
         "mlp.up": "mlp.dense_h_to_4h",

@@ -18,9 +18,10 @@ from smp.checkpoint.tensor_file import lay_out, write_file
 from smp.convert.families import Family
 from smp.convert.hf_config import CONFIG, family_of, from_hf, is_hf_folder, read_hf_config, to_hf
 from smp.convert.hf_store import INDEX, SINGLE, bin_store, safetensors_store
-from smp.convert.layout import Link, by_theirs, links
+from smp.convert.layout import Link, by_external_name, links
 from smp.convert.pieces import Feed, Planned, in_files, plan
-from smp.convert.weights import LinkedWeights, Store, Weights, refuse_difference, unknown
+from smp.convert.store import PieceStore
+from smp.convert.weights import LinkedWeights, Weights
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """Files of which one makes a tokenizer."""
@@ -62,14 +63,16 @@ def open_hf(folder: str | Path, *, allow_pickle: bool = False) -> LinkedWeights:
     try:
         found = _found(links(family.table, config), store, family)
         weights = LinkedWeights(store, found, config)
-        _refuse_extra(weights, store, family)
+        heads, embedding = ("lm_head.weight", "embed_out.weight"), weights.links["embedding.weight"].external_name
+        copies = weights.refuse_extra(embedding, heads, family.ignored)
+        weights.notes += [f"{name} is left out: it is {embedding} again" for name in copies]
     except BaseException:
         store.close()
         raise
     return weights
 
 
-def _store(folder: Path, allow_pickle: bool) -> Store:
+def _store(folder: Path, allow_pickle: bool) -> PieceStore:
     if (folder / INDEX).is_file() or (folder / SINGLE).exists():
         return safetensors_store(folder)
     bins = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
@@ -83,7 +86,7 @@ def _store(folder: Path, allow_pickle: bool) -> Store:
     return bin_store(folder)
 
 
-def _found(wanted: Mapping[str, Link], store: Store, family: Family) -> dict[str, Link]:
+def _found(wanted: Mapping[str, Link], store: PieceStore, family: Family) -> dict[str, Link]:
     """Links as this folder spells them: base models leave out the first word, and some names changed over time."""
     first = family.table.block.split(".")[0] + "."
     bare = not any(name.startswith(first) for name in store.tensors)
@@ -96,24 +99,7 @@ def _found(wanted: Mapping[str, Link], store: Store, family: Family) -> dict[str
                 return new + name.removeprefix(old)
         return name
 
-    return {ours: replace(link, theirs=spelled(link.theirs)) for ours, link in wanted.items()}
-
-
-def _refuse_extra(weights: LinkedWeights, store: Store, family: Family) -> None:
-    """Every tensor of the files must mean something. A tied head that is stored all the same must be the embedding."""
-    extra = unknown(store, weights.links, family.ignored)
-    tied = weights.config.untie_embeddings_and_output_weights is False
-    embedding = weights.links["embedding.weight"].theirs
-    for name in list(extra):
-        if tied and name in ("lm_head.weight", "embed_out.weight"):
-            refuse_difference(store, name, embedding)
-            weights.notes.append(f"{name} is left out: it is {embedding} again")
-            extra.remove(name)
-    if extra:
-        more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
-        raise CheckpointError(
-            f"{store.where(extra[0])}: tensor {extra[0]}{more} belongs to nothing in this architecture"
-        )
+    return {ours: replace(link, external_name=spelled(link.external_name)) for ours, link in wanted.items()}
 
 
 class HFTarget:
@@ -138,20 +124,11 @@ class HFTarget:
         kinds = sorted({str(dtype or t.dtype).removeprefix("torch.") for t in weights.tensors.values()})
         self.content = to_hf(weights.config, kinds[0] if len(kinds) == 1 else "float32", base)
         family = family_of(self.content, CONFIG)
-        theirs = by_theirs(links(family.table, weights.config))
+        theirs = by_external_name(links(family.table, weights.config))
         tensors = [plan(weights, name, parts, dtype) for name, parts in theirs.items()]
         grouped = in_files(tensors, shard_size)
         names = [f"model-{i + 1:05d}-of-{len(grouped):05d}.safetensors" for i in range(len(grouped))]
         self.files: dict[str, list[Planned]] = dict(zip(names if len(grouped) > 1 else [SINGLE], grouped, strict=True))
-
-    @property
-    def companions(self) -> list[str]:
-        """What is carried along."""
-        return companions(self.reference)
-
-    def path(self, file: str) -> str:
-        """Of a data file, in the folder."""
-        return file
 
     def write(self, folder: Path, file: str, feed: Feed) -> Any:
         """One file."""

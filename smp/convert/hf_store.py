@@ -9,7 +9,7 @@ from pathlib import Path
 from smp.checkpoint import CheckpointError, DamagedError
 from smp.checkpoint.tensor_file import Slot, read_header
 from smp.convert.json_file import read_json
-from smp.convert.store import OpenFiles, PieceStore, single, unreadable
+from smp.convert.store import OpenFiles, Piece, PieceStore, unreadable
 from smp.convert.torch_file import read_torch_file
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -67,25 +67,25 @@ def _store(
     names = sorted(set(index.values())) if index is not None else [single_name]
     files = OpenFiles(folder)
     try:
-        slots: dict[str, tuple[str, Slot]] = {}
+        pieces: dict[str, list[Piece]] = {}
         for name in names:
             for key, slot in read(files, name).items():
-                if key in slots:
-                    raise CheckpointError(f"{folder / name}: tensor {key} is also in {slots[key][0]}")
-                slots[key] = name, slot
+                if key in pieces:
+                    raise CheckpointError(f"{folder / name}: tensor {key} is also in {pieces[key][0].file}")
+                pieces[key] = [Piece(name, slot, (0,) * len(slot.shape))]
         if index is not None:
-            _compare(folder, index_name, index, slots)
-        return PieceStore(files, {key: single(*place) for key, place in slots.items()}, {})
+            _compare(folder, index_name, index, {key: piece.file for key, (piece,) in pieces.items()})
+        return PieceStore(files, pieces, {})
     except BaseException:
         files.close()
         raise
 
 
-def _compare(folder: Path, index_name: str, index: Mapping[str, str], slots: Mapping[str, tuple[str, Slot]]) -> None:
+def _compare(folder: Path, index_name: str, index: Mapping[str, str], found: Mapping[str, str]) -> None:
     for tensor, file in index.items():
-        if tensor not in slots or slots[tensor][0] != file:
+        if found.get(tensor) != file:
             raise CheckpointError(f"{folder / file}: tensor {tensor} is not in it, but {index_name} says so")
-    for tensor, (file, _) in slots.items():
+    for tensor, file in found.items():
         if tensor not in index:
             raise CheckpointError(f"{folder / file}: tensor {tensor} is not in {index_name}")
 

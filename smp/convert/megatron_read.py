@@ -18,11 +18,11 @@ from torch.distributed.checkpoint import filesystem, metadata
 from smp.checkpoint import CheckpointError, DamagedError
 from smp.checkpoint.tensor_file import Slot
 from smp.config import ConfigError, ModelConfig
-from smp.convert.layout import Link, links, stacked
+from smp.convert.layout import Link, links
 from smp.convert.megatron_table import RENAMED, from_args, megatron_table, said_vocab_size
 from smp.convert.store import OpenFiles, Piece, PieceStore, unreadable
 from smp.convert.torch_file import GETATTR, Inert, read_torch_file, refusal
-from smp.convert.weights import LinkedWeights, Store, refuse_difference, unknown
+from smp.convert.weights import LinkedWeights
 
 METADATA, COMMON, BACKEND, TRACKER = ".metadata", "common.pt", "metadata.json", "latest_checkpointed_iteration.txt"
 INERT = ("megatron.", "signal.", "types.SimpleNamespace", "pathlib.", "numpy", "_codecs.", "io.", "torch.distributed.")
@@ -113,31 +113,26 @@ def _weights(store: PieceStore, config: ModelConfig) -> LinkedWeights:
     padded, vocab = store.tensors[_EMBEDDING].shape[0], config.vocab_size or 0
     found = {name: _placed(link, config, store, padded) for name, link in links(megatron_table(config), config).items()}
     weights = LinkedWeights(store, found, config)
-    extra = unknown(store, found, ("_extra_state",))
-    if not config.untie_embeddings_and_output_weights and _HEAD in extra:  # the last pipeline stage's copy
-        refuse_difference(store, _HEAD, _EMBEDDING)
-        extra.remove(_HEAD)
-    if extra:
-        raise CheckpointError(f"{store.where(extra[0])}: tensor {extra[0]} belongs to nothing in this architecture")
+    weights.refuse_extra(_EMBEDDING, (_HEAD,), ("_extra_state",))  # the last pipeline stage has a copy of a tied one
     if padded > vocab:
         weights.notes.append(f"{padded - vocab} rows that pad the vocabulary are left out")
     weights.notes += store.notes
     return weights
 
 
-def _placed(link: Link, config: ModelConfig, store: Store, padded: int) -> Link:
+def _placed(link: Link, config: ModelConfig, store: PieceStore, padded: int) -> Link:
     """As this checkpoint spells it: local norms, all layers in one tensor, a padded vocabulary."""
-    if link.ours in ("embedding.weight", "head.weight"):
+    if link.smp_name in ("embedding.weight", "head.weight"):
         return replace(link, padded=padded)
-    match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", link.theirs)
+    match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", link.external_name)
     if match is None:
         return link
     number, rest = int(match[1]), match[2]
     for name in (rest, *(rest.replace(te, local) for te, local in RENAMED.items())):
         if f"decoder.layers.{number}.{name}" in store.tensors:
-            return replace(link, theirs=f"decoder.layers.{number}.{name}")
+            return replace(link, external_name=f"decoder.layers.{number}.{name}")
         if f"decoder.layers.{name}" in store.tensors:
-            return stacked(link, f"decoder.layers.{name}", number, config.num_layers)
+            return replace(link, external_name=f"decoder.layers.{name}", layer=number, layers=config.num_layers)
     return link
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from smp.config import ConfigError, ModelConfig
 from smp.convert.hf_config import architecture, refuse_cut_rotation, resolved
-from smp.convert.layout import In, Table
+from smp.convert.layout import Fused, Table
 
 _ENDS = {
     "embedding": "embedding.word_embeddings",
@@ -20,21 +20,21 @@ _ENDS = {
     "final_norm": "decoder.final_layernorm",
     "head": "output_layer",
 }
-_BLOCK: dict[str, str | In] = {
+_BLOCK: dict[str, str | Fused] = {
     "attention_norm": "self_attention.linear_qkv.layer_norm_",
-    "attention.query": In("self_attention.linear_qkv", "per_group", "query"),
-    "attention.key": In("self_attention.linear_qkv", "per_group", "key"),
-    "attention.value": In("self_attention.linear_qkv", "per_group", "value"),
+    "attention.query": Fused("self_attention.linear_qkv", "per_group", "query"),
+    "attention.key": Fused("self_attention.linear_qkv", "per_group", "key"),
+    "attention.value": Fused("self_attention.linear_qkv", "per_group", "value"),
     "attention.query_norm": "self_attention.q_layernorm",
     "attention.key_norm": "self_attention.k_layernorm",
     "attention.output": "self_attention.linear_proj",
     "mlp_norm": "mlp.linear_fc1.layer_norm_",
     "mlp.down": "mlp.linear_fc2",
 }
-_PLAIN: dict[str, str | In] = {"mlp.up": "mlp.linear_fc1"}
-_GATED: dict[str, str | In] = {
-    "mlp.gate": In("mlp.linear_fc1", "halves", "gate"),
-    "mlp.up": In("mlp.linear_fc1", "halves", "up"),
+_PLAIN: dict[str, str | Fused] = {"mlp.up": "mlp.linear_fc1"}
+_GATED: dict[str, str | Fused] = {
+    "mlp.gate": Fused("mlp.linear_fc1", "halves", "gate"),
+    "mlp.up": Fused("mlp.linear_fc1", "halves", "up"),
 }
 RENAMED = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",

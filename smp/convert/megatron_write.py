@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from smp.checkpoint import CheckpointError
 from smp.checkpoint.local import sync_to_disk, write_durably
 from smp.convert.hf import carry
-from smp.convert.layout import Link, by_theirs, links
+from smp.convert.layout import Link, by_external_name, links
 from smp.convert.megatron_read import BACKEND, COMMON, METADATA, TRACKER
 from smp.convert.megatron_table import megatron_table, padded_vocab, to_args
 from smp.convert.pieces import Feed, Planned, in_files, plan
@@ -68,20 +68,19 @@ class MegatronTarget:
         self.args: Namespace = to_args(weights.config, tp)
         rows = padded_vocab(weights.config, tp)
         found = {n: _padded(link, rows) for n, link in links(megatron_table(weights.config), weights.config).items()}
-        tensors = [plan(weights, name, parts, dtype) for name, parts in by_theirs(found).items()]
+        tensors = [plan(weights, name, parts, dtype) for name, parts in by_external_name(found).items()]
         kinds: dict[str, torch.dtype] = {}
         for tensor in tensors:
             full, kind = self._stacked(tensor)[0], tensor.stored.dtype
             if kinds.setdefault(full, kind) != kind:
                 raise CheckpointError(f"{tensor.name} has another dtype than in other layers, {full}: give a --dtype")
-        self.files = {f"__{i}_0.distcp": group for i, group in enumerate(in_files(tensors, shard_size))}
+        self.files = {f"{RELEASE}/__{i}_0.distcp": group for i, group in enumerate(in_files(tensors, shard_size))}
 
     def write(self, folder: Path, file: str, feed: Feed) -> Any:
         """One data file; where each item is in it."""
         places = {}
         (folder / RELEASE).mkdir(exist_ok=True)
-        path = folder / RELEASE / file
-        with path.open("wb") as out:
+        with (folder / file).open("wb") as out:
             for planned in self.files[file]:
                 start = out.tell()
                 with feed.whole(planned) as tensor:
@@ -96,10 +95,6 @@ class MegatronTarget:
             out.flush()
             os.fsync(out.fileno())
         return places
-
-    def path(self, file: str) -> str:
-        """Of a data file, in the folder."""
-        return f"{RELEASE}/{file}"
 
     def _extra_states(self) -> list[str]:
         """Names of the objects that Transformer Engine keeps beside weights, empty here: Megatron asks for them."""
@@ -121,7 +116,7 @@ class MegatronTarget:
         planned = {t.name: t for group in self.files.values() for t in group}
         for file, record in records.items():
             for name, (start, length) in record.items():
-                info = _StorageInfo(file, start, length)
+                info = _StorageInfo(Path(file).name, start, length)
                 if name not in planned:
                     tensors[name] = BytesStorageMetadata()
                     places[MetadataIndex(name)] = info
@@ -159,4 +154,4 @@ class MegatronTarget:
 
 
 def _padded(link: Link, rows: int) -> Link:
-    return replace(link, padded=rows) if link.ours in ("embedding.weight", "head.weight") else link
+    return replace(link, padded=rows) if link.smp_name in ("embedding.weight", "head.weight") else link

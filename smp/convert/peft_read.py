@@ -45,14 +45,14 @@ def read_adapters(folder: str | Path, config: ModelConfig, family: Family) -> tu
     places, found = places_of(config, family), dict(_pairs(folder))
     adapters: dict[str, Adapter] = {}
     for name, link in places.items():
-        module = link.theirs.removesuffix(".weight")
+        module = link.external_name.removesuffix(".weight")
         if module not in found:
             continue
         a, b = found[module]
-        check_shapes(a, b, (link.rows.theirs, link.shape[1]), f"{folder / TENSORS}: the adapter of {module}")
-        rows = [b[row : row + count] for row, _, count in link.rows.runs(0, link.rows.ours)]
+        check_shapes(a, b, (link.rows.external_rows, link.shape[1]), f"{folder / TENSORS}: the adapter of {module}")
+        rows = [b[row : row + count] for row, _, count in link.rows.runs(0, link.rows.smp_rows)]
         adapters[name] = Adapter(a, torch.cat(rows), _scale(content, module, a.shape[0], folder))
-    known = {link.theirs.removesuffix(".weight") for link in places.values()}
+    known = {link.external_name.removesuffix(".weight") for link in places.values()}
     if strange := sorted(found.keys() - known):
         raise CheckpointError(f"{folder / TENSORS}: {strange[0]} is no linear layer of this model")
     if not adapters:

@@ -32,14 +32,14 @@ def write_adapters(
     places = places_of(config, family)
     theirs: dict[str, list[tuple[Link, Adapter]]] = {}
     for name, adapter in adapters.items():
-        theirs.setdefault(places[name].theirs.removesuffix(".weight"), []).append((places[name], adapter))
+        theirs.setdefault(places[name].external_name.removesuffix(".weight"), []).append((places[name], adapter))
     tensors: dict[str, torch.Tensor] = {}
     ranks, alphas = {}, {}
     for module, members in theirs.items():
         a, b, scale = _fused(members)
         tensors[f"{FRONT}{module}.lora_A.weight"], tensors[f"{FRONT}{module}.lora_B.weight"] = a, b
         ranks[module], alphas[module] = a.shape[0], scale * a.shape[0]
-    every = {link.theirs.removesuffix(".weight") for link in places.values()}
+    every = {link.external_name.removesuffix(".weight") for link in places.values()}
     content = _config(ranks, alphas, every, dropout, base, family.table.transposed)
     folder.make()
     folder.delete(CONFIG)  # it comes last: a folder without it is no adapter
@@ -56,10 +56,10 @@ def _fused(members: Sequence[tuple[Link, Adapter]]) -> tuple[torch.Tensor, torch
     if not more and first.rows.whole:
         return adapter.a, adapter.b, adapter.scale
     rank = sum(m.rank for _, m in members)
-    b, at = torch.zeros(first.rows.theirs, rank), 0
+    b, at = torch.zeros(first.rows.external_rows, rank), 0
     for link, m in members:
         # one scale for all: the others' goes into B
-        for row, ours, count in link.rows.runs(0, link.rows.ours):
+        for row, ours, count in link.rows.runs(0, link.rows.smp_rows):
             b[row : row + count, at : at + m.rank] = m.b[ours : ours + count] * (m.scale / adapter.scale)
         at += m.rank
     return torch.cat([m.a for _, m in members]), b, adapter.scale

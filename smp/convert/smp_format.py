@@ -21,7 +21,7 @@ from smp.checkpoint.storage import commit
 from smp.checkpoint.tensor_file import rows_of_a_shard, shard_keys
 from smp.config import ModelConfig
 from smp.convert.hf import carry
-from smp.convert.layout import Link, our_tensors, whole
+from smp.convert.layout import Link, all_rows, our_tensors
 from smp.convert.pieces import Feed, Planned, in_files
 from smp.convert.weights import Stored, Weights
 
@@ -137,15 +137,11 @@ class SmpTarget:
     ) -> None:
         self.weights, self.reference = weights, reference
         tensors = [
-            Planned(_MODEL + name, Stored(t.shape, dtype or t.dtype), (Link(name, name, t.shape, whole(t.shape)),))
+            Planned(_MODEL + name, Stored(t.shape, dtype or t.dtype), (Link(name, name, t.shape, all_rows(t.shape)),))
             for name, t in weights.tensors.items()
         ]
         grouped = in_files(tensors, shard_size)
         self.files = {f"shard_{i:05d}.safetensors": group for i, group in enumerate(grouped)}
-
-    def path(self, file: str) -> str:
-        """Of a data file, in the folder."""
-        return file
 
     def write(self, folder: Path, file: str, feed: Feed) -> Any:
         """One file; what the manifest needs to know of it: (tensor, shard) of each."""

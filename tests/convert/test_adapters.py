@@ -23,7 +23,8 @@ from smp.convert.hf_config import resolved
 from smp.convert.layout import our_tensors
 from smp.convert.peft_read import read_adapters
 from smp.convert.peft_write import write_adapters
-from smp.convert.weights import Stored, Weights
+from smp.convert.store import Stored
+from smp.convert.weights import Weights
 from tests.layers.whole import draw
 
 MODEL = resolved(
@@ -109,7 +110,7 @@ def test_patterns_of_alpha_choose_as_peft_does(folder: Path, patterns: dict[str,
     theirs = pytest.importorskip("peft.utils.other").get_pattern_key
     edit(folder, lora_alpha=1, alpha_pattern=patterns)
     for name, adapter in read_adapters(folder, MODEL, LLAMA)[0].items():
-        module = places_of(MODEL, LLAMA)[name].theirs.removesuffix(".weight")
+        module = places_of(MODEL, LLAMA)[name].external_name.removesuffix(".weight")
         assert adapter.alpha == pytest.approx(patterns.get(theirs(patterns, module), 1)), module
 
 

@@ -19,8 +19,8 @@ from smp.convert.formats import Opened, make_target, open_checkpoint
 from smp.convert.hf_config import architecture, resolved, to_hf
 from smp.convert.layout import our_tensors
 from smp.convert.megatron_table import from_args, to_args
-from smp.convert.store import OpenFiles, Piece, PieceStore
-from smp.convert.weights import Stored, Weights
+from smp.convert.store import OpenFiles, Piece, PieceStore, Stored
+from smp.convert.weights import Weights
 
 LLAMA: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2}
 LLAMA |= {"kv_channels": 8, "ffn_hidden_size": 64, "max_position_embeddings": 64, "vocab_size": 99}
