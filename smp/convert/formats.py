@@ -17,7 +17,7 @@ from smp.convert.convert import Target
 from smp.convert.hf import HFTarget, carried, open_hf
 from smp.convert.hf_config import from_hf as config_from_hf
 from smp.convert.hf_config import is_hf_folder, read_hf_config
-from smp.convert.megatron_read import TRACKER, is_one, open_megatron
+from smp.convert.megatron_read import TRACKER, is_megatron_folder, open_megatron
 from smp.convert.megatron_write import MegatronTarget
 from smp.convert.smp_format import SmpTarget, SmpWeights
 from smp.convert.weights import Weights
@@ -36,7 +36,7 @@ def detect(path: Path) -> Format:
         raise CheckpointError(f"{path}: there is no such folder")
     if is_hf_folder(path):
         return "hf"
-    if (path / TRACKER).is_file() or is_one(path):
+    if is_megatron_folder(path):
         return "megatron"
     if (path / MANIFEST).is_file() or (path / LATEST).is_file() or any(path.glob(f"*/{MANIFEST}")):
         return "smp"

@@ -7,7 +7,7 @@ import pickle
 import re
 from argparse import Namespace
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from torch.distributed.checkpoint import filesystem, metadata
 from smp.checkpoint import CheckpointError, DamagedError
 from smp.checkpoint.tensor_file import Slot
 from smp.config import ConfigError, ModelConfig
-from smp.convert.layout import Link, links
-from smp.convert.megatron_table import RENAMED, from_args, megatron_table, said_vocab_size
+from smp.convert.layout import Link
+from smp.convert.megatron_table import RENAMED, from_args, megatron_links, said_vocab_size
 from smp.convert.store import OpenFiles, Piece, PieceStore, unreadable
 from smp.convert.torch_file import GETATTR, Inert, read_torch_file, refusal
 from smp.convert.weights import LinkedWeights
@@ -39,23 +39,27 @@ _METADATA_CLASSES = {
 }
 
 
-def iteration_folder(path: Path) -> Path | None:
-    """The checkpoint that a path means: itself, or the newest of a run of Megatron's. None: it is not Megatron's."""
-    if is_one(path):
+def is_megatron_folder(path: Path) -> bool:
+    """Whether a folder is a run of Megatron's, or one of its checkpoints."""
+    return (path / TRACKER).is_file() or _is_checkpoint(path)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / METADATA).is_file() or any(path.glob("mp_rank_*"))
+
+
+def _iteration_folder(path: Path) -> Path:
+    """The checkpoint that a path means: itself, or the newest of a run."""
+    if _is_checkpoint(path):
         return path
     tracker = path / TRACKER
     if not tracker.is_file():
-        return None
+        raise CheckpointError(f"{path} is not a checkpoint of Megatron's")
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
     name = text if text == "release" else f"iter_{int(text):07d}" if text.isdecimal() else ""
-    if not name or not is_one(path / name):
+    if not name or not _is_checkpoint(path / name):
         raise CheckpointError(f"{tracker} names {text!r}, which is no checkpoint in {path}")
     return path / name
-
-
-def is_one(path: Path) -> bool:
-    """Whether a folder is one checkpoint of Megatron's."""
-    return (path / METADATA).is_file() or any(path.glob("mp_rank_*"))
 
 
 def open_megatron(
@@ -72,46 +76,37 @@ def open_megatron(
         CheckpointError: it is damaged, holds something else than data, or not the tensors of the model.
         ConfigError: a model that is not supported, or whose settings are not known.
     """
-    folder = iteration_folder(Path(path))
-    if folder is None:
-        raise CheckpointError(f"{path} is not a checkpoint of Megatron's")
+    folder = _iteration_folder(Path(path))
     if not (folder / METADATA).is_file():
         raise ConfigError(
             f"{folder} is in Megatron's older format, a file per rank, which is not read: let Megatron-LM write it as "
             "torch_dist first (--ckpt-convert-format torch_dist --ckpt-convert-save FOLDER)"
         )
-    store, args = torch_dist_store(folder)
+    store, args = _open_store(folder)
     try:
-        return _weights(store, _config(folder, store, args, reference, vocab_size))
+        if _EMBEDDING not in store.tensors:
+            raise CheckpointError(f"{folder}: tensor {_EMBEDDING} is missing")
+        padded = store.tensors[_EMBEDDING].shape[0]
+        if args is not None:
+            config = from_args(args, str(folder), padded, vocab_size)
+        elif reference is not None:
+            config = reference()
+        else:
+            raise ConfigError(f"{folder} holds no arguments of Megatron's: --reference FOLDER says what model it is")
+        if args is not None and vocab_size is None and said_vocab_size(args) is None:
+            unsaid = f"nothing says how many of the {padded} rows of the vocabulary are padding: all are kept"
+            store.notes.append(unsaid)
+        return _weights(folder, store, config, padded)
     except BaseException:
         store.close()
         raise
 
 
-def _config(
-    folder: Path,
-    store: PieceStore,
-    args: Mapping[str, Any] | None,
-    reference: Callable[[], ModelConfig] | None,
-    vocab_size: int | None,
-) -> ModelConfig:
-    if _EMBEDDING not in store.tensors:
-        raise CheckpointError(f"{folder}: tensor {_EMBEDDING} is missing")
-    padded = store.tensors[_EMBEDDING].shape[0]
-    if args is not None:
-        if vocab_size is None and said_vocab_size(args) is None:
-            store.notes.append(
-                f"nothing says how many of the {padded} rows of the vocabulary are padding: all are kept"
-            )
-        return from_args(args, str(folder), padded, vocab_size)
-    if reference is None:
-        raise ConfigError(f"{folder} holds no arguments of Megatron's: --reference FOLDER says what model it is")
-    return reference()
-
-
-def _weights(store: PieceStore, config: ModelConfig) -> LinkedWeights:
-    padded, vocab = store.tensors[_EMBEDDING].shape[0], config.vocab_size or 0
-    found = {name: _placed(link, config, store, padded) for name, link in links(megatron_table(config), config).items()}
+def _weights(folder: Path, store: PieceStore, config: ModelConfig, padded: int) -> LinkedWeights:
+    vocab = config.vocab_size or 0
+    if vocab > padded:
+        raise ConfigError(f"{folder}: the embedding has {padded} rows for {vocab} token ids")
+    found = {n: _placed(link, config, store) for n, link in megatron_links(config, padded).items()}
     weights = LinkedWeights(store, found, config)
     weights.refuse_extra(_EMBEDDING, (_HEAD,), ("_extra_state",))  # the last pipeline stage has a copy of a tied one
     if padded > vocab:
@@ -120,24 +115,22 @@ def _weights(store: PieceStore, config: ModelConfig) -> LinkedWeights:
     return weights
 
 
-def _placed(link: Link, config: ModelConfig, store: PieceStore, padded: int) -> Link:
-    """As this checkpoint spells it: local norms, all layers in one tensor, a padded vocabulary."""
-    if link.smp_name in ("embedding.weight", "head.weight"):
-        return replace(link, padded=padded)
+def _placed(link: Link, config: ModelConfig, store: PieceStore) -> Link:
+    """As this checkpoint spells it: local norms, all layers in one tensor."""
     match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", link.external_name)
     if match is None:
         return link
     number, rest = int(match[1]), match[2]
     for name in (rest, *(rest.replace(te, local) for te, local in RENAMED.items())):
-        if f"decoder.layers.{number}.{name}" in store.tensors:
-            return replace(link, external_name=f"decoder.layers.{number}.{name}")
-        if f"decoder.layers.{name}" in store.tensors:
-            return replace(link, external_name=f"decoder.layers.{name}", layer=number, layers=config.num_layers)
+        if (single := f"decoder.layers.{number}.{name}") in store.tensors:
+            return replace(link, external_name=single)
+        if (stacked := f"decoder.layers.{name}") in store.tensors:
+            return replace(link, external_name=stacked, layer=number, layers=config.num_layers)
     return link
 
 
-def torch_dist_store(folder: Path) -> tuple[PieceStore, dict[str, Any] | None]:
-    """The model's tensors in a ``torch_dist`` checkpoint, and the arguments in it."""
+def _open_store(folder: Path) -> tuple[PieceStore, dict[str, Any] | None]:
+    """The model's tensors in a checkpoint, and the arguments in it."""
     files = OpenFiles(folder)
     try:
         return _store(files, _read_metadata(folder / METADATA))

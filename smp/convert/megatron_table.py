@@ -1,4 +1,4 @@
-"""Megatron's GPT: names of its tensors, and its arguments as our settings and back. No torch here.
+"""Megatron's GPT: names of its tensors, and its arguments as smp's settings and back. No torch here.
 
 Sources: ``megatron/core/models/gpt`` and ``megatron/core/transformer`` of megatron-core 0.16, Megatron-LM's
 ``arguments.py`` and ``checkpointing.py``.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from smp.config import ConfigError, ModelConfig
 from smp.convert.hf_config import architecture, refuse_cut_rotation, resolved
-from smp.convert.layout import Fused, Table
+from smp.convert.layout import Fused, Link, Table, links
 
 _ENDS = {
     "embedding": "embedding.word_embeddings",
@@ -43,32 +44,28 @@ RENAMED = {
 """Norms by Transformer Engine's names, which the table has, and by those of the local layers."""
 
 
-def megatron_table(config: ModelConfig) -> Table:
-    """Names of the tensors of a model."""
-    return Table("decoder.layers.{}.", _BLOCK | (_GATED if config.swiglu else _PLAIN), _ENDS)
+def megatron_links(config: ModelConfig, padded: int) -> dict[str, Link]:
+    """Where each of a model's tensors lies, whose vocabulary has ``padded`` rows there."""
+    table = Table("decoder.layers.{}.", _BLOCK | (_GATED if config.swiglu else _PLAIN), _ENDS)
+    vocabulary = ("embedding.weight", "head.weight")
+    found = links(table, config).items()
+    return {name: replace(link, padded=padded) if name in vocabulary else link for name, link in found}
 
 
-_SAME = {
-    "num_layers": "num_layers",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "ffn_hidden_size",
-    "num_attention_heads": "num_attention_heads",
-    "kv_channels": "kv_channels",
-    "max_position_embeddings": "max_position_embeddings",
-    "position_embedding_type": "position_embedding_type",
-    "normalization": "normalization",
-    "untie_embeddings_and_output_weights": "untie_embeddings_and_output_weights",
-}
-"""Megatron's argument -> our setting; each must be there."""
-_OPTIONAL: dict[str, tuple[str, Any]] = {
-    "rotary_base": ("rotary_base", 10000.0),
-    "rotary_percent": ("rotary_percent", 1.0),
-    "swiglu": ("swiglu", False),
-    "squared_relu": ("squared_relu", False),
-    "add_qkv_bias": ("add_qkv_bias", False),
-    "qk_layernorm": ("qk_layernorm", False),
-    "use_rope_scaling": ("use_rope_scaling", False),
-    "rope_scaling_factor": ("rope_scaling_factor", 8.0),
+_NEEDED = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "max_position_embeddings"),
+    *("position_embedding_type", "normalization", "untie_embeddings_and_output_weights"),
+)
+"""Megatron's arguments that are settings of the same name; each must be there."""
+_OPTIONAL: dict[str, Any] = {
+    "rotary_base": 10000.0,
+    "rotary_percent": 1.0,
+    "swiglu": False,
+    "squared_relu": False,
+    "add_qkv_bias": False,
+    "qk_layernorm": False,
+    "use_rope_scaling": False,
+    "rope_scaling_factor": 8.0,
 }
 """The same, with Megatron's default for arguments that a version does not have yet."""
 _MUST_BE: dict[str, tuple[Any, ...]] = {
@@ -95,7 +92,7 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "use_mup": (False,),
     "enable_mhc_connections": (False,),
 }
-"""Values with which our decoder computes the same; None, too, is as if the argument were not there."""
+"""Values with which smp's decoder computes the same; None, too, is as if the argument were not there."""
 
 
 def from_args(args: Mapping[str, Any], where: str, padded_vocab: int, vocab_size: int | None = None) -> ModelConfig:
@@ -108,7 +105,7 @@ def from_args(args: Mapping[str, Any], where: str, padded_vocab: int, vocab_size
         vocab_size: number of token ids; None: what the arguments say, or else all rows.
 
     Raises:
-        ConfigError: an argument is missing, or has a value that our decoder does not compute.
+        ConfigError: an argument is missing, or has a value that smp's decoder does not compute.
     """
     for name, allowed in _MUST_BE.items():
         if args.get(name) is not None and args[name] not in allowed:
@@ -116,11 +113,11 @@ def from_args(args: Mapping[str, Any], where: str, padded_vocab: int, vocab_size
     norm = args.get("normalization")
     if args.get("qk_layernorm") and norm != "RMSNorm":
         raise ConfigError(f"{where}: a model with qk_layernorm and normalization {norm} is not supported")
-    missing = [name for name in _SAME if name not in args]
+    missing = [name for name in _NEEDED if name not in args]
     if missing:
         raise ConfigError(f"{where}: its arguments do not say {', '.join(missing)}")
-    values = {ours: args[name] for name, ours in _SAME.items()}
-    values |= {ours: args.get(name, default) for name, (ours, default) in _OPTIONAL.items()}
+    values = {name: args[name] for name in _NEEDED}
+    values |= {name: args.get(name, default) for name, default in _OPTIONAL.items()}
     bias = bool(args.get("add_bias_linear", True))
     plain = not values["swiglu"] and not values["squared_relu"]
     tanh = args.get("openai_gelu", False) or (bias and args.get("bias_gelu_fusion", False))  # the fused one is tanh's
@@ -141,9 +138,6 @@ def from_args(args: Mapping[str, Any], where: str, padded_vocab: int, vocab_size
     except (ConfigError, TypeError, OverflowError) as error:
         raise ConfigError(f"{where}: {error}") from None
     refuse_cut_rotation(config, where)
-    assert config.vocab_size is not None
-    if config.vocab_size > padded_vocab:
-        raise ConfigError(f"{where}: the embedding has {padded_vocab} rows for {config.vocab_size} token ids")
     return config
 
 
@@ -176,8 +170,7 @@ def to_args(config: ModelConfig, tp: int) -> Namespace:
             flag = f"--{name.replace('_', '-')} {getattr(c, name)}"
             beside = " with --qk-layernorm" if name == "normalization" else ""
             raise ConfigError(f"Megatron's GPT has no {flag}{beside}: these weights cannot be written for it")
-    values = {name: getattr(c, ours) for name, ours in _SAME.items()}
-    values |= {name: getattr(c, ours) for name, (ours, _) in _OPTIONAL.items()}
+    values = {name: getattr(c, name) for name in (*_NEEDED, *_OPTIONAL)}
     values |= {
         "group_query_attention": c.num_query_groups != c.num_attention_heads,
         "num_query_groups": c.num_query_groups,
