@@ -21,7 +21,7 @@ import torch.distributed as dist
 from smp.config import Layout
 from smp.config.command import CommandParser, run_tool
 from smp.convert.formats import Opened, open_checkpoint
-from smp.convert.json_file import read_json
+from smp.convert.hf_config import read_json
 from smp.convert.load import load_weights
 from smp.data.tokenizer import Tokenizer
 from smp.data.tokenizer_files import PATTERNS, load_tokenizer

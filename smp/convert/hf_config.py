@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from smp.config import Config, ConfigError, ModelConfig, TrainingConfig, resolve
+from smp.config.command import DamageError
 from smp.convert.families import FAMILIES, REASONS, Family
 from smp.convert.hf_reader import SCALING, Reader
-from smp.convert.json_file import read_json
 
 CONFIG = "config.json"
 FREE = {"model", "hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"}
 """Settings that do not belong to the architecture: the same weights mean the same whatever they are."""
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+        DamageError: it is no JSON, as after a download that was cut off.
+        ConfigError: it cannot be read; its cause is the system's error, which decides the exit code.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise DamageError(f"{path} is damaged or cut off: it is no JSON ({error})") from None
 
 
 def is_hf_folder(path: str | Path) -> bool:

@@ -8,33 +8,32 @@ from pathlib import Path
 
 from smp.checkpoint import CheckpointError, DamagedError
 from smp.checkpoint.tensor_file import Slot, read_header
-from smp.convert.json_file import read_json
+from smp.convert.hf_config import read_json
 from smp.convert.store import OpenFiles, Piece, PieceStore, unreadable
 from smp.convert.torch_file import read_torch_file
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-BIN_INDEX, BIN_SINGLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 
 
-def safetensors_store(folder: Path) -> PieceStore:
-    """The tensors of ``model.safetensors``, or of the files that its index names.
+def open_store(folder: Path, allow_pickle: bool) -> PieceStore:
+    """The tensors of a folder's safetensors files; without any those of its ``.bin`` files, if they are allowed.
 
     Raises:
         CheckpointError: files are missing, cut off, cannot be read, or are not what the index says.
-        ConfigError, DamageError: as :func:`read_index`.
+        ConfigError, DamageError: the index is no JSON or cannot be read.
     """
-    return _store(folder, INDEX, SINGLE, _safetensors)
-
-
-def bin_store(folder: Path) -> PieceStore:
-    """The tensors of ``pytorch_model.bin``, or of the files that its index names; nothing that they hold is run.
-
-    Raises:
-        CheckpointError, ConfigError, DamageError: as :func:`safetensors_store`; or a file holds something else than
-            tensors.
-    """
-    return _store(folder, BIN_INDEX, BIN_SINGLE, _torch_tensors)
+    if (folder / INDEX).is_file() or (folder / SINGLE).exists():
+        return _store(folder, INDEX, SINGLE, _safetensors)
+    bins = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+    if not bins:
+        raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}")
+    if not allow_pickle:
+        raise CheckpointError(
+            f"{folder / bins[0]} is a pickle file, which can hold code: tools/convert_checkpoint.py --allow-pickle "
+            "reads the tensors and runs nothing"
+        )
+    return _store(folder, "pytorch_model.bin.index.json", "pytorch_model.bin", _torch_tensors)
 
 
 def _safetensors(files: OpenFiles, name: str) -> dict[str, Slot]:
@@ -61,24 +60,20 @@ def _torch_tensors(files: OpenFiles, name: str) -> dict[str, Slot]:
 def _store(
     folder: Path, index_name: str, single_name: str, read: Callable[[OpenFiles, str], dict[str, Slot]]
 ) -> PieceStore:
-    index = read_index(folder, index_name) if (folder / index_name).is_file() else None
+    index = _read_index(folder, index_name) if (folder / index_name).is_file() else None
     if index is not None and (folder / single_name).exists() and single_name not in index.values():
         raise CheckpointError(f"{folder / single_name}: {index_name} does not name it: remove one of the two")
     names = sorted(set(index.values())) if index is not None else [single_name]
     files = OpenFiles(folder)
-    try:
-        pieces: dict[str, list[Piece]] = {}
-        for name in names:
-            for key, slot in read(files, name).items():
-                if key in pieces:
-                    raise CheckpointError(f"{folder / name}: tensor {key} is also in {pieces[key][0].file}")
-                pieces[key] = [Piece(name, slot, (0,) * len(slot.shape))]
-        if index is not None:
-            _compare(folder, index_name, index, {key: piece.file for key, (piece,) in pieces.items()})
-        return PieceStore(files, pieces, {})
-    except BaseException:
-        files.close()
-        raise
+    pieces: dict[str, list[Piece]] = {}
+    for name in names:
+        for key, slot in read(files, name).items():
+            if key in pieces:
+                raise CheckpointError(f"{folder / name}: tensor {key} is also in {pieces[key][0].file}")
+            pieces[key] = [Piece(name, slot, (0,) * len(slot.shape))]
+    if index is not None:
+        _compare(folder, index_name, index, {key: piece.file for key, (piece,) in pieces.items()})
+    return PieceStore(files, pieces, {})
 
 
 def _compare(folder: Path, index_name: str, index: Mapping[str, str], found: Mapping[str, str]) -> None:
@@ -90,14 +85,8 @@ def _compare(folder: Path, index_name: str, index: Mapping[str, str], found: Map
             raise CheckpointError(f"{folder / file}: tensor {tensor} is not in {index_name}")
 
 
-def read_index(folder: Path, name: str) -> dict[str, str]:
-    """Tensor -> file of an index, each checked to be a plain name.
-
-    Raises:
-        DamageError: it is no JSON.
-        ConfigError: it cannot be read.
-        CheckpointError: it is no index, or an entry leads out of the folder.
-    """
+def _read_index(folder: Path, name: str) -> dict[str, str]:
+    """Tensor -> file of an index, each checked to be a plain name."""
     path = folder / name
     content = read_json(path)
     try:

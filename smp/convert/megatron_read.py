@@ -83,23 +83,19 @@ def open_megatron(
             "torch_dist first (--ckpt-convert-format torch_dist --ckpt-convert-save FOLDER)"
         )
     store, args = _open_store(folder)
-    try:
-        if _EMBEDDING not in store.tensors:
-            raise CheckpointError(f"{folder}: tensor {_EMBEDDING} is missing")
-        padded = store.tensors[_EMBEDDING].shape[0]
-        if args is not None:
-            config = from_args(args, str(folder), padded, vocab_size)
-        elif reference is not None:
-            config = reference()
-        else:
-            raise ConfigError(f"{folder} holds no arguments of Megatron's: --reference FOLDER says what model it is")
-        if args is not None and vocab_size is None and said_vocab_size(args) is None:
+    if _EMBEDDING not in store.tensors:
+        raise CheckpointError(f"{folder}: tensor {_EMBEDDING} is missing")
+    padded = store.tensors[_EMBEDDING].shape[0]
+    if args is not None:
+        config = from_args(args, str(folder), padded, vocab_size)
+        if vocab_size is None and said_vocab_size(args) is None:
             unsaid = f"nothing says how many of the {padded} rows of the vocabulary are padding: all are kept"
             store.notes.append(unsaid)
-        return _weights(folder, store, config, padded)
-    except BaseException:
-        store.close()
-        raise
+    elif reference is not None:
+        config = reference()
+    else:
+        raise ConfigError(f"{folder} holds no arguments of Megatron's: --reference FOLDER says what model it is")
+    return _weights(folder, store, config, padded)
 
 
 def _weights(folder: Path, store: PieceStore, config: ModelConfig, padded: int) -> LinkedWeights:
@@ -131,15 +127,11 @@ def _placed(link: Link, config: ModelConfig, store: PieceStore) -> Link:
 
 def _open_store(folder: Path) -> tuple[PieceStore, dict[str, Any] | None]:
     """The model's tensors in a checkpoint, and the arguments in it."""
-    files = OpenFiles(folder)
     try:
-        return _store(files, _read_metadata(folder / METADATA))
-    except BaseException as error:
-        files.close()
-        if isinstance(error, CheckpointError) or not isinstance(
-            error, KeyError | TypeError | AttributeError | ValueError
-        ):
-            raise
+        return _store(OpenFiles(folder), _read_metadata(folder / METADATA))
+    except CheckpointError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise DamagedError(f"{folder / METADATA} is damaged ({type(error).__name__}: {error})"[:500]) from None
 
 

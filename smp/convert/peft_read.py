@@ -1,4 +1,4 @@
-"""Adapters from a folder that peft wrote: what is in it is checked, and what ours cannot compute is refused."""
+"""Adapters from a folder that peft wrote: what is in it is checked, and what smp cannot compute is refused."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from smp.checkpoint.entries import DTYPES, DamagedError
 from smp.checkpoint.local import LocalFolder
 from smp.checkpoint.tensor_file import raw_bytes, read_header, read_tensor
 from smp.config import ConfigError, ModelConfig
-from smp.convert.adapters import CONFIG, FRONT, TENSORS, Adapter, check_shapes, places_of
+from smp.convert.adapters import CONFIG, FRONT, TENSORS, Adapter, check_shapes, linear_modules
 from smp.convert.families import Family
-from smp.convert.json_file import read_json
+from smp.convert.hf_config import read_json
 from smp.convert.store import unreadable
 
 _KNOWN = {
@@ -34,27 +34,24 @@ _STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def read_adapters(folder: str | Path, config: ModelConfig, family: Family) -> tuple[dict[str, Adapter], float]:
-    """(adapters by the name of our layer, their dropout) of a folder that peft wrote.
+    """(adapters by the name of the layer, their dropout) of a folder that peft wrote.
 
     Raises:
         CheckpointError: it is damaged or cannot be read, or its shapes are not this model's.
-        ConfigError, DamageError: the same of its configuration; or it does what ours cannot.
+        ConfigError, DamageError: the same of its configuration; or it does what smp cannot.
     """
     folder = Path(folder)
     content = _read_config(folder)
-    places, found = places_of(config, family), dict(_pairs(folder))
-    adapters: dict[str, Adapter] = {}
-    for name, link in places.items():
-        module = link.external_name.removesuffix(".weight")
-        if module not in found:
-            continue
-        a, b = found[module]
-        check_shapes(a, b, (link.rows.external_rows, link.shape[1]), f"{folder / TENSORS}: the adapter of {module}")
-        rows = [b[row : row + count] for row, _, count in link.rows.runs(0, link.rows.smp_rows)]
-        adapters[name] = Adapter(a, torch.cat(rows), _scale(content, module, a.shape[0], folder))
-    known = {link.external_name.removesuffix(".weight") for link in places.values()}
-    if strange := sorted(found.keys() - known):
+    modules, found = linear_modules(config, family), dict(_pairs(folder))
+    if strange := sorted(found.keys() - modules.keys()):
         raise CheckpointError(f"{folder / TENSORS}: {strange[0]} is no linear layer of this model")
+    adapters: dict[str, Adapter] = {}
+    for module in (module for module in modules if module in found):
+        a, b = found[module]
+        for name, link in modules[module].items():
+            check_shapes(a, b, (link.rows.external_rows, link.shape[1]), f"{folder / TENSORS}: the adapter of {module}")
+            rows = [b[row : row + count] for row, _, count in link.rows.runs(0, link.rows.smp_rows)]
+            adapters[name] = Adapter(a, torch.cat(rows), _scale(content, module, a.shape[0], folder))
     if not adapters:
         raise CheckpointError(f"{folder / TENSORS} holds no adapter")
     dropout = _number(content.get("lora_dropout", 0.0), "lora_dropout", folder)
@@ -113,7 +110,7 @@ def _scale(content: Mapping[str, Any], module: str, rank: int, folder: Path) -> 
 
 
 def _pairs(folder: Path) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """(their module, (A, B)) in fp32."""
+    """(Hugging Face's module, (A, B)) in fp32."""
     tensors = _read_tensors(folder)
     ends = (".lora_A.weight", ".lora_B.weight")
     for key in tensors:

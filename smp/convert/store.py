@@ -40,8 +40,10 @@ def unreadable(path: Path, error: OSError) -> CheckpointError:
 
 
 class OpenFiles:
-    """Files of a folder, opened once each and read from any thread. Links are followed: the cache of
-    ``huggingface_hub`` is made of them."""
+    """Files of a folder, opened once each and read from any thread; closed when nobody holds them any more.
+
+    Links are followed: the cache of ``huggingface_hub`` is made of them.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._open = folder, ExitStack()
