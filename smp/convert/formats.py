@@ -42,7 +42,7 @@ def detect(path: Path) -> Format:
         return "smp"
     raise CheckpointError(
         f"{path} is no checkpoint: it has neither config.json (Hugging Face), nor {TRACKER} or .metadata (Megatron), "
-        f"nor {MANIFEST} (ours)"
+        f"nor {MANIFEST} (smp)"
     )
 
 
@@ -51,7 +51,7 @@ class Opened:
     """Weights, and what came with them.
 
     Attributes:
-        weights: under our names.
+        weights: of the model.
         reference: a folder with config.json, tokenizer and the like; None: there is none.
     """
 
@@ -72,7 +72,7 @@ def open_checkpoint(
     Args:
         path: its folder; a run's folder stands for its newest.
         kind: its format; None: found out.
-        reference: a Hugging Face folder or a checkpoint of ours that says what does not lie in ``path``: the settings
+        reference: a Hugging Face folder or a checkpoint of smp that says what does not lie in ``path``: the settings
             of a bare checkpoint of Megatron's, and the tokenizer.
         vocab_size: of a checkpoint of Megatron's: token ids without padding.
         allow_pickle: read ``.bin`` files of a Hugging Face folder.
@@ -92,7 +92,7 @@ def open_checkpoint(
 
 
 def _companions(reference: Path | None) -> Path | None:
-    """Where the tokenizer of a reference lies: in it, or in what a checkpoint of ours carries."""
+    """Where the tokenizer of a reference lies: in it, or in what a checkpoint carries."""
     if reference is None:
         return None
     if not reference.is_dir():
@@ -101,7 +101,7 @@ def _companions(reference: Path | None) -> Path | None:
 
 
 def _own_folder(path: Path) -> Path:
-    """Of the checkpoint of ours that a path means."""
+    """Of the checkpoint that a path to one, or to a run, means."""
     folder = find(path)
     assert folder.local is not None, "a path is not a URL"
     return folder.local
@@ -129,13 +129,14 @@ def make_target(
 
     Args:
         kind: the format.
-        opened: the weights.
+        opened: the weights, and the Hugging Face folder whose config.json, tokenizer and so on are to go along.
         dtype: of floating-point tensors; None: as they are.
         shard_size: most bytes of a file; None: what suits the format.
-        megatron_tp: tensor-parallel ranks that the padded vocabulary of Megatron's is to suit.
+        megatron_tp: tensor-parallel ranks that Megatron's padded vocabulary is to suit. Any number loads the rest.
 
     Raises:
         ConfigError: the format cannot say what this model does.
+        CheckpointError: a fused tensor would have parts of different dtypes.
     """
     size = {} if shard_size is None else {"shard_size": shard_size}
     if kind == "hf":

@@ -83,18 +83,7 @@ def _spelled(wanted: Mapping[str, Link], store: PieceStore, family: Family) -> d
 
 
 class HFTarget:
-    """What a Hugging Face folder with these weights is made of.
-
-    Args:
-        weights: what is written.
-        dtype: of the floating-point tensors to write; None: as they are.
-        reference: a folder with config.json, tokenizer and so on that belong to these weights; None: there is none.
-        shard_size: most bytes of a file.
-
-    Raises:
-        ConfigError: no architecture computes what this model does.
-        CheckpointError: a fused tensor would have parts of different dtypes.
-    """
+    """What a Hugging Face folder with these weights is made of. See ``formats.make_target``."""
 
     def __init__(
         self, weights: Weights, dtype: torch.dtype | None, reference: Path | None, shard_size: int = 5 * 10**9

@@ -118,7 +118,7 @@ def from_hf(content: Mapping[str, Any], where: str = CONFIG) -> ModelConfig:
         where: its path, for messages.
 
     Raises:
-        ConfigError: an architecture or a setting that our decoder does not have, or a value that is missing.
+        ConfigError: an architecture or a setting that smp does not have, or a value that is missing.
     """
     family = family_of(content, where)
     reader = Reader(family, content, where)
@@ -143,12 +143,8 @@ def from_hf(content: Mapping[str, Any], where: str = CONFIG) -> ModelConfig:
 
 
 def refuse_cut_rotation(config: ModelConfig, where: str) -> None:
-    """transformers and Megatron cut off where the rotated fraction of a head is no whole number of channels; our
-    decoder rounds.
-
-    Raises:
-        ConfigError: the two differ for this model.
-    """
+    """Raise ConfigError for a rotated fraction of a head that is no whole number of channels: transformers and Megatron
+    cut it off, smp rounds."""
     assert config.kv_channels is not None, "resolved before"
     wanted = config.kv_channels * config.rotary_percent
     if config.position_embedding_type == "rope" and int(wanted) != round(wanted):

@@ -46,19 +46,7 @@ _NORMS = ("self_attention.q_layernorm", "self_attention.k_layernorm")
 
 
 class MegatronTarget:
-    """What a ``torch_dist`` checkpoint with these weights is made of.
-
-    Args:
-        weights: what is written.
-        dtype: of the tensors to write; None: as they are.
-        reference: a Hugging Face folder whose config.json, tokenizer and so on are to go along; None: there is none.
-        tp: tensor-parallel ranks that the padding of the vocabulary is to suit. Any number loads the rest.
-        shard_size: most bytes of a file.
-
-    Raises:
-        ConfigError: Megatron's GPT does not compute what this model does.
-        CheckpointError: a fused tensor would have parts of different dtypes.
-    """
+    """What a ``torch_dist`` checkpoint with these weights is made of. See ``formats.make_target``."""
 
     def __init__(
         self,

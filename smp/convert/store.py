@@ -135,14 +135,6 @@ class PieceStore:
             except OSError as error:
                 raise unreadable(path, error) from error
 
-    def fingerprint(self) -> Any:
-        """Sizes and times of the files."""
-        return self.files.fingerprint()
-
-    def close(self) -> None:
-        """Close the files."""
-        self.files.close()
-
 
 def _check_cover(where: str, name: str, shape: tuple[int, ...], parts: Sequence[Piece]) -> None:
     inside = all(

@@ -95,10 +95,10 @@ class LinkedWeights(Weights):
         return super().stretches(name, first, count, max(1, count) if self.links[name].transposed else step)
 
     def fingerprint(self) -> Any:
-        return self.store.fingerprint()
+        return self.store.files.fingerprint()
 
     def close(self) -> None:
-        self.store.close()
+        self.store.files.close()
 
     def refuse_extra(self, embedding: str, tied_heads: Sequence[str], ignored: Sequence[str]) -> list[str]:
         """Refuse a tensor in the files that means nothing, and a tied head that is not the embedding again.
