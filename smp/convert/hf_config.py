@@ -82,6 +82,20 @@ def resolved(**values: Any) -> ModelConfig:
     return resolve(Config(model=ModelConfig(**values), training=TrainingConfig(dry_run=True)), world_size=1).model
 
 
+def resolved_external(values: Mapping[str, Any], where: str) -> ModelConfig:
+    """The same for what another program's file, ``where``, says."""
+    try:
+        config = resolved(**values)
+    except (ConfigError, TypeError, OverflowError) as error:
+        raise ConfigError(f"{where}: {error}") from None
+    assert config.kv_channels is not None, "resolved before"
+    wanted = config.kv_channels * config.rotary_percent
+    # transformers and Megatron cut off what is no whole channel, smp rounds
+    if config.position_embedding_type == "rope" and int(wanted) != round(wanted):
+        raise ConfigError(f"{where}: RoPE on {wanted:g} channels of a head, no whole number, is not supported")
+    return config
+
+
 def _is_of(value: Any, kinds: tuple[Any, ...]) -> bool:
     if type(value) in (int, float) and not abs(value) < 1 << 63:  # nor is NaN
         return False
@@ -134,21 +148,7 @@ def from_hf(content: Mapping[str, Any], where: str = CONFIG) -> ModelConfig:
         values |= reader.rope()
     if family.window_key is not None:
         values["window_size"] = reader.window(values["num_layers"])
-    try:
-        config = resolved(**values)
-    except (ConfigError, TypeError, OverflowError) as error:
-        raise ConfigError(f"{where}: {error}") from None
-    refuse_cut_rotation(config, where)
-    return config
-
-
-def refuse_cut_rotation(config: ModelConfig, where: str) -> None:
-    """Raise ConfigError for a rotated fraction of a head that is no whole number of channels: transformers and Megatron
-    cut it off, smp rounds."""
-    assert config.kv_channels is not None, "resolved before"
-    wanted = config.kv_channels * config.rotary_percent
-    if config.position_embedding_type == "rope" and int(wanted) != round(wanted):
-        raise ConfigError(f"{where}: RoPE on {wanted:g} channels of a head, no whole number, is not supported")
+    return resolved_external(values, where)
 
 
 def to_hf(config: ModelConfig, dtype: str, base: Mapping[str, Any] | None = None) -> dict[str, Any]:

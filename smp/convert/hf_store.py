@@ -12,7 +12,8 @@ from smp.convert.hf_config import read_json
 from smp.convert.store import OpenFiles, Piece, PieceStore, unreadable
 from smp.convert.torch_file import read_torch_file
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SINGLE = "model.safetensors"
+INDEX = f"{SINGLE}.index.json"
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 
 
@@ -24,7 +25,7 @@ def open_store(folder: Path, allow_pickle: bool) -> PieceStore:
         ConfigError, DamageError: the index is no JSON or cannot be read.
     """
     if (folder / INDEX).is_file() or (folder / SINGLE).exists():
-        return _store(folder, INDEX, SINGLE, _safetensors)
+        return safetensors_store(folder, SINGLE)
     bins = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
     if not bins:
         raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}")
@@ -33,7 +34,12 @@ def open_store(folder: Path, allow_pickle: bool) -> PieceStore:
             f"{folder / bins[0]} is a pickle file, which can hold code: tools/convert_checkpoint.py --allow-pickle "
             "reads the tensors and runs nothing"
         )
-    return _store(folder, "pytorch_model.bin.index.json", "pytorch_model.bin", _torch_tensors)
+    return _store(folder, "pytorch_model.bin", _torch_tensors)
+
+
+def safetensors_store(folder: Path, single: str) -> PieceStore:
+    """The tensors of the file ``single``, or of those that its index names."""
+    return _store(folder, single, _safetensors)
 
 
 def _safetensors(files: OpenFiles, name: str) -> dict[str, Slot]:
@@ -57,13 +63,12 @@ def _torch_tensors(files: OpenFiles, name: str) -> dict[str, Slot]:
     return content
 
 
-def _store(
-    folder: Path, index_name: str, single_name: str, read: Callable[[OpenFiles, str], dict[str, Slot]]
-) -> PieceStore:
+def _store(folder: Path, single: str, read: Callable[[OpenFiles, str], dict[str, Slot]]) -> PieceStore:
+    index_name = f"{single}.index.json"
     index = _read_index(folder, index_name) if (folder / index_name).is_file() else None
-    if index is not None and (folder / single_name).exists() and single_name not in index.values():
-        raise CheckpointError(f"{folder / single_name}: {index_name} does not name it: remove one of the two")
-    names = sorted(set(index.values())) if index is not None else [single_name]
+    if index is not None and (folder / single).exists() and single not in index.values():
+        raise CheckpointError(f"{folder / single}: {index_name} does not name it: remove one of the two")
+    names = sorted(set(index.values())) if index is not None else [single]
     files = OpenFiles(folder)
     pieces: dict[str, list[Piece]] = {}
     for name in names:

@@ -172,7 +172,7 @@ def _link(table: Table, config: ModelConfig, name: str, shape: tuple[int, ...]) 
     _, number, module = module.split(".", 2)
     target, rows = table.modules[module], all_rows(shape)
     if isinstance(target, Fused):
-        target, rows = target.external_name, _fused_rows(target, config)
+        rows, target = _fused_rows(target, config), target.external_name
     external = f"{table.block.format(number)}{target}{'' if target.endswith('_') else '.'}{part}"
     return Link(name, external, shape, rows, transposed=table.transposed and len(shape) == 2)
 

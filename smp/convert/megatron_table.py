@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from smp.config import ConfigError, ModelConfig
-from smp.convert.hf_config import architecture, refuse_cut_rotation, resolved
+from smp.convert.hf_config import architecture, resolved_external
 from smp.convert.layout import Fused, Link, Table, links
 
 _ENDS = {
@@ -131,19 +131,9 @@ def from_args(args: Mapping[str, Any], where: str, padded_vocab: int, vocab_size
         "disable_bias_linear": not bias,
         "tanh_gelu": bool(plain and tanh),
         "window_size": None if window is None or window[0] < 0 else window[0] + 1,
-        "vocab_size": vocab_size or _vocab_size(args, padded_vocab),
+        "vocab_size": vocab_size or min(said_vocab_size(args) or padded_vocab, padded_vocab),
     }
-    try:
-        config = resolved(**values)
-    except (ConfigError, TypeError, OverflowError) as error:
-        raise ConfigError(f"{where}: {error}") from None
-    refuse_cut_rotation(config, where)
-    return config
-
-
-def _vocab_size(args: Mapping[str, Any], padded: int) -> int:
-    size = said_vocab_size(args)
-    return padded if size is None or size > padded else size
+    return resolved_external(values, where)
 
 
 def said_vocab_size(args: Mapping[str, Any]) -> int | None:

@@ -40,8 +40,10 @@ RELEASE = "release"
 """The name that Megatron gives to a checkpoint of weights alone."""
 _BACKENDS = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _BACKENDS |= {"common_backend": "torch", "common_backend_version": 1}
-_MODULES = ("self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention")
-_MODULES += ("mlp.linear_fc1", "mlp.linear_fc2")
+_MODULES = (
+    *("self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention"),
+    *("mlp.linear_fc1", "mlp.linear_fc2"),
+)
 _NORMS = ("self_attention.q_layernorm", "self_attention.k_layernorm")
 
 

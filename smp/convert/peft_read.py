@@ -12,14 +12,11 @@ from typing import Any
 import torch
 
 from smp.checkpoint import CheckpointError
-from smp.checkpoint.entries import DTYPES, DamagedError
-from smp.checkpoint.local import LocalFolder
-from smp.checkpoint.tensor_file import raw_bytes, read_header, read_tensor
 from smp.config import ConfigError, ModelConfig
 from smp.convert.adapters import CONFIG, FRONT, TENSORS, Adapter, check_shapes, linear_modules
 from smp.convert.families import Family
 from smp.convert.hf_config import read_json
-from smp.convert.store import unreadable
+from smp.convert.hf_store import safetensors_store
 
 _KNOWN = {
     *("peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision"),
@@ -111,30 +108,16 @@ def _scale(content: Mapping[str, Any], module: str, rank: int, folder: Path) -> 
 
 def _pairs(folder: Path) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
     """(Hugging Face's module, (A, B)) in fp32."""
-    tensors = _read_tensors(folder)
+    store, tensors = safetensors_store(folder, TENSORS), {}
     ends = (".lora_A.weight", ".lora_B.weight")
-    for key in tensors:
+    for key, stored in store.tensors.items():
         if not key.endswith(ends):
             raise CheckpointError(f"{folder / TENSORS}: tensor {key} is neither A nor B of an adapter")
+        tensors[key] = torch.empty(stored.shape, dtype=stored.dtype)
+        store.read_into(key, (0,) * len(stored.shape), tensors[key])
+    store.files.close()
     for module in dict.fromkeys(key[: -len(ends[0])] for key in tensors):
         a, b = (tensors.get(module + end) for end in ends)
         if a is None or b is None:
             raise CheckpointError(f"{folder / TENSORS}: {module} has no {'A' if a is None else 'B'}")
         yield module.removeprefix(FRONT), (a.float(), b.float())
-
-
-def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    path = folder / TENSORS
-    try:
-        with LocalFolder(folder).reader(TENSORS) as source:
-            out = {}
-            for key, slot in read_header(source).items():
-                out[key] = torch.empty(slot.shape, dtype=DTYPES[slot.dtype])
-                read_tensor(source, slot, raw_bytes(out[key]))
-            return out
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
-    except (DamagedError, EOFError) as error:
-        raise DamagedError(f"{path} is damaged or cut off: {error}") from None
-    except OSError as error:
-        raise unreadable(path, error) from error

@@ -84,7 +84,7 @@ def _load(file: io.BufferedReader, path: Path, inert: tuple[str, ...]) -> tuple[
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
         raise DamagedError(f"{path} is compressed: it is not a file of torch.save")
     file.seek(0)
-    names = set(get_unsafe_globals_in_checkpoint(file)) - {"argparse.Namespace"}  # type: ignore[arg-type]
+    names = set(get_unsafe_globals_in_checkpoint(file)) - {"argparse.Namespace"}
     for name in sorted(names):
         if name != GETATTR and not name.startswith(inert):
             raise CheckpointError(f"{path} {refusal(name)}")
@@ -96,13 +96,14 @@ def _load(file: io.BufferedReader, path: Path, inert: tuple[str, ...]) -> tuple[
 
 def _slot(tensor: torch.Tensor, sizes: Mapping[int, int], start: int, path: Path) -> Slot:
     """Where the data of a tensor lie, in an archive that begins at ``start``."""
-    shape, begin = tuple(tensor.shape), tensor.storage_offset() * tensor.itemsize
+    shape, begin = tuple(tensor.shape), int(tensor.storage_offset()) * tensor.itemsize
     if tensor.dtype not in DTYPE_NAMES:
         raise CheckpointError(f"{path} holds a tensor of type {tensor.dtype}: refused")
     if not tensor.is_contiguous():
         text = f"a tensor of shape {shape} that does not lie row by row, with strides {tensor.stride()}"
         raise CheckpointError(f"{path} holds {text}: refused")
-    storage: int = tensor.untyped_storage()._checkpoint_offset  # type: ignore[attr-defined]
+    storage = tensor.untyped_storage()._checkpoint_offset
+    assert storage is not None, "set under FakeTensorMode"
     size = sizes[max(header for header in sizes if header < storage)]
     if begin + tensor.nbytes > size:  # a storage without data grows to what a pickle says
         count = size // tensor.itemsize
