@@ -8,6 +8,7 @@ name that a file gives. Under ``FakeTensorMode`` no data are read: a tensor only
 from __future__ import annotations
 
 import io
+import struct
 import zipfile
 from argparse import Namespace
 from collections.abc import Mapping
@@ -74,7 +75,7 @@ def read_torch_file(
 
 
 def _load(file: io.BufferedReader, path: Path, inert: tuple[str, ...]) -> tuple[Any, dict[int, int]]:
-    """The content, and the sizes of the archive's entries by where they begin."""
+    """The content, and the sizes of the archive's entries by where their data begin."""
     if file.peek(2)[:2] != b"PK":
         raise CheckpointError(f"{path} is not a zip archive of torch.save (torch 1.6 or later)")
     archive = zipfile.ZipFile(file)
@@ -91,7 +92,12 @@ def _load(file: io.BufferedReader, path: Path, inert: tuple[str, ...]) -> tuple[
     file.seek(0)
     with FakeTensorMode(), safe_globals([Namespace, *((Inert, name) for name in names)]):
         content = torch.load(file, weights_only=True)
-    return content, {entry.header_offset: entry.file_size for entry in archive.infolist()}
+    sizes = {}
+    for entry in archive.infolist():
+        file.seek(entry.header_offset)
+        name_size, extra_size = struct.unpack("<26x2H", file.read(30))
+        sizes[entry.header_offset + 30 + name_size + extra_size] = entry.file_size
+    return content, sizes
 
 
 def _slot(tensor: torch.Tensor, sizes: Mapping[int, int], start: int, path: Path) -> Slot:
@@ -104,7 +110,8 @@ def _slot(tensor: torch.Tensor, sizes: Mapping[int, int], start: int, path: Path
         raise CheckpointError(f"{path} holds {text}: refused")
     storage = tensor.untyped_storage()._checkpoint_offset
     assert storage is not None, "set under FakeTensorMode"
-    size = sizes[max(header for header in sizes if header < storage)]
+    if (size := sizes.get(storage)) is None:  # torch computes where the next one is, by its own padding
+        raise CheckpointError(f"{path} was packed again by another program: save it with torch.save")
     if begin + tensor.nbytes > size:  # a storage without data grows to what a pickle says
         count = size // tensor.itemsize
         raise CheckpointError(f"{path} holds a tensor of shape {shape} in a storage of {count} elements: refused")

@@ -272,6 +272,9 @@ def test_bin_files_that_lie(whole: Path, tmp_path: Path, capsys: pytest.CaptureF
     sizes = bins(whole, tmp_path / "sizes")
     bend(sizes / "pytorch_model.bin", b"K\x63K \x86", b"K\xffK \x86")  # 99 x 32 becomes 255 x 32
     refused(capsys, sizes, "in a storage of 3168 elements", flags=flags)
+    packed = bins(whole, tmp_path / "packed")
+    bend(packed / "pytorch_model.bin", b"little", b"little")
+    refused(capsys, packed, "pytorch_model.bin was packed again by another program", flags=flags)
     other = bins(whole, tmp_path / "endian")
     bend(other / "pytorch_model.bin", b"little", b"big")
     refused(capsys, other, "pytorch_model.bin was written on a big-endian machine", flags=flags)
