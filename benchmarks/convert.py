@@ -28,7 +28,7 @@ from smp.checkpoint.tensor_file import lay_out, raw_bytes, write_file
 from smp.convert.families import FAMILIES
 from smp.convert.hf_config import resolved, to_hf
 from smp.convert.hf_store import INDEX
-from smp.convert.layout import by_theirs, links
+from smp.convert.layout import by_external_name, links
 from smp.models.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,8 +48,8 @@ class Entry:
 def shapes(layers: int) -> dict[str, tuple[int, ...]]:
     """Tensors of a Hugging Face folder of Llama 2 7B with so many layers."""
     config = resolved(**{**PRESETS["llama2-7b"], "num_layers": layers})
-    found = by_theirs(links(FAMILIES["llama"].table, config))
-    return {name: parts[0].their_shape for name, parts in found.items()}
+    found = by_external_name(links(FAMILIES["llama"].table, config))
+    return {name: parts[0].external_shape for name, parts in found.items()}
 
 
 def size_of(layers: int) -> int:

@@ -1,7 +1,7 @@
-"""Convert checkpoints between Hugging Face, Megatron and ours, bit for bit, without building a model.
+"""Convert checkpoints between Hugging Face, Megatron and smp, bit for bit, without building a model.
 
-    python tools/convert_checkpoint.py --load Llama-3.2-1B --save checkpoint                 # Hugging Face to ours
-    python tools/convert_checkpoint.py --load run --save exported --dtype bf16               # ours to Hugging Face
+    python tools/convert_checkpoint.py --load Llama-3.2-1B --save checkpoint                 # Hugging Face to smp
+    python tools/convert_checkpoint.py --load run --save exported --dtype bf16               # smp to Hugging Face
     python tools/convert_checkpoint.py --load run --to megatron --save megatron --megatron-tp 8
     python tools/convert_checkpoint.py --load megatron --to hf --save exported --reference Llama-3.2-1B
 

@@ -3,7 +3,7 @@
     python tools/generate.py --load checkpoints --tokenizer-model tokenizer.model --prompt "def main("
     python tools/generate.py --load Llama-3.2-1B --prompt "The capital of France is" --temperature 0 --dtype bf16
 
---load is a checkpoint of ours, a Hugging Face folder or one of Megatron's. Settings come from it alone, and so does the
+--load is a checkpoint of smp, a Hugging Face folder or one of Megatron's. Settings come from it alone, and so does the
 tokenizer where it has one. Works on any machine whatever the layout was.
 """
 
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from smp.config import Layout
 from smp.config.command import CommandParser, run_tool
 from smp.convert.formats import Opened, open_checkpoint
-from smp.convert.json_file import read_json
+from smp.convert.hf_config import read_json
 from smp.convert.load import load_weights
 from smp.data.tokenizer import Tokenizer
 from smp.data.tokenizer_files import PATTERNS, load_tokenizer

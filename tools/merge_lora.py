@@ -35,7 +35,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def open_adapters(path: Path, model: Opened) -> Mapping[str, Adapter]:
-    """By the name of our layer, from peft's format or a checkpoint of a LoRA run."""
+    """By the name of the layer, from peft's format or a checkpoint of a LoRA run."""
     config, reference = model.weights.config, model.reference
     if is_adapter_folder(path):
         content = read_hf_config(reference) if reference is not None and is_hf_folder(reference) else None

@@ -1,9 +1,9 @@
-"""Adapters by the names of our layers, where they lie in peft's format, and a model with adapters added into it.
+"""Adapters by the names of smp's layers, where they lie in peft's format, and a model with adapters added into it.
 
-Two things differ there. Modules have Hugging Face's names, which the tables of families translate. And where several
-of our matrices lie in one of theirs (GPT-2's fused query, key and value), so do our adapters: ours of ranks r become
-one of rank sum(r), A's one below the other and B's in the rows and columns of their own; theirs becomes one for each of
-ours, with the same A and the rows of B. See ``peft_read`` and ``peft_write``.
+Two things differ in peft's format. Modules have Hugging Face's names, which the tables of families translate. And where
+several of smp's matrices lie in one (GPT-2's fused query, key and value), so do their adapters: on writing, those of
+ranks r become one of rank sum(r), A's one below the other and B's in rows and columns of their own; on reading, one
+becomes several with the same A and each its rows of B. See ``peft_read`` and ``peft_write``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from smp.config import ModelConfig
 from smp.convert.families import FAMILIES, Family
 from smp.convert.hf_config import family_of, to_hf
 from smp.convert.layout import Link, links
-from smp.convert.weights import Stored, Weights
+from smp.convert.store import Stored
+from smp.convert.weights import Weights
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 """Files of peft's format."""
@@ -32,7 +33,7 @@ FRONT = "base_model.model."
 
 @dataclass(frozen=True)
 class Adapter:
-    """What one of our layers adds: ``scale x B A``.
+    """What a layer gets added: ``scale x B A``.
 
     Attributes:
         a, b: (rank, in) and (out, rank), whole.
@@ -60,11 +61,7 @@ def is_adapter_folder(path: str | Path) -> bool:
 
 
 def family_for(config: ModelConfig, reference: Mapping[str, Any] | None) -> Family:
-    """The architecture that gives an adapter its names.
-
-    Args:
-        config: of the model, resolved.
-        reference: its config.json, if it came with one.
+    """The architecture that gives an adapter its names: of ``reference``, the model's config.json, if it came with one.
 
     Raises:
         ConfigError: no architecture of Hugging Face's computes what this model does.
@@ -74,11 +71,14 @@ def family_for(config: ModelConfig, reference: Mapping[str, Any] | None) -> Fami
     return FAMILIES[to_hf(config, "float32")["model_type"]]
 
 
-def places_of(config: ModelConfig, family: Family) -> dict[str, Link]:
-    """Where the matrix of each of our linear layers lies there, by the name of the layer."""
-    found = links(family.table, config)
-    linear = {name: link for name, link in found.items() if name.startswith("layers.") and len(link.shape) == 2}
-    return {name.removesuffix(".weight"): link for name, link in linear.items()}
+def linear_modules(config: ModelConfig, family: Family) -> dict[str, dict[str, Link]]:
+    """Linear layers by the name of Hugging Face's module, and where the matrix of each lies in it."""
+    out: dict[str, dict[str, Link]] = {}
+    for name, link in links(family.table, config).items():
+        if name.startswith("layers.") and len(link.shape) == 2:
+            module = out.setdefault(link.external_name.removesuffix(".weight"), {})
+            module[name.removesuffix(".weight")] = link
+    return out
 
 
 def check_shapes(a: torch.Tensor, b: torch.Tensor, matrix: tuple[int, int], what: str) -> None:
@@ -96,7 +96,7 @@ class MergedWeights(Weights):
 
     Args:
         base: the model.
-        adapters: by the name of our layer.
+        adapters: by the name of the layer.
         dtype: of the result; None: W's.
 
     Raises:

@@ -12,8 +12,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock
 from typing import Any, Protocol, TextIO
 
 from smp.checkpoint import CheckpointError
@@ -27,8 +28,10 @@ ERRORS = (ConfigError, CheckpointError, DamageError, OSError)
 """What may be wrong with the files or the command of a conversion. Any other error is a fault of the program."""
 JOURNAL = "journal.jsonl"
 Progress = Callable[[int], None]
-_GIVEN_UP = "another file could not be written"
-"""Seen by nobody: the error of that file is raised."""
+
+
+class _GivenUpError(Exception):
+    """Another file could not be written, and the error of that one is raised."""
 
 
 class Target(Protocol):
@@ -36,10 +39,7 @@ class Target(Protocol):
 
     @property
     def files(self) -> Mapping[str, list[Planned]]:
-        """Data files and the tensors in each."""
-
-    def path(self, file: str) -> str:
-        """Of a data file, in the folder that the checkpoint becomes."""
+        """Data files, by their paths in the folder that it becomes, and the tensors in each."""
 
     def write(self, folder: Path, file: str, feed: Feed) -> Any:
         """Write one file, durably, with the tensors that ``feed`` gives; JSON that ``finish`` will need."""
@@ -59,7 +59,7 @@ def write(
         path: must not exist, or be an empty folder.
         options: JSON; with others an interrupted conversion is not continued.
         workers: files that are read and written at the same time.
-        progress: told of bytes that are done, from several threads.
+        progress: told of bytes that are done, from several threads, but not at the same time.
 
     Returns:
         Files that were taken over from an interrupted conversion.
@@ -69,57 +69,55 @@ def write(
     """
     path = Path(os.path.abspath(path))  # "." has no name
     staging = path.with_name(path.name + ".partial")
-    lock = Lock()
-
-    def told(count: int) -> None:
-        with lock:
-            progress(count)
-
     try:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise CheckpointError(f"{path} exists already: give a new name or remove it")
         if staging.is_dir() and any(staging.iterdir()) and not (staging / JOURNAL).is_file():
             raise CheckpointError(f"{staging} exists already and is no interrupted conversion: move it away")
         staging.mkdir(parents=True, exist_ok=True)
-        header = {"source": weights.fingerprint(), "options": options, "files": _described(target)}
-        with _journal(staging, header) as (records, journal):
-            kept = len(records)
-            for file in records:
-                told(_size(target, file))
-            _write_files(weights, target, staging, records, journal, workers, told)
-            target.finish(staging, records)
+        files = {f: [[t.name, t.stored.shape, str(t.stored.dtype)] for t in ts] for f, ts in target.files.items()}
+        with _journal(staging, {"source": weights.fingerprint(), "options": options, "files": files}) as journal:
+            kept = len(journal.records)
+            progress(sum(tensor.stored.nbytes for file in journal.records for tensor in target.files[file]))
+            _write_files(weights, target, staging, journal, workers, progress)
+            target.finish(staging, journal.records)
         _publish(staging, path)
     except OSError as error:
         raise CheckpointError(f"{staging} cannot be written: {error}") from error
     return kept
 
 
-def _described(target: Target) -> Any:
-    return {
-        file: [[t.name, list(t.stored.shape), str(t.stored.dtype)] for t in ts] for file, ts in target.files.items()
-    }
+@dataclass(frozen=True)
+class _Journal:
+    """Which files are complete, and what ``Target.write`` returned for each."""
 
+    file: TextIO
+    records: dict[str, Any]
 
-def _size(target: Target, file: str) -> int:
-    return sum(tensor.stored.nbytes for tensor in target.files[file])
+    def append(self, path: Path, name: str, record: Any) -> None:
+        self.records[name] = record
+        _append(self.file, {"file": name, "size": (path / name).stat().st_size, "record": record})
 
 
 @contextmanager
-def _journal(staging: Path, header: Any) -> Iterator[tuple[dict[str, Any], TextIO]]:
-    """Records of files that are complete, and where to write more. Files that are not complete are deleted."""
+def _journal(staging: Path, header: Any) -> Iterator[_Journal]:
+    """The journal of the folder. Files that are not complete are deleted."""
     with (staging / JOURNAL).open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise CheckpointError(f"{staging}: another conversion is writing there") from None
         file.seek(0)
-        text = json.loads(json.dumps(header))
-        records = _complete(staging, file.read().splitlines(), text)
-        _clear(staging, {staging / JOURNAL, *(staging / record["path"] for record in records.values())})
+        journal = _Journal(file, _complete(staging, file.read().splitlines(), json.loads(json.dumps(header))))
+        keep = {staging / JOURNAL, *(staging / name for name in journal.records)}
+        for path in staging.rglob("*"):
+            if path not in keep and not path.is_dir():
+                path.unlink()
         file.truncate(0)
-        for line in [text, *({"file": name, **record} for name, record in records.items())]:
-            _append(file, line)
-        yield {name: record["record"] for name, record in records.items()}, file
+        _append(file, header)
+        for name, record in list(journal.records.items()):
+            journal.append(staging, name, record)
+        yield journal
 
 
 def _complete(staging: Path, lines: list[str], header: Any) -> dict[str, Any]:
@@ -130,19 +128,12 @@ def _complete(staging: Path, lines: list[str], header: Any) -> dict[str, Any]:
             return {}
         for line in lines[1:]:
             entry = json.loads(line)
-            path = staging / entry["path"]
+            path = staging / entry["file"]
             if path.is_file() and path.stat().st_size == entry["size"]:
-                records[entry.pop("file")] = entry
+                records[entry["file"]] = entry["record"]
     except ValueError:
         return records  # the last line was cut off
     return records
-
-
-def _clear(folder: Path, keep: set[Path]) -> None:
-    """Delete all other files."""
-    for path in folder.rglob("*"):
-        if path not in keep and not path.is_dir():
-            path.unlink()
 
 
 def _append(file: TextIO, line: Any) -> None:
@@ -152,50 +143,41 @@ def _append(file: TextIO, line: Any) -> None:
 
 
 def _write_files(
-    weights: Weights,
-    target: Target,
-    staging: Path,
-    records: dict[str, Any],
-    journal: TextIO,
-    workers: int,
-    progress: Progress,
+    weights: Weights, target: Target, staging: Path, journal: _Journal, workers: int, progress: Progress
 ) -> None:
     """The files that are missing, some at a time; the first error ends it."""
-    lock, failed = Lock(), False
+    lock, failed = Lock(), Event()
     largest = max((tensor.stored.nbytes for tensors in target.files.values() for tensor in tensors), default=0)
 
-    def told(count: int) -> None:
-        if failed:
-            raise CheckpointError(_GIVEN_UP)
-        progress(count)
+    def count(done: int) -> None:
+        if failed.is_set():
+            raise _GivenUpError
+        with lock:
+            progress(done)
 
-    feed = Feed(weights, Room(2 * largest), told)
+    feed = Feed(weights, Room(2 * largest), count)
 
     def one(file: str) -> None:
-        nonlocal failed
         try:
             record = target.write(staging, file, feed)
             with lock:
-                records[file] = record
-                path = target.path(file)
-                size = (staging / path).stat().st_size
-                _append(journal, {"file": file, "path": path, "size": size, "record": record})
+                journal.append(staging, file, record)
         except BaseException:
-            failed = True
+            failed.set()
             raise
 
     with ThreadPoolExecutor(workers) as pool:
         try:
-            jobs = [pool.submit(one, file) for file in target.files if file not in records]
+            jobs = [pool.submit(one, file) for file in target.files if file not in journal.records]
             wait(jobs, return_when=FIRST_EXCEPTION)
         except BaseException:  # an interrupt from the keyboard
-            failed = True
-            pool.shutdown(cancel_futures=True)
+            failed.set()
             raise
-        pool.shutdown(wait=True, cancel_futures=failed)
-    errors = [e for job in jobs if not job.cancelled() and (e := job.exception()) is not None]
-    for error in errors:
-        if str(error) != _GIVEN_UP:
+        finally:
+            pool.shutdown(cancel_futures=failed.is_set())
+    for job in jobs:
+        error = None if job.cancelled() else job.exception()
+        if error is not None and not isinstance(error, _GivenUpError):
             raise error
 
 

@@ -12,8 +12,8 @@ from smp.convert.hf_config import CONFIG, FREE, architecture, from_hf, is_hf_fol
 
 
 def read_architecture(folder: str) -> dict[str, Any] | None:
-    """Settings of the model, by field of ``ModelConfig``: of a Hugging Face folder, a checkpoint of ours, or a run of
-    ours, where the newest counts. None: the folder does not say.
+    """Settings of the model, by field of ``ModelConfig``: of a Hugging Face folder, a checkpoint, or the newest
+    checkpoint of a run. None: the folder does not say.
 
     Raises:
         ConfigError: a Hugging Face folder with an architecture that is not supported.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -16,7 +17,7 @@ from smp.convert.convert import Target
 from smp.convert.hf import HFTarget, carried, open_hf
 from smp.convert.hf_config import from_hf as config_from_hf
 from smp.convert.hf_config import is_hf_folder, read_hf_config
-from smp.convert.megatron_read import TRACKER, is_one, open_megatron
+from smp.convert.megatron_read import TRACKER, is_megatron_folder, open_megatron
 from smp.convert.megatron_write import MegatronTarget
 from smp.convert.smp_format import SmpTarget, SmpWeights
 from smp.convert.weights import Weights
@@ -35,13 +36,13 @@ def detect(path: Path) -> Format:
         raise CheckpointError(f"{path}: there is no such folder")
     if is_hf_folder(path):
         return "hf"
-    if (path / TRACKER).is_file() or is_one(path):
+    if is_megatron_folder(path):
         return "megatron"
     if (path / MANIFEST).is_file() or (path / LATEST).is_file() or any(path.glob(f"*/{MANIFEST}")):
         return "smp"
     raise CheckpointError(
         f"{path} is no checkpoint: it has neither config.json (Hugging Face), nor {TRACKER} or .metadata (Megatron), "
-        f"nor {MANIFEST} (ours)"
+        f"nor {MANIFEST} (smp)"
     )
 
 
@@ -50,7 +51,7 @@ class Opened:
     """Weights, and what came with them.
 
     Attributes:
-        weights: under our names.
+        weights: of the model.
         reference: a folder with config.json, tokenizer and the like; None: there is none.
     """
 
@@ -71,7 +72,7 @@ def open_checkpoint(
     Args:
         path: its folder; a run's folder stands for its newest.
         kind: its format; None: found out.
-        reference: a Hugging Face folder or a checkpoint of ours that says what does not lie in ``path``: the settings
+        reference: a Hugging Face folder or a checkpoint of smp that says what does not lie in ``path``: the settings
             of a bare checkpoint of Megatron's, and the tokenizer.
         vocab_size: of a checkpoint of Megatron's: token ids without padding.
         allow_pickle: read ``.bin`` files of a Hugging Face folder.
@@ -86,19 +87,12 @@ def open_checkpoint(
         folder = _own_folder(path)
         return Opened(SmpWeights(folder), _companions(reference) or carried(folder))
     companions = _companions(reference) or carried(path)
-    try:
-        return Opened(open_megatron(path, vocab_size=vocab_size), companions)
-    except ConfigError as error:
-        if reference is None or "--reference" not in str(error):
-            raise
-    config = _config(reference)
-    if vocab_size not in (None, config.vocab_size):
-        raise ConfigError(f"--vocab-size {vocab_size}: --reference {reference} has {config.vocab_size} token ids")
-    return Opened(open_megatron(path, config=config), companions)
+    config = None if reference is None else partial(_config, reference, vocab_size)
+    return Opened(open_megatron(path, reference=config, vocab_size=vocab_size), companions)
 
 
 def _companions(reference: Path | None) -> Path | None:
-    """Where the tokenizer of a reference lies: in it, or in what a checkpoint of ours carries."""
+    """Where the tokenizer of a reference lies: in it, or in what a checkpoint carries."""
     if reference is None:
         return None
     if not reference.is_dir():
@@ -107,16 +101,20 @@ def _companions(reference: Path | None) -> Path | None:
 
 
 def _own_folder(path: Path) -> Path:
-    """Of the checkpoint of ours that a path means."""
+    """Of the checkpoint that a path to one, or to a run, means."""
     folder = find(path)
     assert folder.local is not None, "a path is not a URL"
     return folder.local
 
 
-def _config(reference: Path) -> ModelConfig:
+def _config(reference: Path, vocab_size: int | None) -> ModelConfig:
     if is_hf_folder(reference):
-        return config_from_hf(read_hf_config(reference), str(reference))
-    return SmpWeights(_own_folder(reference)).config
+        config = config_from_hf(read_hf_config(reference), str(reference))
+    else:
+        config = SmpWeights(_own_folder(reference)).config
+    if vocab_size not in (None, config.vocab_size):
+        raise ConfigError(f"--vocab-size {vocab_size}: --reference {reference} has {config.vocab_size} token ids")
+    return config
 
 
 def make_target(
@@ -131,13 +129,14 @@ def make_target(
 
     Args:
         kind: the format.
-        opened: the weights.
+        opened: the weights, and the Hugging Face folder whose config.json, tokenizer and so on are to go along.
         dtype: of floating-point tensors; None: as they are.
         shard_size: most bytes of a file; None: what suits the format.
-        megatron_tp: tensor-parallel ranks that the padded vocabulary of Megatron's is to suit.
+        megatron_tp: tensor-parallel ranks that Megatron's padded vocabulary is to suit. Any number loads the rest.
 
     Raises:
         ConfigError: the format cannot say what this model does.
+        CheckpointError: a fused tensor would have parts of different dtypes.
     """
     size = {} if shard_size is None else {"shard_size": shard_size}
     if kind == "hf":

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from smp.checkpoint import CheckpointError
 from smp.checkpoint.latest import ITERATION
 from smp.checkpoint.local import LocalFolder, write_durably
 from smp.checkpoint.tensor_file import lay_out, write_file
 from smp.convert.families import Family
 from smp.convert.hf_config import CONFIG, family_of, from_hf, is_hf_folder, read_hf_config, to_hf
-from smp.convert.hf_store import INDEX, SINGLE, bin_store, safetensors_store
-from smp.convert.layout import Link, by_theirs, links
+from smp.convert.hf_store import INDEX, SINGLE, open_store
+from smp.convert.layout import Link, by_external_name, links
 from smp.convert.pieces import Feed, Planned, in_files, plan
-from smp.convert.weights import LinkedWeights, Store, Weights, refuse_difference, unknown
+from smp.convert.store import PieceStore
+from smp.convert.weights import LinkedWeights, Weights
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """Files of which one makes a tokenizer."""
@@ -58,37 +58,20 @@ def open_hf(folder: str | Path, *, allow_pickle: bool = False) -> LinkedWeights:
     folder = Path(folder)
     content, where = read_hf_config(folder), str(folder / CONFIG)
     family, config = family_of(content, where), from_hf(content, where)
-    store = _store(folder, allow_pickle)
-    try:
-        found = _found(links(family.table, config), store, family)
-        weights = LinkedWeights(store, found, config)
-        _refuse_extra(weights, store, family)
-    except BaseException:
-        store.close()
-        raise
+    store = open_store(folder, allow_pickle)
+    found = _spelled(links(family.table, config), store, family)
+    weights, embedding = LinkedWeights(store, found, config), found["embedding.weight"].external_name
+    copies = weights.refuse_extra(embedding, ("lm_head.weight", "embed_out.weight"), family.ignored)
+    weights.notes += [f"{name} is left out: it is {embedding} again" for name in copies]
     return weights
 
 
-def _store(folder: Path, allow_pickle: bool) -> Store:
-    if (folder / INDEX).is_file() or (folder / SINGLE).exists():
-        return safetensors_store(folder)
-    bins = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
-    if not bins:
-        raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}")
-    if not allow_pickle:
-        raise CheckpointError(
-            f"{folder / bins[0]} is a pickle file, which can hold code: tools/convert_checkpoint.py --allow-pickle "
-            "reads the tensors and runs nothing"
-        )
-    return bin_store(folder)
-
-
-def _found(wanted: Mapping[str, Link], store: Store, family: Family) -> dict[str, Link]:
+def _spelled(wanted: Mapping[str, Link], store: PieceStore, family: Family) -> dict[str, Link]:
     """Links as this folder spells them: base models leave out the first word, and some names changed over time."""
     first = family.table.block.split(".")[0] + "."
     bare = not any(name.startswith(first) for name in store.tensors)
 
-    def spelled(name: str) -> str:
+    def rename(name: str) -> str:
         if bare:
             name = name.removeprefix(first)
         for old, new in family.renamed.items():
@@ -96,62 +79,25 @@ def _found(wanted: Mapping[str, Link], store: Store, family: Family) -> dict[str
                 return new + name.removeprefix(old)
         return name
 
-    return {ours: replace(link, theirs=spelled(link.theirs)) for ours, link in wanted.items()}
-
-
-def _refuse_extra(weights: LinkedWeights, store: Store, family: Family) -> None:
-    """Every tensor of the files must mean something. A tied head that is stored all the same must be the embedding."""
-    extra = unknown(store, weights.links, family.ignored)
-    tied = weights.config.untie_embeddings_and_output_weights is False
-    embedding = weights.links["embedding.weight"].theirs
-    for name in list(extra):
-        if tied and name in ("lm_head.weight", "embed_out.weight"):
-            refuse_difference(store, name, embedding)
-            weights.notes.append(f"{name} is left out: it is {embedding} again")
-            extra.remove(name)
-    if extra:
-        more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
-        raise CheckpointError(
-            f"{store.where(extra[0])}: tensor {extra[0]}{more} belongs to nothing in this architecture"
-        )
+    return {name: replace(link, external_name=rename(link.external_name)) for name, link in wanted.items()}
 
 
 class HFTarget:
-    """What a Hugging Face folder with these weights is made of.
-
-    Args:
-        weights: under our names.
-        dtype: of the floating-point tensors to write; None: as they are.
-        reference: a folder with config.json, tokenizer and so on that belong to these weights; None: there is none.
-        shard_size: most bytes of a file.
-
-    Raises:
-        ConfigError: no architecture of theirs computes what this model does.
-        CheckpointError: a fused tensor of theirs would have parts of different dtypes.
-    """
+    """What a Hugging Face folder with these weights is made of. See ``formats.make_target``."""
 
     def __init__(
         self, weights: Weights, dtype: torch.dtype | None, reference: Path | None, shard_size: int = 5 * 10**9
     ) -> None:
-        self.weights, self.reference = weights, reference
+        self.reference = reference
         base = read_hf_config(reference) if reference is not None and is_hf_folder(reference) else None
         kinds = sorted({str(dtype or t.dtype).removeprefix("torch.") for t in weights.tensors.values()})
         self.content = to_hf(weights.config, kinds[0] if len(kinds) == 1 else "float32", base)
         family = family_of(self.content, CONFIG)
-        theirs = by_theirs(links(family.table, weights.config))
-        tensors = [plan(weights, name, parts, dtype) for name, parts in theirs.items()]
+        fused = by_external_name(links(family.table, weights.config))
+        tensors = [plan(weights, name, parts, dtype) for name, parts in fused.items()]
         grouped = in_files(tensors, shard_size)
         names = [f"model-{i + 1:05d}-of-{len(grouped):05d}.safetensors" for i in range(len(grouped))]
         self.files: dict[str, list[Planned]] = dict(zip(names if len(grouped) > 1 else [SINGLE], grouped, strict=True))
-
-    @property
-    def companions(self) -> list[str]:
-        """What is carried along."""
-        return companions(self.reference)
-
-    def path(self, file: str) -> str:
-        """Of a data file, in the folder."""
-        return file
 
     def write(self, folder: Path, file: str, feed: Feed) -> Any:
         """One file."""

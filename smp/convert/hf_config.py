@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from smp.config import Config, ConfigError, ModelConfig, TrainingConfig, resolve
+from smp.config.command import DamageError
 from smp.convert.families import FAMILIES, REASONS, Family
 from smp.convert.hf_reader import SCALING, Reader
-from smp.convert.json_file import read_json
 
 CONFIG = "config.json"
 FREE = {"model", "hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"}
 """Settings that do not belong to the architecture: the same weights mean the same whatever they are."""
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+        DamageError: it is no JSON, as after a download that was cut off.
+        ConfigError: it cannot be read; its cause is the system's error, which decides the exit code.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise DamageError(f"{path} is damaged or cut off: it is no JSON ({error})") from None
 
 
 def is_hf_folder(path: str | Path) -> bool:
@@ -66,6 +82,20 @@ def resolved(**values: Any) -> ModelConfig:
     return resolve(Config(model=ModelConfig(**values), training=TrainingConfig(dry_run=True)), world_size=1).model
 
 
+def resolved_external(values: Mapping[str, Any], where: str) -> ModelConfig:
+    """The same for what another program's file, ``where``, says."""
+    try:
+        config = resolved(**values)
+    except (ConfigError, TypeError, OverflowError) as error:
+        raise ConfigError(f"{where}: {error}") from None
+    assert config.kv_channels is not None, "resolved before"
+    wanted = config.kv_channels * config.rotary_percent
+    # transformers and Megatron cut off what is no whole channel, smp rounds
+    if config.position_embedding_type == "rope" and int(wanted) != round(wanted):
+        raise ConfigError(f"{where}: RoPE on {wanted:g} channels of a head, no whole number, is not supported")
+    return config
+
+
 def _is_of(value: Any, kinds: tuple[Any, ...]) -> bool:
     if type(value) in (int, float) and not abs(value) < 1 << 63:  # nor is NaN
         return False
@@ -102,7 +132,7 @@ def from_hf(content: Mapping[str, Any], where: str = CONFIG) -> ModelConfig:
         where: its path, for messages.
 
     Raises:
-        ConfigError: an architecture or a setting that our decoder does not have, or a value that is missing.
+        ConfigError: an architecture or a setting that smp does not have, or a value that is missing.
     """
     family = family_of(content, where)
     reader = Reader(family, content, where)
@@ -118,25 +148,7 @@ def from_hf(content: Mapping[str, Any], where: str = CONFIG) -> ModelConfig:
         values |= reader.rope()
     if family.window_key is not None:
         values["window_size"] = reader.window(values["num_layers"])
-    try:
-        config = resolved(**values)
-    except (ConfigError, TypeError, OverflowError) as error:
-        raise ConfigError(f"{where}: {error}") from None
-    refuse_cut_rotation(config, where)
-    return config
-
-
-def refuse_cut_rotation(config: ModelConfig, where: str) -> None:
-    """transformers and Megatron cut off where the rotated fraction of a head is no whole number of channels; our
-    decoder rounds.
-
-    Raises:
-        ConfigError: the two differ for this model.
-    """
-    assert config.kv_channels is not None, "resolved before"
-    wanted = config.kv_channels * config.rotary_percent
-    if config.position_embedding_type == "rope" and int(wanted) != round(wanted):
-        raise ConfigError(f"{where}: RoPE on {wanted:g} channels of a head, no whole number, is not supported")
+    return resolved_external(values, where)
 
 
 def to_hf(config: ModelConfig, dtype: str, base: Mapping[str, Any] | None = None) -> dict[str, Any]:

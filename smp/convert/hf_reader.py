@@ -1,4 +1,4 @@
-"""What single keys of a ``config.json`` say, as our settings. No torch here."""
+"""What single keys of a ``config.json`` say, as settings of ``ModelConfig``. No torch here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCALING = {
     "high_freq_factor": "rope_high_freq_factor",
     "original_max_position_embeddings": "rope_original_max_position",
 }
-"""Llama 3's scaling of RoPE: their names, ours."""
+"""Llama 3's scaling of RoPE: Hugging Face's key -> setting."""
 _REQUIRED = object()
 _LARGEST = 1 << 63  # no number of a model; nor is NaN below it
 _KINDS = {int: "an integer", float: "a number", bool: "true or false"}
@@ -45,7 +45,7 @@ class Reader:
             raise ConfigError(f"{self.where}: {key} {self.content[key]!r} is not supported, only {value!r}")
 
     def field(self, key: str, name: str) -> dict[str, Any]:
-        """One of our settings, under its name."""
+        """A setting, under its name."""
         value = self.get(key)
         if name == "tied":
             return {"untie_embeddings_and_output_weights": not value}

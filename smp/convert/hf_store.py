@@ -8,33 +8,38 @@ from pathlib import Path
 
 from smp.checkpoint import CheckpointError, DamagedError
 from smp.checkpoint.tensor_file import Slot, read_header
-from smp.convert.json_file import read_json
-from smp.convert.store import OpenFiles, PieceStore, single, unreadable
+from smp.convert.hf_config import read_json
+from smp.convert.store import OpenFiles, Piece, PieceStore, unreadable
 from smp.convert.torch_file import read_torch_file
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-BIN_INDEX, BIN_SINGLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
+SINGLE = "model.safetensors"
+INDEX = f"{SINGLE}.index.json"
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 
 
-def safetensors_store(folder: Path) -> PieceStore:
-    """The tensors of ``model.safetensors``, or of the files that its index names.
+def open_store(folder: Path, allow_pickle: bool) -> PieceStore:
+    """The tensors of a folder's safetensors files; without any those of its ``.bin`` files, if they are allowed.
 
     Raises:
         CheckpointError: files are missing, cut off, cannot be read, or are not what the index says.
-        ConfigError, DamageError: as :func:`read_index`.
+        ConfigError, DamageError: the index is no JSON or cannot be read.
     """
-    return _store(folder, INDEX, SINGLE, _safetensors)
+    if (folder / INDEX).is_file() or (folder / SINGLE).exists():
+        return safetensors_store(folder, SINGLE)
+    bins = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+    if not bins:
+        raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}")
+    if not allow_pickle:
+        raise CheckpointError(
+            f"{folder / bins[0]} is a pickle file, which can hold code: tools/convert_checkpoint.py --allow-pickle "
+            "reads the tensors and runs nothing"
+        )
+    return _store(folder, "pytorch_model.bin", _torch_tensors)
 
 
-def bin_store(folder: Path) -> PieceStore:
-    """The tensors of ``pytorch_model.bin``, or of the files that its index names; nothing that they hold is run.
-
-    Raises:
-        CheckpointError, ConfigError, DamageError: as :func:`safetensors_store`; or a file holds something else than
-            tensors.
-    """
-    return _store(folder, BIN_INDEX, BIN_SINGLE, _torch_tensors)
+def safetensors_store(folder: Path, single: str) -> PieceStore:
+    """The tensors of the file ``single``, or of those that its index names."""
+    return _store(folder, single, _safetensors)
 
 
 def _safetensors(files: OpenFiles, name: str) -> dict[str, Slot]:
@@ -48,7 +53,8 @@ def _safetensors(files: OpenFiles, name: str) -> dict[str, Slot]:
 
 
 def _torch_tensors(files: OpenFiles, name: str) -> dict[str, Slot]:
-    content, path = read_torch_file(files.open(name), files.folder / name), files.folder / name
+    path = files.folder / name
+    content = read_torch_file(files.open(name), path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a dictionary of tensors")
     for key, value in content.items():
@@ -57,46 +63,35 @@ def _torch_tensors(files: OpenFiles, name: str) -> dict[str, Slot]:
     return content
 
 
-def _store(
-    folder: Path, index_name: str, single_name: str, read: Callable[[OpenFiles, str], dict[str, Slot]]
-) -> PieceStore:
-    index = read_index(folder, index_name) if (folder / index_name).is_file() else None
-    if index is not None and (folder / single_name).exists() and single_name not in index.values():
-        raise CheckpointError(f"{folder / single_name}: {index_name} does not name it: remove one of the two")
-    names = sorted(set(index.values())) if index is not None else [single_name]
+def _store(folder: Path, single: str, read: Callable[[OpenFiles, str], dict[str, Slot]]) -> PieceStore:
+    index_name = f"{single}.index.json"
+    index = _read_index(folder, index_name) if (folder / index_name).is_file() else None
+    if index is not None and (folder / single).exists() and single not in index.values():
+        raise CheckpointError(f"{folder / single}: {index_name} does not name it: remove one of the two")
+    names = sorted(set(index.values())) if index is not None else [single]
     files = OpenFiles(folder)
-    try:
-        slots: dict[str, tuple[str, Slot]] = {}
-        for name in names:
-            for key, slot in read(files, name).items():
-                if key in slots:
-                    raise CheckpointError(f"{folder / name}: tensor {key} is also in {slots[key][0]}")
-                slots[key] = name, slot
-        if index is not None:
-            _compare(folder, index_name, index, slots)
-        return PieceStore(files, {key: single(*place) for key, place in slots.items()}, {})
-    except BaseException:
-        files.close()
-        raise
+    pieces: dict[str, list[Piece]] = {}
+    for name in names:
+        for key, slot in read(files, name).items():
+            if key in pieces:
+                raise CheckpointError(f"{folder / name}: tensor {key} is also in {pieces[key][0].file}")
+            pieces[key] = [Piece(name, slot, (0,) * len(slot.shape))]
+    if index is not None:
+        _compare(folder, index_name, index, {key: piece.file for key, (piece,) in pieces.items()})
+    return PieceStore(files, pieces, {})
 
 
-def _compare(folder: Path, index_name: str, index: Mapping[str, str], slots: Mapping[str, tuple[str, Slot]]) -> None:
+def _compare(folder: Path, index_name: str, index: Mapping[str, str], found: Mapping[str, str]) -> None:
     for tensor, file in index.items():
-        if tensor not in slots or slots[tensor][0] != file:
+        if found.get(tensor) != file:
             raise CheckpointError(f"{folder / file}: tensor {tensor} is not in it, but {index_name} says so")
-    for tensor, (file, _) in slots.items():
+    for tensor, file in found.items():
         if tensor not in index:
             raise CheckpointError(f"{folder / file}: tensor {tensor} is not in {index_name}")
 
 
-def read_index(folder: Path, name: str) -> dict[str, str]:
-    """Tensor -> file of an index, each checked to be a plain name.
-
-    Raises:
-        DamageError: it is no JSON.
-        ConfigError: it cannot be read.
-        CheckpointError: it is no index, or an entry leads out of the folder.
-    """
+def _read_index(folder: Path, name: str) -> dict[str, str]:
+    """Tensor -> file of an index, each checked to be a plain name."""
     path = folder / name
     content = read_json(path)
     try:

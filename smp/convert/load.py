@@ -19,28 +19,28 @@ _ROWS = 1 << 24  # bytes that are read at a time when they have to be converted 
 
 
 def load_hf(model: nn.Module, folder: str | Path) -> list[str]:
-    """Fill a model with the weights of a Hugging Face folder, in any layout. Every rank calls it.
-
-    Args:
-        model: of the folder's configuration (:func:`smp.convert.hf_config.read_architecture`), sharded or not.
-        folder: which all ranks see.
-
-    Returns:
-        What the user should hear.
-
-    Raises:
-        CheckpointError: the folder is damaged, of another architecture, or cannot be read, which an OSError as its
-            cause says; all ranks raise it.
-        DamagedError: a CheckpointError, when damage is all that any rank met.
-    """
+    """Fill a model with the weights of a Hugging Face folder: see :func:`load_weights`."""
     return load_weights(model, lambda: open_hf(folder))
 
 
 def load_weights(
     model: nn.Module, open_weights: Callable[[], Weights], *, leave: Collection[str] = frozenset()
 ) -> list[str]:
-    """Fill a model with weights from anywhere; see :func:`load_hf`. Parameters keep their dtype; those that ``leave``
-    names keep their values too."""
+    """Fill a model with weights, in any layout. Every rank calls it. Parameters keep their dtype.
+
+    Args:
+        model: of the weights' configuration, sharded or not.
+        open_weights: from files that all ranks see.
+        leave: names of parameters that keep their values.
+
+    Returns:
+        What the user should hear.
+
+    Raises:
+        CheckpointError: they are damaged, of another architecture, or cannot be read, which an OSError as its cause
+            says; all ranks raise it.
+        DamagedError: a CheckpointError, when damage is all that any rank met.
+    """
     problem: tuple[str, bool, int] | None = None
     notes: list[str] = []
     try:

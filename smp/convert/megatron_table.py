@@ -1,4 +1,4 @@
-"""Megatron's GPT: names of its tensors, and its arguments as our settings and back. No torch here.
+"""Megatron's GPT: names of its tensors, and its arguments as smp's settings and back. No torch here.
 
 Sources: ``megatron/core/models/gpt`` and ``megatron/core/transformer`` of megatron-core 0.16, Megatron-LM's
 ``arguments.py`` and ``checkpointing.py``.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from smp.config import ConfigError, ModelConfig
-from smp.convert.hf_config import architecture, refuse_cut_rotation, resolved
-from smp.convert.layout import In, Table
+from smp.convert.hf_config import architecture, resolved_external
+from smp.convert.layout import Fused, Link, Table, links
 
 _ENDS = {
     "embedding": "embedding.word_embeddings",
@@ -20,74 +21,51 @@ _ENDS = {
     "final_norm": "decoder.final_layernorm",
     "head": "output_layer",
 }
-_BLOCK: dict[str, str | In] = {
+_BLOCK: dict[str, str | Fused] = {
     "attention_norm": "self_attention.linear_qkv.layer_norm_",
-    "attention.query": In("self_attention.linear_qkv", "per_group", "query"),
-    "attention.key": In("self_attention.linear_qkv", "per_group", "key"),
-    "attention.value": In("self_attention.linear_qkv", "per_group", "value"),
+    "attention.query": Fused("self_attention.linear_qkv", "per_group", "query"),
+    "attention.key": Fused("self_attention.linear_qkv", "per_group", "key"),
+    "attention.value": Fused("self_attention.linear_qkv", "per_group", "value"),
     "attention.query_norm": "self_attention.q_layernorm",
     "attention.key_norm": "self_attention.k_layernorm",
     "attention.output": "self_attention.linear_proj",
     "mlp_norm": "mlp.linear_fc1.layer_norm_",
     "mlp.down": "mlp.linear_fc2",
 }
-_PLAIN: dict[str, str | In] = {"mlp.up": "mlp.linear_fc1"}
-_GATED: dict[str, str | In] = {
-    "mlp.gate": In("mlp.linear_fc1", "halves", "gate"),
-    "mlp.up": In("mlp.linear_fc1", "halves", "up"),
+_PLAIN: dict[str, str | Fused] = {"mlp.up": "mlp.linear_fc1"}
+_GATED: dict[str, str | Fused] = {
+    "mlp.gate": Fused("mlp.linear_fc1", "halves", "gate"),
+    "mlp.up": Fused("mlp.linear_fc1", "halves", "up"),
 }
 RENAMED = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
 """Norms by Transformer Engine's names, which the table has, and by those of the local layers."""
-COLUMN_PARALLEL = ("embedding.word_embeddings", "output_layer", "self_attention.linear_qkv", "mlp.linear_fc1")
-ROW_PARALLEL = ("self_attention.linear_proj", "mlp.linear_fc2")
-"""Modules that are cut over the tensor-parallel ranks, by rows and by columns. Biases of the latter are whole."""
-OLD_NAMES = (
-    ("language_model.transformer.", "language_model.encoder."),
-    ("language_model.embedding.", "embedding."),
-    ("language_model.output_layer.", "output_layer."),
-    ("language_model.encoder.final_layernorm.", "decoder.final_layernorm."),
-    ("language_model.encoder.layers.", "decoder.layers."),
-    (".self_attention.query_key_value.", ".self_attention.linear_qkv."),
-    (".self_attention.dense.", ".self_attention.linear_proj."),
-    (".post_attention_layernorm.", ".pre_mlp_layernorm."),
-    (".post_attention_norm.", ".pre_mlp_layernorm."),
-    (".input_norm.", ".input_layernorm."),
-    (".mlp.dense_h_to_4h.", ".mlp.linear_fc1."),
-    (".mlp.dense_4h_to_h.", ".mlp.linear_fc2."),
-    ("final_norm.", "final_layernorm."),
+
+
+def megatron_links(config: ModelConfig, padded: int) -> dict[str, Link]:
+    """Where each of a model's tensors lies, whose vocabulary has ``padded`` rows there."""
+    table = Table("decoder.layers.{}.", _BLOCK | (_GATED if config.swiglu else _PLAIN), _ENDS)
+    vocabulary = ("embedding.weight", "head.weight")
+    found = links(table, config).items()
+    return {name: replace(link, padded=padded) if name in vocabulary else link for name, link in found}
+
+
+_NEEDED = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "max_position_embeddings"),
+    *("position_embedding_type", "normalization", "untie_embeddings_and_output_weights"),
 )
-"""Parts of names that models before megatron-core had, and what they are called since."""
-
-
-def megatron_table(config: ModelConfig) -> Table:
-    """Names of the tensors of a model."""
-    return Table("decoder.layers.{}.", _BLOCK | (_GATED if config.swiglu else _PLAIN), _ENDS)
-
-
-_SAME = {
-    "num_layers": "num_layers",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "ffn_hidden_size",
-    "num_attention_heads": "num_attention_heads",
-    "kv_channels": "kv_channels",
-    "max_position_embeddings": "max_position_embeddings",
-    "position_embedding_type": "position_embedding_type",
-    "normalization": "normalization",
-    "untie_embeddings_and_output_weights": "untie_embeddings_and_output_weights",
-}
-"""Megatron's argument -> our setting; each must be there."""
-_OPTIONAL: dict[str, tuple[str, Any]] = {
-    "rotary_base": ("rotary_base", 10000.0),
-    "rotary_percent": ("rotary_percent", 1.0),
-    "swiglu": ("swiglu", False),
-    "squared_relu": ("squared_relu", False),
-    "add_qkv_bias": ("add_qkv_bias", False),
-    "qk_layernorm": ("qk_layernorm", False),
-    "use_rope_scaling": ("use_rope_scaling", False),
-    "rope_scaling_factor": ("rope_scaling_factor", 8.0),
+"""Megatron's arguments that are settings of the same name; each must be there."""
+_OPTIONAL: dict[str, Any] = {
+    "rotary_base": 10000.0,
+    "rotary_percent": 1.0,
+    "swiglu": False,
+    "squared_relu": False,
+    "add_qkv_bias": False,
+    "qk_layernorm": False,
+    "use_rope_scaling": False,
+    "rope_scaling_factor": 8.0,
 }
 """The same, with Megatron's default for arguments that a version does not have yet."""
 _MUST_BE: dict[str, tuple[Any, ...]] = {
@@ -114,7 +92,7 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "use_mup": (False,),
     "enable_mhc_connections": (False,),
 }
-"""Values with which our decoder computes the same; None, too, is as if the argument were not there."""
+"""Values with which smp's decoder computes the same; None, too, is as if the argument were not there."""
 
 
 def from_args(args: Mapping[str, Any], where: str, padded_vocab: int, vocab_size: int | None = None) -> ModelConfig:
@@ -127,7 +105,7 @@ def from_args(args: Mapping[str, Any], where: str, padded_vocab: int, vocab_size
         vocab_size: number of token ids; None: what the arguments say, or else all rows.
 
     Raises:
-        ConfigError: an argument is missing, or has a value that our decoder does not compute.
+        ConfigError: an argument is missing, or has a value that smp's decoder does not compute.
     """
     for name, allowed in _MUST_BE.items():
         if args.get(name) is not None and args[name] not in allowed:
@@ -135,11 +113,11 @@ def from_args(args: Mapping[str, Any], where: str, padded_vocab: int, vocab_size
     norm = args.get("normalization")
     if args.get("qk_layernorm") and norm != "RMSNorm":
         raise ConfigError(f"{where}: a model with qk_layernorm and normalization {norm} is not supported")
-    missing = [name for name in _SAME if name not in args]
+    missing = [name for name in _NEEDED if name not in args]
     if missing:
         raise ConfigError(f"{where}: its arguments do not say {', '.join(missing)}")
-    values = {ours: args[name] for name, ours in _SAME.items()}
-    values |= {ours: args.get(name, default) for name, (ours, default) in _OPTIONAL.items()}
+    values = {name: args[name] for name in _NEEDED}
+    values |= {name: args.get(name, default) for name, default in _OPTIONAL.items()}
     bias = bool(args.get("add_bias_linear", True))
     plain = not values["swiglu"] and not values["squared_relu"]
     tanh = args.get("openai_gelu", False) or (bias and args.get("bias_gelu_fusion", False))  # the fused one is tanh's
@@ -153,22 +131,9 @@ def from_args(args: Mapping[str, Any], where: str, padded_vocab: int, vocab_size
         "disable_bias_linear": not bias,
         "tanh_gelu": bool(plain and tanh),
         "window_size": None if window is None or window[0] < 0 else window[0] + 1,
-        "vocab_size": vocab_size or _vocab_size(args, padded_vocab),
+        "vocab_size": vocab_size or min(said_vocab_size(args) or padded_vocab, padded_vocab),
     }
-    try:
-        config = resolved(**values)
-    except (ConfigError, TypeError, OverflowError) as error:
-        raise ConfigError(f"{where}: {error}") from None
-    refuse_cut_rotation(config, where)
-    assert config.vocab_size is not None
-    if config.vocab_size > padded_vocab:
-        raise ConfigError(f"{where}: the embedding has {padded_vocab} rows for {config.vocab_size} token ids")
-    return config
-
-
-def _vocab_size(args: Mapping[str, Any], padded: int) -> int:
-    size = said_vocab_size(args)
-    return padded if size is None or size > padded else size
+    return resolved_external(values, where)
 
 
 def said_vocab_size(args: Mapping[str, Any]) -> int | None:
@@ -195,8 +160,7 @@ def to_args(config: ModelConfig, tp: int) -> Namespace:
             flag = f"--{name.replace('_', '-')} {getattr(c, name)}"
             beside = " with --qk-layernorm" if name == "normalization" else ""
             raise ConfigError(f"Megatron's GPT has no {flag}{beside}: these weights cannot be written for it")
-    values = {name: getattr(c, ours) for name, ours in _SAME.items()}
-    values |= {name: getattr(c, ours) for name, (ours, _) in _OPTIONAL.items()}
+    values = {name: getattr(c, name) for name in (*_NEEDED, *_OPTIONAL)}
     values |= {
         "group_query_attention": c.num_query_groups != c.num_attention_heads,
         "num_query_groups": c.num_query_groups,

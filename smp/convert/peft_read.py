@@ -1,4 +1,4 @@
-"""Adapters from a folder that peft wrote: what is in it is checked, and what ours cannot compute is refused."""
+"""Adapters from a folder that peft wrote: what is in it is checked, and what smp cannot compute is refused."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ from typing import Any
 import torch
 
 from smp.checkpoint import CheckpointError
-from smp.checkpoint.entries import DTYPES, DamagedError
-from smp.checkpoint.local import LocalFolder
-from smp.checkpoint.tensor_file import raw_bytes, read_header
 from smp.config import ConfigError, ModelConfig
-from smp.convert.adapters import CONFIG, FRONT, TENSORS, Adapter, check_shapes, places_of
+from smp.convert.adapters import CONFIG, FRONT, TENSORS, Adapter, check_shapes, linear_modules
 from smp.convert.families import Family
-from smp.convert.json_file import read_json
-from smp.convert.store import unreadable
+from smp.convert.hf_config import read_json
+from smp.convert.hf_store import safetensors_store
 
 _KNOWN = {
     *("peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision"),
@@ -34,27 +31,24 @@ _STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def read_adapters(folder: str | Path, config: ModelConfig, family: Family) -> tuple[dict[str, Adapter], float]:
-    """(adapters by the name of our layer, their dropout) of a folder that peft wrote.
+    """(adapters by the name of the layer, their dropout) of a folder that peft wrote.
 
     Raises:
         CheckpointError: it is damaged or cannot be read, or its shapes are not this model's.
-        ConfigError, DamageError: the same of its configuration; or it does what ours cannot.
+        ConfigError, DamageError: the same of its configuration; or it does what smp cannot.
     """
     folder = Path(folder)
     content = _read_config(folder)
-    places, found = places_of(config, family), dict(_pairs(folder))
-    adapters: dict[str, Adapter] = {}
-    for name, link in places.items():
-        module = link.theirs.removesuffix(".weight")
-        if module not in found:
-            continue
-        a, b = found[module]
-        check_shapes(a, b, (link.rows.theirs, link.shape[1]), f"{folder / TENSORS}: the adapter of {module}")
-        rows = [b[row : row + count] for row, _, count in link.rows.runs(0, link.rows.ours)]
-        adapters[name] = Adapter(a, torch.cat(rows), _scale(content, module, a.shape[0], folder))
-    known = {link.theirs.removesuffix(".weight") for link in places.values()}
-    if strange := sorted(found.keys() - known):
+    modules, found = linear_modules(config, family), dict(_pairs(folder))
+    if strange := sorted(found.keys() - modules.keys()):
         raise CheckpointError(f"{folder / TENSORS}: {strange[0]} is no linear layer of this model")
+    adapters: dict[str, Adapter] = {}
+    for module in (module for module in modules if module in found):
+        a, b = found[module]
+        for name, link in modules[module].items():
+            check_shapes(a, b, (link.rows.external_rows, link.shape[1]), f"{folder / TENSORS}: the adapter of {module}")
+            rows = [b[row : row + count] for row, _, count in link.rows.runs(0, link.rows.smp_rows)]
+            adapters[name] = Adapter(a, torch.cat(rows), _scale(content, module, a.shape[0], folder))
     if not adapters:
         raise CheckpointError(f"{folder / TENSORS} holds no adapter")
     dropout = _number(content.get("lora_dropout", 0.0), "lora_dropout", folder)
@@ -113,31 +107,17 @@ def _scale(content: Mapping[str, Any], module: str, rank: int, folder: Path) -> 
 
 
 def _pairs(folder: Path) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """(their module, (A, B)) in fp32."""
-    tensors = _read_tensors(folder)
+    """(Hugging Face's module, (A, B)) in fp32."""
+    store, tensors = safetensors_store(folder, TENSORS), {}
     ends = (".lora_A.weight", ".lora_B.weight")
-    for key in tensors:
+    for key, stored in store.tensors.items():
         if not key.endswith(ends):
             raise CheckpointError(f"{folder / TENSORS}: tensor {key} is neither A nor B of an adapter")
+        tensors[key] = torch.empty(stored.shape, dtype=stored.dtype)
+        store.read_into(key, (0,) * len(stored.shape), tensors[key])
+    store.files.close()
     for module in dict.fromkeys(key[: -len(ends[0])] for key in tensors):
         a, b = (tensors.get(module + end) for end in ends)
         if a is None or b is None:
             raise CheckpointError(f"{folder / TENSORS}: {module} has no {'A' if a is None else 'B'}")
         yield module.removeprefix(FRONT), (a.float(), b.float())
-
-
-def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    path = folder / TENSORS
-    try:
-        with LocalFolder(folder).reader(TENSORS) as source:
-            out = {}
-            for key, slot in read_header(source).items():
-                out[key] = torch.empty(slot.shape, dtype=DTYPES[slot.dtype])
-                source.read_into(slot.start, raw_bytes(out[key]))
-            return out
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
-    except (DamagedError, EOFError) as error:
-        raise DamagedError(f"{path} is damaged or cut off: {error}") from None
-    except OSError as error:
-        raise unreadable(path, error) from error

@@ -11,7 +11,7 @@ import torch
 from smp.checkpoint.folder import Folder
 from smp.checkpoint.tensor_file import lay_out, raw_bytes, write_file
 from smp.config import ModelConfig
-from smp.convert.adapters import CONFIG, FRONT, TENSORS, Adapter, places_of
+from smp.convert.adapters import CONFIG, FRONT, TENSORS, Adapter, linear_modules
 from smp.convert.families import Family
 from smp.convert.layout import Link
 
@@ -23,24 +23,22 @@ def write_adapters(
 
     Args:
         folder: on a file system or in an object store; made if it is not there; an adapter in it is replaced.
-        adapters: by the name of our layer.
+        adapters: by the name of the layer.
         config: of the model.
         family: see :func:`family_for`.
         dropout: noted for who trains on.
         base: the model's path, noted.
     """
-    places = places_of(config, family)
-    theirs: dict[str, list[tuple[Link, Adapter]]] = {}
-    for name, adapter in adapters.items():
-        theirs.setdefault(places[name].theirs.removesuffix(".weight"), []).append((places[name], adapter))
+    modules = linear_modules(config, family)
     tensors: dict[str, torch.Tensor] = {}
     ranks, alphas = {}, {}
-    for module, members in theirs.items():
-        a, b, scale = _fused(members)
-        tensors[f"{FRONT}{module}.lora_A.weight"], tensors[f"{FRONT}{module}.lora_B.weight"] = a, b
-        ranks[module], alphas[module] = a.shape[0], scale * a.shape[0]
-    every = {link.theirs.removesuffix(".weight") for link in places.values()}
-    content = _config(ranks, alphas, every, dropout, base, family.table.transposed)
+    for module, found in modules.items():
+        if members := [(link, adapters[name]) for name, link in found.items() if name in adapters]:
+            a, b, scale = _fused(members)
+            tensors[f"{FRONT}{module}.lora_A.weight"] = a
+            tensors[f"{FRONT}{module}.lora_B.weight"] = b
+            ranks[module], alphas[module] = a.shape[0], scale * a.shape[0]
+    content = _config(ranks, alphas, modules.keys(), dropout, base, family.table.transposed)
     folder.make()
     folder.delete(CONFIG)  # it comes last: a folder without it is no adapter
     folder.delete(TENSORS)
@@ -51,17 +49,17 @@ def write_adapters(
 
 
 def _fused(members: Sequence[tuple[Link, Adapter]]) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """A, B and scale of one of their matrices."""
+    """A, B and scale of a matrix that several may lie in."""
     (first, adapter), *more = members
     if not more and first.rows.whole:
         return adapter.a, adapter.b, adapter.scale
     rank = sum(m.rank for _, m in members)
-    b, at = torch.zeros(first.rows.theirs, rank), 0
+    b, column = torch.zeros(first.rows.external_rows, rank), 0
     for link, m in members:
         # one scale for all: the others' goes into B
-        for row, ours, count in link.rows.runs(0, link.rows.ours):
-            b[row : row + count, at : at + m.rank] = m.b[ours : ours + count] * (m.scale / adapter.scale)
-        at += m.rank
+        for row, at, count in link.rows.runs(0, link.rows.smp_rows):
+            b[row : row + count, column : column + m.rank] = m.b[at : at + count] * (m.scale / adapter.scale)
+        column += m.rank
     return torch.cat([m.a for _, m in members]), b, adapter.scale
 
 

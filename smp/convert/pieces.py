@@ -1,4 +1,4 @@
-"""Tensors of a file to be written, made from weights under our names: streams of bytes, or whole where it must be."""
+"""Tensors of a file to be written, made from weights: streams of bytes, or whole where it must be."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 from smp.checkpoint import CheckpointError
 from smp.checkpoint.tensor_file import raw_bytes
 from smp.convert.layout import Link
-from smp.convert.weights import Stored, Weights, assemble, widest
+from smp.convert.store import Stored
+from smp.convert.weights import Weights
 
 CHUNK = 1 << 23
 """Bytes of a tensor that are in memory at a time, where that is possible."""
@@ -25,31 +26,31 @@ class Planned:
     Attributes:
         name: in the file.
         stored: what it will be; without a dimension of layers.
-        parts: of our tensors, and where they go.
+        parts: of this project's tensors, and where they go.
     """
 
     name: str
     stored: Stored
     parts: tuple[Link, ...]
 
+    @property
+    def straight(self) -> bool:
+        """Whether its rows are those of one tensor, as they are."""
+        first = self.parts[0]
+        return len(self.parts) == 1 and first.rows.whole and not first.transposed and first.padded is None
+
 
 def plan(weights: Weights, name: str, parts: Sequence[Link], dtype: torch.dtype | None) -> Planned:
-    """One of their tensors to write.
-
-    Args:
-        weights: under our names.
-        name: in the file.
-        parts: of ours, all that lie in it.
-        dtype: of it; None: that of the parts.
+    """An external tensor to write, called ``name``, of all ``parts`` that lie in it; ``dtype`` None: that of the parts.
 
     Raises:
         CheckpointError: parts of different dtypes.
     """
-    different = {weights.tensors[part.ours].dtype for part in parts}
+    different = {weights.tensors[part.smp_name].dtype for part in parts}
     if dtype is None and len(different) != 1:
-        names = ", ".join(part.ours for part in parts)
+        names = ", ".join(part.smp_name for part in parts)
         raise CheckpointError(f"{names} have different dtypes and cannot lie in one tensor, {name}: give a --dtype")
-    return Planned(name, Stored(parts[0].their_shape, dtype or different.pop()), tuple(parts))
+    return Planned(name, Stored(parts[0].external_shape, dtype or different.pop()), tuple(parts))
 
 
 def in_files(tensors: Sequence[Planned], limit: int) -> list[list[Planned]]:
@@ -108,25 +109,25 @@ class Feed:
     """What a target gets its tensors from.
 
     Args:
-        weights: under our names.
+        weights: what is written.
         room: for tensors that have to be in memory whole.
-        told: called with the number of bytes that are done; may raise to end the conversion.
+        progress: called with the number of bytes that are done; may raise to end the conversion.
     """
 
-    def __init__(self, weights: Weights, room: Room, told: Callable[[int], None]) -> None:
-        self.weights, self._room, self._told = weights, room, told
+    def __init__(self, weights: Weights, room: Room, progress: Callable[[int], None]) -> None:
+        self.weights, self._room, self._progress = weights, room, progress
 
     def stream(self, planned: Planned) -> Iterator[memoryview]:
         """The bytes of a tensor, in order. Their memory is used again for the next ones."""
-        if self._straight(planned):
+        if planned.straight:
             yield from self.rows(planned, 0, planned.stored.shape[0])
             return
         with self._assembled(planned) as tensor:
             yield from self._bytes(planned, tensor)
 
     def rows(self, planned: Planned, first: int, count: int) -> Iterator[memoryview]:
-        """The bytes of some rows of a tensor that is one of ours as it is. Their memory is used again."""
-        name, rest = planned.parts[0].ours, planned.stored.shape[1:]
+        """The bytes of some rows of a straight tensor. Their memory is used again."""
+        name, rest = planned.parts[0].smp_name, planned.stored.shape[1:]
         dtype = self.weights.tensors[name].dtype
         row = max(1, torch.Size(rest).numel() * dtype.itemsize)
         parts = list(self.weights.stretches(name, first, count, max(1, CHUNK // row)))
@@ -141,33 +142,58 @@ class Feed:
     def whole(self, planned: Planned) -> Iterator[torch.Tensor]:
         """A tensor whose storage holds nothing else: ``torch.save`` writes storages."""
         with self._assembled(planned) as tensor:
-            converted = _cast(tensor, planned)
-            yield torch.frombuffer(raw_bytes(converted), dtype=converted.dtype).view(converted.shape)
-        self._told(planned.stored.nbytes)
-
-    def _straight(self, planned: Planned) -> bool:
-        first = planned.parts[0]
-        return len(planned.parts) == 1 and first.rows.whole and not first.transposed and first.padded is None
+            yield torch.frombuffer(raw_bytes(tensor), dtype=tensor.dtype).view(tensor.shape)
+        self._progress(planned.stored.nbytes)
 
     @contextmanager
     def _assembled(self, planned: Planned) -> Iterator[torch.Tensor]:
-        source = widest(self.weights, planned.parts)
-        size = torch.Size(planned.stored.shape).numel() * source.itemsize
-        size *= 1 if self._straight(planned) else 2
-        converted = planned.stored.nbytes if source != planned.stored.dtype else 0
-        with self._room.block(size + converted) as block:
-            yield assemble(self.weights, planned.parts, planned.stored.shape, block[:size])
+        """The tensor, in one block with room for a part that is not read in place. Padding of the vocabulary is 0."""
+        size, kind = planned.stored.nbytes, planned.stored.dtype
+        sizes = (self.weights.tensors[p.smp_name].nbytes for p in planned.parts if not self._in_place(planned, p))
+        aligned = -(-size // 8) * 8
+        with self._room.block(aligned + max(sizes, default=0)) as block:
+            out, spare = block[:size].view(kind).view(planned.stored.shape), block[aligned:]
+            filled = 0
+            for part in planned.parts:
+                self._put(planned, part, out, spare)
+                filled += part.rows.smp_rows
+            if planned.parts[0].padded is not None:
+                out[filled:] = 0
+            yield out
+
+    def _in_place(self, planned: Planned, part: Link) -> bool:
+        same = self.weights.tensors[part.smp_name].dtype == planned.stored.dtype
+        return same and part.rows.whole and not part.transposed
+
+    def _put(self, planned: Planned, part: Link, out: torch.Tensor, spare: torch.Tensor) -> None:
+        """Read a part into its rows of ``out``, where necessary by ``spare``."""
+        stored, zeros = self.weights.tensors[part.smp_name], (0,) * len(part.shape)
+        if self._in_place(planned, part):
+            self.weights.read_into(part.smp_name, zeros, out[: part.rows.smp_rows])
+            return
+        tensor = spare[: stored.nbytes].view(stored.dtype).view(stored.shape)
+        self.weights.read_into(part.smp_name, zeros, tensor)
+        out = out.t() if part.transposed else out
+        step = max(1, CHUNK // max(1, tensor[0].nbytes))
+        for row, at, count in part.rows.runs(0, part.rows.smp_rows):
+            targets = out[row : row + count].split(step)
+            for target, rows in zip(targets, tensor[at : at + count].split(step), strict=True):
+                target.copy_(_cast(rows, planned))
 
     def _bytes(self, planned: Planned, tensor: torch.Tensor) -> Iterator[memoryview]:
         """A tensor as it is to be written, some megabytes at a time."""
         for chunk in tensor.flatten().split(max(1, CHUNK // tensor.itemsize)):
             converted = _cast(chunk, planned)
             yield raw_bytes(converted)
-            self._told(converted.nbytes)
+            self._progress(converted.nbytes)
 
 
 def _cast(tensor: torch.Tensor, planned: Planned) -> torch.Tensor:
-    """In the dtype that is to be written. Raises CheckpointError for values that it cannot hold."""
+    """In the dtype that is to be written.
+
+    Raises:
+        CheckpointError: it cannot hold a value.
+    """
     out = tensor.to(planned.stored.dtype)
     narrower = torch.promote_types(tensor.dtype, out.dtype) != out.dtype
     if narrower and bool((out.isinf() & tensor.isfinite()).any()):

@@ -1,4 +1,4 @@
-"""Our own checkpoints: opened as weights, and written."""
+"""This project's own checkpoints: opened as weights, and written."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from smp.checkpoint.storage import commit
 from smp.checkpoint.tensor_file import rows_of_a_shard, shard_keys
 from smp.config import ModelConfig
 from smp.convert.hf import carry
-from smp.convert.layout import Link, whole
+from smp.convert.layout import Link, all_rows
 from smp.convert.pieces import Feed, Planned, in_files
-from smp.convert.weights import Stored, Weights
+from smp.convert.store import Stored
+from smp.convert.weights import Weights
 from smp.models.inventory import inventory
 
 _MODEL = "model."
 
 
 class SmpWeights(Weights):
-    """The model in a checkpoint of ours; optimizer state is left alone.
+    """The model in a checkpoint; optimizer state is left alone.
 
     Args:
         folder: one checkpoint's own folder.
@@ -47,25 +48,19 @@ class SmpWeights(Weights):
         self.folder, self.notes = open_folder(folder), []
         self.manifest = manifest or read_manifest(self.folder)
         self.config = config or saved_config(self.manifest, self.folder)
-        stored = {
-            name.removeprefix(_MODEL): Stored(entry.shape, DTYPES[entry.dtype])
-            for name, entry in self.manifest.tensors.items()
-            if name.startswith(_MODEL)
-        }
+        entries = {n.removeprefix(_MODEL): e for n, e in self.manifest.tensors.items() if n.startswith(_MODEL)}
         if self.manifest.extra.get("adapters"):
             raise CheckpointError(
                 f"{self.folder} holds adapters without their model: tools/merge_lora.py adds them to it"
             )
         wanted = {p.name: p.shape for p in inventory(self.config)}
-        for name in [*wanted, *stored]:
-            there, should = stored.get(name), wanted.get(name)
-            if there is None or there.shape != should:
-                found = _shown(None if there is None else there.shape)
-                raise CheckpointError(
-                    f"{self.folder}/{MANIFEST}: tensor {_MODEL}{name} is {found}; the model's is {_shown(should)}"
-                )
-        self.tensors = {name: stored[name] for name in wanted}
-        if left := len(self.manifest.tensors) - len(stored):
+        for name in [*wanted, *entries]:
+            there, should = entries[name].shape if name in entries else None, wanted.get(name)
+            if there != should:
+                said = f"is {_shown(there)}; the model's is {_shown(should)}"
+                raise CheckpointError(f"{self.folder}/{MANIFEST}: tensor {_MODEL}{name} {said}")
+        self.tensors = {name: Stored(entries[name].shape, DTYPES[entries[name].dtype]) for name in wanted}
+        if left := len(self.manifest.tensors) - len(entries):
             self.notes.append(f"{left} tensors of optimizer state are left out")
 
     def stretches(self, name: str, first: int, count: int, step: int) -> Iterator[tuple[int, int]]:
@@ -116,55 +111,36 @@ def saved_config(manifest: Manifest, folder: Folder) -> ModelConfig:
     return ModelConfig(**{name: saved[name] for name in names})
 
 
-def _cut(stored: Stored) -> Iterator[tuple[int, int]]:
-    """(first row, rows) of each shard of a tensor."""
-    rows = stored.shape[0]
-    step = rows_of_a_shard(stored.nbytes // max(rows, 1))
-    yield from ((first, min(step, rows - first)) for first in range(0, max(rows, 1), step))
-
-
 class SmpTarget:
-    """What a checkpoint of ours with these weights is made of: weights only, at iteration 0.
-
-    Args:
-        weights: under our names.
-        dtype: of the floating-point tensors to write; None: as they are.
-        reference: a Hugging Face folder whose config.json, tokenizer and so on are to go along; None: there is none.
-        shard_size: most bytes of a file.
-    """
+    """What a checkpoint with these weights is made of: weights only, at iteration 0. See ``formats.make_target``."""
 
     def __init__(
         self, weights: Weights, dtype: torch.dtype | None, reference: Path | None, shard_size: int = 10**9
     ) -> None:
         self.weights, self.reference = weights, reference
         tensors = [
-            Planned(_MODEL + name, Stored(t.shape, dtype or t.dtype), (Link(name, name, t.shape, whole(t.shape)),))
+            Planned(_MODEL + name, Stored(t.shape, dtype or t.dtype), (Link(name, name, t.shape, all_rows(t.shape)),))
             for name, t in weights.tensors.items()
         ]
         grouped = in_files(tensors, shard_size)
         self.files = {f"shard_{i:05d}.safetensors": group for i, group in enumerate(grouped)}
 
-    def path(self, file: str) -> str:
-        """Of a data file, in the folder."""
-        return file
-
     def write(self, folder: Path, file: str, feed: Feed) -> Any:
         """One file; what the manifest needs to know of it: (tensor, shard) of each."""
-        pieces = [(t, first, count) for t in self.files[file] for first, count in _cut(t.stored)]
-        keys = shard_keys([(t.name, first, count) for t, first, count in pieces])
-        places = dict(zip(keys, pieces, strict=True))
+        pieces = []
+        for tensor in self.files[file]:
+            rows = tensor.stored.shape[0]
+            step = rows_of_a_shard(tensor.stored.nbytes // max(rows, 1))
+            pieces += [(tensor, first, min(step, rows - first)) for first in range(0, max(rows, 1), step)]
+        keys = shard_keys([(tensor.name, first, count) for tensor, first, count in pieces])
+        by_key = dict(zip(keys, pieces, strict=True))
         boxes: dict[str, Box] = {}
-        for key, (t, first, count) in places.items():
-            rest = t.stored.shape[1:]
+        for key, (tensor, first, count) in by_key.items():
+            rest = tensor.stored.shape[1:]
             boxes[key] = (first, *(0 for _ in rest)), (count, *rest)
-
-        def data(key: str) -> Iterator[memoryview]:
-            tensor, first, count = places[key]
-            return feed.rows(tensor, first, count)
-
-        dtypes = {key: t.stored.dtype for key, (t, _, _) in places.items()}
-        shards = write_shards(LocalFolder(folder), file, boxes, dtypes, data)
-        return [[places[shard.key][0].name, asdict(shard)] for shard in shards]
+        dtypes = {key: tensor.stored.dtype for key, (tensor, _, _) in by_key.items()}
+        shards = write_shards(LocalFolder(folder), file, boxes, dtypes, lambda key: feed.rows(*by_key[key]))
+        return [[by_key[shard.key][0].name, asdict(shard)] for shard in shards]
 
     def finish(self, folder: Path, records: Mapping[str, Any]) -> None:
         """The manifest, and what goes along."""

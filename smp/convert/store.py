@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -17,11 +16,22 @@ from smp.checkpoint.entries import DTYPES
 from smp.checkpoint.folder import Source
 from smp.checkpoint.local import LocalFolder
 from smp.checkpoint.tensor_file import Slot, raw_bytes
-from smp.convert.weights import Stored
 
-_ABSENT = (FileNotFoundError, NotADirectoryError)
 _SHORT_RUN = 1024  # bytes: shorter stretches of a row are read with what is between them
 _BLOCK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor as it lies in files."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def unreadable(path: Path, error: OSError) -> CheckpointError:
@@ -30,8 +40,10 @@ def unreadable(path: Path, error: OSError) -> CheckpointError:
 
 
 class OpenFiles:
-    """Files of a folder, opened once each and read from any thread. Links are followed: the cache of
-    ``huggingface_hub`` is made of them."""
+    """Files of a folder, opened once each and read from any thread; closed when nobody holds them any more.
+
+    Links are followed: the cache of ``huggingface_hub`` is made of them.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._open = folder, ExitStack()
@@ -48,7 +60,7 @@ class OpenFiles:
             try:
                 real = path.resolve(strict=True)
                 self.sources[name] = self._open.enter_context(LocalFolder(real.parent).reader(real.name))
-            except _ABSENT as error:
+            except (FileNotFoundError, NotADirectoryError) as error:
                 raise CheckpointError(f"{path} is missing or not a file") from error
             except OSError as error:
                 raise unreadable(path, error) from error
@@ -71,20 +83,9 @@ class Piece:
     slot: Slot
     offsets: tuple[int, ...]
 
-    def within(self, row: int, rows: int) -> Slot:
-        """Some of its rows."""
-        size = self.slot.size // self.slot.shape[0]
-        shape = (rows, *self.slot.shape[1:])
-        return replace(self.slot, shape=shape, start=self.slot.start + row * size, size=rows * size)
-
-
-def single(file: str, slot: Slot) -> list[Piece]:
-    """A tensor that lies in one piece."""
-    return [Piece(file, slot, (0,) * len(slot.shape))]
-
 
 class PieceStore:
-    """A ``Store`` of tensors in pieces.
+    """Tensors of another program's files, by their own names.
 
     Args:
         files: what they lie in.
@@ -92,6 +93,7 @@ class PieceStore:
         shapes: of tensors in several pieces.
 
     Attributes:
+        tensors: what there is.
         notes: what of the files is left out, a line each.
 
     Raises:
@@ -116,31 +118,22 @@ class PieceStore:
         return str(self.files.folder / self.pieces[name][0].file) if name in self.pieces else str(self.files.folder)
 
     def read_into(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> None:
-        """Fill ``out`` with the box at ``offsets``."""
+        """Fill ``out``, a CPU tensor of the stored dtype, with the box of its shape at ``offsets``."""
         for piece in self.pieces[name]:
             low = [max(o, p) for o, p in zip(offsets, piece.offsets, strict=True)]
             ends = zip(offsets, out.shape, piece.offsets, piece.slot.shape, strict=True)
             high = [min(o + n, p + m) for o, n, p, m in ends]
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
-            target = out
-            for dim, (a, b, o) in enumerate(zip(low, high, offsets, strict=True)):
-                target = target.narrow(dim, a - o, b - a)
-            inside = [a - p for a, p in zip(low, piece.offsets, strict=True)]
+            target = out[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))]
+            path = self.files.folder / piece.file
             try:
+                inside = [a - p for a, p in zip(low, piece.offsets, strict=True)]
                 read_box(self.files.open(piece.file), piece.slot, inside, target)
             except EOFError as error:
-                raise DamagedError(f"{self.files.folder / piece.file} is cut off: tensor {name} ({error})") from None
+                raise DamagedError(f"{path} is cut off: tensor {name} ({error})") from None
             except OSError as error:
-                raise unreadable(self.files.folder / piece.file, error) from error
-
-    def fingerprint(self) -> Any:
-        """Sizes and times of the files."""
-        return self.files.fingerprint()
-
-    def close(self) -> None:
-        """Close the files."""
-        self.files.close()
+                raise unreadable(path, error) from error
 
 
 def _check_cover(where: str, name: str, shape: tuple[int, ...], parts: Sequence[Piece]) -> None:
@@ -169,72 +162,32 @@ def _overlap(parts: Sequence[Piece]) -> bool:
     return False
 
 
-_buffers = threading.local()
-
-
-def _buffer(size: int) -> torch.Tensor:
-    """Scratch memory of this thread: fresh memory costs as much as the read."""
-    held: torch.Tensor | None = getattr(_buffers, "held", None)
-    if held is None or held.numel() < size:
-        held = _buffers.held = torch.empty(max(size, _BLOCK), dtype=torch.uint8)
-    return held[:size]
-
-
 def read_box(source: Source, slot: Slot, offsets: Sequence[int], out: torch.Tensor) -> None:
-    """Fill ``out`` with a box of a row-major tensor: in one piece where it lies so, else row by row."""
-    shape, sizes = slot.shape, tuple(out.shape)
-    if 0 in sizes:
+    """Fill ``out`` with a box of a row-major tensor: whole rows at once, parts of long rows one by one."""
+    if 0 in out.shape:
         return
-    if not out.is_contiguous() and out.nbytes > _BLOCK and sizes[0] > 1:  # what goes by way of a buffer, in small parts
-        half = sizes[0] // 2
-        read_box(source, slot, offsets, out[:half])
-        read_box(source, slot, (offsets[0] + half, *offsets[1:]), out[half:])
-        return
-    lead = 0  # the first dimension after which the box has everything
-    while lead < len(shape) and math.prod(sizes[lead + 1 :]) != math.prod(shape[lead + 1 :]):
-        lead += 1
-    if all(size == 1 for size in sizes[:lead]):
-        _read_run(source, slot, offsets, out)
-    elif len(shape) == 2:
-        _read_columns(source, slot, offsets, out)
+    row = slot.size // slot.shape[0] if slot.shape else slot.size
+    start = slot.start + (row * offsets[0] if slot.shape else 0)
+    whole = out.shape[1:] == slot.shape[1:]
+    if whole and out.is_contiguous():
+        source.read_into(start, raw_bytes(out))
+    elif whole or (out.ndim == 2 and out[0].nbytes < _SHORT_RUN):
+        _read_by_buffer(source, start, slot.shape[1:], offsets[1:], out)
     else:
-        size = slot.size // shape[0]
-        for i in range(sizes[0]):
-            inner = replace(slot, shape=shape[1:], start=slot.start + (offsets[0] + i) * size, size=size)
+        for i in range(out.shape[0]):
+            inner = replace(slot, shape=slot.shape[1:], start=start + i * row, size=row)
             read_box(source, inner, offsets[1:], out[i])
 
 
-def _start(slot: Slot, offsets: Sequence[int]) -> int:
-    """Byte of an element in the file."""
-    element = 0
-    for offset, size in zip(offsets, slot.shape, strict=True):
-        element = element * size + offset
-    return slot.start + element * DTYPES[slot.dtype].itemsize
-
-
-def _read_run(source: Source, slot: Slot, offsets: Sequence[int], out: torch.Tensor) -> None:
-    """Elements that lie one after the other in the file."""
-    start = _start(slot, offsets)
-    if out.is_contiguous():
-        source.read_into(start, raw_bytes(out))
-        return
-    buffer = _buffer(out.nbytes)
-    source.read_into(start, raw_bytes(buffer))
-    out.copy_(buffer.view(out.dtype).view(out.shape))
-
-
-def _read_columns(source: Source, slot: Slot, offsets: Sequence[int], out: torch.Tensor) -> None:
-    """Some columns of some rows."""
-    rows, columns = out.shape
-    width, item = slot.shape[1], out.itemsize
-    if columns * item >= _SHORT_RUN:
-        for i in range(rows):
-            _read_run(source, slot, (offsets[0] + i, offsets[1]), out[i : i + 1])
-        return
-    step = max(1, _BLOCK // (width * item))
-    for first in range(0, rows, step):
-        count = min(step, rows - first)
-        buffer = _buffer(count * width * item)
-        source.read_into(_start(slot, (offsets[0] + first, 0)), raw_bytes(buffer))
-        block = buffer.view(out.dtype).view(count, width)
-        out[first : first + count] = block[:, offsets[1] : offsets[1] + columns]
+def _read_by_buffer(
+    source: Source, start: int, shape: tuple[int, ...], offsets: Sequence[int], out: torch.Tensor
+) -> None:
+    """Read whole rows of ``shape`` from byte ``start`` on, and keep the part at ``offsets`` of each."""
+    size = math.prod(shape)
+    step = min(out.shape[0], max(1, _BLOCK // max(1, size * out.itemsize)))
+    buffer = torch.empty(step, *shape, dtype=out.dtype)
+    part = tuple(slice(o, o + n) for o, n in zip(offsets, out.shape[1:], strict=True))
+    for first in range(0, out.shape[0], step):
+        rows = buffer[: min(step, out.shape[0] - first)]
+        source.read_into(start + first * size * out.itemsize, raw_bytes(rows))
+        out[first : first + step] = rows[:, *part]

@@ -1,55 +1,22 @@
-"""Weights under our names, whatever they are stored as: any box of any tensor, without building a model."""
+"""Weights under this project's names, whatever they are stored as: any box of any tensor, without building a model."""
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from smp.checkpoint import CheckpointError
+from smp.checkpoint.tensor_file import as_bits
 from smp.config import ModelConfig
-from smp.convert.layout import Link, by_theirs
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor as it lies in files."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-class Store(Protocol):
-    """Tensors of another program's files, by their own names."""
-
-    @property
-    def tensors(self) -> Mapping[str, Stored]:
-        """What there is."""
-
-    def where(self, name: str) -> str:
-        """The file that holds a tensor, for messages."""
-
-    def read_into(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> None:
-        """Fill ``out``, a CPU tensor of the stored dtype, with the box of its shape at ``offsets``."""
-
-    def fingerprint(self) -> Any:
-        """JSON that changes when the files do."""
-
-    def close(self) -> None:
-        """Let go of files."""
+from smp.convert.layout import Link, by_external_name
+from smp.convert.store import PieceStore, Stored
 
 
 class Weights(ABC):
-    """A model's weights by our names (without the ``model.`` of checkpoints).
+    """A model's weights by name (without the ``model.`` of checkpoints).
 
     Attributes:
         config: the model's settings, resolved, with its vocabulary.
@@ -68,7 +35,7 @@ class Weights(ABC):
 
     @abstractmethod
     def read_into(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> None:
-        """Fill ``out``, of the stored dtype, with the box of its shape at ``offsets``."""
+        """Fill ``out``, a CPU tensor of the stored dtype, with the box of its shape at ``offsets``."""
 
     @abstractmethod
     def fingerprint(self) -> Any:
@@ -95,69 +62,74 @@ class LinkedWeights(Weights):
 
     Args:
         store: the files.
-        found: where each of our tensors is.
+        found: where each tensor is.
         config: the model's settings.
 
     Raises:
         CheckpointError: a tensor is missing or of another shape; the message names it and its file.
     """
 
-    def __init__(self, store: Store, found: Mapping[str, Link], config: ModelConfig) -> None:
+    def __init__(self, store: PieceStore, found: Mapping[str, Link], config: ModelConfig) -> None:
         self.store, self.links, self.config, self.notes = store, dict(found), config, []
-        for theirs, parts in by_theirs(found).items():
-            _check(store, theirs, parts)
-        self.tensors = {name: Stored(k.shape, store.tensors[k.theirs].dtype) for name, k in found.items()}
+        for external, parts in by_external_name(found).items():
+            stored, wanted = store.tensors.get(external), parts[0].external_shape
+            if stored is None:
+                raise CheckpointError(f"{store.where(external)}: tensor {external} is missing")
+            if stored.shape != wanted:
+                said = f"tensor {external} has shape {list(stored.shape)}, the configuration says {list(wanted)}"
+                raise CheckpointError(f"{store.where(external)}: {said}")
+        self.tensors = {name: Stored(k.shape, store.tensors[k.external_name].dtype) for name, k in found.items()}
 
     def read_into(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> None:
         link = self.links[name]
-        front = () if link.layer is None else (link.layer,)
         for row, at, count in link.rows.runs(offsets[0], out.shape[0]):
-            target = out[at : at + count]
-            start = (row, *offsets[1:])
+            start, target = (row, *offsets[1:]), out[at : at + count]
             if link.transposed:
                 start, target = start[::-1], target.t()
-            for _ in front:
-                target = target.unsqueeze(0)
-            self.store.read_into(link.theirs, (*front, *start), target)
+            if link.layer is not None:
+                start, target = (link.layer, *start), target.unsqueeze(0)
+            self.store.read_into(link.external_name, start, target)
 
     def stretches(self, name: str, first: int, count: int, step: int) -> Iterator[tuple[int, int]]:
-        """Rows of a transposed matrix are columns of theirs, which are read with what is between them."""
+        """Rows of a transposed matrix are columns in the file, which are read with what is between them."""
         return super().stretches(name, first, count, max(1, count) if self.links[name].transposed else step)
 
     def fingerprint(self) -> Any:
-        return self.store.fingerprint()
+        return self.store.files.fingerprint()
 
     def close(self) -> None:
-        self.store.close()
+        self.store.files.close()
+
+    def refuse_extra(self, embedding: str, tied_heads: Sequence[str], ignored: Sequence[str]) -> list[str]:
+        """Refuse a tensor in the files that means nothing, and a tied head that is not the embedding again.
+
+        Args:
+            embedding: its external name.
+            tied_heads: names that a copy of it may have when the model ties the two.
+            ignored: ends of names of tensors that hold no weights.
+
+        Returns:
+            The copies.
+
+        Raises:
+            CheckpointError: there is such a tensor.
+        """
+        used = {link.external_name for link in self.links.values()}
+        extra = [name for name in self.store.tensors if name not in used and not name.endswith(tuple(ignored))]
+        tied = not self.config.untie_embeddings_and_output_weights
+        copies = [name for name in extra if tied and name in tied_heads]
+        for name in copies:
+            if not _equal(self.store, name, embedding):
+                where = self.store.where(name)
+                raise CheckpointError(f"{where}: tensor {name} differs from {embedding}, to which it is tied")
+        if extra := [name for name in extra if name not in copies]:
+            more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
+            where = self.store.where(extra[0])
+            raise CheckpointError(f"{where}: tensor {extra[0]}{more} belongs to nothing in this architecture")
+        return copies
 
 
-def _check(store: Store, theirs: str, parts: Sequence[Link]) -> None:
-    wanted = parts[0].their_shape
-    stored = store.tensors.get(theirs)
-    if stored is None:
-        raise CheckpointError(f"{store.where(theirs)}: tensor {theirs} is missing")
-    if stored.shape != wanted:
-        said = f"tensor {theirs} has shape {list(stored.shape)}, the configuration says {list(wanted)}"
-        raise CheckpointError(f"{store.where(theirs)}: {said}")
-
-
-def unknown(store: Store, found: Mapping[str, Link], ignored: Sequence[str]) -> list[str]:
-    """Names of tensors in ``store`` that belong to nothing of ours and do not end as one of ``ignored``."""
-    used = {link.theirs for link in found.values()}
-    return [name for name in store.tensors if name not in used and not name.endswith(tuple(ignored))]
-
-
-def refuse_difference(store: Store, head: str, embedding: str) -> None:
-    """A copy of the embedding that a tied head is stored as must be one.
-
-    Raises:
-        CheckpointError: the two differ.
-    """
-    if not _equal(store, head, embedding):
-        raise CheckpointError(f"{store.where(head)}: tensor {head} differs from {embedding}, to which it is tied")
-
-
-def _equal(store: Store, one: str, other: str) -> bool:
+def _equal(store: PieceStore, one: str, other: str) -> bool:
     """Whether two matrices have the same bits; a few rows at a time."""
     stored = store.tensors[one]
     if stored != store.tensors[other]:
@@ -168,38 +140,6 @@ def _equal(store: Store, one: str, other: str) -> bool:
         a, b = torch.empty(rows, dtype=stored.dtype), torch.empty(rows, dtype=stored.dtype)
         store.read_into(one, (first, 0), a)
         store.read_into(other, (first, 0), b)
-        if not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+        if not torch.equal(as_bits(a), as_bits(b)):
             return False
     return True
-
-
-def widest(weights: Weights, parts: Sequence[Link]) -> torch.dtype:
-    """The dtype that holds the values of all parts."""
-    return functools.reduce(torch.promote_types, (weights.tensors[part.ours].dtype for part in parts))
-
-
-def assemble(weights: Weights, parts: Sequence[Link], shape: tuple[int, ...], memory: torch.Tensor) -> torch.Tensor:
-    """One of their tensors, of ``shape`` (without the dimension of layers), from the parts of ours that lie in it.
-
-    Rows that no part has (padding of the vocabulary) are zero. Parts of different dtypes are of the one that holds the
-    values of all. The tensor lies at the beginning of ``memory``, uint8; behind it is room for any one part, for those
-    that do not lie in one piece there.
-    """
-    dtype = widest(weights, parts)
-    size = torch.Size(shape).numel() * dtype.itemsize
-    out, spare = memory[:size].view(dtype).view(shape), memory[size:]
-    filled = 0  # rows; what is left at the end is padding of the vocabulary
-    for part in parts:
-        target = out.t() if part.transposed else out
-        if part.rows.whole and not part.transposed and weights.tensors[part.ours].dtype == out.dtype:
-            weights.read_into(part.ours, (0,) * len(part.shape), target[: part.rows.ours])
-        else:
-            stored = weights.tensors[part.ours]
-            tensor = spare[: stored.nbytes].view(stored.dtype).view(stored.shape)
-            weights.read_into(part.ours, (0,) * tensor.ndim, tensor)
-            for row, at, count in part.rows.runs(0, part.rows.ours):
-                target[row : row + count] = tensor[at : at + count]
-        filled += part.rows.ours
-    if parts[0].padded is not None:
-        out[filled:] = 0
-    return out

@@ -17,12 +17,13 @@ from smp.checkpoint import CheckpointError
 from smp.checkpoint.local import LocalFolder, open_folder
 from smp.config import ConfigError, ModelConfig
 from smp.config.command import DamageError, exit_code
-from smp.convert.adapters import CONFIG, TENSORS, Adapter, MergedWeights, places_of
+from smp.convert.adapters import CONFIG, TENSORS, Adapter, MergedWeights, linear_modules
 from smp.convert.families import FAMILIES
 from smp.convert.hf_config import resolved
 from smp.convert.peft_read import read_adapters
 from smp.convert.peft_write import write_adapters
-from smp.convert.weights import Stored, Weights
+from smp.convert.store import Stored
+from smp.convert.weights import Weights
 from smp.models.inventory import inventory
 from tests.layers.whole import draw
 
@@ -109,7 +110,7 @@ def test_patterns_of_alpha_choose_as_peft_does(folder: Path, patterns: dict[str,
     theirs = pytest.importorskip("peft.utils.other").get_pattern_key
     edit(folder, lora_alpha=1, alpha_pattern=patterns)
     for name, adapter in read_adapters(folder, MODEL, LLAMA)[0].items():
-        module = places_of(MODEL, LLAMA)[name].theirs.removesuffix(".weight")
+        module = next(module for module, found in linear_modules(MODEL, LLAMA).items() if name in found)
         assert adapter.alpha == pytest.approx(patterns.get(theirs(patterns, module), 1)), module
 
 

@@ -13,6 +13,7 @@ import shutil
 import signal
 import zipfile
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from smp.checkpoint import CheckpointError
 from smp.checkpoint.local import LocalFolder
 from smp.checkpoint.local import _LocalSource as LocalSource
 from smp.convert.formats import FORMATS
-from smp.convert.torch_file import Record, RestrictedUnpickler, _RefusedError
+from smp.convert.megatron_read import INERT, _MetadataUnpickler
+from smp.convert.torch_file import Inert, read_torch_file
 from tests.convert.tiny import save_theirs
 from tools import convert_checkpoint, merge_lora
 from tools.convert_checkpoint import main
@@ -231,21 +234,30 @@ def test_code_in_pickles_is_never_run(whole: Path, tmp_path: Path, capsys: pytes
     dist.mkdir()
     (dist / ".metadata").write_bytes(pickle.dumps({"a": Evil(tmp_path / "pwned")}))
     refused(capsys, dist, ".metadata asks for posix.mkdir", "refused")
-    rank = tmp_path / "legacy" / "mp_rank_00"
-    rank.mkdir(parents=True)
-    torch.save({"args": Evil(tmp_path / "pwned"), "model": {}}, rank / "model_optim_rng.pt")
-    refused(capsys, tmp_path / "legacy", "model_optim_rng.pt asks for posix.mkdir")
+    megatron = tmp_path / "megatron"
+    assert run(capsys, "--load", whole, "--to", "megatron", "--save", megatron)[0] == 0
+    torch.save({"args": Evil(tmp_path / "pwned")}, megatron / "release" / "common.pt")
+    refused(capsys, megatron, "common.pt asks for posix.mkdir")
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_megatrons_older_format_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run" / "iter_0000005" / "mp_rank_00"
+    folder.mkdir(parents=True)
+    torch.save({"args": Evil(tmp_path / "pwned"), "model": {}}, folder / "model_optim_rng.pt")
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("5")
+    refused(capsys, tmp_path / "run", "iter_0000005 is in Megatron's older format", "--ckpt-convert-format torch_dist")
     assert not (tmp_path / "pwned").exists()
 
 
 def bend(path: Path, old: bytes, new: bytes) -> None:
-    """Change the pickle in a file of torch.save."""
+    """Change the pickle, or what is beside the tensors' data, in a file of torch.save."""
     with zipfile.ZipFile(path) as archive:
         entries = {name: archive.read(name) for name in archive.namelist()}
+    assert any(old in data for name, data in entries.items() if "/data/" not in name)
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in entries.items():
-            assert not name.endswith("data.pkl") or old in data
-            archive.writestr(name, data.replace(old, new) if name.endswith("data.pkl") else data)
+            archive.writestr(name, data if "/data/" in name else data.replace(old, new))
 
 
 def test_bin_files_that_lie(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -260,6 +272,12 @@ def test_bin_files_that_lie(whole: Path, tmp_path: Path, capsys: pytest.CaptureF
     sizes = bins(whole, tmp_path / "sizes")
     bend(sizes / "pytorch_model.bin", b"K\x63K \x86", b"K\xffK \x86")  # 99 x 32 becomes 255 x 32
     refused(capsys, sizes, "in a storage of 3168 elements", flags=flags)
+    packed = bins(whole, tmp_path / "packed")
+    bend(packed / "pytorch_model.bin", b"little", b"little")
+    refused(capsys, packed, "pytorch_model.bin was packed again by another program", flags=flags)
+    other = bins(whole, tmp_path / "endian")
+    bend(other / "pytorch_model.bin", b"little", b"big")
+    refused(capsys, other, "pytorch_model.bin was written on a big-endian machine", flags=flags)
 
 
 def test_megatron_files(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -469,15 +487,20 @@ class Member:
         return getattr, (self.owner, self.name)
 
 
-def test_members_of_enumerations_are_records_and_attributes_of_anything_else_are_refused() -> None:
+def test_attributes_are_never_looked_up(tmp_path: Path) -> None:
+    """Of a member of an enumeration there is a stand-in; other classes are refused by their names."""
     from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-    def read(what: object) -> Any:
-        return RestrictedUnpickler(io.BytesIO(pickle.dumps(what)), lambda *_: None, {}, ("torch.distributed.",)).load()  # type: ignore[arg-type, return-value]
+    def read_metadata(what: object) -> Any:
+        return _MetadataUnpickler(io.BytesIO(pickle.dumps(what))).load()
 
-    member = read(Member(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT"))
-    assert isinstance(member, Record) and member.kind.endswith("._MEM_FORMAT_ENCODING")
-    assert member.args == ("TORCH_CONTIGUOUS_FORMAT",)
-    for owner in (argparse.Namespace, "text"):
-        with pytest.raises(_RefusedError, match="builtins.getattr"):
-            read(Member(owner, "__doc__"))
+    def read_file(what: object) -> Any:
+        torch.save(what, tmp_path / "file.pt")
+        with LocalFolder(tmp_path).reader("file.pt") as source:
+            return read_torch_file(source, tmp_path / "file.pt", inert=INERT)
+
+    for read in (read_metadata, read_file):
+        assert isinstance(read(Member(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")), Inert)
+        assert isinstance(read(Member("text", "__doc__")), Inert)
+        with pytest.raises(CheckpointError, match="asks for fractions.Fraction"):
+            read(Member(Fraction, "__doc__"))

@@ -60,7 +60,7 @@ def test_an_interrupted_conversion_goes_on(kind: Format, source: Path, tmp_path:
         attempt(source, tmp_path / "target", kind, 60_000)
     partial = tmp_path / "target.partial"
     assert not (tmp_path / "target").exists() and (partial / JOURNAL).is_file()
-    done = [json.loads(line)["path"] for line in (partial / JOURNAL).read_text().splitlines()[1:]]
+    done = [json.loads(line)["file"] for line in (partial / JOURNAL).read_text().splitlines()[1:]]
     before = {name: (partial / name).stat().st_mtime_ns for name in done}
     assert len(done) >= 2
     half = partial / done[0]
@@ -89,7 +89,7 @@ def test_a_file_of_another_size_is_written_again(source: Path, tmp_path: Path) -
     with pytest.raises(StoppedError):
         attempt(source, tmp_path / "target", "hf", 60_000)
     journal = (tmp_path / "target.partial" / JOURNAL).read_text().splitlines()
-    os.truncate(tmp_path / "target.partial" / json.loads(journal[1])["path"], 10)
+    os.truncate(tmp_path / "target.partial" / json.loads(journal[1])["file"], 10)
     assert attempt(source, tmp_path / "target", "hf", None) == len(journal) - 2
     assert_same_tensors(tmp_path / "target", source)
 

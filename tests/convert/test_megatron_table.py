@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,10 @@ from smp.checkpoint.tensor_file import Slot
 from smp.config import ConfigError
 from smp.convert.convert import write
 from smp.convert.formats import Opened, make_target, open_checkpoint
-from smp.convert.hf_config import architecture, resolved
+from smp.convert.hf_config import architecture, resolved, to_hf
 from smp.convert.megatron_table import from_args, to_args
-from smp.convert.store import OpenFiles, Piece, PieceStore
-from smp.convert.weights import Stored, Weights
+from smp.convert.store import OpenFiles, Piece, PieceStore, Stored
+from smp.convert.weights import Weights
 from smp.models.inventory import inventory
 
 LLAMA: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2}
@@ -146,6 +147,53 @@ def test_arguments_within_the_checkpoint(tmp_path: Path) -> None:
     weights = open_checkpoint(tmp_path / "megatron").weights
     assert architecture(weights.config) == architecture(CONFIG)
     assert torch.equal(weights.read("layers.1.mlp.up.weight"), Drawn().read("layers.1.mlp.up.weight"))
+
+
+def test_without_arguments_a_reference_says_what_the_model_is(tmp_path: Path) -> None:
+    release = written(tmp_path / "megatron")
+    torch.save({"iteration": 5}, release / "common.pt")
+    (tmp_path / "like").mkdir()
+    (tmp_path / "like" / "config.json").write_text(json.dumps(to_hf(CONFIG, "float32")))
+    with pytest.raises(ConfigError, match="holds no arguments of Megatron's: --reference FOLDER"):
+        open_checkpoint(release)
+    with pytest.raises(ConfigError, match="--vocab-size 90: --reference .*like has 99 token ids"):
+        open_checkpoint(release, reference=tmp_path / "like", vocab_size=90)
+    with open_checkpoint(release, reference=tmp_path / "like").weights as weights:
+        assert torch.equal(weights.read("layers.1.mlp.up.weight"), Drawn().read("layers.1.mlp.up.weight"))
+
+
+def test_arguments_that_are_something_else(tmp_path: Path) -> None:
+    release = written(tmp_path / "megatron")
+    torch.save({"args": [1, 2]}, release / "common.pt")
+    with pytest.raises(CheckpointError, match="its args are a list, not arguments of a command line"):
+        open_checkpoint(release)
+
+
+def test_the_last_stages_copy_of_a_tied_embedding_must_be_one(tmp_path: Path) -> None:
+    release = written(tmp_path / "megatron", untie_embeddings_and_output_weights=False)
+    content = pickle.loads((release / ".metadata").read_bytes())
+    embedding, head = "embedding.word_embeddings.weight", "output_layer.weight"
+    index, info = next((i, s) for i, s in content.storage_data.items() if i.fqn == embedding)
+    path = release / info.relative_path
+    copy = torch.load(io.BytesIO(path.read_bytes()[info.offset :][: info.length]))
+
+    def add_head(tensor: torch.Tensor) -> None:
+        buffer = io.BytesIO()
+        torch.save(tensor, buffer)
+        place = type(info)(info.relative_path, path.stat().st_size, len(buffer.getvalue()))
+        with path.open("ab") as file:
+            file.write(buffer.getvalue())
+        content.state_dict_metadata[head] = content.state_dict_metadata[embedding]
+        content.storage_data[type(index)(head, index.offset)] = place
+        (release / ".metadata").write_bytes(pickle.dumps(content))
+
+    add_head(copy)
+    with open_checkpoint(release).weights as weights:
+        assert "head.weight" not in weights.tensors
+    copy[3, 5] += 1
+    add_head(copy)
+    with pytest.raises(CheckpointError, match="output_layer.weight differs from embedding.word_embeddings.weight"):
+        open_checkpoint(release)
 
 
 def test_transformer_engine_finds_its_empty_objects(tmp_path: Path) -> None:
