@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -201,30 +201,22 @@ class IndexedDatasetWriter:
         if sum(sequence_lengths) != len(stored) or not all(0 <= length < 2**31 for length in sequence_lengths):
             total = f"{len(sequence_lengths)} sequences of {sum(sequence_lengths)} tokens"
             raise ValueError(f"{self.bin_path}: {total} in a document of {len(stored)} (at most 2^31 - 1 in each)")
-        with self._named():
+        with naming(self.bin_path):
             self._bin.write(stored.tobytes())
         self._lengths.extend(sequence_lengths)
         self._documents.append(len(self._lengths))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         try:
-            with self._named():
+            with naming(self.bin_path):
                 with self._bin:
                     if kind is None:
-                        _sync(self._bin)
+                        sync(self._bin)
                 if kind is None:
                     self._commit()
         finally:
             for path in self._temporary:
                 path.unlink(missing_ok=True)
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """An error of the file system says which dataset it is about: a full disk does not."""
-        try:
-            yield
-        except OSError as error:
-            raise OSError(error.errno, error.strerror or str(error), str(self.bin_path)) from None
 
     def _commit(self) -> None:
         lengths, documents = np.array(self._lengths, dtype="<i4"), np.array(self._documents, dtype="<i8")
@@ -248,7 +240,7 @@ def write_index(path: Path, dtype: np.dtype, lengths: npt.NDArray[np.int32], doc
         ends = np.cumsum(lengths, dtype="<i8") * dtype.itemsize
         file.write((ends - lengths.astype("<i8") * dtype.itemsize).tobytes())
         file.write(documents.astype("<i8").tobytes())
-        _sync(file)
+        sync(file)
 
 
 def publish(bin_file: Path, idx_file: Path, prefix: str | Path) -> None:
@@ -266,9 +258,19 @@ def publish(bin_file: Path, idx_file: Path, prefix: str | Path) -> None:
     _sync_folder(bin_path.parent)
 
 
-def _sync(file: BinaryIO) -> None:
+def sync(file: IO[Any]) -> None:
+    """Wait until everything that was written is on the disk."""
     file.flush()
     os.fsync(file.fileno())
+
+
+@contextmanager
+def naming(path: Path, more: str = "") -> Iterator[None]:
+    """An error of the file system inside says what it is about (a full disk does not), and ``more``."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror or error}{more}", str(path)) from None
 
 
 def _sync_folder(folder: Path) -> None:
