@@ -13,9 +13,8 @@ from smp.config.blend import parse_split
 from smp.config.finetune import FinetuneConfig
 from smp.config.schema import ConfigError
 from smp.data.tuning.chat_template import ChatTemplate
-from smp.data.tuning.encode import Encoder
+from smp.data.tuning.encode import Encoder, marked
 from smp.data.tuning.files import read_records
-from smp.data.tuning.preview import marked
 from smp.data.tuning.samples import Samples, collect
 from smp.data.tuning.sequences import Sequences, lay_out, split_samples
 from smp.data.tuning.tokenizer import TuningTokenizer

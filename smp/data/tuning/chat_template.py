@@ -106,12 +106,11 @@ class ChatTemplate:
 
 def _unmark(marked: str) -> tuple[str, list[Span]]:
     """Text without marks, and the spans that they enclosed."""
-    text, spans, start = "", [], -1
+    text, spans = "", []
     for i, piece in enumerate(marked.replace(_END, _BEGIN).split(_BEGIN)):
         if i % 2:
             spans.append((len(text), len(text) + len(piece)))
         text += piece
-    assert start == -1
     return text, spans
 
 
