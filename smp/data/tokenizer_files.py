@@ -87,6 +87,21 @@ def _config_of(path: Path) -> Path:
     return path.with_name("tokenizer_config.json")
 
 
+def open_tokenizer_json(path: str | Path) -> Any:
+    """The library's tokenizer of a tokenizer.json. Raises ValueError when it is none, or the library is missing."""
+    try:
+        import tokenizers
+    except ImportError:
+        raise ValueError(f"{path}: needs the library tokenizers: pip install 'smp[data]'") from None
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"{path} is not a tokenizer.json ({error})") from None
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
 class HuggingFaceTokenizer:
     """A ``tokenizer.json`` of the library tokenizers.
 
@@ -101,17 +116,8 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, path: str | Path) -> None:
-        try:
-            import tokenizers
-        except ImportError:
-            raise ValueError(f"{path}: needs the library tokenizers: pip install 'smp[data]'") from None
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
-            raise ValueError(f"{path}: not a tokenizer.json ({error})") from None
+        self._tokenizer = open_tokenizer_json(path)
         self._tokenizer.encode_special_tokens = True
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab_size: int = max(ids) + 1
         self.eod = self._end_of_document(Path(path))
