@@ -88,6 +88,7 @@ class Journal:
         dropped: records left out, the first of which are ``named`` with the reason.
         read_bytes: of the input files.
         whole: everything is written; what is left to do is to give the files their names.
+        resumed_at: documents that an earlier start of the job had written.
     """
 
     job: str
@@ -97,6 +98,7 @@ class Journal:
     read_bytes: int = 0
     whole: bool = False
     named: list[str] = field(default_factory=list)
+    resumed_at: int = 0
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -106,8 +108,9 @@ class Journal:
         try:
             journal = cls(**json.loads(path.read_text()))
             journal.totals = [Totals(**total) for total in journal.totals]  # type: ignore[arg-type]
+            journal.resumed_at = journal.totals[0].documents
             return journal
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, LookupError):
             raise ValueError(f"{path}: not a journal; delete {path.parent} to start anew") from None
 
 

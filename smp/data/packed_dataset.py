@@ -40,7 +40,7 @@ class PackedDataset(DocumentSamples[_Epoch]):
     needs = "no two tokens in a row"
 
     @cached_property  # the number is the same in every epoch, and the first order is not at hand for ever
-    def samples_per_epoch(self) -> int:  # type: ignore[override]
+    def samples_per_epoch(self) -> int:
         return len(self._epochs.order(0).sequences)
 
     @cached_property

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from smp.data.gigatoken_backend import GigatokenTokenizer
 from smp.data.indexed_dataset import dtype_for_vocab
-from smp.data.job_output import BadRecordError, Column, Encoded, Output, Totals
+from smp.data.job_output import BadRecordError, Column, Encoded, Journal, Output
 from smp.data.text_files import Chunk, kind_of, read_chunks, texts_of
 from smp.data.tokenizer import Tokenizer
 from smp.data.tokenizer_files import load_tokenizer, tokenizer_key
@@ -156,22 +156,6 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-@dataclass(frozen=True)
-class Report:
-    """What a job did.
-
-    Attributes:
-        totals: of each key.
-        dropped: records left out, and why for the first of them.
-        resumed_at: documents that an earlier start of the job had written.
-    """
-
-    totals: list[Totals]
-    dropped: int
-    named: list[str]
-    resumed_at: int
-
-
 def preprocess(
     paths: Sequence[Path],
     prefix: str,
@@ -179,8 +163,8 @@ def preprocess(
     encoder: Encoder,
     workers: int,
     say: Callable[[str], None] = lambda line: None,
-) -> Report:
-    """Write one dataset per key of ``encoder``.
+) -> Journal:
+    """Write one dataset per key of ``encoder``. Returns the journal of the whole job.
 
     Args:
         paths: text files.
@@ -191,16 +175,16 @@ def preprocess(
         say: tells the user a line.
 
     Raises:
-        ValueError: bad input, or another job in the same place. Nothing is left, unless it is a BadRecordError and the
+        ValueError: bad input, or another job in the same folder. Nothing is left, unless it is a BadRecordError and the
             job already had a journal: then --on-error skip can go on.
         OSError: such as a full disk or a killed worker. The job goes on from there when it is started again.
     """
     _check_input(paths, encoder.keys)
     _check_backend(encoder, paths, say)
     output = Output(prefix, names, dtype_for_vocab(encoder.tokenizer.vocab_size), _job(paths, names, encoder))
-    journal, resumed_at = output.journal, output.journal.totals[0].documents
+    journal = output.journal
     if output.resumed:
-        say(f"going on after {resumed_at} documents that are in {output.folder}")
+        say(f"going on after {journal.resumed_at} documents that are in {output.folder}")
     try:
         with output:
             _write(paths, encoder, workers, output)
@@ -209,7 +193,7 @@ def preprocess(
             documents = journal.totals[0].documents
             say(f"{output.folder} keeps {documents} documents: the same command with --on-error skip goes on")
         raise
-    return Report(journal.totals, journal.dropped, journal.named, resumed_at)
+    return journal
 
 
 def _write(paths: Sequence[Path], encoder: Encoder, workers: int, output: Output) -> None:

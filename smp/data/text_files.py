@@ -102,7 +102,7 @@ def texts_of(record: Any, path: str, number: int, keys: Sequence[str]) -> list[s
     row = isinstance(record, dict)
     try:
         found = record if row else parse_record(record)
-        texts = [found.get(key) for key in keys]
+        texts: list[Any] = [found.get(key) for key in keys]
         if not all(isinstance(text, str) for text in texts):
             problem = "has no text" if row else "not a JSON object with a string"
             raise ValueError(f"{problem} under {', '.join(map(repr, keys))}")

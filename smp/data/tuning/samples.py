@@ -62,7 +62,7 @@ class Report:
         used: samples that are trained on.
         tokens: of them, ``supervised`` of which are trained.
         truncated: texts that were cut at the sequence length.
-        bad: (place, why) of samples that were left out.
+        bad: (where, why) of samples that were left out.
     """
 
     records: int = 0
