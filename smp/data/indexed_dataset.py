@@ -67,8 +67,8 @@ class IndexedDataset:
     """
 
     def __init__(self, prefix: str | Path) -> None:
-        self.bin_path, self.idx_path = dataset_paths(prefix)
-        for path in (self.bin_path, self.idx_path):
+        self.bin_path, self.idx_path = self.paths = dataset_paths(prefix)
+        for path in self.paths:
             if not path.is_file():
                 raise ValueError(f"{path}: no such file (a data path is the prefix, without .bin or .idx)")
         self._read_index()
@@ -115,11 +115,6 @@ class IndexedDataset:
         if size == 0:  # an empty file cannot be mapped
             return np.empty(0, self.dtype)
         return np.memmap(self.bin_path, dtype=self.dtype, mode="r").view(np.ndarray)
-
-    @property
-    def paths(self) -> tuple[Path, Path]:
-        """Both files."""
-        return self.bin_path, self.idx_path
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop): a view of the file.
@@ -173,13 +168,14 @@ class IndexedDatasetWriter:
     """
 
     def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
-        self.bin_path, self.idx_path = dataset_paths(prefix)
+        self.bin_path, _ = dataset_paths(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype not in DTYPES.values():
             raise ValueError(f"{self.bin_path}: tokens cannot be stored as {self.dtype}")
         self._lengths = array("i")  # 4 bytes per sequence: corpora have billions
         self._documents = array("q", [0])
-        self._temporary = [path.with_name(f"{path.name}.{os.getpid()}.tmp") for path in (self.bin_path, self.idx_path)]
+        self._prefix = prefix
+        self._temporary = [path.with_name(f"{path.name}.{os.getpid()}.tmp") for path in dataset_paths(prefix)]
 
     def __enter__(self) -> IndexedDatasetWriter:
         self.bin_path.parent.mkdir(parents=True, exist_ok=True)
@@ -221,18 +217,12 @@ class IndexedDatasetWriter:
     def _commit(self) -> None:
         lengths, documents = np.array(self._lengths, dtype="<i4"), np.array(self._documents, dtype="<i8")
         write_index(self._temporary[1], self.dtype, lengths, documents)
-        publish(self._temporary[0], self._temporary[1], self.bin_path.with_name(self.bin_path.name[:-4]))
+        publish(*self._temporary, self._prefix)
 
 
 def write_index(path: Path, dtype: np.dtype, lengths: npt.NDArray[np.int32], documents: npt.NDArray[np.int64]) -> None:
-    """Write an .idx file, and wait until it is on the disk.
-
-    Args:
-        path: where.
-        dtype: of the tokens, one of DTYPES' values.
-        lengths: tokens of each sequence.
-        documents: first sequence of each document, then the number of sequences.
-    """
+    """Write an .idx file, and wait until it is on the disk. ``documents`` has the first sequence of each document, then
+    the number of sequences."""
     code = next(code for code, known in DTYPES.items() if known == dtype)
     with path.open("wb") as file:
         file.write(_HEADER.pack(MAGIC, VERSION, code, len(lengths), len(documents)))

@@ -44,11 +44,8 @@ class Chunk:
 
 
 def expand_paths(patterns: Sequence[str]) -> list[Path]:
-    """Files of every path or glob pattern, in the order given, each pattern's matches sorted by name.
-
-    Raises:
-        ValueError: a pattern that matches no file, or a file that is there twice.
-    """
+    """Files of every path or glob pattern, in the order given, each pattern's matches sorted by name. Raises ValueError
+    for a pattern that matches no file, or a file that is there twice."""
     paths: list[Path] = []
     for pattern in patterns:
         found = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))
@@ -66,11 +63,7 @@ def expand_paths(patterns: Sequence[str]) -> list[Path]:
 
 
 def kind_of(path: Path) -> str:
-    """``.jsonl``, ``.txt`` or ``.parquet``.
-
-    Raises:
-        ValueError: another kind of file.
-    """
+    """``.jsonl``, ``.txt`` or ``.parquet``. Raises ValueError for another kind of file."""
     plain = path.with_suffix("") if path.suffix in COMPRESSED_SUFFIXES else path
     if plain.suffix not in TEXT_SUFFIXES or (plain.suffix == ".parquet" and plain != path):
         raise ValueError(f"{path}: neither .parquet nor .txt nor .jsonl, alone or with .gz or .zst behind it")
@@ -89,11 +82,8 @@ def parse_record(line: bytes) -> dict[str, Any]:
 
 
 def texts_of(record: Any, path: str, number: int, keys: Sequence[str]) -> list[str]:
-    """The texts of one record of a chunk.
-
-    Raises:
-        ValueError: there is no text that has a UTF-8 form; names the file and the line, row or byte.
-    """
+    """The texts of one record of a chunk. Raises ValueError, which names the file and the line, row or byte, when it is
+    no text with a UTF-8 form."""
     if isinstance(record, bytes) and kind_of(Path(path)) == ".txt":
         try:
             return [record.decode()]

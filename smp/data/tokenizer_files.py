@@ -103,17 +103,8 @@ def open_tokenizer_json(path: str | Path) -> Any:
 
 
 class HuggingFaceTokenizer:
-    """A ``tokenizer.json`` of the library tokenizers.
-
-    The end of a document is the ``eos_token`` of the tokenizer_config.json beside it, or the usual name that the
-    vocabulary has.
-
-    Args:
-        path: the file.
-
-    Raises:
-        ValueError: not such a file, no end of a document, or the library is not installed.
-    """
+    """A ``tokenizer.json`` of the library tokenizers. The end of a document is the ``eos_token`` of the
+    tokenizer_config.json beside it, or the usual name that the vocabulary has; ValueError if there is none."""
 
     def __init__(self, path: str | Path) -> None:
         self._tokenizer = open_tokenizer_json(path)
@@ -150,15 +141,8 @@ class HuggingFaceTokenizer:
 
 
 class TiktokenTokenizer:
-    """A tiktoken file: a line for each merge, its bytes in base64 and its id.
-
-    Args:
-        path: the file.
-        pattern: one of PATTERNS.
-
-    Raises:
-        ValueError: not such a file, or the library is not installed.
-    """
+    """A tiktoken file: a line for each merge, its bytes in base64 and its id. ``pattern`` is one of PATTERNS. Raises
+    ValueError when it is no such file, or the library is not installed."""
 
     def __init__(self, path: str | Path, pattern: str) -> None:
         try:
@@ -174,9 +158,8 @@ class TiktokenTokenizer:
         if sorted(ranks.values()) != list(range(len(ranks))):
             raise ValueError(f"{path}: ids are not 0 to {len(ranks) - 1}")
         kind = PATTERNS[pattern]
-        self.vocab_size = len(ranks) + kind.extra
-        self.eod = self._merges = len(ranks)
-        self.eod += kind.eod
+        self._merges = len(ranks)
+        self.vocab_size, self.eod = self._merges + kind.extra, self._merges + kind.eod
         self._encoding = tiktoken.Encoding(
             pattern, pat_str=kind.regex, mergeable_ranks=ranks, special_tokens={END_OF_DOCUMENT: self.eod}
         )

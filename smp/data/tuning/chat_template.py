@@ -39,22 +39,15 @@ class _Generation(jinja2.ext.Extension):
 
 
 class ChatTemplate:
-    """One template.
-
-    Args:
-        source: the Jinja program.
-        tokens: names and texts of special tokens that it may use, such as ``eos_token``.
-
-    Raises:
-        ValueError: it is not valid Jinja.
-    """
+    """One template: a Jinja program, and names and texts of special tokens that it may use, such as ``eos_token``.
+    Raises ValueError when it is not valid Jinja."""
 
     def __init__(self, source: str, tokens: dict[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
+        environment.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
         try:
             self._template = environment.from_string(source)
             tree = environment.parse(source)
@@ -121,7 +114,3 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
 
 def _raise(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
-
-
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)

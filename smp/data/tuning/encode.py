@@ -28,7 +28,7 @@ class Encoder:
 
     Args:
         tokenizer: of the model.
-        template: of the chat; None: conversations are refused.
+        template: None: conversations are refused.
         mask_prompt: train only what the assistant says, or the completion. False: all tokens but the first.
     """
 
@@ -36,19 +36,11 @@ class Encoder:
         self.tokenizer, self.template, self.mask_prompt = tokenizer, template, mask_prompt
 
     def sample(self, record: dict[str, Any]) -> list[Encoded]:
-        """The one text of a record.
-
-        Raises:
-            BadSampleError: the record is broken, or nothing in it is trained.
-        """
+        """The one text of a record. Raises BadSampleError when it is broken, or nothing in it is trained."""
         return [self._encode(recognise(record, chat=self.template is not None))]
 
     def pair(self, record: dict[str, Any]) -> list[Encoded]:
-        """The two texts of a preference: chosen, rejected.
-
-        Raises:
-            BadSampleError: the record is broken, or nothing in one of the answers is trained.
-        """
+        """The two texts of a preference: chosen, rejected. Raises BadSampleError as ``sample``."""
         pair = recognise_pair(record)
         return [self._encode(pair.chosen), self._encode(pair.rejected)]
 

@@ -50,15 +50,9 @@ class TuningTokenizer(ABC):
 
 
 class FolderTokenizer(TuningTokenizer):
-    """``tokenizer.json`` of a Hugging Face folder, with what lies beside it.
-
-    Args:
-        folder: with tokenizer.json; special tokens and chat template come from tokenizer_config.json,
-            special_tokens_map.json, chat_template.jinja or chat_template.json.
-
-    Raises:
-        ValueError: a file is missing or damaged, or no token ends a text.
-    """
+    """``tokenizer.json`` of a Hugging Face folder. Special tokens and chat template come from tokenizer_config.json,
+    special_tokens_map.json, chat_template.jinja or chat_template.json. Raises ValueError when a file is missing or
+    damaged, or no token ends a text."""
 
     def __init__(self, folder: Path) -> None:
         if not (folder / "tokenizer.json").is_file():
@@ -98,14 +92,7 @@ class FolderTokenizer(TuningTokenizer):
 
 class PieceTokenizer(TuningTokenizer):
     """A sentencepiece model file. It has no chat template of its own; one that is given may write the texts of its
-    begin and end pieces.
-
-    Args:
-        path: the file.
-
-    Raises:
-        ValueError: as :class:`smp.data.tokenizer.SentencePieceTokenizer`.
-    """
+    begin and end pieces."""
 
     def __init__(self, path: Path) -> None:
         self._tokenizer = SentencePieceTokenizer(path)
@@ -142,11 +129,7 @@ class PieceTokenizer(TuningTokenizer):
 
 
 def open_tokenizer(path: str | Path) -> TuningTokenizer:
-    """The tokenizer of a folder, or of a sentencepiece file.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The tokenizer of a folder, or of a sentencepiece file. Raises ValueError when there is none."""
     path = Path(path)
     if not path.is_dir():
         return PieceTokenizer(path)
