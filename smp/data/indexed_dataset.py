@@ -217,7 +217,7 @@ class IndexedDatasetWriter:
     def _commit(self) -> None:
         lengths, documents = np.array(self._lengths, dtype="<i4"), np.array(self._documents, dtype="<i8")
         write_index(self._temporary[1], self.dtype, lengths, documents)
-        publish(*self._temporary, self._prefix)
+        publish(self._temporary[0], self._temporary[1], self._prefix)
 
 
 def write_index(path: Path, dtype: np.dtype, lengths: npt.NDArray[np.int32], documents: npt.NDArray[np.int64]) -> None:
