@@ -98,9 +98,7 @@ def output_gone() -> int | None:
 
 def _is_unread(stream: TextIO) -> bool:
     """Whether nobody is at the other end of a stream any more; where the system cannot tell, somebody is."""
-    if not hasattr(select, "poll"):
-        return False
-    with suppress(OSError, ValueError):  # of a stream that has no descriptor
+    with suppress(OSError, ValueError, AttributeError):  # no descriptor, or a system without poll
         poll = select.poll()
         poll.register(stream.fileno(), 0)
         return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

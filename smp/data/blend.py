@@ -1,9 +1,9 @@
 """Blends: which sample of which source is sample i.
 
-Weights are integers w_d with sum M. The sources take turns in a sequence of M places that repeats, in which source d
-has w_d places, spread so that after any n samples it had less than one more or less than n w_d / M. Such a sequence
+Weights are integers w_d with sum M. The sources take turns in a sequence of M slots that repeats, in which source d
+has w_d slots, spread so that after any n samples it had less than one more or less than n w_d / M. Such a sequence
 always exists and the rule "of the jobs that have begun, the one with the earliest deadline" finds it (Baruah et al.,
-Algorithmica 1996; Tijdeman 1980): job j of source d may take places from floor(j M / w_d) on and must be done before
+Algorithmica 1996; Tijdeman 1980): job j of source d may take slots from floor(j M / w_d) on and must be done before
 ceil((j + 1) M / w_d).
 
 So sample i needs no history: source and number of its sample follow from i div M and i mod M. A run that changes its
@@ -39,20 +39,20 @@ def integer_weights(shares: Sequence[Fraction]) -> list[int]:
     scale = lcm(*(share.denominator for share in shares))
     exact = [int(share * scale) for share in shares]
     divisor = gcd(*exact)
-    exact = [number // divisor for number in exact]
+    exact = [weight // divisor for weight in exact]
     total = sum(exact)
     if total <= MAX_PERIOD:
         return exact
     free = MAX_PERIOD - len(exact)  # one for each first
-    rounded = [number * free // total for number in exact]
+    rounded = [weight * free // total for weight in exact]
     largest = sorted(range(len(exact)), key=lambda d: (-(exact[d] * free % total), d))
     for d in largest[: free - sum(rounded)]:
         rounded[d] += 1
-    return [number + 1 for number in rounded]
+    return [weight + 1 for weight in rounded]
 
 
 def interleave(weights: Sequence[int]) -> npt.NDArray[np.uint16]:
-    """The source of each place of a period, (sum of weights,)."""
+    """The source of each slot of a period, (sum of weights,)."""
     assert len(weights) <= _MAX_SOURCES and min(weights) > 0
     period, shares = sum(weights), np.array(weights, np.int64)
     source = np.repeat(np.arange(len(shares)), shares)
@@ -60,7 +60,7 @@ def interleave(weights: Sequence[int]) -> npt.NDArray[np.uint16]:
     begin, deadline = job * period // shares[source], -(-(job + 1) * period // shares[source])
     # All jobs in the order in which they begin; a key is the deadline and, for equal ones, the source.
     jobs = (deadline * _MAX_SOURCES + source)[np.argsort(begin, kind="stable")].tolist()
-    begun = np.cumsum(np.bincount(begin, minlength=period)).tolist()  # jobs that have begun at each place
+    begun = np.cumsum(np.bincount(begin, minlength=period)).tolist()  # jobs that have begun at each slot
     waiting: list[int] = []
     chosen, at = [], 0
     for stop in begun:
@@ -83,18 +83,18 @@ class Turns:
             key = xxhash.xxh3_128_hexdigest(np.array(weights, np.int64).tobytes())
             self._order = cache.array(f"turns-{key}.npy", lambda: interleave(weights))
         by_source = np.argsort(self._order, kind="stable")
-        self._given = np.empty(self.period, np.int64)  # places of the same source before each place
+        self._given = np.empty(self.period, np.int64)  # slots of the same source before each slot
         first = np.cumsum([0, *self.weights[:-1]])
         self._given[by_source] = np.arange(self.period) - np.repeat(first, self.weights)
 
     def turn(self, index: int) -> tuple[int, int]:
         """Source of turn ``index`` >= 0, and how many turns it had before."""
-        periods, place = divmod(index, self.period)
-        source = int(self._order[place])
-        return source, periods * self.weights[source] + int(self._given[place])
+        periods, slot = divmod(index, self.period)
+        source = int(self._order[slot])
+        return source, periods * self.weights[source] + int(self._given[slot])
 
     def counts(self, turns: int) -> list[int]:
-        """Turns of each source among the first so many."""
+        """Turns of each source among the first ``turns``."""
         periods, rest = divmod(turns, self.period)
         within = np.bincount(self._order[:rest], minlength=len(self.weights)).tolist()
         return [periods * weight + more for weight, more in zip(self.weights, within, strict=True)]
@@ -136,7 +136,7 @@ class BlendedDataset:
 
     @property
     def samples_per_epoch(self) -> int | None:
-        """Samples of all sources before a token of theirs repeats; None: some source never repeats."""
+        """Samples of all sources before a token repeats; None: some source never repeats."""
         sizes = [source.data.samples_per_epoch for source in self.sources]
         return None if None in sizes else sum(size or 0 for size in sizes)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,14 +56,14 @@ def build_datasets(data: DataConfig, vocab_size: int, seed: int) -> Datasets:
     if "--train-data-path" in parts:
         flags = ("--train-data-path", "--valid-data-path", "--test-data-path")
         corpora = [[_Corpus(part, data, vocab_size, seed) for part in parts.get(flag, [])] for flag in flags]
-        train, valid, test = (_blend(group, [c.everything for c in group]) for group in corpora)
+        train, valid, test = (_blend(group, [range(c.dataset.num_documents) for c in group]) for group in corpora)
     else:
         (named,) = parts.values()
         group = [_Corpus(part, data, vocab_size, seed) for part in named]
         fractions = parse_split(data.split)
         ranges = [split_documents(corpus.dataset.num_documents, fractions) for corpus in group]
         train, valid = (_blend(group, [split[i] for split in ranges], required=i == 0) for i in range(2))
-        test = None  # the third part of --split is held back, for use after training
+        test = None  # the third part of --split is left for after training
     assert train is not None
     return Datasets(train, valid, test)
 
@@ -85,18 +86,13 @@ class _Corpus:
         self.contents: Contents = contents_of(self.dataset, self.cache)
         check_vocabulary(self.dataset, self.contents, vocab_size)
 
-    @property
-    def everything(self) -> range:
-        return range(self.dataset.num_documents)
-
     def source(self, documents: range) -> Source:
         """The samples of some of its documents."""
-        data, place = self.data, (self.dataset, documents, self.data.seq_length or 0, self.seed)
-        samples: GPTDataset | PackedDataset
-        if data.packing == "best-fit":
-            samples = PackedDataset(*place, cache=self.cache, key=self.contents.key)
-        else:
-            samples = GPTDataset(*place, mask_ends=data.eod_mask_loss, cache=self.cache, key=self.contents.key)
+        kind: Callable[..., GPTDataset | PackedDataset] = PackedDataset
+        if self.data.packing == "stream":
+            kind = partial(GPTDataset, mask_ends=self.data.eod_mask_loss)
+        key = self.contents.key
+        samples = kind(self.dataset, documents, self.data.seq_length, self.seed, cache=self.cache, key=key)
         return Source(self.part.path, f"{self.contents.key} {samples.order_key}", samples)
 
 
@@ -118,19 +114,14 @@ def _blend(corpora: Sequence[_Corpus], ranges: Sequence[range], required: bool =
             notes.append(f"{source.name}: {size} sequences per epoch, {100 * source.data.filled:.2f} % of them filled")
     if not sources:
         return None
-    _check_different(sources)
+    names: dict[str, str] = {}
+    for source in sources:
+        if source.key in names:  # each of them would be read twice
+            raise ValueError(f"{names[source.key]} and {source.name} hold the same data: name it once, with its weight")
+        names[source.key] = source.name
     weights = integer_weights(shares)
     if [weight * sum(shares) for weight in weights] != [share * sum(weights) for share in shares]:
         notes.append(f"note: weights are rounded to multiples of 1/{sum(weights)}: {', '.join(map(str, weights))}")
     blend = BlendedDataset(sources, weights, corpora[0].cache)
     blend.notes = notes
     return blend
-
-
-def _check_different(sources: Sequence[Source]) -> None:
-    """Raises ValueError for one set of samples under two names: each of them would be read twice."""
-    names: dict[str, str] = {}
-    for source in sources:
-        if source.key in names:
-            raise ValueError(f"{names[source.key]} and {source.name} hold the same data: name it once, with its weight")
-        names[source.key] = source.name

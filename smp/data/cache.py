@@ -1,8 +1,8 @@
 """Files that are built once per node and then memory-mapped by all of its processes.
 
-A file gets its name only when it is whole, so to exist is to be whole. Whoever of a node's processes comes first builds
-it behind a lock that the system releases when its holder dies; the others wait and find it. Processes of another node
-never wait: the lock bears the node's name, and two nodes that build the same file in a shared folder make equal ones.
+A file gets its name only when it is whole, so to exist is to be whole. The first process of a node builds it behind a
+lock that the system releases when its holder dies; the others wait and find it. Processes of another node never wait:
+the lock bears the node's name, and two nodes that build the same file in a shared folder make equal ones.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from smp.config.command import DamageError
+
+T = TypeVar("T")
 
 
 class CacheFolderError(ValueError):
@@ -53,23 +55,27 @@ class NodeCache:
                 self._build(path, build)
         return path
 
-    def array(self, name: str, build: Callable[[], npt.NDArray[Any]]) -> npt.NDArray[Any]:
-        """The array that ``build`` returns, read-only and memory-mapped from the file ``name``.
+    def load(self, name: str, build: Callable[[Path], None], read: Callable[[Path], T]) -> T:
+        """What ``read`` makes of the file ``name``.
 
         Raises:
             CacheFolderError: as ``file``.
             DamagedCacheError: the file is not what was written there.
         """
+        path = self.file(name, build)
+        try:
+            return read(path)
+        except (ValueError, KeyError, TypeError, EOFError):
+            raise DamagedCacheError(f"{path}: damaged; delete it, and it is made again") from None
+
+    def array(self, name: str, build: Callable[[], npt.NDArray[Any]]) -> npt.NDArray[Any]:
+        """The array that ``build`` returns, read-only and memory-mapped from the file ``name``. Raises as ``load``."""
 
         def write(path: Path) -> None:
             with path.open("wb") as file:
                 np.save(file, build(), allow_pickle=False)
 
-        path = self.file(name, write)
-        try:
-            return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
-        except (ValueError, EOFError):
-            raise DamagedCacheError(f"{path}: damaged; delete it, and it is made again") from None
+        return self.load(name, write, lambda path: np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray))
 
     @contextmanager
     def locked(self) -> Iterator[None]:

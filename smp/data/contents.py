@@ -1,4 +1,4 @@
-"""What a data set holds: a hash of all its bytes, and its smallest and largest token id.
+"""The contents of a data set: a hash of all its bytes, and its smallest and largest token id.
 
 Both need every byte, so they are found in one pass, and remembered under the files' names, sizes and times of change.
 The hash keys whatever is derived from the data: other data under an old name never meet an old index.
@@ -7,13 +7,14 @@ The hash keys whatever is derived from the data: other data under an old name ne
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
-from smp.data.cache import DamagedCacheError, NodeCache
+from smp.data.cache import NodeCache
 from smp.data.indexed_dataset import IndexedDataset
 
 _CHUNK = 1 << 22  # tokens; a few MB stay in the processor's cache between the hash and the extremes
@@ -34,7 +35,7 @@ class Contents:
 
 
 def check_integers(dataset: IndexedDataset) -> None:
-    """Raises ValueError for a data set of other numbers: Megatron's format has them, no vocabulary has."""
+    """Raises ValueError for a data set of floats: Megatron's format has them, no vocabulary has."""
     if dataset.dtype.kind not in "iu":
         raise ValueError(f"{dataset.bin_path}: holds {dataset.dtype}, token ids are integers")
 
@@ -44,12 +45,16 @@ def scan(dataset: IndexedDataset) -> Contents:
     check_integers(dataset)
     state = xxhash.xxh3_128(np.memmap(dataset.idx_path, dtype=np.uint8, mode="r").data)
     lowest, highest = 0, -1
-    for start in range(0, len(dataset.tokens), _CHUNK):
-        chunk = dataset.read(start, min(start + _CHUNK, len(dataset.tokens)))
+    for start, chunk in _chunks(dataset):
         state.update(chunk.view(np.uint8).data)
         low, high = int(chunk.min()), int(chunk.max())
         lowest, highest = (min(lowest, low), max(highest, high)) if start else (low, high)
     return Contents(state.hexdigest(), lowest, highest)
+
+
+def _chunks(dataset: IndexedDataset) -> Iterator[tuple[int, np.ndarray]]:
+    for start in range(0, len(dataset.tokens), _CHUNK):
+        yield start, dataset.read(start, min(start + _CHUNK, len(dataset.tokens)))
 
 
 def contents_of(dataset: IndexedDataset, cache: NodeCache | None) -> Contents:
@@ -62,12 +67,11 @@ def contents_of(dataset: IndexedDataset, cache: NodeCache | None) -> Contents:
     def write(path: Path) -> None:
         path.write_text(json.dumps({**asdict(scan(dataset)), "files": stats}, indent=1))
 
-    path = cache.file(name, write)
-    try:
+    def read(path: Path) -> Contents:
         known = json.loads(path.read_text())
         return Contents(known["key"], known["lowest"], known["highest"])
-    except (ValueError, KeyError, TypeError):
-        raise DamagedCacheError(f"{path}: damaged; delete it, and it is made again") from None
+
+    return cache.load(name, write, read)
 
 
 def check_vocabulary(dataset: IndexedDataset, contents: Contents, vocab_size: int) -> None:
@@ -78,8 +82,7 @@ def check_vocabulary(dataset: IndexedDataset, contents: Contents, vocab_size: in
     """
     if contents.lowest >= 0 and contents.highest < vocab_size:
         return
-    for start in range(0, len(dataset.tokens), _CHUNK):
-        chunk = dataset.read(start, min(start + _CHUNK, len(dataset.tokens)))
+    for start, chunk in _chunks(dataset):
         bad = (chunk < 0) | (chunk.astype(np.int64) >= vocab_size)
         if bad.any():
             at = start + int(np.argmax(bad))

@@ -1,19 +1,22 @@
-"""The orders of epochs: made once per node when they are large, and before anyone waits for them."""
+"""Samples of documents in epochs, whose orders are made once per node when they are large, and ahead of their epoch."""
 
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Generic, TypeVar
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from smp.data.cache import NodeCache
+from smp.data.indexed_dataset import IndexedDataset
 
 LARGE = 1 << 15
-"""Numbers in an order from which on it is worth a file. A smaller one takes milliseconds, and a small data set may be
+"""Integers in an order from which on it is worth a file. A smaller one takes milliseconds, and a small data set may be
 read thousands of times, which would be as many files."""
 
 Order = TypeVar("Order")
@@ -23,9 +26,9 @@ class Epochs(Generic[Order]):
     """Orders by number of epoch. The two latest are at hand: readers ahead and behind the end of an epoch take turns.
 
     Args:
-        make: all numbers of an order, as a function of the epoch.
+        make: an order as integers, a function of the epoch.
         parse: what they mean; makes views.
-        numbers: how many there are, about.
+        size: how many integers, about.
         cache: where large orders are kept, in files that are named by ``name``. Without one each process makes its own.
     """
 
@@ -34,12 +37,12 @@ class Epochs(Generic[Order]):
         make: Callable[[int], npt.NDArray[np.int64]],
         parse: Callable[[npt.NDArray[np.int64]], Order],
         *,
-        numbers: int,
+        size: int,
         cache: NodeCache | None,
         name: str,
     ) -> None:
         self._make, self._parse, self._name = make, parse, name
-        self._large = numbers >= LARGE
+        self._large = size >= LARGE
         self._cache = cache if self._large else None
         self._orders: dict[int, Order] = {}
         self._opening = threading.Lock()
@@ -47,16 +50,15 @@ class Epochs(Generic[Order]):
 
     def order(self, epoch: int) -> Order:
         """Of one epoch."""
-        order = self._orders.get(epoch)
-        if order is None:
-            with self._opening:
-                order = self._orders.get(epoch)
-                if order is None:
-                    order = self._parse(self._numbers(epoch))
-                    self._orders = dict([*self._orders.items(), (epoch, order)][-2:])
-        return order
+        if epoch in (orders := self._orders):
+            return orders[epoch]
+        with self._opening:
+            if epoch not in self._orders:
+                order = self._parse(self._integers(epoch))
+                self._orders = dict([*self._orders.items(), (epoch, order)][-2:])
+            return self._orders[epoch]
 
-    def _numbers(self, epoch: int) -> npt.NDArray[np.int64]:
+    def _integers(self, epoch: int) -> npt.NDArray[np.int64]:
         if self._cache is None:
             return self._make(epoch)
         return self._cache.array(f"{self._name}-epoch_{epoch}.npy", lambda: self._make(epoch))
@@ -68,5 +70,78 @@ class Epochs(Generic[Order]):
             threading.Thread(target=self._prepare, args=(epoch,), name="next-epoch", daemon=True).start()
 
     def _prepare(self, epoch: int) -> None:
-        with suppress(ValueError, OSError):  # whoever reads that epoch meets it again, where it can be reported
+        with suppress(ValueError, OSError):  # the reader of that epoch meets it again, where it can be reported
             self.order(epoch)
+
+
+@dataclass(eq=False)
+class DocumentSamples(ABC, Generic[Order]):
+    """Endless, shuffled samples from a range of documents.
+
+    Args:
+        dataset: the tokens.
+        document_range: documents of this split.
+        seq_length: tokens that a model sees at once.
+        seed: key of the order.
+        cache: where large orders are kept, with ``key``, which stands for the contents of ``dataset``. Without one
+            each process makes its own.
+    """
+
+    packing: ClassVar[str]
+    needs: ClassVar[str]
+    """What a range of documents lacks that holds no sample."""
+
+    dataset: IndexedDataset
+    document_range: range
+    seq_length: int
+    seed: int
+    _: KW_ONLY
+    cache: NodeCache | None = None
+    key: str = ""
+
+    def __post_init__(self) -> None:
+        first, stop = self.document_range.start, self.document_range.stop
+        assert self.seq_length > 0 and 0 <= first <= stop <= self.dataset.num_documents
+        self.num_tokens = int(self.dataset.document_offsets[stop] - self.dataset.document_offsets[first])
+        name = f"{self.key}-{self.order_key.replace(' ', '_')}"
+        self._epochs = Epochs(self._shuffle, self._parse, size=self._size(), cache=self.cache, name=name)
+
+    @property
+    @abstractmethod
+    def samples_per_epoch(self) -> int:
+        """Samples before a token repeats; 0 when the split is too small for one."""
+
+    @abstractmethod
+    def _size(self) -> int:
+        """Integers in the order of an epoch, about."""
+
+    @abstractmethod
+    def _shuffle(self, epoch: int) -> npt.NDArray[np.int64]:
+        """The order of an epoch, its arrays one behind the other."""
+
+    @abstractmethod
+    def _parse(self, packed: npt.NDArray[np.int64]) -> Order:
+        """What ``_shuffle`` returned, as views."""
+
+    @property
+    def order_key(self) -> str:
+        """Everything that sample numbers depend on besides the tokens."""
+        first, stop = self.document_range.start, self.document_range.stop
+        return f"{self.packing} documents {first} to {stop} length {self.seq_length} seed {self.seed}"
+
+    def check_not_empty(self) -> None:
+        """Raises ValueError when the split has too few tokens for one sample."""
+        if self.samples_per_epoch == 0:
+            first, stop = self.document_range.start, self.document_range.stop
+            needs = self.needs.format(tokens=self.num_tokens, least=self.seq_length + 1)
+            raise ValueError(f"{self.dataset.bin_path}: documents {first} to {stop} hold {needs}")
+
+    def _locate(self, index: int) -> tuple[Order, int]:
+        """The order that sample ``index`` >= 0 is in, and its position there. Raises as ``check_not_empty``."""
+        assert index >= 0
+        self.check_not_empty()
+        epoch, position = divmod(index, self.samples_per_epoch)
+        order = self._epochs.order(epoch)
+        if 2 * position >= self.samples_per_epoch:
+            self._epochs.prepare(epoch + 1)
+        return order, position

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from smp.data.cache import NodeCache
-from smp.data.epochs import Epochs
-from smp.data.indexed_dataset import IndexedDataset
+from smp.data.epochs import DocumentSamples
 from smp.data.keyed_random import keyed_permutation
 from smp.data.sample import IGNORE_INDEX, Sample
 
@@ -42,59 +40,26 @@ class _Epoch:
     samples: npt.NDArray[np.int64]  # (samples per epoch,), shuffled
 
 
-class GPTDataset:
-    """Endless, shuffled samples from a range of documents.
+@dataclass(eq=False)
+class GPTDataset(DocumentSamples[_Epoch]):
+    """Samples of ``seq_length`` tokens and their labels from a stream of documents.
 
     Args:
-        dataset: the tokens.
-        document_range: documents of this split.
-        seq_length: tokens a model sees at once; a sample has one more.
-        seed: key of the order.
         mask_ends: no loss where the last token of a document would have to predict the first one of the next.
-        cache: where large orders are kept, with ``key``, which stands for the contents of ``dataset``. Without one
-            each process makes its own.
     """
 
-    def __init__(
-        self,
-        dataset: IndexedDataset,
-        document_range: range,
-        seq_length: int,
-        seed: int,
-        *,
-        mask_ends: bool = False,
-        cache: NodeCache | None = None,
-        key: str = "",
-    ) -> None:
-        assert seq_length > 0 and 0 <= document_range.start <= document_range.stop <= dataset.num_documents
-        self.dataset = dataset
-        self.document_range = document_range
-        self.seq_length = seq_length
-        self.seed = seed
-        self.mask_ends = mask_ends
-        offsets = dataset.document_offsets
-        self.num_tokens = int(offsets[document_range.stop] - offsets[document_range.start])
-        numbers, name = 2 * len(document_range) + self.samples_per_epoch, f"{key}-{self.order_key.replace(' ', '_')}"
-        self._epochs = Epochs(self._shuffle, self._parse, numbers=numbers, cache=cache, name=name)
+    packing = "stream"
+    needs = "{tokens} tokens, one sample needs {least} (sequence length + 1)"
+
+    _: KW_ONLY
+    mask_ends: bool = False
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples before a document repeats; 0 when the split is too small for one."""
         return max(0, self.num_tokens - 1) // self.seq_length
 
-    @property
-    def order_key(self) -> str:
-        """Everything that sample numbers depend on besides the tokens."""
-        first, stop = self.document_range.start, self.document_range.stop
-        return f"stream documents {first} to {stop} length {self.seq_length} seed {self.seed}"
-
-    def check_not_empty(self) -> None:
-        """Raises ValueError when the split has too few tokens for one sample."""
-        if self.samples_per_epoch == 0:
-            raise ValueError(
-                f"{self.dataset.bin_path}: documents {self.document_range.start} to {self.document_range.stop} hold "
-                f"{self.num_tokens} tokens, one sample needs {self.seq_length + 1} (sequence length + 1)"
-            )
+    def _size(self) -> int:
+        return 2 * len(self.document_range) + self.samples_per_epoch
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
         """Tokens of sample ``index`` >= 0, int64 (seq_length + 1,).
@@ -115,12 +80,7 @@ class GPTDataset:
 
     def _read(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Tokens of a sample, and how many come from each of its documents."""
-        assert index >= 0
-        self.check_not_empty()
-        number, position = divmod(index, self.samples_per_epoch)
-        epoch = self._epochs.order(number)
-        if 2 * position >= self.samples_per_epoch:
-            self._epochs.prepare(number + 1)
+        epoch, position = self._locate(index)
         start = int(epoch.samples[position]) * self.seq_length
         stop = start + self.seq_length + 1
         first = int(np.searchsorted(epoch.starts, start, side="right")) - 1
@@ -135,15 +95,14 @@ class GPTDataset:
         count = len(self.document_range)
         return _Epoch(packed[:count], packed[count : 2 * count + 1], packed[2 * count + 1 :])
 
-    def _shuffle(self, number: int) -> npt.NDArray[np.int64]:
-        """Documents, starts and samples of an epoch, one behind the other."""
+    def _shuffle(self, epoch: int) -> npt.NDArray[np.int64]:
         first, count = self.document_range.start, len(self.document_range)
         packed = np.empty(2 * count + 1 + self.samples_per_epoch, np.int64)
         documents, starts = packed[:count], packed[count : 2 * count + 1]
-        documents[:] = keyed_permutation(count, self.seed, first, number, purpose=0)
+        documents[:] = keyed_permutation(count, self.seed, first, epoch, purpose=0)
         documents += first
         offsets = self.dataset.document_offsets
         starts[0] = 0
         np.cumsum(offsets[documents + 1] - offsets[documents], out=starts[1:])
-        packed[2 * count + 1 :] = keyed_permutation(self.samples_per_epoch, self.seed, first, number, purpose=1)
+        packed[2 * count + 1 :] = keyed_permutation(self.samples_per_epoch, self.seed, first, epoch, purpose=1)
         return packed

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -67,8 +67,8 @@ class IndexedDataset:
     """
 
     def __init__(self, prefix: str | Path) -> None:
-        self.bin_path, self.idx_path = dataset_paths(prefix)
-        for path in (self.bin_path, self.idx_path):
+        self.bin_path, self.idx_path = self.paths = dataset_paths(prefix)
+        for path in self.paths:
             if not path.is_file():
                 raise ValueError(f"{path}: no such file (a data path is the prefix, without .bin or .idx)")
         self._read_index()
@@ -115,11 +115,6 @@ class IndexedDataset:
         if size == 0:  # an empty file cannot be mapped
             return np.empty(0, self.dtype)
         return np.memmap(self.bin_path, dtype=self.dtype, mode="r").view(np.ndarray)
-
-    @property
-    def paths(self) -> tuple[Path, Path]:
-        """Both files."""
-        return self.bin_path, self.idx_path
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop): a view of the file.
@@ -173,13 +168,14 @@ class IndexedDatasetWriter:
     """
 
     def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
-        self.bin_path, self.idx_path = dataset_paths(prefix)
+        self.bin_path, _ = dataset_paths(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype not in DTYPES.values():
             raise ValueError(f"{self.bin_path}: tokens cannot be stored as {self.dtype}")
         self._lengths = array("i")  # 4 bytes per sequence: corpora have billions
         self._documents = array("q", [0])
-        self._temporary = [path.with_name(f"{path.name}.{os.getpid()}.tmp") for path in (self.bin_path, self.idx_path)]
+        self._prefix = prefix
+        self._temporary = [path.with_name(f"{path.name}.{os.getpid()}.tmp") for path in dataset_paths(prefix)]
 
     def __enter__(self) -> IndexedDatasetWriter:
         self.bin_path.parent.mkdir(parents=True, exist_ok=True)
@@ -201,46 +197,32 @@ class IndexedDatasetWriter:
         if sum(sequence_lengths) != len(stored) or not all(0 <= length < 2**31 for length in sequence_lengths):
             total = f"{len(sequence_lengths)} sequences of {sum(sequence_lengths)} tokens"
             raise ValueError(f"{self.bin_path}: {total} in a document of {len(stored)} (at most 2^31 - 1 in each)")
-        with self._named():
+        with naming(self.bin_path):
             self._bin.write(stored.tobytes())
         self._lengths.extend(sequence_lengths)
         self._documents.append(len(self._lengths))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         try:
-            with self._named():
+            with naming(self.bin_path):
                 with self._bin:
                     if kind is None:
-                        _sync(self._bin)
+                        sync(self._bin)
                 if kind is None:
                     self._commit()
         finally:
             for path in self._temporary:
                 path.unlink(missing_ok=True)
 
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """An error of the file system says which dataset it is about: a full disk does not."""
-        try:
-            yield
-        except OSError as error:
-            raise OSError(error.errno, error.strerror or str(error), str(self.bin_path)) from None
-
     def _commit(self) -> None:
         lengths, documents = np.array(self._lengths, dtype="<i4"), np.array(self._documents, dtype="<i8")
         write_index(self._temporary[1], self.dtype, lengths, documents)
-        publish(self._temporary[0], self._temporary[1], self.bin_path.with_name(self.bin_path.name[:-4]))
+        publish(self._temporary[0], self._temporary[1], self._prefix)
 
 
 def write_index(path: Path, dtype: np.dtype, lengths: npt.NDArray[np.int32], documents: npt.NDArray[np.int64]) -> None:
-    """Write an .idx file, and wait until it is on the disk.
-
-    Args:
-        path: where.
-        dtype: of the tokens, one of DTYPES' values.
-        lengths: tokens of each sequence.
-        documents: first sequence of each document, then the number of sequences.
-    """
+    """Write an .idx file, and wait until it is on the disk. ``documents`` has the first sequence of each document, then
+    the number of sequences."""
     code = next(code for code, known in DTYPES.items() if known == dtype)
     with path.open("wb") as file:
         file.write(_HEADER.pack(MAGIC, VERSION, code, len(lengths), len(documents)))
@@ -248,7 +230,7 @@ def write_index(path: Path, dtype: np.dtype, lengths: npt.NDArray[np.int32], doc
         ends = np.cumsum(lengths, dtype="<i8") * dtype.itemsize
         file.write((ends - lengths.astype("<i8") * dtype.itemsize).tobytes())
         file.write(documents.astype("<i8").tobytes())
-        _sync(file)
+        sync(file)
 
 
 def publish(bin_file: Path, idx_file: Path, prefix: str | Path) -> None:
@@ -266,9 +248,19 @@ def publish(bin_file: Path, idx_file: Path, prefix: str | Path) -> None:
     _sync_folder(bin_path.parent)
 
 
-def _sync(file: BinaryIO) -> None:
+def sync(file: IO[Any]) -> None:
+    """Wait until everything that was written is on the disk."""
     file.flush()
     os.fsync(file.fileno())
+
+
+@contextmanager
+def naming(path: Path, more: str = "") -> Iterator[None]:
+    """An error of the file system inside says what it is about (a full disk does not), and ``more``."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror or error}{more}", str(path)) from None
 
 
 def _sync_folder(folder: Path) -> None:

@@ -47,8 +47,8 @@ class MockDataset:
         length = self.seq_length + 1
         chance, value = keyed_uniform(2 * length, self.seed, self.stream, index).reshape(2, length)
         drawn = (value * value * value * self.vocab_size).astype(np.int64)
-        place = np.arange(length)
+        position = np.arange(length)
         jump = chance < _JUMP
         jump[0] = True
-        last_jump = np.maximum.accumulate(np.where(jump, place, 0))
-        return (drawn[last_jump] + place - last_jump) % self.vocab_size
+        last_jump = np.maximum.accumulate(np.where(jump, position, 0))
+        return (drawn[last_jump] + position - last_jump) % self.vocab_size

@@ -40,23 +40,21 @@ def tokenized(path: str, data: DataConfig, cache: NodeCache) -> Path:
     key = tokenizer_key(data.tokenizer_model, data.tiktoken_pattern)
     stands_for = f"{os.path.realpath(path)} {stat.st_size} {stat.st_mtime_ns} {key}"
     prefix = cache.folder / f"{Path(path).name}-{xxhash.xxh3_64_hexdigest(stands_for.encode())}"
-    bin_path, idx_path = dataset_paths(prefix)
-    if not idx_path.exists():
-        with cache.locked():
-            if not idx_path.exists():
-                print(f"tokenizing {path} into {prefix}", file=sys.stderr)
-                own = cache.folder / f".{prefix.name}.{socket.gethostname()}"
-                _tokenize(Path(path), own, Encoder(data.tokenizer_model, ("text",), True, data.tiktoken_pattern))
-                # A node that shares the folder makes the same bytes. Renaming over them takes them away from nobody.
-                for made, name in zip(dataset_paths(own), (bin_path, idx_path), strict=True):
-                    made.replace(name)
+    finished = dataset_paths(prefix)
+    if finished[1].exists():
+        return prefix
+    with cache.locked():
+        if not finished[1].exists():
+            print(f"tokenizing {path} into {prefix}", file=sys.stderr)
+            own = str(cache.folder / f".{prefix.name}.{socket.gethostname()}")
+            encoder = Encoder(data.tokenizer_model, ("text",), True, data.tiktoken_pattern)
+            workers = os.cpu_count() or 1 if stat.st_size > _LARGE else 1
+            try:
+                preprocess([Path(path)], own, [own], encoder, workers)
+            except ValueError:  # the text has to be changed, so nobody will ever go on from there
+                shutil.rmtree(f"{own}.partial", ignore_errors=True)
+                raise
+            # A node that shares the folder makes the same bytes. Renaming over them takes them away from nobody.
+            for made, name in zip(dataset_paths(own), finished, strict=True):
+                made.replace(name)
     return prefix
-
-
-def _tokenize(path: Path, prefix: Path, encoder: Encoder) -> None:
-    workers = os.cpu_count() or 1 if path.stat().st_size > _LARGE else 1
-    try:
-        preprocess([path], str(prefix), [str(prefix)], encoder, workers)
-    except ValueError:  # the text has to be changed, so nobody will ever go on from there
-        shutil.rmtree(f"{prefix}.partial", ignore_errors=True)
-        raise

@@ -22,7 +22,7 @@ import numpy.typing as npt
 class Packing:
     """Sequences, numbered as they were opened: sequence s holds ``order[offsets[s] : offsets[s + 1]]``."""
 
-    order: npt.NDArray[np.int64]  # (documents,), numbers of the documents, longest first within a sequence
+    order: npt.NDArray[np.int64]  # (documents,), indices of the documents, longest first within a sequence
     offsets: npt.NDArray[np.int64]  # (sequences + 1,)
 
     def __len__(self) -> int:
@@ -30,15 +30,15 @@ class Packing:
         return len(self.offsets) - 1
 
     def __getitem__(self, sequence: int) -> npt.NDArray[np.int64]:
-        """Numbers of the documents in one sequence: a view."""
+        """Indices of the documents in one sequence: a view."""
         if not 0 <= sequence < len(self):
             raise IndexError(f"sequence {sequence} of {len(self)}")
         return self.order[self.offsets[sequence] : self.offsets[sequence + 1]]
 
 
 def pack_best_fit(lengths: npt.ArrayLike, capacity: int) -> Packing:
-    """Pack documents into as few sequences as best-fit decreasing needs (at most 11/9 of the optimum plus 1; with many
-    short documents a few in a million above it). A function of its arguments alone.
+    """Pack documents into as few sequences as best-fit decreasing needs: at most 11/9 of the optimum plus 1, with many
+    short documents a few in a million above it.
 
     Args:
         lengths: integers (documents,), tokens of each. Documents without tokens are in no sequence.
@@ -110,7 +110,7 @@ def _place(counts: npt.NDArray[np.int64], capacity: int) -> tuple[npt.NDArray[np
 
 
 def _stable_argsort(keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """``np.argsort(keys, kind="stable")`` of numbers from 0 on, by their 16-bit digits: numpy sorts those by radix."""
+    """``np.argsort(keys, kind="stable")`` of integers from 0 on, by their 16-bit digits: numpy sorts those by radix."""
     order = np.argsort(keys.astype(np.uint16), kind="stable")
     for shift in range(16, int(keys.max(initial=0)).bit_length(), 16):
         order = order[np.argsort((keys >> shift).astype(np.uint16)[order], kind="stable")]

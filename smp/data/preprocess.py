@@ -10,28 +10,27 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import xxhash
 from tqdm import tqdm
 
 from smp.data.gigatoken_backend import GigatokenTokenizer
 from smp.data.indexed_dataset import dtype_for_vocab
-from smp.data.job_output import Column, Encoded, Output, Totals
+from smp.data.job_output import BadRecordError, Column, Encoded, Journal, Output
 from smp.data.text_files import Chunk, kind_of, read_chunks, texts_of
-from smp.data.tokenizer import Tokenizer, check_text
+from smp.data.tokenizer import Tokenizer
 from smp.data.tokenizer_files import load_tokenizer, tokenizer_key
 
 _LONGEST = 2**31 - 1
 """Tokens of a document with its end, an int32 in the index."""
-
-
-class BadRecordError(ValueError):
-    """A record that can be skipped: it is no text, or the tokenizer refuses it. Names the file and the line."""
 
 
 @dataclass(frozen=True)
@@ -58,42 +57,43 @@ class Encoder:
 
     def __call__(self, chunk: Chunk) -> Encoded:
         """Tokens of every record under every key. Raises BadRecordError."""
-        rows: dict[int, list[str]] = {}
         skipped: list[str] = []
-        for number, record in enumerate(chunk.records, start=chunk.first):
+
+        def read(number: int, record: Any) -> list[str]:
+            return texts_of(record, chunk.path, number, self.keys)
+
+        def encode_alone(number: int, texts: list[str]) -> list[str]:
             try:
-                texts = texts_of(record, chunk.path, number, self.keys)
-                for text in texts:
-                    _check(text, f"{chunk.path}:{number}")
-                rows[number] = texts
+                self._columns([texts])
+            except ValueError as error:
+                raise ValueError(f"{chunk.path}:{number}: {error}") from None
+            return texts
+
+        rows = self._taken(enumerate(chunk.records, start=chunk.first), read, skipped)
+        try:
+            columns = self._columns(rows.values())
+        except ValueError:  # the tokenizer does not say which of the texts it refuses
+            rows = self._taken(rows.items(), encode_alone, skipped)
+            columns = self._columns(rows.values())
+        following = (chunk.file, chunk.end, chunk.first + len(chunk.records))
+        return Encoded(columns, skipped, following, chunk.size)
+
+    def _taken(
+        self, rows: Iterable[tuple[int, Any]], take: Callable[[int, Any], list[str]], skipped: list[str]
+    ) -> dict[int, list[str]]:
+        """What ``take`` makes of each row. One that it refuses is skipped, or ends the job."""
+        taken = {}
+        for number, row in rows:
+            try:
+                taken[number] = take(number, row)
             except ValueError as error:
                 if not self.skip_bad:
                     raise BadRecordError(str(error)) from None
                 skipped.append(str(error))
-        try:
-            columns = self._columns(rows)
-        except ValueError:
-            skipped += self._refused(rows, chunk.path)
-            columns = self._columns(rows)
-        place = (chunk.file, chunk.end, chunk.first + len(chunk.records))
-        return Encoded(columns, skipped, place, chunk.size)
+        return taken
 
-    def _refused(self, rows: dict[int, list[str]], path: str) -> list[str]:
-        """Take out the records that the tokenizer refuses, which does not say which they are. Returns why, or raises
-        BadRecordError for the first of them."""
-        refused = []
-        for number, texts in list(rows.items()):
-            try:
-                self._columns({number: texts})
-            except ValueError as error:
-                if not self.skip_bad:
-                    raise BadRecordError(f"{path}:{number}: {error}") from None
-                refused.append(f"{path}:{number}: {error}")
-                del rows[number]
-        return refused
-
-    def _columns(self, rows: dict[int, list[str]]) -> list[Column]:
-        return [self._column([texts[i] for texts in rows.values()]) for i in range(len(self.keys))]
+    def _columns(self, rows: Collection[list[str]]) -> list[Column]:
+        return [self._column([texts[i] for texts in rows]) for i in range(len(self.keys))]
 
     def _column(self, texts: list[str]) -> Column:
         tokenizer = self.tokenizer
@@ -105,18 +105,8 @@ class Encoder:
         if self.append_eod:
             batch = batch.with_ends(tokenizer.eod)
         ids = batch.ids.astype(dtype_for_vocab(tokenizer.vocab_size))
-        return Column(ids.tobytes(), batch.lengths.astype("<i4").tobytes(), sum(map(_utf8_bytes, texts)))
-
-
-def _check(text: str, where: str) -> None:
-    try:
-        check_text(text)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-
-
-def _utf8_bytes(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode())
+        text_bytes = sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
+        return Column(ids.tobytes(), batch.lengths.astype("<i4").tobytes(), text_bytes)
 
 
 @functools.cache
@@ -166,22 +156,6 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-@dataclass(frozen=True)
-class Report:
-    """What a job did.
-
-    Attributes:
-        totals: of each key.
-        dropped: records left out, and why for the first of them.
-        resumed_at: documents that an earlier start of the job had written.
-    """
-
-    totals: list[Totals]
-    dropped: int
-    named: list[str]
-    resumed_at: int
-
-
 def preprocess(
     paths: Sequence[Path],
     prefix: str,
@@ -189,8 +163,8 @@ def preprocess(
     encoder: Encoder,
     workers: int,
     say: Callable[[str], None] = lambda line: None,
-) -> Report:
-    """Write one dataset per key of ``encoder``.
+) -> Journal:
+    """Write one dataset per key of ``encoder``. Returns the journal of the whole job.
 
     Args:
         paths: text files.
@@ -201,38 +175,36 @@ def preprocess(
         say: tells the user a line.
 
     Raises:
-        ValueError: bad input, or another job in the same place. Nothing is left, unless it is a BadRecordError and the
+        ValueError: bad input, or another job in the same folder. Nothing is left, unless it is a BadRecordError and the
             job already had a journal: then --on-error skip can go on.
         OSError: such as a full disk or a killed worker. The job goes on from there when it is started again.
     """
     _check_input(paths, encoder.keys)
-    dtype = dtype_for_vocab(encoder.tokenizer.vocab_size)
     _check_backend(encoder, paths, say)
-    with Output(prefix, names, dtype, _job(paths, names, encoder)) as output:
-        journal, resumed_at = output.journal, output.journal.totals[0].documents
-        if output.resumed:
-            say(f"going on after {resumed_at} documents that are in {output.folder}")
-        try:
+    output = Output(prefix, names, dtype_for_vocab(encoder.tokenizer.vocab_size), _job(paths, names, encoder))
+    journal = output.journal
+    if output.resumed:
+        say(f"going on after {journal.resumed_at} documents that are in {output.folder}")
+    try:
+        with output:
             _write(paths, encoder, workers, output)
-        except BadRecordError:
-            if output.keep():
-                documents = journal.totals[0].documents
-                say(f"{output.folder} keeps {documents} documents: the same command with --on-error skip goes on")
-            raise
-    return Report(journal.totals, journal.dropped, journal.named, resumed_at)
+    except BadRecordError:
+        if output.kept:
+            documents = journal.totals[0].documents
+            say(f"{output.folder} keeps {documents} documents: the same command with --on-error skip goes on")
+        raise
+    return journal
 
 
 def _write(paths: Sequence[Path], encoder: Encoder, workers: int, output: Output) -> None:
     """Everything that is not in ``output`` yet, with a progress bar."""
     journal, size = output.journal, sum(path.stat().st_size for path in paths)
     started, before = time.monotonic(), sum(total.tokens for total in journal.totals)
-    with tqdm(
-        total=size, initial=journal.read_bytes, unit="B", unit_scale=True, desc="tokenizing", mininterval=0.5
-    ) as bar:
-        for encoded in encode_all(encoder, read_chunks(paths, encoder.keys, journal.next), workers):
+    chunks = read_chunks(paths, encoder.keys, journal.next)
+    with tqdm(total=size, initial=journal.read_bytes, unit="B", unit_scale=True, desc="tokenizing") as bar:
+        for encoded in encode_all(encoder, chunks, workers):
             output.add(encoded)
-            tokens = sum(total.tokens for total in journal.totals) - before
-            rate = tokens / max(time.monotonic() - started, 1e-9)
+            rate = (sum(total.tokens for total in journal.totals) - before) / max(time.monotonic() - started, 1e-9)
             bar.set_postfix_str(f"{rate / 1e6:.2f} Mtokens/s", refresh=False)
             bar.update(encoded.size)
 
@@ -260,14 +232,9 @@ def _check_backend(encoder: Encoder, paths: Sequence[Path], say: Callable[[str],
     tokenizer = encoder.tokenizer
     if not isinstance(tokenizer, GigatokenTokenizer):
         return
-    chunk = next(read_chunks(paths, encoder.keys), None)
     texts: list[str] = []
-    for number, record in enumerate(chunk.records if chunk else [], start=1):
-        try:
-            found = texts_of(record, str(paths[0]), number, encoder.keys)
-            for text in found:
-                check_text(text)
-            texts += found
-        except ValueError:
-            continue  # reported where it is tokenized
+    for chunk in islice(read_chunks(paths, encoder.keys), 1):
+        for number, record in enumerate(chunk.records, start=1):
+            with suppress(ValueError):  # reported where it is tokenized
+                texts += texts_of(record, chunk.path, number, encoder.keys)
     say(tokenizer.check(texts))

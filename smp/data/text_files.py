@@ -9,7 +9,7 @@ import io
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, cast
 
 from smp.config.blend import COMPRESSED_SUFFIXES, TEXT_SUFFIXES
 from smp.config.command import DamageError
+from smp.data.tokenizer import check_text
 
 CHUNK_BYTES = 1 << 20
 
@@ -29,7 +30,7 @@ class Chunk:
         path: the file.
         file: its number among the inputs.
         first: number of the first record, from 1 (in .jsonl its line).
-        records: lines of .jsonl, the bytes of a .txt file, or for each row of .parquet the values under the keys.
+        records: lines of .jsonl, the bytes of a .txt file, or rows of .parquet as dictionaries.
         end: where the next chunk begins: bytes of (uncompressed) text, or rows.
         size: bytes of the file that it took to read it.
     """
@@ -43,11 +44,8 @@ class Chunk:
 
 
 def expand_paths(patterns: Sequence[str]) -> list[Path]:
-    """Files of every path or glob pattern, in the order given, each pattern's matches sorted by name.
-
-    Raises:
-        ValueError: a pattern that matches no file, or a file that is there twice.
-    """
+    """Files of every path or glob pattern, in the order given, each pattern's matches sorted by name. Raises ValueError
+    for a pattern that matches no file, or a file that is there twice."""
     paths: list[Path] = []
     for pattern in patterns:
         found = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))
@@ -65,48 +63,45 @@ def expand_paths(patterns: Sequence[str]) -> list[Path]:
 
 
 def kind_of(path: Path) -> str:
-    """``.jsonl``, ``.txt`` or ``.parquet``.
-
-    Raises:
-        ValueError: another kind of file.
-    """
+    """``.jsonl``, ``.txt`` or ``.parquet``. Raises ValueError for another kind of file."""
     plain = path.with_suffix("") if path.suffix in COMPRESSED_SUFFIXES else path
     if plain.suffix not in TEXT_SUFFIXES or (plain.suffix == ".parquet" and plain != path):
         raise ValueError(f"{path}: neither .parquet nor .txt nor .jsonl, alone or with .gz or .zst behind it")
     return plain.suffix
 
 
-def parse_record(line: bytes, keys: Sequence[str], where: str) -> list[str]:
-    """The texts that one JSON line holds under ``keys``.
-
-    Raises:
-        ValueError: the line is no JSON object with a string under each key; the message starts with ``where``.
-    """
+def parse_record(line: bytes) -> dict[str, Any]:
+    """The JSON object of a line. Raises ValueError when there is none."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:  # JSONDecodeError, UnicodeDecodeError, thousands of brackets
-        raise ValueError(f"{where}: not valid JSON ({error})") from None
-    if not isinstance(record, dict) or not all(isinstance(record.get(key), str) for key in keys):
-        raise ValueError(f"{where}: not a JSON object with a string under {', '.join(map(repr, keys))}")
-    return [record[key] for key in keys]
+        raise ValueError(f"not valid JSON ({error})") from None
+    if not isinstance(record, dict):
+        raise ValueError("not a JSON object")
+    return record
 
 
 def texts_of(record: Any, path: str, number: int, keys: Sequence[str]) -> list[str]:
-    """The texts of one record of a chunk.
-
-    Raises:
-        ValueError: naming the file and the line, row or byte.
-    """
-    if isinstance(record, list):  # a row
-        if not all(isinstance(text, str) for text in record):
-            raise ValueError(f"{path}: row {number} has no text under {', '.join(map(repr, keys))}")
-        return record
-    if kind_of(Path(path)) == ".txt":
+    """The texts of one record of a chunk. Raises ValueError, which names the file and the line, row or byte, when it is
+    no text with a UTF-8 form."""
+    if isinstance(record, bytes) and kind_of(Path(path)) == ".txt":
         try:
             return [record.decode()]
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: not UTF-8 at byte {error.start}") from None
-    return parse_record(record, keys, f"{path}:{number}")
+    row = isinstance(record, dict)
+    try:
+        found = record if row else parse_record(record)
+        texts: list[Any] = [found.get(key) for key in keys]
+        if not all(isinstance(text, str) for text in texts):
+            problem = "has no text" if row else "not a JSON object with a string"
+            raise ValueError(f"{problem} under {', '.join(map(repr, keys))}")
+        for text in texts:
+            check_text(text)
+    except ValueError as error:
+        where = f"{path}: row {number}" if row else f"{path}:{number}:"
+        raise ValueError(f"{where} {error}") from None
+    return texts
 
 
 def read_texts(paths: Sequence[Path], json_key: str) -> Iterator[str]:
@@ -116,12 +111,14 @@ def read_texts(paths: Sequence[Path], json_key: str) -> Iterator[str]:
             yield texts_of(record, chunk.path, number, [json_key])[0]
 
 
-def read_chunks(paths: Sequence[Path], keys: Sequence[str], start: tuple[int, int, int] = (0, 0, 1)) -> Iterator[Chunk]:
+def read_chunks(
+    paths: Sequence[Path], keys: Sequence[str] | None = None, start: tuple[int, int, int] = (0, 0, 1)
+) -> Iterator[Chunk]:
     """The files' records in order, about CHUNK_BYTES of text at a time.
 
     Args:
         paths: the files.
-        keys: columns of .parquet files.
+        keys: columns of .parquet files; None: all.
         start: of the first chunk wanted: number of the file, ``end`` of the chunk before, number of the record.
 
     Raises:
@@ -136,10 +133,8 @@ def read_chunks(paths: Sequence[Path], keys: Sequence[str], start: tuple[int, in
             continue
         try:
             with _opened(path) as (text, raw):
-                before = 0
-                if at:
-                    _skip(text, at)
-                    before = raw.tell()
+                _skip(text, at)
+                before = raw.tell() if at else 0
                 while records := text.readlines(CHUNK_BYTES) if kind_of(path) == ".jsonl" else _whole(text):
                     at += sum(map(len, records))
                     size, before = raw.tell() - before, raw.tell()
@@ -170,7 +165,7 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
             except ImportError:
                 raise ValueError(f"{path}: needs the library zstandard: pip install 'smp[data]'") from None
             try:
-                frames = _Frames(raw, zstandard.ZstdDecompressor())
+                frames = _Frames(raw, zstandard.ZstdDecompressor().decompressobj)
                 yield cast(BinaryIO, io.BufferedReader(frames, CHUNK_BYTES)), raw
             except zstandard.ZstdError as error:
                 raise DamageError(f"{path}: damaged ({error})") from None
@@ -181,10 +176,10 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 class _Frames(io.RawIOBase):
     """The text of a .zst file, frame by frame; one that stops in the middle of a frame is an error, not an end."""
 
-    def __init__(self, raw: BinaryIO, decompressor: Any) -> None:
-        self._raw, self._new = raw, decompressor.decompressobj
-        self._frame = self._new()
-        self._inside = False
+    def __init__(self, raw: BinaryIO, new_frame: Callable[[], Any]) -> None:
+        self._raw, self._new_frame = raw, new_frame
+        self._frame: Any = None
+        self._data = b""
         self._text = memoryview(b"")
 
     def readable(self) -> bool:
@@ -192,16 +187,15 @@ class _Frames(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._text:
-            data = self._frame.unused_data if self._frame.eof else b""
-            if self._frame.eof:
-                self._frame, self._inside = self._new(), False
-            data = data or self._raw.read(CHUNK_BYTES)
+            data = self._data or self._raw.read(CHUNK_BYTES)
+            if not data and self._frame is not None:
+                raise EOFError("it ends in the middle of a frame")
             if not data:
-                if self._inside:
-                    raise EOFError("it ends in the middle of a frame")
                 return 0
-            self._inside = True
-            self._text = memoryview(self._frame.decompress(data))
+            frame = self._frame or self._new_frame()
+            self._text = memoryview(frame.decompress(data))
+            self._data = frame.unused_data  # the beginning of the next frame
+            self._frame = None if frame.eof else frame
         count = min(len(buffer), len(self._text))
         buffer[:count], self._text = self._text[:count], self._text[count:]
         return count
@@ -210,12 +204,12 @@ class _Frames(io.RawIOBase):
 def _skip(text: BinaryIO, count: int) -> None:
     if text.seekable():
         text.seek(count)
-        return
-    while count > 0 and (skipped := text.read(min(count, CHUNK_BYTES))):
-        count -= len(skipped)
+    else:
+        while count > 0 and (skipped := text.read(min(count, CHUNK_BYTES))):
+            count -= len(skipped)
 
 
-def _rows(path: Path, file: int, keys: Sequence[str], skip: int) -> Iterator[Chunk]:
+def _rows(path: Path, file: int, keys: Sequence[str] | None, skip: int) -> Iterator[Chunk]:
     """Chunks of a .parquet file from row ``skip`` on, row group by row group."""
     try:
         import pyarrow
@@ -224,22 +218,21 @@ def _rows(path: Path, file: int, keys: Sequence[str], skip: int) -> Iterator[Chu
         raise ValueError(f"{path}: needs the library pyarrow: pip install 'smp[data]'") from None
     try:
         with parquet.ParquetFile(path) as table:
-            missing = [key for key in keys if key not in table.schema_arrow.names]
+            missing = [key for key in keys or () if key not in table.schema_arrow.names]
             if missing:
                 known = ", ".join(table.schema_arrow.names)
                 raise ValueError(f"{path}: has no column {', '.join(missing)}, but {known}")
             row, share = 0, path.stat().st_size / max(1, table.metadata.num_rows)
             for group in range(table.num_row_groups):
                 meta = table.metadata.row_group(group)
-                if row + meta.num_rows > skip:
-                    for batch in table.iter_batches(_rows_at_once(meta), row_groups=[group], columns=list(keys)):
-                        values = [list(texts) for texts in zip(*(batch[key].to_pylist() for key in keys), strict=True)]
-                        values, at = values[max(0, skip - row) :], max(row, skip)
-                        row += batch.num_rows
-                        if values:
-                            yield Chunk(str(path), file, at + 1, values, row, int(share * len(values)))
-                else:
+                if row + meta.num_rows <= skip:
                     row += meta.num_rows
+                    continue
+                for batch in table.iter_batches(_rows_at_once(meta), row_groups=[group], columns=keys and list(keys)):
+                    rows = batch.slice(max(0, skip - row)).to_pylist()
+                    row += batch.num_rows
+                    if rows:
+                        yield Chunk(str(path), file, row - len(rows) + 1, rows, row, int(share * len(rows)))
     except (pyarrow.ArrowException, OSError) as error:
         if getattr(error, "errno", None) is not None:  # of the system, not a page that cannot be decoded
             raise

@@ -36,12 +36,7 @@ class Tokenizer(Protocol):
 
 
 class Batch:
-    """Ids of several texts.
-
-    Args:
-        ids: all, text after text, integers (tokens,).
-        lengths: ids of each text, integers (texts,).
-    """
+    """Ids of several texts, text after text: integers (tokens,), and how many each has, (texts,)."""
 
     def __init__(self, ids: npt.NDArray[np.integer], lengths: npt.NDArray[np.int64]) -> None:
         self.ids, self.lengths = ids, lengths
@@ -75,14 +70,7 @@ _META_SPACE = "\u2581"  # what sentencepiece writes for a space inside a piece
 
 
 class SentencePieceTokenizer:
-    """A sentencepiece ``.model`` file.
-
-    Args:
-        model_path: the file.
-
-    Raises:
-        ValueError: the file is missing, is not a sentencepiece model, or has no end-of-document piece.
-    """
+    """A sentencepiece ``.model`` file. Raises ValueError when it is none, or has no end-of-document piece."""
 
     def __init__(self, model_path: str | Path) -> None:
         if not Path(model_path).is_file():
@@ -116,11 +104,7 @@ class SentencePieceTokenizer:
         return {name: (str(self._processor.id_to_piece(i)), i) for name, i in ids.items() if i >= 0}
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``, without begin or end pieces. The text of a control piece is encoded like any other.
-
-        Raises:
-            ValueError: the text holds a lone surrogate, which has no UTF-8 form.
-        """
+        """Token ids of ``text``, without begin or end pieces. The text of a control piece is encoded like any other."""
         check_text(text)
         if _META_SPACE not in text or not self._meta_space_ids:
             return list(self._processor.encode(text))
@@ -135,6 +119,5 @@ class SentencePieceTokenizer:
         return Batch.of_lists(self._processor.encode(list(texts), num_threads=1))
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ``ids``; control pieces are dropped. Raises ValueError for an id outside the vocabulary."""
         check_ids(ids, self.vocab_size)
         return str(self._processor.decode(ids))

@@ -87,31 +87,28 @@ def _config_of(path: Path) -> Path:
     return path.with_name("tokenizer_config.json")
 
 
+def open_tokenizer_json(path: str | Path) -> Any:
+    """The library's tokenizer of a tokenizer.json. Raises ValueError when it is none, or the library is missing."""
+    try:
+        import tokenizers
+    except ImportError:
+        raise ValueError(f"{path}: needs the library tokenizers: pip install 'smp[data]'") from None
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"{path} is not a tokenizer.json ({error})") from None
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
 class HuggingFaceTokenizer:
-    """A ``tokenizer.json`` of the library tokenizers.
-
-    The end of a document is the ``eos_token`` of the tokenizer_config.json beside it, or the usual name that the
-    vocabulary has.
-
-    Args:
-        path: the file.
-
-    Raises:
-        ValueError: not such a file, no end of a document, or the library is not installed.
-    """
+    """A ``tokenizer.json`` of the library tokenizers. The end of a document is the ``eos_token`` of the
+    tokenizer_config.json beside it, or the usual name that the vocabulary has; ValueError if there is none."""
 
     def __init__(self, path: str | Path) -> None:
-        try:
-            import tokenizers
-        except ImportError:
-            raise ValueError(f"{path}: needs the library tokenizers: pip install 'smp[data]'") from None
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
-            raise ValueError(f"{path}: not a tokenizer.json ({error})") from None
+        self._tokenizer = open_tokenizer_json(path)
         self._tokenizer.encode_special_tokens = True
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab_size: int = max(ids) + 1
         self.eod = self._end_of_document(Path(path))
@@ -144,15 +141,8 @@ class HuggingFaceTokenizer:
 
 
 class TiktokenTokenizer:
-    """A tiktoken file: a line for each merge, its bytes in base64 and its id.
-
-    Args:
-        path: the file.
-        pattern: one of PATTERNS.
-
-    Raises:
-        ValueError: not such a file, or the library is not installed.
-    """
+    """A tiktoken file: a line for each merge, its bytes in base64 and its id. ``pattern`` is one of PATTERNS. Raises
+    ValueError when it is no such file, or the library is not installed."""
 
     def __init__(self, path: str | Path, pattern: str) -> None:
         try:
@@ -168,9 +158,8 @@ class TiktokenTokenizer:
         if sorted(ranks.values()) != list(range(len(ranks))):
             raise ValueError(f"{path}: ids are not 0 to {len(ranks) - 1}")
         kind = PATTERNS[pattern]
-        self.vocab_size = len(ranks) + kind.extra
-        self.eod = self._merges = len(ranks)
-        self.eod += kind.eod
+        self._merges = len(ranks)
+        self.vocab_size, self.eod = self._merges + kind.extra, self._merges + kind.eod
         self._encoding = tiktoken.Encoding(
             pattern, pat_str=kind.regex, mergeable_ranks=ranks, special_tokens={END_OF_DOCUMENT: self.eod}
         )

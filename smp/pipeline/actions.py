@@ -3,9 +3,9 @@
     rank 0   forward(stage 0, micro-batch 0)  send_activation(stage 0, micro-batch 0)  forward(stage 0, ...)  ...
     rank 1   receive_activation(stage 1, micro-batch 0)  forward(stage 1, micro-batch 0)  backward(stage 1, ...)  ...
 
-Everything else reads this one value: ``validate`` proves it, ``simulate`` times it, ``plot`` draws it, a runner
-executes it. The model is cut into ranks x chunks *stages*, numbered along the way of a token; every rank owns
-``chunks`` of them. Which ones is the placement:
+Everything else reads this one value: ``validate`` proves it, ``simulate`` times it, a runner executes it. The model is
+cut into ranks x chunks *stages*, numbered along the way of a token; every rank owns ``chunks`` of them. Which ones is
+the placement:
 
                                    rank      0     1     2     3
     loop   round and round         stages   0 4   1 5   2 6   3 7
@@ -120,7 +120,7 @@ def counterpart(action: Action) -> Action:
     return Action(op, action.stage + step, action.micro_batch)
 
 
-def parts(action: Action) -> tuple[Action, ...]:
+def completed(action: Action) -> tuple[Action, ...]:
     """What is done once the action is: a whole backward is its input part and its weight part."""
     if action.op is not Op.BACKWARD:
         return (action,)
@@ -129,7 +129,7 @@ def parts(action: Action) -> tuple[Action, ...]:
 
 
 def needs(schedule: Schedule, action: Action) -> list[Action]:
-    """What has to be done earlier on the same rank, as ``parts``.
+    """What has to be done earlier on the same rank, as ``completed`` says it.
 
     A stage whose neighbour lives on the same rank takes its input from there, any other one from a receive.
     """

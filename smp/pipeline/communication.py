@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate, groupby
 
-from smp.pipeline.actions import RECEIVE, Action, Op, Schedule, counterpart, needs, parts
+from smp.pipeline.actions import RECEIVE, Action, Op, Schedule, completed, counterpart, needs
 
 
 class _Rank:
@@ -75,7 +75,10 @@ def _channels(schedule: Schedule) -> dict[tuple[int, int], list[tuple[int, int, 
     In a channel they are in the order of their writers, which is the order of the sends.
     """
     done = {
-        part: index for compute in schedule.actions for index, action in enumerate(compute) for part in parts(action)
+        result: index
+        for compute in schedule.actions
+        for index, action in enumerate(compute)
+        for result in completed(action)
     }
     channels: defaultdict[tuple[int, int], list[tuple[int, int, Action]]] = defaultdict(list)
     for rank, compute in enumerate(schedule.actions):

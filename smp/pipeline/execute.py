@@ -18,7 +18,7 @@ class ScheduleError(ValueError):
 
 
 def at(schedule: Schedule, rank: int, position: int) -> str:
-    """The place of an action, for messages."""
+    """Where an action stands, for messages."""
     actions = schedule.actions[rank]
     return f"rank {rank}, position {position}, {actions[position] if position < len(actions) else 'end of the step'}"
 
@@ -50,8 +50,8 @@ def execution_order(schedule: Schedule) -> Iterator[tuple[int, int]]:
                     position[receiver] += 1
     stuck = [rank for rank in range(schedule.ranks) if position[rank] < len(schedule.actions[rank])]
     if stuck:
-        places = "; ".join(at(schedule, rank, position[rank]) for rank in stuck)
-        raise ScheduleError(f"{schedule.name}: deadlock with {schedule.sends.value} sends: {places}")
+        positions = "; ".join(at(schedule, rank, position[rank]) for rank in stuck)
+        raise ScheduleError(f"{schedule.name}: deadlock with {schedule.sends.value} sends: {positions}")
 
 
 def _can_run(schedule: Schedule, action: Action, position: list[int], sent: set[Action]) -> bool:

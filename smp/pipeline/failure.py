@@ -36,15 +36,15 @@ def collective_failed(what: str, error: RuntimeError) -> str:
 
 
 @contextmanager
-def naming(place: str) -> Iterator[None]:
+def naming(where: str) -> Iterator[None]:
     """For what ranks do together outside of a schedule: a failure of communication inside becomes a PipelineError that
-    begins with ``place`` and names the function of this package that failed. Every other error passes as it is."""
+    begins with ``where`` and names the function of this package that failed. Every other error passes as it is."""
     try:
         yield
     except RuntimeError as error:
         if not lost_contact(error):
             raise
-        raise PipelineError(collective_failed(f"{place}: {_function(error)}", error)) from error
+        raise PipelineError(collective_failed(f"{where}: {_function(error)}", error)) from error
 
 
 def _function(error: RuntimeError) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf
 from typing import Any
 
 from smp.pipeline.actions import COMPUTE, Action, Op
@@ -41,9 +40,14 @@ class Timeline:
     spans: tuple[Span, ...]
 
     @cached_property
+    def begin(self) -> float:
+        """The first start."""
+        return min(span.start for span in self.spans)
+
+    @cached_property
     def step_time(self) -> float:
         """From the first start to the last end."""
-        return max(span.end for span in self.spans) - min(span.start for span in self.spans)
+        return max(span.end for span in self.spans) - self.begin
 
     @cached_property
     def work(self) -> tuple[float, ...]:
@@ -98,29 +102,3 @@ def _event(span: Span) -> dict[str, Any]:
         "dur": float((span.end - span.start) * MICROSECONDS),
         "args": {"stage": span.action.stage, "micro_batch": span.action.micro_batch},
     }
-
-
-def from_trace(trace: dict[str, Any]) -> Timeline:
-    """The timeline of a Chrome trace. Events of other kinds, such as a profiler's, are left out.
-
-    Raises:
-        ValueError: the trace is not one, or no event of it is an action of a pipeline.
-    """
-    ops = {op.value for op in Op}
-    try:
-        events = [event for event in trace["traceEvents"] if event["ph"] == "X" and event.get("cat") in ops]
-        spans = tuple(_span(event) for event in events)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"not a trace of a pipeline: {error!r}") from None
-    if not any(span.action.op in COMPUTE for span in spans):
-        raise ValueError("not a trace of a pipeline: no forward or backward in it")
-    if not all(0 <= span.end - span.start < inf for span in spans) or all(span.end == span.start for span in spans):
-        raise ValueError("not a trace of a pipeline: durations are numbers, at least 0 and not all of them 0")
-    return Timeline(ranks=max(span.rank for span in spans) + 1, spans=spans)
-
-
-def _span(event: dict[str, Any]) -> Span:
-    arguments = event["args"]
-    action = Action(Op(event["cat"]), int(arguments["stage"]), arguments["micro_batch"])
-    start = event["ts"] / MICROSECONDS
-    return Span(int(event["pid"]), action, start, start + event["dur"] / MICROSECONDS)

@@ -1,4 +1,4 @@
-"""Proof that a schedule is right, whoever wrote it.
+"""Proof that a schedule is right, wherever it comes from.
 
 1. Every rank by itself: each micro-batch runs forward and backward (in one piece, or input part and weight part)
    exactly once through each stage of the rank; every action comes after what it needs; parameters are unsharded where
@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from itertools import accumulate, zip_longest
 
-from smp.pipeline.actions import COMPUTE, PARAMETERS, RECEIVE, SEND, Action, Op, Schedule, counterpart, needs, parts
+from smp.pipeline.actions import COMPUTE, PARAMETERS, RECEIVE, SEND, Action, Op, Schedule, completed, counterpart, needs
 from smp.pipeline.execute import ScheduleError, at, execution_order
 
 
@@ -55,7 +55,7 @@ def _check_rank(schedule: Schedule, rank: int) -> None:
         problem = _misplaced(schedule, rank, action) or _premature(schedule, action, done, unsharded)
         if problem:
             raise ScheduleError(f"{schedule.name}: {at(schedule, rank, position)}: {problem}")
-        done.update(parts(action))
+        done.update(completed(action))
         if action.op is Op.UNSHARD:
             unsharded.add(action.stage)
         elif action.op is Op.RESHARD:
@@ -92,14 +92,14 @@ def _misplaced(schedule: Schedule, rank: int, action: Action) -> str | None:
 
 def _premature(schedule: Schedule, action: Action, done: set[Action], unsharded: set[int]) -> str | None:
     """Why an action cannot come here, after ``done`` and with the ``unsharded`` stages, or None."""
-    held = action.stage in unsharded
+    gathered = action.stage in unsharded
     if action.op is Op.UNSHARD:
-        return "its parameters are already unsharded" if held else None
-    if action.op in COMPUTE | {Op.RESHARD} and not held:
+        return "its parameters are already unsharded" if gathered else None
+    if action.op in COMPUTE | {Op.RESHARD} and not gathered:
         return "its parameters are not unsharded"
     if action.op is Op.RESHARD:
         return None
-    again = [part for part in parts(action) if part in done]
+    again = [result for result in completed(action) if result in done]
     if again:
         return f"{again[0]} runs a second time"
     missing = [need for need in needs(schedule, action) if need not in done]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TextIO, TypeVar
 
 from smp.config import ConfigError, LoggingConfig
 from smp.config.command import DamageError, exit_code, output_gone
-from smp.training.output import lasting_output
-from smp.training.process import Process, Status, forget_status, status_path, write_status
+from smp.training.process import Process, forget_status, status_path, write_status
 from smp.training.settings import report, status_file_in
 
 Settings = TypeVar("Settings")
@@ -31,38 +33,74 @@ def run_command(
         read: (command line, number of processes) -> settings, and where logs go; None: nothing will be trained.
         launch: runs; imports torch, which takes seconds.
     """
+    rank = 0
     try:
         process = Process.from_environment()
-    except ConfigError as error:
-        report(str(error), 0)
-        return 2
-    try:
-        settings, place = read(argv, process.world_size)
-        if place is not None:
-            process.require_launcher()
-            if process.rank == 0:
-                forget_status(status_path(place))
-        else:
+        rank = process.rank
+        settings, logs = read(argv, process.world_size)
+        if logs is None:
             code = launch(settings, process)
             sys.stdout.flush()
             return code
+        process.require_launcher()
+        if rank == 0:
+            forget_status(status_path(logs))
     except BrokenPipeError:  # of --help, --dry-run and --preview
         if (gone := output_gone()) is None:
             raise
         return gone
     except (ConfigError, DamageError) as error:
-        code = exit_code(error)
-        report(str(error), process.rank)
-        if process.rank == 0 and (path := status_file_in(argv, logging.log_dir)) is not None:
-            _write_status(path, "bad_config" if code == 2 else "failed", str(error))
-        return code
+        report(str(error), rank)
+        if rank == 0 and (path := status_file_in(argv, logging.log_dir)) is not None:
+            _write_status(path, error)
+        return exit_code(error)
     with lasting_output():
         return launch(settings, process)
 
 
-def _write_status(path: str, status: Status, reason: str) -> None:
+def _write_status(path: str, error: ValueError) -> None:
     try:
-        write_status(Path(path), status, reason, 0)
+        write_status(Path(path), "bad_config" if exit_code(error) == 2 else "failed", str(error), 0)
     except OSError as unwritable:
-        if not reason.startswith("--status-file"):
+        if not str(error).startswith("--status-file"):
             report(f"--status-file {path}: {unwritable}", 0)
+
+
+class _Lasting(io.FileIO):
+    """A file descriptor that goes on as the next of ``others`` when nobody reads it any more."""
+
+    def __init__(self, descriptor: int, others: list[int]) -> None:
+        super().__init__(descriptor, "wb", closefd=False)
+        self._others = others
+
+    def write(self, data: Any) -> Any:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            os.dup2(self._others.pop(0), self.fileno())  # for all who hold the descriptor
+            return self.write(data)
+
+
+@contextlib.contextmanager
+def lasting_output() -> Iterator[None]:
+    """Inside, a closed pipe is no error: Ctrl-C in ``... | tee log`` would end a run that is about to save its last
+    checkpoint. The standard output goes on as the error output. Lines are seen when they are complete, also in a pipe.
+    """
+    with open(os.devnull, "w") as nowhere:
+        out = _lasting(sys.stdout, sys.stderr, nowhere)
+        err = _lasting(sys.stderr, nowhere)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                yield
+            finally:
+                out.flush()
+                err.flush()
+
+
+def _lasting(stream: TextIO, *others: TextIO) -> TextIO:
+    try:
+        raw = _Lasting(stream.fileno(), [other.fileno() for other in others])
+    except (OSError, ValueError):  # a stream without a descriptor has no reader that could go
+        return stream
+    stream.flush()
+    return io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=True)

@@ -21,7 +21,7 @@ def orders(cache: NodeCache | None, numbers: int, made: list[int]) -> Epochs[lis
         made.append(epoch)
         return np.array([epoch, numbers])
 
-    return Epochs(make, lambda packed: packed.tolist(), numbers=numbers, cache=cache, name="order")
+    return Epochs(make, lambda packed: packed.tolist(), size=numbers, cache=cache, name="order")
 
 
 def wait() -> None:

@@ -180,7 +180,6 @@ def test_preprocessing_does_not_import_torch() -> None:
         "tokenizer",
         "gpt_dataset",
         "mock_dataset",
-        "bigram",
         "text_files",
         "preprocess",
         "build",

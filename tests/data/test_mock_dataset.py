@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from smp.data.bigram import BigramModel, bigram_cross_entropy
 from smp.data.mock_dataset import MockDataset
+from tools.bigram_baseline import BigramModel, bigram_cross_entropy
 
 
 def test_samples_are_a_function_of_seed_stream_and_index() -> None:

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from smp.data.text_files import expand_paths, parse_record, read_texts
+from smp.data.text_files import expand_paths, read_texts, texts_of
 
 
 def test_expand_paths(tmp_path: Path) -> None:
@@ -34,6 +34,6 @@ def test_read_texts(tmp_path: Path) -> None:
     "line", [b"{", b"\n", b"[1]", b'"text"', b'{"a": 1, "b": ""}', b'{"a": "x"}', b'{"a": "\xff", "b": ""}']
 )
 def test_bad_record(line: bytes) -> None:
-    with pytest.raises(ValueError, match="^f:7: not ") as caught:
-        parse_record(line, ["a", "b"], "f:7")
+    with pytest.raises(ValueError, match="^f.jsonl:7: not ") as caught:
+        texts_of(line, "f.jsonl", 7, ["a", "b"])
     assert "\n" not in str(caught.value)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from smp.data.indexed_dataset import IndexedDataset
-from smp.data.preprocess import Encoder, Report, preprocess
+from smp.data.job_output import Journal
+from smp.data.preprocess import Encoder, preprocess
 from smp.data.tokenizer import SentencePieceTokenizer
 
 pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
@@ -22,7 +23,7 @@ def lines(texts: list[str]) -> bytes:
     return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
 
 
-def run(folder: Path, model: str, inputs: list[Path], workers: int = 1, name: str = "out", **options: bool) -> Report:
+def run(folder: Path, model: str, inputs: list[Path], workers: int = 1, name: str = "out", **options: bool) -> Journal:
     encoder = Encoder(model, ("text",), append_eod=True, **options)  # type: ignore[arg-type]
     return preprocess(inputs, str(folder / name), [str(folder / name)], encoder, workers)
 

@@ -7,12 +7,13 @@ from hypothesis import strategies as st
 
 from smp.config import ConfigError
 from smp.pipeline.actions import COMPUTE, Op, Schedule
-from smp.pipeline.plot import to_text
 from smp.pipeline.schedules import SCHEDULES, build_forward_schedule, build_schedule
 from smp.pipeline.simulate import StageCosts, simulate
 from smp.pipeline.timeline import Timeline
 from smp.pipeline.validate import peak_activations, validate
+from tests.pipeline import formulas
 from tests.pipeline.strategies import Sizes, sizes, times
+from tools.plot_pipeline import to_text
 
 
 def equal(schedule: Schedule, forward: float = 1, backward_input: float = 1, backward_weight: float = 1) -> Timeline:
@@ -63,10 +64,9 @@ def test_evaluation_of_several_chunks_goes_by_groups() -> None:
 @settings(max_examples=100, deadline=None)
 @given(sizes(), times, times, times)
 def test_step_time_is_the_formula(size: Sizes, forward: int, backward_input: int, backward_weight: int) -> None:
-    name, *numbers = size
     schedule = build_schedule(*size)
     costs = StageCosts(forward, backward_input, backward_weight)
-    expected = SCHEDULES[name].step_time(*numbers, forward, backward_input, backward_weight)
+    expected = formulas.step_time(*size, forward, backward_input, backward_weight)
     if expected is not None:
         assert simulate(schedule, [costs] * schedule.stages).step_time == expected
 
@@ -74,8 +74,7 @@ def test_step_time_is_the_formula(size: Sizes, forward: int, backward_input: int
 @settings(max_examples=100, deadline=None)
 @given(sizes())
 def test_peak_activations_are_the_formula(size: Sizes) -> None:
-    name, *numbers = size
-    expected = SCHEDULES[name].peak_activations(*numbers)
+    expected = formulas.peak_activations(*size)
     if expected is not None:
         assert peak_activations(build_schedule(*size)) == expected
 

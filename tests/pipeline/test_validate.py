@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from smp.pipeline.actions import COMPUTE, SEND, Action, Op, Schedule, Sends, needs, parts
+from smp.pipeline.actions import COMPUTE, SEND, Action, Op, Schedule, Sends, completed, needs
 from smp.pipeline.communication import add_communication
 from smp.pipeline.execute import ScheduleError
 from smp.pipeline.schedules import SCHEDULES, build_forward_schedule, build_schedule
@@ -184,7 +184,7 @@ def test_random_mutations_are_rejected(size: Sizes, data: st.DataObject) -> None
     action = data.draw(st.sampled_from(schedule.actions[rank]))
     edit = data.draw(st.sampled_from(["drop", "double", "early"]))
     if edit == "early":
-        causes = [cause for cause in schedule.actions[rank] if set(parts(cause)) & set(needs(schedule, action))]
+        causes = [cause for cause in schedule.actions[rank] if set(completed(cause)) & set(needs(schedule, action))]
         assume(causes)
         mutated = edited(schedule, rank, move(action, data.draw(st.sampled_from(causes))))
     else:

@@ -29,14 +29,15 @@ def test_times_and_chunks_are_used(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_trace_is_written_and_drawn_beside_a_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace, page = tmp_path / "trace.json", tmp_path / "both.html"
+    pytest.importorskip("matplotlib")
+    trace, picture = tmp_path / "trace.json", tmp_path / "both.svg"
     main(["--schedule", "1f1b", *SIZES, "--output", str(trace)])
     content = json.loads(trace.read_text())
     content["otherData"]["title"] = "measured"
     trace.write_text(json.dumps(content))
-    main(["--schedule", "zb-h1", *SIZES, "--trace", str(trace), "--output", str(page)])
-    assert "zb-h1, predicted: step 27" in page.read_text() and "measured: step 33" in page.read_text()
-    assert capsys.readouterr().out.endswith(f"wrote {page}\n")
+    main(["--schedule", "zb-h1", *SIZES, "--trace", str(trace), "--output", str(picture)])
+    assert "zb-h1, predicted: step 27" in picture.read_text() and "measured: step 33" in picture.read_text()
+    assert capsys.readouterr().out.endswith(f"wrote {picture}\n")
 
 
 def test_the_command_writes_a_png(tmp_path: Path) -> None:

@@ -12,13 +12,14 @@ import torch
 
 from smp.models.presets import PRESETS
 from smp.pipeline.actions import COMPUTE, Op
-from smp.pipeline.timeline import Timeline, from_trace
+from smp.pipeline.timeline import Timeline
 from smp.training.pretrain import Pretraining
 from smp.training.process import Process
 from smp.training.runtime import StopSignal
 from smp.training.settings import read_settings
 from tests.distributed import run_distributed
 from tests.training.flag_runs import TINY, Runs, proves
+from tools.plot_pipeline import from_trace
 from tools.plot_pipeline import main as plot
 
 PIPE = "--num-layers 4 --global-batch-size 8 --micro-batch-size 2 "

@@ -22,7 +22,7 @@ import torch
 
 import pretrain_gpt
 from smp.config import ConfigError
-from smp.training.output import lasting_output
+from smp.training.entry import lasting_output
 from smp.training.process import Process
 from smp.training.runtime import Watchdog
 from smp.training.sinks import JsonlSink

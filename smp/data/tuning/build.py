@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from smp.config.blend import parse_split
 from smp.config.finetune import FinetuneConfig
 from smp.config.schema import ConfigError
 from smp.data.tuning.chat_template import ChatTemplate
-from smp.data.tuning.encode import Encoder
+from smp.data.tuning.encode import Encoder, marked
 from smp.data.tuning.files import read_records
-from smp.data.tuning.preview import marked
 from smp.data.tuning.samples import Samples, collect
 from smp.data.tuning.sequences import Sequences, lay_out, split_samples
 from smp.data.tuning.tokenizer import TuningTokenizer
@@ -53,15 +51,8 @@ class TuningData:
 
 
 def read_data(config: FinetuneConfig, tokenizer: TuningTokenizer) -> TuningData:
-    """Read, encode and lay out everything.
-
-    Args:
-        config: with its defaults; sequence length and vocabulary are known.
-        tokenizer: of the model.
-
-    Raises:
-        ConfigError: the data cannot be used; one line that says which and why.
-    """
+    """Read, encode and lay out everything for a resolved ``config``. Raises ConfigError, one line that says which and
+    why, when the data cannot be used."""
     data, pairs = config.data, config.objective.objective == "dpo"
     assert data.seq_length is not None and config.model.vocab_size is not None and data.data_path is not None
     assert data.packing is not None
@@ -79,7 +70,10 @@ def read_data(config: FinetuneConfig, tokenizer: TuningTokenizer) -> TuningData:
         raise ConfigError(f"--data-path {error}") from error  # damage is another exit code
     rows = 2 if pairs else 1
     chosen = split_samples(len(samples) // rows, parse_split(data.split), config.training.seed)
-    train, valid = (lay_out(samples, _texts(part, rows), data.seq_length, data.packing) for part in chosen)
+    train, valid = (
+        lay_out(samples, (part[:, None] * rows + np.arange(rows)).ravel(), data.seq_length, data.packing)
+        for part in chosen
+    )
     if len(train) == 0:
         raise ConfigError(f"--split {data.split} leaves none of {report.used} samples to train on")
     if config.training.eval_interval is not None and len(valid) == 0:
@@ -97,11 +91,6 @@ def _template(path: str | None, tokenizer: TuningTokenizer) -> ChatTemplate | No
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--chat-template {path} cannot be read: {error}") from error
     return None if source is None else ChatTemplate(source, tokenizer.template_tokens)
-
-
-def _texts(samples: npt.NDArray[np.int64], rows: int) -> npt.NDArray[np.int64]:
-    """Numbers of the texts of samples."""
-    return (samples[:, None] * rows + np.arange(rows)).ravel()
 
 
 def _described(name: str, part: Sequences) -> str:

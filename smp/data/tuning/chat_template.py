@@ -39,22 +39,15 @@ class _Generation(jinja2.ext.Extension):
 
 
 class ChatTemplate:
-    """One template.
-
-    Args:
-        source: the Jinja program.
-        tokens: names and texts of special tokens that it may use, such as ``eos_token``.
-
-    Raises:
-        ValueError: it is not valid Jinja.
-    """
+    """One template: a Jinja program, and names and texts of special tokens that it may use, such as ``eos_token``.
+    Raises ValueError when it is not valid Jinja."""
 
     def __init__(self, source: str, tokens: dict[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
+        environment.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
         try:
             self._template = environment.from_string(source)
             tree = environment.parse(source)
@@ -106,12 +99,11 @@ class ChatTemplate:
 
 def _unmark(marked: str) -> tuple[str, list[Span]]:
     """Text without marks, and the spans that they enclosed."""
-    text, spans, start = "", [], -1
+    text, spans = "", []
     for i, piece in enumerate(marked.replace(_END, _BEGIN).split(_BEGIN)):
         if i % 2:
             spans.append((len(text), len(text) + len(piece)))
         text += piece
-    assert start == -1
     return text, spans
 
 
@@ -122,7 +114,3 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
 
 def _raise(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
-
-
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,11 @@ from smp.data.tuning.chat_template import ChatTemplate, Span
 from smp.data.tuning.shapes import BadSampleError, Conversation, Plain, Sample, recognise, recognise_pair
 from smp.data.tuning.tokenizer import TuningTokenizer
 
+_COLOURS = {True: ("\x1b[1;32m", "\x1b[0m"), False: ("\x1b[2m", "\x1b[0m")}
+_BRACKETS = {True: ("⟦", "⟧"), False: ("", "")}
+"""Around what is trained and what is not."""
+
+Ids = TypeVar("Ids")
 Encoded = tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]
 """Token ids (n,), and for each whether the model is trained to say it."""
 
@@ -22,7 +28,7 @@ class Encoder:
 
     Args:
         tokenizer: of the model.
-        template: of the chat; None: conversations are refused.
+        template: None: conversations are refused.
         mask_prompt: train only what the assistant says, or the completion. False: all tokens but the first.
     """
 
@@ -30,19 +36,11 @@ class Encoder:
         self.tokenizer, self.template, self.mask_prompt = tokenizer, template, mask_prompt
 
     def sample(self, record: dict[str, Any]) -> list[Encoded]:
-        """The one text of a record.
-
-        Raises:
-            BadSampleError: the record is broken, or nothing in it is trained.
-        """
+        """The one text of a record. Raises BadSampleError when it is broken, or nothing in it is trained."""
         return [self._encode(recognise(record, chat=self.template is not None))]
 
     def pair(self, record: dict[str, Any]) -> list[Encoded]:
-        """The two texts of a preference: chosen, rejected.
-
-        Raises:
-            BadSampleError: the record is broken, or nothing in one of the answers is trained.
-        """
+        """The two texts of a preference: chosen, rejected. Raises BadSampleError as ``sample``."""
         pair = recognise_pair(record)
         return [self._encode(pair.chosen), self._encode(pair.rejected)]
 
@@ -59,7 +57,7 @@ class Encoder:
         ids = list(self.tokenizer.before)
         trained = [False] * len(ids)
         for text, train in sample.pieces:
-            piece = _checked(self.tokenizer, text)
+            piece = _checked(self.tokenizer.encode, text)
             ids += piece
             trained += [train] * len(piece)
         if ids and ids[-1] == self.tokenizer.eos and trained[-1]:  # written out in the text
@@ -70,26 +68,22 @@ class Encoder:
         if self.template is None:
             raise BadSampleError("it is a conversation, and there is no chat template: give --chat-template")
         text, spans = self.template.render(sample)
-        try:
-            ids, places = self.tokenizer.encode_at(text, [edge for span in spans for edge in span])
-        except ValueError as error:  # a lone surrogate
-            raise BadSampleError(str(error)) from None
-        trained = _within(places, spans)
-        return ids, _without_line_ends(self.tokenizer, ids, trained)
+        ids, offsets = _checked(self.tokenizer.encode_at, text, [edge for span in spans for edge in span])
+        return ids, _without_line_ends(self.tokenizer, ids, _within(offsets, spans))
 
 
-def _checked(tokenizer: TuningTokenizer, text: str) -> list[int]:
+def _checked(encode: Callable[..., Ids], *arguments: Any) -> Ids:
     try:
-        return tokenizer.encode(text)
+        return encode(*arguments)
     except ValueError as error:  # a lone surrogate
         raise BadSampleError(str(error)) from None
 
 
-def _within(places: Sequence[int], spans: Sequence[Span]) -> list[bool]:
-    """Whether each place lies in one of the spans, which are in order."""
+def _within(offsets: Sequence[int], spans: Sequence[Span]) -> list[bool]:
+    """Whether each offset lies in one of the spans, which are in order."""
     starts = [first for first, _ in spans]
-    hits = (bisect_right(starts, place) - 1 for place in places)
-    return [hit >= 0 and place < spans[hit][1] for place, hit in zip(places, hits, strict=True)]
+    hits = (bisect_right(starts, offset) - 1 for offset in offsets)
+    return [hit >= 0 and offset < spans[hit][1] for offset, hit in zip(offsets, hits, strict=True)]
 
 
 def _without_line_ends(tokenizer: TuningTokenizer, ids: list[int], trained: list[bool]) -> list[bool]:
@@ -97,14 +91,20 @@ def _without_line_ends(tokenizer: TuningTokenizer, ids: list[int], trained: list
     out = list(trained)
     for i in range(1, len(ids)):
         follows_end = ids[i - 1] in tokenizer.special or (trained[i - 1] and not out[i - 1])
-        if out[i] and follows_end and ids[i] not in tokenizer.special and not _rest_is_said(trained, ids, i, tokenizer):
-            out[i] = False
+        if out[i] and follows_end and ids[i] not in tokenizer.special:
+            # more than white space up to the end of this stretch is part of what is said
+            end = next((j for j in range(i, len(ids)) if not trained[j]), len(ids))
+            out[i] = bool(tokenizer.decode(ids[i:end]).strip())
     return out
 
 
-def _rest_is_said(trained: list[bool], ids: list[int], i: int, tokenizer: TuningTokenizer) -> bool:
-    """Whether there is more than white space between token ``i`` and the end of its trained stretch."""
-    end = i
-    while end < len(ids) and trained[end]:
-        end += 1
-    return bool(tokenizer.decode(ids[i:end]).strip())
+def marked(tokenizer: TuningTokenizer, text: Encoded, colours: bool) -> str:
+    """Decoded text for people: what is trained bold and green, what is only read dim; without colours the former in
+    ⟦ ⟧."""
+    ids, trained = text
+    marks = _COLOURS if colours else _BRACKETS
+    parts = []
+    for is_trained, group in groupby(zip(ids.tolist(), trained.tolist(), strict=True), key=lambda pair: pair[1]):
+        decoded = tokenizer.decode([token for token, _ in group])
+        parts.append(decoded.join(marks[is_trained]))
+    return "".join(parts)

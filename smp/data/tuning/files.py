@@ -1,14 +1,12 @@
-"""Records from .jsonl, .jsonl.gz, .jsonl.zst and .parquet files, each with the place where it stands."""
+"""Records from .jsonl, .jsonl.gz, .jsonl.zst and .parquet files, each with where it stands."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from smp.data.text_files import expand_paths, kind_of, read_chunks
+from smp.data.text_files import expand_paths, kind_of, parse_record, read_chunks
 
 
 @dataclass(frozen=True)
@@ -33,41 +31,18 @@ def read_records(patterns: Sequence[str]) -> Iterator[Record]:
         ValueError: a pattern without a file, a file of an unknown kind or a damaged one, or a library is missing.
     """
     for path in expand_paths(patterns):
-        kind = kind_of(path)
-        if kind == ".parquet":
-            yield from _parquet(path)
-        elif kind == ".jsonl":
-            for chunk in read_chunks([path], []):
-                for number, line in enumerate(chunk.records, start=chunk.first):
-                    if line.strip():
-                        yield _record(line, f"{path}:{number}")
-        else:
+        if kind_of(path) == ".txt":
             raise ValueError(f"{path}: samples come in .jsonl and .parquet files")
+        for chunk in read_chunks([path]):
+            for number, record in enumerate(chunk.records, start=chunk.first):
+                if isinstance(record, dict) or record.strip():
+                    yield _parsed(record, f"{path}:{number}")
 
 
-def _record(line: bytes, where: str) -> Record:
+def _parsed(record: Any, where: str) -> Record:
+    if isinstance(record, dict):  # a column that other rows use is null here: the sample does not have it
+        return Record(where, {key: value for key, value in record.items() if value is not None})
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
-        return Record(where, None, f"not valid JSON ({error})")
-    if not isinstance(value, dict):
-        return Record(where, None, "not a JSON object")
-    return Record(where, value)
-
-
-def _parquet(path: Path) -> Iterator[Record]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise ValueError(f'{path} needs pyarrow: pip install "smp[data]"') from None
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            number = 0
-            for batch in file.iter_batches(batch_size=1024):
-                for value in batch.to_pylist():
-                    number += 1
-                    # a column that other rows use is null here: the sample does not have it
-                    yield Record(f"{path}:{number}", {k: v for k, v in value.items() if v is not None})
-    except (OSError, pyarrow.ArrowException) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+        return Record(where, parse_record(record))
+    except ValueError as error:
+        return Record(where, None, str(error))

@@ -62,7 +62,7 @@ class Report:
         used: samples that are trained on.
         tokens: of them, ``supervised`` of which are trained.
         truncated: texts that were cut at the sequence length.
-        bad: (place, why) of samples that were left out.
+        bad: (where, why) of samples that were left out.
     """
 
     records: int = 0
@@ -94,10 +94,9 @@ def collect(
     """Encode every record.
 
     Args:
-        records: in order.
         encode: gives the texts of one (``Encoder.sample`` or ``Encoder.pair``).
-        seq_length: longest text is one token more: the last is only predicted.
-        vocab_size: of the model; token ids from here on are refused.
+        seq_length: the longest text is one token more: the last is only predicted.
+        vocab_size: token ids from here on are refused.
         threshold: largest fraction of records that may be dropped.
 
     Raises:

@@ -16,7 +16,7 @@ _SPLIT = 2  # purpose of the permutation that splits; the order of an epoch has 
 
 
 def split_samples(count: int, fractions: tuple[float, float, float], seed: int) -> tuple[npt.NDArray[np.int64], ...]:
-    """Numbers of the training and of the validation samples, in ascending order.
+    """Indices of the training and of the validation samples, in ascending order.
 
     Which sample goes where is drawn with ``seed``: files are often sorted by subject.
 
@@ -35,7 +35,7 @@ class Sequences:
     """Texts laid into sequences.
 
     Attributes:
-        texts: numbers of the texts in each sequence, one sequence after the other.
+        texts: indices of the texts in each sequence, one sequence after the other.
         offsets: where each sequence begins in ``texts``, (sequences + 1,).
         used: positions that hold text, over all sequences.
         length: positions of a sequence.

@@ -1,4 +1,4 @@
-"""What fine-tuning needs of a tokenizer: token ids with their places in the text, special tokens, the chat template."""
+"""What fine-tuning needs of a tokenizer: token ids and their offsets in a text, special tokens, the chat template."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from smp.data.tokenizer import SentencePieceTokenizer, check_text
+from smp.data.tokenizer_files import open_tokenizer_json
 
 _TEMPLATE_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -40,8 +41,8 @@ class TuningTokenizer(ABC):
 
     @abstractmethod
     def encode_at(self, text: str, cuts: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Token ids of ``text`` and for each the place of its first character. Places in ``cuts`` matter: a token that
-        could cross one may be cut there."""
+        """Token ids of ``text`` and the offset of the first character of each. Offsets in ``cuts`` matter: a token
+        that could cross one may be cut there."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -49,43 +50,25 @@ class TuningTokenizer(ABC):
 
 
 class FolderTokenizer(TuningTokenizer):
-    """``tokenizer.json`` of a Hugging Face folder, with what lies beside it.
-
-    Args:
-        folder: with tokenizer.json; special tokens and chat template come from tokenizer_config.json,
-            special_tokens_map.json, chat_template.jinja or chat_template.json.
-
-    Raises:
-        ValueError: a file is missing or damaged, or no token ends a text.
-    """
+    """``tokenizer.json`` of a Hugging Face folder. Special tokens and chat template come from tokenizer_config.json,
+    special_tokens_map.json, chat_template.jinja or chat_template.json. Raises ValueError when a file is missing or
+    damaged, or no token ends a text."""
 
     def __init__(self, folder: Path) -> None:
-        from tokenizers import Tokenizer  # an extra; what trains on .bin files does without
-
-        path = folder / "tokenizer.json"
-        if not path.is_file():
+        if not (folder / "tokenizer.json").is_file():
             raise ValueError(f"{folder} has no tokenizer.json")
-        try:
-            self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
-            raise ValueError(f"{path} is not a tokenizer: {error}") from None
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
+        self._tokenizer = open_tokenizer_json(folder / "tokenizer.json")
         config = _json(folder / "special_tokens_map.json") | _json(folder / "tokenizer_config.json")
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         added = self._tokenizer.get_added_tokens_decoder()
-        self.special = frozenset(number for number, token in added.items() if token.special)
+        self.special = frozenset(i for i, token in added.items() if token.special)
         self.template_tokens = {name: text for name in _TEMPLATE_TOKENS if (text := _token(config.get(name)))}
-        self.eos = self._end(folder)
+        eos = self._tokenizer.token_to_id(self.template_tokens.get("eos_token", ""))
+        if eos is None:
+            raise ValueError(f"{folder}: tokenizer_config.json names no eos_token that is in tokenizer.json")
+        self.eos = int(eos)
         self.before = self._before()
         self.template = _template(folder, config)
-
-    def _end(self, folder: Path) -> int:
-        text = self.template_tokens.get("eos_token")
-        number = None if text is None else self._tokenizer.token_to_id(text)
-        if number is None:
-            raise ValueError(f"{folder}: tokenizer_config.json names no eos_token that is in tokenizer.json")
-        return int(number)
 
     def _before(self) -> list[int]:
         """What its own rules put in front of a text; what they put behind it is left to :attr:`eos`."""
@@ -109,14 +92,7 @@ class FolderTokenizer(TuningTokenizer):
 
 class PieceTokenizer(TuningTokenizer):
     """A sentencepiece model file. It has no chat template of its own; one that is given may write the texts of its
-    begin and end pieces.
-
-    Args:
-        path: the file.
-
-    Raises:
-        ValueError: as :class:`smp.data.tokenizer.SentencePieceTokenizer`.
-    """
+    begin and end pieces."""
 
     def __init__(self, path: Path) -> None:
         self._tokenizer = SentencePieceTokenizer(path)
@@ -124,7 +100,7 @@ class PieceTokenizer(TuningTokenizer):
         pieces = self._tokenizer.control_pieces()
         self.template_tokens = {name: text for name, (text, _) in pieces.items()}
         self._ids = dict(pieces.values())
-        self._texts = {number: text for text, number in pieces.values()}
+        self._texts = {i: text for text, i in pieces.values()}
         self._control = re.compile("|".join(map(re.escape, self._ids)))
         self.special = frozenset(self._texts)
 
@@ -135,29 +111,25 @@ class PieceTokenizer(TuningTokenizer):
         """Piece by piece between the cuts and around begin and end pieces: which token comes from where is known to
         that precision."""
         ids: list[int] = []
-        places: list[int] = []
+        offsets: list[int] = []
         control = [edge for match in self._control.finditer(text) for edge in match.span()]
         for first, last in pairwise(sorted({0, *cuts, *control, len(text)})):
             part = text[first:last]
             piece = [self._ids[part]] if part in self._ids else self.encode(part)
             ids += piece
-            places += [first] * len(piece)
-        return ids, places
+            offsets += [first] * len(piece)
+        return ids, offsets
 
     def decode(self, ids: Sequence[int]) -> str:
         parts = []
         for control, group in groupby(ids, key=self._texts.__contains__):
-            numbers = list(group)
-            parts.append("".join(self._texts[n] for n in numbers) if control else self._tokenizer.decode(numbers))
+            part = list(group)
+            parts += [self._texts[i] for i in part] if control else [self._tokenizer.decode(part)]
         return "".join(parts)
 
 
 def open_tokenizer(path: str | Path) -> TuningTokenizer:
-    """The tokenizer of a folder, or of a sentencepiece file.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The tokenizer of a folder, or of a sentencepiece file. Raises ValueError when there is none."""
     path = Path(path)
     if not path.is_dir():
         return PieceTokenizer(path)
@@ -182,7 +154,7 @@ def _token(value: Any) -> str | None:
 
 
 def _template(folder: Path, config: dict[str, Any]) -> str | None:
-    """The newest place first. Of several templates the one named "default"."""
+    """From the newest of the files that may have one. Of several templates the one named "default"."""
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     value = _json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))

@@ -1,4 +1,4 @@
-"""The schedules by name. Each is a module: a function from sizes to an order of computation, and formulas."""
+"""The schedules by name. Each is a module: a function from sizes to an order of computation."""
 
 from __future__ import annotations
 
@@ -13,26 +13,12 @@ from smp.pipeline.schedules.evaluation import forward_only
 
 
 class ScheduleModule(Protocol):
-    """What a file in this folder holds. Sizes are pipeline ranks p, micro-batches m and chunks v."""
+    """What a file in this folder holds."""
 
     CHUNKS: int  # default
 
     def schedule(self, ranks: int, micro_batches: int, chunks: int) -> Schedule:
         """Computation only. Raises ConfigError for sizes that it cannot take."""
-
-    def step_time(
-        self,
-        ranks: int,
-        micro_batches: int,
-        chunks: int,
-        forward: float,
-        backward_input: float,
-        backward_weight: float,
-    ) -> float | None:
-        """Step time from the times of one micro-batch in one (equal) stage; None outside the formula's domain."""
-
-    def peak_activations(self, ranks: int, micro_batches: int, chunks: int) -> tuple[int, ...] | None:
-        """Most stage activations per rank, in micro-batches of one stage; None outside the formula's domain."""
 
 
 SCHEDULES: Mapping[str, ScheduleModule] = {
@@ -59,8 +45,7 @@ def build_schedule(
         ranks: pipeline-parallel processes.
         micro_batches: per step.
         chunks: stages per rank; default: what the schedule needs, or 2.
-        prefetch: see ``add_communication``.
-        reshard_after_use: see ``add_communication``.
+        prefetch, reshard_after_use: see ``add_communication``.
 
     Raises:
         ConfigError: unknown name, or sizes that the schedule cannot take.

@@ -25,15 +25,3 @@ def schedule(ranks: int, micro_batches: int, chunks: int = CHUNKS) -> Schedule:
     """Computation of GPipe. Raises ConfigError unless ``chunks`` is 1."""
     check_sizes("gpipe", ranks, micro_batches, chunks, most_chunks=1)
     return ordered("gpipe", ranks, micro_batches, chunks, lambda rank: [F] * micro_batches + [B] * micro_batches)
-
-
-def step_time(
-    ranks: int, micro_batches: int, chunks: int, forward: float, backward_input: float, backward_weight: float
-) -> float:
-    """(m + p - 1)(F + B) for equal stages and free messages, any m."""
-    return (micro_batches + ranks - 1) * (forward + backward_input + backward_weight)
-
-
-def peak_activations(ranks: int, micro_batches: int, chunks: int) -> tuple[int, ...]:
-    """m on every rank."""
-    return (micro_batches,) * ranks

@@ -39,18 +39,3 @@ def schedule(ranks: int, micro_batches: int, chunks: int = CHUNKS) -> Schedule:
         return one_forward_one_backward(forwards, backwards, warm_up)
 
     return ordered("interleaved", ranks, micro_batches, chunks, order)
-
-
-def step_time(
-    ranks: int, micro_batches: int, chunks: int, forward: float, backward_input: float, backward_weight: float
-) -> float | None:
-    """(m v + p - 1)(F + B) with times of one chunk, for equal stages and free messages; None for m < p."""
-    if micro_batches < ranks:
-        return None
-    return (micro_batches * chunks + ranks - 1) * (forward + backward_input + backward_weight)
-
-
-def peak_activations(ranks: int, micro_batches: int, chunks: int) -> tuple[int, ...]:
-    """(v - 1) group + 2 (p - 1 - rank) + 1, and no more than m v."""
-    warm_up = (chunks - 1) * groups(ranks, micro_batches)[0]
-    return tuple(min(warm_up + 2 * (ranks - 1 - rank) + 1, micro_batches * chunks) for rank in range(ranks))

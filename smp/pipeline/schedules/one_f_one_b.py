@@ -29,15 +29,3 @@ def schedule(ranks: int, micro_batches: int, chunks: int = CHUNKS) -> Schedule:
         return one_forward_one_backward([F] * micro_batches, [B] * micro_batches, warm_up)
 
     return ordered("1f1b", ranks, micro_batches, chunks, order)
-
-
-def step_time(
-    ranks: int, micro_batches: int, chunks: int, forward: float, backward_input: float, backward_weight: float
-) -> float:
-    """(m + p - 1)(F + B) for equal stages and free messages, any m."""
-    return (micro_batches + ranks - 1) * (forward + backward_input + backward_weight)
-
-
-def peak_activations(ranks: int, micro_batches: int, chunks: int) -> tuple[int, ...]:
-    """p - rank, and no more than m."""
-    return tuple(min(ranks - rank, micro_batches) for rank in range(ranks))

@@ -10,7 +10,7 @@ first rank.
 
 Phases: as 1F1B with I for B; a W follows each I, r micro-batches late; the last r W.
 Bubble: (p - 1)(F + I - W), a third of 1F1B's if F = I = W; (p - 1) max(F, I) where W is longer than F or I.
-Peak activations: p micro-batches on every rank, what 1F1B has on rank 0, if an activation is held until its W.
+Peak activations: p micro-batches on every rank, what 1F1B has on rank 0, if an activation is kept until its W.
 """
 
 from __future__ import annotations
@@ -35,18 +35,3 @@ def schedule(ranks: int, micro_batches: int, chunks: int = CHUNKS) -> Schedule:
         return steps + [W] * late
 
     return ordered("zb-h1", ranks, micro_batches, chunks, order)
-
-
-def step_time(
-    ranks: int, micro_batches: int, chunks: int, forward: float, backward_input: float, backward_weight: float
-) -> float | None:
-    """m (F + I + W) + (p - 1) max(F + I - W, F, I) for equal stages and free messages; None for m < p."""
-    if micro_batches < ranks:
-        return None
-    work = micro_batches * (forward + backward_input + backward_weight)
-    return work + (ranks - 1) * max(forward + backward_input - backward_weight, forward, backward_input)
-
-
-def peak_activations(ranks: int, micro_batches: int, chunks: int) -> tuple[int, ...]:
-    """p on every rank, and no more than m."""
-    return (min(ranks, micro_batches),) * ranks

@@ -14,10 +14,10 @@ Phases:
     p - r times f i w                     way back
     m - 2p + 1 + r times F I W f i w      steady state
     p - 1 - r times I W f i w             no forward of the first chunk is left
-    r times I i, then p - r times I W     weight parts are held back ...
+    r times I i, then p - r times I W     weight parts wait ...
     r times w, then r times W             ... and fill the end
-Bubble: (p - 1) F / 2 if F = I = W, a sixth of 1F1B's, for m >= 2p - 1: the way of the first forward to the last rank.
-It vanishes if the ranks need not begin and end a step together.
+Bubble: (p - 1) max(I, 2 (I - W)) / 2 for m >= 2p - 1, F <= I and W <= I. If F = I = W that is (p - 1) F / 2, a sixth of
+1F1B's: the way of the first forward to the last rank. It vanishes if the ranks need not begin and end a step together.
 Peak activations: 2p of half a rank's layers on every rank: what 1F1B has on rank 0, p micro-batches.
 Messages: twice those of 1F1B, none at the turn.
 """
@@ -54,21 +54,3 @@ def _order(ranks: int, rank: int, micro_batches: int) -> list[Step]:
     steady = [F, I, W, f, i, w] * (micro_batches - 2 * below + 1 - rank) + [I, W, f, i, w] * (below - 1)
     cool_down = [I, i] * rank + [I, W] * below + [w] * rank + [W] * rank
     return warm_up + steady + cool_down
-
-
-def step_time(
-    ranks: int, micro_batches: int, chunks: int, forward: float, backward_input: float, backward_weight: float
-) -> float | None:
-    """2 m (F + I + W) + (p - 1) max(I, 2 (I - W)) with times of one chunk, for equal stages and free messages.
-
-    None outside of m >= 2p - 1, F <= I and W <= I, where we know no formula.
-    """
-    if micro_batches < 2 * ranks - 1 or max(forward, backward_weight) > backward_input:
-        return None
-    work = chunks * micro_batches * (forward + backward_input + backward_weight)
-    return work + (ranks - 1) * max(backward_input, 2 * (backward_input - backward_weight))
-
-
-def peak_activations(ranks: int, micro_batches: int, chunks: int) -> tuple[int, ...] | None:
-    """2p on every rank; None for m < 2p - 1."""
-    return (chunks * ranks,) * ranks if micro_batches >= 2 * ranks - 1 else None

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from smp.data.tuning.chat_template import ChatTemplate
-from smp.data.tuning.encode import Encoder
-from smp.data.tuning.preview import marked
+from smp.data.tuning.encode import Encoder, marked
 from smp.data.tuning.shapes import BadSampleError, Conversation
 from smp.data.tuning.tokenizer import FolderTokenizer, open_tokenizer
 from tests.training.tiny_hf import TEMPLATE, write_tokenizer

@@ -58,7 +58,7 @@ def test_columns_that_a_row_does_not_have_are_absent(tmp_path: Path) -> None:
         ("a.csv", b"x", "neither .parquet nor"),
         ("a.txt", b"x", "samples come in .jsonl and .parquet files"),
         ("a.jsonl.gz", b"no gzip", "damaged after 0 bytes"),
-        ("a.parquet", b"no parquet", "cannot be read"),
+        ("a.parquet", b"no parquet", "not a parquet file that can be read"),
     ],
 )
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, name: str, content: bytes, why: str) -> None:

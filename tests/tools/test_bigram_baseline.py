@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
-from smp.data.bigram import UNSEEN_COUNT, BigramModel, bigram_cross_entropy
+from tools.bigram_baseline import UNSEEN_COUNT, BigramModel, bigram_cross_entropy
 
 
 def slow_probability(train: list[int], vocab: int, discount: float, x: int, y: int) -> float:
