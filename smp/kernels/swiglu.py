@@ -47,13 +47,15 @@ class FusedSwiglu:
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         """a of (gate, up)."""
-        return swiglu_forward(*inputs, self.backend)
+        gate, up = inputs
+        return swiglu_forward(gate, up, self.backend)
 
     def backward(
         self, grad: torch.Tensor, *inputs: torch.Tensor, again: bool
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """((dgate, dup), a)."""
-        dgate, dup, a = swiglu_backward(grad, *inputs, self.backend, again=again)
+        gate, up = inputs
+        dgate, dup, a = swiglu_backward(grad, gate, up, self.backend, again=again)
         return (dgate, dup), a
 
 

@@ -63,8 +63,8 @@ def parallelize(model: Model, context: ParallelContext, config: ParallelConfig) 
     assert context.fsdp is not None, "a context of a run has it"
     if context.fsdp.size() == 1 and context.pp_size == 1:
         return model
-    units = model.fsdp_units() if hasattr(model, "fsdp_units") else blocks
-    shard(model, units, context.fsdp, bf16=config.bf16)
+    fsdp_units: Any = getattr(model, "fsdp_units", lambda: blocks)
+    shard(model, fsdp_units(), context.fsdp, bf16=config.bf16)
     if context.pp_size == 1:  # a pipeline's schedule says itself when weights are gathered
         prefetch(blocks)
     return model
