@@ -91,6 +91,9 @@ class MathAttention(_Masked):
 
     name: str = "math"
 
+    def __str__(self) -> str:
+        return self.name
+
     def __call__(
         self,
         q: torch.Tensor,
@@ -145,6 +148,9 @@ class FusedAttention(_Masked):
     name: str = "flash"
     grouped: bool = False
 
+    def __str__(self) -> str:
+        return self.name
+
     def __call__(
         self,
         q: torch.Tensor,
@@ -156,15 +162,12 @@ class FusedAttention(_Masked):
     ) -> Pair:
         if dropout_key is not None:
             return MathAttention()(q, k, v, layout, spec, dropout_key)
-        rows, heads, width = q.shape
-        operator, scores = operator_for(self.name, q.device), self._scores(q, layout, spec)
-        q, k, v = (_widened(x, operator.multiple) for x in (q, k, v))
-        keys = _keys(k, v, layout, k.shape[1] if self.grouped else heads)
-        out, lse = operator.forward(_unfold(q, layout.batch, layout.length), *keys, scores)
+        queries, keys, values, scores = self.arguments(q, k, v, layout, spec)
+        out, lse = operator_for(self.name, q.device).forward(queries, keys, values, scores)
         if scores.mask is not None and not layout.sees_itself:
             blind = scores.mask.isneginf().all(dim=-1)  # (batch or 1, 1, length)
             out, lse = out.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -torch.inf)
-        return _fold(out[..., :width], rows), _fold_lse(lse, rows)
+        return _fold(out[..., : q.shape[2]], q.shape[0]), _fold_lse(lse, q.shape[0])
 
     def backward(
         self,
@@ -181,22 +184,28 @@ class FusedAttention(_Masked):
 
         Those of q are the sum over all blocks of keys.
         """
-        operator, scores = operator_for(self.name, q.device), self._scores(q, layout, spec)
-        groups = k.shape[1]
-        dout, wide_q, wide_k, wide_v, out = (_widened(x, operator.multiple) for x in (dout, q, k, v, out))
-        dout, queries, out = (_unfold(x, layout.batch, layout.length) for x in (dout, wide_q, out))
-        keys = _keys(wide_k, wide_v, layout, groups if self.grouped else q.shape[1])
+        operator, groups = operator_for(self.name, q.device), k.shape[1]
+        *given, scores = self.arguments(q, k, v, layout, spec)
+        dout, out = (_unfold(_widened(x, operator.multiple), layout.batch, layout.length) for x in (dout, out))
         lse = lse.masked_fill(lse.isneginf(), 0.0)  # nobody is seen: exp(-inf - 0) is 0, exp(-inf + inf) is NaN
         kept = out, lse[:, : layout.num_queries].unflatten(1, (layout.batch, -1)).transpose(0, 1)
-        dq, dk, dv = operator.backward(dout, queries, *keys, *kept, scores=scores)
+        dq, dk, dv = operator.backward(dout, *given, *kept, scores=scores)
         dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in (dk, dv))
         return tuple(_fold(dx[..., : x.shape[2]], x.shape[0]) for dx, x in ((dq, q), (dk, k), (dv, v)))
 
-    def _scores(self, q: torch.Tensor, layout: TokenLayout, spec: AttentionSpec) -> Scores:
-        mask = layout.mask(spec.pattern(layout), q.dtype, q.device)
-        padded = q.shape[2] % operator_for(self.name, q.device).multiple > 0
-        scale = q.shape[2] ** -0.5 if spec.scale is None and padded else spec.scale
-        return Scores(spec.causal and mask is None, mask, scale)
+    def arguments(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: TokenLayout, spec: AttentionSpec
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Scores]:
+        """What the operator gets: q, k and v (batch, heads, length, head_dim), and what the scores are."""
+        mask, multiple = (
+            layout.mask(spec.pattern(layout), q.dtype, q.device),
+            operator_for(self.name, q.device).multiple,
+        )
+        scale = q.shape[2] ** -0.5 if spec.scale is None and q.shape[2] % multiple else spec.scale
+        heads = k.shape[1] if self.grouped else q.shape[1]
+        q, k, v = (_widened(x, multiple) for x in (q, k, v))
+        keys = _keys(k, v, layout, heads)
+        return _unfold(q, layout.batch, layout.length), *keys, Scores(spec.causal and mask is None, mask, scale)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,9 @@ class VarlenAttention:
 
     name: str = "flash"
 
+    def __str__(self) -> str:
+        return f"{self.name}'s variable-length kernel"
+
     @property
     def dense(self) -> FusedAttention:
         """For what needs no mask."""
@@ -54,12 +57,10 @@ class VarlenAttention:
             return self.dense(q, k, v, layout, spec, dropout_key)
         from torch.nn.attention.varlen import AuxRequest, varlen_attn  # which imports triton; most runs need neither
 
+        starts, aux = self._documents(q, layout, spec), AuxRequest(lse=True)
+        queries, keys, values = _rows(q, k, v, layout)
         out, lse = varlen_attn(
-            *_rows(q, k, v, layout),
-            *self._documents(q, layout, spec),  # type: ignore[arg-type]
-            return_aux=AuxRequest(lse=True),
-            scale=spec.scale,
-            window_size=_sides(spec),
+            queries, keys, values, *starts, return_aux=aux, scale=spec.scale, window_size=_sides(spec)
         )
         lse, padding = lse.detach(), q.shape[0] - out.shape[0]  # the operator would drop a gradient of it
         if not layout.sees_itself:
@@ -100,14 +101,17 @@ class VarlenAttention:
 
     def _documents(
         self, q: torch.Tensor, layout: TokenLayout, spec: AttentionSpec
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, int, int]:
+    ) -> tuple[torch.Tensor, torch.Tensor, int, int]:
         """Where they begin in queries and keys, and the longest."""
         if layout.cu_seqlens_q is None:
             layout = self.prepare(layout, [spec], q.dtype, q.device)
+        assert layout.cu_seqlens_q is not None and layout.cu_seqlens_k is not None
         return layout.cu_seqlens_q, layout.cu_seqlens_k, layout.max_seqlen_q, layout.max_seqlen_k
 
 
-def _rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: TokenLayout) -> tuple[torch.Tensor, ...]:
+def _rows(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: TokenLayout
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v without padding, and a key/value head for each query head, as torch 2.11 needs them."""
     keys, repeats = layout.batch * layout.keys, q.shape[1] // k.shape[1]
     k, v = (x[:keys].repeat_interleave(repeats, dim=1) for x in (k, v))

@@ -28,6 +28,8 @@ MASKED: dict[str, Any] = {
     "flash, grouped": FusedAttention("flash", grouped=True),
     "default": DefaultAttention(),
 }
+MATH: Any = MathAttention()
+VARLEN: Any = VarlenAttention()
 FUSED: dict[str, Any] = {name: core for name, core in MASKED.items() if name.startswith("flash")}
 Tensors = list[torch.Tensor]
 
@@ -174,7 +176,7 @@ def test_any_layout(layout: TokenLayout, spec: AttentionSpec, core: str, groups:
 @given(layouts(contiguous=True), specs, st.sampled_from([1, 2, 4]))
 def test_any_layout_of_documents_in_a_row(layout: TokenLayout, spec: AttentionSpec, groups: int) -> None:
     with plain_varlen():
-        check(VarlenAttention(), layout, replace(spec, window=spec.window if spec.causal else None), groups=groups)
+        check(VARLEN, layout, replace(spec, window=spec.window if spec.causal else None), groups=groups)
 
 
 def parts(layout: TokenLayout, tensors: Tensors, cut: int) -> list[tuple[TokenLayout, Tensors]]:
@@ -227,11 +229,7 @@ def test_a_merge_of_nothing_with_nothing_is_nothing() -> None:
 
 
 def test_variable_lengths_have_a_backward_pass_of_their_own() -> None:
-    layout, spec, core = (
-        TokenLayout(2, 7, padding=2, document_ids=DOCUMENTS),
-        AttentionSpec(window=3),
-        VarlenAttention(),
-    )
+    layout, spec, core = TokenLayout(2, 7, padding=2, document_ids=DOCUMENTS), AttentionSpec(window=3), VARLEN
     tensors = inputs(layout, 4, 2)
     want = results(oracle, [x.double() for x in tensors], layout, spec)
     with plain_varlen():
@@ -251,7 +249,7 @@ def test_the_reference_has_the_gradients_of_its_formula() -> None:
     layout = replace(LAYOUTS["other documents"], token_index=torch.arange(6) + 100)
     q, k, v, _ = (x.double().requires_grad_() for x in inputs(layout, 2, 1, width=3))
     for spec, key in ((AttentionSpec(), None), (AttentionSpec(window=2, dropout=0.3), KEY)):
-        assert torch.autograd.gradcheck(lambda *x, s=spec, d=key: MathAttention()(*x, layout, s, d)[0], (q, k, v))
+        assert torch.autograd.gradcheck(lambda *x, s=spec, d=key: MATH(*x, layout, s, d)[0], (q, k, v))
 
 
 def dropped_oracle(tensors: Tensors, layout: TokenLayout, spec: AttentionSpec) -> torch.Tensor:
@@ -271,7 +269,7 @@ def dropped_oracle(tensors: Tensors, layout: TokenLayout, spec: AttentionSpec) -
     return torch.stack(rows).view(layout.num_queries, *q.shape[1:])
 
 
-@pytest.mark.parametrize("core", [*MASKED.values(), VarlenAttention()], ids=[*MASKED, "variable lengths"])
+@pytest.mark.parametrize("core", [*MASKED.values(), VARLEN], ids=[*MASKED, "variable lengths"])
 def test_dropout_is_keyed_by_token_head_and_place_in_every_core(core: Any) -> None:
     spec = AttentionSpec(dropout=0.3, first_head=2)
     for name in ("padding", "documents", "cache"):
@@ -279,7 +277,7 @@ def test_dropout_is_keyed_by_token_head_and_place_in_every_core(core: Any) -> No
         tensors = inputs(layout, 4, 2)
         out, lse = core(*tensors[:3], layout, spec, KEY)
         assert error(out[: layout.num_queries], dropped_oracle(tensors, layout, spec)) < 2e-6
-        assert torch.equal(lse, MathAttention()(*tensors[:3], layout, replace(spec, dropout=0.0), KEY)[1])
+        assert torch.equal(lse, MATH(*tensors[:3], layout, replace(spec, dropout=0.0), KEY)[1])
     with pytest.raises(ValueError, match=r"dropout needs TokenLayout\.token_index"):
         core(*tensors[:3], LAYOUTS["cache"], spec, KEY)
 
@@ -292,8 +290,9 @@ def test_fused_operators_have_the_bits_of_torchs_attention() -> None:
         for grouped in (False, True):
             out, _ = FusedAttention("flash", grouped)(q, k, v, layout, AttentionSpec())
             rows = [x[: layout.num_queries].unflatten(0, (layout.batch, -1)).transpose(1, 2) for x in (q, k, v)]
+            queries, keys, values = rows
             want = torch.nn.functional.scaled_dot_product_attention(
-                *rows, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+                queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
             )
             assert torch.equal(out[: layout.num_queries], want.transpose(1, 2).flatten(0, 1))
 
