@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from smp.config import Config
 from smp.kernels.attention import AttentionChoice, AttentionShape, choose_attention
 from smp.kernels.dispatch import Kernels, choose_kernels, describe_kernels
 from smp.layers import init_weights
 from smp.models.gpt import GPT
+from smp.parallel.context import ParallelContext
 from smp.pipeline.plan import Plan
 from smp.sharding.parallelize import parallelize
 from smp.training.passes import Accumulation, Inputs, MakeInputs, Passes
@@ -51,7 +51,13 @@ def choose_backends(
     groups = model.num_query_groups
     assert model.kv_channels is not None and groups is not None and length is not None, "resolved before"
     tp = parallel.tensor_model_parallel_size
-    kernels, reasons = choose_kernels(parallel.kernels, device, features=model.hidden_size, compile=parallel.compile)
+    kernels, reasons = choose_kernels(
+        parallel.kernels,
+        device,
+        features=model.hidden_size,
+        compile=parallel.compile,
+        selective=parallel.recompute_granularity == "selective",
+    )
     shape = AttentionShape(
         heads=model.num_attention_heads // tp,
         groups=max(groups // tp, 1),
@@ -73,32 +79,32 @@ def choose_backends(
 
 
 def build_model(
-    config: Config, mesh: DeviceMesh, device: torch.device, backends: Backends, plan: Plan | None = None
+    config: Config, context: ParallelContext, device: torch.device, backends: Backends, plan: Plan | None = None
 ) -> GPT:
     """Built without memory, sharded, and only then filled: no rank ever holds more than its part.
 
     Args:
         config: resolved settings.
-        mesh: of the run.
+        context: of the run.
         device: where the parameters go.
         backends: what computes.
         plan: of the pipeline; without one every rank has the whole model.
     """
-    model = assemble(config, mesh, backends, plan)
-    parallelize(model, mesh, config.parallel)
+    model = assemble(config, context, backends, plan)
+    parallelize(model, context, config.parallel)
     model.to_empty(device=device)
     init_weights(model, config.training.seed)
     return model
 
 
-def assemble(config: Config, mesh: DeviceMesh, backends: Backends, plan: Plan | None) -> GPT:
+def assemble(config: Config, context: ParallelContext, backends: Backends, plan: Plan | None) -> GPT:
     """This rank's parts of the model, without memory and not yet sharded. Arguments as in :func:`build_model`."""
     return GPT(
         config.model,
-        mesh["tp"],
-        sequence_parallel=config.parallel.sequence_parallel,
+        context,
         seed=config.training.seed,
-        parts=None if plan is None else list(plan.stages_of(mesh.get_local_rank("pp")).values()),
+        compute_dtype=torch.bfloat16 if config.parallel.bf16 else None,
+        parts=None if plan is None else list(plan.stages_of(context.pp_rank).values()),
         kernels=backends.kernels,
         spans=backends.attention.spans,
         grouped=backends.attention.grouped,
@@ -107,7 +113,7 @@ def assemble(config: Config, mesh: DeviceMesh, backends: Backends, plan: Plan | 
 
 def build_passes(
     config: Config,
-    mesh: DeviceMesh,
+    context: ParallelContext,
     device: torch.device,
     model: GPT,
     plan: Plan | None,
@@ -117,4 +123,4 @@ def build_passes(
     """Through the pipeline that ``plan`` describes, or without one by accumulation; ``rows`` of each sample."""
     if plan is None:
         return Accumulation(model, device, make_inputs)
-    return Pipelined(config, plan, model, mesh, device, make_inputs, rows)
+    return Pipelined(config, plan, model, context, device, make_inputs, rows)

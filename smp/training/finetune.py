@@ -24,7 +24,6 @@ from smp.data.tuning.sequences import lay_out
 from smp.layers.lora import adapters_off
 from smp.models.arithmetic import count_parameters
 from smp.models.gpt import GPT
-from smp.parallel.mesh import data_rank, sum_over_parts
 from smp.pipeline.plan import Plan
 from smp.training.adapter_files import leave_companions, publish_adapter, reference_config
 from smp.training.build import Backends, build_passes, choose_backends
@@ -121,7 +120,7 @@ class Finetuning(Pretraining):
             dataset,
             micro_batch_size=data.micro_batch_size,
             num_microbatches=data.global_batch_size // (data.micro_batch_size * ranks),
-            dp_rank=data_rank(self.mesh),
+            dp_rank=self.context.data_rank,
             dp_size=ranks,
             start_sample=start_sample,
             batch_size=sizes,
@@ -141,15 +140,17 @@ class Finetuning(Pretraining):
         return choose_backends(self.config, device, documents=documents, other_lengths=shorter)
 
     def _model(self, device: torch.device, plan: Plan | None) -> tuple[GPT, Passes]:
-        build = partial(build_tuned_model, self.config, self.tuning, self.mesh, device, self.backends, plan, self.start)
+        build = partial(
+            build_tuned_model, self.config, self.tuning, self.context, device, self.backends, plan, self.start
+        )
         model, notes = build()
         for line in [*notes, *self._sizes(model)]:
             self._announce(line)
         if self.tuning.objective.objective == "sft":
-            return model, build_passes(self.config, self.mesh, device, model, plan)
+            return model, build_passes(self.config, self.context, device, model, plan)
         objective = self.tuning.objective
         loss = PairLoss(objective.dpo_beta, objective.dpo_label_smoothing)
-        passes = build_passes(self.config, self.mesh, device, model, plan, loss, rows=2)
+        passes = build_passes(self.config, self.context, device, model, plan, loss, rows=2)
         reference: Reference
         if objective.dpo_reference == "adapters-off":
             reference = ModelReference(model, passes, device, partial(adapters_off, model))
@@ -157,9 +158,9 @@ class Finetuning(Pretraining):
             reference = TableReference(self._table(ModelReference(model, passes, device), device))
         else:
             copy, _ = build(trainable=False)
-            copied = build_passes(self.config, self.mesh, device, copy, plan, PairInputs, rows=2)  # type: ignore[arg-type]
+            copied = build_passes(self.config, self.context, device, copy, plan, PairInputs, rows=2)  # type: ignore[arg-type]
             reference = ModelReference(copy, copied, device)
-        self.preferences = PreferencePasses(passes, loss, reference, self.mesh, device)
+        self.preferences = PreferencePasses(passes, loss, reference, self.context, device)
         return model, self.preferences
 
     def _table(self, reference: ModelReference, device: torch.device) -> torch.Tensor:
@@ -178,7 +179,7 @@ class Finetuning(Pretraining):
         finally:
             batches.close()
         self._announce(f"log-probabilities of the reference: {len(samples):,} answers")
-        return sum_over_parts(table, self.mesh)
+        return self.context.sum_loss(table)
 
     def _sizes(self, model: GPT) -> list[str]:
         """How much is trained of how much, and where it lies."""
@@ -186,8 +187,8 @@ class Finetuning(Pretraining):
         parameters, total = list(model.parameters()), count_parameters(self.config.model, self.config.model.vocab_size)
         trained, base = torch.tensor(sum(p.numel() for p in parameters if p.requires_grad)), total.total
         if self.has_adapters:
-            if self.mesh["pp"].size() > 1:  # its ranks have different layers
-                dist.all_reduce(trained, group=self.mesh.get_group("pp"))
+            if self.context.pp_size > 1:  # its ranks have different layers
+                dist.all_reduce(trained, group=self.context.pp.get_group())
             base += int(trained)
         else:
             trained = torch.tensor(base)

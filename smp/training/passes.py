@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from smp.data.loader import GlobalBatch
 from smp.data.sample import IGNORE_INDEX
-from smp.layers.documents import Documents
+from smp.layers.head import ModelOutput
+from smp.models.micro_batch import MicroBatch
 from smp.parallel.rng import to_device
 from smp.sharding.parallelize import last_micro_batch
 
@@ -29,9 +30,8 @@ class Passes(Protocol):
     def evaluate(self, batch: GlobalBatch, valid_tokens: int) -> torch.Tensor:
         """The loss without gradients, 0-dim fp32."""
 
-    def outputs(self, inputs: Inputs) -> list[torch.Tensor]:
-        """What the model's head returns for each micro-batch, in order and without gradients; nothing on a pipeline
-        rank that does not have it."""
+    def outputs(self, inputs: Inputs) -> list[ModelOutput]:
+        """What the model makes of each micro-batch, in order and without gradients; of a pipeline's last stage."""
 
 
 class Inputs:
@@ -49,23 +49,28 @@ class Inputs:
     def __len__(self) -> int:
         return len(self.batch.tokens)
 
-    def __getitem__(self, i: int) -> tuple[Any, ...]:
-        """(tokens, labels, token weights, sample index, documents, positions). The weights make the sum of the losses
-        of all tokens the mean loss over the valid tokens of the whole global batch. Documents stay on the host, which
-        may have to count them."""
+    def __getitem__(self, i: int) -> MicroBatch:
+        """The weights make the sum of the losses of all tokens the mean loss over the valid tokens of the whole global
+        batch."""
         batch = self.batch
         labels = to_device(batch.labels[i], self.device)
         weights = (labels != IGNORE_INDEX).float() / max(self.valid_tokens, 1)
-        index = to_device(batch.sample_index[i], self.device)
-        if batch.widths is not None:  # tokens keep the numbers that they have in whole rows
-            width = batch.widths[i]
-            labels, weights = labels[:, :width], weights[:, :width]
-            index = index[:, None] * batch.tokens.shape[-1] + torch.arange(width, device=self.device)
+        index, length = to_device(batch.sample_index[i], self.device), batch.tokens.shape[-1]
+        width = length if batch.widths is None else batch.widths[i]
         tokens, documents, positions = (self._part(x, i) for x in (batch.tokens, batch.documents, batch.positions))
         assert tokens is not None
-        tokens = to_device(tokens, self.device)
-        positions = None if positions is None else to_device(positions, self.device)
-        return tokens, labels, weights, index, None if documents is None else Documents(documents), positions
+        return MicroBatch(
+            input_ids=to_device(tokens, self.device),
+            labels=labels[:, :width],
+            loss_weights=weights[:, :width],
+            position_ids=None if positions is None else to_device(positions, self.device),
+            document_ids=documents,
+            # tokens keep the numbers that they have in whole rows
+            token_index=index[:, None] * length + torch.arange(width, device=self.device),
+        )
+
+    def measured(self, output: ModelOutput) -> None:
+        """Note the metrics of a micro-batch that was trained on."""
 
     def _part(self, part: torch.Tensor | None, i: int) -> torch.Tensor | None:
         if part is None or self.batch.widths is None:
@@ -96,15 +101,23 @@ class Accumulation:
         total, inputs = torch.zeros((), device=self.device), self.make_inputs(batch, valid_tokens, self.device)
         for i in range(len(inputs)):
             last_micro_batch(self.model, i == len(inputs) - 1)
-            loss = self.model(*inputs[i])
+            output: ModelOutput = self.model(inputs[i])
+            inputs.measured(output)
+            loss = output.total
+            assert loss is not None
             loss.backward()
             total += loss.detach()
         return total
 
     def evaluate(self, batch: GlobalBatch, valid_tokens: int) -> torch.Tensor:
-        losses = self.outputs(self.make_inputs(batch, valid_tokens, self.device))
-        return sum(losses, torch.zeros((), device=self.device))
+        return total_loss(self.outputs(self.make_inputs(batch, valid_tokens, self.device)), self.device)
 
     @torch.no_grad()
-    def outputs(self, inputs: Inputs) -> list[torch.Tensor]:
-        return [self.model(*inputs[i]) for i in range(len(inputs))]
+    def outputs(self, inputs: Inputs) -> list[ModelOutput]:
+        return [self.model(inputs[i]) for i in range(len(inputs))]
+
+
+def total_loss(outputs: Iterable[ModelOutput], device: torch.device) -> torch.Tensor:
+    """Sum of all losses, auxiliary ones included, 0-dim fp32."""
+    losses = (output.total for output in outputs)
+    return sum((loss.detach() for loss in losses if loss is not None), torch.zeros((), device=device))

@@ -6,17 +6,18 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from smp.data.loader import GlobalBatch
 from smp.data.sample import IGNORE_INDEX
 from smp.data.tuning.batches import PairBatch
-from smp.layers.preference import Preference
-from smp.parallel.mesh import sum_over_parts
+from smp.layers.head import ModelOutput
+from smp.layers.preference import METRICS, Preference
+from smp.models.micro_batch import MicroBatch
+from smp.parallel.context import ParallelContext
 from smp.training.passes import Inputs, Passes
 
 
@@ -41,16 +42,21 @@ class PairInputs(Inputs):
     ) -> None:
         super().__init__(batch, pairs, device)
         self.beta, self.label_smoothing = beta, label_smoothing
-        self.preferences: list[Preference] = []
+        self.sums = torch.zeros(len(METRICS), dtype=torch.float64, device=device)
 
-    def __getitem__(self, i: int) -> tuple[Any, ...]:
-        tokens, labels, _, *rest = super().__getitem__(i)
-        assert isinstance(self.batch, PairBatch)
+    def __getitem__(self, i: int) -> MicroBatch:
+        micro_batch = super().__getitem__(i)
+        assert isinstance(self.batch, PairBatch) and micro_batch.labels is not None
         reference = None if self.batch.reference is None else self.batch.reference[i].to(self.device)
-        rows, length = tokens.shape
-        preference = Preference(rows, length, self.beta, self.label_smoothing, self.valid_tokens, reference)
-        self.preferences.append(preference)
-        return tokens, labels, (labels != IGNORE_INDEX).float(), *rest, preference
+        rows, length = micro_batch.input_ids.shape
+        return replace(
+            micro_batch,
+            loss_weights=(micro_batch.labels != IGNORE_INDEX).float(),
+            preference=Preference(rows, length, self.beta, self.label_smoothing, self.valid_tokens, reference),
+        )
+
+    def measured(self, output: ModelOutput) -> None:
+        self.sums += torch.stack([output.metrics[name] for name in METRICS]) if output.metrics else 0.0
 
 
 class PairLoss:
@@ -72,13 +78,13 @@ class PreferencePasses:
         passes: of the policy; made with ``loss``.
         loss: see :class:`PairLoss`.
         reference: what to compare with.
-        mesh, device: of the run.
+        context, device: of the run.
     """
 
     def __init__(
-        self, passes: Passes, loss: PairLoss, reference: Reference, mesh: DeviceMesh, device: torch.device
+        self, passes: Passes, loss: PairLoss, reference: Reference, context: ParallelContext, device: torch.device
     ) -> None:
-        self.passes, self.loss, self.reference, self.mesh, self.device = passes, loss, reference, mesh, device
+        self.passes, self.loss, self.reference, self.context, self.device = passes, loss, reference, context, device
         self._measured = deque[torch.Tensor]()  # of steps that are not accounted for yet
 
     @property
@@ -88,15 +94,13 @@ class PreferencePasses:
     def train(self, batch: GlobalBatch, valid_tokens: int) -> torch.Tensor:
         loss = self.passes.train(self._compared(batch), valid_tokens)
         assert self.loss.last is not None
-        sums = [p.measured for p in self.loss.last.preferences if p.measured is not None]
-        total = sum(sums, torch.zeros(4, dtype=torch.float64, device=self.device))
-        self._measured.append(sum_over_parts(total, self.mesh) / max(valid_tokens, 1))
+        self._measured.append(self.context.sum_loss(self.loss.last.sums) / max(valid_tokens, 1))
         return loss
 
     def evaluate(self, batch: GlobalBatch, valid_tokens: int) -> torch.Tensor:
         return self.passes.evaluate(self._compared(batch), valid_tokens)
 
-    def outputs(self, inputs: Inputs) -> list[torch.Tensor]:
+    def outputs(self, inputs: Inputs) -> list[ModelOutput]:
         return self.passes.outputs(inputs)
 
     def _compared(self, batch: GlobalBatch) -> PairBatch:
@@ -106,8 +110,7 @@ class PreferencePasses:
     def measured(self) -> dict[str, float]:
         """Means over the pairs of the oldest step that was not asked for yet. A reward is beta (log p - log p_ref)."""
         means = self._measured.popleft().tolist()
-        names = ("reward accuracy", "reward margin", "reward of chosen", "reward of rejected")
-        return dict(zip(names, means, strict=True))
+        return dict(zip(METRICS, means, strict=True))
 
 
 class ModelReference:
@@ -136,7 +139,8 @@ class ModelReference:
         with self.around():
             outputs = self.passes.outputs(inputs)
         self.model.train(training)
-        return torch.stack(outputs) if outputs else torch.zeros(batch.labels.shape[:2], device=self.device)
+        log_probs = [output.log_probs for output in outputs if output.log_probs is not None]
+        return torch.stack(log_probs) if log_probs else torch.zeros(batch.labels.shape[:2], device=self.device)
 
 
 class TableReference:

@@ -28,7 +28,7 @@ from smp.data.loader import BatchLoader
 from smp.data.sample import SampleDataset
 from smp.models.gpt import GPT
 from smp.optim.optimizer import build_optimizer
-from smp.parallel.mesh import build_mesh, data_rank
+from smp.parallel.context import build_context
 from smp.pipeline.failure import naming
 from smp.pipeline.plan import Plan, describe_plan, plan_pipeline
 from smp.pipeline.timeline import to_trace
@@ -78,7 +78,9 @@ class Pretraining:
         config, process, device = self.config, self.process, self.device
         self.layout = Layout.from_config(config.parallel, process.world_size)
         timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
-        self.mesh = build_mesh(self.layout, device.type, timeout)
+        self.context = build_context(
+            self.layout, device.type, timeout, sequence_parallel=config.parallel.sequence_parallel
+        )
         self.sizes = BatchSizes.of(config.data)
         self.validation: tuple[int, float] | None = None  # iteration and loss of the last evaluation
         self.traced = False
@@ -118,12 +120,12 @@ class Pretraining:
             self._announce("fp32: matrix products as TF32, which rounds their inputs to 10 bits of mantissa")
         with self._only_its_attention():  # a reference's answers may be computed here
             model, passes = self._model(device, plan)
-        optimizer = build_optimizer(model, config.optim)
+        optimizer = build_optimizer(model, config.optim, self.context.fsdp)
         progress = self.checkpoints.load(model, optimizer)
         for line in train.resume(progress.data, progress.consumed_samples):
             self._announce(line)
         progress.data = train.manifest
-        self.trainer = Trainer(config, model, passes, optimizer, self.mesh, device, progress)
+        self.trainer = Trainer(config, model, passes, optimizer, self.context, device, progress)
         self.batches = self._loader(train, progress.consumed_samples, self.sizes)
         place = config, self.layout, self.process.rank, device, progress.iteration, self._work()
         self.console = on_all_or_none(lambda: Console(*place), "--log-dir", config.logging.log_dir)
@@ -137,8 +139,8 @@ class Pretraining:
 
     def _model(self, device: torch.device, plan: Plan | None) -> tuple[GPT, Passes]:
         """The model as it is before a checkpoint is loaded, and how micro-batches go through it."""
-        model = build_model(self.config, self.mesh, device, self.backends, plan)
-        return model, build_passes(self.config, self.mesh, device, model, plan)
+        model = build_model(self.config, self.context, device, self.backends, plan)
+        return model, build_passes(self.config, self.context, device, model, plan)
 
     def _datasets(self) -> Datasets:
         config = self.config
@@ -174,7 +176,7 @@ class Pretraining:
             dataset,
             micro_batch_size=data.micro_batch_size,
             num_microbatches=data.global_batch_size // (data.micro_batch_size * ranks),
-            dp_rank=data_rank(self.mesh),
+            dp_rank=self.context.data_rank,
             dp_size=ranks,
             start_sample=start_sample,
             batch_size=sizes,

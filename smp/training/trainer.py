@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from smp.checkpoint.agree import gather
 from smp.config import Config
@@ -18,7 +17,7 @@ from smp.data.blend import Manifest
 from smp.data.loader import BatchLoader, GlobalBatch, Unreadable
 from smp.optim.optimizer import clip_gradients, set_learning_rate, step_if
 from smp.optim.schedule import learning_rate
-from smp.parallel.mesh import sum_over_parts
+from smp.parallel.context import ParallelContext
 from smp.training.passes import Passes
 
 
@@ -115,7 +114,7 @@ class Trainer:
         model: after ``parallelize``, weights initialized.
         passes: how its micro-batches are run.
         optimizer: over the model's parameters.
-        mesh: the run's mesh.
+        context: of the run.
         device: where batches go.
         progress: where to start.
     """
@@ -126,16 +125,14 @@ class Trainer:
         model: nn.Module,
         passes: Passes,
         optimizer: torch.optim.Optimizer,
-        mesh: DeviceMesh,
+        context: ParallelContext,
         device: torch.device,
         progress: Progress,
     ) -> None:
         self.config, self.model, self.passes, self.optimizer = config, model, passes, optimizer
-        self.mesh, self.device, self.progress = mesh, device, progress
+        self.context, self.device, self.progress = context, device, progress
         self.skipped_in_a_row = 0
         self._last_finished = 0.0
-        self._data_ranks = math.prod(mesh[name].size() for name in ("dp_replicate", "dp_shard"))
-        self._counts_tokens = mesh.get_local_rank("tp") == mesh.get_local_rank("pp") == 0  # each token by one rank
 
     def train_step(self, batch: GlobalBatch | Unreadable) -> StepResult:
         """:meth:`start_step`, and wait for its end."""
@@ -153,10 +150,10 @@ class Trainer:
         started = time.perf_counter()
         counted, held = self._counts(batch)
         assert isinstance(batch, GlobalBatch)
-        samples = batch.samples * self._data_ranks
+        samples = batch.samples * self.context.data_size
         lr = learning_rate(self.config.optim, self.progress.iteration + 1)
         set_learning_rate(self.optimizer, lr)
-        loss = sum_over_parts(self.passes.train(batch, counted), self.mesh)
+        loss = self.context.sum_loss(self.passes.train(batch, counted))
         limit, copies = self.config.optim.clip_grad, self.passes.copies
         norm = clip_gradients(self.model.parameters(), limit, copies=copies, device=self.device)
         numbers = torch.stack((loss, norm))
@@ -186,7 +183,7 @@ class Trainer:
         then, and none waits for it."""
         reason = batch.reason if isinstance(batch, Unreadable) else ""
         own = [0, 0]
-        if isinstance(batch, GlobalBatch) and self._counts_tokens:
+        if isinstance(batch, GlobalBatch) and self.context.counts_tokens:
             own = [batch.count(), batch.held_tokens()]
         counts = torch.tensor([*own, bool(reason)], dtype=torch.int64)
         dist.all_reduce(counts)
@@ -227,7 +224,7 @@ class Trainer:
             assert isinstance(batch, GlobalBatch)
             if valid == 0:  # on no rank: behind the last sample of fine-tuning's validation data
                 continue
-            total += sum_over_parts(self.passes.evaluate(batch, valid), self.mesh).double() * valid
+            total += self.context.sum_loss(self.passes.evaluate(batch, valid)).double() * valid
             tokens += valid
         self.model.train()
         return total.item() / max(tokens, 1)

@@ -8,7 +8,6 @@ from typing import cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from smp.checkpoint.agree import gather
@@ -26,6 +25,7 @@ from smp.layers import init_weights
 from smp.layers.lora import adapters_of, attach, choose, linear_layers
 from smp.models.gpt import GPT
 from smp.parallel.boxes import local_box
+from smp.parallel.context import ParallelContext
 from smp.pipeline.plan import Plan
 from smp.sharding.parallelize import parallelize
 from smp.training.build import Backends, assemble
@@ -49,7 +49,7 @@ def open_base(tuning: FinetuneConfig) -> Weights:
 def build_tuned_model(
     config: Config,
     tuning: FinetuneConfig,
-    mesh: DeviceMesh,
+    context: ParallelContext,
     device: torch.device,
     backends: Backends,
     plan: Plan | None,
@@ -62,7 +62,7 @@ def build_tuned_model(
     Args:
         config: what the run shares with pretraining, resolved.
         tuning: the whole settings.
-        mesh, device, backends, plan: of the run.
+        context, device, backends, plan: of the run.
         start: adapters to begin with, which say which layers have one; None: those that ``tuning`` asks for, if any.
         trainable: False for a frozen copy.
 
@@ -70,14 +70,14 @@ def build_tuned_model(
         ConfigError: a pattern of --lora-target-modules chooses no layer.
         CheckpointError: the weights cannot be read.
     """
-    model, seed = assemble(config, mesh, backends, plan), config.training.seed
+    model, seed = assemble(config, context, backends, plan), config.training.seed
     adapted = _add_adapters(model, tuning, seed, start)
     model.frozen = adapted
     if not trainable:
         model.requires_grad_(False)
     if config.parallel.bf16:
         _keep_in_bf16(model)
-    parallelize(model, mesh, config.parallel)
+    parallelize(model, context, config.parallel)
     model.to_empty(device=device)
     if adapted:
         init_weights(model, seed, only="lora")
@@ -90,7 +90,6 @@ def build_tuned_model(
 def _add_adapters(model: GPT, tuning: FinetuneConfig, seed: int, start: Mapping[str, Adapter] | None) -> bool:
     """Put adapters on ``model``, which is then frozen but for them; whether there are any in the whole model."""
     lora, dropout = tuning.lora, tuning.lora.lora_dropout or 0.0
-    model.adapter_dropout = dropout
     if start is not None:
         sizes = {name: (adapter.rank, adapter.alpha) for name, adapter in start.items()}
         attach(model, sizes, dropout=dropout, seed=seed)

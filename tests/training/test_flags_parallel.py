@@ -16,7 +16,6 @@ from torch.distributed.constants import default_pg_timeout
 
 from smp.layers.block import TransformerBlock
 from smp.models.presets import PRESETS
-from smp.parallel.mesh import MESH_DIMS
 from smp.training.pretrain import Pretraining
 from smp.training.process import Process
 from smp.training.runtime import StopSignal
@@ -111,7 +110,8 @@ def measure(flags: str, rank: int, world: int) -> dict[str, Any]:
         losses.append(run.trainer.train_step(next(run.batches)).loss)
     ops = Counter(event.name for event in profile.events() if "c10d" in event.name)
     run.close()
-    groups = [run.mesh.get_group(name) for name in MESH_DIMS]
+    context = run.context
+    groups = [mesh.get_group() for mesh in (context.tp, context.pp, *context.loss_meshes)]
     return {
         "losses": losses,
         "bytes": sum(4 * math.prod(shape) for shape in shapes.values()),
