@@ -17,6 +17,7 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 
 from smp.kernels.dropout import keyed_dropout
 from smp.kernels.sdpa import Scores, operator_for
@@ -228,6 +229,9 @@ class DefaultAttention(_Masked):
         return FusedAttention(name)(q, k, v, layout, spec, dropout_key)
 
 
+DEFAULT_ATTENTION = DefaultAttention()
+
+
 def merge(out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor) -> Pair:
     """Attention to two sets of keys from attention to each, in fp32 at least; out has the wider dtype of the two."""
     total = torch.logaddexp(lse, other_lse)
@@ -239,7 +243,7 @@ def merge(out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_l
 
 def _unfold(x: torch.Tensor, batch: int, length: int) -> torch.Tensor:
     """(tokens, heads, head_dim) -> (batch, heads, length, head_dim), without the padding."""
-    return x[: batch * length].unflatten(0, (batch, length)).transpose(1, 2)
+    return rearrange(x[: batch * length], "(batch length) heads dim -> batch heads length dim", batch=batch)
 
 
 def _keys(k: torch.Tensor, v: torch.Tensor, layout: TokenLayout, heads: int) -> Pair:
@@ -253,12 +257,12 @@ def _keys(k: torch.Tensor, v: torch.Tensor, layout: TokenLayout, heads: int) -> 
 
 def _fold(x: torch.Tensor, rows: int) -> torch.Tensor:
     """(batch, heads, length, head_dim) -> (rows, heads, head_dim), padded with zeros."""
-    return pad_rows(x.transpose(1, 2).flatten(0, 1), rows)
+    return pad_rows(rearrange(x, "batch heads length dim -> (batch length) heads dim"), rows)
 
 
 def _fold_lse(lse: torch.Tensor, rows: int) -> torch.Tensor:
     """(batch, heads, length) -> (heads, rows), padded with -inf."""
-    lse = lse.transpose(0, 1).flatten(1)
+    lse = rearrange(lse, "batch heads length -> heads (batch length)")
     return lse if lse.shape[1] == rows else F.pad(lse, (0, rows - lse.shape[1]), value=-torch.inf)
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from smp.kernels.transfer import to_device
+
 Pattern = tuple[bool, int | None]
 """Which keys a layer's queries see: not those behind them, and so many at most; (causal, window)."""
 
@@ -168,13 +170,6 @@ class TokenLayout:
         if first.sum() != (ordered[:, 1:] != ordered[:, :-1]).sum() + len(ids):
             raise ValueError("a document's tokens are not next to each other: only a mask can say who sees whom")
         return first
-
-
-def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``x`` on ``device``, in the order of the device's work: from pinned memory, so that the host does not wait."""
-    if device.type != "cuda" or x.is_cuda:
-        return x.to(device)
-    return x.pin_memory().to(device, non_blocking=True)
 
 
 def _power_of_two(number: int) -> int:
