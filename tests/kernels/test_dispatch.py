@@ -35,7 +35,7 @@ def test_auto_is_pytorch_on_a_cpu_and_triton_on_a_gpu() -> None:
 
 def test_auto_leaves_to_the_compiler_what_it_fuses() -> None:
     kernels, reasons = choose_kernels("auto", CUDA, compile=True)
-    assert kernels == Kernels(cross_entropy="triton")
+    assert kernels == Kernels(cross_entropy="triton", rope_in_place=False)
     assert describe_kernels(kernels, reasons) == [
         "kernels: triton for cross_entropy (fused on CUDA)",
         "kernels: torch for norm, swiglu, rope (torch.compile fuses it with its neighbours)",
@@ -65,7 +65,7 @@ def test_auto_does_not_interpret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_wish_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_kernels("torch", CUDA)[0] == TORCH
-    assert choose_kernels("triton", CUDA, compile=True)[0] == Kernels(**FUSED)  # type: ignore[arg-type]
+    assert choose_kernels("triton", CUDA, compile=True)[0] == Kernels(**FUSED, rope_in_place=False)  # type: ignore[arg-type]
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert choose_kernels("triton", CPU)[0] == Kernels(**FUSED)  # type: ignore[arg-type]
 
