@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from smp.kernels.attention import BACKENDS
+from smp.kernels.attention_core import AttentionCore, AttentionSpec, FusedAttention, MathAttention
+from smp.kernels.token_layout import TokenLayout
+from smp.kernels.varlen import VarlenAttention
 from smp.layers.cross_entropy import VocabShard, linear_cross_entropy
-from smp.layers.documents import Spans, document_mask
 from smp.parallel.collectives import Group
 
 
@@ -42,43 +42,32 @@ def products(table: Any, fused: bool) -> None:
     runs = {"smp triton": chunked("triton") if fused else None, "smp torch": chunked("torch"), "eager": whole}
     for name, run in runs.items():
         table.add_product("linear + cross-entropy", name, flops, run)
-    q, k, v = (table.draw((s.tokens // s.length, s.heads, s.length, s.head_dim)) for _ in range(3))
-    grad = torch.randn_like(q)
-    for name, backend in BACKENDS.items():
-
-        def attend(backend: SDPBackend = backend) -> object:
-            with sdpa_kernel([backend]):
-                return torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), grad)
-
-        pairs = s.tokens * s.length / 2
+    layout = TokenLayout(s.tokens // s.length, s.length)
+    for name in ("flash", "cudnn", "efficient", "math"):
+        core: AttentionCore = MathAttention() if name == "math" else FusedAttention(name)
         if table.device == "cuda" or name in ("flash", "math"):  # a CPU has no others
-            table.add_product("causal attention", name, 14 * pairs * s.heads * s.head_dim, attend)
+            flops = 14 * s.tokens * s.length / 2 * s.heads * s.head_dim
+            table.add_product("causal attention", name, flops, attention(table, core, layout))
     attention_of_documents(table)
 
 
+def attention(table: Any, core: AttentionCore, layout: TokenLayout) -> Callable[[], object]:
+    """Both passes of ``core``, prepared."""
+    s, spec = table.sizes, AttentionSpec()
+    q, k, v = (table.draw((s.tokens, s.heads, s.head_dim)) for _ in range(3))
+    grad, prepared = torch.randn_like(q), core.prepare(layout, [spec], s.dtype, q.device)
+    return lambda: torch.autograd.grad(core(q, k, v, prepared, spec)[0], (q, k, v), grad)
+
+
 def attention_of_documents(table: Any) -> None:
-    """Eight documents in a sequence: spans of FlashAttention's variable-length kernel beside a mask. FLOPs are those of
-    what a document's tokens see."""
+    """Eight documents in a sequence: FlashAttention's variable-length kernel beside a mask. FLOPs are those of what a
+    document's tokens see."""
     s, documents = table.sizes, 8
     flops = 14 * s.tokens * s.length / documents / 2 * s.heads * s.head_dim
-    numbers = torch.arange(s.tokens).view(-1, s.length) // (s.length // documents)
-    q, k, v = (table.draw((s.tokens, s.heads, s.head_dim)) for _ in range(3))
-    if table.device == "cuda":
-        spans, grad = Spans.of(numbers, None, torch.device("cuda")), torch.randn_like(q)
-
-        def in_spans() -> object:
-            return torch.autograd.grad(spans.attend(q, k, v), (q, k, v), grad)
-
-        table.add_product("attention, 8 documents", "flash, spans", flops, in_spans)
-    else:
-        table.add_product("attention, 8 documents", "flash, spans", flops, None)
-    mask = document_mask(numbers.to(table.device), None, s.dtype)
-    q, k, v = (table.draw((s.tokens // s.length, s.heads, s.length, s.head_dim)) for _ in range(3))
-    grad = torch.randn_like(q)
-
-    def masked() -> object:
-        with sdpa_kernel([BACKENDS[backend]]):
-            return torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, attn_mask=mask), (q, k, v), grad)
-
-    backend = "efficient" if table.device == "cuda" else "flash"
+    ids = torch.arange(s.tokens).view(-1, s.length) // (s.length // documents)
+    layout, cuda = TokenLayout(s.tokens // s.length, s.length, document_ids=ids), table.device == "cuda"
+    spans = attention(table, VarlenAttention(), layout) if cuda else None
+    table.add_product("attention, 8 documents", "flash, spans", flops, spans)
+    backend = "efficient" if cuda else "flash"
+    masked = attention(table, FusedAttention(backend), layout)
     table.add_product("attention, 8 documents", f"{backend}, mask", flops, masked)

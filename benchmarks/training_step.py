@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.attention import sdpa_kernel
 
 from smp.config import Config, Layout, ModelConfig, OptimizerConfig, ParallelConfig
 from smp.layers import init_weights
@@ -83,7 +82,6 @@ def smp_step(work: Work, context: ParallelContext, **parallel: Any) -> Step:
     config = Config(model=work.model, parallel=ParallelConfig(**parallel))
     config.data.seq_length, device = work.length, torch.device(work.device)
     chosen = choose_backends(config, device, documents=False)
-    attention = chosen.attention.backend
     context = replace(context, sequence_parallel=config.parallel.sequence_parallel)
     compute_dtype = torch.bfloat16 if config.parallel.bf16 else None
     model = GPT(work.model, context, kernels=chosen.kernels, compute_dtype=compute_dtype)
@@ -96,9 +94,8 @@ def smp_step(work: Work, context: ParallelContext, **parallel: Any) -> Step:
     micro_batch = MicroBatch(tokens, labels, weights)
 
     def step() -> torch.Tensor:
-        with sdpa_kernel([attention]):
-            loss = model(micro_batch).loss
-            loss.backward()
+        loss = model(micro_batch).loss
+        loss.backward()
         clip_gradients(model.parameters(), 1.0, context.tp.get_group())
         optimizer.step()
         optimizer.zero_grad()

@@ -48,10 +48,10 @@ class Encoder(nn.Module):
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         batch, length = tokens.shape
-        info = layers.SequenceInfo(batch, length, tokens.numel())
+        layout = layers.TokenLayout(batch, length)
         x = self.embedding(tokens.flatten()) + self.positions(torch.arange(length, device=tokens.device).repeat(batch))
         for block in self.blocks:
-            x = block(x, info)  # (tokens, hidden)
+            x = block(x, layout)  # (tokens, hidden)
         return self.head(self.norm(x), labels.flatten(), weights.flatten()).loss
 
 

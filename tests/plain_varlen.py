@@ -18,18 +18,21 @@ def plain_varlen() -> Iterator[list[int]]:
     calls: list[int] = []
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Tensors:
-        starts, _, longest, _, causal, scale, window = rest[:7]
-        calls.append(len(starts) - 1)
-        scores = _scores(q, k, starts, longest, causal, scale, window)
-        out = torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v).contiguous()
-        return out, scores.logsumexp(dim=-1), torch.zeros(2, dtype=torch.uint64)
+        *starts, causal, scale, window = rest[:7]
+        calls.append(len(starts[0]) - 1)
+        scores = _scores(q, k, starts, causal, scale, window)
+        log_sums = scores.logsumexp(dim=-1)
+        blind = log_sums.isneginf()
+        p = scores.masked_fill(blind[..., None], 0.0).softmax(dim=-1).masked_fill(blind[..., None], 0.0)
+        out = torch.einsum("hqk,khd->qhd", p, v).contiguous()
+        return out, log_sums.masked_fill(blind, torch.inf), torch.zeros(2, dtype=torch.uint64)
 
     def backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Tensors:
-        out, log_sums, starts, _, longest, _, causal, _, scale, window = rest[:10]
-        scores = _scores(q, k, starts, longest, causal, scale, window)
+        out, log_sums, *starts, causal, _, scale, window = rest[:10]
+        scores = _scores(q, k, starts, causal, scale, window)
         p = (scores - log_sums[..., None]).exp()
         dp = torch.einsum("qhd,khd->hqk", dout, v) - torch.einsum("qhd,qhd->hq", dout, out)[..., None]
-        ds = p * dp * q.shape[-1] ** -0.5
+        ds = p * dp * _scale(q, scale)
         return (
             torch.einsum("hqk,khd->qhd", ds, k).contiguous(),
             torch.einsum("hqk,qhd->khd", ds, q).contiguous(),
@@ -44,15 +47,24 @@ def plain_varlen() -> Iterator[list[int]]:
         yield calls
 
 
-def _scores(
-    q: torch.Tensor, k: torch.Tensor, starts: torch.Tensor, longest: int, causal: bool, scale: Any, window: Any
-) -> torch.Tensor:
-    """(heads, tokens, tokens), minus infinity where a token is not seen."""
-    assert scale is None and starts[0] == 0 and starts[-1] == len(q) == len(k)
-    assert starts.dtype == torch.int32 and int(starts.diff().max()) <= longest
+def _scale(q: torch.Tensor, scale: float | None) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else scale
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, starts: Any, causal: bool, scale: Any, window: Any) -> torch.Tensor:
+    """(heads, queries, keys), minus infinity where a key is not seen. A document's last query stands at its last
+    key."""
+    *starts, longest_q, longest_k = starts
+    for x, cu, longest in ((q, starts[0], longest_q), (k, starts[1], longest_k)):
+        assert cu.dtype == torch.int32 and cu[0] == 0 and cu[-1] == len(x) and cu.diff().min() >= 0
+        assert int(cu.diff().max()) <= longest
+    assert q.shape[1] == k.shape[1], "torch 2.11 takes no fewer key/value heads"
     left, right = (-1, 0) if causal else window
-    place = torch.arange(len(q))
-    document, before = torch.bucketize(place, starts[1:], right=True), place[:, None] - place
-    seen = (document[:, None] == document) & (before >= -right) & ((left < 0) | (before <= left))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
-    return scores.masked_fill(~seen, -torch.inf)
+    documents = [
+        torch.bucketize(torch.arange(len(x)), cu[1:], right=True) for x, cu in zip((q, k), starts, strict=True)
+    ]
+    places = [torch.arange(len(x)) - cu[1:][d] for x, cu, d in zip((q, k), starts, documents, strict=True)]
+    before = places[0][:, None] - places[1]
+    seen = (documents[0][:, None] == documents[1]) & ((right < 0) | (before >= -right))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * _scale(q, scale)
+    return scores.masked_fill(~(seen & ((left < 0) | (before <= left))), -torch.inf)

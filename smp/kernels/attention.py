@@ -1,8 +1,8 @@
-"""Which backend of PyTorch's scaled dot-product attention a run uses, tried once before it starts.
+"""Which attention a run uses, tried once before it starts.
 
 PyTorch chooses anew at every call and says nothing when it takes the slow one. Here the first of an order that takes
-the model's shapes is the only one allowed, and one that was asked for and cannot is an error. FlashAttention takes no
-mask on a GPU; documents and windows go to its variable-length kernel there.
+the model's shapes is the only one, and one that was asked for and cannot is an error. FlashAttention takes no mask on a
+GPU; documents and windows go to its variable-length kernel there.
 """
 
 from __future__ import annotations
@@ -12,18 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from smp.config import ConfigError
+from smp.kernels.attention_core import AttentionCore, AttentionSpec, FusedAttention, MathAttention
+from smp.kernels.token_layout import TokenLayout
+from smp.kernels.varlen import VarlenAttention
 
 AttentionWish = Literal["auto", "flash", "cudnn", "efficient", "math"]
-BACKENDS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
 
 
 @dataclass(frozen=True)
@@ -55,24 +50,13 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """A backend.
+    """A core, and why it is this one."""
 
-    Attributes:
-        name, backend: on the command line, and torch's.
-        reason: why it is this one.
-        spans: it takes them instead of masks.
-        grouped: it is given key/value heads as they are; otherwise each is repeated before, for its query heads.
-    """
-
-    name: str
-    backend: SDPBackend
+    core: AttentionCore
     reason: str
-    spans: bool = False
-    grouped: bool = False
 
     def __str__(self) -> str:
-        spans = "'s variable-length kernel" if self.spans else ""
-        return f"attention: {self.name}{spans} ({self.reason})"
+        return f"attention: {self.core} ({self.reason})"
 
 
 def choose_attention(
@@ -83,7 +67,6 @@ def choose_attention(
     Raises:
         ConfigError: the one that was asked for does not, or none does; one line.
     """
-    spans = device.type == "cuda" and shape.masked and shape.spans
     names = preferred(device, shape, deterministic) if wish == "auto" else [wish]
     # key/value heads as they are, which not all backends take, or repeated; the order of backends goes first
     shapes = dict.fromkeys((shape, replace(shape, groups=shape.heads)))
@@ -96,11 +79,19 @@ def choose_attention(
         )
     first = f"the first of {', '.join(names)} that takes this model"
     reason = first if wish == "auto" else f"--attention-backend {wish}"
-    spans = spans and name == "flash"
-    grouped = taken.groups < shape.heads and not spans
-    if shape.groups < shape.heads and (not grouped or name == "math"):  # which repeats them itself
+    core = _core(name, device, replace(shape, groups=taken.groups))
+    if shape.groups < shape.heads and not (isinstance(core, FusedAttention) and core.grouped):
         reason += "; each key/value head is repeated for its query heads"
-    return AttentionChoice(name, BACKENDS[name], reason, spans, grouped)
+    return AttentionChoice(core, reason)
+
+
+def _core(name: str, device: torch.device, shape: AttentionShape) -> AttentionCore:
+    """What computes with backend ``name``."""
+    if name == "math":
+        return MathAttention()
+    if name == "flash" and device.type == "cuda" and shape.masked and shape.spans:
+        return VarlenAttention()
+    return FusedAttention(name, grouped=shape.groups < shape.heads)
 
 
 def preferred(device: torch.device, shape: AttentionShape, deterministic: bool) -> list[str]:
@@ -122,38 +113,44 @@ def _works(name: str, device: torch.device, shape: AttentionShape) -> bool:
     if device.type != "cuda":
         rounds = shape.groups < shape.heads and shape.dtype == torch.bfloat16
         return name == "math" or (name == "flash" and not rounds)
+    core = _core(name, device, shape)
     try:
-        with sdpa_kernel([BACKENDS[name]]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PyTorch says why each of the others was not taken
-            for length in (shape.length, *shape.other_lengths):
-                spans = name == "flash" and shape.masked and shape.spans
-                (_try_spans if spans else _try_sdpa)(device, replace(shape, length=length))
+        return all(_runs(core, device, replace(shape, length=n)) for n in (shape.length, *shape.other_lengths))
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
         return False
+
+
+def _runs(core: AttentionCore, device: torch.device, shape: AttentionShape) -> bool:
+    """Forward and backward; False if PyTorch itself would not take this kernel, which knows of broken versions."""
+    length = shape.length
+    options: dict[str, Any] = {"device": device, "dtype": shape.dtype, "requires_grad": True}
+    q = torch.zeros(length, shape.heads, shape.head_dim, **options)
+    k = torch.zeros(length, shape.groups, shape.head_dim, **options)
+    ids = (torch.arange(length) >= length // 2).long()[None] if shape.masked else None
+    specs = [AttentionSpec(), AttentionSpec(window=max(length // 4, 1))] if shape.masked else [AttentionSpec()]
+    for spec in specs:
+        layout = core.prepare(TokenLayout(1, length, document_ids=ids), [spec], shape.dtype, device)
+        if device.type == "cuda" and isinstance(core, FusedAttention) and not _torch_takes(core, q, k, layout, spec):
+            return False
+        core(q, k, k, layout, spec)[0].sum().backward()
     return True
 
 
-def _try_sdpa(device: torch.device, shape: AttentionShape) -> None:
-    length = shape.length
-    options: dict[str, Any] = {"device": device, "dtype": shape.dtype}
-    # as the layer gives them: heads of one token side by side
-    q = torch.zeros(1, length, shape.heads, shape.head_dim, **options, requires_grad=True).transpose(1, 2)
-    k = torch.zeros(1, length, shape.groups, shape.head_dim, **options, requires_grad=True).transpose(1, 2)
-    mask = torch.zeros(1, 1, length, length, **options) if shape.masked else None
-    grouped = shape.groups < shape.heads
-    out = F.scaled_dot_product_attention(q, k, k, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
-    out.sum().backward()
-
-
-def _try_spans(device: torch.device, shape: AttentionShape) -> None:
-    from torch.nn.attention.varlen import varlen_attn  # which imports triton
-
-    size, length = (shape.length, shape.heads, shape.head_dim), shape.length
-    x = torch.zeros(size, device=device, dtype=shape.dtype, requires_grad=True)
-    starts = torch.tensor([0, length // 2, length], dtype=torch.int32, device=device)
-    for window in ((-1, 0), (max(length // 4, 1), 0)):
-        out = varlen_attn(x, x, x, starts, starts, length, length, window_size=window)
-        assert isinstance(out, torch.Tensor), "no other results were asked for"
-        out.sum().backward()
+def _torch_takes(
+    core: FusedAttention, q: torch.Tensor, k: torch.Tensor, layout: TokenLayout, spec: AttentionSpec
+) -> bool:
+    """Whether PyTorch would choose the core's operator for its own function."""
+    asked = {
+        "flash": torch.backends.cuda.can_use_flash_attention,
+        "efficient": torch.backends.cuda.can_use_efficient_attention,
+        "cudnn": torch.backends.cuda.can_use_cudnn_attention,
+    }
+    queries, keys, _, scores = core.arguments(q, k, k, layout, spec)
+    parameters = torch.backends.cuda.SDPAParams(
+        queries, keys, keys, scores.mask, 0.0, scores.causal, keys.shape[1] < queries.shape[1]
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return asked[core.name](parameters)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from smp.config import ConfigError
+from smp.kernels.attention_core import DEFAULT_ATTENTION, AttentionCore
 
 Backend = Literal["torch", "triton", "cuda", "apex"]
 Wish = Literal["auto", "torch", "triton", "cuda", "apex"]
@@ -27,6 +28,7 @@ class Kernels:
         norm: RMSNorm and LayerNorm, alone and after an addition (:mod:`smp.kernels.norm`).
         swiglu: SiLU(gate) x up, computed again in the backward pass (:mod:`smp.kernels.swiglu`).
         rope: rotation of queries and keys (:mod:`smp.kernels.rope`).
+        attention: what computes attention (:mod:`smp.kernels.attention_core`).
         rope_in_place: a fused one rotates where the projections' outputs are. Not for a compiler, nor for selective
             recompute, which keeps those.
 
@@ -38,6 +40,7 @@ class Kernels:
     norm: Backend = "torch"
     swiglu: Backend = "torch"
     rope: Backend = "torch"
+    attention: AttentionCore = DEFAULT_ATTENTION
     rope_in_place: bool = True
 
     def __post_init__(self) -> None:

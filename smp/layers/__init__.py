@@ -2,7 +2,8 @@
 ``ParallelContext``) in, no config, no trainer, no global state."""
 
 from smp.data.sample import IGNORE_INDEX
-from smp.layers.attention import SelfAttention, SequenceInfo
+from smp.kernels.token_layout import TokenLayout
+from smp.layers.attention import SelfAttention
 from smp.layers.block import TransformerBlock
 from smp.layers.cross_entropy import VocabShard, linear_cross_entropy, vocab_parallel_cross_entropy
 from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
@@ -30,7 +31,7 @@ __all__ = [
     "RopeScaling",
     "RowParallelLinear",
     "SelfAttention",
-    "SequenceInfo",
+    "TokenLayout",
     "TransformerBlock",
     "VocabParallelEmbedding",
     "VocabParallelHead",

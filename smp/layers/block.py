@@ -7,12 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from smp.layers.attention import SelfAttention, SequenceInfo
+from smp.kernels.dropout import keyed_dropout
+from smp.kernels.token_layout import TokenLayout
+from smp.layers.attention import SelfAttention
 from smp.layers.mlp import MLP
 from smp.layers.norm import Norm
-from smp.parallel.rng import keyed_dropout
 
-Run = Callable[[torch.Tensor, SequenceInfo, torch.Tensor | None], torch.Tensor]
+Run = Callable[[torch.Tensor, TokenLayout, torch.Tensor | None], torch.Tensor]
 
 
 class TransformerBlock(nn.Module):
@@ -56,31 +57,31 @@ class TransformerBlock(nn.Module):
         self.parallel_residual, self.dropout = parallel_residual, dropout
         self.run: Run = self._run
 
-    def forward(self, x: torch.Tensor, info: SequenceInfo, keys: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, layout: TokenLayout, keys: torch.Tensor | None = None) -> torch.Tensor:
         """Apply the block; ``keys`` are its three dropout keys, int64 (3,).
 
         Goes through ``self.run``: recompute and compile wrap that, inside of FSDP's hooks, which stay on ``forward``.
         """
-        return self.run(x, info, keys)
+        return self.run(x, layout, keys)
 
-    def _run(self, x: torch.Tensor, info: SequenceInfo, keys: torch.Tensor | None) -> torch.Tensor:
-        attended = self.attention(self.attention_norm(x), info, None if keys is None else keys[0])
-        attended = self._drop(attended, info, keys, 1)
+    def _run(self, x: torch.Tensor, layout: TokenLayout, keys: torch.Tensor | None) -> torch.Tensor:
+        attended = self.attention(self.attention_norm(x), layout, None if keys is None else keys[0])
+        attended = self._drop(attended, layout, keys, 1)
         if self.parallel_residual:
-            return x + attended + self._drop(self._feed_forward(self.mlp_norm(x), info), info, keys, 2)
+            return x + attended + self._drop(self._feed_forward(self.mlp_norm(x), layout), layout, keys, 2)
         normed, x = self.mlp_norm.after_addition(x, attended)
-        return x + self._drop(self._feed_forward(normed, info), info, keys, 2)
+        return x + self._drop(self._feed_forward(normed, layout), layout, keys, 2)
 
-    def _feed_forward(self, x: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
-        return self.mlp(x, info.token_index, info.local_token_index)
+    def _feed_forward(self, x: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
+        return self.mlp(x, layout.token_index, layout.local_token_index)
 
-    def _drop(self, x: torch.Tensor, info: SequenceInfo, keys: torch.Tensor | None, site: int) -> torch.Tensor:
+    def _drop(self, x: torch.Tensor, layout: TokenLayout, keys: torch.Tensor | None, site: int) -> torch.Tensor:
         if self.dropout == 0.0 or not self.training:
             return x
-        index = info.local_token_index
+        index = layout.local_token_index
         if keys is None or index is None or index.shape[0] != x.shape[0]:
             raise ValueError(
-                "dropout needs keys and SequenceInfo.token_index, under sequence parallelism local_token_index: "
+                "dropout needs keys and TokenLayout.token_index, under sequence parallelism local_token_index: "
                 "its masks are keyed by them"
             )
         return keyed_dropout(x, keys[site], index, self.dropout)

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from smp.kernels.dropout import keyed_dropout
 from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, linear_layers
 from smp.layers.parameter import REPLICATE, SHARD_COLUMNS, Constant, Initializer, Normal, local, tp_parameter
 from smp.parallel.boxes import local_box
@@ -36,7 +37,7 @@ from smp.parallel.collectives import (
     reduce_from_group,
     reduce_scatter_tokens,
 )
-from smp.parallel.rng import dropout_key, keyed_dropout
+from smp.parallel.rng import dropout_key
 
 
 class Lora(nn.Module):

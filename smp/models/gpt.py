@@ -11,9 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from smp.config import ModelConfig
 from smp.kernels import TORCH, Kernels
-from smp.layers.attention import SelfAttention, SequenceInfo
+from smp.kernels.dropout import keyed_dropout
+from smp.kernels.token_layout import TokenLayout
+from smp.layers.attention import SelfAttention
 from smp.layers.block import TransformerBlock
-from smp.layers.documents import Spans, document_mask
 from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from smp.layers.head import ModelOutput, VocabParallelHead
 from smp.layers.mlp import MLP, Activation
@@ -22,7 +23,7 @@ from smp.layers.rope import RopeScaling, rope_frequencies, rope_table
 from smp.models.micro_batch import MicroBatch
 from smp.models.part import ModelPart, whole
 from smp.parallel.context import ParallelContext
-from smp.parallel.rng import dropout_keys, keyed_dropout, to_device
+from smp.parallel.rng import dropout_keys
 
 SITES_PER_BLOCK = 3
 """Dropout sites of a block: attention probabilities, attention output, MLP output."""
@@ -47,11 +48,7 @@ class GPT(nn.Module):
         device: of the parameters; ``"meta"`` defers them.
         compute_dtype: of the activations; by default that of the parameters. (FSDP casts parameters itself.)
         parts: build only these parts, in their order; by default the whole model.
-        kernels: what computes the operations that have fused kernels.
-        spans: documents and windows go to FlashAttention's variable-length kernel instead of becoming a mask. Without
-            attention dropout only.
-        grouped: attention gets key/value heads as they are, not repeated for each of their query heads. Not all
-            backends of torch take that; ``smp.kernels.attention`` tries them.
+        kernels: what computes attention and the operations that have fused kernels.
 
     Blocks live in a ModuleDict under their global number, so a part of the model keeps the whole model's names. With a
     tied head the part that holds the head has a copy of the embedding's matrix.
@@ -67,14 +64,10 @@ class GPT(nn.Module):
         compute_dtype: torch.dtype | None = None,
         parts: Sequence[ModelPart] | None = None,
         kernels: Kernels = TORCH,
-        spans: bool = False,
-        grouped: bool = False,
     ) -> None:
         super().__init__()
-        if spans and config.attention_dropout > 0.0:
-            raise ValueError("attention dropout needs a mask: spans are for FlashAttention's variable-length kernel")
         context = ParallelContext.of(parallel)
-        self.config, self.seed, self.spans, self.grouped = config, seed, spans, grouped
+        self.config, self.seed, self.attention = config, seed, kernels.attention
         self.parts = tuple(parts) if parts is not None else (whole(config.num_layers),)
         self.group, self.sequence_parallel = context.tp_group, context.sequence_parallel
         with torch.device(device):
@@ -108,7 +101,9 @@ class GPT(nn.Module):
                 compute_dtype=compute_dtype,
             )
         layers = [i for part in self.parts for i in part.layers]
-        self.layers = nn.ModuleDict({str(i): _block(config, context, kernels) for i in layers})
+        blocks = {str(i): _block(config, context, kernels) for i in layers}
+        self.attention_specs = tuple(dict.fromkeys(block.attention.spec for block in blocks.values()))
+        self.layers = nn.ModuleDict(blocks)
         if last:
             self.final_norm = _norm(config, context, kernels)
             self.head = VocabParallelHead(
@@ -167,26 +162,18 @@ class GPT(nn.Module):
             (part,) = self.parts
         rows, length = batch.input_ids.shape
         padding = self._padding(rows * length)
-        position_ids = self._position_ids(batch, padding)
-        info = self._sequence_info(batch, padding, position_ids)
-        keys = self._dropout_keys(info, batch.input_ids.device)
+        layout = self._token_layout(batch, padding)
+        keys = self._dropout_keys(layout, batch.input_ids.device)
         tied_weight = None
         if self.tied and part.head and self.embedding is not None:
             tied_weight = self.embedding.table()  # one for both ends, so that its gradients add as FSDP adds them
         x = hidden
         if x is None:
-            x = self._embed(_flat(batch.input_ids, padding), position_ids, info, keys, tied_weight)
-        window, document_ids = self.config.window_size, batch.document_ids
-        if document_ids is None and window is not None and window < length:
-            # one mask for all samples
-            document_ids = torch.zeros(rows if self.spans else 1, length, dtype=torch.long)
-        if document_ids is not None and self.spans:
-            info.spans = Spans.of(document_ids, window, x.device)  # for all layers
-        elif document_ids is not None:
-            info.mask = document_mask(to_device(document_ids, x.device), window, x.dtype)
+            x = self._embed(_flat(batch.input_ids, padding), layout, keys, tied_weight)
+        layout = self.attention.prepare(layout, self.attention_specs, x.dtype, x.device)  # for all layers
         for i in part.layers:
             x = self.layers[str(i)](
-                x, info, None if keys is None else keys[SITES_PER_BLOCK * i : SITES_PER_BLOCK * (i + 1)]
+                x, layout, None if keys is None else keys[SITES_PER_BLOCK * i : SITES_PER_BLOCK * (i + 1)]
             )
         if not part.head:
             return ModelOutput(hidden=x)
@@ -206,34 +193,42 @@ class GPT(nn.Module):
         """Rows to add so that the TP ranks can share the tokens evenly."""
         return -tokens % self.group.size if self.sequence_parallel else 0
 
-    def _sequence_info(self, micro_batch: MicroBatch, padding: int, position_ids: torch.Tensor) -> SequenceInfo:
-        """Rotary tables and global token numbers."""
+    def _token_layout(self, micro_batch: MicroBatch, padding: int) -> TokenLayout:
+        """Also rotary tables and global token numbers."""
         batch, length = micro_batch.input_ids.shape
-        info = SequenceInfo(batch, length, batch * length + padding, grouped=self.grouped)
-        c = self.config
-        if c.position_embedding_type == "rope":
-            scaling = None
-            if c.use_rope_scaling:
-                scaling = RopeScaling(
-                    c.rope_scaling_factor,
-                    c.rope_low_freq_factor,
-                    c.rope_high_freq_factor,
-                    c.rope_original_max_position,
-                )
-            assert c.kv_channels is not None
-            dim, device = round(c.kv_channels * c.rotary_percent), position_ids.device
-            info.rope = rope_table(position_ids, rope_frequencies(dim, c.rotary_base, scaling, device))
-        if self.training and micro_batch.token_index is not None:
-            info.token_index = _flat(micro_batch.token_index, padding)
-            info.local_token_index = self._own(info.token_index)
-        return info
-
-    def _position_ids(self, micro_batch: MicroBatch, padding: int) -> torch.Tensor:
-        """int64 (tokens,); padding continues at 0."""
-        position_ids, input_ids = micro_batch.position_ids, micro_batch.input_ids
+        position_ids = micro_batch.position_ids
         if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
-        return _flat(position_ids, padding)
+            position_ids = torch.arange(length, device=micro_batch.input_ids.device).expand(batch, length)
+        position_ids = _flat(position_ids, padding)  # padding continues at 0
+        index = None
+        if self.training and micro_batch.token_index is not None:
+            index = _flat(micro_batch.token_index, padding)
+        return TokenLayout(
+            batch,
+            length,
+            padding,
+            position_ids=position_ids,
+            token_index=index,
+            local_token_index=None if index is None else self._own(index),
+            document_ids=micro_batch.document_ids,
+            rope=self._rope(position_ids),
+        )
+
+    def _rope(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        c = self.config
+        if c.position_embedding_type != "rope":
+            return None
+        scaling = None
+        if c.use_rope_scaling:
+            scaling = RopeScaling(
+                c.rope_scaling_factor,
+                c.rope_low_freq_factor,
+                c.rope_high_freq_factor,
+                c.rope_original_max_position,
+            )
+        assert c.kv_channels is not None
+        dim, device = round(c.kv_channels * c.rotary_percent), position_ids.device
+        return rope_table(position_ids, rope_frequencies(dim, c.rotary_base, scaling, device))
 
     def _own(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's part of a per-token tensor."""
@@ -242,19 +237,18 @@ class GPT(nn.Module):
         rows = x.shape[0] // self.group.size
         return x.narrow(0, self.group.rank * rows, rows)
 
-    def _dropout_keys(self, info: SequenceInfo, device: torch.device) -> torch.Tensor | None:
+    def _dropout_keys(self, layout: TokenLayout, device: torch.device) -> torch.Tensor | None:
         """Keys of all sites; the last is the embedding's."""
         if not self.training or max(self.config.hidden_dropout, self.config.attention_dropout) == 0.0:
             return None
-        if info.token_index is None:
+        if layout.token_index is None:
             raise ValueError("dropout needs token_index: masks are keyed by the global number of each token")
         return dropout_keys(self.seed, SITES_PER_BLOCK * self.config.num_layers + 1, device)
 
     def _embed(
         self,
         input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        info: SequenceInfo,
+        layout: TokenLayout,
         keys: torch.Tensor | None,
         table: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -262,10 +256,10 @@ class GPT(nn.Module):
         assert self.embedding is not None
         x = self.embedding(input_ids, table)
         if self.positions is not None:
-            x = x + self.positions(position_ids)
-        if keys is None or info.local_token_index is None:
+            x = x + self.positions(layout.position_ids)
+        if keys is None or layout.local_token_index is None:
             return x
-        return keyed_dropout(x, keys[-1], info.local_token_index, self.config.hidden_dropout)
+        return keyed_dropout(x, keys[-1], layout.local_token_index, self.config.hidden_dropout)
 
 
 def _flat(x: torch.Tensor, padding: int) -> torch.Tensor:

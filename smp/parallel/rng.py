@@ -4,8 +4,8 @@ Two kinds, neither with a state that could be lost:
 
 * Initial weights: a block of rows is drawn from a generator keyed by (seed, parameter name, block number). A rank draws
   the blocks it owns rows of and nothing else, and every layout starts from the same bits.
-* Dropout: each element's decision is a hash of (seed, layer, site, global token, channel). The same in every layout,
-  under recompute and after a resume.
+* Dropout: each element's decision is a hash of (seed, layer, site, global token, channel), see
+  :mod:`smp.kernels.dropout`. The same in every layout, under recompute and after a resume. The keys are made here.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import hashlib
 import numpy as np
 import torch
 
+from smp.kernels.transfer import to_device
 from smp.parallel.boxes import Box
 
 _BLOCK_ELEMENTS = 1 << 18
@@ -55,59 +56,12 @@ def _normal_block(seed: int, name: str, index: int, elements: int) -> torch.Tens
     return torch.from_numpy(generator.standard_normal(elements, dtype=np.float32))
 
 
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """32-bit finalizer on int64 tensors that hold values below 2^32.
-
-    Two multiply-xorshift rounds with constants from the hash-prospector search. Both are below 2^31, so no product
-    overflows 63 bits and the arithmetic is the same on every device and compiler.
-    """
-    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _MASK
-    x = ((x ^ (x >> 15)) * 0x735A2D97) & _MASK
-    return x ^ (x >> 15)
-
-
 def dropout_keys(seed: int, num_sites: int, device: torch.device) -> torch.Tensor:
     """One 32-bit key per dropout site of the model, int64 (num_sites,)."""
     keys = torch.tensor([stable_hash(seed, "dropout", i) & _MASK for i in range(num_sites)])
     return to_device(keys, device)
 
 
-def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``x`` on ``device``, in the order of the device's work: from pinned memory, so that the host does not wait."""
-    if device.type != "cuda" or x.is_cuda:
-        return x.to(device)
-    return x.pin_memory().to(device, non_blocking=True)
-
-
 def dropout_key(seed: int, site: str) -> int:
     """The 32-bit key of one dropout site that has a name."""
     return stable_hash(seed, "dropout", site) & _MASK
-
-
-def keyed_keep_mask(
-    key: torch.Tensor, tokens: torch.Tensor, channels: int, p: float, first_channel: int = 0
-) -> torch.Tensor:
-    """Boolean (len(tokens), channels): True with probability 1 - p, a function of (key, token, channel) alone.
-
-    Args:
-        key: 0-dim int64, this site's key.
-        tokens: int64 (n,), global token numbers.
-        channels: number of columns; column c is channel first_channel + c of every layout.
-        p: probability of False, in [0, 1).
-        first_channel: of the columns that this rank holds.
-    """
-    rows = _mix((tokens & _MASK) ^ key)
-    rows = _mix(rows ^ ((tokens >> 32) & _MASK) ^ 0x5BF03635)
-    columns = _mix(torch.arange(first_channel, first_channel + channels, device=tokens.device) + 0x9E3779B9)
-    bits = _mix(rows[:, None] ^ columns[None, :])  # (n, channels)
-    return bits >= int(p * 2**32)
-
-
-def keyed_dropout(
-    x: torch.Tensor, key: torch.Tensor, tokens: torch.Tensor, p: float, *, first_channel: int = 0
-) -> torch.Tensor:
-    """Dropout of ``x`` (n, channels) whose mask is keyed by (key, global token, channel); p == 0 returns ``x``."""
-    if p == 0.0:
-        return x
-    keep = keyed_keep_mask(key, tokens, x.shape[-1], p, first_channel)
-    return torch.where(keep, x / (1.0 - p), 0.0)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from smp.config import Config
-from smp.kernels.attention import AttentionChoice, AttentionShape, choose_attention
+from smp.kernels.attention import AttentionShape, choose_attention
 from smp.kernels.dispatch import Kernels, choose_kernels, describe_kernels
 from smp.layers import init_weights
 from smp.models.gpt import GPT
@@ -23,13 +23,11 @@ class Backends:
     """What computes in a run; decided once, before there is a model.
 
     Attributes:
-        kernels: of the operations that have fused ones.
-        attention: of scaled dot-product attention.
-        lines: both, and why, for the user.
+        kernels: of attention and the operations that have fused ones.
+        lines: which, and why, for the user.
     """
 
     kernels: Kernels
-    attention: AttentionChoice
     lines: tuple[str, ...]
 
 
@@ -75,7 +73,7 @@ def choose_backends(
     lines = [*describe_kernels(kernels, told), str(attention)]
     if model.attention_dropout > 0.0:
         lines.append("attention: in training probabilities are materialised instead, for --attention-dropout")
-    return Backends(kernels, attention, tuple(lines))
+    return Backends(replace(kernels, attention=attention.core), tuple(lines))
 
 
 def build_model(
@@ -106,8 +104,6 @@ def assemble(config: Config, context: ParallelContext, backends: Backends, plan:
         compute_dtype=torch.bfloat16 if config.parallel.bf16 else None,
         parts=None if plan is None else list(plan.stages_of(context.pp_rank).values()),
         kernels=backends.kernels,
-        spans=backends.attention.spans,
-        grouped=backends.attention.grouped,
     )
 
 

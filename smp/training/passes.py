@@ -10,9 +10,9 @@ from torch import nn
 
 from smp.data.loader import GlobalBatch
 from smp.data.sample import IGNORE_INDEX
+from smp.kernels.transfer import to_device
 from smp.layers.head import ModelOutput
 from smp.models.micro_batch import MicroBatch
-from smp.parallel.rng import to_device
 from smp.sharding.parallelize import last_micro_batch
 
 

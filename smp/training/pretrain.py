@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.attention import sdpa_kernel
 from tqdm import tqdm
 
 from smp.config import Config, ConfigError, Layout
@@ -115,8 +114,7 @@ class Pretraining:
             self._announce(line)
         if device.type == "cuda" and not config.parallel.bf16:
             self._announce("fp32: matrix products as TF32, which rounds their inputs to 10 bits of mantissa")
-        with self._only_its_attention():  # a reference's answers may be computed here
-            model, passes = self._model(device, plan)
+        model, passes = self._model(device, plan)
         optimizer = build_optimizer(model, config.optim, self.context.fsdp)
         progress = self.checkpoints.load(model, optimizer)
         for line in train.resume(progress.data, progress.consumed_samples):
@@ -129,10 +127,6 @@ class Pretraining:
 
     def _choose_backends(self, device: torch.device) -> Backends:
         return choose_backends(self.config, device, documents=self.config.data.reset_attention_mask)
-
-    def _only_its_attention(self) -> contextlib.AbstractContextManager[None]:
-        """PyTorch must not fall back to another backend without a word."""
-        return sdpa_kernel([self.backends.attention.backend])
 
     def _model(self, device: torch.device, plan: Plan | None) -> tuple[GPT, Passes]:
         """The model as it is before a checkpoint is loaded, and how micro-batches go through it."""
@@ -191,7 +185,7 @@ class Pretraining:
         """
         pipeline = self._pipeline()
         named = contextlib.nullcontext() if pipeline is None else naming(pipeline.place)
-        with named, self._only_its_attention():
+        with named:
             return self._run()
 
     def _run(self) -> Outcome:

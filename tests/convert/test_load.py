@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.nn.attention import SDPBackend
 
 from smp.checkpoint import CheckpointError
 from smp.config import Config, ConfigError, Layout, ModelConfig, ParallelConfig, TrainingConfig, resolve
@@ -64,7 +63,6 @@ def parts_of(world: int, folder: str, parallel: dict[str, Any]) -> Read:
     from smp.convert.describe import read_architecture
     from smp.convert.load import load_hf
     from smp.kernels import TORCH
-    from smp.kernels.attention import AttentionChoice
     from smp.parallel.boxes import local_box
     from smp.parallel.context import build_context
     from smp.pipeline.plan import plan_pipeline
@@ -82,7 +80,7 @@ def parts_of(world: int, folder: str, parallel: dict[str, Any]) -> Read:
     config = resolve(Config(model=model, parallel=ParallelConfig(**parallel), training=training), world)
     layout = Layout.from_config(config.parallel, world)
     plan = plan_pipeline(config, layout) if layout.pp > 1 else None
-    backends = Backends(TORCH, AttentionChoice("math", SDPBackend.MATH, "nothing is computed"), ())
+    backends = Backends(TORCH, ())
     built = build_model(config, build_context(layout, "cpu"), torch.device("cpu"), backends, plan)
     local._LocalSource.read_into = counted  # type: ignore[method-assign]
     load_hf(built, folder)

@@ -13,7 +13,9 @@ import torch
 from smp.config import ConfigError
 from smp.kernels import TORCH, Kernels, attention, cross_entropy, dispatch, norm
 from smp.kernels.attention import AttentionShape, choose_attention
+from smp.kernels.attention_core import FusedAttention, MathAttention
 from smp.kernels.dispatch import choose_kernels, describe_kernels
+from smp.kernels.varlen import VarlenAttention
 from tests.plain_varlen import plain_varlen
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # choosing touches no device
@@ -33,7 +35,7 @@ def test_auto_is_pytorch_on_a_cpu_and_triton_on_a_gpu() -> None:
 
 def test_auto_leaves_to_the_compiler_what_it_fuses() -> None:
     kernels, reasons = choose_kernels("auto", CUDA, compile=True)
-    assert kernels == Kernels(cross_entropy="triton")
+    assert kernels == Kernels(cross_entropy="triton", rope_in_place=False)
     assert describe_kernels(kernels, reasons) == [
         "kernels: triton for cross_entropy (fused on CUDA)",
         "kernels: torch for norm, swiglu, rope (torch.compile fuses it with its neighbours)",
@@ -63,7 +65,7 @@ def test_auto_does_not_interpret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_wish_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_kernels("torch", CUDA)[0] == TORCH
-    assert choose_kernels("triton", CUDA, compile=True)[0] == Kernels(**FUSED)  # type: ignore[arg-type]
+    assert choose_kernels("triton", CUDA, compile=True)[0] == Kernels(**FUSED, rope_in_place=False)  # type: ignore[arg-type]
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert choose_kernels("triton", CPU)[0] == Kernels(**FUSED)  # type: ignore[arg-type]
 
@@ -140,13 +142,16 @@ def test_a_kernel_of_another_device_is_named(backend: Any, monkeypatch: pytest.M
 def test_attention_is_the_first_backend_that_takes_the_shape() -> None:
     shape = AttentionShape(heads=2, groups=1, length=8, head_dim=16, dtype=torch.float32, masked=False)
     choice = choose_attention("auto", CPU, shape)
-    assert choice.name == "flash" and choice.reason == "the first of flash, math that takes this model"
-    assert choose_attention("math", CPU, shape).name == "math"
-    assert not choice.spans and not choose_attention("auto", CPU, replace(shape, masked=True)).spans
-    assert choice.grouped and not choose_attention("auto", CPU, replace(shape, groups=2)).grouped
+    assert (
+        choice.core == FusedAttention("flash", grouped=True)
+        and choice.reason == "the first of flash, math that takes this model"
+    )
+    assert choose_attention("math", CPU, shape).core == MathAttention()
+    assert choose_attention("auto", CPU, replace(shape, masked=True)).core == choice.core
+    assert choose_attention("auto", CPU, replace(shape, groups=2)).core == FusedAttention("flash")
     rounding = choose_attention("auto", CPU, replace(shape, dtype=torch.bfloat16))
     plain = choose_attention("math", CPU, replace(shape, dtype=torch.bfloat16))
-    assert not rounding.grouped and plain.grouped
+    assert rounding.core == FusedAttention("flash") and plain.core == MathAttention()
     assert all("each key/value head is repeated" in str(choice) for choice in (rounding, plain))
     for wish in ("cudnn", "efficient"):
         with pytest.raises(
@@ -181,11 +186,11 @@ def test_attention_on_a_gpu(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(attention, "_works", lambda name, device, shape: name not in refused)
     choice = choose_attention("auto", CUDA, shape)
-    assert (choice.name, choice.spans) == (name, in_spans)
+    assert (choice.core.name, isinstance(choice.core, VarlenAttention)) == (name, in_spans)
     variable = "'s variable-length kernel" if in_spans else ""
     assert str(choice) == f"attention: {name}{variable} ({choice.reason})"
-    assert choose_attention("math", CUDA, shape).spans is False
-    assert choose_attention("auto", CUDA, shape, deterministic=True).name != "cudnn"  # whose backward pass is not
+    assert choose_attention("math", CUDA, shape).core == MathAttention()
+    assert choose_attention("auto", CUDA, shape, deterministic=True).core.name != "cudnn"  # whose backward pass is not
     monkeypatch.setattr(attention, "_works", lambda name, device, shape: False)
     with pytest.raises(ConfigError, match="no attention backend of .*math takes 2 heads of 16"):
         choose_attention("auto", CUDA, shape)
@@ -202,24 +207,26 @@ def test_key_value_heads_are_repeated_rather_than_the_backend_changed(monkeypatc
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(attention, "_works", lambda name, device, shape: name != "flash" and shape.groups == 2)
     choice = choose_attention("auto", CUDA, shape)
-    assert (choice.name, choice.grouped) == ("efficient", False)
+    assert choice.core == FusedAttention("efficient")
     said = "each key/value head is repeated for its query heads"
     assert str(choice) == f"attention: efficient (the first of flash, efficient, math that takes this model; {said})"
     assert choose_attention("math", CUDA, shape).reason == f"--attention-backend math; {said}"
     assert said not in str(choose_attention("auto", CUDA, replace(shape, groups=2)))
     monkeypatch.setattr(attention, "_works", lambda name, device, shape: True)
     choice = choose_attention("auto", CUDA, shape)
-    assert (choice.name, choice.spans, choice.grouped) == ("flash", True, False)  # spans are of repeated heads
+    assert choice.core == VarlenAttention()  # of repeated heads
     assert said in str(choice)
     choice = choose_attention("auto", CUDA, replace(shape, masked=False))
-    assert (choice.name, choice.grouped) == ("flash", True) and said not in str(choice)
+    assert choice.core == FusedAttention("flash", grouped=True) and said not in str(choice)
 
 
 def test_what_is_tried_is_what_runs() -> None:
-    """Both tries, on a CPU: the shapes and arguments are right, with torch's own operator for spans."""
+    """On a CPU: the shapes and arguments are right, with torch's own operator for spans."""
     shape = AttentionShape(heads=2, groups=1, length=8, head_dim=16, dtype=torch.float32, masked=True)
-    attention._try_sdpa(CPU, shape)
-    attention._try_sdpa(CPU, replace(shape, masked=False))
+    for core in (MathAttention(), FusedAttention("flash"), FusedAttention("flash", grouped=True)):
+        assert attention._runs(core, CPU, shape) and attention._runs(core, CPU, replace(shape, masked=False))
     with plain_varlen() as calls:
-        attention._try_spans(CPU, shape)
+        assert attention._runs(VarlenAttention(), CPU, shape)
     assert calls == [2, 2]
+    with pytest.raises(RuntimeError, match="needs a CUDA device"):
+        attention._runs(FusedAttention("cudnn"), CPU, shape)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from smp.config import Layout
-from smp.layers import SelfAttention, SequenceInfo, rope_frequencies, rope_table
+from smp.kernels import Kernels, sdpa
+from smp.kernels.attention_core import FusedAttention
+from smp.kernels.dropout import keyed_keep_mask
+from smp.layers import SelfAttention, TokenLayout, rope_frequencies, rope_table
 from smp.parallel.context import ParallelContext, build_context
-from smp.parallel.rng import keyed_keep_mask
 from tests.distributed import run_distributed
 from tests.fake_group import fake_context
 from tests.layers.test_rope import rotate
@@ -75,10 +77,14 @@ def formula(x: torch.Tensor, w: dict[str, torch.Tensor], options: dict[str, Any]
     return linear(torch.cat(rows), "output")
 
 
-def sequence_info(tokens: int = PADDED, grouped: bool = False) -> SequenceInfo:
+def token_layout(tokens: int = PADDED) -> TokenLayout:
     positions = torch.arange(tokens) % LENGTH
     table = rope_table(positions, rope_frequencies(4, 100.0, None, torch.device("cpu")))
-    return SequenceInfo(BATCH, LENGTH, tokens, rope=table, token_index=NUMBERS[:tokens], grouped=grouped)
+    return TokenLayout(BATCH, LENGTH, tokens - BATCH * LENGTH, rope=table, token_index=NUMBERS[:tokens])
+
+
+def kernels(grouped: bool) -> Kernels:
+    return Kernels(attention=FusedAttention("flash", grouped=grouped))
 
 
 def padded(x: torch.Tensor, fill: float) -> torch.Tensor:
@@ -89,6 +95,7 @@ def errors_of(mesh: Any, options: dict[str, Any], sp: bool, training: bool) -> d
     """Errors of output and gradients; the padding holds large numbers, which must show nowhere."""
     arguments = {name: value for name, value in options.items() if name != "grouped"}
     context = ParallelContext.of(mesh, sequence_parallel=sp)
+    arguments["kernels"] = kernels(options.get("grouped", False))
     layer = SelfAttention(HIDDEN, HEADS, context, head_dim=WIDTH, **arguments).train(training)
     wholes = {name: leaf(w.double()) for name, w in load_all(layer).items()}
     x, target = draw(BATCH * LENGTH, HIDDEN, seed=1), draw(BATCH * LENGTH, HIDDEN, seed=2)
@@ -96,7 +103,7 @@ def errors_of(mesh: Any, options: dict[str, Any], sp: bool, training: bool) -> d
     want = formula(exact, wholes, options, dropped=training and "dropout" in options)
     want.backward(target.double())
     mine = leaf(part(padded(x, 1e3), mesh, split=sp))
-    got = layer(mine, sequence_info(grouped=options.get("grouped", False)), KEY)
+    got = layer(mine, token_layout(), KEY)
     got.backward(part(padded(target, 0.0), mesh, split=sp))
     assert exact.grad is not None
     rows = part(torch.arange(PADDED), mesh, split=sp)
@@ -141,7 +148,7 @@ def one_rank_attention(context: Any, dropout: float = DROPOUT) -> SelfAttention:
 
 
 def output_and_gradients(layer: SelfAttention, key: torch.Tensor, *, replay: bool = False) -> list[torch.Tensor]:
-    x, info = leaf(draw(BATCH * LENGTH, HIDDEN, seed=1)), sequence_info(BATCH * LENGTH)
+    x, info = leaf(draw(BATCH * LENGTH, HIDDEN, seed=1)), token_layout(BATCH * LENGTH)
     if replay:
         y = checkpoint(layer, x, info, key, use_reentrant=False, preserve_rng_state=False)
     else:
@@ -169,7 +176,7 @@ def test_dropout_keeps_the_mean_over_keys() -> None:
         layer, x, info = (
             one_rank_attention(context),
             draw(BATCH * LENGTH, HIDDEN, seed=1),
-            sequence_info(BATCH * LENGTH),
+            token_layout(BATCH * LENGTH),
         )
         outs = torch.stack([layer(x, info, torch.tensor(key * 7919)) for key in range(400)])
         layer.eval()
@@ -207,16 +214,17 @@ def test_a_width_that_the_heads_do_not_divide_is_refused() -> None:
 def test_key_value_heads_are_repeated_only_for_backends_that_need_it(
     grouped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = []
-    plain = F.scaled_dot_product_attention
+    seen, flash = [], sdpa.CPU["flash"]
 
-    def noted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
-        seen.append((k.shape[1], v.shape[1], options["enable_gqa"]))
-        return plain(q, k, v, **options)
+    def noted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: sdpa.Scores) -> Any:
+        seen.append((k.shape[1], v.shape[1]))
+        return flash.forward(q, k, v, scores)
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    monkeypatch.setitem(sdpa.CPU, "flash", replace(flash, forward=noted))
     with fake_context() as context:
         for groups in (2, HEADS):
-            layer = SelfAttention(HIDDEN, HEADS, context.tp, head_dim=WIDTH, num_groups=groups)
-            layer(torch.randn(PADDED, HIDDEN), sequence_info(grouped=grouped))
-    assert seen == [(2, 2, True) if grouped else (HEADS, HEADS, False), (HEADS, HEADS, False)]
+            options: dict[str, Any] = {"num_groups": groups, "kernels": kernels(grouped)}
+            SelfAttention(HIDDEN, HEADS, context.tp, head_dim=WIDTH, **options)(
+                torch.randn(PADDED, HIDDEN), token_layout()
+            )
+    assert seen == [(2, 2) if grouped else (HEADS, HEADS), (HEADS, HEADS)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from smp.config import Layout
-from smp.layers import MLP, RMSNorm, SelfAttention, SequenceInfo, TransformerBlock, init_weights
+from smp.layers import MLP, RMSNorm, SelfAttention, TokenLayout, TransformerBlock, init_weights
 from smp.parallel.context import ParallelContext
 from tests.fake_group import fake_context
 from tests.layers.whole import draw
@@ -31,14 +31,12 @@ def test_dropout_without_what_keys_it_is_an_error(site: str) -> None:
     rates: dict[str, Any] = {site: 0.5}
     with fake_context() as context, torch.no_grad():
         block, x = build(context.tp, **rates), draw(TOKENS, HIDDEN, seed=0)
-        plain, numbered = SequenceInfo(2, 3, TOKENS), SequenceInfo(2, 3, TOKENS, token_index=NUMBERS)
-        for info, keys in ((plain, KEYS), (numbered, None), (plain, None)):
-            with pytest.raises(ValueError, match=r"dropout needs keys and SequenceInfo\.token_index"):
-                block(x, info, keys)
+        plain, numbered = TokenLayout(2, 3), TokenLayout(2, 3, TOKENS - 6, token_index=NUMBERS)
+        for layout, keys in ((plain, KEYS), (numbered, None), (plain, None)):
+            with pytest.raises(ValueError, match=r"dropout needs keys and TokenLayout\.token_index"):
+                block(x, layout, keys)
         dropped = block(x, numbered, KEYS)
-        assert torch.equal(
-            dropped, block(x, SequenceInfo(2, 3, TOKENS, token_index=NUMBERS, local_token_index=NUMBERS), KEYS)
-        )
+        assert torch.equal(dropped, block(x, TokenLayout(2, 3, token_index=NUMBERS, local_token_index=NUMBERS), KEYS))
         kept = block.eval()(x, plain)
         assert not torch.equal(dropped, kept)
 
@@ -47,8 +45,8 @@ def test_sequence_parallel_dropout_needs_the_numbers_of_this_ranks_tokens() -> N
     with fake_context(Layout(tp=2)) as context, torch.no_grad():
         block, x = build(context.tp, hidden=0.5, sp=True), draw(TOKENS // 2, HIDDEN, seed=0)
         with pytest.raises(ValueError, match="under sequence parallelism local_token_index"):
-            block(x, SequenceInfo(2, 3, TOKENS, token_index=NUMBERS), KEYS)
-        block(x, SequenceInfo(2, 3, TOKENS, token_index=NUMBERS, local_token_index=NUMBERS[:3]), KEYS)
+            block(x, TokenLayout(2, 3, token_index=NUMBERS), KEYS)
+        block(x, TokenLayout(2, 3, token_index=NUMBERS, local_token_index=NUMBERS[:3]), KEYS)
 
 
 def test_parts_that_split_the_tokens_differently_are_refused() -> None:

@@ -11,8 +11,10 @@ from torch.distributed.utils import _to_kwargs
 
 from smp.config import ParallelConfig
 from smp.data.loader import GlobalBatch
-from smp.layers.attention import SelfAttention, SequenceInfo
-from smp.layers.documents import Spans, document_mask
+from smp.kernels import TORCH, Kernels
+from smp.kernels.token_layout import TokenLayout
+from smp.kernels.varlen import VarlenAttention
+from smp.layers.attention import SelfAttention
 from smp.models.gpt import GPT
 from smp.models.micro_batch import MicroBatch
 from smp.sharding.parallelize import parallelize
@@ -25,18 +27,8 @@ from tests.plain_varlen import plain_varlen
 CPU = torch.device("cpu")
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 3, 3, -1, -1], [0, 0, 0, 0, 0, 0, 0, 0, 0, 0]])
 MODEL = replace(LLAMA, init_method_std=0.3)
-
-
-def test_spans_say_where_documents_begin() -> None:
-    spans = Spans.of(DOCUMENTS, 3, CPU)
-    assert spans.starts.tolist() == [0, 3, 5, 6, 8, 10, 20, 20, 20] and spans.starts.dtype == torch.int32
-    assert spans.longest == 10 and spans.window == (2, 0)  # the next power of two is more than a sequence has
-    short = Spans.of(DOCUMENTS[:1], None, CPU)
-    assert short.longest == 4 and short.window == (-1, 0) and len(short.starts) == 8 + 1
-    with pytest.raises(ValueError, match="not next to each other"):
-        Spans.of(torch.tensor([[0, 1, 0]]), None, CPU)
-    with pytest.raises(ValueError, match="documents are on meta"):
-        Spans.of(DOCUMENTS.to("meta"), None, CPU)
+KERNELS = {False: TORCH, True: Kernels(attention=VarlenAttention())}
+"""Whether documents are spans for the variable-length kernel."""
 
 
 def test_fsdp_leaves_documents_on_the_host() -> None:
@@ -50,7 +42,7 @@ def test_fsdp_leaves_documents_on_the_host() -> None:
 def loss_and_gradients(
     context: Any, config: Any, documents: torch.Tensor | None, *, spans: bool, parallel: ParallelConfig | None = None
 ) -> dict[str, torch.Tensor]:
-    model = GPT(config, context.tp, seed=1, device="cpu", spans=spans)
+    model = GPT(config, context.tp, seed=1, device="cpu", kernels=KERNELS[spans])
     load_all(model)
     if parallel is not None:
         parallelize(model, context, parallel)
@@ -107,19 +99,13 @@ def test_rows_of_padding_stay_outside_of_spans() -> None:
     """Sequence parallelism pads tokens to what the ranks share evenly: 23 rows for 20 tokens, of 4 + 2 heads."""
     results = {}
     with fake_context() as context, plain_varlen():
-        layer = SelfAttention(16, 4, context.tp, num_groups=2, head_dim=8)
-        load_all(layer)
-        for spans in (False, True):
+        for spans, kernels in KERNELS.items():
+            layer = SelfAttention(16, 4, context.tp, num_groups=2, head_dim=8, kernels=kernels)
+            load_all(layer)
             x = draw(23, 16, seed=0).requires_grad_()
-            info = SequenceInfo(2, 10, 23, spans=Spans.of(DOCUMENTS, None, CPU) if spans else None)
-            info.mask = None if spans else document_mask(DOCUMENTS, None, torch.float32)
-            y = layer(x, info)
+            layout = TokenLayout(2, 10, padding=3, document_ids=DOCUMENTS)
+            y = layer(x, kernels.attention.prepare(layout, [layer.spec], torch.float32, CPU))
             results[spans] = [y.detach(), *torch.autograd.grad(y.square().sum(), x)]
     assert not results[True][0][20:].any() and not results[True][1][20:].any()
     for got, want in zip(results[True], results[False], strict=True):
         assert error(got, want) < 2e-6
-
-
-def test_spans_are_not_for_dropout_of_attention() -> None:
-    with fake_context() as context, pytest.raises(ValueError, match="attention dropout needs a mask"):
-        GPT(replace(MODEL, attention_dropout=0.1), context.tp, spans=True)

@@ -43,7 +43,7 @@ def layer_of(mesh: Any, kind: str, sp: bool, dropout: float) -> Any:
 
 def kept(layer: Any, mesh: Any) -> torch.Tensor:
     """What dropout multiplies the whole input with: the adapter's masks, from all of its channels."""
-    from smp.parallel.rng import keyed_dropout
+    from smp.kernels.dropout import keyed_dropout
 
     numbers, ones = 100 + torch.arange(TOKENS), torch.ones(TOKENS, IN)
     return keyed_dropout(ones, torch.tensor(layer.lora.key), numbers, layer.lora.dropout)

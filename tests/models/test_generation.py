@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from smp.config import Layout, ModelConfig
+from smp.kernels.token_layout import TokenLayout
 from smp.layers import init_weights, local
-from smp.layers.attention import SelfAttention
 from smp.models import generation
 from smp.models.generation import Sampling, choose, generate
 from smp.models.gpt import GPT
@@ -89,14 +89,14 @@ def masks(rank: int, world: int) -> list[tuple[int, ...]]:
     """Shapes of the masks of attention's layers, while a prompt of 30 goes through in pieces and 3 tokens follow."""
     model = GPT(ModelConfig(**SIZES), build_context(Layout(), "cpu").tp, device="cpu").eval()
     init_weights(model, 1)
-    shapes, made = [], SelfAttention._mask
+    shapes, made = [], TokenLayout.make_mask
 
-    def noted(self: SelfAttention, *args: Any) -> torch.Tensor:
+    def noted(self: TokenLayout, *args: Any) -> torch.Tensor:
         mask = made(self, *args)
-        shapes.append(tuple(mask.shape))
+        shapes.append(tuple(mask.shape[2:]))
         return mask
 
-    SelfAttention._mask, generation.PIECE = noted, 12  # type: ignore[method-assign]
+    TokenLayout.make_mask, generation.PIECE = noted, 12  # type: ignore[method-assign]
     list(generate(model, [7] * 30, 3, GREEDY, ends=[]))
     return shapes[::2]  # of the first of two layers
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smp.config import Layout, ModelConfig
-from smp.layers import SelfAttention, init_weights
+from smp.kernels.token_layout import TokenLayout
+from smp.layers import init_weights
 from smp.models.gpt import GPT, activation_of
 from smp.models.micro_batch import MicroBatch
 from tests.fake_group import fake_context
@@ -229,9 +230,9 @@ def test_tokens_are_padded_for_sequence_parallelism_in_one_place() -> None:
         seen: list[Any] = []
         model.layers["0"].register_forward_pre_hook(lambda m, args: seen.append(args))
         model(MicroBatch(draw_tokens(1, 5), draw_tokens(1, 5), torch.ones(1, 5)))
-    x, info, _ = seen[0]
+    x, layout, _ = seen[0]
     assert x.shape == (2, 16)
-    assert (info.batch, info.length, info.tokens) == (1, 5, 8)
+    assert (layout.batch, layout.length, layout.padding, layout.num_tokens) == (1, 5, 3, 8)
 
 
 def test_labels_without_weights_are_refused() -> None:
@@ -250,13 +251,14 @@ def test_labels_without_weights_are_refused() -> None:
 def test_a_window_is_one_mask_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one sample, which all share: a mask has the size of the length squared."""
     seen: list[Any] = []
-    monkeypatch.setattr(SelfAttention, "_mask", lambda *_: pytest.fail("a layer made its own mask"))
+    made, make = [], TokenLayout.make_mask
+    monkeypatch.setattr(TokenLayout, "make_mask", lambda *arguments: made.append(1) or make(*arguments))
     with fake_context() as context, torch.no_grad():
         model = build(context, replace(LLAMA, window_size=3))
         for layer in model.layers.values():
-            layer.register_forward_pre_hook(lambda module, args: seen.append(args[1].mask))
+            layer.register_forward_pre_hook(lambda module, args: seen.append(args[1].masks.get((True, 3))))
         model(MicroBatch(draw_tokens(2, LENGTH)))
-        assert len(seen) == LLAMA.num_layers and all(mask is seen[0] for mask in seen)
+        assert len(made) == 1 and len(seen) == LLAMA.num_layers and all(mask is seen[0] for mask in seen)
         assert seen[0].shape == (1, 1, LENGTH, LENGTH) and (seen[0] == 0).sum(-1).max() == 3
         model(MicroBatch(draw_tokens(2, 3)))
-        assert seen[-1] is None  # a window that holds the sequence hides nothing
+        assert seen[-1] is None and len(made) == 1  # a window that holds the sequence hides nothing

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from smp.kernels.dropout import keyed_dropout, keyed_keep_mask
 from smp.parallel import rng
 from smp.parallel.boxes import Box
-from smp.parallel.rng import dropout_keys, keyed_dropout, keyed_keep_mask, keyed_normal, stable_hash
+from smp.parallel.rng import dropout_keys, keyed_normal, stable_hash
 
 CPU = torch.device("cpu")
 LARGE = (1 << 18) // 64 * 3  # rows of 64 columns: three blocks

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 
 from smp.config import ModelConfig
 from smp.data.loader import GlobalBatch
-from smp.parallel.rng import dropout_keys, keyed_dropout
+from smp.kernels.dropout import keyed_dropout
+from smp.parallel.rng import dropout_keys
 from tests.parity.cases import SEED, Case, config_of
 from tests.parity.data import global_batch
 from tests.parity.result import Result

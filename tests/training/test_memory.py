@@ -8,6 +8,8 @@ import torch
 
 from smp.config import Config, DataConfig, Layout, ModelConfig, OptimizerConfig, ParallelConfig, resolve
 from smp.config.schema import TrainingConfig
+from smp.kernels import Kernels
+from smp.kernels.attention_core import FusedAttention
 from smp.layers.cross_entropy import VocabShard, linear_cross_entropy
 from smp.models.arithmetic import count_parameters
 from smp.models.gpt import GPT
@@ -152,17 +154,17 @@ def _measure(config: Config, tp: int, grouped: bool = False) -> float:
     model = GPT(
         config.model,
         build_context(Layout(tp=tp), "cpu", sequence_parallel=config.parallel.sequence_parallel),
-        grouped=grouped,
+        kernels=Kernels(attention=FusedAttention("flash", grouped=grouped)),
         device="cpu",
     ).bfloat16()
     block = next(iter(model.layers.values()))
     block.run = _wrapped(block.run, config.parallel)  # type: ignore[method-assign]
     tokens = torch.zeros(2, 32, dtype=torch.int64)
     micro_batch = MicroBatch(tokens, token_index=torch.arange(64).view(2, 32))
-    places = model._position_ids(micro_batch, 0)
-    info = model._sequence_info(micro_batch, 0, places)
-    keys = model._dropout_keys(info, tokens.device)
-    x = model._embed(tokens.flatten(), places, info, keys)
+    layout = model._token_layout(micro_batch, 0)
+    keys = model._dropout_keys(layout, tokens.device)
+    x = model._embed(tokens.flatten(), layout, keys)
+    layout = model.attention.prepare(layout, model.attention_specs, x.dtype, x.device)
     known = {t.untyped_storage().data_ptr() for t in _living()} - {x.untyped_storage().data_ptr()}
     saved: list[torch.Tensor] = []
 
@@ -171,7 +173,7 @@ def _measure(config: Config, tp: int, grouped: bool = False) -> float:
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        y = block(x, info, None if keys is None else keys[:3])
+        y = block(x, layout, None if keys is None else keys[:3])
     if tp > 1:  # a collective's thread lets go of its tensors some time after the collective is done
         time.sleep(0.5)
     sizes = _sizes([*saved, *_living(), x])

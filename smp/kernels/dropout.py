@@ -1,0 +1,51 @@
+"""Dropout whose mask is a function of (key, global token, channel): no layout, no replay and no order changes it.
+
+A counter-based hash stands where a generator would have a state. Its arithmetic stays below 63 bits, so that it is the
+same on every device and compiler.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_MASK = (1 << 32) - 1
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """32-bit finalizer on int64 tensors that hold values below 2^32.
+
+    Two multiply-xorshift rounds with constants from the hash-prospector search. Both are below 2^31, so no product
+    overflows 63 bits and the arithmetic is the same on every device and compiler.
+    """
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _MASK
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & _MASK
+    return x ^ (x >> 15)
+
+
+def keyed_keep_mask(
+    key: torch.Tensor, tokens: torch.Tensor, channels: int, p: float, first_channel: int = 0
+) -> torch.Tensor:
+    """Boolean (len(tokens), channels): True with probability 1 - p, a function of (key, token, channel) alone.
+
+    Args:
+        key: 0-dim int64, this site's key.
+        tokens: int64 (n,), global token numbers.
+        channels: number of columns; column c is channel first_channel + c of every layout.
+        p: probability of False, in [0, 1).
+        first_channel: of the columns that this rank holds.
+    """
+    rows = _mix((tokens & _MASK) ^ key)
+    rows = _mix(rows ^ ((tokens >> 32) & _MASK) ^ 0x5BF03635)
+    columns = _mix(torch.arange(first_channel, first_channel + channels, device=tokens.device) + 0x9E3779B9)
+    bits = _mix(rows[:, None] ^ columns[None, :])  # (n, channels)
+    return bits >= int(p * 2**32)
+
+
+def keyed_dropout(
+    x: torch.Tensor, key: torch.Tensor, tokens: torch.Tensor, p: float, *, first_channel: int = 0
+) -> torch.Tensor:
+    """Dropout of ``x`` (n, channels) whose mask is keyed by (key, global token, channel); p == 0 returns ``x``."""
+    if p == 0.0:
+        return x
+    keep = keyed_keep_mask(key, tokens, x.shape[-1], p, first_channel)
+    return torch.where(keep, x / (1.0 - p), 0.0)

@@ -1,0 +1,147 @@
+"""PyTorch's fused attention, called by its operators: they return the log-sum-exps that a merge of parts needs, and
+take those of the whole in the backward pass.
+
+A row's probabilities are p = exp(s - lse), so gradients of one block of keys are (Dao 2023, arXiv 2307.08691)
+    D = rowsum(dout * out);  dv = p^T dout;  ds = p * (dout v^T - D);  dq = ds k * scale;  dk = ds^T q * scale,
+right for any block of keys when ``out`` and ``lse`` are those of all keys.
+
+Tensors are (batch, heads, length, head_dim), lse fp32 (batch, heads, length), of the natural logarithm. A forward
+operator is differentiable by itself, but for lse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+aten = torch.ops.aten
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the scores of a call are.
+
+    Attributes:
+        causal: a query sees the keys that do not come after it; without a mask and with as many keys as queries only.
+        mask: added to the scores, (batch or 1, 1, length, keys), in the dtype of the queries.
+        scale: of q k^T; None: 1 / sqrt(head_dim).
+    """
+
+    causal: bool
+    mask: torch.Tensor | None
+    scale: float | None
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One backend on one kind of device.
+
+    Attributes:
+        forward: (q, k, v, scores) -> (out, lse).
+        backward: (dout, q, k, v, out, lse, scores) -> (dq, dk, dv).
+        multiple: of what head_dim has to be.
+    """
+
+    forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Scores], Tensors]
+    backward: Callable[..., Tensors]
+    multiple: int = 1
+
+
+def _cpu_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: Scores) -> Tensors:
+    """Any dtype, fewer key/value heads as they are. A row that sees no key has out 0 and lse 0."""
+    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, s.causal, attn_mask=s.mask, scale=s.scale)
+
+
+def _cpu_flash_backward(*tensors: torch.Tensor, scores: Scores) -> Tensors:
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *tensors, 0.0, scores.causal, attn_mask=scores.mask, scale=scores.scale
+    )
+
+
+def _cuda_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: Scores) -> Tensors:
+    """Half precision, no mask, fewer key/value heads as they are."""
+    _refuse_mask(s)
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, s.causal, False, scale=s.scale)
+    return out, lse
+
+
+def _cuda_flash_backward(*tensors: torch.Tensor, scores: Scores) -> Tensors:
+    _refuse_mask(scores)
+    dout, q, k, v, out, lse = (x.contiguous() for x in tensors)  # views of k, v and lse gave others wrong gradients
+    state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is not used
+    sizes = q.shape[2], k.shape[2]
+    return aten._scaled_dot_product_flash_attention_backward(
+        dout, q, k, v, out, lse, None, None, *sizes, 0.0, scores.causal, state, state.new_empty(()), scale=scores.scale
+    )
+
+
+def _efficient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: Scores) -> Tensors:
+    """Any dtype but fp64, a mask; lse comes with rows up to a multiple of 32."""
+    mask = _aligned(s.mask, q, k)
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, mask, True, 0.0, s.causal, scale=s.scale)
+    return out, lse[:, :, : q.shape[2]]
+
+
+def _efficient_backward(*tensors: torch.Tensor, scores: Scores) -> Tensors:
+    dout, q, k, v, out, lse = tensors
+    lse = F.pad(lse, (0, -lse.shape[2] % 32)).contiguous()
+    mask, state = _aligned(scores.mask, q, k), torch.zeros((), dtype=torch.int64, device=q.device)
+    wanted = [True, True, True, False]  # no gradient of the mask
+    *grads, _ = aten._scaled_dot_product_efficient_attention_backward(
+        dout, q, k, v, mask, out, lse, state, state, 0.0, wanted, scores.causal, scale=scores.scale
+    )
+    return tuple(grads)
+
+
+def _cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: Scores) -> Tensors:
+    """Half precision, a mask, fewer key/value heads as they are; lse has a dimension of 1 behind."""
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, s.mask, True, 0.0, s.causal, False, scale=s.scale)
+    return out, lse.reshape(q.shape[:3])
+
+
+def _cudnn_backward(*tensors: torch.Tensor, scores: Scores) -> Tensors:
+    dout, q, k, v, out, lse = tensors
+    state, sizes = torch.zeros((), dtype=torch.int64, device=q.device), (q.shape[2], k.shape[2])
+    lse, rest = lse.contiguous()[..., None], (state, state, scores.mask, None, None, *sizes)
+    return aten._scaled_dot_product_cudnn_attention_backward(
+        dout, q, k, v, out, lse, *rest, 0.0, scores.causal, scale=scores.scale
+    )
+
+
+CPU = {"flash": Operator(_cpu_flash, _cpu_flash_backward)}
+CUDA = {
+    "flash": Operator(_cuda_flash, _cuda_flash_backward, multiple=8),
+    "efficient": Operator(_efficient, _efficient_backward, multiple=8),
+    "cudnn": Operator(_cudnn, _cudnn_backward),
+}
+
+
+def operator_for(name: str, device: torch.device) -> Operator:
+    """The operator of backend ``name``.
+
+    Raises:
+        RuntimeError: there is none on such a device.
+    """
+    known = CUDA if device.type == "cuda" else CPU
+    if name not in known:
+        raise RuntimeError(f"attention backend {name} needs a CUDA device, these tensors are on {device}")
+    return known[name]
+
+
+def _refuse_mask(scores: Scores) -> None:
+    if scores.mask is not None:
+        raise RuntimeError("FlashAttention takes no mask on a GPU: use its variable-length kernel, or another backend")
+
+
+def _aligned(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+    """Of all heads, and with rows that begin at multiples of 8 elements: the kernel loads so many at a time."""
+    if mask is None:
+        return None
+    keys = k.shape[2]
+    if keys % 8:
+        mask = F.pad(mask, (0, -keys % 8))[..., :keys]
+    return mask.expand(q.shape[0], q.shape[1], q.shape[2], keys)

@@ -1,0 +1,177 @@
+"""How the tokens of a micro-batch lie: all that attention, RoPE and dropout may know of them, without process groups.
+
+Rows of activations are the tokens of all sequences, one sequence behind the other, then padding. Queries and keys of a
+sequence are usually the same tokens. With a cache of keys, or when a rank holds a slice of each sequence, they are not:
+then ``query_start`` and ``key_start`` say where in its sequence the first of each stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from smp.kernels.transfer import to_device
+
+Pattern = tuple[bool, int | None]
+"""Which keys a layer's queries see: not those behind them, and so many at most; (causal, window)."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenLayout:
+    """The tokens of a micro-batch.
+
+    Attributes:
+        batch, length: number of sequences, and of queries in each.
+        padding: rows behind the last sequence. They see nothing and nobody sees them.
+        position_ids: int64 (tokens,), what RoPE and learned positions take.
+        token_index: int64 (tokens,), global numbers that dropout is keyed by; None without dropout.
+        local_token_index: this rank's part of ``token_index`` under sequence parallelism; by default the same.
+        document_ids: integers (batch, length): a token sees only keys with its number. They may lie on the host, where
+            a variable-length kernel needs them. None: a sequence is one document.
+        query_start, key_start: where in its sequence the first query and the first key stand.
+        key_length: keys of each sequence; by default ``length``.
+        key_document_ids: integers (batch, key_length); by default ``document_ids``.
+        rope: cos and sin tables, fp32 (tokens, 1, rotated channels), or None.
+        masks: by pattern, (batch or 1, 1, length, key_length), added to scores. A core makes them for all layers.
+        cu_seqlens_q, cu_seqlens_k: int32 (documents + 1,), where documents begin in queries and keys. Likewise.
+        max_seqlen_q, max_seqlen_k: at least the tokens of the longest document.
+    """
+
+    batch: int
+    length: int
+    padding: int = 0
+    position_ids: torch.Tensor | None = None
+    token_index: torch.Tensor | None = None
+    local_token_index: torch.Tensor | None = None
+    document_ids: torch.Tensor | None = None
+    query_start: int = 0
+    key_start: int = 0
+    key_length: int | None = None
+    key_document_ids: torch.Tensor | None = None
+    rope: tuple[torch.Tensor, torch.Tensor] | None = None
+    masks: Mapping[Pattern, torch.Tensor] = field(default_factory=dict)
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+
+    def __post_init__(self) -> None:
+        if self.local_token_index is None:
+            object.__setattr__(self, "local_token_index", self.token_index)
+
+    @property
+    def num_queries(self) -> int:
+        """Rows without padding."""
+        return self.batch * self.length
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows with padding."""
+        return self.batch * self.length + self.padding
+
+    @property
+    def keys(self) -> int:
+        """Keys of each sequence."""
+        return self.length if self.key_length is None else self.key_length
+
+    @property
+    def sees_itself(self) -> bool:
+        """Whether the keys of all queries are there, so that every query sees one."""
+        before, after = self.query_start - self.key_start, self.key_start + self.keys - self.query_start - self.length
+        return before >= 0 and after >= 0 and self.key_document_ids is None
+
+    def pattern(self, causal: bool, window: int | None) -> Pattern:
+        """Layers with the same pattern share a mask: a window that reaches to the first key is none."""
+        if window is not None and window > self.query_start + self.length - 1 - self.key_start:
+            window = None
+        return causal, window
+
+    def needs_mask(self, pattern: Pattern) -> bool:
+        """Whether a kernel's own "causal" is not enough. Kernels differ in what it means beside a key more or less."""
+        causal, window = pattern
+        shifted = self.query_start != self.key_start or self.length != self.keys
+        return self.document_ids is not None or window is not None or (causal and shifted)
+
+    def mask(self, pattern: Pattern, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+        """What is added to scores beside a kernel's own "causal": the one made for all layers, or a new one."""
+        if not self.needs_mask(pattern):
+            return None
+        known = self.masks.get(pattern)
+        return self.make_mask(pattern, dtype, device) if known is None else known
+
+    def make_mask(self, pattern: Pattern, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """(batch or 1, 1, length, key_length): 0 where a query sees a key, else -inf."""
+        causal, window = pattern
+        queries = torch.arange(self.query_start, self.query_start + self.length, device=device)
+        distance = queries[:, None] - torch.arange(self.key_start, self.key_start + self.keys, device=device)
+        seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+        if window is not None:
+            seen = seen & (distance < window)
+        seen = seen[None]
+        if self.document_ids is not None:
+            seen = seen & self._same_document(self.document_ids, device)
+        return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)[:, None]
+
+    def _same_document(self, document_ids: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Boolean (batch, length, key_length)."""
+        key_ids = document_ids if self.key_document_ids is None else self.key_document_ids
+        if key_ids.shape[1] != self.keys:
+            raise ValueError(f"{key_ids.shape[1]} document ids for {self.keys} keys: give key_document_ids")
+        return to_device(document_ids, device)[:, :, None] == to_device(key_ids, device)[:, None, :]
+
+    def with_masks(self, patterns: Iterable[Pattern], dtype: torch.dtype, device: torch.device) -> TokenLayout:
+        """The layout with the masks of ``patterns``, one for all layers that have the pattern."""
+        needed = [pattern for pattern in dict.fromkeys(patterns) if self.needs_mask(pattern)]
+        return replace(self, masks={pattern: self.make_mask(pattern, dtype, device) for pattern in needed})
+
+    def with_documents_found(self, device: torch.device) -> TokenLayout:
+        """The layout with ``cu_seqlens_q`` and ``cu_seqlens_k`` on ``device``, counted on the host.
+
+        Their number is a power of two, the last ones empty, and so are the longest lengths: a program is then compiled
+        for few sizes. Each document's last query is its last key, as kernels expect where there are fewer queries.
+
+        Raises:
+            ValueError: document ids are on another device, or one comes back after another one in its sequence; or keys
+                do not end where queries end.
+        """
+        if self.query_start + self.length != self.key_start + self.keys:
+            raise ValueError("queries and keys of a sequence do not end together: only a mask can say who sees whom")
+        first = self._first_of_documents()
+        starts = first.nonzero()  # (documents, 2)
+        cu_k = starts[:, 0] * self.keys + starts[:, 1]
+        cu_q = starts[:, 0] * self.length + (starts[:, 1] - (self.keys - self.length)).clamp(min=0)
+        count = _power_of_two(len(starts))
+        ends = (cu_q, self.batch * self.length), (cu_k, self.batch * self.keys)
+        padded = [torch.cat((cu, cu.new_full((count + 1 - len(cu),), end))).int() for cu, end in ends]
+        longest = [_power_of_two(int(cu.diff().max())) for cu in padded]
+        return replace(
+            self,
+            cu_seqlens_q=to_device(padded[0], device),
+            cu_seqlens_k=to_device(padded[1], device),
+            max_seqlen_q=min(longest[0], self.length),
+            max_seqlen_k=min(longest[1], self.keys),
+        )
+
+    def _first_of_documents(self) -> torch.Tensor:
+        """Boolean (batch, key_length), on the CPU: where a document begins."""
+        first = torch.zeros(self.batch, self.keys, dtype=torch.bool)
+        first[:, 0] = True
+        ids = self.document_ids if self.key_document_ids is None else self.key_document_ids
+        if ids is None:
+            return first
+        if ids.device.type != "cpu":
+            raise ValueError(f"document ids are on {ids.device}: the host counts them, they must be on the CPU")
+        if ids.shape != first.shape:
+            raise ValueError(f"document ids {tuple(ids.shape)} for keys {tuple(first.shape)}: give key_document_ids")
+        first[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        ordered = ids.sort(dim=1).values
+        if first.sum() != (ordered[:, 1:] != ordered[:, :-1]).sum() + len(ids):
+            raise ValueError("a document's tokens are not next to each other: only a mask can say who sees whom")
+        return first
+
+
+def _power_of_two(number: int) -> int:
+    """The least that is not below ``number``."""
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,344 @@
+"""Every attention core against one oracle in fp64: out, log-sum-exps and gradients, whatever the tokens' layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from smp.kernels import sdpa
+from smp.kernels.attention_core import AttentionSpec, DefaultAttention, FusedAttention, MathAttention, merge
+from smp.kernels.dropout import keyed_keep_mask
+from smp.kernels.token_layout import TokenLayout
+from smp.kernels.varlen import VarlenAttention
+from tests.layers.whole import draw, error
+from tests.plain_varlen import plain_varlen
+
+CPU = torch.device("cpu")
+KEY = torch.tensor(123456789)
+MASKED: dict[str, Any] = {
+    "math": MathAttention(),
+    "flash, repeated": FusedAttention("flash"),
+    "flash, grouped": FusedAttention("flash", grouped=True),
+    "default": DefaultAttention(),
+}
+MATH: Any = MathAttention()
+VARLEN: Any = VarlenAttention()
+FUSED: dict[str, Any] = {name: core for name, core in MASKED.items() if name.startswith("flash")}
+Tensors = list[torch.Tensor]
+
+
+def seen(layout: TokenLayout, spec: AttentionSpec) -> torch.Tensor:
+    """Boolean (batch, length, keys), query by query and key by key."""
+    out = torch.zeros(layout.batch, layout.length, layout.keys, dtype=torch.bool)
+    key_ids = layout.document_ids if layout.key_document_ids is None else layout.key_document_ids
+    for b in range(layout.batch):
+        for i in range(layout.length):
+            for j in range(layout.keys):
+                distance = layout.query_start + i - layout.key_start - j
+                alike = layout.document_ids is None or bool(layout.document_ids[b, i] == key_ids[b, j])  # type: ignore
+                near = spec.window is None or distance < spec.window
+                out[b, i, j] = alike and near and (not spec.causal or distance >= 0)
+    return out
+
+
+def oracle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: TokenLayout, spec: AttentionSpec) -> Tensors:
+    """out and lse in fp64, one sequence, head and query at a time."""
+    tokens, heads, width = q.shape
+    visible, scale = seen(layout, spec), width**-0.5 if spec.scale is None else spec.scale
+    rows: list[list[torch.Tensor]] = []
+    lse = torch.full((heads, tokens), -torch.inf, dtype=torch.float64)
+    for row in range(layout.num_queries):
+        b, i = divmod(row, layout.length)
+        keys = torch.arange(layout.keys)[visible[b, i]] + b * layout.keys
+        outs = []
+        for head in range(heads):
+            group = head // (heads // k.shape[1])
+            scores = k[keys, group] @ q[row, head] * scale
+            lse[head, row] = scores.detach().logsumexp(0) if len(keys) else -torch.inf
+            outs.append(scores.softmax(0) @ v[keys, group])
+        rows.append(outs)
+    out = torch.stack([torch.stack(outs) for outs in rows])
+    return [torch.cat((out, out.new_zeros(layout.padding, heads, width))), lse]
+
+
+def inputs(layout: TokenLayout, heads: int, groups: int, width: int = 8, dtype: torch.dtype = torch.float32) -> Tensors:
+    """q, k, v and the gradient of out; the padding holds large numbers, which must show nowhere."""
+    count, padding = layout.batch * layout.keys, layout.padding
+    sizes = {1: (layout.num_queries, heads), 2: (count, groups), 3: (count, groups), 4: (layout.num_queries, heads)}
+    parts = [draw(rows, n * width, seed=seed).view(rows, n, width) for seed, (rows, n) in sizes.items()]
+    fill = (1e3, 1e3, 1e3, 0.0)
+    whole = [torch.cat((x, torch.full((padding, *x.shape[1:]), y))) for x, y in zip(parts, fill, strict=True)]
+    return [x.to(dtype) for x in whole]
+
+
+def results(attend: Callable[..., Any], tensors: Tensors, *rest: Any) -> Tensors:
+    """out, lse and the gradients of q, k and v."""
+    *given, grad = tensors
+    leaves = [x.clone().requires_grad_() for x in given]
+    out, lse = attend(*leaves, *rest)
+    assert not lse.requires_grad
+    grads = torch.autograd.grad(out, leaves, grad, allow_unused=True)
+    return [out.detach(), lse, *(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True))]
+
+
+def check(core: Any, layout: TokenLayout, spec: AttentionSpec, heads: int = 4, groups: int = 2, **options: Any) -> None:
+    tensors = inputs(layout, heads, groups, **options)
+    want = results(oracle, [x.double() for x in tensors], layout, spec)
+    prepared = core.prepare(layout, [spec], tensors[0].dtype, CPU)
+    bound = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}[tensors[0].dtype]
+    for name, got, exact in zip("olqkv", results(core, tensors, prepared, spec), want, strict=True):
+        assert torch.equal(got.isneginf(), exact.isneginf()), name
+        assert got.isneginf().any() or got.isfinite().all(), name
+        finite = [x.masked_fill(exact.isneginf(), 0.0) for x in (got, exact)]
+        assert error(*finite) < bound, (name, error(*finite))
+    assert got.dtype == tensors[0].dtype
+
+
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, -1], [5, 5, 5, 5, 5, 5, 5]])
+LAYOUTS = {
+    "plain": TokenLayout(2, 7),
+    "padding": TokenLayout(3, 5, padding=2),
+    "one token": TokenLayout(2, 1),
+    "documents": TokenLayout(2, 7, padding=3, document_ids=DOCUMENTS),
+    "documents that come back": TokenLayout(1, 5, document_ids=torch.tensor([[1, 2, 1, 2, 1]])),
+    "cache": TokenLayout(2, 3, query_start=4, key_length=7),
+    "cache, one query": TokenLayout(1, 1, query_start=6, key_length=7),
+    "keys behind queries": TokenLayout(2, 4, key_start=2, key_length=5, padding=1),
+    "keys out of sight": TokenLayout(1, 3, key_start=9, key_length=4),
+    "other documents": TokenLayout(
+        2, 3, document_ids=DOCUMENTS[:, :3], query_start=4, key_length=4, key_document_ids=DOCUMENTS[:, 2:6]
+    ),
+}
+SPECS = {
+    "causal": AttentionSpec(),
+    "not causal": AttentionSpec(causal=False),
+    "window": AttentionSpec(window=2),
+    "window of 1": AttentionSpec(window=1),
+    "long window": AttentionSpec(window=100),
+    "scale": AttentionSpec(scale=0.7),
+}
+
+
+@pytest.mark.parametrize("core", MASKED.values(), ids=MASKED)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_cores_are_the_formula(core: Any, layout: TokenLayout) -> None:
+    for spec in SPECS.values():
+        for groups in (1, 2, 4):
+            check(core, layout, spec, groups=groups)
+
+
+@pytest.mark.parametrize("core", MASKED.values(), ids=MASKED)
+def test_cores_are_the_formula_in_other_dtypes_and_widths(core: Any) -> None:
+    for dtype in (torch.float64, torch.bfloat16):
+        for name in ("padding", "documents", "cache"):
+            check(core, LAYOUTS[name], AttentionSpec(window=3), dtype=dtype)
+    check(core, LAYOUTS["documents"], AttentionSpec(), width=5)
+
+
+@st.composite
+def layouts(draws: Any, contiguous: bool = False) -> TokenLayout:
+    """Any; ``contiguous``: those that a variable-length kernel takes."""
+    integer = lambda low, high: draws(st.integers(low, high))  # noqa: E731
+    batch, length = integer(1, 3), integer(1, 9)
+    keys, query_start = integer(1, 9), integer(0, 9)
+    key_start = integer(0, 9)
+    if contiguous:
+        keys = length + integer(0, 4)
+        key_start, query_start = 0, keys - length
+    layout = TokenLayout(batch, length, integer(0, 3), query_start=query_start, key_start=key_start, key_length=keys)
+    if not draws(st.booleans()):
+        return layout
+    ids = [draws(st.lists(st.integers(0, 2), min_size=keys, max_size=keys)) for _ in range(batch)]
+    key_ids = torch.tensor([sorted(row) for row in ids] if contiguous else ids)
+    if contiguous:
+        return replace(layout, document_ids=key_ids[:, keys - length :], key_document_ids=key_ids)
+    own = [draws(st.lists(st.integers(0, 2), min_size=length, max_size=length)) for _ in range(batch)]
+    return replace(layout, document_ids=torch.tensor(own), key_document_ids=key_ids)
+
+
+specs = st.builds(AttentionSpec, causal=st.booleans(), window=st.none() | st.integers(1, 10))
+
+
+@settings(max_examples=60, deadline=None)
+@given(layouts(), specs, st.sampled_from(sorted(MASKED)), st.sampled_from([1, 2, 4]))
+def test_any_layout(layout: TokenLayout, spec: AttentionSpec, core: str, groups: int) -> None:
+    check(MASKED[core], layout, replace(spec, window=spec.window if spec.causal else None), groups=groups)
+
+
+@settings(max_examples=60, deadline=None)
+@given(layouts(contiguous=True), specs, st.sampled_from([1, 2, 4]))
+def test_any_layout_of_documents_in_a_row(layout: TokenLayout, spec: AttentionSpec, groups: int) -> None:
+    with plain_varlen():
+        check(VARLEN, layout, replace(spec, window=spec.window if spec.causal else None), groups=groups)
+
+
+def parts(layout: TokenLayout, tensors: Tensors, cut: int) -> list[tuple[TokenLayout, Tensors]]:
+    """The same queries with the first ``cut`` keys of each sequence, and with the others."""
+    q, k, v, _ = tensors
+    out = []
+    for first, last in ((0, cut), (cut, layout.keys)):
+        rows = torch.cat([torch.arange(b * layout.keys + first, b * layout.keys + last) for b in range(layout.batch)])
+        ids = None if layout.document_ids is None else layout.document_ids[:, first:last]
+        block = replace(layout, key_start=first, key_length=last - first, key_document_ids=ids)
+        out.append((block, [q, k[rows], v[rows]]))
+    return out
+
+
+@pytest.mark.parametrize("core", FUSED.values(), ids=FUSED)
+@pytest.mark.parametrize("spec", [AttentionSpec(), AttentionSpec(window=2), AttentionSpec(causal=False)])
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one document", "documents"])
+def test_two_blocks_of_keys_merge_to_all_of_them(
+    core: Any, spec: AttentionSpec, documents: torch.Tensor | None
+) -> None:
+    """Each block's backward pass takes out and lse of all keys; gradients of the queries add up."""
+    layout = TokenLayout(2, 7, padding=2, document_ids=documents)
+    for dtype, bound in ((torch.float32, 2e-6), (torch.float64, 1e-12)):
+        tensors = inputs(layout, 4, 2, dtype=dtype)
+        want = results(oracle, [x.double() for x in tensors], layout, spec)
+        blocks = parts(layout, tensors, 3)
+        (one, two) = (core(*given, block, spec) for block, given in blocks)
+        assert one[1].isneginf().any() or two[1].isneginf().any()  # some row sees nothing in a block
+        out, lse = merge(*one, *two)
+        grads = [core.backward(tensors[3], *given, out, lse, block, spec) for block, given in blocks]
+        rows = [torch.arange(2 * n).view(2, n) for n in (3, 4)]
+        order = torch.cat((rows[0], rows[1] + 6), dim=1).flatten()  # from block-major to sequence-major
+        dk, dv = (torch.cat(pair)[order] for pair in list(zip(*grads, strict=True))[1:])
+        found = [out, lse, grads[0][0] + grads[1][0], dk, dv]
+        for got, exact in zip(found, want, strict=True):
+            exact = exact[: len(got)] if got.dim() == 3 else exact
+            finite = [x.masked_fill(exact.isneginf(), 0.0) for x in (got, exact)]
+            assert torch.equal(got.isneginf(), exact.isneginf()) and error(*finite) < bound
+
+
+def test_a_merge_of_nothing_with_nothing_is_nothing() -> None:
+    empty = torch.zeros(2, 3, 4), torch.full((3, 2), -torch.inf)
+    full = draw(2, 12, seed=0).view(2, 3, 4), draw(3, 2, seed=1)
+    out, lse = merge(*empty, *empty)
+    assert not out.any() and lse.isneginf().all()
+    for one, two in ((empty, full), (full, empty)):
+        assert all(torch.equal(got, want) for got, want in zip(merge(*one, *two), full, strict=True))
+    halves = full[0].bfloat16(), full[1]
+    assert merge(*halves, *halves)[0].dtype == torch.bfloat16 and merge(*halves, *full)[0].dtype == torch.float32
+
+
+def test_variable_lengths_have_a_backward_pass_of_their_own() -> None:
+    layout, spec, core = TokenLayout(2, 7, padding=2, document_ids=DOCUMENTS), AttentionSpec(window=3), VARLEN
+    tensors = inputs(layout, 4, 2)
+    want = results(oracle, [x.double() for x in tensors], layout, spec)
+    with plain_varlen():
+        prepared = core.prepare(layout, [spec], torch.float32, CPU)
+        out, lse = core(*tensors[:3], prepared, spec)
+        grads = core.backward(tensors[3], *tensors[:3], out, lse, prepared, spec)
+        assert all(error(got, exact) < 2e-6 for got, exact in zip(grads, want[2:], strict=True))
+        plain = replace(layout, document_ids=None)
+        assert core.prepare(plain, [AttentionSpec()], torch.float32, CPU).cu_seqlens_q is None
+        out, lse = core(*tensors[:3], plain, AttentionSpec())
+        grads = core.backward(tensors[3], *tensors[:3], out, lse, plain, AttentionSpec())
+    want = results(oracle, [x.double() for x in tensors], plain, AttentionSpec())
+    assert all(error(got, exact) < 2e-6 for got, exact in zip(grads, want[2:], strict=True))
+
+
+def test_the_reference_has_the_gradients_of_its_formula() -> None:
+    layout = replace(LAYOUTS["other documents"], token_index=torch.arange(6) + 100)
+    q, k, v, _ = (x.double().requires_grad_() for x in inputs(layout, 2, 1, width=3))
+    for spec, key in ((AttentionSpec(), None), (AttentionSpec(window=2, dropout=0.3), KEY)):
+        assert torch.autograd.gradcheck(lambda *x, s=spec, d=key: MATH(*x, layout, s, d)[0], (q, k, v))
+
+
+def dropped_oracle(tensors: Tensors, layout: TokenLayout, spec: AttentionSpec) -> torch.Tensor:
+    """(tokens, heads, head_dim) in fp64, of layouts whose rows see a key."""
+    q, k, v, _ = (x.double() for x in tensors)
+    assert layout.token_index is not None
+    visible, rows = seen(layout, spec), []
+    for row in range(layout.num_queries):
+        b, i = divmod(row, layout.length)
+        keys = slice(b * layout.keys, (b + 1) * layout.keys)
+        for head in range(q.shape[1]):
+            group = head // (q.shape[1] // k.shape[1])
+            scores = (k[keys, group] @ q[row, head] * q.shape[2] ** -0.5).masked_fill(~visible[b, i], -torch.inf)
+            number = layout.token_index[row : row + 1] * 65536 + spec.first_head + head
+            keep = keyed_keep_mask(KEY, number, layout.key_start + layout.keys, spec.dropout)[0, layout.key_start :]
+            rows.append((scores.softmax(0) * keep / (1 - spec.dropout)) @ v[keys, group])
+    return torch.stack(rows).view(layout.num_queries, *q.shape[1:])
+
+
+@pytest.mark.parametrize("core", [*MASKED.values(), VARLEN], ids=[*MASKED, "variable lengths"])
+def test_dropout_is_keyed_by_token_head_and_place_in_every_core(core: Any) -> None:
+    spec = AttentionSpec(dropout=0.3, first_head=2)
+    for name in ("padding", "documents", "cache"):
+        layout = replace(LAYOUTS[name], token_index=torch.arange(LAYOUTS[name].num_tokens) + 1000)
+        tensors = inputs(layout, 4, 2)
+        out, lse = core(*tensors[:3], layout, spec, KEY)
+        assert error(out[: layout.num_queries], dropped_oracle(tensors, layout, spec)) < 2e-6
+        assert torch.equal(lse, MATH(*tensors[:3], layout, replace(spec, dropout=0.0), KEY)[1])
+    with pytest.raises(ValueError, match=r"dropout needs TokenLayout\.token_index"):
+        core(*tensors[:3], LAYOUTS["cache"], spec, KEY)
+
+
+def test_fused_operators_have_the_bits_of_torchs_attention() -> None:
+    """They are the same operators, called without its choice."""
+    for layout in (TokenLayout(2, 33), LAYOUTS["documents"]):
+        mask = layout.mask((True, None), torch.float32, CPU)
+        q, k, v, _ = inputs(layout, 4, 2, width=20)
+        for grouped in (False, True):
+            out, _ = FusedAttention("flash", grouped)(q, k, v, layout, AttentionSpec())
+            rows = [x[: layout.num_queries].unflatten(0, (layout.batch, -1)).transpose(1, 2) for x in (q, k, v)]
+            queries, keys, values = rows
+            want = torch.nn.functional.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+            )
+            assert torch.equal(out[: layout.num_queries], want.transpose(1, 2).flatten(0, 1))
+
+
+@pytest.mark.parametrize("core", MASKED.values(), ids=MASKED)
+def test_cores_compile_into_one_graph(core: Any) -> None:
+    torch._dynamo.reset()
+    spec, layout = AttentionSpec(window=3), LAYOUTS["documents"]
+    tensors, prepared = inputs(layout, 4, 2), core.prepare(layout, [spec], torch.float32, CPU)
+    compiled = torch.compile(core.__call__, fullgraph=True, backend="aot_eager")
+    for made in (prepared, layout):
+        want = results(core, tensors, made, spec)
+        assert all(
+            error(a, b) < 1e-6 for a, b in zip(results(compiled, tensors, made, spec)[2:], want[2:], strict=True)
+        )
+
+
+@pytest.mark.parametrize("core", MASKED.values(), ids=MASKED)
+def test_cores_know_the_shapes_of_tensors_that_are_not_there(core: Any) -> None:
+    layout = LAYOUTS["documents"]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q, k = torch.empty(layout.num_tokens, 4, 8, requires_grad=True), torch.empty(layout.num_tokens, 2, 8)
+        out, lse = core(q, k, k, layout, AttentionSpec())
+        out.sum().backward()
+    assert out.shape == q.shape and lse.shape == (4, layout.num_tokens) and q.grad is not None
+
+
+@pytest.mark.parametrize("name", ["flash", "efficient", "cudnn"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_operators_of_a_gpu_have_these_arguments_and_shapes(name: str, masked: bool) -> None:
+    """Without one: torch's own shapes of their results."""
+    q, k = (torch.empty(2, 7, heads, 16, device="meta", dtype=torch.bfloat16).transpose(1, 2) for heads in (4, 4))
+    mask = torch.empty(2, 1, 7, 7, device="meta", dtype=torch.bfloat16) if masked else None
+    scores, operator = sdpa.Scores(mask is None, mask, None), sdpa.CUDA[name]
+    if masked and name == "flash":
+        with pytest.raises(RuntimeError, match="FlashAttention takes no mask on a GPU"):
+            operator.forward(q, k, k, scores)
+        return
+    out, lse = operator.forward(q, k, k, scores)
+    assert out.shape == q.shape and lse.shape == (2, 4, 7) and lse.dtype == torch.float32
+    grads = operator.backward(out, q, k, k, out, lse, scores=scores)
+    assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
+
+
+def test_backends_of_another_device_are_named() -> None:
+    layout = TokenLayout(1, 3)
+    q, k, v, _ = inputs(layout, 2, 2)
+    with pytest.raises(RuntimeError, match="attention backend cudnn needs a CUDA device, these tensors are on cpu"):
+        FusedAttention("cudnn")(q, k, v, layout, AttentionSpec())
