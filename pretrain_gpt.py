@@ -33,7 +33,7 @@ def run(config: Config, process: Process) -> int:
 
 def main(argv: list[str]) -> int:
     """Parse, build, run. Returns the exit code: 0, 1 when it failed, 2 when what was asked cannot be done."""
-    return run_command(argv, LoggingConfig, read, run)
+    return run_command(argv, LoggingConfig.log_dir, read, run)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ Settings = TypeVar("Settings")
 
 def run_command(
     argv: list[str],
-    logging: type[LoggingConfig],
+    log_dir: str,
     read: Callable[[list[str], int], tuple[Settings, LoggingConfig | None]],
     launch: Callable[[Settings, Process], int],
 ) -> int:
@@ -27,7 +27,7 @@ def run_command(
 
     Args:
         argv: the command line.
-        logging: whose default place of logs this entry point has.
+        log_dir: default place of this entry point's logs.
         read: (command line, number of processes) -> settings, and where logs go; None: nothing will be trained.
         launch: runs; imports torch, which takes seconds.
     """
@@ -53,7 +53,7 @@ def run_command(
     except (ConfigError, DamageError) as error:
         code = exit_code(error)
         report(str(error), process.rank)
-        if process.rank == 0 and (path := status_file_in(argv, logging.log_dir)) is not None:
+        if process.rank == 0 and (path := status_file_in(argv, log_dir)) is not None:
             _write_status(path, "bad_config" if code == 2 else "failed", str(error))
         return code
     with lasting_output():

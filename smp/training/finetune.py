@@ -9,10 +9,8 @@ import torch
 import torch.distributed as dist
 
 from smp.checkpoint.agree import gather, on_rank_zero
-from smp.config import Config, ConfigError, as_flat_dict
+from smp.config import Config, ConfigError
 from smp.config.batch import BatchSizes
-from smp.config.finetune import FinetuneConfig, LoraConfig, ObjectiveConfig
-from smp.config.finetune_checks import has_adapters
 from smp.convert.adapters import Adapter, family_for
 from smp.convert.peft_read import read_adapters
 from smp.data.build import Datasets
@@ -31,7 +29,6 @@ from smp.training.build import Backends, build_passes, choose_backends
 from smp.training.describe import describe
 from smp.training.launch import launch
 from smp.training.passes import Passes
-from smp.training.persistence import TUNED
 from smp.training.pipelined import Pipelined
 from smp.training.preference import (
     ModelReference,
@@ -44,58 +41,33 @@ from smp.training.preference import (
 from smp.training.pretrain import Outcome, Pretraining
 from smp.training.process import Process
 from smp.training.runtime import StopSignal
-from smp.training.saving import RunCheckpoints
 from smp.training.trainer import StepResult
 from smp.training.tuned_model import build_tuned_model
-
-NOTED = (
-    *(field.name for group in (LoraConfig, ObjectiveConfig) for field in dataclasses.fields(group)),
-    *("load", "ckpt_step", "tokenizer_model", "chat_template", "mask_prompt", "train_epochs"),
-)
-"""Settings of its own that a checkpoint notes, and that a resume compares with them."""
 
 
 class Finetuning(Pretraining):
     """Everything of one run.
 
     Args:
-        config: resolved settings that the run shares with pretraining.
+        config: resolved settings.
         process, device, stop: as of ``Pretraining``.
-        tuning: the whole settings.
         data: what to train on.
     """
 
     def __init__(
-        self,
-        config: Config,
-        process: Process,
-        device: torch.device,
-        stop: StopSignal,
-        *,
-        tuning: FinetuneConfig,
-        data: TuningData,
+        self, config: Config, process: Process, device: torch.device, stop: StopSignal, *, data: TuningData
     ) -> None:
-        self.tuning, self.data = tuning, data
+        self.data = data
         self.start: dict[str, Adapter] | None = None
         self.preferences: PreferencePasses | None = None
-        if tuning.lora.load_adapter is not None:
-            self.start = self._read_adapter(tuning.lora.load_adapter)
+        assert config.lora is not None and config.objective is not None, "settings of a fine-tuning run"
+        self.objective = config.objective
+        if config.lora.load_adapter is not None:
+            family = family_for(config.model, reference_config(config))
+            self.start, dropout = read_adapters(config.lora.load_adapter, config.model, family)
+            if config.lora.lora_dropout is None:  # that of the adapters is taken over
+                config = dataclasses.replace(config, lora=dataclasses.replace(config.lora, lora_dropout=dropout))
         super().__init__(config, process, device, stop)
-
-    def _read_adapter(self, folder: str) -> dict[str, Adapter]:
-        """Adapters to begin with; their dropout is taken over unless --lora-dropout is given."""
-        model = self.tuning.model
-        adapters, dropout = read_adapters(folder, model, family_for(model, reference_config(self.tuning)))
-        lora = self.tuning.lora
-        if lora.lora_dropout is None:
-            lora = dataclasses.replace(lora, lora_dropout=dropout)
-        self.tuning = dataclasses.replace(self.tuning, lora=lora)
-        return adapters
-
-    @property
-    def has_adapters(self) -> bool:
-        """Whether adapters are trained and not the model."""
-        return has_adapters(self.tuning.lora)
 
     @property
     def _trims(self) -> bool:
@@ -129,11 +101,6 @@ class Finetuning(Pretraining):
             read=dataset.batch,
         )
 
-    def _open_checkpoints(self) -> RunCheckpoints:
-        settings = as_flat_dict(self.tuning)
-        noted = {name: settings[name] for name in NOTED}
-        return RunCheckpoints(self.config, self._announce, {TUNED: noted}, "--resume")
-
     def _choose_backends(self, device: torch.device) -> Backends:
         """Packed sequences hold documents; trimmed ones have any length."""
         documents, length = self.data.train.packed or self.data.valid.packed, self.data.train.length
@@ -141,13 +108,13 @@ class Finetuning(Pretraining):
         return choose_backends(self.config, device, documents=documents, other_lengths=shorter)
 
     def _model(self, device: torch.device, plan: Plan | None) -> tuple[GPT, Passes]:
-        build = partial(build_tuned_model, self.config, self.tuning, self.mesh, device, self.backends, plan, self.start)
+        build = partial(build_tuned_model, self.config, self.mesh, device, self.backends, plan, self.start)
         model, notes = build()
         for line in [*notes, *self._sizes(model)]:
             self._announce(line)
-        if self.tuning.objective.objective == "sft":
+        if self.objective.objective == "sft":
             return model, build_passes(self.config, self.mesh, device, model, plan)
-        objective = self.tuning.objective
+        objective = self.objective
         loss = PairLoss(objective.dpo_beta, objective.dpo_label_smoothing)
         passes = build_passes(self.config, self.mesh, device, model, plan, loss, rows=2)
         reference: Reference
@@ -185,7 +152,7 @@ class Finetuning(Pretraining):
         assert self.config.model.vocab_size is not None
         parameters, total = list(model.parameters()), count_parameters(self.config.model, self.config.model.vocab_size)
         trained, base = torch.tensor(sum(p.numel() for p in parameters if p.requires_grad)), total.total
-        if self.has_adapters:
+        if self.config.has_adapters:
             if self.mesh["pp"].size() > 1:  # its ranks have different layers
                 dist.all_reduce(trained, group=self.mesh.get_group("pp"))
             base += int(trained)
@@ -204,8 +171,8 @@ class Finetuning(Pretraining):
     def _work(self) -> float:
         """FLOPs of a step relative to pretraining on as many tokens: a third for the forward pass, one for gradients of
         activations, one for those of weights; the reference adds a forward pass, the loss of pairs the head's."""
-        work = 2 / 3 if self.has_adapters else 1.0
-        with_reference = self.tuning.objective.dpo_reference in ("adapters-off", "copy")
+        work = 2 / 3 if self.config.has_adapters else 1.0
+        with_reference = self.objective.dpo_reference in ("adapters-off", "copy")
         return work + (1 / 3 if with_reference else 0.0)
 
     def _tell(self, result: StepResult) -> None:
@@ -215,25 +182,25 @@ class Finetuning(Pretraining):
     def _run(self) -> Outcome:
         """Train, and evaluate before the first step too; the last state of adapters is left in peft's format as
         well."""
-        on_rank_zero(lambda: leave_companions(self.tuning))
+        on_rank_zero(lambda: leave_companions(self.config))
         if self.config.training.eval_interval is not None and self.trainer.progress.iteration == 0:
             self.evaluate()
         outcome = super()._run()
-        if self.has_adapters and self.config.checkpoint.save is not None and outcome.status == "done":
-            folder = on_rank_zero(lambda: publish_adapter(self.config, self.tuning, self.trainer.progress.iteration))
+        if self.config.has_adapters and self.config.checkpoint.save is not None and outcome.status == "done":
+            folder = on_rank_zero(lambda: publish_adapter(self.config, self.trainer.progress.iteration))
             self._announce(f"adapter in peft's format: {folder}")
         return outcome
 
 
-def launch_finetune(config: FinetuneConfig, data: TuningData | None, process: Process) -> int:
+def launch_finetune(config: Config, data: TuningData | None, process: Process) -> int:
     """Run, report why it ended, and return the exit code, as ``smp.training.launch.launch``."""
     if config.training.dry_run:
         if process.rank == 0:
             notes = [f"# {line}" for line in (data.lines if data else ())]
-            print("\n".join([describe(config.as_run(), process.world_size, config), *notes]))
+            print("\n".join([describe(config, process.world_size), *notes]))
         return 0
     assert data is not None, "checked with the settings"
-    return launch(config.as_run(), process, partial(Finetuning, tuning=config, data=data))
+    return launch(config, process, partial(Finetuning, data=data))
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 from smp.checkpoint.agree import gather
 from smp.checkpoint.latest import find, iteration_name
 from smp.config import Config, ConfigError
-from smp.config.finetune import FinetuneConfig
-from smp.config.finetune_checks import ALL_LINEAR
+from smp.config.finetune import ALL_LINEAR
 from smp.convert.adapters import Adapter
 from smp.convert.hf import open_hf
 from smp.convert.hf_config import is_hf_folder
@@ -31,13 +30,13 @@ from smp.sharding.parallelize import parallelize
 from smp.training.build import Backends, assemble
 
 
-def open_base(tuning: FinetuneConfig) -> Weights:
+def open_base(config: Config) -> Weights:
     """The weights that --load names.
 
     Raises:
         CheckpointError, ConfigError: they cannot be read, or are not of a supported architecture.
     """
-    load, step = tuning.checkpoint.load, tuning.checkpoint.ckpt_step
+    load, step = config.checkpoint.load, config.checkpoint.ckpt_step
     assert load is not None, "checked with the settings"
     if is_hf_folder(load):
         if step is not None:
@@ -48,7 +47,6 @@ def open_base(tuning: FinetuneConfig) -> Weights:
 
 def build_tuned_model(
     config: Config,
-    tuning: FinetuneConfig,
     mesh: DeviceMesh,
     device: torch.device,
     backends: Backends,
@@ -60,10 +58,9 @@ def build_tuned_model(
     """(the model, what the user should hear). Built without memory, sharded, and only then filled.
 
     Args:
-        config: what the run shares with pretraining, resolved.
-        tuning: the whole settings.
+        config: resolved settings.
         mesh, device, backends, plan: of the run.
-        start: adapters to begin with, which say which layers have one; None: those that ``tuning`` asks for, if any.
+        start: adapters to begin with, which say which layers have one; None: those that ``config`` asks for, if any.
         trainable: False for a frozen copy.
 
     Raises:
@@ -71,7 +68,7 @@ def build_tuned_model(
         CheckpointError: the weights cannot be read.
     """
     model, seed = assemble(config, mesh, backends, plan), config.training.seed
-    adapted = _add_adapters(model, tuning, seed, start)
+    adapted = _add_adapters(model, config, start)
     model.frozen = adapted
     if not trainable:
         model.requires_grad_(False)
@@ -81,15 +78,17 @@ def build_tuned_model(
     model.to_empty(device=device)
     if adapted:
         init_weights(model, seed, only="lora")
-    notes = load_weights(model, lambda: open_base(tuning), leave=_of_adapters(model))
+    notes = load_weights(model, lambda: open_base(config), leave=_of_adapters(model))
     if start is not None:
         _fill_adapters(model, start)
     return model, notes
 
 
-def _add_adapters(model: GPT, tuning: FinetuneConfig, seed: int, start: Mapping[str, Adapter] | None) -> bool:
+def _add_adapters(model: GPT, config: Config, start: Mapping[str, Adapter] | None) -> bool:
     """Put adapters on ``model``, which is then frozen but for them; whether there are any in the whole model."""
-    lora, dropout = tuning.lora, tuning.lora.lora_dropout or 0.0
+    lora, seed = config.lora, config.training.seed
+    assert lora is not None, "settings of a fine-tuning run"
+    dropout = lora.lora_dropout or 0.0
     model.adapter_dropout = dropout
     if start is not None:
         sizes = {name: (adapter.rank, adapter.alpha) for name, adapter in start.items()}

@@ -51,7 +51,7 @@ def tune(rank: int, world_size: int, flags: str) -> dict[str, Any]:
     config, data = read_finetune_settings(shlex.split(f"{QUIET} {flags}"), world_size)
     assert data is not None
     process = Process(rank, world_size, rank)
-    run = Recording(config.as_run(), process, torch.device("cpu"), StopSignal(), tuning=config, data=data).record()
+    run = Recording(config, process, torch.device("cpu"), StopSignal(), data=data).record()
     try:
         initial = run.whole()
         run.run()

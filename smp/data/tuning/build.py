@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from smp.config.blend import parse_split
-from smp.config.finetune import FinetuneConfig
-from smp.config.schema import ConfigError
+from smp.config.schema import Config, ConfigError
 from smp.data.tuning.chat_template import ChatTemplate
 from smp.data.tuning.encode import Encoder
 from smp.data.tuning.files import read_records
@@ -52,7 +51,7 @@ class TuningData:
         return [f"--- text {n}\n{marked(self.tokenizer, self.samples[n], colours)}" for n in texts]
 
 
-def read_data(config: FinetuneConfig, tokenizer: TuningTokenizer) -> TuningData:
+def read_data(config: Config, tokenizer: TuningTokenizer) -> TuningData:
     """Read, encode and lay out everything.
 
     Args:
@@ -62,9 +61,9 @@ def read_data(config: FinetuneConfig, tokenizer: TuningTokenizer) -> TuningData:
     Raises:
         ConfigError: the data cannot be used; one line that says which and why.
     """
-    data, pairs = config.data, config.objective.objective == "dpo"
+    data, pairs = config.data, config.has_pairs
     assert data.seq_length is not None and config.model.vocab_size is not None and data.data_path is not None
-    assert data.packing is not None
+    assert data.packing is not None and data.packing != "stream", "filled in before"
     try:
         template = _template(data.chat_template, tokenizer)
         encoder = Encoder(tokenizer, template, mask_prompt=data.mask_prompt)
