@@ -12,7 +12,6 @@ import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
-from smp.checkpoint.agree import on_rank_zero, rank
 from smp.checkpoint.entries import CheckpointError, DamagedError, Manifest
 from smp.checkpoint.folder import Folder
 from smp.checkpoint.local import open_folder
@@ -22,6 +21,7 @@ from smp.checkpoint.planner import ManifestLoadPlanner, ManifestSavePlanner
 from smp.checkpoint.reader import ManifestReader
 from smp.checkpoint.storage import ManifestWriter, discard_unfinished
 from smp.config.command import exit_code
+from smp.parallel.agree import on_rank_zero, rank
 
 _NONE: Mapping[str, int] = {}
 
@@ -97,7 +97,7 @@ def load(
         DamagedError: a CheckpointError, when the checkpoint is not what was saved.
     """
     opened = open_folder(folder)
-    manifest = on_rank_zero(lambda: read_manifest(opened))
+    manifest = on_rank_zero(lambda: read_manifest(opened), CheckpointError)
     load_from(opened, manifest, state, logical_rows=logical_rows, allow_unread=allow_unread)
     return manifest.extra
 

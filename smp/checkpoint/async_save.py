@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from smp.checkpoint.agree import any_rank, every_rank, gather, on_rank_zero, rank
 from smp.checkpoint.api import run_save
 from smp.checkpoint.entries import CheckpointError
 from smp.checkpoint.folder import Folder
@@ -29,6 +28,7 @@ from smp.checkpoint.retention import Retention
 from smp.checkpoint.staging import StagingBuffer, StagingWriter
 from smp.checkpoint.storage import discard_unfinished
 from smp.checkpoint.writer_process import WriterDiedError, WriterProcess
+from smp.parallel.agree import any_rank, every_rank, gather, on_rank_zero, rank
 
 LAST_WAIT = 60.0
 """Seconds that the end of a program waits for the files of other ranks, once its own is written."""
@@ -126,7 +126,7 @@ class AsyncSaver:
         started = time.monotonic()
         staged = StagingWriter(folder, extra, self._memory)
         run_save(state, staged, logical_rows)
-        token = on_rank_zero(lambda: secrets.token_hex(8))
+        token = on_rank_zero(lambda: secrets.token_hex(8), CheckpointError)
         commit = None
         if staged.manifest is not None:
             held = None if lock is None else {"root": lock.root.address, "token": lock.token}
@@ -172,10 +172,10 @@ class AsyncSaver:
         self._save = None
         if errors:
             with suppress(CheckpointError):  # the next start cleans up what cannot be deleted now
-                on_rank_zero(lambda: discard_unfinished(save.folder))
+                on_rank_zero(lambda: discard_unfinished(save.folder), CheckpointError)
             self._replace_dead_writer()
             raise CheckpointError(f"cannot save {save.folder}: {'; '.join(dict.fromkeys(errors))}")
-        notes = on_rank_zero(lambda: tuple(save.notes))
+        notes = on_rank_zero(lambda: tuple(save.notes), CheckpointError)
         return Saved(save.folder, time.monotonic() - save.started, notes)
 
     def _listen(self, timeout: float | None) -> None:

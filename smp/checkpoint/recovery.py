@@ -10,13 +10,13 @@ import re
 from collections.abc import Callable
 from typing import TypeVar
 
-from smp.checkpoint.agree import on_rank_zero
 from smp.checkpoint.entries import CheckpointError, DamagedError, Manifest
 from smp.checkpoint.folder import Folder
 from smp.checkpoint.latest import ITERATION, LATEST, commit_latest, complete
 from smp.checkpoint.lock import LEFT_BY_TAKERS
 from smp.checkpoint.manifest import MANIFEST, read_manifest
 from smp.checkpoint.storage import discard_unfinished
+from smp.parallel.agree import on_rank_zero
 
 DAMAGED = "damaged_"  # in front, so that no pattern for checkpoints matches
 REASON = "DAMAGED.txt"
@@ -113,18 +113,18 @@ def load_newest(
         DamagedError: there are checkpoints and none is whole: starting from nothing would hide a loss.
         CheckpointError: what ``load`` raised; only a DamagedError leads on to the next older one.
     """
-    names = on_rank_zero(lambda: complete(root))
+    names = on_rank_zero(lambda: complete(root), CheckpointError)
     problems = []
     for name in names:
         folder = root.child(name)
         try:
-            manifest = on_rank_zero(lambda folder=folder: read_manifest(folder))  # type: ignore[misc]
+            manifest = on_rank_zero(lambda folder=folder: read_manifest(folder), CheckpointError)  # type: ignore[misc]
             return folder, load(folder, manifest)
         except DamagedError as error:
             problems.append(f"{name} ({error})")
             say(f"WARNING: {folder} is damaged: {error}")
             say(f"WARNING: {_put_away(root, name, str(error), may_rename)}")
-    aside = on_rank_zero(lambda: set_aside_names(root))
+    aside = on_rank_zero(lambda: set_aside_names(root), CheckpointError)
     if problems or aside:
         listed = "; ".join(problems) or ", ".join(aside)
         raise DamagedError(f"{root} holds no checkpoint that is whole, only damaged ones: {listed}")
@@ -134,7 +134,7 @@ def load_newest(
 def _put_away(root: Folder, name: str, reason: str, may_rename: bool) -> str:
     if not may_rename:
         return f"{root.child(name)} is passed over"
-    return on_rank_zero(lambda: set_aside(root, name, reason))
+    return on_rank_zero(lambda: set_aside(root, name, reason), CheckpointError)
 
 
 def load_step(root: Folder, name: str, load: Callable[[Folder, Manifest], Loaded]) -> tuple[Folder, Loaded]:
@@ -144,7 +144,7 @@ def load_step(root: Folder, name: str, load: Callable[[Folder, Manifest], Loaded
         CheckpointError: it is not there, or not whole.
     """
     folder = root.child(name)
-    if not on_rank_zero(lambda: folder.size(MANIFEST) is not None):
-        found = ", ".join(on_rank_zero(lambda: complete(root))[:5]) or "none"
+    if not on_rank_zero(lambda: folder.size(MANIFEST) is not None, CheckpointError):
+        found = ", ".join(on_rank_zero(lambda: complete(root), CheckpointError)[:5]) or "none"
         raise CheckpointError(f"{root} has no complete checkpoint {name} (newest first: {found})")
-    return folder, load(folder, on_rank_zero(lambda: read_manifest(folder)))
+    return folder, load(folder, on_rank_zero(lambda: read_manifest(folder), CheckpointError))

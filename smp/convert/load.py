@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from smp.checkpoint import CheckpointError, DamagedError, collect_logical_rows, training_state
-from smp.checkpoint.agree import gather
 from smp.config.command import DamageError, exit_code, in_one_line
 from smp.convert.hf import open_hf
 from smp.convert.weights import Weights
+from smp.parallel.agree import gather
 from smp.parallel.boxes import local_box
 
 _ROWS = 1 << 24  # bytes that are read at a time when they have to be converted or lie on another device

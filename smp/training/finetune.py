@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from smp.checkpoint.agree import gather, on_rank_zero
+from smp.checkpoint import CheckpointError
 from smp.config import Config, ConfigError
 from smp.config.batch import BatchSizes
 from smp.convert.adapters import Adapter, family_for
@@ -22,6 +22,7 @@ from smp.data.tuning.sequences import lay_out
 from smp.layers.lora import adapters_off
 from smp.models.arithmetic import count_parameters
 from smp.models.gpt import GPT
+from smp.parallel.agree import gather, on_rank_zero
 from smp.parallel.mesh import data_rank, sum_over_parts
 from smp.pipeline.plan import Plan
 from smp.training.adapter_files import leave_companions, publish_adapter, reference_config
@@ -182,12 +183,14 @@ class Finetuning(Pretraining):
     def _run(self) -> Outcome:
         """Train, and evaluate before the first step too; the last state of adapters is left in peft's format as
         well."""
-        on_rank_zero(lambda: leave_companions(self.config))
+        on_rank_zero(lambda: leave_companions(self.config), CheckpointError)
         if self.config.training.eval_interval is not None and self.trainer.progress.iteration == 0:
             self.evaluate()
         outcome = super()._run()
         if self.config.has_adapters and self.config.checkpoint.save is not None and outcome.status == "done":
-            folder = on_rank_zero(lambda: publish_adapter(self.config, self.trainer.progress.iteration))
+            folder = on_rank_zero(
+                lambda: publish_adapter(self.config, self.trainer.progress.iteration), CheckpointError
+            )
             self._announce(f"adapter in peft's format: {folder}")
         return outcome
 

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from smp.checkpoint import CheckpointError
 from smp.config import Config, ConfigError
 from smp.config.command import DamageError, exit_code, lacks_memory
+from smp.parallel.agree import on_all_or_none
 from smp.pipeline.failure import PipelineError
 from smp.training.describe import describe
-from smp.training.pretrain import Outcome, Pretraining, on_all_or_none
+from smp.training.pretrain import Outcome, Pretraining
 from smp.training.process import Process, ended, status_path, write_status
 from smp.training.runtime import StopSignal, report_once, start_process_group
 from smp.training.settings import report, report_own
@@ -42,7 +43,7 @@ def launch(config: Config, process: Process, kind: Callable[..., Pretraining] | 
         run = (kind or Pretraining)(config, process, device, stop)
         path, iteration = status_path(config.logging), _iteration(run)
         running = (lambda: write_status(path, "running", "", iteration)) if process.rank == 0 else (lambda: None)
-        on_all_or_none(running, "--status-file", str(path))
+        on_all_or_none(running, ConfigError, f"--status-file {path}")
         outcome = run.run()
     except PipelineError as error:
         report_own(str(error), process.rank)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 from smp import __version__, checkpoint
-from smp.checkpoint.agree import gather
 from smp.checkpoint.api import load_from
 from smp.checkpoint.entries import Manifest
 from smp.checkpoint.folder import Folder
@@ -25,6 +24,7 @@ from smp.convert.hf_config import FREE
 from smp.convert.load import load_weights
 from smp.convert.smp_format import SmpWeights
 from smp.layers.lora import adapters_of
+from smp.parallel.agree import gather
 from smp.training.saved_run import SavedRun
 from smp.training.trainer import Progress
 

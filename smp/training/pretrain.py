@@ -8,9 +8,8 @@ import datetime
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,16 +17,16 @@ from torch import nn
 from torch.nn.attention import sdpa_kernel
 from tqdm import tqdm
 
-from smp.checkpoint.agree import gather
 from smp.config import Config, ConfigError, Layout
 from smp.config.batch import BatchSizes
-from smp.config.command import exit_code, in_one_line
+from smp.config.command import in_one_line
 from smp.data.blend import BlendedDataset
 from smp.data.build import Datasets, build_datasets
 from smp.data.loader import BatchLoader
 from smp.data.sample import SampleDataset
 from smp.models.gpt import GPT
 from smp.optim.optimizer import build_optimizer
+from smp.parallel.agree import on_all_or_none
 from smp.parallel.mesh import build_mesh, data_rank
 from smp.pipeline.failure import naming
 from smp.pipeline.plan import Plan, describe_plan, plan_pipeline
@@ -41,8 +40,6 @@ from smp.training.profiler import Profiler
 from smp.training.runtime import StopSignal, Watchdog
 from smp.training.saving import RunCheckpoints
 from smp.training.trainer import Progress, Step, StepResult, Trainer
-
-Made = TypeVar("Made")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +123,7 @@ class Pretraining:
         self.trainer = Trainer(config, model, passes, optimizer, self.mesh, device, progress)
         self.batches = self._loader(train, progress.consumed_samples, self.sizes)
         place = config, self.layout, self.process.rank, device, progress.iteration, self._work()
-        self.console = on_all_or_none(lambda: Console(*place), "--log-dir", config.logging.log_dir)
+        self.console = on_all_or_none(lambda: Console(*place), ConfigError, f"--log-dir {config.logging.log_dir}")
 
     def _choose_backends(self, device: torch.device) -> Backends:
         return choose_backends(self.config, device, documents=self.config.data.reset_attention_mask)
@@ -338,26 +335,6 @@ class Pretraining:
         self.batches.close()
         self.console.close()
         self.watchdog.close()
-
-
-def on_all_or_none(action: Callable[[], Made], flag: str, value: str) -> Made:
-    """What ``action`` returns. If it fails on one rank all end, and say why: the others would wait for it.
-
-    Raises:
-        ConfigError: as ``action`` did; an error of the file system becomes one line that names the flag.
-    """
-    made, problem = list[Made](), None
-    try:
-        made.append(action())
-    except ConfigError as error:
-        problem = str(error), exit_code(error)
-    except OSError as error:
-        problem = f"{flag} {value}: {error}", exit_code(error)
-    found = next((problem for problem in gather(problem) if problem is not None), None)
-    if found is not None:
-        reason, code = found
-        raise ConfigError(reason) from (OSError(reason) if code == 1 else None)  # the same exit code on all ranks
-    return made[0]
 
 
 def _due(iteration: int, interval: int | None) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from smp.checkpoint.agree import any_rank, rank
 from smp.checkpoint.retention import best_interval
 from smp.config import CheckpointConfig
+from smp.parallel.agree import any_rank, rank
 
 
 class SaveClock:

@@ -13,7 +13,6 @@ from torch import nn
 
 from smp import checkpoint
 from smp.checkpoint import CheckpointError, Retention
-from smp.checkpoint.agree import on_rank_zero
 from smp.checkpoint.entries import Manifest
 from smp.checkpoint.folder import Folder
 from smp.checkpoint.latest import complete, iteration_name, iteration_of
@@ -26,6 +25,7 @@ from smp.config import CheckpointConfig, Config, ConfigError
 from smp.config.command import in_one_line
 from smp.convert.hf_config import is_hf_folder
 from smp.convert.load import load_hf
+from smp.parallel.agree import on_rank_zero
 from smp.training.persistence import load_training, run_state
 from smp.training.save_clock import SaveClock
 from smp.training.trainer import Progress
@@ -56,7 +56,7 @@ class RunCheckpoints:
         if self.root is None:
             return
         try:
-            for line in on_rank_zero(self._take_root):
+            for line in on_rank_zero(self._take_root, CheckpointError):
                 say(line)
         except CheckpointError as error:
             raise ConfigError(f"--save {error}") from error
@@ -125,10 +125,10 @@ class RunCheckpoints:
         step = None if load == "auto" else settings.ckpt_step  # a fine-tuning run's is that of the model in --load
         root = self.root if load == "auto" else open_folder(load)
         assert root is not None
-        if on_rank_zero(lambda: root.size(MANIFEST) is not None):
+        if on_rank_zero(lambda: root.size(MANIFEST) is not None, CheckpointError):
             if step is not None:
                 raise ConfigError(f"--ckpt-step {step}: --load {load} is one checkpoint already")
-            return root, restore(root, on_rank_zero(lambda: read_manifest(root)))
+            return root, restore(root, on_rank_zero(lambda: read_manifest(root), CheckpointError))
         if step is not None:
             try:
                 return load_step(root, iteration_name(step), restore)
@@ -143,7 +143,7 @@ class RunCheckpoints:
         return found
 
     def _is_hf(self, load: str) -> bool:
-        return load != "auto" and on_rank_zero(lambda: is_hf_folder(load))
+        return load != "auto" and on_rank_zero(lambda: is_hf_folder(load), CheckpointError)
 
     def _refuse_what_is_there(self) -> None:
         """Refuse checkpoints in --save that this run would mix with its own, as far as they tell before one is loaded:
@@ -162,7 +162,7 @@ class RunCheckpoints:
         if self.root is None or same_folder(source, self.root) or same_folder(source, self.root.child(source.name)):
             return
         root = self.root
-        if names := on_rank_zero(lambda: complete(root)):
+        if names := on_rank_zero(lambda: complete(root), CheckpointError):
             raise ConfigError(
                 f"--save {root} holds {names[0]} of another run than --load {source}: --load auto goes on from there; "
                 "else give another --save"
@@ -174,7 +174,7 @@ class RunCheckpoints:
         if self.root is None:
             return
         root = self.root
-        newest = on_rank_zero(lambda: complete(root)[:1])
+        newest = on_rank_zero(lambda: complete(root)[:1], CheckpointError)
         if newest and iteration_of(newest[0]) == iteration:
             self.saved_at = iteration
         if newest and iteration_of(newest[0]) > iteration:
@@ -236,13 +236,13 @@ class RunCheckpoints:
         started = time.perf_counter()
         keep, lock = _retention(self.config.checkpoint), self._lock
         check = (lambda: None) if lock is None else lock.check
-        on_rank_zero(check)
+        on_rank_zero(check, CheckpointError)
         if self._saver is not None:
             arguments |= {"latest_in": root, "retention": keep}
             checkpoint.async_save(folder=folder, saver=self._saver, lock=lock, **arguments)
             return None
         notes = checkpoint.save(folder=folder, lock=lock, **arguments)
-        notes = on_rank_zero(lambda: notes + publish(root, folder, keep, check))
+        notes = on_rank_zero(lambda: notes + publish(root, folder, keep, check), CheckpointError)
         return checkpoint.Saved(folder, time.perf_counter() - started, tuple(notes))
 
     def _attempt(self, action: Callable[[], checkpoint.Saved | None]) -> None:

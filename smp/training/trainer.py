@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from smp.checkpoint.agree import gather
 from smp.config import Config
 from smp.data.blend import Manifest
 from smp.data.loader import BatchLoader, GlobalBatch, Unreadable
 from smp.optim.optimizer import clip_gradients, set_learning_rate, step_if
 from smp.optim.schedule import learning_rate
+from smp.parallel.agree import gather
 from smp.parallel.mesh import sum_over_parts
 from smp.training.passes import Passes
 

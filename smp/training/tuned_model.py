@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from smp.checkpoint.agree import gather
 from smp.checkpoint.latest import find, iteration_name
 from smp.config import Config, ConfigError
 from smp.config.finetune import ALL_LINEAR
@@ -24,6 +23,7 @@ from smp.convert.weights import Weights
 from smp.layers import init_weights
 from smp.layers.lora import adapters_of, attach, choose, linear_layers
 from smp.models.gpt import GPT
+from smp.parallel.agree import gather
 from smp.parallel.boxes import local_box
 from smp.pipeline.plan import Plan
 from smp.sharding.parallelize import parallelize

@@ -22,15 +22,15 @@ from smp.checkpoint import (
     save,
     verify,
 )
-from smp.checkpoint.agree import on_rank_zero
 from smp.checkpoint.entries import Manifest
 from smp.checkpoint.folder import Folder, Sink
 from smp.checkpoint.latest import complete
 from smp.checkpoint.local import LocalFolder, _LocalSource, open_folder
 from smp.checkpoint.recovery import clean, load_newest, load_step
 from smp.checkpoint.retention import publish
+from smp.config import ConfigError
 from smp.config.command import exit_code
-from smp.training.pretrain import on_all_or_none
+from smp.parallel.agree import on_all_or_none, on_rank_zero
 from tests.distributed import run_distributed
 
 FILE = "shard_00000.safetensors"
@@ -219,7 +219,7 @@ def fails_on(rank: int) -> list[int]:
     """Exit codes after errors of the system that one rank alone meets."""
     fail = broken if torch.distributed.get_rank() == rank else lambda: None
     codes = []
-    for action in (lambda: on_rank_zero(fail), lambda: on_all_or_none(fail, "--flag", "x")):
+    for action in (lambda: on_rank_zero(fail, CheckpointError), lambda: on_all_or_none(fail, ConfigError, "--flag x")):
         try:
             action()
         except ValueError as error:

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from smp.checkpoint.agree import any_rank
 from smp.config import Config, load_config, resolve
 from smp.models.presets import PRESETS
+from smp.parallel.agree import any_rank
 from smp.training.saving import RunCheckpoints
 
 

@@ -1,0 +1,105 @@
+"""Agreements between all ranks of the default process group; without a group, a process agrees with itself.
+
+An error on one rank must end all of them, or the others wait in the next collective for ever. Errors cross ranks as
+objects: ``wrap`` is the type that callers expect. An error of that type crosses as it is, any other one as text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from smp.config.command import exit_code
+
+Answer = TypeVar("Answer")
+
+
+def rank() -> int:
+    """The rank of this process; 0 when it is alone."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether ``flag`` is set on some rank."""
+    if not dist.is_initialized():
+        return flag
+    # a group that has gloo exchanges small messages without the GPU; one with NCCL alone cannot
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    found = torch.tensor(int(flag), device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return bool(found.item())
+
+
+def every_rank(flag: bool) -> bool:
+    """Whether ``flag`` is set on all ranks."""
+    return not any_rank(not flag)
+
+
+def gather(value: Answer) -> list[Answer]:
+    """The values of all ranks, in their order."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def on_rank_zero(action: Callable[[], Answer], wrap: type[Exception]) -> Answer:
+    """What ``action`` returns on rank 0, on all ranks.
+
+    Raises:
+        wrap: ``action`` failed; all ranks raise the same error, with the same exit code.
+    """
+    if not dist.is_initialized():
+        return action()
+    answer: list[Any] = [None, None, 0]  # value, error, exit code
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = action()
+        except Exception as error:  # libraries raise what they like, and the other ranks wait
+            answer[1] = _wrapped(error, wrap, type(error).__name__)
+            answer[2] = exit_code(error)
+    dist.broadcast_object_list(answer, src=0)
+    _raise(answer[1], answer[2])
+    return answer[0]
+
+
+def on_all_or_none(action: Callable[[], Answer], wrap: type[Exception], what: str) -> Answer:
+    """What ``action`` returns on this rank, when it succeeds on all of them.
+
+    Args:
+        action: run on every rank.
+        wrap: an expected kind of error, besides OSError; others are faults of the program and are not caught.
+        what: stands before the text of an OSError, such as the flag that names the file.
+
+    Raises:
+        wrap: the error of the first rank that failed, on all ranks, with the same exit code.
+    """
+    made: list[Answer] = []
+    problem: tuple[Exception | None, int] = (None, 0)
+    try:
+        made.append(action())
+    except (wrap, OSError) as error:
+        problem = _wrapped(error, wrap, what), exit_code(error)
+    for error_of_rank, code in gather(problem):
+        _raise(error_of_rank, code)
+    return made[0]
+
+
+def _wrapped(error: Exception, wrap: type[Exception], what: str) -> Exception:
+    if isinstance(error, wrap):
+        return error
+    wrapped = wrap(f"{what}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
+
+
+def _raise(error: Exception | None, code: int) -> None:
+    if error is None:
+        return
+    if error.__cause__ is None and code == 1:
+        error.__cause__ = OSError("on another rank")  # pickles lose the cause, which decides the exit code
+    raise error
