@@ -43,9 +43,15 @@ def run(settings: Settings, process: Process) -> int:
             samples = data.preview(config.data.preview, colours=sys.stdout.isatty())
             print("\n".join([*data.lines, *samples]))
         return 0
-    from smp.training.finetune import launch_finetune  # imports torch, which takes seconds
+    from smp.training.finetuning import finetuning  # imports torch, which takes seconds
+    from smp.training.launch import launch
+    from smp.training.run import RunParts
 
-    return launch_finetune(config, data, process)
+    def parts() -> RunParts:
+        assert data is not None, "only a dry run may have none"
+        return finetuning(config, data)
+
+    return launch(config, process, parts, notes=data.lines if data else ())
 
 
 def main(argv: list[str]) -> int:

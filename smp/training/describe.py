@@ -11,7 +11,7 @@ from smp.convert.layout import our_tensors
 from smp.layers.head import CHUNK_BYTES
 from smp.layers.lora import matching
 from smp.models.arithmetic import MemoryEstimate, Tuned, count_parameters, estimate_memory, training_flops_per_token
-from smp.parallel.mesh import MESH_DIMS
+from smp.parallel.context import MESH_DIMS
 from smp.pipeline.plan import Plan, describe_plan, plan_pipeline
 from smp.pipeline.validate import peak_activations, peak_losses
 

@@ -63,7 +63,7 @@ def run_state(
         progress: counters.
         validation_loss: of exactly these weights, if it was measured.
     """
-    frozen = not getattr(model, "frozen", False)  # adapters are saved without the model that they belong to
+    frozen = not config.has_adapters  # they are saved without the model that they belong to
     tensors, own_steps = checkpoint.training_state(model, optimizer, frozen=frozen)
     steps = {name: step for part in gather(own_steps) for name, step in part.items()}  # pipeline ranks hold parts
     extra = {
@@ -125,7 +125,7 @@ def load_training(
         raise ConfigError(f"{folder} holds weights only, nothing to resume: give --finetune")
     afresh = "--no-load-optim to start the optimizer afresh"  # which finetune.py does not have
     _check_optimizer(saved.config, noted["config"], "--optimizer as it was" if _FINETUNE in noted else afresh)
-    frozen = not getattr(model, "frozen", False)
+    frozen = not config.has_adapters
     tensors, _ = checkpoint.training_state(model, optimizer, frozen=frozen)
     rows = checkpoint.collect_logical_rows(model, optimizer, frozen=frozen)
     load_from(folder, manifest, tensors, logical_rows=rows)

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from smp.training.passes import Inputs
 from torch.distributed.utils import _to_kwargs
 
 from smp.config import ParallelConfig
-from smp.data.loader import GlobalBatch
+from smp.data.loader import RankBatch
 from smp.layers.attention import SelfAttention, SequenceInfo
 from smp.layers.documents import Documents, Spans, document_mask
 from smp.models.gpt import GPT
 from smp.sharding.parallelize import parallelize
-from smp.training.passes import Inputs
 from tests.fake_group import fake_mesh
 from tests.layers.whole import draw, error, load_all
 from tests.models.test_gpt import LLAMA, draw_tokens
@@ -41,7 +41,7 @@ def test_spans_say_where_documents_begin() -> None:
 def test_fsdp_leaves_documents_on_the_host() -> None:
     """On a GPU its root moves every tensor among the arguments of a model, by this function of torch's."""
     tokens = torch.zeros(1, 2, 10, dtype=torch.long)
-    batch = GlobalBatch(tokens, tokens, tokens[..., 0], documents=DOCUMENTS[None])
+    batch = RankBatch(tokens, tokens, tokens[..., 0], document_ids=DOCUMENTS[None])
     given = Inputs(batch, 20, CPU)[0]
     ((moved, *_, documents, _),), _ = _to_kwargs(given, {}, torch.device("meta"), False)
     assert moved.is_meta and isinstance(documents, Documents) and torch.equal(documents.numbers, DOCUMENTS)

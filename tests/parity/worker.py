@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from smp.config import Layout
-from smp.data.loader import GlobalBatch
+from smp.data.loader import RankBatch
 from smp.data.sample import IGNORE_INDEX
 from smp.layers.head import CHUNK_BYTES
 from smp.models.gpt import GPT
@@ -58,7 +58,7 @@ class Recording:
         self.passes, self.model, self.copies, self.recorded = passes, model, passes.copies, recorded
         self.step, self.gradients = 0, list[Tensors]()
 
-    def train(self, batch: GlobalBatch, valid_tokens: int) -> torch.Tensor:
+    def train(self, batch: RankBatch, valid_tokens: int) -> torch.Tensor:
         loss = self.passes.train(batch, valid_tokens)
         if self.step in self.recorded:
             grads = {name: p.grad for name, p in self.model.named_parameters()}
@@ -66,7 +66,7 @@ class Recording:
         self.step += 1
         return loss
 
-    def evaluate(self, batch: GlobalBatch, valid_tokens: int) -> torch.Tensor:
+    def evaluate(self, batch: RankBatch, valid_tokens: int) -> torch.Tensor:
         return self.passes.evaluate(batch, valid_tokens)
 
 
@@ -142,7 +142,7 @@ def _average_gradients(patch: pytest.MonkeyPatch) -> None:
 def _count_own_tokens(patch: pytest.MonkeyPatch) -> None:
     """Each rank divides by its own number of valid tokens, and the ranks' losses are averaged."""
 
-    def count(self: Trainer, batch: GlobalBatch) -> tuple[int, int]:
+    def count(self: Trainer, batch: RankBatch) -> tuple[int, int]:
         ranks = self.mesh["dp_shard"].size() * self.mesh["dp_replicate"].size()
         return int((batch.labels != IGNORE_INDEX).sum()) * ranks, 0
 
@@ -164,7 +164,7 @@ def _drop_a_weight_gradient(patch: pytest.MonkeyPatch) -> None:
 def _count_on_every_stage(patch: pytest.MonkeyPatch) -> None:
     """Every stage counts the tokens of the batch that all of them read."""
 
-    def count(self: Trainer, batch: GlobalBatch) -> tuple[int, int]:
+    def count(self: Trainer, batch: RankBatch) -> tuple[int, int]:
         return int((batch.labels != IGNORE_INDEX).sum()) * self.mesh["pp"].size(), 0
 
     patch.setattr(Trainer, "_counts", count)

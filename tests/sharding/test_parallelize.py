@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from smp.training.passes import Accumulation
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smp import layers
 from smp.config import Config, DataConfig, Layout, OptimizerConfig, ParallelConfig, TrainingConfig, resolve
-from smp.data.loader import GlobalBatch
+from smp.data.loader import RankBatch
 from smp.models.gpt import GPT
 from smp.optim.optimizer import build_optimizer, clip_gradients
 from smp.parallel.mesh import build_mesh
 from smp.sharding.parallelize import shard
-from smp.training.passes import Accumulation
 from smp.training.trainer import Progress, Trainer
 from tests.distributed import run_distributed
 from tests.fake_group import fake_mesh
@@ -140,7 +140,7 @@ def step_traffic(mesh: Any, model: GPT, parallel: ParallelConfig, data_parallel:
     tokens = torch.arange(MICRO_BATCHES * BATCH * LENGTH).view(shape) % 64
     with Traffic() as traffic:
         hook = model.register_forward_pre_hook(traffic.begin)
-        trainer.train_step(GlobalBatch(tokens, tokens, torch.arange(MICRO_BATCHES * BATCH).view(shape[:2])))
+        trainer.train_step(RankBatch(tokens, tokens, torch.arange(MICRO_BATCHES * BATCH).view(shape[:2])))
         hook.remove()
     return traffic.passes[1:]
 
