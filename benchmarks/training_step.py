@@ -11,20 +11,21 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import sdpa_kernel
 
 from smp.config import Config, Layout, ModelConfig, OptimizerConfig, ParallelConfig
 from smp.layers import init_weights
 from smp.models.arithmetic import training_flops_per_token
 from smp.models.gpt import GPT
+from smp.models.micro_batch import MicroBatch
 from smp.optim.optimizer import build_optimizer, clip_gradients
-from smp.parallel.mesh import MESH_DIMS, build_mesh
+from smp.parallel.context import ParallelContext, build_context
 from smp.sharding.parallelize import parallelize
 from smp.training.build import choose_backends
 
@@ -77,25 +78,28 @@ class Entry:
     seconds: list[float]
 
 
-def smp_step(work: Work, mesh: DeviceMesh, **parallel: Any) -> Step:
+def smp_step(work: Work, context: ParallelContext, **parallel: Any) -> Step:
     """A training step of our model without data parallelism: loss, backward, clip, AdamW."""
     config = Config(model=work.model, parallel=ParallelConfig(**parallel))
     config.data.seq_length, device = work.length, torch.device(work.device)
     chosen = choose_backends(config, device, documents=False)
-    attention, split = chosen.attention.backend, config.parallel.sequence_parallel
-    model = GPT(work.model, mesh["tp"], sequence_parallel=split, kernels=chosen.kernels)
-    parallelize(model, mesh, config.parallel)
+    attention = chosen.attention.backend
+    context = replace(context, sequence_parallel=config.parallel.sequence_parallel)
+    compute_dtype = torch.bfloat16 if config.parallel.bf16 else None
+    model = GPT(work.model, context, kernels=chosen.kernels, compute_dtype=compute_dtype)
+    parallelize(model, context, config.parallel)
     model.to_empty(device=work.device)
     init_weights(model, seed=0)
     optimizer = build_optimizer(model, OptimizerConfig())
     tokens, labels = work.data()
     weights = torch.full(labels.shape, 1.0 / labels.numel(), device=work.device)
+    micro_batch = MicroBatch(tokens, labels, weights)
 
     def step() -> torch.Tensor:
         with sdpa_kernel([attention]):
-            loss = model(tokens, labels, weights)
+            loss = model(micro_batch).loss
             loss.backward()
-        clip_gradients(model.parameters(), 1.0, mesh.get_group("tp"))
+        clip_gradients(model.parameters(), 1.0, context.tp.get_group())
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
@@ -180,12 +184,12 @@ def product_limit(rows: int, inner: int, columns: int, dtype: torch.dtype, round
 
 def beside_transformers(rounds: int) -> None:
     """One process, two threads: transformers, ours, ours compiled; fp32 and bf16."""
-    mesh = build_mesh(Layout(), "cpu")
+    context = build_context(Layout(), "cpu")
     for bf16 in (False, True):
         entries = [
             Entry("transformers", transformers_step(ON_CPU, bf16), 2, []),
-            Entry("smp", smp_step(ON_CPU, mesh, bf16=bf16), 2, []),
-            Entry("smp --compile", smp_step(ON_CPU, mesh, bf16=bf16, compile=True), 2, []),
+            Entry("smp", smp_step(ON_CPU, context, bf16=bf16), 2, []),
+            Entry("smp --compile", smp_step(ON_CPU, context, bf16=bf16, compile=True), 2, []),
         ]
         interleave(entries, rounds)
         show("one step, bf16" if bf16 else "one step, fp32", ON_CPU, entries)
@@ -195,8 +199,9 @@ def beside_transformers(rounds: int) -> None:
 
 def beside_one_process(rounds: int) -> None:
     """Tensor and sequence parallelism over two processes with a thread each, beside rank 0 alone with two threads."""
-    alone = init_device_mesh("cpu", (2, 1, 1, 1, 1, 1), mesh_dim_names=("copy", *MESH_DIMS))[MESH_DIMS]
-    both = build_mesh(Layout(tp=2), "cpu")
+    mesh = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("copy", "dp_shard", "tp"))
+    alone = ParallelContext(tp=mesh["tp"], fsdp=mesh["dp_shard"])
+    both = build_context(Layout(tp=2), "cpu")
     single = smp_step(ON_CPU, alone) if dist.get_rank() == 0 else _nothing
     entries = [
         Entry("smp TP=1", single, 2, []),

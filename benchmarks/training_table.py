@@ -26,7 +26,7 @@ from training_step import MODEL, Step, Work, smp_step, transformers_step
 from smp.config import Config, Layout, ModelConfig, resolve
 from smp.models.arithmetic import count_parameters, training_flops_per_token
 from smp.models.presets import PRESETS
-from smp.parallel.mesh import build_mesh
+from smp.parallel.context import build_context
 
 GROUPS = 5
 """Timed groups of steps per entry; the table shows the median, and the device is waited for once per group."""
@@ -180,10 +180,10 @@ def main() -> int:
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
     )
-    mesh, report, failed = build_mesh(Layout(), device), Report("training", device), 0
+    context, report, failed = build_context(Layout(), device), Report("training", device), 0
     for shape in shapes(device):
         if arguments.only in f"{shape.name}, {shape.batch} x {shape.length}":
-            failed += one_shape(report, shape, device, mesh, arguments.steps)
+            failed += one_shape(report, shape, device, context, arguments.steps)
     dist.destroy_process_group()
     return int(failed > 0)
 

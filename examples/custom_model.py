@@ -52,7 +52,7 @@ class Encoder(nn.Module):
         x = self.embedding(tokens.flatten()) + self.positions(torch.arange(length, device=tokens.device).repeat(batch))
         for block in self.blocks:
             x = block(x, info)  # (tokens, hidden)
-        return self.head(self.norm(x), labels.flatten(), weights.flatten())
+        return self.head(self.norm(x), labels.flatten(), weights.flatten()).loss
 
 
 def mean_loss(model: nn.Module, step: int, data: DeviceMesh, device: str) -> torch.Tensor:

@@ -27,7 +27,7 @@ from smp.data.tokenizer import Tokenizer
 from smp.data.tokenizer_files import PATTERNS, load_tokenizer
 from smp.models.generation import Sampling, generate
 from smp.models.gpt import GPT
-from smp.parallel.mesh import build_mesh
+from smp.parallel.context import build_context
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _UNFINISHED = "\ufffd"  # what decoders write for a character of which only some bytes are there
@@ -99,8 +99,8 @@ def end_ids(folder: Path | None) -> list[int]:
 
 def load_model(opened: Opened, device: torch.device, dtype: torch.dtype = torch.float32) -> GPT:
     """The model, in evaluation mode, in this one process."""
-    mesh = build_mesh(Layout(), device.type)
-    model = GPT(opened.weights.config, mesh["tp"]).to(dtype).to_empty(device=device)
+    context = build_context(Layout(), device.type)
+    model = GPT(opened.weights.config, context.tp).to(dtype).to_empty(device=device)
     load_weights(model, lambda: opened.weights)
     return model.eval()
 

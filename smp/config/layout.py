@@ -9,13 +9,15 @@ from smp.config.schema import ConfigError, ParallelConfig
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of the mesh ``(pp, dp_replicate, dp_shard, cp, tp)``; the last one varies fastest over ranks."""
+    """Degrees of the mesh ``(pp, dp_replicate, dp_shard, cp, tp)``; the last one varies fastest over ranks. ``ep``,
+    over which experts are spread, is no dimension of its own: it divides ``dp_shard x cp``."""
 
     pp: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
 
     @property
     def world_size(self) -> int:

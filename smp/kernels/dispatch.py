@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
@@ -13,6 +13,9 @@ from smp.config import ConfigError
 
 Backend = Literal["torch", "triton", "cuda", "apex"]
 Wish = Literal["auto", "torch", "triton", "cuda", "apex"]
+
+
+OPERATIONS = ("cross_entropy", "norm", "swiglu", "rope")
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,8 @@ class Kernels:
         norm: RMSNorm and LayerNorm, alone and after an addition (:mod:`smp.kernels.norm`).
         swiglu: SiLU(gate) x up, computed again in the backward pass (:mod:`smp.kernels.swiglu`).
         rope: rotation of queries and keys (:mod:`smp.kernels.rope`).
+        rope_in_place: a fused one rotates where the projections' outputs are. Not for a compiler, nor for selective
+            recompute, which keeps those.
 
     Raises:
         ValueError: an operation has no such backend. Whether this machine can run it shows when it is used.
@@ -33,17 +38,18 @@ class Kernels:
     norm: Backend = "torch"
     swiglu: Backend = "torch"
     rope: Backend = "torch"
+    rope_in_place: bool = True
 
     def __post_init__(self) -> None:
         special = {"cross_entropy": ("cuda",), "norm": ("apex",)}
-        for name, backend in vars(self).items():
+        for name in OPERATIONS:
+            backend = getattr(self, name)
             known = ("torch", "triton", *special.get(name, ()))
             if backend not in known:
                 raise ValueError(f"{name} runs on {', '.join(known)}; there is no {backend!r}")
 
 
 TORCH = Kernels()
-OPERATIONS = tuple(field.name for field in fields(Kernels))
 LONGEST_ROW = 8192
 """Features that a Triton norm takes: more do not stay in registers (16,384 spill 600 bytes a thread)."""
 _FUSIBLE = ("norm", "swiglu", "rope")  # what torch.compile fuses with its neighbours, and an operator keeps it from
@@ -55,7 +61,7 @@ def interpreted() -> bool:
 
 
 def choose_kernels(
-    wish: Wish, device: torch.device, *, features: int = 0, compile: bool = False
+    wish: Wish, device: torch.device, *, features: int = 0, compile: bool = False, selective: bool = False
 ) -> tuple[Kernels, dict[str, str]]:
     """What a run uses, and why, by operation.
 
@@ -64,6 +70,7 @@ def choose_kernels(
         device: of the run.
         features: width of the widest norm.
         compile: whether blocks go through torch.compile.
+        selective: whether the results of matrix products are kept for selective recompute.
 
     Raises:
         ConfigError: the wish cannot be met; one line.
@@ -80,7 +87,8 @@ def choose_kernels(
     elif wish == "apex":
         _require_apex(device, compile)
         chosen["norm"] = ("apex", "--kernels apex")
-    kernels = Kernels(**{name: backend for name, (backend, _) in chosen.items()})  # type: ignore[arg-type]
+    backends: dict[str, Any] = {name: backend for name, (backend, _) in chosen.items()}
+    kernels = Kernels(**backends, rope_in_place=not compile and not selective)
     return kernels, {name: reason for name, (_, reason) in chosen.items()}
 
 

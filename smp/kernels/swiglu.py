@@ -10,6 +10,7 @@ and rounds once. Rows may have any stride, so halves are not copied.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +36,25 @@ def swiglu_backward(
     """(dgate, dup, a); a, bit for bit that of the forward pass, is empty unless asked for by ``again``."""
     dgate, dup, a = _backward_op(_rows(da), _rows(gate), _rows(up), again, backend)
     return dgate.view(gate.shape), dup.view(gate.shape), a.view(gate.shape) if again else a
+
+
+@dataclass(frozen=True)
+class FusedSwiglu:
+    """SwiGLU in front of a row-parallel product, whose function makes a again instead of keeping it; see
+    ``smp.layers.linear_functions.Activation``."""
+
+    backend: str
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """a of (gate, up)."""
+        return swiglu_forward(*inputs, self.backend)
+
+    def backward(
+        self, grad: torch.Tensor, *inputs: torch.Tensor, again: bool
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """((dgate, dup), a)."""
+        dgate, dup, a = swiglu_backward(grad, *inputs, self.backend, again=again)
+        return (dgate, dup), a
 
 
 class _Swiglu(torch.autograd.Function):

@@ -1,17 +1,19 @@
-"""Parallel layers for anyone's ``nn.Module``: a plain 1-D DeviceMesh in, no config, no trainer, no global state."""
+"""Parallel layers for anyone's ``nn.Module``: a plain 1-D DeviceMesh (or a
+``ParallelContext``) in, no config, no trainer, no global state."""
 
 from smp.data.sample import IGNORE_INDEX
 from smp.layers.attention import SelfAttention, SequenceInfo
 from smp.layers.block import TransformerBlock
 from smp.layers.cross_entropy import VocabShard, linear_cross_entropy, vocab_parallel_cross_entropy
 from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
-from smp.layers.head import VocabParallelHead
+from smp.layers.head import ModelOutput, VocabParallelHead
 from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from smp.layers.lora import Lora, adapters_off, add_adapters
 from smp.layers.mlp import MLP
 from smp.layers.norm import LayerNorm, RMSNorm
 from smp.layers.parameter import Constant, Normal, init_weights, local, tp_parameter
 from smp.layers.rope import RopeScaling, apply_rope, rope_frequencies, rope_table
+from smp.parallel.context import ParallelContext, build_context
 
 __all__ = [
     "IGNORE_INDEX",
@@ -20,7 +22,9 @@ __all__ = [
     "Constant",
     "LayerNorm",
     "Lora",
+    "ModelOutput",
     "Normal",
+    "ParallelContext",
     "PositionEmbedding",
     "RMSNorm",
     "RopeScaling",
@@ -34,6 +38,7 @@ __all__ = [
     "adapters_off",
     "add_adapters",
     "apply_rope",
+    "build_context",
     "column_parallel",
     "init_weights",
     "linear_cross_entropy",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +15,7 @@ from smp.kernels.rope import rope
 from smp.layers.documents import Spans, distances
 from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from smp.layers.norm import RMSNorm
+from smp.parallel.context import ParallelContext
 from smp.parallel.rng import keyed_dropout
 
 
@@ -27,8 +27,8 @@ class SequenceInfo:
         batch, length: number and length of the sequences.
         tokens: rows after padding; rows from batch x length on are padding.
         rope: cos and sin tables, fp32 (tokens, 1, rotated channels), or None.
-        numbers: int64 (tokens,) global token numbers that dropout is keyed by, or None without dropout.
-        local_numbers: this rank's part of ``numbers`` under sequence parallelism; by default the same.
+        token_index: int64 (tokens,) global token numbers that dropout is keyed by, or None without dropout.
+        local_token_index: this rank's slice of ``token_index`` under sequence parallelism; by default the same.
         mask: (batch or 1, 1, length, length) in the dtype of the activations, see ``document_mask``: which tokens see
             which, instead of a layer's own ``causal`` and ``window``. One for all layers. None: one document per
             sequence.
@@ -40,15 +40,15 @@ class SequenceInfo:
     length: int
     tokens: int
     rope: tuple[torch.Tensor, torch.Tensor] | None = None
-    numbers: torch.Tensor | None = None
-    local_numbers: torch.Tensor | None = None
+    token_index: torch.Tensor | None = None
+    local_token_index: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     spans: Spans | None = None
     grouped: bool = False
 
     def __post_init__(self) -> None:
-        if self.local_numbers is None:
-            self.local_numbers = self.numbers
+        if self.local_token_index is None:
+            self.local_token_index = self.token_index
 
 
 class KeyValueCache:
@@ -89,32 +89,27 @@ class SelfAttention(nn.Module):
         num_heads, num_groups: query heads, key/value heads (global). Heads must be divisible by the mesh size; groups
             by the mesh size, or the mesh size by groups: then neighbouring ranks share a key/value head.
         head_dim: width of a head; by default hidden_size / num_heads.
-        mesh: 1-D tensor-parallel mesh.
+        parallel: a context, or a plain 1-D tensor-parallel mesh. Under its ``sequence_parallel`` input and output are
+            split along dim 0.
         bias, qkv_bias: bias on the output projection, on the others.
         qk_norm_eps: when given, RMS-normalize queries and keys per head with this epsilon before RoPE.
         window: a token sees itself and the window - 1 tokens before it; None: all before it.
         causal: a token does not see later ones.
         dropout: on attention probabilities; above 0 they are materialised.
-        sequence_parallel: input and output are split along dim 0.
         init_std, output_std: standard deviations of the initial weights, inner and last.
         kernels: what rotates queries and keys, and normalizes them.
-        device, dtype: of the parameters.
 
     Shapes: (tokens [/p], hidden) -> the same.
 
     Raises:
         ValueError: for sizes that do not divide; on use, when dropout in training mode lacks the key or the numbers.
-
-    Attributes:
-        rope_in_place: let a fused kernel rotate where the projections' outputs are. Not for selective recompute, which
-            keeps those.
     """
 
     def __init__(
         self,
         hidden_size: int,
         num_heads: int,
-        mesh: DeviceMesh,
+        parallel: ParallelContext | DeviceMesh,
         *,
         num_groups: int | None = None,
         head_dim: int | None = None,
@@ -124,51 +119,42 @@ class SelfAttention(nn.Module):
         window: int | None = None,
         causal: bool = True,
         dropout: float = 0.0,
-        sequence_parallel: bool = False,
         init_std: float = 0.02,
         output_std: float = 0.02,
         kernels: Kernels = TORCH,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        groups = num_groups or num_heads
-        if num_heads % mesh.size() or num_heads % groups:
-            raise ValueError(f"{num_heads} heads do not split over {mesh.size()} ranks and {groups} key/value heads")
+        context, groups = ParallelContext.of(parallel), num_groups or num_heads
+        ranks = context.tp.size()
+        if num_heads % ranks or num_heads % groups:
+            raise ValueError(f"{num_heads} heads do not split over {ranks} ranks and {groups} key/value heads")
         if head_dim is None and hidden_size % num_heads:
             raise ValueError(f"hidden size {hidden_size} is not divisible by {num_heads} heads: give head_dim")
         self.head_dim = head_dim or hidden_size // num_heads
         if window is not None and not causal:
             raise ValueError("a sliding window needs causal attention")
         self.window, self.causal, self.dropout = window, causal, dropout
-        self.sequence_parallel = sequence_parallel
-        self.rope_backend, self.rope_in_place = kernels.rope, True
-        place: dict[str, Any] = {"device": device, "dtype": dtype, "sequence_parallel": sequence_parallel}
-        column = {**place, "bias": qkv_bias, "init_std": init_std}
+        self.sequence_parallel = context.sequence_parallel
+        self.rope_backend, self.rope_in_place = kernels.rope, kernels.rope_in_place
         width, kv_width = num_heads * self.head_dim, groups * self.head_dim
-        self.query = ColumnParallelLinear(hidden_size, width, mesh, **column)
-        column["parts"] = groups
-        self.key = ColumnParallelLinear(hidden_size, kv_width, mesh, **column)
-        self.value = ColumnParallelLinear(hidden_size, kv_width, mesh, **column)
-        row = {**place, "bias": bias, "init_std": output_std}
-        self.output = RowParallelLinear(width, hidden_size, mesh, **row)
+        self.query = ColumnParallelLinear(hidden_size, width, context, bias=qkv_bias, init_std=init_std)
+        self.key, self.value = (
+            ColumnParallelLinear(hidden_size, kv_width, context, bias=qkv_bias, parts=groups, init_std=init_std)
+            for _ in range(2)
+        )
+        self.output = RowParallelLinear(width, hidden_size, context, bias=bias, init_std=output_std)
         self.query_norm = self.key_norm = None
         if qk_norm_eps is not None:
-            norm: dict[str, Any] = {
-                "sequence_parallel": True,  # each rank has its own heads, as elsewhere its own tokens
-                "device": device,
-                "dtype": dtype,
-                "eps": qk_norm_eps,
-                "kernels": kernels,
-            }
-            self.query_norm = RMSNorm(self.head_dim, mesh, **norm)
-            self.key_norm = RMSNorm(self.head_dim, mesh, **norm)
-        self.first_head = self.query.group.rank * (num_heads // mesh.size())
+            # each rank has its own heads, as elsewhere its own tokens
+            self.query_norm, self.key_norm = (
+                RMSNorm(self.head_dim, context, eps=qk_norm_eps, split_input=True, kernels=kernels) for _ in range(2)
+            )
+        self.first_head = self.query.group.rank * (num_heads // ranks)
         self.cache: KeyValueCache | None = None  # set while text is generated
 
     def forward(self, x: torch.Tensor, info: SequenceInfo, key: torch.Tensor | None = None) -> torch.Tensor:
         """(tokens [/p], hidden) -> (tokens [/p], hidden); ``key`` is the dropout key of this layer's probabilities."""
-        outputs = column_parallel(x, [self.query, self.key, self.value], info.local_numbers)
+        outputs = column_parallel(x, [self.query, self.key, self.value], info.local_token_index)
         q, k, v = outputs  # (tokens, heads/p x head_dim)
         normed = self.query_norm is not None and self.key_norm is not None
         if self.query_norm is not None and self.key_norm is not None:
@@ -182,7 +168,7 @@ class SelfAttention(nn.Module):
         else:
             q, k, v = (_unfold(y, info) for y in (q, k, v))
             out = _fold(self._attend(q, k, v, info, key), info)
-        return self.output(out, info.numbers)
+        return self.output(out, token_index=info.token_index)
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.view(x.shape[0], -1, self.head_dim)  # (tokens, heads/p, head_dim)
@@ -237,8 +223,8 @@ class SelfAttention(nn.Module):
         dropout: float,
     ) -> torch.Tensor:
         """Attention with materialised probabilities, so that dropout can be keyed by (token, global head, position)."""
-        if key is None or info.numbers is None:
-            raise ValueError("dropout needs keys and SequenceInfo.numbers: its masks are keyed by them")
+        if key is None or info.token_index is None:
+            raise ValueError("dropout needs keys and SequenceInfo.token_index: its masks are keyed by them")
         batch, heads, length, _ = q.shape
         scores = (q @ k.transpose(-1, -2)).float() * self.head_dim**-0.5  # (batch, heads/p, length, length)
         if info.mask is not None:
@@ -246,7 +232,7 @@ class SelfAttention(nn.Module):
         else:
             scores = scores.masked_fill(~self._mask(length, q.device), -torch.inf)
         probabilities = scores.softmax(dim=-1)
-        tokens = info.numbers[: batch * length].view(batch, 1, length)
+        tokens = info.token_index[: batch * length].view(batch, 1, length)
         head = self.first_head + torch.arange(heads, device=q.device)
         rows = (tokens * (1 << 16) + head[None, :, None]).flatten()  # a number per (token, global head)
         dropped = keyed_dropout(probabilities.flatten(0, 2), key, rows, dropout)

@@ -72,15 +72,15 @@ class TransformerBlock(nn.Module):
         return x + self._drop(self._feed_forward(normed, info), info, keys, 2)
 
     def _feed_forward(self, x: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
-        return self.mlp(x, info.numbers, info.local_numbers)
+        return self.mlp(x, info.token_index, info.local_token_index)
 
     def _drop(self, x: torch.Tensor, info: SequenceInfo, keys: torch.Tensor | None, site: int) -> torch.Tensor:
         if self.dropout == 0.0 or not self.training:
             return x
-        numbers = info.local_numbers
-        if keys is None or numbers is None or numbers.shape[0] != x.shape[0]:
+        index = info.local_token_index
+        if keys is None or index is None or index.shape[0] != x.shape[0]:
             raise ValueError(
-                "dropout needs keys and SequenceInfo.numbers, under sequence parallelism local_numbers: "
+                "dropout needs keys and SequenceInfo.token_index, under sequence parallelism local_token_index: "
                 "its masks are keyed by them"
             )
-        return keyed_dropout(x, keys[site], numbers, self.dropout)
+        return keyed_dropout(x, keys[site], index, self.dropout)

@@ -90,7 +90,7 @@ def vocab_parallel_cross_entropy(
 def _chunk_loss(
     logits: torch.Tensor,
     labels: torch.Tensor,
-    token_weights: torch.Tensor,
+    loss_weights: torch.Tensor,
     shard: VocabShard,
     with_gradient: bool,
     backend: str,
@@ -101,8 +101,8 @@ def _chunk_loss(
     """
     losses, log_total, columns = _losses(logits, labels, shard, backend)
     if with_gradient:
-        logits_to_gradient(logits, log_total, columns, shard.valid, token_weights, backend)
-    return torch.where(token_weights != 0, losses * token_weights, 0.0).sum()
+        logits_to_gradient(logits, log_total, columns, shard.valid, loss_weights, backend)
+    return torch.where(loss_weights != 0, losses * loss_weights, 0.0).sum()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -112,7 +112,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         labels: torch.Tensor,
-        token_weights: torch.Tensor,
+        loss_weights: torch.Tensor,
         shard: VocabShard,
         chunk_tokens: int,
         with_gradient: bool,
@@ -129,7 +129,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part = slice(start, start + chunk_tokens)
             buffer = logits[: hidden[part].shape[0]]
             torch.mm(hidden[part], weight.t(), out=buffer)
-            total += _chunk_loss(buffer, labels[part], token_weights[part], shard, with_gradient, backend)
+            total += _chunk_loss(buffer, labels[part], loss_weights[part], shard, with_gradient, backend)
             if dhidden is not None:
                 torch.mm(buffer, weight, out=dhidden[part])
             if dweight is not None:
@@ -169,13 +169,13 @@ def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,
-    token_weights: torch.Tensor,
+    loss_weights: torch.Tensor,
     shard: VocabShard,
     *,
     chunk_tokens: int,
     backend: str = "torch",
 ) -> torch.Tensor:
-    """Sum over tokens of ``token_weights`` x cross-entropy of ``hidden @ weight^T``; 0-dim fp32, equal on all ranks.
+    """Sum over tokens of ``loss_weights`` x cross-entropy of ``hidden @ weight^T``; 0-dim fp32, equal on all ranks.
 
     Args:
         hidden: (n, h), all tokens, equal on every rank of the group. Its gradient is this rank's part of a sum: pass it
@@ -183,10 +183,10 @@ def linear_cross_entropy(
         weight: this rank's rows of the output matrix, (rows per rank, h).
         labels: int64 (n,). Tokens that do not count have weight 0; their label may be anything. Another label outside
             the vocabulary makes the loss NaN.
-        token_weights: fp32 (n,), no gradient.
+        loss_weights: fp32 (n,), no gradient.
         shard: which rows these are.
         chunk_tokens: tokens per chunk; bounds the memory at chunk_tokens x rows per rank.
         backend: torch, triton or cuda.
     """
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return _LinearCrossEntropy.apply(hidden, weight, labels, token_weights, shard, chunk_tokens, with_gradient, backend)
+    return _LinearCrossEntropy.apply(hidden, weight, labels, loss_weights, shard, chunk_tokens, with_gradient, backend)

@@ -40,15 +40,6 @@ def distances(length: int, device: torch.device, last: int | None = None) -> tor
 
 
 @dataclass(frozen=True)
-class Documents:
-    """Numbers of documents, int64 (batch, length), that stay on the host when they are an argument of a sharded model:
-    FSDP moves every tensor that it finds among the arguments to the device, and there the host cannot count them
-    without a wait."""
-
-    numbers: torch.Tensor
-
-
-@dataclass(frozen=True)
 class Spans:
     """Where documents lie in the flattened tokens of a micro-batch.
 

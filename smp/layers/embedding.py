@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from smp.layers.parameter import REPLICATE, SHARD_ROWS, Initializer, Normal, local, tp_parameter
-from smp.parallel.collectives import Group, reduce_from_group, reduce_scatter_tokens, split_tokens
+from smp.parallel.collectives import reduce_from_group, reduce_scatter_tokens, split_tokens
+from smp.parallel.context import ParallelContext
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tp: int) -> int:
@@ -28,11 +29,11 @@ class VocabParallelEmbedding(nn.Module):
     Args:
         vocab_size: number of token ids, any number.
         hidden_size: width of a row.
-        mesh: 1-D tensor-parallel mesh.
-        sequence_parallel: return only this rank's part of the tokens (dim 0).
+        parallel: a context, or a plain 1-D tensor-parallel mesh. Under its ``sequence_parallel`` this rank's slice of
+            the tokens (dim 0) is returned.
         divisible_by: rows per rank are padded to this multiple.
         init_std: standard deviation of the initial rows.
-        device, dtype: of the parameter.
+        compute_dtype: of the result; by default the parameter's.
 
     Shapes: ids (tokens, ...) -> (tokens [/p], ..., hidden). Each output element is nonzero on one rank only, so the sum
     over the ranks is exact in any precision.
@@ -45,23 +46,21 @@ class VocabParallelEmbedding(nn.Module):
         self,
         vocab_size: int,
         hidden_size: int,
-        mesh: DeviceMesh,
+        parallel: ParallelContext | DeviceMesh,
         *,
-        sequence_parallel: bool = False,
         divisible_by: int = 128,
         init_std: float = 0.02,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.group = Group.of(mesh)
-        self.vocab_size, self.sequence_parallel = vocab_size, sequence_parallel
+        context = ParallelContext.of(parallel)
+        self.group, self.sequence_parallel = context.tp_group, context.sequence_parallel
+        self.vocab_size, self.compute_dtype = vocab_size, compute_dtype
         rows = padded_vocab_size(vocab_size, divisible_by, self.group.size)
-        self.weight = tp_parameter((rows, hidden_size), SHARD_ROWS, mesh, device, dtype)
+        self.weight = tp_parameter((rows, hidden_size), SHARD_ROWS, context.tp)
         self.initializers: dict[str, Initializer] = {"weight": Normal(init_std)}
         self.logical_rows = {"weight": vocab_size}
         self.rows_per_rank = rows // self.group.size
-        self.compute_dtype: torch.dtype | None = None  # by default the parameter's
 
     def table(self) -> torch.Tensor:
         """This rank's rows as ``forward`` uses them, (rows per rank, hidden), for a tied output layer too."""
@@ -88,34 +87,29 @@ class PositionEmbedding(nn.Module):
     Args:
         max_positions: rows of the table.
         hidden_size: width of a row.
-        mesh: 1-D tensor-parallel mesh.
-        sequence_parallel: return only this rank's part of the tokens (dim 0).
-        init_std: standard deviation of the initial rows.
-        device, dtype: of the parameter.
+        parallel, init_std, compute_dtype: as of :class:`VocabParallelEmbedding`.
 
-    Shapes: positions (tokens,) -> (tokens [/p], hidden).
+    Shapes: position_ids (tokens,) -> (tokens [/p], hidden).
     """
 
     def __init__(
         self,
         max_positions: int,
         hidden_size: int,
-        mesh: DeviceMesh,
+        parallel: ParallelContext | DeviceMesh,
         *,
-        sequence_parallel: bool = False,
         init_std: float = 0.02,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.group, self.sequence_parallel = Group.of(mesh), sequence_parallel
-        self.weight = tp_parameter((max_positions, hidden_size), REPLICATE, mesh, device, dtype)
+        context = ParallelContext.of(parallel)
+        self.shared_by, self.compute_dtype = context.shared_by, compute_dtype
+        self.weight = tp_parameter((max_positions, hidden_size), REPLICATE, context.tp)
         self.initializers: dict[str, Initializer] = {"weight": Normal(init_std)}
-        self.compute_dtype: torch.dtype | None = None  # by default the parameter's
 
-    def forward(self, positions: torch.Tensor) -> torch.Tensor:
-        """positions (tokens,) int64 -> (tokens [/p], hidden)."""
-        weight = local(self.weight, self.compute_dtype, summed_over=self.group if self.sequence_parallel else None)
-        if self.sequence_parallel:
-            positions = split_tokens(positions, self.group)
-        return F.embedding(positions, weight)
+    def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
+        """position_ids (tokens,) int64 -> (tokens [/p], hidden)."""
+        weight = local(self.weight, self.compute_dtype, summed_over=self.shared_by)
+        if self.shared_by is not None:
+            position_ids = split_tokens(position_ids, self.shared_by)
+        return F.embedding(position_ids, weight)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -10,12 +13,40 @@ from smp.kernels import TORCH, Kernels
 from smp.layers.cross_entropy import VocabShard, linear_cross_entropy
 from smp.layers.embedding import padded_vocab_size
 from smp.layers.parameter import SHARD_ROWS, Initializer, Normal, local, tp_parameter
-from smp.layers.preference import Preference, linear_preference
-from smp.parallel.collectives import Group, copy_to_group, gather_tokens, start_all_gather, wait
+from smp.layers.preference import Preference, linear_log_probs, linear_preference
+from smp.parallel.collectives import copy_to_group, gather_features, gather_tokens
+from smp.parallel.context import ParallelContext
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
 """Size of one chunk of logits in fp32 (half of it in bf16): 524 tokens of 32,000 logits on a CPU. Larger chunks make
 matrix products more efficient and take more memory."""
+
+
+class ModelOutput(NamedTuple):
+    """What a model, or a pipeline stage of it, makes of a micro-batch. A NamedTuple, because FSDP looks for the tensors
+    in what a module returns, and dataclasses are opaque to it.
+
+    Attributes:
+        loss: 0-dim fp32, equal on all TP ranks: this micro-batch's part of the mean over the global batch.
+        logits: (batch, length, vocab), equal on all TP ranks, when there are no labels.
+        log_probs: fp32 (batch,), of each answer, when a preference has no reference.
+        hidden: of a stage without the head, what the next stage takes.
+        aux_losses: 0-dim losses by name that are added to ``loss``, also of stages without the head (a router's).
+        metrics: what else was measured, by name: sums over the micro-batch, without gradient.
+    """
+
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    log_probs: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
+    aux_losses: dict[str, torch.Tensor] = {}  # noqa: RUF012 (never written to)
+    metrics: dict[str, torch.Tensor] = {}  # noqa: RUF012
+
+    @property
+    def total(self) -> torch.Tensor | None:
+        """What is minimised: the loss and all auxiliary ones; None: a stage without any."""
+        losses = [*([] if self.loss is None else [self.loss]), *self.aux_losses.values()]
+        return sum(losses[1:], losses[0]) if losses else None
 
 
 class VocabParallelHead(nn.Module):
@@ -24,34 +55,31 @@ class VocabParallelHead(nn.Module):
     Args:
         vocab_size: number of token ids, any number.
         hidden_size: width of the input.
-        mesh: 1-D tensor-parallel mesh.
+        parallel: a context, or a plain 1-D tensor-parallel mesh. Under its ``sequence_parallel`` the input is split
+            along dim 0.
         tied: own no matrix; the embedding's is passed to ``forward``.
-        sequence_parallel: the input is split along dim 0.
         divisible_by: rows per rank are padded to this multiple.
         init_std: standard deviation of the initial rows.
         kernels: what computes the cross-entropy.
-        device, dtype: of the parameter.
     """
 
     def __init__(
         self,
         vocab_size: int,
         hidden_size: int,
-        mesh: DeviceMesh,
+        parallel: ParallelContext | DeviceMesh,
         *,
         tied: bool = False,
-        sequence_parallel: bool = False,
         divisible_by: int = 128,
         init_std: float = 0.02,
         kernels: Kernels = TORCH,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.group = Group.of(mesh)
-        self.vocab_size, self.sequence_parallel, self.kernels = vocab_size, sequence_parallel, kernels
+        context = ParallelContext.of(parallel)
+        self.group, self.sequence_parallel = context.tp_group, context.sequence_parallel
+        self.vocab_size, self.kernels = vocab_size, kernels
         rows = padded_vocab_size(vocab_size, divisible_by, self.group.size)
-        self.weight = None if tied else tp_parameter((rows, hidden_size), SHARD_ROWS, mesh, device, dtype)
+        self.weight = None if tied else tp_parameter((rows, hidden_size), SHARD_ROWS, context.tp)
         self.initializers: dict[str, Initializer] = {"weight": Normal(init_std)}
         self.logical_rows = {} if tied else {"weight": vocab_size}
         self.shard = VocabShard.of(self.group, rows // self.group.size, vocab_size)
@@ -60,16 +88,16 @@ class VocabParallelHead(nn.Module):
         self,
         x: torch.Tensor,
         labels: torch.Tensor | None = None,
-        token_weights: torch.Tensor | None = None,
+        loss_weights: torch.Tensor | None = None,
         tied_weight: torch.Tensor | None = None,
         preference: Preference | None = None,
-    ) -> torch.Tensor:
-        """Weighted loss sum (0-dim fp32, equal on all ranks), or without labels and weights the logits (tokens, vocab).
+    ) -> ModelOutput:
+        """The loss; without labels and weights the logits (tokens, vocab), which can be differentiated.
 
         Args:
             x: (tokens [/p], hidden).
             labels: int64 (tokens,).
-            token_weights: fp32 (tokens,), what each token's loss counts.
+            loss_weights: fp32 (tokens,), what each token's loss counts.
             tied_weight: the embedding's ``table()`` when tied.
             preference: instead of the weighted sum, the loss of pairs of answers; tokens of weight 0 are the prompt's.
 
@@ -78,24 +106,20 @@ class VocabParallelHead(nn.Module):
         """
         weight = tied_weight if self.weight is None else local(self.weight, x.dtype)
         assert weight is not None
-        if (labels is None) != (token_weights is None):
-            raise ValueError("a loss needs labels and token_weights, logits neither")
-        if self.sequence_parallel:
-            hidden = gather_tokens(x, self.group)  # (tokens, hidden)
-        else:
-            hidden = copy_to_group(x, self.group)
-        if labels is None or token_weights is None:
-            return self._logits(hidden, weight)
+        if (labels is None) != (loss_weights is None):
+            raise ValueError("a loss needs labels and loss_weights, logits neither")
+        gather = gather_tokens if self.sequence_parallel else copy_to_group
+        hidden = gather(x, self.group)  # (tokens, hidden)
+        if labels is None or loss_weights is None:
+            logits = gather_features(F.linear(hidden, weight), self.group)  # (tokens, rows)
+            return ModelOutput(logits=logits[:, : self.vocab_size])
         chunk = max(1, CHUNK_BYTES.get(x.device.type, CHUNK_BYTES["cuda"]) // (4 * weight.shape[0]))
-        arguments = hidden, weight, labels, token_weights, self.shard
+        arguments = hidden, weight, labels, loss_weights, self.shard
         backend = self.kernels.cross_entropy
-        if preference is not None:
-            return linear_preference(*arguments, preference, chunk_tokens=chunk, backend=backend)
-        return linear_cross_entropy(*arguments, chunk_tokens=chunk, backend=backend)
-
-    def _logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """All logits on every rank, for generation and comparison (not differentiable across ranks)."""
-        if torch.is_grad_enabled() and self.group.size > 1:
-            raise RuntimeError("logits of a tensor-parallel model have no gradient here: use torch.no_grad()")
-        columns = weight @ hidden.t()  # (rows per rank, tokens)
-        return wait(start_all_gather(columns, self.group), self.group).t()[:, : self.vocab_size]
+        if preference is None:
+            return ModelOutput(loss=linear_cross_entropy(*arguments, chunk_tokens=chunk, backend=backend))
+        if preference.reference is None:
+            log_probs = linear_log_probs(*arguments, preference, chunk_tokens=chunk, backend=backend)
+            return ModelOutput(log_probs=log_probs)
+        loss, metrics = linear_preference(*arguments, preference, chunk_tokens=chunk, backend=backend)
+        return ModelOutput(loss=loss, metrics=metrics)

@@ -20,13 +20,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, linear_layers
 from smp.layers.parameter import REPLICATE, SHARD_COLUMNS, Constant, Initializer, Normal, local, tp_parameter
 from smp.parallel.boxes import local_box
 from smp.parallel.collectives import (
@@ -37,15 +38,12 @@ from smp.parallel.collectives import (
 )
 from smp.parallel.rng import dropout_key, keyed_dropout
 
-if TYPE_CHECKING:
-    from smp.layers.linear import ColumnParallelLinear, RowParallelLinear
-
 
 class Lora(nn.Module):
-    """The adapter of one layer; the layer applies it.
+    """The two factors of one layer's adapter.
 
     Args:
-        layer: a ``ColumnParallelLinear`` or ``RowParallelLinear``; A and B lie on its mesh and device.
+        layer: A and B lie on its mesh and device.
         rank: of B A.
         alpha: B A is scaled by alpha / rank.
         dropout: on the input of A, not on that of W.
@@ -67,72 +65,82 @@ class Lora(nn.Module):
         weight = cast(DTensor, layer.weight)
         (out_features, in_features), [placement] = weight.shape, weight.placements
         by_columns = placement == SHARD_COLUMNS
-        place = weight.device_mesh, weight.device, torch.float32
-        self.a = tp_parameter((rank, in_features), SHARD_COLUMNS if by_columns else REPLICATE, *place)
-        self.b = tp_parameter((out_features, rank), REPLICATE if by_columns else placement, *place)
+        with torch.device(weight.device):
+            self.a = tp_parameter((rank, in_features), SHARD_COLUMNS if by_columns else REPLICATE, weight.device_mesh)
+            self.b = tp_parameter((out_features, rank), REPLICATE if by_columns else placement, weight.device_mesh)
         self.initializers: dict[str, Initializer] = {"a": Normal((3 * in_features) ** -0.5), "b": Constant(0.0)}
         self.rank, self.alpha, self.dropout, self.key = rank, alpha, dropout, key
         self.first_channel = local_box(weight).offsets[1]
         self.enabled = True
 
-    def down(self, x: torch.Tensor, a: torch.Tensor, numbers: torch.Tensor | None) -> torch.Tensor:
+    def down(self, x: torch.Tensor, a: torch.Tensor, token_index: torch.Tensor | None) -> torch.Tensor:
         """``(alpha / rank) dropout(x) A^T``: (tokens, ..., in) -> (tokens, ..., rank)."""
         if self.dropout > 0.0 and self.training:
-            if numbers is None:
-                raise ValueError("dropout of adapters needs the tokens' numbers: its masks are keyed by them")
+            if token_index is None:
+                raise ValueError("dropout of adapters needs token_index: its masks are keyed by the token's number")
             key = torch.tensor(self.key, device=x.device)
-            x = keyed_dropout(x, key, numbers, self.dropout, first_channel=self.first_channel)
+            x = keyed_dropout(x, key, token_index, self.dropout, first_channel=self.first_channel)
         return F.linear(x, a) * (self.alpha / self.rank)
 
 
-def add_column_adapters(
-    x: torch.Tensor,
-    outputs: Sequence[torch.Tensor],
-    layers: Sequence[ColumnParallelLinear],
-    numbers: torch.Tensor | None,
-) -> list[torch.Tensor]:
-    """``outputs`` of column-parallel layers with one input, plus what their adapters add.
+class LoraColumnParallelLinear(ColumnParallelLinear):
+    """A column-parallel layer with an adapter ``lora``; made of a plain one by :func:`attach`."""
 
-    Args:
-        x: (tokens [/p], ..., in), the input of all.
-        outputs: (tokens, ..., this rank's outputs) of each.
-        layers: with or without adapters. Those with share one collective in each direction.
-        numbers: int64 (tokens [/p],), global numbers of the tokens in ``x``; needed for dropout.
-    """
-    adapters = [layer.lora if layer.lora is not None and layer.lora.enabled else None for layer in layers]
-    used = [adapter for adapter in adapters if adapter is not None]
-    if not used:
-        return list(outputs)
-    group, split = layers[0].group, layers[0].sequence_parallel
-    factors = [local(m.a, x.dtype, summed_over=group if split else None) for m in used]
-    low = torch.cat([m.down(x, a, numbers) for m, a in zip(used, factors, strict=True)], dim=-1)
-    low = gather_tokens(low, group) if split else copy_to_group(low, group)  # (tokens, ..., sum of ranks)
-    parts = iter(low.split([m.rank for m in used], dim=-1))
-    return [
-        y if m is None else y + F.linear(next(parts), layer._own(m.b, y.dtype))
-        for y, m, layer in zip(outputs, adapters, layers, strict=True)
-    ]
+    lora: Lora
+
+    @staticmethod
+    def add_low_rank(
+        x: torch.Tensor,
+        outputs: Sequence[torch.Tensor],
+        layers: Sequence[ColumnParallelLinear],
+        token_index: torch.Tensor | None,
+    ) -> list[torch.Tensor]:
+        """``outputs`` of layers with one input, plus what the adapters of some of them add.
+
+        Args:
+            x: (tokens [/p], ..., in), the input of all.
+            outputs: (tokens, ..., this rank's outputs) of each.
+            layers: with or without adapters. Those with share one collective in each direction.
+            token_index: int64 (tokens [/p],), global numbers of the tokens in ``x``; needed for dropout.
+        """
+        adapters = [m.lora if isinstance(m, LoraColumnParallelLinear) and m.lora.enabled else None for m in layers]
+        used = [adapter for adapter in adapters if adapter is not None]
+        if not used:
+            return list(outputs)
+        group, split = layers[0].group, layers[0].sequence_parallel
+        # A lies whole on every rank; under sequence parallelism each uses it on its own tokens, so gradients are summed
+        factors = [local(m.a, x.dtype, summed_over=group if split else None) for m in used]
+        low = torch.cat([m.down(x, a, token_index) for m, a in zip(used, factors, strict=True)], dim=-1)
+        low = gather_tokens(low, group) if split else copy_to_group(low, group)  # (tokens, ..., sum of ranks)
+        slices = iter(low.split([m.rank for m in used], dim=-1))
+        return [
+            y if m is None else y + F.linear(next(slices), layer.own_rows(m.b, y.dtype))
+            for y, m, layer in zip(outputs, adapters, layers, strict=True)
+        ]
 
 
-def add_row_adapter(
-    x: torch.Tensor, output: torch.Tensor, layer: RowParallelLinear, numbers: torch.Tensor | None
-) -> torch.Tensor:
-    """``output`` of a row-parallel layer plus what its adapter adds.
+class LoraRowParallelLinear(RowParallelLinear):
+    """A row-parallel layer with an adapter ``lora``; made of a plain one by :func:`attach`."""
 
-    Args:
-        x: (tokens, ..., in / p), the layer's input.
-        output: (tokens [/p], ..., out).
-        layer: with or without an adapter.
-        numbers: int64 (tokens,), global numbers of the tokens; needed for dropout.
-    """
-    adapter = layer.lora
-    if adapter is None or not adapter.enabled:
-        return output
-    low = adapter.down(x, local(adapter.a, x.dtype), numbers)  # (tokens, ..., rank), this rank's part of the sum
-    b = local(adapter.b, output.dtype, summed_over=layer.group if layer.sequence_parallel else None)
-    reduce = reduce_scatter_tokens if layer.sequence_parallel else reduce_from_group
-    low = reduce(low, layer.group)
-    return output + F.linear(low, b)
+    lora: Lora
+
+    def add_low_rank(self, x: torch.Tensor, output: torch.Tensor, token_index: torch.Tensor | None) -> torch.Tensor:
+        """``output`` plus what the adapter adds.
+
+        Args:
+            x: (tokens, ..., in / p), the layer's input.
+            output: (tokens [/p], ..., out).
+            token_index: int64 (tokens,), global numbers of the tokens; needed for dropout.
+        """
+        if not self.lora.enabled:
+            return output
+        low = self.lora.down(x, local(self.lora.a, x.dtype), token_index)  # (tokens, ..., rank), a part of the sum
+        reduce = reduce_scatter_tokens if self.sequence_parallel else reduce_from_group
+        b = local(self.lora.b, output.dtype, summed_over=self.shared_by)
+        return output + F.linear(reduce(low, self.group), b)
+
+
+Adapted = LoraColumnParallelLinear | LoraRowParallelLinear
 
 
 def add_adapters(
@@ -158,7 +166,7 @@ def add_adapters(
 
 def choose(model: nn.Module, targets: Sequence[str]) -> dict[str, list[str]]:
     """Names of the linear layers that each pattern chooses; see :func:`add_adapters`."""
-    names = [name for name, _ in linear_layers(model)]
+    names = list(linear_layers(model))
     return {target: matching(names, target) for target in targets}
 
 
@@ -169,25 +177,22 @@ def matching(names: Sequence[str], target: str) -> list[str]:
 
 def attach(model: nn.Module, sizes: Mapping[str, tuple[int, float]], *, dropout: float = 0.0, seed: int = 0) -> None:
     """Put an adapter of the given (rank, alpha) on each named layer, and freeze everything else. Names of layers that
-    this part of a model does not have are passed over."""
+    this part of a model does not have are passed over.
+
+    A layer becomes one of the adapted class in place, as a module becomes an ``FSDPModule`` under ``fully_shard``: it
+    keeps its parameters and their names, and the adapter's are ``<layer>.lora.a`` and ``.b``.
+    """
     model.requires_grad_(False)
-    for name, layer in list(linear_layers(model)):
+    for name, layer in linear_layers(model).items():
         if name in sizes:
+            column = isinstance(layer, ColumnParallelLinear)
+            layer.__class__ = LoraColumnParallelLinear if column else LoraRowParallelLinear
             layer.lora = Lora(layer, *sizes[name], dropout, dropout_key(seed, f"{name}.lora"))
-
-
-def linear_layers(model: nn.Module) -> Iterator[tuple[str, ColumnParallelLinear | RowParallelLinear]]:
-    """(name, layer) of every layer that can have an adapter."""
-    from smp.layers.linear import ColumnParallelLinear, RowParallelLinear  # which imports this file
-
-    for name, module in model.named_modules():
-        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
-            yield name, module
 
 
 def adapters_of(model: nn.Module) -> dict[str, Lora]:
     """Adapters by the name of their layer."""
-    return {name: layer.lora for name, layer in linear_layers(model) if layer.lora is not None}
+    return {name: layer.lora for name, layer in linear_layers(model).items() if isinstance(layer, Adapted)}
 
 
 @contextmanager

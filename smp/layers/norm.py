@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -9,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from smp.kernels import TORCH, Kernels
 from smp.kernels.norm import add_norm, layer_norm, rms_norm
 from smp.layers.parameter import REPLICATE, Constant, Initializer, local, tp_parameter
-from smp.parallel.collectives import Group
+from smp.parallel.context import ParallelContext
 
 
 class Norm(nn.Module):
@@ -17,30 +19,33 @@ class Norm(nn.Module):
 
     Args:
         features: size of the last dimension.
-        mesh: 1-D tensor-parallel mesh.
+        parallel: a context, or a plain 1-D tensor-parallel mesh. Under its ``sequence_parallel`` each rank normalizes
+            its own tokens.
         eps: added to the variance.
-        sequence_parallel: each rank normalizes its own part of the data, so the gradient is the sum over the ranks.
+        bias: add one.
+        split_input: each rank normalizes other data even without sequence parallelism, as its own heads.
         kernels: what computes it.
-        device, dtype: of the parameters.
+
+    Where ranks normalize different data the gradient of the weight is the sum over them.
     """
 
     def __init__(
         self,
         features: int,
-        mesh: DeviceMesh,
+        parallel: ParallelContext | DeviceMesh,
         *,
         eps: float = 1e-5,
-        sequence_parallel: bool = False,
         bias: bool = False,
+        split_input: bool = False,
         kernels: Kernels = TORCH,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.features, self.eps, self.sequence_parallel = features, eps, sequence_parallel
-        self.backend, self.group = kernels.norm, Group.of(mesh)
-        self.weight = tp_parameter((features,), REPLICATE, mesh, device, dtype)
-        self.bias = tp_parameter((features,), REPLICATE, mesh, device, dtype) if bias else None
+        context = ParallelContext.of(parallel)
+        self.features, self.eps, self.backend = features, eps, kernels.norm
+        self.sequence_parallel = context.sequence_parallel
+        self.shared_by = context.tp_group if split_input else context.shared_by
+        self.weight = tp_parameter((features,), REPLICATE, context.tp)
+        self.bias = tp_parameter((features,), REPLICATE, context.tp) if bias else None
         self.initializers: dict[str, Initializer] = {"weight": Constant(1.0), "bias": Constant(0.0)}
 
     def after_addition(self, x: torch.Tensor, added: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,7 +54,7 @@ class Norm(nn.Module):
         return add_norm(x, added, self._own(self.weight, x.dtype), bias, self.eps, self.backend)
 
     def _own(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return local(parameter, dtype, summed_over=self.group if self.sequence_parallel else None)
+        return local(parameter, dtype, summed_over=self.shared_by)
 
 
 class RMSNorm(Norm):
@@ -63,8 +68,8 @@ class RMSNorm(Norm):
 class LayerNorm(Norm):
     """``(x - mean) / sqrt(var + eps) * weight + bias`` (Ba et al. 2016), (..., features) -> (..., features)."""
 
-    def __init__(self, features: int, mesh: DeviceMesh, **options: object) -> None:
-        super().__init__(features, mesh, bias=True, **options)  # type: ignore[arg-type]
+    def __init__(self, features: int, parallel: ParallelContext | DeviceMesh, **options: Any) -> None:
+        super().__init__(features, parallel, bias=True, **options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize the last dimension; the arithmetic is fp32 inside."""

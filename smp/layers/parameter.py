@@ -36,16 +36,11 @@ class Constant:
 Initializer = Normal | Constant
 
 
-def tp_parameter(
-    shape: tuple[int, ...],
-    placement: Placement,
-    mesh: DeviceMesh,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-) -> nn.Parameter:
+def tp_parameter(shape: tuple[int, ...], placement: Placement, mesh: DeviceMesh) -> nn.Parameter:
     """A parameter of global ``shape`` placed on the 1-D ``mesh``: ``Shard(dim)`` or ``Replicate()``.
 
-    Outside the meta device its elements are NaN until :func:`init_weights`: forgetting that shows in the first loss.
+    Device and dtype are torch's defaults, as ``with torch.device("meta")`` sets them around a whole model. Outside the
+    meta device the elements are NaN until :func:`init_weights`: forgetting that shows in the first loss.
 
     Raises:
         ValueError: when the sharded dimension is not divisible by the mesh size.
@@ -56,7 +51,7 @@ def tp_parameter(
         if shape[placement.dim] % size:
             raise ValueError(f"dimension {placement.dim} of {shape} is not divisible by tensor-parallel size {size}")
         local_shape[placement.dim] //= size
-    data = torch.full(local_shape, float("nan"), device=device, dtype=dtype)
+    data = torch.full(local_shape, float("nan"))
     stride = torch.empty(shape, device="meta").stride()
     whole = DTensor.from_local(data, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride)
     return nn.Parameter(whole)

@@ -12,38 +12,42 @@ token between the TP ranks serves any of both.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from smp.layers.cross_entropy import VocabShard, linear_cross_entropy, linear_token_losses
 
+METRICS = ("reward accuracy", "reward margin", "reward of chosen", "reward of rejected")
+"""What the loss measures of a pair: 1 where the chosen answer is rewarded more, the margin between the rewards, and
+both. A reward is beta r."""
 
-@dataclass
+
+@dataclass(frozen=True)
 class Preference:
     """What turns the log-probabilities of a micro-batch's answers into a loss.
 
     Attributes:
         rows, length: answers in the micro-batch (chosen, rejected, chosen, rejected, ...) and tokens of each.
         beta, label_smoothing: see the formula above.
-        pairs: of the global batch, over which the loss is averaged.
+        num_pairs: of the global batch, over which the loss is averaged.
         reference: fp32 (rows,), log-probabilities by the reference; None: only those of this model are wanted.
-        measured: after the loss, fp64 (4,), sums over the pairs: 1 where the chosen answer is rewarded more, the margin
-            between the rewards, the reward of the chosen, of the rejected. A reward is beta r.
     """
 
     rows: int
     length: int
     beta: float
     label_smoothing: float
-    pairs: int
+    num_pairs: int
     reference: torch.Tensor | None
-    measured: torch.Tensor | None = field(default=None, init=False)
 
 
-def preference_loss(log_probs: torch.Tensor, counts: torch.Tensor, preference: Preference) -> tuple[torch.Tensor, ...]:
-    """(this micro-batch's part of the mean loss, 0-dim fp32; its derivative by each log-probability, (rows,)).
+def preference_loss(
+    log_probs: torch.Tensor, counts: torch.Tensor, preference: Preference
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(this micro-batch's part of the mean loss, 0-dim fp32; its derivative by each log-probability, (rows,); sums of
+    ``METRICS`` over the pairs, fp64).
 
     Args:
         log_probs: fp32 (rows,).
@@ -53,14 +57,41 @@ def preference_loss(log_probs: torch.Tensor, counts: torch.Tensor, preference: P
     assert preference.reference is not None
     rewards = preference.beta * (log_probs - preference.reference).double()
     chosen, rejected = rewards[::2], rewards[1::2]
-    margin, smoothing = chosen - rejected, preference.label_smoothing
+    margin = chosen - rejected
+    smoothing = preference.label_smoothing
     losses = -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
     slope = preference.beta * (smoothing * torch.sigmoid(margin) - (1 - smoothing) * torch.sigmoid(-margin))
-    weight = counts.double() / max(preference.pairs, 1)
+    weight = counts.double() / max(preference.num_pairs, 1)
     slopes = torch.stack((slope * weight, -slope * weight), dim=1).flatten()
     measured = torch.stack([(margin > 0).double(), margin, chosen, rejected])  # (4, pairs)
-    preference.measured = torch.where(counts, measured, 0.0).sum(1)
-    return torch.where(counts, losses * weight, 0.0).sum().float(), slopes.float()
+    loss = torch.where(counts, losses * weight, 0.0).sum()
+    return loss.float(), slopes.float(), torch.where(counts, measured, 0.0).sum(1)
+
+
+@torch.no_grad()
+def linear_log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    counted: torch.Tensor,
+    shard: VocabShard,
+    preference: Preference,
+    *,
+    chunk_tokens: int,
+    backend: str = "torch",
+) -> torch.Tensor:
+    """Log-probability of each answer, fp32 (rows,), without gradient; equal on all ranks of the group.
+
+    Args:
+        hidden, weight, labels, shard, chunk_tokens, backend: as in ``linear_cross_entropy``; ``hidden`` holds ``rows``
+            answers of ``length`` tokens, one after the other, then padding.
+        counted: (n,), above 0 where a token belongs to an answer.
+        preference: rows and length.
+    """
+    losses = linear_token_losses(hidden, weight, labels, shard, chunk_tokens=chunk_tokens, backend=backend)
+    count = preference.rows * preference.length
+    answers = torch.where(counted[:count] > 0, losses[:count], 0.0)
+    return -answers.view(preference.rows, preference.length).sum(1)
 
 
 def linear_preference(
@@ -73,29 +104,19 @@ def linear_preference(
     *,
     chunk_tokens: int,
     backend: str = "torch",
-) -> torch.Tensor:
-    """The loss of the pairs in a micro-batch, or without a reference the log-probabilities of its answers.
-
-    Args:
-        hidden, weight, labels, shard, chunk_tokens, backend: as in ``linear_cross_entropy``; ``hidden`` holds ``rows``
-            answers of ``length`` tokens, one after the other, then padding.
-        counted: (n,), above 0 where a token belongs to an answer.
-        preference: what to do.
-
-    Returns:
-        0-dim fp32, or fp32 (rows,) without gradient; equal on all ranks of the group.
-    """
-    rows, length = preference.rows, preference.length
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of the pairs in a micro-batch, 0-dim fp32, and sums of ``METRICS`` over them; equal on all ranks of the
+    group. Arguments as in :func:`linear_log_probs`."""
+    arguments = (hidden, weight, labels)
+    log_probs = linear_log_probs(*arguments, counted, shard, preference, chunk_tokens=chunk_tokens, backend=backend)
     with torch.no_grad():
-        losses = linear_token_losses(hidden, weight, labels, shard, chunk_tokens=chunk_tokens, backend=backend)
-        mine = counted[: rows * length] > 0
-        log_probs = -torch.where(mine, losses[: rows * length], 0.0).view(rows, length).sum(1)
-        if preference.reference is None:
-            return log_probs
-        loss, slopes = preference_loss(log_probs, mine.view(rows // 2, -1).any(1), preference)
-        weights = torch.where(mine, -slopes.repeat_interleave(length), 0.0)  # log p = - cross-entropy
-        weights = F.pad(weights, (0, len(losses) - len(weights)))
+        rows, length = preference.rows, preference.length
+        in_answer = counted[: rows * length] > 0
+        loss, slopes, sums = preference_loss(log_probs, in_answer.view(rows // 2, -1).any(1), preference)
+        weights = torch.where(in_answer, -slopes.repeat_interleave(length), 0.0)  # log p = - cross-entropy
+        weights = F.pad(weights, (0, len(labels) - len(weights)))
+    metrics = dict(zip(METRICS, sums.unbind(), strict=True))
     if not torch.is_grad_enabled():
-        return loss
-    weighted = linear_cross_entropy(hidden, weight, labels, weights, shard, chunk_tokens=chunk_tokens, backend=backend)
-    return loss + (weighted - weighted.detach())  # this value with that gradient
+        return loss, metrics
+    weighted = linear_cross_entropy(*arguments, weights, shard, chunk_tokens=chunk_tokens, backend=backend)
+    return loss + (weighted - weighted.detach()), metrics  # this value with that gradient

@@ -11,6 +11,7 @@ import torch
 
 from smp.layers.attention import KeyValueCache, SelfAttention
 from smp.models.gpt import GPT
+from smp.models.micro_batch import MicroBatch
 
 PIECE = 512
 """Tokens of a prompt that go through the model at a time: it computes the logits of them all."""
@@ -90,9 +91,8 @@ def _tokens(model: GPT, prompt: Sequence[int], total: int, sampling: Sampling, e
     with cached(model, total):
         while done + len(waiting) < total:
             new, waiting = waiting[:PIECE], waiting[PIECE:]
-            tokens = torch.tensor([new], device=device)
-            places = torch.arange(done, done + len(new), device=device)[None]
-            logits = model(tokens, positions=places)
+            position_ids = torch.arange(done, done + len(new), device=device)[None]
+            logits = model(MicroBatch(torch.tensor([new], device=device), position_ids=position_ids)).logits
             done += len(new)
             if waiting:
                 continue

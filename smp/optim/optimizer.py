@@ -11,27 +11,38 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from smp.config import ConfigError, OptimizerConfig
-from smp.models.gpt import is_unsharded
 
 _NONE: Mapping[torch.Tensor, int] = {}
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, config: OptimizerConfig, fsdp: DeviceMesh | None = None) -> torch.optim.Optimizer:
     """The optimizer that ``config`` names, over all trainable parameters of a parallelized model.
 
     Weight decay skips tensors with one dimension (biases, norms).
 
+    Args:
+        model: any module, after ``parallelize`` or ``shard``.
+        config: of the optimizer.
+        fsdp: the mesh that it is sharded over, ``ParallelContext.fsdp``; None, or one rank: it need not be.
+
     Raises:
         ConfigError: for ``apex-adam`` without apex or its CUDA extensions.
-        ValueError: when the model is not parallelized yet: FSDP would replace the parameters and nothing would train.
+        ValueError: when a parameter is not the sharded one: FSDP would replace it, and it would not train.
     """
-    if not isinstance(model, FSDPModule) and not is_unsharded(model):
+    sharded = isinstance(model, FSDPModule)
+    if fsdp is not None and fsdp.size() > 1 and not sharded:
         raise ValueError("build the optimizer after parallelize(): FSDP replaces the model's parameters")
     parameters = [p for p in model.parameters() if p.requires_grad]
+    if sharded and fsdp is not None:
+        # A forward outside of training may leave a unit gathered; its parameters are then replaced again.
+        gathered = [n for n, p in model.named_parameters() if p.requires_grad and not _is_sharded(p, fsdp)]
+        if gathered:
+            raise ValueError(f"{gathered[0]} is gathered: reshard() the model before the optimizer is built")
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
@@ -47,6 +58,11 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     if config.optimizer == "apex-adam":
         return _apex_adam(groups, options)
     return torch.optim.AdamW(groups, fused=True, **options)
+
+
+def _is_sharded(parameter: torch.Tensor, fsdp: DeviceMesh) -> bool:
+    names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
+    return set(fsdp.mesh_dim_names or ()) <= set(names or ())
 
 
 def _apex_adam(groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.optim.Optimizer:

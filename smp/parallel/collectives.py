@@ -10,10 +10,12 @@ reduce_from_group       all-reduce                     copy_to_group
 gather_tokens           all-gather of dim 0            reduce_scatter_tokens
 reduce_scatter_tokens   reduce-scatter of dim 0        gather_tokens
 split_tokens            this rank's part of dim 0      all-gather of dim 0
+gather_features         all-gather of the last dim     this rank's part of it
 ======================  =============================  =====================
 
 The backward pass of ``gather_tokens`` sums, because each rank does different work on the whole (its columns of a
-matrix). That of ``split_tokens`` only gathers: what is split was the same on all ranks.
+matrix). That of ``split_tokens`` only gathers: what is split was the same on all ranks. That of ``gather_features``
+only cuts: what follows is the same computation on all ranks.
 
 All are built on torch's functional collectives, which trace under ``torch.compile(fullgraph=True)``. The ``start_*``
 functions return at once and ``wait`` finishes them: layers put a matrix product in between.
@@ -33,7 +35,7 @@ _ops = torch.ops._c10d_functional
 @dataclass(frozen=True)
 class Group:
     """A process group as constants that a compiled graph can hold: its registered name, its size and this rank's
-    place."""
+    index in it."""
 
     name: str
     size: int
@@ -144,6 +146,17 @@ class _SplitTokens(torch.autograd.Function):
         return _all_gather(grad, ctx.group), None
 
 
+class _GatherFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group, ctx.width = group, x.shape[-1]
+        return _all_gather(x.movedim(-1, 0), group).movedim(0, -1)  # (..., width x size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad.narrow(-1, ctx.group.rank * ctx.width, ctx.width), None
+
+
 class _SumGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -178,6 +191,12 @@ def reduce_scatter_tokens(x: torch.Tensor, group: Group) -> torch.Tensor:
 def split_tokens(x: torch.Tensor, group: Group) -> torch.Tensor:
     """This rank's rows of a tensor that all ranks hold, (n, ...) -> (n / size, ...); gradients are gathered."""
     return x if group.size == 1 else _SplitTokens.apply(x, group)
+
+
+def gather_features(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """All ranks' columns, (..., n) -> (..., n * size). Every rank must compute the same with the result: its gradient
+    is cut, not summed."""
+    return x if group.size == 1 else _GatherFeatures.apply(x, group)
 
 
 def sum_gradient(parameter: torch.Tensor, group: Group) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,8 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from smp.config import ParallelConfig
 from smp.layers.block import Run, TransformerBlock
-from smp.models.gpt import GPT, is_unsharded
-from smp.parallel.mesh import data_mesh
+from smp.parallel.context import ParallelContext
 
 _aten = torch.ops.aten
 _KEPT = {
@@ -39,7 +38,10 @@ _VARLEN = "torch_attn._varlen_attn.default"
 """Also kept. By its name: it is not there until torch.nn.attention.varlen is imported."""
 
 
-def parallelize(model: GPT, mesh: DeviceMesh, config: ParallelConfig) -> GPT:
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def parallelize(model: Model, context: ParallelContext, config: ParallelConfig) -> Model:
     """Apply recompute, compile and hybrid FSDP to ``model`` (built on the meta device or not), in place.
 
     Build the optimizer afterwards: FSDP replaces the parameters.
@@ -47,27 +49,23 @@ def parallelize(model: GPT, mesh: DeviceMesh, config: ParallelConfig) -> GPT:
     A whole model on one data-parallel rank needs no FSDP, which would copy all weights for the forward and for the
     backward pass and all gradients twice. There layers cast the master weights to the dtype of their input. (Parts of a
     pipeline keep FSDP: with several micro-batches in flight each would hold its own cast weights.)
+
+    Args:
+        model: with ``TransformerBlock`` modules. It may say in a method ``fsdp_units()`` which modules, or lists of
+            them, FSDP gathers and frees together; by default each block is a unit, and the rest is one.
+        context: of the run.
+        config: recompute, compile and precision.
     """
-    blocks = [b for b in model.layers.values() if isinstance(b, TransformerBlock)]
+    blocks = [module for module in model.modules() if isinstance(module, TransformerBlock)]
     for block in blocks:
-        block.attention.rope_in_place = not config.compile and config.recompute_granularity != "selective"
         block.run = _wrapped(block.run, config)
     _check_parameters(model)
-    data = data_mesh(mesh)
-    model.unsharded = data.size() == 1 and model.is_whole
-    if model.unsharded:
-        for embedding in (model.embedding, model.positions):
-            if embedding is not None:
-                embedding.compute_dtype = torch.bfloat16 if config.bf16 else None
+    assert context.fsdp is not None, "a context of a run has it"
+    if context.fsdp.size() == 1 and context.pp_size == 1:
         return model
-    return shard_decoder(model, data, bf16=config.bf16)
-
-
-def shard_decoder(model: GPT, mesh: DeviceMesh, *, bf16: bool) -> GPT:
-    """:func:`shard` with the units of a decoder: each block, and what comes before and after the blocks."""
-    blocks = list(model.layers.values())
-    shard(model, [*blocks, *_ends(model)], mesh, bf16=bf16)
-    if model.is_whole:  # a pipeline's schedule says itself when weights are gathered
+    units = model.fsdp_units() if hasattr(model, "fsdp_units") else blocks
+    shard(model, units, context.fsdp, bf16=config.bf16)
+    if context.pp_size == 1:  # a pipeline's schedule says itself when weights are gathered
         prefetch(blocks)
     return model
 
@@ -82,19 +80,6 @@ def prefetch(units: Sequence[nn.Module]) -> None:
         assert isinstance(unit, FSDPModule) and isinstance(following, FSDPModule)
         unit.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([unit])
-
-
-def _ends(model: GPT) -> list[nn.Module | list[nn.Module]]:
-    """FSDP units before and after the blocks.
-
-    A tied matrix is used at both ends: in a whole model it stays in the root unit, with the small rest. A part of a
-    model leaves the root nothing: FSDP gathers the root around every forward, also of stages that need none of it.
-    """
-    if model.is_whole and model.tied:
-        return []
-    head = model.final_norm if model.tied else [model.final_norm, model.head]
-    units = [model.embedding, None if model.is_whole else model.positions, None if model.head is None else head]
-    return [unit for unit in units if unit is not None]  # type: ignore[misc]
 
 
 def _wrapped(run: Run, config: ParallelConfig) -> Run:
@@ -128,7 +113,7 @@ def shard(model: nn.Module, units: list[Any], mesh: DeviceMesh, *, bf16: bool = 
         model: anything whose parameters are DTensors on the TP mesh of the same parent mesh; on a TP mesh of one rank
             also ordinary parameters.
         units: submodules (or lists of them) that are gathered and freed together; the rest of ``model`` is one more.
-        mesh: 1-D ``dp_shard`` or 2-D ``(dp_replicate, dp_shard)``, see ``smp.parallel.mesh.data_mesh``.
+        mesh: 1-D ``dp_shard`` or 2-D ``(dp_replicate, dp_shard)``, see ``ParallelContext.fsdp``.
         bf16: compute in bfloat16 with fp32 master weights; gradients are reduced in fp32.
 
     Raises:
@@ -164,8 +149,6 @@ def _check_parameters(model: nn.Module) -> None:
 
 def last_micro_batch(model: nn.Module, last: bool) -> None:
     """Reduce gradients over the replicas in the coming backward pass only if it is the last of the step."""
-    if is_unsharded(model):
-        return
-    assert isinstance(model, FSDPModule)
-    model.set_requires_all_reduce(last)
-    model.set_is_last_backward(last)
+    if isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(last)
+        model.set_is_last_backward(last)

@@ -22,8 +22,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from smp.layers.deferred import WeightGradients
-from smp.layers.linear import ColumnParallelLinear, RowParallelLinear
+from smp.layers.linear import linear_layers
+from smp.layers.linear_functions import WeightGradients
 from smp.models.gpt import GPT
 from smp.models.part import ModelPart
 
@@ -53,9 +53,9 @@ class ShardedStages:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_modules_to_backward_prefetch([module])  # itself: gathered already, so nothing
-            linear = isinstance(module, (ColumnParallelLinear, RowParallelLinear))
-            if split_backward and linear and module.weight.requires_grad:  # frozen ones leave nothing for later
-                module.defer = self._pending.append  # type: ignore[assignment]
+        for layer in linear_layers(model).values() if split_backward else ():
+            if layer.weight.requires_grad:  # frozen ones leave nothing for later
+                layer.sink = self._pending.append
 
     def unshard(self, stage: int) -> None:
         """Begin to gather the parameters of a stage."""

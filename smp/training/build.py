@@ -54,7 +54,13 @@ def choose_backends(
     groups = model.num_query_groups
     assert model.kv_channels is not None and groups is not None and length is not None, "resolved before"
     tp = parallel.tensor_model_parallel_size
-    kernels, reasons = choose_kernels(parallel.kernels, device, features=model.hidden_size, compile=parallel.compile)
+    kernels, reasons = choose_kernels(
+        parallel.kernels,
+        device,
+        features=model.hidden_size,
+        compile=parallel.compile,
+        selective=parallel.recompute_granularity == "selective",
+    )
     shape = AttentionShape(
         heads=model.num_attention_heads // tp,
         groups=max(groups // tp, 1),

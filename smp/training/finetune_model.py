@@ -21,7 +21,8 @@ from smp.convert.load import load_weights
 from smp.convert.smp_format import SmpWeights
 from smp.convert.weights import Weights
 from smp.layers import init_weights
-from smp.layers.lora import adapters_of, attach, choose, linear_layers
+from smp.layers.linear import linear_layers
+from smp.layers.lora import adapters_of, attach, choose
 from smp.models.gpt import GPT
 from smp.parallel.agree import gather
 from smp.parallel.boxes import local_box

@@ -8,8 +8,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from smp.parallel.mesh import data_mesh
-
 VOCAB = 33
 PADDING = 7.0
 """What the padding rows hold before a load, and must hold after it."""
@@ -85,8 +83,8 @@ def build(mesh: DeviceMesh | None, tp: int, device: str) -> Net:
     model = Net(weights)
     if mesh is not None:
         for name in ("column", "row", "norm"):
-            fully_shard(getattr(model, name), mesh=data_mesh(mesh))
-        fully_shard(model, mesh=data_mesh(mesh))
+            fully_shard(getattr(model, name), mesh=fsdp_mesh(mesh))
+        fully_shard(model, mesh=fsdp_mesh(mesh))
     if device == "meta":
         model.to_empty(device="cpu")
         if mesh is None:
@@ -96,6 +94,11 @@ def build(mesh: DeviceMesh | None, tp: int, device: str) -> Net:
                 local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
                 local.fill_(PADDING)
     return model
+
+
+def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """What FSDP works on; without replicas one dimension."""
+    return mesh["dp_shard"] if mesh["dp_replicate"].size() == 1 else mesh["dp_replicate", "dp_shard"]
 
 
 def build_mesh(layout: Layout) -> DeviceMesh:

@@ -66,9 +66,9 @@ def parts_of(world: int, folder: str, parallel: dict[str, Any]) -> Read:
     from smp.kernels import TORCH
     from smp.kernels.attention import AttentionChoice
     from smp.parallel.boxes import local_box
-    from smp.parallel.mesh import build_mesh
+    from smp.parallel.context import build_context
     from smp.pipeline.plan import plan_pipeline
-    from smp.training.build import Backends, build_model
+    from smp.training.build import Backends, Workplace, build_model
 
     count, read = 0, local._LocalSource.read_into
 
@@ -83,7 +83,7 @@ def parts_of(world: int, folder: str, parallel: dict[str, Any]) -> Read:
     layout = Layout.from_config(config.parallel, world)
     plan = plan_pipeline(config, layout) if layout.pp > 1 else None
     backends = Backends(TORCH, AttentionChoice("math", SDPBackend.MATH, "nothing is computed"), ())
-    built = build_model(config, build_mesh(layout, "cpu"), torch.device("cpu"), backends, plan)
+    built = build_model(config, Workplace(build_context(layout, "cpu"), torch.device("cpu"), backends, plan))
     local._LocalSource.read_into = counted  # type: ignore[method-assign]
     load_hf(built, folder)
     local._LocalSource.read_into = read  # type: ignore[method-assign]
@@ -190,9 +190,9 @@ def refusals(rank: int, world: int, folder: str) -> str:
     from smp.convert.describe import read_architecture
     from smp.convert.load import load_hf
     from smp.models.gpt import GPT
-    from smp.parallel.mesh import build_mesh
+    from smp.parallel.context import build_context
 
-    mesh = build_mesh(Layout(tp=world), "cpu")["tp"]
+    mesh = build_context(Layout(tp=world), "cpu").tp
     model = GPT(resolved(**(read_architecture(folder) or {})), mesh, device="cpu")
     with pytest.raises(CheckpointError) as error:
         load_hf(model, folder)

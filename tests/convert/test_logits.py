@@ -51,20 +51,21 @@ def differences(rank: int, world: int, root: str) -> dict[str, tuple[float, floa
     from smp.convert.hf_config import resolved
     from smp.convert.load import load_hf
     from smp.models.gpt import GPT
-    from smp.parallel.mesh import build_mesh
+    from smp.models.micro_batch import MicroBatch
+    from smp.parallel.context import build_context
 
-    mesh, out = build_mesh(Layout(tp=world), "cpu"), {}
+    context, out = build_context(Layout(tp=world), "cpu", sequence_parallel=world > 1), {}
     inputs, labels = tokens()
     for kind in TINY:
         logits = {}
         for name, dtype in DTYPES.items():
             folder = f"{root}/{kind}/{name}"
             config = resolved(**(read_architecture(folder) or {}))
-            ours = GPT(config, mesh["tp"], sequence_parallel=world > 1, device="cpu").to(dtype).eval()
+            ours = GPT(config, context, device="cpu").to(dtype).eval()
             load_hf(ours, folder)
-            logits[name] = ours(inputs)
+            logits[name] = ours(MicroBatch(inputs)).logits
             if name == "fp32":
-                loss = ours(inputs, labels, torch.full(labels.shape, 1.0 / labels.numel()))
+                loss = ours(MicroBatch(inputs, labels, torch.full(labels.shape, 1.0 / labels.numel()))).loss
         want, bf16, exact = torch.load(f"{root}/{kind}/logits.pt")
         reference = torch.nn.functional.cross_entropy(want.flatten(0, 1), labels.flatten())
         out[kind] = (

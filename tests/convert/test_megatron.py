@@ -59,15 +59,16 @@ def our_logits(rank: int, world: int, folders: list[str]) -> list[torch.Tensor]:
     """Of checkpoints of any format, read with ``world`` tensor-parallel ranks."""
     from smp.convert.load import load_weights
     from smp.models.gpt import GPT
-    from smp.parallel.mesh import build_mesh
+    from smp.models.micro_batch import MicroBatch
+    from smp.parallel.context import build_context
 
-    mesh, out = build_mesh(Layout(tp=world), "cpu"), []
+    context, out = build_context(Layout(tp=world), "cpu", sequence_parallel=world > 1), []
     tokens = torch.arange(megatron_core.LENGTH)[None] * 7 % 99
     for folder in folders:
         weights = open_checkpoint(Path(folder)).weights
-        model = GPT(weights.config, mesh["tp"], sequence_parallel=world > 1, device="cpu").eval()
+        model = GPT(weights.config, context, device="cpu").eval()
         load_weights(model, lambda weights=weights: weights)  # type: ignore[misc]
-        out.append(model(tokens))
+        out.append(model(MicroBatch(tokens)).logits)
     return out
 
 

@@ -22,25 +22,27 @@ def gradients(mesh: Any, kernels: Kernels, sp: bool) -> dict[str, torch.Tensor]:
     """Loss and gradients of a model on tokens whose number two ranks do not divide, one of which does not count."""
     from smp.layers import init_weights
     from smp.models.gpt import GPT
+    from smp.models.micro_batch import MicroBatch
+    from smp.parallel.context import ParallelContext
 
-    model = GPT(MODEL, mesh, sequence_parallel=sp, device="cpu", kernels=kernels)
+    model = GPT(MODEL, ParallelContext.of(mesh, sequence_parallel=sp), device="cpu", kernels=kernels)
     init_weights(model, seed=0)
     tokens = torch.arange(7).view(1, 7) * 7
     weights = torch.full((1, 7), 1 / 6)
     weights[0, 2] = 0.0
-    loss = model(tokens, (tokens + 11) % 50, weights)
+    loss = model(MicroBatch(tokens, (tokens + 11) % 50, weights)).loss
     loss.backward()
     out = {name: p.grad.to_local() for name, p in model.named_parameters() if p.grad is not None}  # type: ignore[attr-defined]
     return out | {"loss": loss.detach()}
 
 
 def errors(rank: int, world: int) -> dict[str, float]:
-    from smp.parallel.mesh import build_mesh
+    from smp.parallel.context import build_context
 
     assert "triton" not in sys.modules, "TRITON_INTERPRET counts when triton is imported"
     out = {}
     for tp, sp in ((1, False), (2, False), (2, True)):
-        mesh = build_mesh(Layout(dp_replicate=world // tp, tp=tp), "cpu")["tp"]
+        mesh = build_context(Layout(dp_replicate=world // tp, tp=tp), "cpu").tp
         fused, plain = gradients(mesh, FUSED, sp), gradients(mesh, TORCH, sp)
         assert fused.keys() == plain.keys() and len(plain) == 13
         for name, want in plain.items():

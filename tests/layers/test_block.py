@@ -9,7 +9,8 @@ import torch
 
 from smp.config import Layout
 from smp.layers import MLP, RMSNorm, SelfAttention, SequenceInfo, TransformerBlock, init_weights
-from tests.fake_group import fake_mesh
+from smp.parallel.context import ParallelContext
+from tests.fake_group import fake_context
 from tests.layers.whole import draw
 
 HIDDEN, TOKENS = 8, 6
@@ -17,9 +18,9 @@ NUMBERS, KEYS = torch.arange(TOKENS), torch.arange(3)
 
 
 def build(mesh: Any, *, hidden: float = 0.0, attention: float = 0.0, sp: bool = False) -> TransformerBlock:
-    split: dict[str, Any] = {"sequence_parallel": sp}
-    norms = [RMSNorm(HIDDEN, mesh, **split) for _ in range(2)]
-    parts = SelfAttention(HIDDEN, 2, mesh, dropout=attention, init_std=1.0, **split), MLP(HIDDEN, 8, mesh, **split)
+    context = ParallelContext.of(mesh, sequence_parallel=sp)
+    norms = [RMSNorm(HIDDEN, context) for _ in range(2)]
+    parts = SelfAttention(HIDDEN, 2, context, dropout=attention, init_std=1.0), MLP(HIDDEN, 8, context)
     block = TransformerBlock(*parts, *norms, dropout=hidden)
     init_weights(block, 0)
     return block
@@ -28,31 +29,32 @@ def build(mesh: Any, *, hidden: float = 0.0, attention: float = 0.0, sp: bool = 
 @pytest.mark.parametrize("site", ["hidden", "attention"])
 def test_dropout_without_what_keys_it_is_an_error(site: str) -> None:
     rates: dict[str, Any] = {site: 0.5}
-    with fake_mesh() as mesh, torch.no_grad():
-        block, x = build(mesh["tp"], **rates), draw(TOKENS, HIDDEN, seed=0)
-        plain, numbered = SequenceInfo(2, 3, TOKENS), SequenceInfo(2, 3, TOKENS, numbers=NUMBERS)
+    with fake_context() as context, torch.no_grad():
+        block, x = build(context.tp, **rates), draw(TOKENS, HIDDEN, seed=0)
+        plain, numbered = SequenceInfo(2, 3, TOKENS), SequenceInfo(2, 3, TOKENS, token_index=NUMBERS)
         for info, keys in ((plain, KEYS), (numbered, None), (plain, None)):
-            with pytest.raises(ValueError, match=r"dropout needs keys and SequenceInfo\.numbers"):
+            with pytest.raises(ValueError, match=r"dropout needs keys and SequenceInfo\.token_index"):
                 block(x, info, keys)
         dropped = block(x, numbered, KEYS)
-        assert torch.equal(dropped, block(x, SequenceInfo(2, 3, TOKENS, numbers=NUMBERS, local_numbers=NUMBERS), KEYS))
+        assert torch.equal(
+            dropped, block(x, SequenceInfo(2, 3, TOKENS, token_index=NUMBERS, local_token_index=NUMBERS), KEYS)
+        )
         kept = block.eval()(x, plain)
         assert not torch.equal(dropped, kept)
 
 
 def test_sequence_parallel_dropout_needs_the_numbers_of_this_ranks_tokens() -> None:
-    with fake_mesh(Layout(tp=2)) as mesh, torch.no_grad():
-        block, x = build(mesh["tp"], hidden=0.5, sp=True), draw(TOKENS // 2, HIDDEN, seed=0)
-        with pytest.raises(ValueError, match="under sequence parallelism local_numbers"):
-            block(x, SequenceInfo(2, 3, TOKENS, numbers=NUMBERS), KEYS)
-        block(x, SequenceInfo(2, 3, TOKENS, numbers=NUMBERS, local_numbers=NUMBERS[:3]), KEYS)
+    with fake_context(Layout(tp=2)) as context, torch.no_grad():
+        block, x = build(context.tp, hidden=0.5, sp=True), draw(TOKENS // 2, HIDDEN, seed=0)
+        with pytest.raises(ValueError, match="under sequence parallelism local_token_index"):
+            block(x, SequenceInfo(2, 3, TOKENS, token_index=NUMBERS), KEYS)
+        block(x, SequenceInfo(2, 3, TOKENS, token_index=NUMBERS, local_token_index=NUMBERS[:3]), KEYS)
 
 
 def test_parts_that_split_the_tokens_differently_are_refused() -> None:
-    with fake_mesh(Layout(tp=2)) as mesh:
-        tp = mesh["tp"]
+    with fake_context(Layout(tp=2)) as context:
         for wrong in range(4):
-            split: list[dict[str, Any]] = [{"sequence_parallel": i != wrong} for i in range(4)]
-            parts = SelfAttention(HIDDEN, 2, tp, **split[0]), MLP(HIDDEN, 8, tp, **split[1])
+            split = [ParallelContext.of(context.tp, sequence_parallel=i != wrong) for i in range(4)]
+            parts = SelfAttention(HIDDEN, 2, split[0]), MLP(HIDDEN, 8, split[1])
             with pytest.raises(ValueError, match="differ in sequence_parallel"):
-                TransformerBlock(*parts, RMSNorm(HIDDEN, tp, **split[2]), RMSNorm(HIDDEN, tp, **split[3]))
+                TransformerBlock(*parts, RMSNorm(HIDDEN, split[2]), RMSNorm(HIDDEN, split[3]))

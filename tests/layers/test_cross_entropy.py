@@ -18,9 +18,9 @@ def compare(rank: int, world: int, vocab: int) -> dict[str, float]:
     from smp.config import Layout
     from smp.layers import IGNORE_INDEX, VocabShard, linear_cross_entropy, vocab_parallel_cross_entropy
     from smp.parallel.collectives import Group, copy_to_group
-    from smp.parallel.mesh import build_mesh
+    from smp.parallel.context import build_context
 
-    group = Group.of(build_mesh(Layout(tp=world), "cpu")["tp"])
+    group = Group.of(build_context(Layout(tp=world), "cpu").tp)
     shard = VocabShard.of(group, ROWS, vocab)
     generator = torch.Generator().manual_seed(0)
     hidden = (30 * torch.randn(TOKENS, HIDDEN, generator=generator)).requires_grad_()

@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from smp.training.passes import Inputs
 from torch.distributed.utils import _to_kwargs
 
 from smp.config import ParallelConfig
 from smp.data.loader import RankBatch
 from smp.layers.attention import SelfAttention, SequenceInfo
-from smp.layers.documents import Documents, Spans, document_mask
+from smp.layers.documents import Spans, document_mask
 from smp.models.gpt import GPT
+from smp.models.micro_batch import MicroBatch
 from smp.sharding.parallelize import parallelize
-from tests.fake_group import fake_mesh
+from smp.training.micro_batches import token_micro_batch
+from tests.fake_group import fake_context
 from tests.layers.whole import draw, error, load_all
 from tests.models.test_gpt import LLAMA, draw_tokens
 from tests.plain_varlen import plain_varlen
@@ -42,21 +43,21 @@ def test_fsdp_leaves_documents_on_the_host() -> None:
     """On a GPU its root moves every tensor among the arguments of a model, by this function of torch's."""
     tokens = torch.zeros(1, 2, 10, dtype=torch.long)
     batch = RankBatch(tokens, tokens, tokens[..., 0], document_ids=DOCUMENTS[None])
-    given = Inputs(batch, 20, CPU)[0]
-    ((moved, *_, documents, _),), _ = _to_kwargs(given, {}, torch.device("meta"), False)
-    assert moved.is_meta and isinstance(documents, Documents) and torch.equal(documents.numbers, DOCUMENTS)
+    ((moved, micro_batch),), _ = _to_kwargs(
+        (tokens, token_micro_batch(batch, 0, 20, CPU)), {}, torch.device("meta"), False
+    )
+    assert moved.is_meta and torch.equal(micro_batch.document_ids, DOCUMENTS)
 
 
 def loss_and_gradients(
-    mesh: Any, config: Any, documents: torch.Tensor | None, *, spans: bool, parallel: ParallelConfig | None = None
+    context: Any, config: Any, documents: torch.Tensor | None, *, spans: bool, parallel: ParallelConfig | None = None
 ) -> dict[str, torch.Tensor]:
-    model = GPT(config, mesh["tp"], seed=1, device="cpu", spans=spans)
+    model = GPT(config, context.tp, seed=1, device="cpu", spans=spans)
     load_all(model)
     if parallel is not None:
-        parallelize(model, mesh, parallel)
+        parallelize(model, context, parallel)
     tokens = draw_tokens(2, 10)
-    given = documents if documents is None or not spans else Documents(documents)
-    loss = model(tokens, draw_tokens(2, 10, seed=1), torch.rand(2, 10), None, given)
+    loss = model(MicroBatch(tokens, draw_tokens(2, 10, seed=1), torch.rand(2, 10), document_ids=documents)).loss
     loss.backward()
     grads = {name: getattr(p.grad, "_local_tensor", p.grad) for name, p in model.named_parameters()}
     return {"loss": loss.detach(), **{name: g.clone() for name, g in grads.items() if g is not None}}
@@ -65,17 +66,17 @@ def loss_and_gradients(
 @pytest.mark.parametrize(("window", "documents"), [(None, DOCUMENTS), (3, DOCUMENTS), (3, None)])
 def test_spans_equal_a_mask(window: int | None, documents: torch.Tensor | None) -> None:
     config = replace(MODEL, window_size=window)
-    with fake_mesh() as mesh, plain_varlen() as calls:
+    with fake_context() as context, plain_varlen() as calls:
         torch.manual_seed(0)
-        masked = loss_and_gradients(mesh, config, documents, spans=False)
+        masked = loss_and_gradients(context, config, documents, spans=False)
         assert calls == []
         torch.manual_seed(0)
-        found = loss_and_gradients(mesh, config, documents, spans=True)
+        found = loss_and_gradients(context, config, documents, spans=True)
     assert calls == [2 if documents is None else 8] * config.num_layers
     assert {name: e for name, want in masked.items() if not (e := error(found[name], want)) < 2e-6} == {}
     torch.manual_seed(0)
-    with fake_mesh() as mesh:
-        plain = loss_and_gradients(mesh, MODEL, None, spans=True)
+    with fake_context() as context:
+        plain = loss_and_gradients(context, MODEL, None, spans=True)
     assert abs(plain["loss"] - found["loss"]) > 1e-3  # without documents and window it is another model
 
 
@@ -93,12 +94,12 @@ def test_spans_go_with_recompute_and_the_compiler(parallel: ParallelConfig, monk
     compiler = torch.compile
     monkeypatch.setattr(torch, "compile", lambda *a, **options: compiler(*a, **options, backend="aot_eager"))
     torch._dynamo.reset()
-    with fake_mesh() as mesh, plain_varlen() as calls:
+    with fake_context() as context, plain_varlen() as calls:
         torch.manual_seed(0)
-        want = loss_and_gradients(mesh, MODEL, DOCUMENTS, spans=True)
+        want = loss_and_gradients(context, MODEL, DOCUMENTS, spans=True)
         calls.clear()
         torch.manual_seed(0)
-        found = loss_and_gradients(mesh, MODEL, DOCUMENTS, spans=True, parallel=parallel)
+        found = loss_and_gradients(context, MODEL, DOCUMENTS, spans=True, parallel=parallel)
     replayed = 2 if parallel.recompute_granularity == "full" else 1
     assert calls == [8] * MODEL.num_layers * replayed
     assert {name: e for name, w in want.items() if not (e := error(found[name], w)) < 2e-6} == {}
@@ -107,8 +108,8 @@ def test_spans_go_with_recompute_and_the_compiler(parallel: ParallelConfig, monk
 def test_rows_of_padding_stay_outside_of_spans() -> None:
     """Sequence parallelism pads tokens to what the ranks share evenly: 23 rows for 20 tokens, of 4 + 2 heads."""
     results = {}
-    with fake_mesh() as mesh, plain_varlen():
-        layer = SelfAttention(16, 4, mesh["tp"], num_groups=2, head_dim=8, device="cpu")
+    with fake_context() as context, plain_varlen():
+        layer = SelfAttention(16, 4, context.tp, num_groups=2, head_dim=8)
         load_all(layer)
         for spans in (False, True):
             x = draw(23, 16, seed=0).requires_grad_()
@@ -122,5 +123,5 @@ def test_rows_of_padding_stay_outside_of_spans() -> None:
 
 
 def test_spans_are_not_for_dropout_of_attention() -> None:
-    with fake_mesh() as mesh, pytest.raises(ValueError, match="attention dropout needs a mask"):
-        GPT(replace(MODEL, attention_dropout=0.1), mesh["tp"], spans=True)
+    with fake_context() as context, pytest.raises(ValueError, match="attention dropout needs a mask"):
+        GPT(replace(MODEL, attention_dropout=0.1), context.tp, spans=True)

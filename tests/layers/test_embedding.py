@@ -15,9 +15,9 @@ from smp.config import Layout
 from smp.layers import PositionEmbedding, VocabParallelEmbedding
 from smp.layers.embedding import padded_vocab_size
 from smp.layers.head import VocabParallelHead
-from smp.parallel.mesh import build_mesh
+from smp.parallel.context import ParallelContext, build_context
 from tests.distributed import run_distributed
-from tests.fake_group import fake_mesh
+from tests.fake_group import fake_context
 from tests.layers.whole import beyond, draw, error, gradient, leaf, load, part
 
 TOKENS, HIDDEN = 22, 6
@@ -35,8 +35,8 @@ def pad_rows(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def embedding_errors(mesh: Any, vocab: int, sp: bool, lead: tuple[int, ...], dtype: torch.dtype) -> dict[str, float]:
-    options: dict[str, Any] = {"sequence_parallel": sp, "divisible_by": VOCABULARIES[vocab], "dtype": dtype}
-    layer = VocabParallelEmbedding(vocab, HIDDEN, mesh, **options)
+    context = ParallelContext.of(mesh, sequence_parallel=sp)
+    layer = VocabParallelEmbedding(vocab, HIDDEN, context, divisible_by=VOCABULARIES[vocab]).to(dtype)
     ids, w = draw_ids(vocab, TOKENS, *lead), leaf(draw(vocab, HIDDEN, seed=1, dtype=dtype))
     target = draw(TOKENS, *lead, HIDDEN, seed=2, dtype=dtype)
     load(layer.weight, w.detach())
@@ -50,7 +50,7 @@ def embedding_errors(mesh: Any, vocab: int, sp: bool, lead: tuple[int, ...], dty
 
 
 def position_errors(mesh: Any, sp: bool) -> dict[str, float]:
-    layer = PositionEmbedding(9, HIDDEN, mesh, sequence_parallel=sp)
+    layer = PositionEmbedding(9, HIDDEN, ParallelContext.of(mesh, sequence_parallel=sp))
     ids, w, target = draw_ids(7, TOKENS), leaf(draw(9, HIDDEN, seed=1)), draw(TOKENS, HIDDEN, seed=2)
     load(layer.weight, w.detach())
     want = F.embedding(ids, w)
@@ -62,32 +62,52 @@ def position_errors(mesh: Any, sp: bool) -> dict[str, float]:
 
 def head_errors(mesh: Any, vocab: int, sp: bool, tied: bool) -> dict[str, float]:
     """The head's weighted loss, its gradients, and logits."""
-    options: dict[str, Any] = {"sequence_parallel": sp, "divisible_by": VOCABULARIES[vocab]}
-    table = VocabParallelEmbedding(vocab, HIDDEN, mesh, **options)
-    layer = VocabParallelHead(vocab, HIDDEN, mesh, tied=tied, **options)
+    context, multiple = ParallelContext.of(mesh, sequence_parallel=sp), VOCABULARIES[vocab]
+    table = VocabParallelEmbedding(vocab, HIDDEN, context, divisible_by=multiple)
+    layer = VocabParallelHead(vocab, HIDDEN, context, tied=tied, divisible_by=multiple)
     assert (layer.weight is None) == tied
     weight = table.weight if layer.weight is None else layer.weight
     x, w = leaf(draw(TOKENS, HIDDEN, seed=3)), leaf(draw(vocab, HIDDEN, seed=1))
-    labels, token_weights = draw_ids(vocab, TOKENS), torch.arange(TOKENS) / 100.0  # the first counts 0
+    labels, loss_weights = draw_ids(vocab, TOKENS), torch.arange(TOKENS) / 100.0  # the first counts 0
     load(weight, w.detach())
-    want = (F.cross_entropy(x @ w.t(), labels, reduction="none") * token_weights).sum()
+    want = (F.cross_entropy(x @ w.t(), labels, reduction="none") * loss_weights).sum()
     want.backward()
     mine = leaf(part(x, mesh, split=sp))
-    got = layer(mine, labels, token_weights, table.table() if tied else None)
+    got = layer(mine, labels, loss_weights, table.table() if tied else None).loss
     (1.0 * got).backward()
     assert x.grad is not None and w.grad is not None
     dw = gradient(weight)
     errors = {"loss": error(got, want), "dw": error(dw, pad_rows(w.grad, dw))}
     errors["dx"] = error(mine.grad, part(x.grad, mesh, split=sp))
-    with torch.no_grad():
-        errors["logits"] = error(layer(mine, tied_weight=table.table() if tied else None), x @ w.t())
+    return errors | logits_errors(layer, mine, x, w, table.table if tied else None)
+
+
+def logits_errors(layer: Any, mine: torch.Tensor, x: torch.Tensor, w: torch.Tensor, table: Any) -> dict[str, float]:
+    """Logits on every rank, and the gradients of a loss of them that each rank computes alike."""
+    exact, weight = leaf(x.detach().double()), leaf(w.detach().double())
+    target = draw(TOKENS, len(w), seed=4)
+    (exact @ weight.t()).backward(target.double())
+    mine.grad = None
+    tensor = layer.weight
+    if tensor is not None:
+        tensor.grad = None
+    got = layer(mine, tied_weight=None if table is None else table()).logits
+    got.backward(target)
+    assert exact.grad is not None and weight.grad is not None
+    split = layer.group.size if layer.sequence_parallel else 1
+    rows = TOKENS // split
+    first = layer.group.rank * rows if layer.sequence_parallel else 0
+    errors = {"logits": error(got, (x @ w.t())), "logits: dx": error(mine.grad, exact.grad[first : first + rows])}
+    if tensor is not None:
+        dw = gradient(tensor)
+        errors["logits: dw"] = error(dw, pad_rows(weight.grad, dw))
     return errors
 
 
 def measure(rank: int, world: int) -> dict[str, float]:
     out = {}
     for tp, sp in itertools.product((1, 2), (False, True)):
-        mesh, name = build_mesh(Layout(dp_replicate=world // tp, tp=tp), "cpu")["tp"], f"tp {tp}{', sp' if sp else ''}"
+        mesh, name = build_context(Layout(dp_replicate=world // tp, tp=tp), "cpu").tp, f"tp {tp}{', sp' * sp}"
         out |= {f"{name}, positions, {k}": e for k, e in position_errors(mesh, sp).items()}
         for vocab in VOCABULARIES:
             for lead, dtype in itertools.product(((), (3,)), (torch.float32, torch.bfloat16)):
@@ -115,19 +135,12 @@ def test_padding_is_the_least_that_gives_every_rank_whole_multiples(vocab: int, 
     assert vocab <= rows < vocab + multiple * tp
 
 
-def test_split_logits_have_no_gradient() -> None:
-    with fake_mesh(Layout(tp=2)) as mesh:
-        head = VocabParallelHead(5, HIDDEN, mesh["tp"], divisible_by=1)
-        with pytest.raises(RuntimeError, match="logits of a tensor-parallel model have no gradient"):
-            head(torch.zeros(2, HIDDEN))
-
-
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("unknown", [-1, 5, 7, 8, 99])  # below, padding, the last padding, past it, far away
 def test_an_unknown_id_is_an_error_in_every_layout(unknown: int, tp: int) -> None:
     for rank in range(tp):
-        with fake_mesh(Layout(tp=tp), rank) as mesh, torch.no_grad():
-            layer = VocabParallelEmbedding(5, HIDDEN, mesh["tp"], divisible_by=8 // tp)
+        with fake_context(Layout(tp=tp), rank) as context, torch.no_grad():
+            layer = VocabParallelEmbedding(5, HIDDEN, context.tp, divisible_by=8 // tp)
             layer(torch.arange(5))
             with pytest.raises(IndexError):
                 layer(torch.tensor([0, unknown]))

@@ -8,18 +8,24 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smp.config import Layout
 from smp.layers import ColumnParallelLinear, RowParallelLinear, column_parallel
-from smp.parallel.mesh import build_mesh
+from smp.parallel.context import ParallelContext, build_context
 from tests.distributed import run_distributed
-from tests.fake_group import fake_mesh
+from tests.fake_group import fake_context
 from tests.layers.whole import beyond, draw, error, gradient, leaf, load, part
 from tests.operations import order_of
 
 TOKENS, IN, OUT, WORLD = 8, 12, 32, 4
 KINDS: dict[str, int | None] = {"row": None, "column": None, "column, 4 parts": 4, "column, 2 parts": 2, "column, 1": 1}
+
+
+def split(mesh: Any) -> ParallelContext:
+    """Sequence-parallel."""
+    return ParallelContext.of(mesh, sequence_parallel=True)
 
 
 def plain(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, target: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -50,12 +56,12 @@ def errors_of(
     target = draw(TOKENS, *lead, OUT, seed=4, dtype=dtype)
     exact = plain(x.double(), w.double(), None if b is None else b.double(), target.double())
     usual = plain(x, w, b, target)
-    options: dict[str, Any] = {"bias": bias, "sequence_parallel": sp, "dtype": dtype}
+    context = ParallelContext.of(mesh, sequence_parallel=sp)
     if kind == "row":
-        layer: Any = RowParallelLinear(IN, OUT, mesh, **options)
+        layer: Any = RowParallelLinear(IN, OUT, context, bias=bias).to(dtype)
         mine, columns, grad = leaf(part(x, mesh, -1)), slice(None), part(target, mesh, split=sp)
     else:
-        layer = ColumnParallelLinear(IN, OUT, mesh, parts=KINDS[kind], **options)
+        layer = ColumnParallelLinear(IN, OUT, context, parts=KINDS[kind], bias=bias).to(dtype)
         columns, grad = shared_target(target, mesh, KINDS[kind])
         mine = leaf(part(x, mesh, split=sp))
     load(layer.weight, w)
@@ -99,7 +105,8 @@ class Reductions(TorchDispatchMode):
 
 def backward_order(mesh: Any, sp: bool) -> list[str]:
     """What the backward pass of three projections of one input does, in turn."""
-    layers = [ColumnParallelLinear(IN, OUT, mesh, bias=False, sequence_parallel=sp) for _ in range(3)]
+    context = ParallelContext.of(mesh, sequence_parallel=sp)
+    layers = [ColumnParallelLinear(IN, OUT, context, bias=False) for _ in range(3)]
     for layer in layers:
         load(layer.weight, draw(OUT, IN, seed=5))
     x = leaf(part(draw(TOKENS, IN, seed=6), mesh, split=sp))
@@ -109,7 +116,7 @@ def backward_order(mesh: Any, sp: bool) -> list[str]:
 
 def dtype_of_shared_sum(mesh: Any) -> list[str]:
     """Precision in which the gradient of a bf16 weight that all ranks hold is summed."""
-    layer = ColumnParallelLinear(IN, OUT, mesh, parts=1, bias=False, sequence_parallel=True, dtype=torch.bfloat16)
+    layer = ColumnParallelLinear(IN, OUT, split(mesh), parts=1, bias=False).to(torch.bfloat16)
     load(layer.weight, draw(OUT, IN, seed=5))
     with Reductions() as reductions:
         layer(draw(TOKENS // mesh.size(), IN, seed=6, dtype=torch.bfloat16)).sum().backward()
@@ -117,7 +124,7 @@ def dtype_of_shared_sum(mesh: Any) -> list[str]:
 
 
 def measure(rank: int, world: int) -> dict[str, Any]:
-    meshes = {tp: build_mesh(Layout(dp_replicate=world // tp, tp=tp), "cpu")["tp"] for tp in (1, 2, 4)}
+    meshes = {tp: build_context(Layout(dp_replicate=world // tp, tp=tp), "cpu").tp for tp in (1, 2, 4)}
     return {
         "errors": all_errors(meshes),
         "order": {sp: backward_order(meshes[2], sp) for sp in (False, True)},
@@ -166,32 +173,34 @@ def test_gradient_of_a_shared_weight_is_summed_in_fp32(measured: list[dict[str, 
         (lambda m: ColumnParallelLinear(8, 5, m, parts=2), "5 outputs in 2 parts cannot be shared by 4 ranks"),
         (lambda m: ColumnParallelLinear(8, 12, m, parts=6), "12 outputs in 6 parts cannot be shared by 4 ranks"),
         (
-            lambda m: RowParallelLinear(8, 8, m, sequence_parallel=True)(torch.zeros(5, 2)),
+            lambda m: RowParallelLinear(8, 8, split(m))(torch.zeros(5, 2)),
             "reduce-scatter of 5 rows over 4 ranks: not divisible",
         ),
     ],
 )
 def test_impossible_sizes_are_named(make: Any, message: str) -> None:
-    with fake_mesh(Layout(tp=4)) as mesh, pytest.raises(ValueError) as raised:
-        make(mesh["tp"])
+    with fake_context(Layout(tp=4)) as context, pytest.raises(ValueError) as raised:
+        make(context.tp)
     assert str(raised.value) == message
 
 
 def test_a_mesh_of_two_dimensions_is_refused() -> None:
-    with fake_mesh(Layout(dp_shard=2, tp=2)) as mesh, pytest.raises(ValueError, match="one-dimensional mesh"):
-        ColumnParallelLinear(8, 8, mesh["dp_shard", "tp"])
+    with fake_context(Layout(dp_shard=2, tp=2)):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+        with pytest.raises(ValueError, match="one-dimensional mesh"):
+            ColumnParallelLinear(8, 8, mesh)
 
 
 def test_layers_with_one_input_must_agree() -> None:
-    with fake_mesh(Layout(tp=2, dp_shard=2)) as mesh:
-        layer = ColumnParallelLinear(IN, OUT, mesh["tp"])
-        split, elsewhere = (
-            ColumnParallelLinear(IN, OUT, mesh["tp"], sequence_parallel=True),
-            ColumnParallelLinear(IN, OUT, mesh["dp_shard"]),
+    with fake_context(Layout(tp=2, dp_shard=2)) as context:
+        layer = ColumnParallelLinear(IN, OUT, context.tp)
+        divided, elsewhere = (
+            ColumnParallelLinear(IN, OUT, split(context.tp)),
+            ColumnParallelLinear(IN, OUT, context.fsdp),
         )
-        deferred = ColumnParallelLinear(IN, OUT, mesh["tp"])
-        deferred.defer = [].append
-        for other in (split, elsewhere, deferred):
+        deferred = ColumnParallelLinear(IN, OUT, context.tp)
+        deferred.sink = [].append
+        for other in (divided, elsewhere, deferred):
             for pair in ([layer, other], [other, layer]):
-                with pytest.raises(ValueError, match="differ in their group, in sequence_parallel or in defer"):
+                with pytest.raises(ValueError, match="differ in their group, sequence_parallel, product or sink"):
                     column_parallel(draw(TOKENS, IN, seed=1), pair)

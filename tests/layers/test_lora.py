@@ -13,9 +13,9 @@ from torch import nn
 from smp.config import Layout
 from smp.layers import MLP, ColumnParallelLinear, RowParallelLinear, adapters_off, add_adapters, init_weights
 from smp.layers.lora import adapters_of
-from smp.parallel.mesh import build_mesh
+from smp.parallel.context import ParallelContext, build_context
 from tests.distributed import run_distributed
-from tests.fake_group import fake_mesh
+from tests.fake_group import fake_context
 from tests.layers.test_linear import KINDS, shared_target
 from tests.layers.whole import beyond, draw, error, gradient, leaf, load, part
 
@@ -32,11 +32,11 @@ def plain(x: Any, w: Any, a: Any, b: Any, target: Any, keep: Any) -> dict[str, t
 
 
 def layer_of(mesh: Any, kind: str, sp: bool, dropout: float) -> Any:
-    options: dict[str, Any] = {"bias": False, "sequence_parallel": sp}
+    context = ParallelContext.of(mesh, sequence_parallel=sp)
     if kind == "row":
-        layer: Any = nn.ModuleDict({"x": RowParallelLinear(IN, OUT, mesh, **options)})
+        layer: Any = nn.ModuleDict({"x": RowParallelLinear(IN, OUT, context, bias=False)})
     else:
-        layer = nn.ModuleDict({"x": ColumnParallelLinear(IN, OUT, mesh, parts=KINDS[kind], **options)})
+        layer = nn.ModuleDict({"x": ColumnParallelLinear(IN, OUT, context, parts=KINDS[kind], bias=False)})
     add_adapters(layer, ["x"], RANK, ALPHA, dropout=dropout, seed=7)
     return layer["x"]
 
@@ -62,7 +62,7 @@ def errors_of(mesh: Any, kind: str, sp: bool, dropout: float) -> dict[str, float
     else:
         columns, grad = shared_target(target, mesh, KINDS[kind])
         mine, numbers = leaf(part(x, mesh, split=sp)), part(numbers, mesh, split=sp)
-    y = layer(mine, numbers)
+    y = layer(mine, token_index=numbers)
     y.backward(grad)
     assert layer.weight.grad is None, "the frozen weight has a gradient"
     want_y = part(exact["y"], mesh, split=sp) if kind == "row" else exact["y"][..., columns]
@@ -76,7 +76,7 @@ def errors_of(mesh: Any, kind: str, sp: bool, dropout: float) -> dict[str, float
 
 
 def all_errors(rank: int, world_size: int) -> dict[str, float]:
-    meshes = {tp: build_mesh(Layout(dp_shard=world_size // tp, tp=tp), "cpu")["tp"] for tp in (1, 2, 4)}
+    meshes = {tp: build_context(Layout(dp_shard=world_size // tp, tp=tp), "cpu").tp for tp in (1, 2, 4)}
     out = {}
     for tp, kind, sp, dropout in itertools.product(meshes, KINDS, (False, True), (0.0, DROPOUT)):
         for name, value in errors_of(meshes[tp], kind, sp, dropout).items():
@@ -91,7 +91,7 @@ def test_every_layout_computes_the_formula_and_its_gradients() -> None:
 
 
 def initial(rank: int, world_size: int) -> dict[str, torch.Tensor]:
-    mesh = build_mesh(Layout(tp=world_size), "cpu")["tp"]
+    mesh = build_context(Layout(tp=world_size), "cpu").tp
     mlp = MLP(IN, OUT, mesh)
     add_adapters(mlp, ["up", "down"], RANK, ALPHA)
     init_weights(mlp, seed=3)
@@ -107,8 +107,8 @@ def test_first_values_do_not_depend_on_the_layout_and_change_nothing() -> None:
 
 @pytest.fixture
 def mlp() -> Any:
-    with fake_mesh() as mesh:
-        module = MLP(IN, OUT, mesh["tp"])
+    with fake_context() as context:
+        module = MLP(IN, OUT, context.tp)
         init_weights(module, seed=0)
         yield module
 

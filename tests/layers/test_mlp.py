@@ -11,9 +11,9 @@ import torch
 
 from smp.config import Layout
 from smp.layers import MLP
-from smp.parallel.mesh import build_mesh
+from smp.parallel.context import ParallelContext, build_context
 from tests.distributed import run_distributed
-from tests.fake_group import fake_mesh
+from tests.fake_group import fake_context
 from tests.layers.whole import beyond, draw, error, gradient, leaf, load_all, part
 
 TOKENS, HIDDEN, FFN = 6, 8, 12
@@ -36,7 +36,7 @@ def formula(x: torch.Tensor, w: dict[str, torch.Tensor], activation: str) -> tor
 
 
 def errors_of(mesh: Any, activation: Any, bias: bool, sp: bool) -> dict[str, float]:
-    layer = MLP(HIDDEN, FFN, mesh, activation=activation, bias=bias, sequence_parallel=sp)
+    layer = MLP(HIDDEN, FFN, ParallelContext.of(mesh, sequence_parallel=sp), activation=activation, bias=bias)
     wholes = load_all(layer)
     x, target = leaf(draw(TOKENS, HIDDEN, seed=1)), draw(TOKENS, HIDDEN, seed=2)
     want = formula(x, wholes, activation)
@@ -51,7 +51,7 @@ def errors_of(mesh: Any, activation: Any, bias: bool, sp: bool) -> dict[str, flo
 
 def measure(rank: int, world: int) -> dict[str, float]:
     out = {}
-    meshes = {tp: build_mesh(Layout(dp_replicate=world // tp, tp=tp), "cpu")["tp"] for tp in (1, 2)}
+    meshes = {tp: build_context(Layout(dp_replicate=world // tp, tp=tp), "cpu").tp for tp in (1, 2)}
     for tp, activation, bias, sp in itertools.product(meshes, ("swiglu", *ACTIVATIONS), (False, True), (False, True)):
         errors = errors_of(meshes[tp], activation, bias, sp)
         name = f"{activation}, tp {tp}{', bias' if bias else ''}{', sp' if sp else ''}"
@@ -67,5 +67,5 @@ def test_values_and_gradients_are_those_of_the_formula() -> None:
 
 
 def test_an_unknown_activation_is_refused() -> None:
-    with fake_mesh() as mesh, pytest.raises(ValueError, match="'relu' is not one of swiglu, gelu"):
-        MLP(HIDDEN, FFN, mesh["tp"], activation="relu")  # type: ignore[arg-type]
+    with fake_context() as context, pytest.raises(ValueError, match="'relu' is not one of swiglu, gelu"):
+        MLP(HIDDEN, FFN, context.tp, activation="relu")  # type: ignore[arg-type]

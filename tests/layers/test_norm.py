@@ -10,7 +10,7 @@ import torch
 
 from smp.config import Layout
 from smp.layers import LayerNorm, RMSNorm
-from smp.parallel.mesh import build_mesh
+from smp.parallel.context import ParallelContext, build_context
 from tests.distributed import run_distributed
 from tests.layers.whole import beyond, draw, error, gradient, leaf, load_all, part
 
@@ -27,7 +27,7 @@ def formula(kind: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 
 
 def errors_of(mesh: Any, kind: str, split: bool, dtype: torch.dtype) -> dict[str, float]:
-    layer = KINDS[kind](FEATURES, mesh, eps=EPS, sequence_parallel=split, dtype=dtype)
+    layer = KINDS[kind](FEATURES, ParallelContext.of(mesh, sequence_parallel=split), eps=EPS).to(dtype)
     wholes = {name: leaf(w.double()) for name, w in load_all(layer).items()}
     x, target = draw(TOKENS, 3, FEATURES, seed=1, dtype=dtype), draw(TOKENS, 3, FEATURES, seed=2, dtype=dtype)
     exact = leaf(x.double())
@@ -47,7 +47,7 @@ def errors_of(mesh: Any, kind: str, split: bool, dtype: torch.dtype) -> dict[str
 def measure(rank: int, world: int) -> dict[str, float]:
     out = {}
     for tp, kind, split, dtype in itertools.product((1, 2), KINDS, (False, True), (torch.float32, torch.bfloat16)):
-        mesh = build_mesh(Layout(dp_replicate=world // tp, tp=tp), "cpu")["tp"]
+        mesh = build_context(Layout(dp_replicate=world // tp, tp=tp), "cpu").tp
         errors = errors_of(mesh, kind, split, dtype)
         out |= {f"{kind}, tp {tp}, {'split, ' if split else ''}{dtype}, {name}": e for name, e in errors.items()}
     return out

@@ -11,7 +11,7 @@ from smp.config import Layout, ModelConfig, ParallelConfig
 from smp.layers import ColumnParallelLinear, Constant, Normal, RMSNorm, VocabParallelEmbedding, init_weights
 from smp.models.gpt import GPT
 from smp.sharding.parallelize import parallelize
-from tests.fake_group import fake_mesh
+from tests.fake_group import fake_context
 from tests.layers.whole import load
 
 LLAMA = ModelConfig(
@@ -60,8 +60,8 @@ def sharding_of(layout: Layout) -> ParallelConfig:
 
 def whole_weights(config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
     """Initial values of one rank without FSDP, vocabulary padding cut off."""
-    with fake_mesh() as mesh:
-        model = GPT(config, mesh["tp"], device="cpu")
+    with fake_context() as context:
+        model = GPT(config, context.tp, device="cpu")
         init_weights(model, seed)
         wholes = {name: p.detach().to_local().clone() for name, p in model.named_parameters()}
     padded = ("embedding.weight", "head.weight")
@@ -72,11 +72,11 @@ def shards(
     config: ModelConfig, layout: Layout, rank: int, wholes: dict[str, torch.Tensor] | None
 ) -> dict[str, torch.Tensor]:
     """What ``rank`` holds: of ``wholes``, as FSDP cuts them, or drawn into memory that FSDP has laid out."""
-    with fake_mesh(layout, rank) as mesh:
-        model = GPT(config, mesh["tp"], device="meta" if wholes is None else "cpu")
+    with fake_context(layout, rank) as context:
+        model = GPT(config, context.tp, device="meta" if wholes is None else "cpu")
         for name, parameter in model.named_parameters() if wholes else []:
             load(parameter, wholes[name])
-        parallelize(model, mesh, sharding_of(layout))
+        parallelize(model, context, sharding_of(layout))
         if wholes is None:
             model.to_empty(device="cpu")
             init_weights(model, seed=3)
@@ -112,8 +112,8 @@ def test_another_seed_changes_every_matrix() -> None:
 
 
 def test_vocabulary_padding_is_zero() -> None:
-    with fake_mesh() as mesh:
-        layer = VocabParallelEmbedding(5, 4, mesh["tp"], divisible_by=8)
+    with fake_context() as context:
+        layer = VocabParallelEmbedding(5, 4, context.tp, divisible_by=8)
         init_weights(layer, 0)
         rows = layer.weight.to_local()
     assert torch.equal(rows[5:], torch.zeros(3, 4))
@@ -121,8 +121,8 @@ def test_vocabulary_padding_is_zero() -> None:
 
 
 def test_values_are_nan_until_they_are_drawn() -> None:
-    with fake_mesh(Layout(tp=2)) as mesh:
-        layer = ColumnParallelLinear(4, 6, mesh["tp"])
+    with fake_context(Layout(tp=2)) as context:
+        layer = ColumnParallelLinear(4, 6, context.tp)
         for parameter in layer.parameters():
             assert parameter.to_local().isnan().all()
         init_weights(layer, 0)
@@ -130,25 +130,28 @@ def test_values_are_nan_until_they_are_drawn() -> None:
 
 
 def test_shape_is_global_and_placement_goes_with_it() -> None:
-    with fake_mesh(Layout(tp=2), rank=1) as mesh:
-        weight = ColumnParallelLinear(4, 6, mesh["tp"], device="meta").weight
+    with fake_context(Layout(tp=2), rank=1) as context:
+        with torch.device("meta"):
+            weight = ColumnParallelLinear(4, 6, context.tp).weight
         assert isinstance(weight, DTensor)
         assert (tuple(weight.shape), weight.placements, tuple(weight.to_local().shape)) == ((6, 4), (Shard(0),), (3, 4))
         assert weight.is_meta
 
 
 def test_forgotten_memory_is_an_error() -> None:
-    with fake_mesh() as mesh:
-        model = nn.Sequential(RMSNorm(4, mesh["tp"]), ColumnParallelLinear(4, 6, mesh["tp"], device="meta"))
+    with fake_context() as context:
+        with torch.device("meta"):
+            forgotten = ColumnParallelLinear(4, 6, context.tp)
+        model = nn.Sequential(RMSNorm(4, context.tp), forgotten)
         with pytest.raises(ValueError, match=r"1\.weight is on the meta device: call model\.to_empty"):
             init_weights(model, 0)
 
 
 def test_an_unknown_first_value_is_an_error() -> None:
     """After to_empty a module that is left as it is would hold whatever was in memory."""
-    with fake_mesh() as mesh:
+    with fake_context() as context:
         with torch.device("meta"):
-            model = nn.Sequential(RMSNorm(4, mesh["tp"]), nn.Linear(4, 4))
+            model = nn.Sequential(RMSNorm(4, context.tp), nn.Linear(4, 4))
         model.to_empty(device="cpu")
         with pytest.raises(ValueError, match=r"1\.weight has no initializer: set 1\.initializers = \{'weight': "):
             init_weights(model, 0)

@@ -22,9 +22,10 @@ from smp.models.arithmetic import (
     training_flops_per_token,
 )
 from smp.models.gpt import GPT
+from smp.models.micro_batch import MicroBatch
 from smp.models.part import ModelPart, whole
 from smp.parallel.collectives import Group
-from smp.parallel.mesh import build_mesh
+from smp.parallel.context import build_context
 from smp.sharding.parallelize import _wrapped
 from tests.distributed import run_distributed
 
@@ -79,7 +80,7 @@ def _parameters_of_the_model(rank: int, world_size: int) -> list[str]:
     variants = (SMALL, GPT2_LIKE, replace(SMALL, qk_layernorm=True, add_qkv_bias=True, normalization="LayerNorm"))
     for model in variants:
         config = _config(model, vocab_size=128)  # a multiple of the padding
-        built = GPT(config.model, build_mesh(Layout(), "cpu")["tp"])
+        built = GPT(config.model, build_context(Layout(), "cpu").tp)
         if sum(p.numel() for p in built.parameters()) != count_parameters(model, 128).total:
             wrong.append(str(model))
     return wrong
@@ -282,16 +283,16 @@ def _measure(config: Config, tp: int, grouped: bool = False) -> float:
     """Bytes per token that exist after the forward pass of one block and did not before, its output left out."""
     model = GPT(
         config.model,
-        build_mesh(Layout(tp=tp), "cpu")["tp"],
-        sequence_parallel=config.parallel.sequence_parallel,
+        build_context(Layout(tp=tp), "cpu", sequence_parallel=config.parallel.sequence_parallel),
         grouped=grouped,
         device="cpu",
     ).bfloat16()
     block = next(iter(model.layers.values()))
     block.run = _wrapped(block.run, config.parallel)  # type: ignore[method-assign]
     tokens = torch.zeros(2, 32, dtype=torch.int64)
-    places = model._position_ids(tokens, 0, None)
-    info = model._sequence_info(tokens, 0, places, torch.arange(2))
+    micro_batch = MicroBatch(tokens, token_index=torch.arange(64).view(2, 32))
+    places = model._position_ids(micro_batch, 0)
+    info = model._sequence_info(micro_batch, 0, places)
     keys = model._dropout_keys(info, tokens.device)
     x = model._embed(tokens.flatten(), places, info, keys)
     known = {t.untyped_storage().data_ptr() for t in _living()} - {x.untyped_storage().data_ptr()}
@@ -395,7 +396,7 @@ def test_each_loss_in_flight_keeps_a_gradient_of_the_output_matrix(bf16: bool) -
 def _kept_by_losses(rank: int, world_size: int, bf16: bool) -> int:
     """Bytes of the size of the output matrix that three losses keep, the matrix itself left out."""
     dtype = torch.bfloat16 if bf16 else torch.float32
-    group = Group.of(build_mesh(Layout(), "cpu")["tp"])
+    group = Group.of(build_context(Layout(), "cpu").tp)
     weight = torch.randn(128, 16, dtype=dtype, requires_grad=True)
     saved: dict[int, int] = {}
 

@@ -13,7 +13,8 @@ from smp.layers.attention import SelfAttention
 from smp.models import generation
 from smp.models.generation import Sampling, choose, generate
 from smp.models.gpt import GPT
-from smp.parallel.mesh import build_mesh
+from smp.models.micro_batch import MicroBatch
+from smp.parallel.context import build_context
 from tests.distributed import run_distributed
 
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2}
@@ -28,14 +29,14 @@ def texts(rank: int, world: int) -> dict[str, tuple[list[int], list[int], list[i
     """Of each model: with the cache, without it, with an end, and with a prompt that goes through in pieces."""
     out = {}
     for name, settings in MODELS.items():
-        mesh = build_mesh(Layout(tp=world), "cpu")["tp"]
+        mesh = build_context(Layout(tp=world), "cpu").tp
         model = GPT(ModelConfig(**settings), mesh, device="cpu").eval()
         init_weights(model, 1)
         prompt = [3, 1, 4, 1, 5]
         slow = list(prompt)
         with torch.no_grad():
             while len(slow) < 30:
-                slow.append(int(model(torch.tensor([slow]))[0, -1].argmax()))
+                slow.append(int(model(MicroBatch(torch.tensor([slow]))).logits[0, -1].argmax()))
         fast = list(generate(model, prompt, 25, GREEDY, ends=[]))
         ended = list(generate(model, prompt, 25, GREEDY, ends=[fast[9]]))
         whole, generation.PIECE = generation.PIECE, 7
@@ -56,7 +57,7 @@ def test_kept_keys_and_values_change_nothing(tp: int) -> None:
 
 def limits(rank: int, world: int) -> tuple[int, list[str]]:
     """How many tokens fit behind a prompt of 30, and what is wrong with other prompts."""
-    model = GPT(ModelConfig(**SIZES), build_mesh(Layout(), "cpu")["tp"], device="cpu").eval()
+    model = GPT(ModelConfig(**SIZES), build_context(Layout(), "cpu").tp, device="cpu").eval()
     init_weights(model, 1)
     messages = []
     for prompt, tokens in (([], 1), ([0] * 41, 1), ([50], 1), ([0], -1)):
@@ -86,7 +87,7 @@ def test_the_longest_sequence_is_the_models() -> None:
 
 def masks(rank: int, world: int) -> list[tuple[int, ...]]:
     """Shapes of the masks of attention's layers, while a prompt of 30 goes through in pieces and 3 tokens follow."""
-    model = GPT(ModelConfig(**SIZES), build_mesh(Layout(), "cpu")["tp"], device="cpu").eval()
+    model = GPT(ModelConfig(**SIZES), build_context(Layout(), "cpu").tp, device="cpu").eval()
     init_weights(model, 1)
     shapes, made = [], SelfAttention._mask
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from smp.config import Layout, ModelConfig
 from smp.layers import SelfAttention, init_weights
 from smp.models.gpt import GPT, activation_of
-from tests.fake_group import fake_mesh
+from smp.models.micro_batch import MicroBatch
+from tests.fake_group import fake_context
 from tests.layers.whole import draw, error, load_all
 
 LLAMA = ModelConfig(
@@ -44,8 +45,8 @@ MODELS = {
 LENGTH = 10
 
 
-def build(mesh: Any, config: ModelConfig) -> GPT:
-    model = GPT(config, mesh["tp"], seed=1, device="cpu")
+def build(context: Any, config: ModelConfig) -> GPT:
+    model = GPT(config, context.tp, seed=1, device="cpu")
     load_all(model)
     return model
 
@@ -54,9 +55,15 @@ def draw_tokens(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 31, shape, generator=torch.Generator().manual_seed(seed))
 
 
+def numbered(model: GPT, tokens: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
+    """Logits of tokens of the samples with these numbers."""
+    length = tokens.shape[1]
+    return model(MicroBatch(tokens, token_index=samples[:, None] * length + torch.arange(length))).logits
+
+
 def logits(config: ModelConfig, tokens: torch.Tensor) -> torch.Tensor:
-    with fake_mesh() as mesh, torch.no_grad():
-        return build(mesh, config).eval()(tokens)
+    with fake_context() as context, torch.no_grad():
+        return build(context, config).eval()(MicroBatch(tokens)).logits
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
@@ -93,9 +100,9 @@ def test_the_order_of_earlier_tokens_shows_through_positions_alone(kind: Any) ->
 
 
 def gradients(config: ModelConfig, tokens: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> Any:
-    with fake_mesh() as mesh:
-        model = build(mesh, config)
-        loss = model(tokens, labels, weights)
+    with fake_context() as context:
+        model = build(context, config)
+        loss = model(MicroBatch(tokens, labels, weights)).loss
         loss.backward()
         return loss.detach(), {n: p.grad.to_local().clone() for n, p in model.named_parameters()}  # type: ignore[union-attr]
 
@@ -136,15 +143,15 @@ def test_every_parameter_learns_and_vocabulary_padding_does_not(config: ModelCon
 def test_tied_model_has_one_matrix_and_adds_both_gradients() -> None:
     tokens, labels, weights = draw_tokens(2, LENGTH), draw_tokens(2, LENGTH, seed=1), torch.ones(2, LENGTH)
     tied = replace(LLAMA, untie_embeddings_and_output_weights=False)
-    with fake_mesh() as mesh:
-        one, two = build(mesh, tied), GPT(LLAMA, mesh["tp"], device="cpu")
+    with fake_context() as context:
+        one, two = build(context, tied), GPT(LLAMA, context.tp, device="cpu")
         assert set(dict(two.named_parameters())) - set(dict(one.named_parameters())) == {"head.weight"}
         values = dict(one.named_parameters()) | {"head.weight": one.embedding.weight}
         with torch.no_grad():
             for name, parameter in two.named_parameters():
                 parameter.to_local().copy_(values[name].to_local())
         for model in (one, two):
-            model(tokens, labels, weights).backward()
+            model(MicroBatch(tokens, labels, weights)).loss.backward()
         together: Any = one.embedding.weight.grad
         apart: Any = [two.embedding.weight.grad, two.head.weight.grad]  # type: ignore[union-attr]
         assert error(together.to_local(), sum(g.to_local() for g in apart)) < 1e-6
@@ -153,42 +160,42 @@ def test_tied_model_has_one_matrix_and_adds_both_gradients() -> None:
 def test_dropout_needs_the_samples_numbers_and_depends_on_nothing_else() -> None:
     config, tokens = replace(LLAMA, hidden_dropout=0.3, attention_dropout=0.2), draw_tokens(3, LENGTH)
     without = logits(LLAMA, tokens)
-    with fake_mesh() as mesh, torch.no_grad():
-        model = build(mesh, config)
-        with pytest.raises(ValueError, match="dropout needs sample_index"):
-            model(tokens)
+    with fake_context() as context, torch.no_grad():
+        model = build(context, config)
+        with pytest.raises(ValueError, match="dropout needs token_index"):
+            model(MicroBatch(tokens))
         numbers = torch.tensor([5, 6, 7])
-        together = model(tokens, sample_index=numbers)
+        together = numbered(model, tokens, numbers)
         torch.manual_seed(99)
-        alone = torch.cat([model(t[None], sample_index=n[None]) for t, n in zip(tokens, numbers, strict=True)])
+        alone = torch.cat([numbered(model, t[None], n[None]) for t, n in zip(tokens, numbers, strict=True)])
         assert error(alone, together) < 1e-6
-        assert error(model(tokens, sample_index=numbers + 1), together) > 0.1
+        assert error(numbered(model, tokens, numbers + 1), together) > 0.1
         model.seed = 2
-        assert error(model(tokens, sample_index=numbers), together) > 0.1
+        assert error(numbered(model, tokens, numbers), together) > 0.1
         model.eval()
-        assert torch.equal(model(tokens), without)
+        assert torch.equal(model(MicroBatch(tokens)).logits, without)
 
 
 @pytest.mark.parametrize("site", ["hidden_dropout", "attention_dropout"])
 def test_each_dropout_acts(site: str) -> None:
     tokens, numbers = draw_tokens(2, LENGTH), torch.arange(2)
-    with fake_mesh() as mesh, torch.no_grad():
-        got = build(mesh, replace(LLAMA, **{site: 0.3}))(tokens, sample_index=numbers)
+    with fake_context() as context, torch.no_grad():
+        got = numbered(build(context, replace(LLAMA, **{site: 0.3})), tokens, numbers)
     assert error(got, logits(LLAMA, tokens)) > 0.1
 
 
 def test_embedding_is_dropped_too() -> None:
-    with fake_mesh() as mesh, torch.no_grad():
-        model = build(mesh, replace(LLAMA, hidden_dropout=0.5))
+    with fake_context() as context, torch.no_grad():
+        model = build(context, replace(LLAMA, hidden_dropout=0.5))
         seen: list[torch.Tensor] = []
         model.layers["0"].register_forward_pre_hook(lambda m, args: seen.append(args[0]))
-        model(draw_tokens(4, LENGTH), sample_index=torch.arange(4))
+        numbered(model, draw_tokens(4, LENGTH), torch.arange(4))
     assert 0.4 < (seen[0] == 0).float().mean() < 0.6
 
 
 def test_names_carry_the_global_number_of_a_block_and_nothing_is_a_buffer() -> None:
-    with fake_mesh() as mesh:
-        model = GPT(GPT2, mesh["tp"])
+    with fake_context() as context:
+        model = GPT(GPT2, context.tp)
         names = {name for name, _ in model.named_parameters()}
         assert all(p.is_meta for p in model.parameters())
         assert list(model.buffers()) == []  # meta-device init would lose them
@@ -201,8 +208,8 @@ def test_names_carry_the_global_number_of_a_block_and_nothing_is_a_buffer() -> N
 
 
 def test_residual_writers_start_smaller() -> None:
-    with fake_mesh() as mesh:
-        model = GPT(replace(LLAMA, init_method_std=0.1, num_layers=8), mesh["tp"], device="cpu")
+    with fake_context() as context:
+        model = GPT(replace(LLAMA, init_method_std=0.1, num_layers=8), context.tp, device="cpu")
         init_weights(model, 0)
         block: Any = model.layers["3"]
         for linear, std in ((block.mlp.up, 0.1), (block.attention.output, 0.1 / 4), (block.mlp.down, 0.1 / 4)):
@@ -217,11 +224,11 @@ def test_activation_is_the_one_that_is_named() -> None:
 
 def test_tokens_are_padded_for_sequence_parallelism_in_one_place() -> None:
     """5 tokens over 4 ranks: every rank's block gets 2 rows, and its attention is told of 5."""
-    with fake_mesh(Layout(tp=4)) as mesh, torch.no_grad():
-        model = GPT(LLAMA, mesh["tp"], sequence_parallel=True, device="cpu")
+    with fake_context(Layout(tp=4), sequence_parallel=True) as context, torch.no_grad():
+        model = GPT(LLAMA, context, device="cpu")
         seen: list[Any] = []
         model.layers["0"].register_forward_pre_hook(lambda m, args: seen.append(args))
-        model(draw_tokens(1, 5), draw_tokens(1, 5), torch.ones(1, 5))
+        model(MicroBatch(draw_tokens(1, 5), draw_tokens(1, 5), torch.ones(1, 5)))
     x, info, _ = seen[0]
     assert x.shape == (2, 16)
     assert (info.batch, info.length, info.tokens) == (1, 5, 8)
@@ -230,13 +237,13 @@ def test_tokens_are_padded_for_sequence_parallelism_in_one_place() -> None:
 def test_labels_without_weights_are_refused() -> None:
     """They would give logits where a loss is expected."""
     tokens, weights = draw_tokens(2, LENGTH), torch.ones(2, LENGTH)
-    with fake_mesh() as mesh:
-        model = build(mesh, LLAMA)
-        for options in ({"labels": tokens}, {"token_weights": weights}):
-            with pytest.raises(ValueError, match="a loss needs labels and token_weights"):
-                model(tokens, **options)
+    with fake_context() as context:
+        model = build(context, LLAMA)
+        for options in ({"labels": tokens}, {"loss_weights": weights}):
+            with pytest.raises(ValueError, match="a loss needs labels and loss_weights"):
+                model(MicroBatch(tokens, **options))
             flat: Any = {name: x.flatten() for name, x in options.items()}
-            with pytest.raises(ValueError, match="a loss needs labels and token_weights"):
+            with pytest.raises(ValueError, match="a loss needs labels and loss_weights"):
                 model.head(draw(2 * LENGTH, LLAMA.hidden_size, seed=0), **flat)  # type: ignore[misc]
 
 
@@ -244,12 +251,12 @@ def test_a_window_is_one_mask_for_all_layers(monkeypatch: pytest.MonkeyPatch) ->
     """Of one sample, which all share: a mask has the size of the length squared."""
     seen: list[Any] = []
     monkeypatch.setattr(SelfAttention, "_mask", lambda *_: pytest.fail("a layer made its own mask"))
-    with fake_mesh() as mesh, torch.no_grad():
-        model = build(mesh, replace(LLAMA, window_size=3))
+    with fake_context() as context, torch.no_grad():
+        model = build(context, replace(LLAMA, window_size=3))
         for layer in model.layers.values():
             layer.register_forward_pre_hook(lambda module, args: seen.append(args[1].mask))
-        model(draw_tokens(2, LENGTH))
+        model(MicroBatch(draw_tokens(2, LENGTH)))
         assert len(seen) == LLAMA.num_layers and all(mask is seen[0] for mask in seen)
         assert seen[0].shape == (1, 1, LENGTH, LENGTH) and (seen[0] == 0).sum(-1).max() == 3
-        model(draw_tokens(2, 3))
+        model(MicroBatch(draw_tokens(2, 3)))
         assert seen[-1] is None  # a window that holds the sequence hides nothing

@@ -19,10 +19,10 @@ from smp.layers import init_weights
 from smp.models.gpt import GPT
 from smp.optim.optimizer import build_optimizer, clip_gradients, set_learning_rate
 from smp.parallel.boxes import local_box
-from smp.parallel.mesh import build_mesh
+from smp.parallel.context import build_context
 from smp.sharding.parallelize import parallelize
 from tests.distributed import run_distributed
-from tests.fake_group import fake_mesh
+from tests.fake_group import fake_context
 
 MODEL = ModelConfig(  # biases, norms, positions and shards of uneven size
     num_layers=1,
@@ -57,9 +57,9 @@ RATES = (0.1, 0.03, 0.2)
 CLIP = (0.0, 5.0, 1e4)  # measure only, bite, leave alone
 
 
-def build(mesh: Any, layout: Layout) -> GPT:
-    model = GPT(MODEL, mesh["tp"])
-    parallelize(model, mesh, ParallelConfig(layout.tp, hybrid_shard_degree=layout.dp_shard))
+def build(context: Any, layout: Layout) -> GPT:
+    model = GPT(MODEL, context.tp)
+    parallelize(model, context, ParallelConfig(layout.tp, hybrid_shard_degree=layout.dp_shard))
     model.to_empty(device="cpu")
     init_weights(model, seed=0)
     return model
@@ -105,8 +105,8 @@ def train(model: GPT, config: OptimizerConfig) -> dict[str, Any]:
 
 def reference(config: OptimizerConfig) -> dict[str, Any]:
     """Plain torch on whole tensors."""
-    with fake_mesh() as mesh:
-        weights = [nn.Parameter(whole(p)) for p in build(mesh, Layout()).parameters()]
+    with fake_context() as context:
+        weights = [nn.Parameter(whole(p)) for p in build(context, Layout()).parameters()]
     groups = [
         {"params": [w for w in weights if w.ndim > 1], "weight_decay": 0.3},
         {"params": [w for w in weights if w.ndim == 1], "weight_decay": 0.0},
@@ -167,9 +167,9 @@ def train_layouts(rank: int, world: int) -> dict[tuple[str, str], dict[str, Any]
     with pytest.MonkeyPatch.context() as patch:
         install_fake_apex(patch)
         for name, layout in LAYOUTS.items():
-            mesh = build_mesh(layout, "cpu")
+            context = build_context(layout, "cpu")
             for kind in KINDS.get(name, ("adam",)):
-                out[name, kind] = train(build(mesh, layout), OPTIMIZERS[kind])
+                out[name, kind] = train(build(context, layout), OPTIMIZERS[kind])
     return out
 
 
@@ -198,16 +198,16 @@ def test_one_rank_trains_and_clips_like_plain_torch(monkeypatch: pytest.MonkeyPa
     install_fake_apex(monkeypatch)
     for config in OPTIMIZERS.values():
         want = reference(config)
-        with fake_mesh() as mesh:
-            got = train(build(mesh, Layout()), config)
+        with fake_context() as context:
+            got = train(build(context, Layout()), config)
         assert got["norms"] == pytest.approx(want["norms"], rel=1e-6)
         assert max(errors(got["clipped"], want["clipped"])) <= 1e-6
         assert max(errors(got["weights"], want["weights"])) <= 2e-6
 
 
 def test_biases_and_norms_do_not_decay() -> None:
-    with fake_mesh() as mesh:
-        model = build(mesh, Layout())
+    with fake_context() as context:
+        model = build(context, Layout())
         groups = build_optimizer(model, ADAM).param_groups
         names = {id(p): name for name, p in model.named_parameters()}
     decayed, kept = ({names[id(p)] for p in group["params"]} for group in groups)
@@ -218,8 +218,8 @@ def test_biases_and_norms_do_not_decay() -> None:
 
 
 def test_frozen_parameters_are_left_out() -> None:
-    with fake_mesh() as mesh:
-        model = build(mesh, Layout())
+    with fake_context() as context:
+        model = build(context, Layout())
         model.requires_grad_(False)
         model.final_norm.requires_grad_()
         [group] = build_optimizer(model, ADAM).param_groups
@@ -229,8 +229,8 @@ def test_frozen_parameters_are_left_out() -> None:
 def test_apex_state_survives_a_save(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is loaded continues like what was saved."""
     install_fake_apex(monkeypatch)
-    with fake_mesh() as mesh:
-        models = [build(mesh, Layout()) for _ in range(2)]
+    with fake_context() as context:
+        models = [build(context, Layout()) for _ in range(2)]
         first, second = (build_optimizer(model, OPTIMIZERS["apex-adam"]) for model in models)
         set_gradients(models[0], whole_gradients(models[0], 0))
         first.step()
@@ -244,20 +244,39 @@ def test_apex_state_survives_a_save(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_apex_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "apex", None)
-    with fake_mesh() as mesh, pytest.raises(ConfigError, match="--optimizer apex-adam needs apex"):
-        build_optimizer(build(mesh, Layout()), OPTIMIZERS["apex-adam"])
+    with fake_context() as context, pytest.raises(ConfigError, match="--optimizer apex-adam needs apex"):
+        build_optimizer(build(context, Layout()), OPTIMIZERS["apex-adam"])
 
 
 def test_a_model_that_is_not_parallelized_is_refused() -> None:
-    with fake_mesh() as mesh:
-        for model in (nn.Linear(2, 2), GPT(MODEL, mesh["tp"], device="cpu")):
+    with fake_context(Layout(dp_shard=2)) as context:
+        for model in (nn.Linear(2, 2), GPT(MODEL, context, device="cpu")):
             with pytest.raises(ValueError, match="build the optimizer after parallelize"):
-                build_optimizer(model, ADAM)
+                build_optimizer(model, ADAM, context.fsdp)
+
+
+def test_one_rank_needs_no_fsdp_and_any_module_will_do() -> None:
+    with fake_context() as context:
+        for model in (nn.Linear(2, 2), GPT(MODEL, context, device="cpu")):
+            optimizer = build_optimizer(model, ADAM, context.fsdp)
+            assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+
+
+def test_a_model_that_is_gathered_is_refused() -> None:
+    """After a forward pass in evaluation the root unit stays gathered, and its parameters are about to be replaced."""
+    layout = Layout(dp_shard=2)
+    with fake_context(layout) as context:
+        model = build(context, layout)
+        model.unshard()
+        with pytest.raises(ValueError, match="is gathered"):
+            build_optimizer(model, ADAM, context.fsdp)
+        model.reshard()
+        build_optimizer(model, ADAM, context.fsdp)
 
 
 def test_parameters_without_a_gradient_do_not_count() -> None:
-    with fake_mesh() as mesh:
-        model = build(mesh, Layout())
+    with fake_context() as context:
+        model = build(context, Layout())
         assert clip_gradients(model.parameters(), 1.0).item() == 0.0
         set_gradients(model, whole_gradients(model, 0))
         want = model.final_norm.weight.grad.to_local().norm()
@@ -274,5 +293,5 @@ def test_apex_without_its_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         raise RuntimeError("FusedAdam requires cuda extensions")
 
     monkeypatch.setattr(sys.modules["apex.optimizers"].FusedAdam, "__init__", refuse)
-    with fake_mesh() as mesh, pytest.raises(ConfigError, match="apex-adam: FusedAdam requires cuda extensions"):
-        build_optimizer(build(mesh, Layout()), OPTIMIZERS["apex-adam"])
+    with fake_context() as context, pytest.raises(ConfigError, match="apex-adam: FusedAdam requires cuda extensions"):
+        build_optimizer(build(context, Layout()), OPTIMIZERS["apex-adam"])

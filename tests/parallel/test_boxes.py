@@ -7,15 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
 from smp.config import Layout
 from smp.layers.parameter import tp_parameter
 from smp.parallel.boxes import Box, chunk, local_box
-from smp.parallel.mesh import data_mesh
 from smp.sharding.parallelize import shard
-from tests.fake_group import fake_mesh
+from tests.fake_group import fake_context
 from tests.layers.whole import load
 
 DEGREES = st.integers(1, 4)
@@ -46,11 +46,11 @@ def test_box_of_a_sharded_parameter_holds_its_elements(
     layout = Layout(dp_replicate=replicate, dp_shard=shards, tp=tp)
     shape = (rows * tp, columns * tp)
     whole = torch.arange(float(shape[0] * shape[1])).view(shape)
-    with fake_mesh(layout, rank=data.draw(st.integers(0, layout.world_size - 1))) as mesh:
+    with fake_context(layout, rank=data.draw(st.integers(0, layout.world_size - 1))) as context:
         model = nn.Module()
-        model.weight = tp_parameter(shape, placement, mesh["tp"], "cpu", None)
+        model.weight = tp_parameter(shape, placement, context.tp)
         load(model.weight, whole)
-        shard(model, [], data_mesh(mesh))
+        shard(model, [], context.fsdp)
         assert isinstance(model.weight, DTensor)
         box, held = local_box(model.weight), model.weight.to_local()
     (top, left), (height, width) = box.offsets, box.sizes
@@ -64,13 +64,14 @@ def test_box_of_a_plain_tensor_is_all_of_it() -> None:
 
 
 def test_both_dimensions_may_be_cut() -> None:
-    with fake_mesh(Layout(dp_shard=2, tp=2), rank=3) as mesh:
-        x = distribute_tensor(torch.zeros(5, 6), mesh["dp_shard", "tp"], [Shard(0), Shard(1)], src_data_rank=None)
+    with fake_context(Layout(dp_shard=2, tp=2), rank=3):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+        x = distribute_tensor(torch.zeros(5, 6), mesh, [Shard(0), Shard(1)], src_data_rank=None)
         assert local_box(x) == Box((3, 3), (2, 3))
 
 
 def test_a_partial_sum_has_no_box() -> None:
-    with fake_mesh(Layout(tp=2)) as mesh:
-        x = DTensor.from_local(torch.zeros(3), mesh["tp"], [Partial()])
+    with fake_context(Layout(tp=2)) as context:
+        x = DTensor.from_local(torch.zeros(3), context.tp, [Partial()])
         with pytest.raises(ValueError, match="has no box"):
             local_box(x)

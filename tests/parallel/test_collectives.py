@@ -23,9 +23,9 @@ def inner_products(rank: int, world: int) -> dict[str, tuple[float, float]]:
 
     from smp.config import Layout
     from smp.parallel import collectives
-    from smp.parallel.mesh import build_mesh
+    from smp.parallel.context import build_context
 
-    group = collectives.Group.of(build_mesh(Layout(tp=world), "cpu")["tp"])
+    group = collectives.Group.of(build_context(Layout(tp=world), "cpu").tp)
     out = {}
     for name, (rows_in, rows_out, same_in, same_out) in PAIRS.items():
         mine, shared = torch.Generator().manual_seed(rank), torch.Generator().manual_seed(99)

@@ -4,48 +4,50 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from smp.config import Layout
 from smp.data.loader import RankBatch
 from smp.data.sample import IGNORE_INDEX
-from smp.layers.head import CHUNK_BYTES
+from smp.layers.head import CHUNK_BYTES, ModelOutput
 from smp.models.gpt import GPT
 from smp.optim import optimizer as optimizer_module
 from smp.optim.optimizer import build_optimizer
 from smp.parallel import collectives
 from smp.parallel.boxes import local_box
-from smp.parallel.mesh import build_mesh, data_rank
+from smp.parallel.context import ParallelContext, build_context
 from smp.pipeline.plan import plan_pipeline
 from smp.sharding.stages import ShardedStages
 from smp.sharding.tied import TiedMatrix
-from smp.training.build import build_model, build_passes, choose_backends
-from smp.training.passes import Passes
+from smp.training.build import Workplace, build_forward_backward, build_model, choose_backends
+from smp.training.forward_backward import ForwardBackward
+from smp.training.micro_batches import MicroBatches
+from smp.training.objective import NextToken
 from smp.training.trainer import Progress, Trainer
 from tests.parity.cases import Case, config_of
 from tests.parity.data import share
 from tests.parity.result import Tensors
 
-Meshes = dict[Layout, DeviceMesh]
+Contexts = dict[Layout, ParallelContext]
 
 
 def run_cases(rank: int, world_size: int, cases: list[Case], folder: str) -> None:
     """Run ``cases``, all of this world size, one after the other; file ``<number>.<rank>`` holds a rank's part."""
-    meshes: Meshes = {}
+    contexts: Contexts = {}
     for number, case in enumerate(cases):
         with pytest.MonkeyPatch.context() as patch:
             if case.spread.chunk_bytes is not None:
                 patch.setitem(CHUNK_BYTES, "cpu", case.spread.chunk_bytes)
             if case.sabotage:
                 SABOTAGE[case.sabotage](patch)
-            record = train(case, meshes)
+            record = train(case, contexts)
         part = Path(folder) / f"{number}.{rank}.part"
         torch.save(record, part)
         part.rename(part.with_suffix(""))  # a file under its final name is whole
@@ -54,45 +56,46 @@ def run_cases(rank: int, world_size: int, cases: list[Case], folder: str) -> Non
 class Recording:
     """Keeps this rank's part of the gradients of some steps, as they are before clipping."""
 
-    def __init__(self, passes: Passes, model: GPT, recorded: tuple[int, ...]) -> None:
-        self.passes, self.model, self.copies, self.recorded = passes, model, passes.copies, recorded
+    def __init__(self, inner: ForwardBackward, model: GPT, recorded: tuple[int, ...]) -> None:
+        self.inner, self.model, self.copies, self.recorded = inner, model, inner.copies, recorded
         self.step, self.gradients = 0, list[Tensors]()
 
-    def train(self, batch: RankBatch, valid_tokens: int) -> torch.Tensor:
-        loss = self.passes.train(batch, valid_tokens)
+    def train(self, micro_batches: MicroBatches) -> list[ModelOutput]:
+        outputs = self.inner.train(micro_batches)
         if self.step in self.recorded:
             grads = {name: p.grad for name, p in self.model.named_parameters()}
             self.gradients.append({name: _local(g) for name, g in grads.items() if g is not None})
         self.step += 1
-        return loss
+        return outputs
 
-    def evaluate(self, batch: RankBatch, valid_tokens: int) -> torch.Tensor:
-        return self.passes.evaluate(batch, valid_tokens)
+    def forward(self, micro_batches: MicroBatches) -> list[ModelOutput]:
+        return self.inner.forward(micro_batches)
 
 
-def train(case: Case, meshes: Meshes) -> dict[str, Any]:
+def train(case: Case, contexts: Contexts) -> dict[str, Any]:
     """One run, and this rank's part of its result."""
     config, problem, spread = config_of(case), case.problem, case.spread
     layout = Layout.from_config(config.parallel, spread.world_size)
-    if layout not in meshes:
-        meshes[layout] = build_mesh(layout, "cpu")
-    mesh = meshes[layout]
+    if layout not in contexts:
+        contexts[layout] = build_context(layout, "cpu")
+    context = replace(contexts[layout], sequence_parallel=config.parallel.sequence_parallel)
     device = torch.device("cpu")
     plan = plan_pipeline(config, layout) if spread.pp > 1 else None
     backends = choose_backends(config, device, documents=config.data.reset_attention_mask)
-    model = build_model(config, mesh, device, backends, plan)
+    place = Workplace(context, device, backends, plan)
+    model = build_model(config, place)
     initial = _weights(model)
-    optimizer = build_optimizer(model, config.optim)
-    passes = Recording(build_passes(config, mesh, device, model, plan), model, problem.recorded_steps)
-    trainer = Trainer(config, model, passes, optimizer, mesh, device, Progress())
-    steps = [trainer.train_step(share(problem, spread, data_rank(mesh), step)) for step in range(problem.steps)]
+    optimizer = build_optimizer(model, config.optim, context.fsdp)
+    recording = Recording(build_forward_backward(config, place, model), model, problem.recorded_steps)
+    trainer = Trainer(config, model, recording, NextToken(device), optimizer, context, device, Progress())
+    steps = [trainer.train_step(share(problem, spread, context.data_rank, step)) for step in range(problem.steps)]
     if spread.compile:
         torch._dynamo.reset()
     return {
         "recorded": problem.recorded_steps,
         "losses": [s.loss for s in steps],
         "norms": [s.grad_norm for s in steps],
-        "tensors": [initial, *passes.gradients, _weights(model)],
+        "tensors": [initial, *recording.gradients, _weights(model)],
         "shapes": {name: (tuple(p.shape), _logical_rows(model, name)) for name, p in model.named_parameters()},
         "boxes": {name: _box(p) for name, p in model.named_parameters()},
     }
@@ -143,8 +146,7 @@ def _count_own_tokens(patch: pytest.MonkeyPatch) -> None:
     """Each rank divides by its own number of valid tokens, and the ranks' losses are averaged."""
 
     def count(self: Trainer, batch: RankBatch) -> tuple[int, int]:
-        ranks = self.mesh["dp_shard"].size() * self.mesh["dp_replicate"].size()
-        return int((batch.labels != IGNORE_INDEX).sum()) * ranks, 0
+        return int((batch.labels != IGNORE_INDEX).sum()) * self.context.data_size, 0
 
     patch.setattr(Trainer, "_counts", count)
 
@@ -165,7 +167,7 @@ def _count_on_every_stage(patch: pytest.MonkeyPatch) -> None:
     """Every stage counts the tokens of the batch that all of them read."""
 
     def count(self: Trainer, batch: RankBatch) -> tuple[int, int]:
-        return int((batch.labels != IGNORE_INDEX).sum()) * self.mesh["pp"].size(), 0
+        return int((batch.labels != IGNORE_INDEX).sum()) * self.context.pp_size, 0
 
     patch.setattr(Trainer, "_counts", count)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from smp.config import ModelConfig, ParallelConfig
 from smp.layers import init_weights
 from smp.models.gpt import GPT
+from smp.models.micro_batch import MicroBatch
 from smp.sharding.parallelize import parallelize
 
 MODEL = ModelConfig(
@@ -25,9 +27,14 @@ MODEL = ModelConfig(
 LENGTH, BATCH = 12, 4
 
 
-def build(mesh: Any, config: ModelConfig, parallel: ParallelConfig) -> GPT:
-    model = GPT(config, mesh["tp"], sequence_parallel=parallel.sequence_parallel, seed=1)
-    parallelize(model, mesh, parallel)
+def build(context: Any, config: ModelConfig, parallel: ParallelConfig) -> GPT:
+    model = GPT(
+        config,
+        replace(context, sequence_parallel=parallel.sequence_parallel),
+        seed=1,
+        compute_dtype=torch.bfloat16 if parallel.bf16 else None,
+    )
+    parallelize(model, context, parallel)
     model.to_empty(device="cpu")
     init_weights(model, seed=0)
     return model
@@ -36,4 +43,5 @@ def build(mesh: Any, config: ModelConfig, parallel: ParallelConfig) -> GPT:
 def loss_of(model: GPT) -> torch.Tensor:
     tokens = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % 64
     weights = torch.full((BATCH, LENGTH), 1.0 / (BATCH * LENGTH))
-    return model(tokens, tokens.flip(1), weights, torch.arange(BATCH))
+    index = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH)
+    return model(MicroBatch(tokens, tokens.flip(1), weights, token_index=index)).loss

@@ -14,13 +14,13 @@ from smp.layers import add_adapters, init_weights
 from smp.layers.block import TransformerBlock
 from smp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from smp.layers.norm import Norm
-from smp.models.gpt import GPT, is_unsharded
+from smp.models.gpt import GPT
 from smp.optim.optimizer import build_optimizer
-from smp.parallel.mesh import data_mesh
-from smp.sharding.parallelize import parallelize, shard, shard_decoder
-from smp.training.build import assemble, build_model, build_passes, choose_backends
+from smp.sharding.parallelize import parallelize, shard
+from smp.training.build import Workplace, assemble, build_forward_backward, build_model, choose_backends
+from smp.training.objective import NextToken
 from smp.training.trainer import Progress, Trainer
-from tests.fake_group import fake_mesh, lone_mesh
+from tests.fake_group import fake_context, lone_context
 from tests.parity.cases import case_of, config_of
 from tests.parity.data import share
 from tests.parity.result import TOLERANCE, Tensors, tensor_errors
@@ -43,10 +43,10 @@ MODELS = {
 }
 
 
-def with_fsdp(config: ModelConfig, mesh: Any, sp: bool) -> GPT:
+def with_fsdp(config: ModelConfig, context: Any, sp: bool) -> GPT:
     """As a rank among several has it."""
-    model = GPT(config, mesh["tp"], sequence_parallel=sp, seed=1)
-    shard(model, list(model.layers.values()), data_mesh(mesh), bf16=True)
+    model = GPT(config, replace(context, sequence_parallel=sp), seed=1)
+    shard(model, model.fsdp_units(), context.fsdp, bf16=True)
     model.to_empty(device="cpu")
     init_weights(model, seed=0)
     return model
@@ -58,8 +58,8 @@ def test_bf16_computes_what_fsdp_would(name: str, tp: int) -> None:
     """Two micro-batches, to the bit: what is rounded, and where, does not depend on the layout."""
     grads, losses = [], []
     parallel = ParallelConfig(tp, sequence_parallel=tp > 1, bf16=True)
-    with fake_mesh(Layout(tp=tp)) as mesh:
-        for model in (build(mesh, MODELS[name], parallel), with_fsdp(MODELS[name], mesh, tp > 1)):
+    with fake_context(Layout(tp=tp)) as context:
+        for model in (build(context, MODELS[name], parallel), with_fsdp(MODELS[name], context, tp > 1)):
             for micro_batch in range(2):
                 loss = loss_of(model) * (1 + micro_batch)
                 loss.backward()
@@ -74,8 +74,8 @@ def test_bf16_computes_what_fsdp_would(name: str, tp: int) -> None:
 def test_bf16_reaches_every_layer(name: str, tp: int) -> None:
     """A bias or a norm that kept its fp32 would turn all that follows into fp32, and nothing would say so."""
     seen: dict[str, set[torch.dtype]] = {}
-    with fake_mesh(Layout(tp=tp)) as mesh:
-        model = build(mesh, MODELS[name], ParallelConfig(tp, sequence_parallel=tp > 1, bf16=True))
+    with fake_context(Layout(tp=tp)) as context:
+        model = build(context, MODELS[name], ParallelConfig(tp, sequence_parallel=tp > 1, bf16=True))
         for path, module in model.named_modules():
             if isinstance(module, (TransformerBlock, ColumnParallelLinear, RowParallelLinear, Norm)):
                 module.register_forward_hook(
@@ -91,10 +91,10 @@ def _tensor(out: Any) -> torch.Tensor:
 
 
 def test_adapters_compute_in_bf16_beside_frozen_fp32_weights() -> None:
-    with fake_mesh() as mesh:
-        model = GPT(MODEL, mesh["tp"], seed=1)
+    with fake_context() as context:
+        model = GPT(MODEL, context, seed=1, compute_dtype=torch.bfloat16)
         add_adapters(model, ["query", "down"], 2, 4.0)
-        parallelize(model, mesh, ParallelConfig(bf16=True))
+        parallelize(model, context, ParallelConfig(bf16=True))
         model.to_empty(device="cpu")
         init_weights(model, seed=0)
         block = model.layers["0"]
@@ -111,20 +111,18 @@ def test_adapters_compute_in_bf16_beside_frozen_fp32_weights() -> None:
     [(Layout(), True), (Layout(tp=2), True), (Layout(dp_shard=2), False), (Layout(dp_replicate=2), False)],
 )
 def test_only_data_parallel_ranks_have_fsdp(layout: Layout, unsharded: bool) -> None:
-    with fake_mesh(layout) as mesh:
-        model = GPT(MODEL, mesh["tp"])
-        parallelize(model, mesh, ParallelConfig(layout.tp))
-        assert not is_unsharded(GPT(MODEL, mesh["tp"])), "not before parallelize"
+    with fake_context(layout) as context:
+        model = GPT(MODEL, context.tp)
+        parallelize(model, context, ParallelConfig(layout.tp))
     assert isinstance(model, FSDPModule) is not unsharded
-    assert is_unsharded(model) is unsharded and not is_unsharded(torch.nn.Linear(2, 2))
 
 
 def test_a_parameter_that_is_not_ours_is_refused_beside_shared_ones() -> None:
-    with fake_mesh(Layout(tp=2)) as mesh:
-        model = GPT(MODEL, mesh["tp"])
+    with fake_context(Layout(tp=2)) as context:
+        model = GPT(MODEL, context.tp)
         model.extra = torch.nn.Linear(4, 4)
         with pytest.raises(ValueError, match="extra.weight is an ordinary parameter"):
-            parallelize(model, mesh, ParallelConfig(2))
+            parallelize(model, context, ParallelConfig(2))
 
 
 def two_steps(device: torch.device, values: dict[str, Any], fsdp: bool) -> tuple[list[float], list[Tensors]]:
@@ -132,21 +130,22 @@ def two_steps(device: torch.device, values: dict[str, Any], fsdp: bool) -> tuple
     case, gradients = case_of(values), list[Tensors]()
     config = config_of(case)
     backends = choose_backends(config, device, documents=False)
-    with lone_mesh(device.type) as mesh:
+    with lone_context(device.type) as context:
+        place = Workplace(context, device, backends)
         if fsdp:
-            model = assemble(config, mesh, backends, None)
-            shard_decoder(model, data_mesh(mesh), bf16=config.parallel.bf16)
+            model = assemble(config, place)
+            shard(model, model.fsdp_units(), context.fsdp, bf16=config.parallel.bf16)
             model.to_empty(device=device)
             init_weights(model, config.training.seed)
         else:
-            model = build_model(config, mesh, device, backends)
+            model = build_model(config, place)
         assert isinstance(model, FSDPModule) is fsdp
         optimizer = build_optimizer(model, config.optim)
         optimizer.register_step_pre_hook(
             lambda *_: gradients.append({n: p.grad.to_local().cpu().clone() for n, p in model.named_parameters()})  # type: ignore[union-attr]
         )
-        passes = build_passes(config, mesh, device, model, None)
-        trainer = Trainer(config, model, passes, optimizer, mesh, device, Progress())
+        forward_backward, objective = build_forward_backward(config, place, model), NextToken(device)
+        trainer = Trainer(config, model, forward_backward, objective, optimizer, context, device, Progress())
         losses = [trainer.train_step(share(case.problem, case.spread, 0, step)).loss for step in range(2)]
     return losses, gradients
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from smp.training.passes import Accumulation
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,11 +16,13 @@ from smp.config import Config, DataConfig, Layout, OptimizerConfig, ParallelConf
 from smp.data.loader import RankBatch
 from smp.models.gpt import GPT
 from smp.optim.optimizer import build_optimizer, clip_gradients
-from smp.parallel.mesh import build_mesh
+from smp.parallel.context import build_context
 from smp.sharding.parallelize import shard
+from smp.training.forward_backward import Accumulation
+from smp.training.objective import NextToken
 from smp.training.trainer import Progress, Trainer
 from tests.distributed import run_distributed
-from tests.fake_group import fake_mesh
+from tests.fake_group import fake_context
 from tests.sharding.model import BATCH, LENGTH, MODEL, build, loss_of
 
 MICRO_BATCHES = 3
@@ -42,9 +43,9 @@ def test_degree_is_the_number_of_ranks_that_share_the_bytes(tp: int, degree: int
     """Of 8 ranks. 0: as many as tensor parallelism leaves; 1: none; n: n."""
     config = replace(MODEL, num_attention_heads=8, num_query_groups=8)
     parallel = ParallelConfig(tensor_model_parallel_size=tp, hybrid_shard_degree=degree)
-    with fake_mesh(Layout.from_config(parallel, 8), rank=5) as mesh:
-        whole = local_bytes(GPT(config, mesh["tp"]))
-        model = build(mesh, config, parallel)
+    with fake_context(Layout.from_config(parallel, 8), rank=5) as context:
+        whole = local_bytes(GPT(config, context.tp))
+        model = build(context, config, parallel)
         assert local_bytes(model) * shards == whole
         assert {p.dtype for p in model.parameters()} == {torch.float32}
 
@@ -116,7 +117,7 @@ def dtypes(model: GPT) -> dict[str, set[torch.dtype]]:
     return out
 
 
-def step_traffic(mesh: Any, model: GPT, parallel: ParallelConfig, data_parallel: int) -> list[list[tuple[str, str]]]:
+def step_traffic(context: Any, model: GPT, parallel: ParallelConfig, data_parallel: int) -> list[list[tuple[str, str]]]:
     """Traffic of each micro-batch of one step of the trainer."""
     batch = BATCH * MICRO_BATCHES * data_parallel
     config = Config(
@@ -130,9 +131,10 @@ def step_traffic(mesh: Any, model: GPT, parallel: ParallelConfig, data_parallel:
     trainer = Trainer(
         config,
         model,
-        Accumulation(model, torch.device("cpu")),
+        Accumulation(model),
+        NextToken(torch.device("cpu")),
         build_optimizer(model, config.optim),
-        mesh,
+        context,
         torch.device("cpu"),
         Progress(),
     )
@@ -171,12 +173,12 @@ def measure(rank: int, world: int) -> dict[str, dict[str, Any]]:
     out: dict[str, dict[str, Any]] = {}
     for degree, bf16 in ((0, False), (1, False), (2, False), (2, True)):
         parallel = ParallelConfig(hybrid_shard_degree=degree, bf16=bf16)
-        mesh = build_mesh(Layout.from_config(parallel, world), "cpu")
-        model = build(mesh, MODEL, parallel)
+        context = build_context(Layout.from_config(parallel, world), "cpu")
+        model = build(context, MODEL, parallel)
         out[f"degree {degree}{', bf16' if bf16 else ''}"] = {
             "residence": residence(model),
             "dtypes": dtypes(model),
-            "traffic": step_traffic(mesh, model, parallel, world),
+            "traffic": step_traffic(context, model, parallel, world),
             "order": order_of_forward(model),
         }
     return out
@@ -256,31 +258,31 @@ class Scale(nn.Module):
         return x * layers.local(self.weight)
 
 
-def mixed(mesh: Any, middle: nn.Module) -> nn.Sequential:
+def mixed(context: Any, middle: nn.Module) -> nn.Sequential:
     wide: dict[str, Any] = {"activation": "gelu", "bias": True, "init_std": 1.0, "output_std": 1.0}
-    return nn.Sequential(layers.LayerNorm(8, mesh["tp"]), middle, layers.MLP(8, 16, mesh["tp"], **wide))
+    return nn.Sequential(layers.LayerNorm(8, context.tp), middle, layers.MLP(8, 16, context.tp, **wide))
 
 
 @pytest.mark.parametrize("meta", [False, True])
 def test_an_ordinary_parameter_beside_shared_ones_is_refused(meta: bool) -> None:
     """Its copies would each count in the gradient norm."""
-    with fake_mesh(Layout(dp_shard=2, tp=2)) as mesh, torch.device("meta" if meta else "cpu"):
+    with fake_context(Layout(dp_shard=2, tp=2)) as context, torch.device("meta" if meta else "cpu"):
         with pytest.raises(ValueError, match=r"1\.weight is an ordinary parameter beside .* mesh of 2 ranks"):
-            shard(mixed(mesh, nn.Linear(8, 8)), [], mesh["dp_shard"])
-        shard(mixed(mesh, Scale(mesh["tp"])), [], mesh["dp_shard"])
-    with fake_mesh(Layout(dp_shard=2)) as mesh:
-        shard(mixed(mesh, nn.Linear(8, 8)), [], mesh["dp_shard"])
+            shard(mixed(context, nn.Linear(8, 8)), [], context.fsdp)
+        shard(mixed(context, Scale(context.tp)), [], context.fsdp)
+    with fake_context(Layout(dp_shard=2)) as context:
+        shard(mixed(context, nn.Linear(8, 8)), [], context.fsdp)
 
 
 def norms_by_layout(rank: int, world: int) -> dict[int, float]:
     """Gradient norm of one batch, by TP size."""
     out, batch = {}, torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
     for tp in (1, 2):
-        mesh = build_mesh(Layout(dp_shard=world // tp, tp=tp), "cpu")
-        model = mixed(mesh, Scale(mesh["tp"]))
-        shard(model, [], mesh["dp_shard"])
+        context = build_context(Layout(dp_shard=world // tp, tp=tp), "cpu")
+        model = mixed(context, Scale(context.tp))
+        shard(model, [], context.fsdp)
         layers.init_weights(model, 0)
-        model(batch[mesh.get_local_rank("dp_shard") :: world // tp]).square().sum().backward()
+        model(batch[context.data_rank :: world // tp]).square().sum().backward()
         out[tp] = clip_gradients(model.parameters(), 0.0).item()
     return out
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from smp.config import Layout, ParallelConfig
 from smp.layers import ColumnParallelLinear, RowParallelLinear
 from smp.models.gpt import GPT
-from tests.fake_group import fake_mesh
+from tests.fake_group import fake_context
 from tests.operations import order_of
 from tests.sharding.model import BATCH, LENGTH, MODEL, build, loss_of
 
@@ -49,8 +49,8 @@ class Live(TorchDispatchMode):
 def kept_bytes(granularity: Any, tp: int, sp: bool, layers: int) -> int:
     """Bytes that live between forward and backward, on one of ``tp`` ranks."""
     parallel = ParallelConfig(tp, sequence_parallel=sp, recompute_granularity=granularity)
-    with fake_mesh(Layout(tp=tp)) as mesh:
-        model = build(mesh, replace(MODEL, num_layers=layers), parallel)
+    with fake_context(Layout(tp=tp)) as context:
+        model = build(context, replace(MODEL, num_layers=layers), parallel)
         with Live() as live:
             loss = loss_of(model)
         live.forget([p.to_local() for p in model.parameters()])  # type: ignore[attr-defined]
@@ -77,12 +77,12 @@ def test_full_recompute_keeps_the_input_of_a_block_alone() -> None:
 def backward_work(granularity: Any, *, sp: bool = True, deferred: bool = False) -> tuple[int, int]:
     """Products and collectives in the backward pass; when ``deferred`` without those of weight gradients."""
     parallel = ParallelConfig(2, sequence_parallel=sp, recompute_granularity=granularity)
-    with fake_mesh(Layout(tp=2)) as mesh:
-        model = build(mesh, MODEL, parallel)
+    with fake_context(Layout(tp=2)) as context:
+        model = build(context, MODEL, parallel)
         later: list[Any] = []
         for module in model.modules():
             if deferred and isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
-                module.defer = later.append
+                module.sink = later.append
         loss = loss_of(model)
         events = order_of(loss.backward, 0)
     assert bool(later) == deferred
@@ -113,8 +113,8 @@ def test_recompute_changes_no_bit_of_a_gradient_with_dropout_either() -> None:
     config = replace(MODEL, hidden_dropout=0.2, attention_dropout=0.2)
     grads = {}
     for granularity in RECOMPUTE:
-        with fake_mesh() as mesh:
-            model = build(mesh, config, ParallelConfig(recompute_granularity=granularity))
+        with fake_context() as context:
+            model = build(context, config, ParallelConfig(recompute_granularity=granularity))
             loss_of(model).backward()
             grads[granularity] = {name: p.grad.to_local().clone() for name, p in model.named_parameters()}  # type: ignore[union-attr]
     for granularity in ("selective", "full"):
@@ -133,8 +133,8 @@ def test_selective_recompute_keeps_less_under_sequence_parallelism_too() -> None
 def test_input_gradients_are_reduced_under_products(sp: bool, reduction: str, compiled: bool) -> None:
     """A whole block's backward pass as it runs: between the start of a reduction and its wait come the products."""
     parallel = ParallelConfig(2, sequence_parallel=sp, compile=compiled)
-    with fake_mesh(Layout(tp=2)) as mesh:
-        model = build(mesh, replace(MODEL, num_layers=1), parallel)
+    with fake_context(Layout(tp=2)) as context:
+        model = build(context, replace(MODEL, num_layers=1), parallel)
         loss_of(model).backward()  # compiles
         events = order_of(loss_of(model).backward, 0)
     torch._dynamo.reset()
@@ -148,8 +148,8 @@ def test_a_compiled_block_gathers_its_input_again() -> None:
     gathers = {}
     for compiled in (False, True):
         parallel = ParallelConfig(2, sequence_parallel=True, compile=compiled)
-        with fake_mesh(Layout(tp=2)) as mesh:
-            model = build(mesh, MODEL, parallel)
+        with fake_context(Layout(tp=2)) as context:
+            model = build(context, MODEL, parallel)
             loss_of(model).backward()  # compiles
             gathers[compiled] = order_of(loss_of(model).backward, 0).count("all_gather_into_tensor")
         torch._dynamo.reset()
@@ -161,8 +161,8 @@ def test_selective_recompute_keeps_less_when_compiled(tp: int) -> None:
     saved = {}
     for granularity in ("none", "selective"):
         parallel = ParallelConfig(tp, sequence_parallel=tp > 1, recompute_granularity=granularity, compile=True)  # type: ignore[arg-type]
-        with fake_mesh(Layout(tp=tp)) as mesh:
-            model = build(mesh, MODEL, parallel)
+        with fake_context(Layout(tp=tp)) as context:
+            model = build(context, MODEL, parallel)
             loss_of(model).backward()  # compiles
             saved[granularity] = saved_bytes(model)
         torch._dynamo.reset()

@@ -17,7 +17,7 @@ from smp.convert.hf_config import resolved
 from smp.layers import add_adapters
 from smp.models.gpt import GPT
 from smp.training.describe import adapter_elements, describe
-from tests.fake_group import fake_mesh
+from tests.fake_group import fake_context
 
 MODEL = resolved(
     num_layers=3, hidden_size=32, ffn_hidden_size=64, num_attention_heads=4, num_query_groups=2, vocab_size=9
@@ -33,8 +33,8 @@ def tuning(tmp_path: Path, **lora: object) -> Config:
 @pytest.mark.parametrize("targets", [None, "query,down", "layers.1.*,output"])
 def test_adapters_are_counted_as_they_lie_on_a_process(tmp_path: Path, tp: int, targets: str | None) -> None:
     config = tuning(tmp_path, lora_rank=3, lora_target_modules=targets)
-    with fake_mesh(Layout(tp=tp)) as mesh:
-        model = GPT(MODEL, mesh["tp"])
+    with fake_context(Layout(tp=tp)) as context:
+        model = GPT(MODEL, context.tp)
         assert config.lora is not None and config.lora.lora_target_modules is not None
         add_adapters(model, config.lora.lora_target_modules.split(","), 3, 6.0)
         parts: list[torch.Tensor] = [p.to_local() for p in model.parameters() if p.requires_grad]  # type: ignore[operator]

@@ -24,7 +24,7 @@ from smp.layers.lora import adapters_of, attach
 from smp.models.gpt import GPT
 from smp.training.finetune_settings import read_finetune_settings
 from tests.distributed import run_distributed
-from tests.fake_group import lone_mesh
+from tests.fake_group import lone_context
 from tests.training.tiny_hf import write_adapter, write_model, write_samples, write_tokenizer
 from tests.training.tuning_lab import QUIET, tune_all
 from tools.convert_checkpoint import main as convert
@@ -153,8 +153,8 @@ def test_ten_steps_equal_theirs(ours: dict[str, dict[str, Any]], folder: Path, n
 def logits(folder: Path, adapter: Path) -> torch.Tensor:
     """Of our model with an adapter."""
     config = ModelConfig(**(read_architecture(str(folder)) or {}))
-    with lone_mesh() as mesh, torch.no_grad():
-        model = GPT(config, mesh["tp"], device="cpu")
+    with lone_context() as context, torch.no_grad():
+        model = GPT(config, context.tp, device="cpu")
         load_hf(model, folder)
         found, _ = read_adapters(adapter, config, family_for(config, read_hf_config(folder)))
         attach(model, {name: (a.rank, a.alpha) for name, a in found.items()})

@@ -381,7 +381,7 @@ def test_dropout_of_an_adapter_is_kept_unless_it_is_given(folder: Path, historie
 
 
 def test_processes_that_read_different_samples_do_not_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("smp.training.finetune.gather", lambda value: [value, "of another file"])
+    monkeypatch.setattr("smp.training.finetuning.gather", lambda value: [value, "of another file"])
     code, _, err = command(folder, f"{flags(folder, '--train-iters 1')} {QUIET}")
     assert code == 2 and "the processes do not read the same samples" in err
 

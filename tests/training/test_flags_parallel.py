@@ -112,8 +112,7 @@ def measure(flags: str, rank: int, world: int) -> dict[str, Any]:
     ops = Counter(event.name for event in profile.events() if "c10d" in event.name)
     run.close()
     context = run.context
-    meshes = [context.tp, context.fsdp, context.pp, *context.loss_meshes]
-    groups = [group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()]
+    groups = [mesh.get_group() for mesh in (context.tp, context.pp, *context.loss_meshes)]
     return {
         "losses": losses,
         "bytes": sum(4 * math.prod(shape) for shape in shapes.values()),

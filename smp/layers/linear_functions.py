@@ -1,0 +1,284 @@
+"""The column- and the row-parallel linear function: collectives, their overlap, and who gets the weight's gradient.
+
+These two own the communication of every linear layer. *What product* they run is named by the layer (see
+``smp.kernels.product``), and *where the gradient of a weight goes* is a sink: without one autograd gets it at once;
+with one, as zero-bubble schedules want it (Qi et al. 2023, arXiv 2401.10241), the backward pass computes only the
+gradient of the input, which the stage before waits for, and hands the other product over to be computed later.
+
+Product and collective are one operator for graphs. torch.compile would otherwise keep the gathered input for the
+backward pass and wait for a reduction too early, and selective recompute would keep both the partial products and their
+sum, or repeat the collective. Operators take no objects, so a group comes as its fields. One rank needs no operator:
+its products stay visible to the compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from smp.kernels.product import PRODUCTS, Product
+from smp.parallel.collectives import Group, start_all_gather, start_all_reduce, start_reduce_scatter, wait
+
+WeightGradients = Callable[[], list[tuple[Any, torch.Tensor]]]
+"""Computes gradients of weights: pairs of a layer and what is to be added to the gradient of its local weight."""
+Sink = Callable[[WeightGradients], None]
+"""Takes the computation over, to run it once, later. Until then it holds this rank's slice of the layers' input and the
+gradient of their output. Not for ``torch.compile``: a compiled graph drops the hand-over without a word."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """What a call of a linear function is beside its tensors.
+
+    Attributes:
+        group: the tensor-parallel ranks.
+        sequence_parallel: tokens are split over them outside of the layer.
+        product: a name in ``PRODUCTS``.
+    """
+
+    group: Group
+    sequence_parallel: bool
+    product: str = "dense"
+
+    @property
+    def key(self) -> str:
+        """As operators take it."""
+        return f"{self.group.size} {self.group.rank} {int(self.sequence_parallel)} {self.product} {self.group.name}"
+
+    @staticmethod
+    def of(key: str) -> Linear:
+        """From its :attr:`key`."""
+        size, rank, split, product, name = key.split(" ", 4)
+        return Linear(Group(name, int(size), int(rank)), split == "1", product)
+
+    @property
+    def run(self) -> Product:
+        """The product."""
+        return PRODUCTS[self.product]
+
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """(tokens [/p], ...) -> (tokens, ...)."""
+        return wait(start_all_gather(x, self.group), self.group) if self.sequence_parallel else x
+
+    def start_reduce(self, partial: torch.Tensor) -> torch.Tensor:
+        """Begin the sum of what each rank computed, (tokens, ...) -> (tokens [/p], ...)."""
+        return (start_reduce_scatter if self.sequence_parallel else start_all_reduce)(partial, self.group)
+
+
+class Activation(Protocol):
+    """What a row-parallel function applies to its inputs first, and makes again in the backward pass instead of keeping
+    the result."""
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor: ...
+
+    def backward(
+        self, grad: torch.Tensor, *inputs: torch.Tensor, again: bool
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """(gradients of the inputs, the result once more if ``again``)."""
+
+
+def column_parallel_function(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    linear: Linear,
+    sink: Sink | None = None,
+    layers: Sequence[Any] = (),
+) -> tuple[torch.Tensor, ...]:
+    """Products of one input with several weights; one collective each way for all of them.
+
+    Args:
+        x: (tokens [/p], ..., in).
+        weights: this rank's rows of each, (out/p, in).
+        linear: group and product.
+        sink: who gets the weights' gradients, as those of ``layers``; None: autograd.
+        layers: owners of the weights. One that is ``replicated`` gets its gradient at once: it is summed over the ranks
+            by what made the local weight from the parameter.
+
+    Returns:
+        (tokens, ..., out/p) for each weight.
+    """
+    return _Column.apply(x, linear, sink, tuple(layers), *weights)
+
+
+def row_parallel_function(
+    inputs: Sequence[torch.Tensor],
+    weight: torch.Tensor,
+    linear: Linear,
+    activation: Activation | None = None,
+    sink: Sink | None = None,
+    layer: Any = None,
+) -> torch.Tensor:
+    """The product of ``activation(*inputs)``, without one of the only input, summed over the ranks.
+
+    Args:
+        inputs: (tokens, ..., in/p) each.
+        weight: this rank's columns, (out, in/p).
+        linear, sink, layer: as for :func:`column_parallel_function`.
+        activation: computed again in the backward pass; its result is not kept.
+
+    Returns:
+        (tokens [/p], ..., out).
+    """
+    return _Row.apply(linear, activation, sink, layer, weight, *inputs)
+
+
+class _Column(torch.autograd.Function):
+    """Saves only this rank's slice of the input; the backward pass gathers it again. Weights that are frozen get no
+    gradient, and when all are the input is not saved."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        """x, linear, sink, layers, weights. (Were the first four parameters of their own, torch 2.13's compiler would
+        take two weights without a gradient for a call that has no ``ctx``: it compares counts.)"""
+        x, ctx.linear, ctx.sink, ctx.layers, *weights = inputs
+        trained = any(ctx.needs_input_grad[4:])
+        ctx.save_for_backward(x if trained else x.new_empty(0), *weights)
+        if ctx.linear.group.size == 1:
+            return tuple(_column_products(x, weights, ctx.linear))
+        return tuple(_column_op(x, weights, ctx.linear.key))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        trained = list(ctx.needs_input_grad[4:])
+        now = trained
+        if ctx.sink is not None:
+            now = [wanted and layer.replicated for layer, wanted in zip(ctx.layers, trained, strict=True)]
+            later = [(m, g) for m, g, t, n in zip(ctx.layers, grads, trained, now, strict=True) if t and not n]
+            linear = ctx.linear
+            ctx.sink(lambda: _later_gradients(x, later, linear))
+        wanted, last_first = [ctx.needs_input_grad[0], *now], ctx.sink is not None
+        if ctx.linear.group.size == 1:  # nothing to hide from the compiler
+            found = iter(_column_gradients(list(grads), x, weights, wanted, last_first, ctx.linear))
+        else:
+            found = iter(_column_gradients_op(list(grads), x, weights, wanted, last_first, ctx.linear.key))
+        dx, *dws = (next(found) if want else None for want in wanted)
+        return dx, None, None, None, *dws
+
+
+def _column_products(x: torch.Tensor, weights: list[torch.Tensor], linear: Linear) -> list[torch.Tensor]:
+    full = linear.gathered(x)
+    return [linear.run.forward(full, weight) for weight in weights]
+
+
+def _column_gradients(
+    grads: list[torch.Tensor],
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    wanted: list[bool],
+    last_first: bool,
+    linear: Linear,
+) -> list[torch.Tensor]:
+    """Gradients of the input and of each weight, those that are wanted; ``x`` is empty when no weight's is.
+
+    The links are kept busy under the matrix products: the all-gather of the input runs under the input-gradient
+    product, the reduction of the input gradient under the weight-gradient products.
+    """
+    gathers = linear.sequence_parallel and any(wanted[1:])
+    gathering = start_all_gather(x, linear.group) if gathers else x
+    dx = None
+    if wanted[0]:
+        pairs = list(zip(grads, weights, strict=True))
+        first, *others = pairs[::-1] if last_first or linear.group.size == 1 else pairs
+        dx = linear.run.input_gradient(*first)  # (tokens, ..., in), this rank's part of the sum
+        for pair in others:
+            dx = dx + linear.run.input_gradient(*pair)
+    full = wait(gathering, linear.group) if gathers else x
+    reducing = [] if dx is None else [linear.start_reduce(dx)]
+    dws = [linear.run.weight_gradient(grad, full) for grad, want in zip(grads, wanted[1:], strict=True) if want]
+    return [*(wait(r, linear.group) for r in reducing), *dws]
+
+
+def _later_gradients(x: torch.Tensor, pairs: list[tuple[Any, torch.Tensor]], linear: Linear) -> list[tuple[Any, Any]]:
+    """What a sink computes: (layer, gradient of its local weight)."""
+    full = linear.gathered(x)
+    return [(layer, linear.run.weight_gradient(grad, full)) for layer, grad in pairs]
+
+
+class _Row(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
+        """linear, activation, sink, layer, weight, inputs."""
+        ctx.linear, ctx.activation, ctx.sink, ctx.layer, weight, *inputs = arguments
+        # an activation is differentiated by its inputs; without one they serve the weight's gradient alone
+        kept = ctx.activation is not None or ctx.needs_input_grad[4]
+        ctx.save_for_backward(weight, *(inputs if kept else [inputs[0].new_empty(0)]))
+        x = inputs[0] if ctx.activation is None else ctx.activation.forward(*inputs)  # (tokens, ..., in/p)
+        return _row_product(x, weight, ctx.linear) if ctx.linear.group.size == 1 else _row_op(x, weight, ctx.linear.key)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        weight, *inputs = ctx.saved_tensors
+        linear, trained, x = ctx.linear, ctx.needs_input_grad[4], inputs[0]
+        full = linear.gathered(grad)  # (tokens, ..., out)
+        dinputs: tuple[torch.Tensor | None, ...] = (None,) * len(inputs)
+        if ctx.activation is not None:
+            dinputs, x = ctx.activation.backward(linear.run.input_gradient(full, weight), *inputs, again=trained)
+        elif ctx.needs_input_grad[5]:
+            dinputs = (linear.run.input_gradient(full, weight),)
+        dweight = None
+        if trained and ctx.sink is None:
+            dweight = linear.run.weight_gradient(full, x)
+        elif trained:
+            layer = ctx.layer  # what waits is this rank's slice of the gradient; it is gathered once more then
+            ctx.sink(lambda: [(layer, linear.run.weight_gradient(linear.gathered(grad), x))])
+        return None, None, None, None, dweight, *dinputs
+
+
+def _row_product(x: torch.Tensor, weight: torch.Tensor, linear: Linear) -> torch.Tensor:
+    """(tokens, ..., in/p) -> the sum over the ranks, (tokens [/p], ..., out)."""
+    return wait(linear.start_reduce(linear.run.forward(x, weight)), linear.group)
+
+
+@torch.library.custom_op("smp::column_parallel", mutates_args=())
+def _column_op(x: torch.Tensor, weights: list[torch.Tensor], linear: str) -> list[torch.Tensor]:
+    return _column_products(x, weights, Linear.of(linear))
+
+
+@_column_op.register_fake
+def _(x: torch.Tensor, weights: list[torch.Tensor], linear: str) -> list[torch.Tensor]:
+    call = Linear.of(linear)
+    tokens = x.shape[0] * (call.group.size if call.sequence_parallel else 1)
+    return [x.new_empty(tokens, *x.shape[1:-1], w.shape[0]) for w in weights]
+
+
+@torch.library.custom_op("smp::column_parallel_backward", mutates_args=())
+def _column_gradients_op(
+    grads: list[torch.Tensor],
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    wanted: list[bool],
+    last_first: bool,
+    linear: str,
+) -> list[torch.Tensor]:
+    return _column_gradients(grads, x, weights, wanted, last_first, Linear.of(linear))
+
+
+@_column_gradients_op.register_fake
+def _(
+    grads: list[torch.Tensor],
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    wanted: list[bool],
+    last_first: bool,
+    linear: str,
+) -> list[torch.Tensor]:
+    call = Linear.of(linear)
+    tokens = grads[0].shape[0] // (call.group.size if call.sequence_parallel else 1)
+    dx = [grads[0].new_empty(tokens, *grads[0].shape[1:-1], weights[0].shape[1])] if wanted[0] else []
+    return [*dx, *(w.new_empty(w.shape) for w, want in zip(weights, wanted[1:], strict=True) if want)]
+
+
+@torch.library.custom_op("smp::row_parallel", mutates_args=())
+def _row_op(x: torch.Tensor, weight: torch.Tensor, linear: str) -> torch.Tensor:
+    return _row_product(x, weight, Linear.of(linear))
+
+
+@_row_op.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, linear: str) -> torch.Tensor:
+    call = Linear.of(linear)
+    tokens = x.shape[0] // (call.group.size if call.sequence_parallel else 1)
+    return x.new_empty(tokens, *x.shape[1:-1], weight.shape[0])

@@ -1,0 +1,37 @@
+"""What a model takes: the tokens of one micro-batch and all that is known of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from smp.layers.preference import Preference
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Tensors of one forward pass, on the model's device but for ``document_ids``. (A dataclass, so that FSDP, which
+    moves the tensors that it finds among a module's arguments to the device, leaves it alone: the host has to count
+    documents, and on the device it would wait for them.)
+
+    Attributes:
+        input_ids: int64 (batch, length).
+        labels: int64 (batch, length), the token that follows each; without them and the weights the model gives logits.
+        loss_weights: fp32 (batch, length), what each token's loss counts. 1 / (valid tokens of the global batch) makes
+            the sum over micro-batches and ranks the mean loss; 0 leaves a token out.
+        position_ids: int64 (batch, length), below ``max_position_embeddings``; None: counted from 0 in every sequence.
+        document_ids: int64 (batch, length), on the host: a token sees only tokens with its number; None: all of its
+            sequence.
+        token_index: int64 (batch, length), global number of each token, which dropout is keyed by: needed in training
+            mode when there is any.
+        preference: rows are pairs of answers, whose loss this describes; tokens of weight 0 belong to the prompt.
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor | None = None
+    loss_weights: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
+    document_ids: torch.Tensor | None = None
+    token_index: torch.Tensor | None = None
+    preference: Preference | None = None

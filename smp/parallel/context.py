@@ -1,0 +1,181 @@
+"""Who shares what: every mesh and process group of a run, as one value.
+
+Ranks lie on a mesh ``(pp, dp_replicate, dp_shard, cp, tp)``, tp fastest: neighbours share a TP group, so the most
+frequent traffic stays inside a node. From it follow the meshes that the rooms above ask for:
+
+===================  ================================================  ==========================================
+field                ranks                                             who asks
+===================  ================================================  ==========================================
+tp                   share every matrix                                layers
+cp                   hold slices of the same sequences                 attention, the cut of a batch
+ep, expert_fsdp      hold different experts; share the same ones       expert layers and their sharding
+fsdp                 (dp_replicate,) dp_shard x cp                     hybrid FSDP of all other parameters
+pp                   hold consecutive layers                           the pipeline
+loss_meshes          compute different parts of one loss               the loss, metrics
+===================  ================================================  ==========================================
+
+Nothing above this file looks up a mesh dimension by its name.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from smp.parallel.collectives import Group
+
+MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Dimensions of the ranks, slowest first."""
+
+
+class Degrees(Protocol):
+    """How many ways each dimension is split; ``smp.config.Layout`` is one. ``ep`` divides ``dp_shard x cp``."""
+
+    @property
+    def pp(self) -> int: ...
+    @property
+    def dp_replicate(self) -> int: ...
+    @property
+    def dp_shard(self) -> int: ...
+    @property
+    def cp(self) -> int: ...
+    @property
+    def tp(self) -> int: ...
+    @property
+    def ep(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class ParallelContext:
+    """Meshes and groups of one rank. A mesh that is None has one rank.
+
+    Attributes:
+        tp: 1-D, the ranks that share every matrix.
+        sequence_parallel: the residual stream is split over ``tp`` along the tokens.
+        fsdp: 1-D ``(dp_shard)`` or 2-D ``(dp_replicate, dp_shard)``, on a common root with ``tp``. A replicate
+            dimension of size one is left out: FSDP2 would run its all-reduce path, one copy per gradient, for nothing.
+        pp, cp: 1-D.
+        ep: 1-D, the ranks that hold different experts; None: experts are sharded as all other parameters.
+        expert_fsdp: as ``fsdp``, of the parameters of experts, on a common root with ``ep``.
+        loss_meshes: 1-D meshes over which the parts of a loss are summed, one after the other.
+        data_rank, data_size: index and number of the shares that a batch is cut into; equal over tp, cp and pp.
+    """
+
+    tp: DeviceMesh
+    sequence_parallel: bool = False
+    fsdp: DeviceMesh | None = None
+    pp: DeviceMesh | None = None
+    cp: DeviceMesh | None = None
+    ep: DeviceMesh | None = None
+    expert_fsdp: DeviceMesh | None = None
+    loss_meshes: tuple[DeviceMesh, ...] = ()
+    data_rank: int = 0
+    data_size: int = 1
+
+    @staticmethod
+    def of(mesh: DeviceMesh | ParallelContext, *, sequence_parallel: bool = False) -> ParallelContext:
+        """A context of tensor parallelism alone from a plain 1-D mesh, for layers in a model of one's own. A context is
+        returned as it is.
+
+        Raises:
+            ValueError: the mesh has more than one dimension.
+        """
+        if isinstance(mesh, ParallelContext):
+            return mesh
+        if mesh.ndim != 1:
+            raise ValueError(f"a one-dimensional mesh is needed, got dimensions {mesh.mesh_dim_names}")
+        return ParallelContext(tp=mesh, sequence_parallel=sequence_parallel)
+
+    @property
+    def tp_group(self) -> Group:
+        """The group of ``tp`` as constants that a compiled graph can hold."""
+        return Group.of(self.tp)
+
+    @property
+    def shared_by(self) -> Group | None:
+        """The ranks over which the gradient of a weight is summed that each holds whole and uses on its own tokens:
+        those of ``tp`` under sequence parallelism; None: each sees all tokens."""
+        return self.tp_group if self.sequence_parallel else None
+
+    @property
+    def pp_rank(self) -> int:
+        """This rank's place in the pipeline."""
+        return 0 if self.pp is None else self.pp.get_local_rank()
+
+    @property
+    def pp_size(self) -> int:
+        """Number of pipeline ranks."""
+        return 1 if self.pp is None else self.pp.size()
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether this rank is the one that counts its tokens: ranks of tp and pp hold the same ones."""
+        return self.tp.get_local_rank() == 0 and self.pp_rank == 0
+
+    def sum_loss(self, value: torch.Tensor) -> torch.Tensor:
+        """Sum of ``value`` over the ranks that compute different parts of a loss, in place, outside of autograd."""
+        for mesh in self.loss_meshes:
+            if mesh.size() > 1:
+                dist.all_reduce(value, group=mesh.get_group())
+        return value
+
+
+def build_context(
+    layout: Degrees, device_type: str, timeout: timedelta | None = None, *, sequence_parallel: bool = False
+) -> ParallelContext:
+    """The context of this rank for ``layout`` over all ranks of the default process group.
+
+    Args:
+        layout: degrees; their product is the world size (checked with a readable error in ``smp.config`` before).
+        device_type: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL).
+        timeout: of every group's collectives; by default torch's. (``init_device_mesh`` knows no timeout.)
+        sequence_parallel: of the context.
+    """
+    sizes = [int(getattr(layout, name)) for name in MESH_DIMS]
+    pp, replicas, shard, cp, tp = sizes
+    ranks = torch.arange(math.prod(sizes))
+    names: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "tp")
+    dense = _mesh(ranks.view(pp, replicas, shard * cp, tp), names, device_type, timeout)
+    slices = ranks.view(-1, cp, tp).movedim(-1, 0).reshape(-1, cp)  # a row: ranks with the same sequences
+    ep = expert_fsdp = None
+    if layout.ep > 1:
+        # Neighbours within dp_shard x cp hold different experts; what is left of that dimension shards each expert.
+        shape = (pp, replicas, shard * cp // layout.ep, layout.ep, tp)
+        names = ("pp", "dp_replicate", "expert_shard", "ep", "tp")
+        expert = _mesh(ranks.view(shape), names, device_type, timeout)
+        ep, expert_fsdp = expert["ep"], _sharding(expert, "expert_shard")
+    return ParallelContext(
+        tp=dense["tp"],
+        sequence_parallel=sequence_parallel,
+        fsdp=_sharding(dense, "dp_shard"),
+        pp=dense["pp"],
+        cp=_mesh(slices, ("slices", "cp"), device_type, timeout)["cp"] if cp > 1 else None,
+        ep=ep,
+        expert_fsdp=expert_fsdp,
+        loss_meshes=(dense["dp_shard"], dense["dp_replicate"], dense["pp"]),
+        data_rank=dense.get_local_rank("dp_replicate") * shard + dense.get_local_rank("dp_shard") // cp,
+        data_size=replicas * shard,
+    )
+
+
+def _sharding(mesh: DeviceMesh, shard: str) -> DeviceMesh:
+    """What FSDP works on: with replicas two dimensions."""
+    return mesh[shard] if mesh["dp_replicate"].size() == 1 else mesh["dp_replicate", shard]
+
+
+def _mesh(ranks: torch.Tensor, names: tuple[str, ...], device_type: str, timeout: timedelta | None) -> DeviceMesh:
+    groups = [_make_group(ranks, dim, timeout) for dim in range(ranks.ndim)]
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
+
+
+def _make_group(ranks: torch.Tensor, dim: int, timeout: timedelta | None) -> dist.ProcessGroup:
+    """Make the groups of ranks that differ in ``dim`` only; returns this rank's."""
+    members = ranks.movedim(dim, -1).flatten(0, -2).tolist()
+    group, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout)
+    return group
