@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from smp.config import Config
 from smp.config.batch import BatchSizes
 from smp.data.loader import BatchLoader, ReadBatch
-from smp.data.sample import SampleDataset
 from smp.kernels.attention import AttentionChoice, AttentionShape, choose_attention
 from smp.kernels.dispatch import Kernels, choose_kernels, describe_kernels
 from smp.layers import init_weights
@@ -133,7 +133,7 @@ def build_forward_backward(config: Config, place: Workplace, model: GPT) -> Forw
 def batch_loader(
     config: Config,
     place: Workplace,
-    dataset: SampleDataset,
+    dataset: Any,
     read: ReadBatch | None = None,
     *,
     start: int = 0,
@@ -144,7 +144,7 @@ def batch_loader(
     Args:
         config: resolved settings.
         place: of the run.
-        dataset: what to read.
+        dataset: what to read: a ``SampleDataset``, or anything when ``read`` is given.
         read: makes a batch of numbered samples; without it they are stacked.
         start: samples already consumed by all ranks.
         sizes: of the steps; by default all are --global-batch-size.

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from smp.checkpoint import CheckpointError
 from smp.config import Config, ConfigError
+from smp.config.schema import ObjectiveConfig
 from smp.convert.adapters import Adapter, family_for
 from smp.convert.peft_read import read_adapters
 from smp.data.build import Datasets
@@ -26,6 +27,7 @@ from smp.parallel.context import ParallelContext
 from smp.training.adapter_files import leave_companions, publish_adapter, reference_config
 from smp.training.build import Backends, Workplace, batch_loader, build_forward_backward, choose_backends
 from smp.training.finetune_model import build_finetune_model
+from smp.training.forward_backward import ForwardBackward
 from smp.training.objective import ModelReference, NextToken, PreferredAnswer, Reference, TableReference
 from smp.training.run import RunParts, Say, Trainable
 
@@ -145,21 +147,22 @@ class _Build:
         objective = config.objective
         if objective is None or not config.has_pairs:
             return Trainable(model, forward_backward, NextToken(place.device))
-        reference: Reference = ModelReference(model, forward_backward, place.device)
-        if objective.dpo_reference == "adapters-off":
-            reference = dataclasses.replace(reference, around=partial(adapters_off, model))
-        elif objective.dpo_reference == "precomputed":
-            reference = TableReference(self._table(reference))
-        else:
-            copy, _ = build_finetune_model(config, place, self.start, trainable=False)
-            reference = ModelReference(copy, build_forward_backward(config, place, copy), place.device)
         preferred = PreferredAnswer(
             device=place.device,
-            reference=reference,
+            reference=self._reference(objective, model, forward_backward),
             beta=objective.dpo_beta,
             label_smoothing=objective.dpo_label_smoothing,
         )
         return Trainable(model, forward_backward, preferred)
+
+    def _reference(self, objective: ObjectiveConfig, model: GPT, forward_backward: ForwardBackward) -> Reference:
+        device = self.place.device
+        if objective.dpo_reference == "adapters-off":
+            return ModelReference(model, forward_backward, device, around=partial(adapters_off, model))
+        if objective.dpo_reference == "precomputed":
+            return TableReference(self._table(ModelReference(model, forward_backward, device)))
+        copy, _ = build_finetune_model(self.config, self.place, self.start, trainable=False)
+        return ModelReference(copy, build_forward_backward(self.config, self.place, copy), device)
 
     def _table(self, reference: ModelReference) -> torch.Tensor:
         """Log-probabilities of all answers by the model as it is now, fp32 (texts,), the same on all ranks."""

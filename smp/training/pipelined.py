@@ -139,7 +139,7 @@ class _Stages:
         # a first stage without anything to train has no graph
         used = [(tensor, grad) for tensor, grad in roots if tensor is not None and tensor.requires_grad]
         if used:
-            torch.autograd.backward(*zip(*used, strict=True))
+            torch.autograd.backward([tensor for tensor, _ in used], [grad for _, grad in used])
         self._pending[stage, micro_batch] = self.sharded.take_pending()
         return None if hidden is None else hidden.grad
 

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -70,7 +70,7 @@ class RunParts:
     datasets: Callable[[], Datasets]
     backends: Callable[[torch.device], Backends]
     trainable: Callable[[Workplace, Say, Callable[[], None]], Trainable]
-    read: Callable[[SampleDataset], ReadBatch | None] = lambda dataset: None
+    read: Callable[[Any], ReadBatch | None] = lambda dataset: None
     work: float = 1.0
     evaluate_first: bool = False
     before: Callable[[], None] = lambda: None
