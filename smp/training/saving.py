@@ -201,7 +201,7 @@ class RunCheckpoints:
         Raises:
             LockLostError: another job has taken the folder.
         """
-        self._settle()
+        self._wait()
         if self.root is not None:
             state = run_state(self.config, model, optimizer, progress, validation_loss)
             self._save(self.root, state, progress.iteration)
@@ -214,16 +214,16 @@ class RunCheckpoints:
         Raises:
             CheckpointError: it cannot be.
         """
-        self._settle()
+        self._wait()
         if self.root is None or self.saved_at == progress.iteration:
             return
         self._is_last = True
         self.save(model, optimizer, progress, validation_loss)
-        self._settle()
+        self._wait()
         if self.saved_at != progress.iteration:
             raise CheckpointError(f"the last checkpoint could not be saved: {self._failure}")
 
-    def _settle(self) -> None:
+    def _wait(self) -> None:
         if self._saver is not None:
             self._attempt(self._saver.wait)
 
