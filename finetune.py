@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import sys
 
-from smp.config import LoggingConfig
-from smp.config.finetune import FinetuneConfig, FinetuneLoggingConfig
+from smp.config import Config, LoggingConfig
+from smp.config.entry_points import FINETUNE
 from smp.data.tuning.build import TuningData
 from smp.training.entry import run_command
 from smp.training.finetune_settings import read_finetune_settings
 from smp.training.process import Process
 
-Settings = tuple[FinetuneConfig, TuningData | None]
+Settings = tuple[Config, TuningData | None]
 
 
 def read(argv: list[str], world_size: int) -> tuple[Settings, LoggingConfig | None]:
@@ -27,12 +27,12 @@ def read(argv: list[str], world_size: int) -> tuple[Settings, LoggingConfig | No
     return (config, data), None if config.training.dry_run or config.data.preview else config.logging
 
 
-def check_save(config: FinetuneConfig) -> None:
+def check_save(config: Config) -> None:
     """Refuse a --save that is in use or holds another run's checkpoints; one process looks for all."""
     if config.checkpoint.save is not None and Process.from_environment().rank == 0:
         from smp.training.saving import try_save  # imports torch, which takes seconds
 
-        try_save(config.as_run(), print, "--resume")
+        try_save(config, print)
 
 
 def run(settings: Settings, process: Process) -> int:
@@ -43,14 +43,20 @@ def run(settings: Settings, process: Process) -> int:
             samples = data.preview(config.data.preview, colours=sys.stdout.isatty())
             print("\n".join([*data.lines, *samples]))
         return 0
-    from smp.training.finetune import launch_finetune  # imports torch, which takes seconds
+    from smp.training.finetuning import finetuning  # imports torch, which takes seconds
+    from smp.training.launch import launch
+    from smp.training.run import RunParts
 
-    return launch_finetune(config, data, process)
+    def parts() -> RunParts:
+        assert data is not None, "only a dry run may have none"
+        return finetuning(config, data)
+
+    return launch(config, process, parts, notes=data.lines if data else ())
 
 
 def main(argv: list[str]) -> int:
     """Parse, build, run. Returns the exit code: 0, 1 when it failed, 2 when what was asked cannot be done."""
-    return run_command(argv, FinetuneLoggingConfig, read, run)
+    return run_command(argv, FINETUNE.own["log_dir"].default, read, run)
 
 
 if __name__ == "__main__":

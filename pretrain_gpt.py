@@ -27,13 +27,14 @@ def read(argv: list[str], world_size: int) -> tuple[Config, LoggingConfig | None
 def run(config: Config, process: Process) -> int:
     """Build and run."""
     from smp.training.launch import launch  # imports torch, which takes seconds
+    from smp.training.pretraining import pretraining
 
-    return launch(config, process)
+    return launch(config, process, lambda: pretraining(config))
 
 
 def main(argv: list[str]) -> int:
     """Parse, build, run. Returns the exit code: 0, 1 when it failed, 2 when what was asked cannot be done."""
-    return run_command(argv, LoggingConfig, read, run)
+    return run_command(argv, LoggingConfig.log_dir, read, run)
 
 
 if __name__ == "__main__":

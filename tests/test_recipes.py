@@ -14,8 +14,8 @@ import pytest
 
 from smp.config import ModelConfig, load_config, resolve
 from smp.config.cli import build_tree, read_values
-from smp.config.finetune import FinetuneConfig
-from smp.config.finetune_checks import fill_in
+from smp.config.entry_points import FINETUNE
+from smp.config.finetune import fill_in
 from smp.models.presets import PRESETS
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -54,9 +54,9 @@ def recipes(*, finetune: bool) -> list[Path]:
 
 @pytest.mark.parametrize("path", recipes(finetune=True), ids=lambda path: path.stem)
 def test_recipes_of_fine_tuning_fit_together(path: Path) -> None:
-    values = read_values(["--config", str(path), "--load", "model", "--data-path", "samples.jsonl"], FinetuneConfig, "")
-    config = fill_in(build_tree(FinetuneConfig, values))
-    assert resolve(replace(config, model=ModelConfig(vocab_size=4096)).as_run(), world_size=2).training.train_iters
+    values = read_values(["--config", str(path), "--load", "model", "--data-path", "samples.jsonl"], FINETUNE, "")
+    config = fill_in(build_tree(FINETUNE, values))
+    assert resolve(replace(config, model=ModelConfig(vocab_size=4096)), world_size=2).training.train_iters
 
 
 @pytest.mark.parametrize("path", recipes(finetune=False), ids=lambda path: path.stem)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from smp.config.batch import BatchSizes
 from smp.config.blend import parse_split
-from smp.config.fields import settings
+from smp.config.fields import entry_point_of, given, settings
 from smp.config.layout import Layout
 from smp.config.schema import (
     CheckpointConfig,
@@ -23,10 +21,13 @@ from smp.config.schema import (
 # Every number is above zero, except these: at least 0 and below 1 ...
 _FRACTIONS = {
     *("hidden_dropout", "attention_dropout"),
-    *("lr_warmup_fraction", "adam_beta1", "adam_beta2", "sgd_momentum"),
+    *("lr_warmup_fraction", "adam_beta1", "adam_beta2", "sgd_momentum", "lora_dropout"),
 }
 # ... and these: at least 0.
-_FROM_ZERO = {"num_workers", "hybrid_shard_degree", "lr_warmup_iters", "min_lr", "weight_decay", "clip_grad", "seed"}
+_FROM_ZERO = {
+    *("num_workers", "preview", "hybrid_shard_degree"),
+    *("lr_warmup_iters", "min_lr", "weight_decay", "clip_grad", "seed"),
+}
 # What random generators and timers can hold.
 _BELOW = {"seed": 2**63, "distributed_timeout_minutes": 10**6}
 
@@ -39,12 +40,16 @@ def require(fits: bool, message: str) -> None:
 
 def check_ranges(config: Config) -> None:
     """Check each number on its own."""
-    for name, setting in settings().items():
+    for name, setting in settings(entry_point_of(config)).items():
         value = getattr(getattr(config, setting.group), name)
         if setting.type not in (int, float) or value is None:
             continue
         if name in _FRACTIONS:
             require(0 <= value < 1, f"{setting.flag} {value} must be at least 0 and below 1")
+        elif name == "bad_sample_threshold":
+            require(0 <= value <= 1, f"{setting.flag} {value} is not between 0 and 1")
+        elif name == "dpo_label_smoothing":
+            require(0 <= value < 0.5, f"{setting.flag} {value} must be at least 0 and below 0.5")
         elif name in _FROM_ZERO:
             require(value >= 0, f"{setting.flag} {value} must not be negative")
         else:
@@ -61,7 +66,8 @@ def check_combinations(config: Config, layout: Layout) -> None:
     _check_batch(config.data, config.model, layout)
     _check_schedule(config.optim)
     _check_training(config.training)
-    _check_loading(config.checkpoint)
+    if config.objective is None:
+        _check_loading(config.checkpoint)
     _check_saving(config.checkpoint, config.training)
     _check_logging(config.logging)
     _check_without_effect(config)
@@ -101,8 +107,8 @@ def _check_pipeline(parallel: ParallelConfig, training: TrainingConfig) -> None:
         "pipeline_reshard",
     )
     if parallel.pipeline_model_parallel_size == 1:
-        given = _given(parallel, *names) + _given(training, "trace_pipeline")
-        require(not given, f"{', '.join(given)}: there is no pipeline; give --pipeline-model-parallel-size above 1")
+        alone = given(parallel, *names) + given(training, "trace_pipeline")
+        require(not alone, f"{', '.join(alone)}: there is no pipeline; give --pipeline-model-parallel-size above 1")
         return
     name = parallel.pipeline_schedule
     require(
@@ -144,10 +150,10 @@ def _check_data_source(data: DataConfig, model: ModelConfig, training: TrainingC
         "--train-data-path": data.train_data_path,
         "--mock-data": data.mock_data,
     }
-    given = [flag if value is True else f"{flag} {value}" for flag, value in sources.items() if value]
-    require(len(given) < 2, f"{' and '.join(given)}: give one")
+    named = [flag if value is True else f"{flag} {value}" for flag, value in sources.items() if value]
+    require(len(named) < 2, f"{' and '.join(named)}: give one")
     require(
-        bool(given) or training.dry_run, "what to train on is missing: give --data-path or --mock-data (or --dry-run)"
+        bool(named) or training.dry_run, "what to train on is missing: give --data-path or --mock-data (or --dry-run)"
     )
     _check_separate_paths(data, training)
     _check_packing(data)
@@ -181,8 +187,8 @@ def _check_separate_paths(data: DataConfig, training: TrainingConfig) -> None:
 
 def _check_packing(data: DataConfig) -> None:
     flags = ("packing", "reset_attention_mask", "reset_position_ids", "eod_mask_loss", "data_cache_path")
-    given = _given(data, *flags)
-    require(not (data.mock_data and given), f"--mock-data has no documents: leave out {', '.join(given)}")
+    named = given(data, *flags)
+    require(not (data.mock_data and named), f"--mock-data has no documents: leave out {', '.join(named)}")
     require(
         not (data.packing == "best-fit" and data.eod_mask_loss),
         "--eod-mask-loss: with --packing best-fit no document predicts the next; leave it out",
@@ -237,9 +243,9 @@ def check_paths(load: str | None, save: str | None) -> None:
 
 def _check_loading(checkpoint: CheckpointConfig) -> None:
     check_paths(checkpoint.load, checkpoint.save)
-    load, given = checkpoint.load, _given(checkpoint, "ckpt_step", "finetune", "load_optim")
+    load = checkpoint.load
     require(load != "auto" or checkpoint.save is not None, "--load auto resumes from --save: give --save")
-    for flag in given:
+    for flag in given(checkpoint, "ckpt_step", "finetune", "load_optim"):
         require(load is not None, f"{flag} says how to load: give --load")
         require(
             load != "auto",
@@ -253,9 +259,9 @@ def _check_loading(checkpoint: CheckpointConfig) -> None:
 
 def _check_saving(checkpoint: CheckpointConfig, training: TrainingConfig) -> None:
     names = ("save_interval", "save_mtbf_hours", "async_save", "keep_last_k", "save_retain_interval", "keep_best_k")
-    for flag in _given(checkpoint, *names):
+    for flag in given(checkpoint, *names):
         require(checkpoint.save is not None, f"{flag} needs --save, the folder to save under")
-    for flag in _given(training, "exit_interval", "exit_duration_in_mins"):
+    for flag in given(training, "exit_interval", "exit_duration_in_mins"):
         require(checkpoint.save is not None, f"{flag} saves and stops: give --save, the folder to save under")
     interval, mtbf, last = checkpoint.save_interval, checkpoint.save_mtbf_hours, checkpoint.keep_last_k
     require(interval is None or mtbf is None, f"--save-interval {interval} and --save-mtbf-hours {mtbf} are both given")
@@ -284,20 +290,8 @@ def _check_without_effect(config: Config) -> None:
         (config.data, ("split",), not config.data.mock_data, "--data-path"),
     )
     for group, names, has_effect, needed in rules:
-        if not has_effect and (given := _given(group, *names)):
-            raise ConfigError(f"{', '.join(given)} has no effect without {needed}; leave it out")
-
-
-def _given(group: Any, *names: str) -> list[str]:
-    """What was given of these settings, as on a command line."""
-    known, default, texts = settings(), type(group)(), []
-    for name in names:
-        flag, value = known[name].flag, getattr(group, name)
-        if value != getattr(default, name):
-            texts.append(
-                {True: flag, False: "--no-" + flag[2:]}[value] if known[name].type is bool else f"{flag} {value}"
-            )
-    return texts
+        if not has_effect and (named := given(group, *names)):
+            raise ConfigError(f"{', '.join(named)} has no effect without {needed}; leave it out")
 
 
 def _check_logging(logging: LoggingConfig) -> None:

@@ -11,16 +11,15 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any
 
 from smp.config.command import CommandParser
-from smp.config.fields import Setting, as_text, did_you_mean, docstrings, group_classes, settings
+from smp.config.entry_points import PRETRAIN, EntryPoint
+from smp.config.fields import Setting, as_text, did_you_mean, entry_point_of, group_classes, settings, title_of
 from smp.config.schema import Config, ConfigError
 
 Presets = Mapping[str, Mapping[str, Any]]
 Describe = Callable[[str], dict[str, Any] | None]
-Tree = TypeVar("Tree")
 
 
 def load_config(argv: Sequence[str], presets: Presets, described: Describe = lambda load: None) -> Config:
@@ -35,38 +34,38 @@ def load_config(argv: Sequence[str], presets: Presets, described: Describe = lam
     Raises:
         ConfigError: an unknown flag, key, preset or value; one line with the nearest valid name.
     """
-    values = read_values(argv, Config, f"Named sizes: {', '.join(presets)}.")
+    values = read_values(argv, PRETRAIN, f"Named sizes: {', '.join(presets)}.")
     model = None
     if "model" not in values and values.get("load") not in (None, "auto"):
         model = described(values["load"])
     if model is None:
         model = _preset(values.get("model"), presets)
-    return build_tree(Config, model | values)
+    return build_tree(PRETRAIN, model | values)
 
 
-def read_values(argv: Sequence[str], tree: type, epilog: str) -> dict[str, Any]:
-    """The settings of ``tree`` that a command line and its --config give, by name.
+def read_values(argv: Sequence[str], entry: EntryPoint, epilog: str) -> dict[str, Any]:
+    """The settings that a command line of ``entry`` and its --config give, by name.
 
     Raises:
         ConfigError: as :func:`load_config`.
     """
-    given, extras = _parser(tree, epilog).parse_known_args(argv)
-    _refuse_extras(extras, tree)
+    given, extras = _parser(entry, epilog).parse_known_args(argv)
+    _refuse_extras(extras, entry)
     texts = vars(given)
     files = texts.pop("config", [])
     if len(files) > 1:
         raise ConfigError(f"--config is given {len(files)} times: {', '.join(files)}; flags may override one file")
-    values = read_yaml(files[0], tree) if files else {}
-    return values | {name: _flag_value(settings(tree)[name], text) for name, text in texts.items()}
+    values = read_yaml(files[0], entry) if files else {}
+    return values | {name: _flag_value(settings(entry)[name], text) for name, text in texts.items()}
 
 
-def build_tree(tree: type[Tree], values: Mapping[str, Any]) -> Tree:
-    """A tree of settings with these values, and its defaults for the others."""
-    known: Mapping[str, Setting] = settings(tree)  # type: ignore[arg-type]  # a class is hashable
-    by_group: dict[str, dict[str, Any]] = {group: {} for group in group_classes(tree)}
-    for name, value in values.items():
-        by_group[known[name].group][name] = value
-    return tree(**{group: cls(**by_group[group]) for group, cls in group_classes(tree).items()})
+def build_tree(entry: EntryPoint, values: Mapping[str, Any]) -> Config:
+    """The settings of a run with these values, and the defaults of ``entry`` for the others."""
+    by_group: dict[str, dict[str, Any]] = {group: {} for group in entry.groups}
+    for name, setting in settings(entry).items():
+        by_group[setting.group][name] = values.get(name, setting.default)
+    assert values.keys() <= settings(entry).keys()
+    return Config(**{group: cls(**by_group[group]) for group, cls in group_classes(entry).items()})
 
 
 def _preset(name: str | None, presets: Presets) -> dict[str, Any]:
@@ -89,7 +88,7 @@ def _flag_value(setting: Setting, given: str | bool | list[str]) -> Any:
         raise ConfigError(f"{setting.flag}: {error}") from None
 
 
-def _parser(tree: type, epilog: str) -> CommandParser:
+def _parser(entry: EntryPoint, epilog: str) -> CommandParser:
     """A parser with every setting as a flag; what is not given is absent from the namespace."""
     parser = CommandParser(
         usage="%(prog)s [--config recipe.yaml] [--flag value ...]",
@@ -101,11 +100,9 @@ def _parser(tree: type, epilog: str) -> CommandParser:
     parser.add_argument(
         "--config", metavar="FILE", action="append", help="YAML file of settings, one 'name: value' a line"
     )
-    for group, cls in group_classes(tree).items():
-        section, texts = parser.add_argument_group(group, (cls.__doc__ or "").replace("``", "")), docstrings(cls)
-        for setting in settings(tree).values():
-            if setting.group == group:
-                section.add_argument(setting.flag, help=_help(setting, texts[setting.name]), **_argument(setting))
+    sections = {g: parser.add_argument_group(g, title_of(entry, g).replace("``", "")) for g in entry.groups}
+    for setting in settings(entry).values():
+        sections[setting.group].add_argument(setting.flag, help=_help(setting), **_argument(setting))
     return parser
 
 
@@ -117,23 +114,24 @@ def _argument(setting: Setting) -> dict[str, Any]:
     return {"metavar": "{" + ",".join(setting.choices) + "}" if setting.choices else setting.type.__name__.upper()}
 
 
-def _help(setting: Setting, text: str) -> str:
+def _help(setting: Setting) -> str:
     """The docstring and the default, unless the docstring says what an unset value becomes."""
-    default = "" if setting.default is None and "Default:" in text else f" (default: {as_text(setting.default)})"
-    return (text + default).replace("%", "%%")
+    in_words = setting.default is None and "Default:" in setting.text
+    default = "" if in_words else f" (default: {as_text(setting.default)})"
+    return (setting.text + default).replace("%", "%%")
 
 
-def _refuse_extras(extras: Sequence[str], tree: type) -> None:
+def _refuse_extras(extras: Sequence[str], entry: EntryPoint) -> None:
     """Name the first word that is no flag of ours. Switches take no value, so ``--bf16 true`` ends here."""
     for word in extras[:1]:
         if not word.startswith("-"):
             raise ConfigError(f"unexpected {word!r}: a value follows its flag, and a switch (--x or --no-x) takes none")
-        flag, switches = word.split("=")[0], [s for s in settings(tree).values() if s.type is bool]
-        known = [s.flag for s in settings(tree).values()] + ["--config"] + ["--no" + s.flag[1:] for s in switches]
+        flag, switches = word.split("=")[0], [s for s in settings(entry).values() if s.type is bool]
+        known = [s.flag for s in settings(entry).values()] + ["--config"] + ["--no" + s.flag[1:] for s in switches]
         raise ConfigError(f"unknown flag {flag}{did_you_mean(flag, known, ' (--help lists them all)')}")
 
 
-def read_yaml(path: str, tree: type = Config) -> dict[str, Any]:
+def read_yaml(path: str, entry: EntryPoint = PRETRAIN) -> dict[str, Any]:
     """Settings of a flat YAML file, parsed and checked by the rules of flags.
 
     Raises:
@@ -160,7 +158,7 @@ def read_yaml(path: str, tree: type = Config) -> dict[str, Any]:
         name = str(key.value)
         if name in values:
             raise ConfigError(f"{where}: {name} is given twice")
-        values[name] = _yaml_value(name, node, where, settings(tree))
+        values[name] = _yaml_value(name, node, where, settings(entry))
     return values
 
 
@@ -181,12 +179,13 @@ def _yaml_value(name: str, node: Any, where: str, known: Mapping[str, Setting]) 
         raise ConfigError(f"{where}: {name}: {error}") from None
 
 
-def as_flat_dict(config: Any) -> dict[str, Any]:
-    """Every setting by its flat name, in the order of the schema."""
-    return {name: value for group in asdict(config).values() for name, value in group.items()}
+def as_flat_dict(config: Config, entry: EntryPoint | None = None) -> dict[str, Any]:
+    """Every setting of an entry point, by default that of the run, by its flat name and in the order of --help."""
+    table = settings(entry or entry_point_of(config))
+    return {name: getattr(getattr(config, setting.group), name) for name, setting in table.items()}
 
 
-def to_yaml(config: Any) -> str:
+def to_yaml(config: Config) -> str:
     """Flat YAML that ``--config`` reads back to an equal tree."""
     import yaml
 

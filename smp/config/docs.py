@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from smp.config.fields import Setting, as_text, docstrings, group_classes, settings
-from smp.config.finetune import FinetuneConfig
-from smp.config.schema import Config
+from smp.config.entry_points import FINETUNE, PRETRAIN, EntryPoint
+from smp.config.fields import Setting, as_text, settings, title_of
 
 PAGE = Path("docs/configuration.md")
 FINETUNING_PAGE = Path("docs/finetuning.md")
@@ -16,53 +13,39 @@ BEGIN = "<!-- settings: written by python -m smp.config.docs -->"
 END = "<!-- end of settings -->"
 
 
-def settings_tables(tree: type = Config) -> str:
-    """One Markdown table per group: flag, values, default and what it does. Of another tree than pretraining's what
-    differs from that."""
-    known = {} if tree is Config else {**settings(), **docstrings_of(Config)}
-    tables = (_group_table(group, cls, tree, known) for group, cls in group_classes(tree).items())
-    return "\n\n".join(table for table in tables if table)
+def settings_tables(entry: EntryPoint = PRETRAIN) -> str:
+    """One Markdown table per group: flag, values, default and what it does. Of another entry point than pretraining's
+    what differs from that."""
+    known = {} if entry is PRETRAIN else settings(PRETRAIN)
+    new = [setting for name, setting in settings(entry).items() if known.get(name) != setting]
+    groups = {group: [setting for setting in new if setting.group == group] for group in entry.groups}
+    return "\n\n".join(_group_table(group, title_of(entry, group), rows) for group, rows in groups.items() if rows)
 
 
-def docstrings_of(tree: type) -> dict[str, str]:
-    """Name of a setting, prefixed by a dot -> its text."""
-    return {f".{name}": text for cls in group_classes(tree).values() for name, text in docstrings(cls).items()}
-
-
-def _group_table(group: str, cls: type, tree: type, known: Mapping[str, Any]) -> str:
-    texts = docstrings(cls)
-    of_group = [setting for setting in settings(tree).values() if setting.group == group]
-    rows = [
-        _row(setting, texts[setting.name])
-        for setting in of_group
-        if known.get(setting.name) != setting or known.get(f".{setting.name}") != texts[setting.name]
-    ]
-    if not rows:
-        return ""
+def _group_table(group: str, title: str, rows: list[Setting]) -> str:
     header = ["| Flag | Value | Default | |", "|---|---|---|---|"]
-    return "\n".join([f"### {group}", "", (cls.__doc__ or "").replace("``", "`"), "", *header, *rows])
+    return "\n".join([f"### {group}", "", title.replace("``", "`"), "", *header, *map(_row, rows)])
 
 
-def _row(setting: Setting, text: str) -> str:
+def _row(setting: Setting) -> str:
     kind = "switch" if setting.type is bool else "words" if setting.many else setting.type.__name__
     values = " ".join(f"`{choice}`" for choice in setting.choices) or kind
-    default = f"`{as_text(setting.default)}`"
-    return f"| `{setting.flag}` | {values} | {default} | {_escape(text)} |"
+    return f"| `{setting.flag}` | {values} | `{as_text(setting.default)}` | {_escape(setting.text)} |"
 
 
 def _escape(text: str) -> str:
     return text.replace("``", "`").replace("|", "\\|").replace("<", "&lt;")
 
 
-def with_tables(page: str, tree: type = Config) -> str:
+def with_tables(page: str, entry: EntryPoint = PRETRAIN) -> str:
     """``page`` with everything between its two markers replaced by the tables of today's schema."""
     head, rest = page.split(BEGIN)
-    return f"{head}{BEGIN}\n\n{settings_tables(tree)}\n\n{END}{rest.split(END)[1]}"
+    return f"{head}{BEGIN}\n\n{settings_tables(entry)}\n\n{END}{rest.split(END)[1]}"
 
 
 def main() -> None:
-    for page, tree in ((PAGE, Config), (FINETUNING_PAGE, FinetuneConfig)):
-        page.write_text(with_tables(page.read_text(encoding="utf-8"), tree), encoding="utf-8")
+    for page, entry in ((PAGE, PRETRAIN), (FINETUNING_PAGE, FINETUNE)):
+        page.write_text(with_tables(page.read_text(encoding="utf-8"), entry), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The schema as a flat table: one ``Setting`` per dataclass field, and the one rule that turns text into a value.
+"""An entry point's settings as a flat table: one ``Setting`` per dataclass field, and the one rule that turns text into
+a value.
 
 Flags, YAML keys, ``--help`` and the table in the docs all read this table, so none can disagree with the schema.
 """
@@ -14,6 +15,7 @@ from dataclasses import MISSING, Field, dataclass, fields
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+from smp.config.entry_points import FINETUNE, PRETRAIN, EntryPoint, Own
 from smp.config.schema import Config, ConfigError
 
 _EXPECTED = {int: "an integer", float: "a finite number", str: "text", bool: "true or false"}
@@ -28,8 +30,8 @@ class Setting:
         group: the name of the group in ``Config``, such as ``"model"``.
         type: ``int``, ``float``, ``str`` or ``bool``.
         choices: allowed texts of a ``Literal``; empty when any value of the type may be given.
-        optional: whether ``None`` (written ``none`` or ``null``) is a value.
-        default: the dataclass default.
+        default: what it is when it is not given.
+        text: what it means, on one line.
         many: several words make the value; a flag takes them one after the other.
     """
 
@@ -37,14 +39,19 @@ class Setting:
     group: str
     type: type
     choices: tuple[str, ...]
-    optional: bool
     default: Any
+    text: str
     many: bool = False
 
     @property
     def flag(self) -> str:
         """The flag on the command line, ``--kebab-case``."""
-        return "--" + self.name.replace("_", "-")
+        return flag_of(self.name)
+
+    @property
+    def optional(self) -> bool:
+        """Whether ``None`` (written ``none`` or ``null``) is a value."""
+        return self.default is None
 
     def parse(self, text: str) -> Any:
         """The value that ``text`` stands for, the same for a flag and for a YAML scalar.
@@ -84,46 +91,80 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
     return f": did you mean {by_lower[near[0]]}?" if near else otherwise
 
 
-def group_classes(tree: type = Config) -> dict[str, type]:
-    """Name of each group in a tree of settings and its dataclass, in order."""
-    hints = get_type_hints(tree)
-    return {group.name: hints[group.name] for group in fields(tree)}
+def flag_of(name: str) -> str:
+    """The flag of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+def given(group: Any, *names: str) -> list[str]:
+    """Those of these settings that are not the schema's default, as on a command line."""
+    changed = {name: getattr(group, name) for name in names if getattr(group, name) != getattr(type(group)(), name)}
+    return [_as_given(flag_of(name), value) for name, value in changed.items()]
+
+
+def _as_given(flag: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return flag if value else "--no-" + flag[2:]
+    return f"{flag} {value}"
+
+
+def entry_point_of(config: Config) -> EntryPoint:
+    """The one whose run it is."""
+    return PRETRAIN if config.objective is None else FINETUNE
+
+
+def group_classes(entry: EntryPoint = PRETRAIN) -> dict[str, type]:
+    """Name of each group of an entry point and its dataclass, in order."""
+    hints = get_type_hints(Config)
+    return {group: get_args(hints[group])[0] if get_args(hints[group]) else hints[group] for group in entry.groups}
 
 
 @cache
-def settings(tree: type = Config) -> dict[str, Setting]:
-    """Every setting by name, in the order of the schema."""
+def settings(entry: EntryPoint = PRETRAIN) -> dict[str, Setting]:
+    """Every setting of an entry point by name, in the order of --help."""
     table: dict[str, Setting] = {}
-    for group, cls in group_classes(tree).items():
-        hints = get_type_hints(cls, include_extras=True)
-        for item in fields(cls):
-            assert item.name not in table, f"{item.name} is in two groups, but flags are flat"
-            table[item.name] = _setting(item, group, hints[item.name])
+    for group, cls in group_classes(entry).items():
+        hints, texts = get_type_hints(cls, include_extras=True), docstrings(cls)
+        items = {item.name: item for item in fields(cls) if item.name not in entry.leaves_out}
+        for name in entry.groups[group] or items:
+            assert name not in table, f"{name} is in two groups, but flags are flat"
+            table[name] = _setting(items[name], group, hints[name], texts[name], entry.own.get(name, Own()))
     return table
 
 
-def _setting(item: Field[Any], group: str, hint: Any) -> Setting:
+def _setting(item: Field[Any], group: str, hint: Any, text: str, own: Own) -> Setting:
     assert item.default is not MISSING, f"{group}.{item.name} has no default"
     options = [arg for arg in get_args(hint) if arg is not type(None)]
-    optional = get_origin(hint) is not Literal and type(None) in get_args(hint)
-    base = options[0] if optional else hint
+    base = options[0] if get_origin(hint) is not Literal and type(None) in get_args(hint) else hint
     many = get_origin(base) is Annotated
     base = get_args(base)[0] if many else base
     choices = get_args(base) if get_origin(base) is Literal else ()
     kind = str if choices else base
     assert kind in _EXPECTED, f"{group}.{item.name}: no rule for type {hint}"
-    return Setting(item.name, group, kind, choices, optional, item.default, many)
+    default = item.default if own.default is ... else own.default
+    return Setting(
+        name=item.name,
+        group=group,
+        type=kind,
+        choices=own.choices or choices,
+        default=default,
+        text=own.text or text,
+        many=many,
+    )
 
 
 def docstrings(cls: type) -> dict[str, str]:
     """The text under each field of a dataclass, on one line (from the source: Python keeps none at run time)."""
-    texts: dict[str, str] = {}
-    for base in cls.__bases__:
-        texts |= {} if base is object else docstrings(base)
     body = ast.parse(inspect.getsource(cls)).body[0]
     assert isinstance(body, ast.ClassDef)
+    texts: dict[str, str] = {}
     for item, following in zip(body.body, body.body[1:], strict=False):
         match item, following:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                 texts[name] = " ".join(text.split())
     return texts
+
+
+def title_of(entry: EntryPoint, group: str) -> str:
+    """What a group is about."""
+    return entry.titles.get(group) or group_classes(entry)[group].__doc__ or ""

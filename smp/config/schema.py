@@ -2,7 +2,8 @@
 
 Flags, YAML keys, ``--help`` and the table in ``docs/configuration.md`` are generated from these fields, so a field's
 docstring is its documentation. Names are flat: a field name is unique over all groups, ``--kebab-case`` on the command
-line and ``snake_case`` in YAML. They are Megatron's names wherever Megatron has one.
+line and ``snake_case`` in YAML. They are Megatron's names wherever Megatron has one. Which of them an entry point has,
+and where its defaults and texts are others, is in ``smp.config.entry_points``.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ class DataConfig:
     rampup_batch_size: Words | None = None
     """Three numbers: the batch to start with, what is added each time, and the samples over which it grows to
     --global-batch-size."""
-    packing: Literal["stream", "best-fit"] = "stream"
+    packing: Literal["stream", "best-fit", "off"] | None = "stream"
     """How documents become sequences. stream: laid end to end and cut every --seq-length tokens. best-fit: a document
     that fits is never cut; sequences are filled by best-fit decreasing and padded."""
     reset_attention_mask: bool = False
@@ -177,6 +178,47 @@ class DataConfig:
     """No loss where the last token of a document would have to predict the first one of the next."""
     num_workers: int = 2
     """Threads that read batches ahead; 0 reads each when it is needed."""
+    chat_template: str | None = None
+    """File with a Jinja chat template, instead of the tokenizer's own."""
+    mask_prompt: bool = True
+    """Train on what the assistant says (or the completion) only; --no-mask-prompt trains on all tokens."""
+    bad_sample_threshold: float = 0.01
+    """Largest fraction of samples that may be broken (not JSON, unknown role, nothing to train on). They are left out
+    and named by line number; more are an error."""
+    preview: int = 0
+    """Print so many samples as the model would see them, trained tokens in colour (in a pipe: in ⟦ ⟧), and end."""
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank adapters (LoRA) instead of training all weights."""
+
+    lora_rank: int | None = None
+    """Freeze the model and train adapters of this rank. Default: all weights are trained."""
+    lora_alpha: float | None = None
+    """What an adapter adds is scaled by alpha / rank. Default: 2 x rank."""
+    lora_dropout: float | None = None
+    """Dropout on the input of adapters. Default: 0, or that of --load-adapter."""
+    lora_target_modules: str | None = None
+    """Linear layers that get an adapter: shell patterns with commas in between, of whole names or of their last part
+    (query, key, value, output, gate, up, down). Default: all of them."""
+    load_adapter: str | None = None
+    """Start from the adapter in this folder of peft's format, which brings rank, alpha and target modules."""
+
+
+@dataclass
+class ObjectiveConfig:
+    """What is minimised."""
+
+    objective: Literal["sft", "dpo"] = "sft"
+    """sft: cross-entropy of the samples; dpo: direct preference optimization on pairs of answers."""
+    dpo_beta: float = 0.1
+    """How far the policy is held to the reference: scales the difference of log-ratios."""
+    dpo_label_smoothing: float = 0.0
+    """Probability that a preference is the wrong way round, below 0.5 (conservative DPO)."""
+    dpo_reference: Literal["adapters-off", "copy", "precomputed"] | None = None
+    """Where log-probabilities of the reference come from: the model without its adapters, a frozen copy, or a table
+    that is computed before training. Default: adapters-off with --lora-rank, else copy."""
 
 
 @dataclass
@@ -247,6 +289,8 @@ class TrainingConfig:
     Chrome trace that tools/plot_pipeline.py draws."""
     dry_run: bool = False
     """Print the resolved settings, the mesh, parameters per rank and a memory estimate, then exit."""
+    train_epochs: int | None = None
+    """Passes over the training samples, instead of --train-iters and --train-samples."""
 
 
 @dataclass
@@ -281,6 +325,8 @@ class CheckpointConfig:
     """Keep checkpoints whose iteration is a multiple of this."""
     keep_best_k: int | None = None
     """Keep so many checkpoints with the lowest validation loss. Needs --eval-interval, which measures it."""
+    resume: bool = False
+    """Go on from the newest checkpoint in --save if there is one. The same command line then survives restarts."""
 
 
 @dataclass
@@ -307,12 +353,34 @@ class LoggingConfig:
 
 @dataclass
 class Config:
-    """The whole tree."""
+    """The whole tree. A fine-tuning run has an ``objective``, and adapters if its ``lora`` asks for them; a pretraining
+    run has neither group."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    lora: LoraConfig | None = None
+    objective: ObjectiveConfig | None = None
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are trained instead of all weights."""
+        lora = self.lora
+        return lora is not None and (lora.lora_rank is not None or lora.load_adapter is not None)
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether a sample is a pair of answers."""
+        return self.objective is not None and self.objective.objective == "dpo"
+
+    @property
+    def resume_from(self) -> str | None:
+        """Where the state of a run comes from, as --load of pretraining says it. A fine-tuning run goes on from its own
+        checkpoints or from none: what its --load names is not a state to resume but weights to begin with."""
+        if self.objective is None:
+            return self.checkpoint.load
+        return "auto" if self.checkpoint.resume else None

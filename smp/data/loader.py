@@ -14,34 +14,47 @@ import torch
 from smp.data.sample import IGNORE_INDEX, SampleDataset
 
 _PREFETCH = 2
+ReadBatch = Callable[[np.ndarray], "RankBatch"]
+"""Makes a batch of the samples with given numbers, (micro-batches, samples)."""
 
 
 @dataclass(frozen=True)
-class GlobalBatch:
-    """One data-parallel rank's part of an optimizer step's samples, on the CPU."""
+class RankBatch:
+    """One data-parallel rank's share of the samples of a step, on the CPU.
 
-    tokens: torch.Tensor  # int64 (num_microbatches, micro_batch, seq)
-    labels: torch.Tensor  # int64 (num_microbatches, micro_batch, seq), the next token; IGNORE_INDEX: no loss here
-    sample_index: torch.Tensor  # int64 (num_microbatches, micro_batch), global sample numbers
-    documents: torch.Tensor | None = None  # int64 like tokens: those with one number see each other; None: all do
-    positions: torch.Tensor | None = None  # int64 like tokens; None: counted from 0 in every row
-    widths: tuple[int, ...] | None = None  # columns of each micro-batch that are not padding in all rows; None: all are
-    held: int | None = None  # tokens that are not padding; None: all
+    Attributes:
+        input_ids: int64 (num_microbatches, micro_batch, length).
+        labels: like ``input_ids``, the next token; IGNORE_INDEX: no loss here.
+        sample_index: int64 (num_microbatches, micro_batch), global numbers of the samples.
+        document_ids: like ``input_ids``: tokens with one number see each other; None: all do.
+        position_ids: like ``input_ids``; None: counted from 0 in every row.
+        lengths: of each micro-batch, the columns before those that are padding in all of its rows; None: all columns.
+        padding: tokens that are none.
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    sample_index: torch.Tensor
+    document_ids: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
+    lengths: tuple[int, ...] | None = None
+    padding: int = 0
 
     @property
-    def samples(self) -> int:
+    def num_tokens(self) -> int:
+        """Tokens of this rank, without padding."""
+        return self.input_ids.numel() - self.padding
+
+    @property
+    def num_samples(self) -> int:
         """Samples of this rank."""
         return self.sample_index.numel()
 
-    def held_tokens(self) -> int:
-        """Tokens of this rank that are not padding."""
-        return self.tokens.numel() if self.held is None else self.held
-
-    def count(self) -> int:
+    def num_valid(self) -> int:
         """What the loss is averaged over, on this rank: tokens with a label."""
         return int((self.labels != IGNORE_INDEX).sum())
 
-    def pinned(self) -> GlobalBatch:
+    def pinned(self) -> RankBatch:
         """The same in memory that a GPU copies from by itself."""
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
         pinned: dict[str, Any] = {name: x.pin_memory() for name, x in values if isinstance(x, torch.Tensor)}
@@ -55,7 +68,7 @@ class Unreadable:
     reason: str
 
 
-class BatchLoader(Iterator[GlobalBatch]):
+class BatchLoader(Iterator[RankBatch]):
     """Iterator over optimizer steps, without end, read ahead by background threads.
 
     In the step that starts at sample c, row j of micro-batch m on rank r is sample
@@ -71,7 +84,7 @@ class BatchLoader(Iterator[GlobalBatch]):
         num_workers: threads; each reads whole steps. Without any, a step is read when it is asked for.
         with_documents, with_positions: whether batches carry these.
         pin_memory: for faster copies to a GPU.
-        read: makes a batch of the samples with given numbers, (micro-batches, samples), instead of ``dataset.sample``.
+        read: makes the batches, instead of ``dataset.sample``.
     """
 
     def __init__(
@@ -88,7 +101,7 @@ class BatchLoader(Iterator[GlobalBatch]):
         with_documents: bool = False,
         with_positions: bool = False,
         pin_memory: bool = False,
-        read: Callable[[np.ndarray], GlobalBatch] | None = None,
+        read: ReadBatch | None = None,
     ) -> None:
         assert micro_batch_size > 0 and num_microbatches > 0 and 0 <= dp_rank < dp_size and start_sample >= 0
         self.dataset, self._make = dataset, read or self._stack
@@ -98,7 +111,7 @@ class BatchLoader(Iterator[GlobalBatch]):
         self._consumed = self._submitted = start_sample
         self._closed = False
         self._reader = ThreadPoolExecutor(num_workers, thread_name_prefix="batch-reader") if num_workers else None
-        self._pending: deque[tuple[Future[GlobalBatch], int]] = deque()  # with where the next step starts
+        self._pending: deque[tuple[Future[RankBatch], int]] = deque()  # with where the next step starts
         for _ in range(max(_PREFETCH, num_workers) if num_workers else 0):
             self._submit()
 
@@ -107,7 +120,7 @@ class BatchLoader(Iterator[GlobalBatch]):
         """Samples that all ranks together have consumed: where a resumed loader starts."""
         return self._consumed
 
-    def __next__(self) -> GlobalBatch:
+    def __next__(self) -> RankBatch:
         """The next step's batch. An exception of a reader is raised here, again on every further call.
 
         Raises:
@@ -127,7 +140,7 @@ class BatchLoader(Iterator[GlobalBatch]):
         self._submit()
         return batch
 
-    def next_or_reason(self) -> GlobalBatch | Unreadable:
+    def next_or_reason(self) -> RankBatch | Unreadable:
         """As ``next``, but bad data are returned: a rank alone must not leave the others waiting."""
         try:
             return next(self)
@@ -152,21 +165,21 @@ class BatchLoader(Iterator[GlobalBatch]):
         step = start + np.arange(self._batch_size(start))
         return step.reshape(-1, self._dp_size, self._micro)[:, self._dp_rank]
 
-    def _read(self, start: int) -> GlobalBatch:
+    def _read(self, start: int) -> RankBatch:
         batch = self._make(self._indices(start))
         return batch.pinned() if self._pin else batch
 
-    def _stack(self, indices: np.ndarray) -> GlobalBatch:
+    def _stack(self, indices: np.ndarray) -> RankBatch:
         samples = [self.dataset.sample(index) for index in indices.ravel().tolist()]
 
         def rows(arrays: list[np.ndarray]) -> torch.Tensor:
             return torch.from_numpy(np.stack(arrays)).view(*indices.shape, -1)
 
-        return GlobalBatch(
-            rows([sample.tokens for sample in samples]),
-            rows([sample.labels for sample in samples]),
-            torch.from_numpy(indices.copy()),
-            rows([sample.documents for sample in samples]) if self._with_documents else None,
-            rows([sample.positions for sample in samples]) if self._with_positions else None,
-            held=sum(len(sample.tokens) - sample.padding for sample in samples),
+        return RankBatch(
+            input_ids=rows([sample.input_ids for sample in samples]),
+            labels=rows([sample.labels for sample in samples]),
+            sample_index=torch.from_numpy(indices.copy()),
+            document_ids=rows([sample.document_ids for sample in samples]) if self._with_documents else None,
+            position_ids=rows([sample.position_ids for sample in samples]) if self._with_positions else None,
+            padding=sum(sample.padding for sample in samples),
         )

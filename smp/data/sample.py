@@ -17,22 +17,22 @@ class Sample:
     """One sequence. All arrays are int64 (seq_length,).
 
     Attributes:
-        tokens: ids.
+        input_ids: the tokens.
         labels: the id that follows each; IGNORE_INDEX: no loss here.
-        documents: numbers of the documents within the sequence, ascending; padding counts as one.
+        document_ids: numbers of the documents within the sequence, ascending; padding counts as one.
         padding: places at the end that hold nothing.
     """
 
-    tokens: npt.NDArray[np.int64]
+    input_ids: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
-    documents: npt.NDArray[np.int64]
+    document_ids: npt.NDArray[np.int64]
     padding: int = 0
 
     @property
-    def positions(self) -> npt.NDArray[np.int64]:
+    def position_ids(self) -> npt.NDArray[np.int64]:
         """Places of the tokens in their documents, or in what of them the sequence holds."""
-        place = np.arange(len(self.documents))
-        begins = np.diff(self.documents, prepend=-1) != 0
+        place = np.arange(len(self.document_ids))
+        begins = np.diff(self.document_ids, prepend=-1) != 0
         return place - np.maximum.accumulate(np.where(begins, place, 0))
 
 

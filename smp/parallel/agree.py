@@ -38,6 +38,14 @@ def every_rank(flag: bool) -> bool:
     return not any_rank(not flag)
 
 
+def sum_over_ranks(*numbers: int) -> list[int]:
+    """The sum of each number over all ranks."""
+    sums = torch.tensor(numbers, dtype=torch.int64)
+    if dist.is_initialized():
+        dist.all_reduce(sums)
+    return sums.tolist()
+
+
 def gather(value: Answer) -> list[Answer]:
     """The values of all ranks, in their order."""
     if not dist.is_initialized():

@@ -14,7 +14,6 @@ from smp.checkpoint.folder import Folder
 from smp.checkpoint.latest import iteration_name
 from smp.checkpoint.local import open_folder
 from smp.config import Config
-from smp.config.finetune import FinetuneConfig
 from smp.convert.adapters import Adapter, family_for
 from smp.convert.hf import BESIDE, carried, copy_companions
 from smp.convert.hf_config import CONFIG, is_hf_folder, read_hf_config
@@ -25,9 +24,9 @@ ADAPTER = "adapter"
 """Folder beside the checkpoints of a run with the adapters of its end."""
 
 
-def reference_config(tuning: FinetuneConfig) -> dict[str, Any] | None:
+def reference_config(config: Config) -> dict[str, Any] | None:
     """config.json of the model in --load, if there is one."""
-    load = tuning.checkpoint.load
+    load = config.checkpoint.load
     return read_hf_config(load) if load is not None and is_hf_folder(load) else None
 
 
@@ -55,18 +54,18 @@ def _read(folder: Folder, manifest: Manifest, name: str) -> torch.Tensor:
     return out
 
 
-def publish_adapter(config: Config, tuning: FinetuneConfig, iteration: int) -> str:
+def publish_adapter(config: Config, iteration: int) -> str:
     """Write the adapters of the checkpoint of ``iteration`` to ``<save>/adapter``; returns where that is. On one rank.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or the folder not be written.
     """
-    assert config.checkpoint.save is not None
+    assert config.checkpoint.save is not None and config.lora is not None
     root = open_folder(config.checkpoint.save)
     saved, folder = root.child(iteration_name(iteration)), root.child(ADAPTER)
     adapters = read_saved_adapters(saved, read_manifest(saved))
-    family = family_for(config.model, reference_config(tuning))
-    dropout, base = tuning.lora.lora_dropout or 0.0, str(tuning.checkpoint.load)
+    family = family_for(config.model, reference_config(config))
+    dropout, base = config.lora.lora_dropout or 0.0, str(config.checkpoint.load)
     try:
         write_adapters(folder, adapters, config.model, family, dropout=dropout, base=base)
     except OSError as error:
@@ -74,14 +73,14 @@ def publish_adapter(config: Config, tuning: FinetuneConfig, iteration: int) -> s
     return str(folder)
 
 
-def leave_companions(tuning: FinetuneConfig) -> None:
-    """Put what goes with the tuned model (tokenizer, chat template, config.json) beside the checkpoints, as this run
-    uses it: who exports the model, or trains on, finds it there. On one rank; needs a --save on a file system.
+def leave_companions(config: Config) -> None:
+    """Put what goes with the model (tokenizer, chat template, config.json) beside the checkpoints, as this run uses it:
+    who exports the model, or trains on, finds it there. On one rank; needs a --save on a file system.
 
     Raises:
         CheckpointError: it cannot be written.
     """
-    load, save, given = str(tuning.checkpoint.load), tuning.checkpoint.save, tuning.data.tokenizer_model
+    load, save, given = str(config.checkpoint.load), config.checkpoint.save, config.data.tokenizer_model
     if save is None or (root := open_folder(save).local) is None:
         return
     source = Path(load) if is_hf_folder(load) else (None if "://" in load else carried(Path(load)))
@@ -94,8 +93,8 @@ def leave_companions(tuning: FinetuneConfig) -> None:
             copy_companions(source if given is None else Path(given), folder)
         else:
             shutil.copyfile(given, folder / "tokenizer.model")
-        if tuning.data.chat_template is not None:
-            shutil.copyfile(tuning.data.chat_template, folder / "chat_template.jinja")
+        if config.data.chat_template is not None:
+            shutil.copyfile(config.data.chat_template, folder / "chat_template.jinja")
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written: {error}") from None
 

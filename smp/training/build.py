@@ -1,12 +1,15 @@
-"""The model of a run, and the way its micro-batches go through it."""
+"""The model of a run, and how its micro-batches go through it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from smp.config import Config
+from smp.config.batch import BatchSizes
+from smp.data.loader import BatchLoader, ReadBatch
 from smp.kernels.attention import AttentionShape, choose_attention
 from smp.kernels.dispatch import Kernels, choose_kernels, describe_kernels
 from smp.layers import init_weights
@@ -14,7 +17,7 @@ from smp.models.gpt import GPT
 from smp.parallel.context import ParallelContext
 from smp.pipeline.plan import Plan
 from smp.sharding.parallelize import parallelize
-from smp.training.passes import Accumulation, Inputs, MakeInputs, Passes
+from smp.training.forward_backward import Accumulation, ForwardBackward
 from smp.training.pipelined import Pipelined
 
 
@@ -76,47 +79,85 @@ def choose_backends(
     return Backends(replace(kernels, attention=attention.core), tuple(lines))
 
 
-def build_model(
-    config: Config, context: ParallelContext, device: torch.device, backends: Backends, plan: Plan | None = None
-) -> GPT:
-    """Built without memory, sharded, and only then filled: no rank ever holds more than its part.
+@dataclass(frozen=True)
+class Workplace:
+    """Where and how a run computes, before there is a model.
 
-    Args:
-        config: resolved settings.
-        context: of the run.
-        device: where the parameters go.
+    Attributes:
+        context: meshes and groups.
+        device: of the model.
         backends: what computes.
-        plan: of the pipeline; without one every rank has the whole model.
+        plan: of the pipeline; None: every rank has the whole model.
     """
-    model = assemble(config, context, backends, plan)
-    parallelize(model, context, config.parallel)
-    model.to_empty(device=device)
+
+    context: ParallelContext
+    device: torch.device
+    backends: Backends
+    plan: Plan | None = None
+
+
+def build_model(config: Config, place: Workplace) -> GPT:
+    """A model with initial weights. Built without memory, sharded, and only then filled: no rank ever holds more than
+    its part."""
+    model = assemble(config, place)
+    parallelize(model, place.context, config.parallel)
+    model.to_empty(device=place.device)
     init_weights(model, config.training.seed)
     return model
 
 
-def assemble(config: Config, context: ParallelContext, backends: Backends, plan: Plan | None) -> GPT:
-    """This rank's parts of the model, without memory and not yet sharded. Arguments as in :func:`build_model`."""
+def assemble(config: Config, place: Workplace) -> GPT:
+    """This rank's parts of the model, without memory and not yet sharded."""
+    context, plan = place.context, place.plan
     return GPT(
         config.model,
         context,
         seed=config.training.seed,
         compute_dtype=torch.bfloat16 if config.parallel.bf16 else None,
         parts=None if plan is None else list(plan.stages_of(context.pp_rank).values()),
-        kernels=backends.kernels,
+        kernels=place.backends.kernels,
     )
 
 
-def build_passes(
+def build_forward_backward(config: Config, place: Workplace, model: GPT) -> ForwardBackward:
+    """Through the pipeline, or without one by accumulation."""
+    if place.plan is None:
+        return Accumulation(model)
+    return Pipelined(config, place.plan, model, place.context, place.device)
+
+
+def batch_loader(
     config: Config,
-    context: ParallelContext,
-    device: torch.device,
-    model: GPT,
-    plan: Plan | None,
-    make_inputs: MakeInputs = Inputs,
-    rows: int = 1,
-) -> Passes:
-    """Through the pipeline that ``plan`` describes, or without one by accumulation; ``rows`` of each sample."""
-    if plan is None:
-        return Accumulation(model, device, make_inputs)
-    return Pipelined(config, plan, model, context, device, make_inputs, rows)
+    place: Workplace,
+    dataset: Any,
+    read: ReadBatch | None = None,
+    *,
+    start: int = 0,
+    sizes: BatchSizes | None = None,
+) -> BatchLoader:
+    """Reads this rank's shares of a data set.
+
+    Args:
+        config: resolved settings.
+        place: of the run.
+        dataset: what to read: a ``SampleDataset``, or anything when ``read`` is given.
+        read: makes a batch of numbered samples; without it they are stacked.
+        start: samples already consumed by all ranks.
+        sizes: of the steps; by default all are --global-batch-size.
+    """
+    data, context = config.data, place.context
+    assert data.global_batch_size is not None, "resolved before"
+    return BatchLoader(
+        dataset,
+        micro_batch_size=data.micro_batch_size,
+        num_microbatches=data.global_batch_size // (data.micro_batch_size * context.data_size),
+        dp_rank=context.data_rank,
+        dp_size=context.data_size,
+        start_sample=start,
+        batch_size=sizes,
+        num_workers=data.num_workers,
+        with_documents=data.reset_attention_mask,
+        with_positions=data.reset_position_ids,
+        pin_memory=place.device.type == "cuda",
+        read=read,
+    )

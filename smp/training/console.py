@@ -14,8 +14,6 @@ from smp.training.device_peak import peak_flops
 from smp.training.metrics import MetricsLog, log_line
 from smp.training.trainer import Progress, StepResult
 
-_NOTHING: Mapping[str, float] = {}
-
 
 class Console:
     """Reports steps and evaluations; on ranks other than 0 it does nothing.
@@ -35,7 +33,7 @@ class Console:
         self.config, self.layout, self.device = config, layout, device
         self._speaks = rank == 0
         self._window: list[StepResult] = []
-        self._progress, self._more = Progress(), _NOTHING
+        self._progress = Progress()
         if not self._speaks:
             return
         assert config.model.vocab_size is not None and config.data.seq_length is not None
@@ -57,15 +55,14 @@ class Console:
         if self._speaks:
             tqdm.write(line)
 
-    def step(self, progress: Progress, result: StepResult, more: Mapping[str, float] = _NOTHING) -> None:
+    def step(self, progress: Progress, result: StepResult) -> None:
         """Note a step; every --log-interval iterations, and for the last ones at the end, write a line and a record.
 
-        A skipped step is said at once. ``progress`` may be a step ahead of ``result``. ``more`` is what else the step
-        measured, for the record and the end of the line.
+        A skipped step is said at once. ``progress`` may be a step ahead of ``result``.
         """
         if not self._speaks:
             return
-        self._progress, self._more = progress, more
+        self._progress = progress
         self._bar.update(1)
         self._window.append(result)
         if result.skipped:
@@ -74,13 +71,13 @@ class Console:
                 "step skipped"
             )
         if result.iteration % self.config.logging.log_interval == 0:
-            self._report(progress, more)
+            self._report(progress)
 
-    def _report(self, progress: Progress, more: Mapping[str, float]) -> None:
+    def _report(self, progress: Progress) -> None:
         last_step = self._window[-1]
         finite = [r for r in self._window if not r.skipped]
         last = finite[-1] if finite else last_step
-        tokens = sum(r.tokens for r in self._window) / len(self._window)
+        tokens = sum(r.num_tokens for r in self._window) / len(self._window)
         waited = sum(r.waited for r in self._window) / len(self._window)
         seconds = waited + sum(r.seconds for r in self._window) / len(self._window)
         record = {
@@ -88,7 +85,7 @@ class Console:
             "learning rate": last.learning_rate,
             "grad norm": last.grad_norm,
             "consumed samples": last_step.consumed_samples,
-            "global batch size": last_step.samples,
+            "global batch size": last_step.num_samples,
             "skipped iterations": progress.skipped_iterations,
             "nan iterations": progress.nan_iterations,
             "seconds per iteration": seconds,
@@ -96,11 +93,11 @@ class Console:
             "tokens/s": tokens / seconds,
             "TFLOP/s per process": self._tflop_per_token * tokens / seconds,
             **self._device_record(self._tflop_per_token * tokens / seconds),
-            **more,
+            **last_step.metrics,
         }
         self._window.clear()
         self._metrics.log(last_step.iteration, record)
-        self.say(log_line(self.config, last_step.iteration, record) + _texts(more))
+        self.say(log_line(self.config, last_step.iteration, record) + _texts(last_step.metrics))
 
     def _device_record(self, rate: float) -> dict[str, float]:
         """Memory, and the fraction of the peak rate where that is known."""
@@ -122,13 +119,13 @@ class Console:
         """Report the steps since the last line, flush and close the sinks."""
         if self._speaks:
             if self._window:
-                self._report(self._progress, self._more)
+                self._report(self._progress)
             self._bar.close()
             self._metrics.close()
 
 
-def _texts(more: Mapping[str, float]) -> str:
-    return "".join(f" {name}: {value:.6f} |" for name, value in more.items())
+def _texts(metrics: Mapping[str, float]) -> str:
+    return "".join(f" {name}: {value:.6f} |" for name, value in metrics.items())
 
 
 def _peak_resident_bytes() -> int:

@@ -6,7 +6,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from smp.config import Config, Layout, to_yaml
-from smp.config.finetune import FinetuneConfig
 from smp.convert.adapters import TENSORS
 from smp.layers.head import CHUNK_BYTES
 from smp.layers.lora import matching
@@ -18,8 +17,8 @@ from smp.pipeline.validate import peak_activations, peak_losses
 from smp.training.memory import MemoryEstimate, Tuned, estimate_memory
 
 
-def describe(config: Config, world_size: int, tuning: FinetuneConfig | None = None) -> str:
-    """Settings, mesh, parameters and memory; of a fine-tuning run with its own settings.
+def describe(config: Config, world_size: int) -> str:
+    """Settings, mesh, parameters and memory.
 
     Text that --config reads back: what is no setting is a comment, and the recipe trains.
     """
@@ -28,17 +27,16 @@ def describe(config: Config, world_size: int, tuning: FinetuneConfig | None = No
     assert vocab is not None and length is not None
     count = count_parameters(config.model, vocab)
     plan = plan_pipeline(config, layout) if layout.pp > 1 else None
-    tuned = Tuned() if tuning is None else _tuned(tuning, layout)
+    tuned = _tuned(config, layout)
     memory = _largest(config, layout, plan, tuned)
     tflop = training_flops_per_token(config.model, length, vocab) / 1e12
-    settings = config if tuning is None else tuning
-    recipe = to_yaml(replace(settings, training=replace(settings.training, dry_run=False)))  # type: ignore[arg-type]
+    recipe = to_yaml(replace(config, training=replace(config.training, dry_run=False)))
     lines = [
         f"mesh: {_mesh(layout)}",
         f"parameters: {count.total:,} (vocabulary and positions {count.embedding:,}, "
         f"{config.model.num_layers} blocks of {count.per_layer:,})",
         *([] if plan is None else describe_plan(plan, config)),
-        *([] if tuning is not None else [f"parameters per rank: {memory.parameters // 4:,}"]),
+        *([] if config.objective is not None else [f"parameters per rank: {memory.parameters // 4:,}"]),
         f"training: {tflop:.6f} TFLOP per token, {(config.data.global_batch_size or 0) * length:,} tokens per step",
         "memory per rank, estimated:" if plan is None else "memory of the rank that needs most, estimated:",
         *(f"  {f.name.replace('_', ' '):18s}{getattr(memory, f.name) / 2**30:10.3f} GiB" for f in fields(memory)),
@@ -68,21 +66,23 @@ def _largest(config: Config, layout: Layout, plan: Plan | None, tuned: Tuned) ->
     return max(ranks, key=lambda estimate: estimate.total)
 
 
-def _tuned(tuning: FinetuneConfig, layout: Layout) -> Tuned:
-    pairs, copies = tuning.objective.objective != "sft", tuning.objective.dpo_reference == "copy"
-    return Tuned(adapter_elements(tuning, layout), rows=1 + pairs, copies=int(copies))
+def _tuned(config: Config, layout: Layout) -> Tuned:
+    copies = config.objective is not None and config.objective.dpo_reference == "copy"
+    return Tuned(adapter_elements(config, layout), rows=1 + config.has_pairs, copies=int(copies))
 
 
-def adapter_elements(tuning: FinetuneConfig, layout: Layout) -> int:
+def adapter_elements(config: Config, layout: Layout) -> int:
     """Elements of all adapters on one process. Those of a file are taken to be fp32, and not shared."""
-    lora = tuning.lora
+    lora = config.lora
+    if lora is None:
+        return 0
     if lora.load_adapter is not None:
         path = Path(lora.load_adapter) / TENSORS
         return path.stat().st_size // 4 if path.is_file() else 0
     if lora.lora_rank is None:
         return 0
     assert lora.lora_target_modules is not None, "filled in before"
-    weights = {p.module: p for p in inventory(tuning.model) if p.linear}
+    weights = {p.module: p for p in inventory(config.model) if p.linear}
     targets = [target.strip() for target in lora.lora_target_modules.split(",")]
     chosen = {name for target in targets for name in matching(list(weights), target)}
     # A (rank, in) and B (out, rank) are cut as the weight (out, in) is

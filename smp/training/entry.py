@@ -20,7 +20,7 @@ Settings = TypeVar("Settings")
 
 def run_command(
     argv: list[str],
-    logging: type[LoggingConfig],
+    log_dir: str,
     read: Callable[[list[str], int], tuple[Settings, LoggingConfig | None]],
     launch: Callable[[Settings, Process], int],
 ) -> int:
@@ -29,7 +29,7 @@ def run_command(
 
     Args:
         argv: the command line.
-        logging: whose default place of logs this entry point has.
+        log_dir: default place of this entry point's logs.
         read: (command line, number of processes) -> settings, and where logs go; None: nothing will be trained.
         launch: runs; imports torch, which takes seconds.
     """
@@ -51,7 +51,7 @@ def run_command(
         return gone
     except (ConfigError, DamageError) as error:
         report(str(error), rank)
-        if rank == 0 and (path := status_file_in(argv, logging.log_dir)) is not None:
+        if rank == 0 and (path := status_file_in(argv, log_dir)) is not None:
             _write_status(path, error)
         return exit_code(error)
     with lasting_output():

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from smp.config import ConfigError, Layout, resolve
+from smp.config import Config, ConfigError, Layout, resolve
 from smp.config.cli import build_tree, read_values
-from smp.config.finetune import FinetuneConfig
-from smp.config.finetune_checks import fill_in
+from smp.config.entry_points import FINETUNE
+from smp.config.fields import flag_of
+from smp.config.finetune import fill_in
 from smp.convert.describe import read_architecture
 from smp.convert.hf_config import FREE
 from smp.data.tuning.build import TuningData, read_data
@@ -22,8 +23,8 @@ CARRIED, BESIDE = "hf", "model_files"
 
 
 def read_finetune_settings(
-    argv: list[str], world_size: int, before_data: Callable[[FinetuneConfig], None] = lambda config: None
-) -> tuple[FinetuneConfig, TuningData | None]:
+    argv: list[str], world_size: int, before_data: Callable[[Config], None] = lambda config: None
+) -> tuple[Config, TuningData | None]:
     """Parse, fill in defaults, check, and read the data; there are none in a dry run without --data-path.
 
     Args:
@@ -34,10 +35,10 @@ def read_finetune_settings(
     Raises:
         ConfigError: one line that names the flag to change.
     """
-    values = read_values(argv, FinetuneConfig, "The architecture is that of the model in --load.")
+    values = read_values(argv, FINETUNE, "The architecture is that of the model in --load.")
     if "model" in values:
         raise ConfigError(f"--model {values['model']}: the architecture is that of the model in --load; leave it out")
-    config = fill_in(build_tree(FinetuneConfig, values))
+    config = fill_in(build_tree(FINETUNE, values))
     config = _with_architecture(config, set(values))
     config = _sized(config, world_size)
     tokenizer = _tokenizer(config)
@@ -49,22 +50,21 @@ def read_finetune_settings(
         config = replace(config, training=replace(config.training, train_samples=samples))
     if config.data.preview:
         return config, data
-    run = resolve(config.as_run(), world_size)
-    layout = Layout.from_config(run.parallel, world_size)
+    config = resolve(config, world_size)
+    layout = Layout.from_config(config.parallel, world_size)
     if layout.pp > 1:
-        plan_pipeline(run, layout)
-    return config.with_run(run), data
+        plan_pipeline(config, layout)
+    return config, data
 
 
-def _sized(config: FinetuneConfig, world_size: int) -> FinetuneConfig:
+def _sized(config: Config, world_size: int) -> Config:
     """With the defaults that do not depend on how long the run is: that may follow from the data."""
     any_length = replace(config.training, dry_run=True)
-    run = resolve(replace(config, training=any_length).as_run(), world_size)
-    data = replace(config.data, seq_length=run.data.seq_length, global_batch_size=run.data.global_batch_size)
-    return replace(config, model=run.model, parallel=run.parallel, data=data)
+    sized = resolve(replace(config, training=any_length), world_size)
+    return replace(sized, optim=config.optim, training=config.training)
 
 
-def _with_architecture(config: FinetuneConfig, given: set[str]) -> FinetuneConfig:
+def _with_architecture(config: Config, given: set[str]) -> Config:
     """The model as the folder describes it. What was given beside may only be what does not change it."""
     load = config.checkpoint.load
     assert load is not None, "checked before"
@@ -76,12 +76,12 @@ def _with_architecture(config: FinetuneConfig, given: set[str]) -> FinetuneConfi
     for field in dataclasses.fields(config.model):
         name, value = field.name, getattr(config.model, field.name)
         if name in given and name not in FREE and value != found.get(name, value):
-            flag = "--" + name.replace("_", "-")
+            flag = flag_of(name)
             raise ConfigError(f"--load {load} is a model with {flag} {found[name]}, not {value}; leave {flag} out")
     return replace(config, model=replace(config.model, **found))
 
 
-def _tokenizer(config: FinetuneConfig) -> TuningTokenizer:
+def _tokenizer(config: Config) -> TuningTokenizer:
     """Of --tokenizer-model, or what came with the model."""
     given, load = config.data.tokenizer_model, Path(config.checkpoint.load or "")
     try:

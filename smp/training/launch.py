@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,32 +15,33 @@ from smp.config.command import DamageError, exit_code, lacks_memory
 from smp.parallel.agree import on_all_or_none
 from smp.pipeline.failure import PipelineError
 from smp.training.describe import describe
-from smp.training.pretrain import Outcome, Pretraining
 from smp.training.process import Process, ended, status_path, write_status
+from smp.training.run import Outcome, Run, RunParts
 from smp.training.runtime import StopSignal, report_once, start_process_group
 from smp.training.settings import report, report_own
 from smp.training.trainer import TrainingError
 
 
-def launch(config: Config, process: Process, kind: Callable[..., Pretraining] | None = None) -> int:
+def launch(config: Config, process: Process, make_parts: Callable[[], RunParts], notes: Sequence[str] = ()) -> int:
     """Run, report why it ended, and return the exit code: 0, 1 when it failed or found damage, 2 when what was asked
     cannot be done.
 
     Args:
         config: resolved settings.
         process: this one.
-        kind: makes the run; by default a ``Pretraining``.
+        make_parts: makes the parts of the run; may read files.
+        notes: what --dry-run says beside the settings.
     """
     if config.training.dry_run:
         if process.rank == 0:
-            print(describe(config, process.world_size))
+            print("\n".join([describe(config, process.world_size), *(f"# {line}" for line in notes)]))
         return 0
     parallel = config.parallel
     device = start_process_group(process, parallel.distributed_timeout_minutes, config.training.deterministic_mode)
     stop = StopSignal()
-    run: Pretraining | None = None
+    run: Run | None = None
     try:
-        run = (kind or Pretraining)(config, process, device, stop)
+        run = Run(make_parts(), process, device, stop)
         path, iteration = status_path(config.logging), _iteration(run)
         running = (lambda: write_status(path, "running", "", iteration)) if process.rank == 0 else (lambda: None)
         on_all_or_none(running, ConfigError, f"--status-file {path}")
@@ -93,8 +94,8 @@ def _out_of_memory(error: BaseException, config: Config) -> str | None:
     )
 
 
-def _iteration(run: Pretraining | None) -> int:
-    return 0 if run is None else run.trainer.progress.iteration
+def _iteration(run: Run | None) -> int:
+    return 0 if run is None else run.iteration
 
 
 def _write_outcome(config: Config, process: Process, outcome: Outcome, started: bool) -> None:

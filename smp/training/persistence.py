@@ -17,6 +17,9 @@ from smp.checkpoint.folder import Folder
 from smp.checkpoint.latest import misnamed
 from smp.checkpoint.retention import VALIDATION_LOSS
 from smp.config import Config, ConfigError, OptimizerConfig, as_flat_dict
+from smp.config.entry_points import PRETRAIN
+from smp.config.fields import flag_of
+from smp.config.schema import LoraConfig, ObjectiveConfig
 from smp.convert.hf_config import FREE
 from smp.convert.load import load_weights
 from smp.convert.smp_format import SmpWeights
@@ -25,9 +28,14 @@ from smp.parallel.agree import gather
 from smp.training.saved_run import SavedRun
 from smp.training.trainer import Progress
 
-_NOTHING: Mapping[str, Any] = {}
-TUNED = "finetune"
+_FINETUNE = "finetune"
 """Settings of a fine-tuning run in ``extra``, beside those that it shares with pretraining."""
+
+_OWN = (
+    *(field.name for group in (LoraConfig, ObjectiveConfig) for field in fields(group)),
+    *("load", "ckpt_step", "tokenizer_model", "chat_template", "mask_prompt", "train_epochs"),
+)
+"""Those of them that a resume compares."""
 
 _ORDER = ("seed", "split", "seq_length", "packing", "data_path", "mock_data")
 """Settings that the order of the data is a function of."""
@@ -45,7 +53,6 @@ def run_state(
     optimizer: torch.optim.Optimizer,
     progress: Progress,
     validation_loss: float | None,
-    more: Mapping[str, Any] = _NOTHING,
 ) -> dict[str, Any]:
     """Arguments of ``checkpoint.save``: the tensors, what else a resume needs, and the padded rows.
 
@@ -55,19 +62,17 @@ def run_state(
         optimizer: over its parameters.
         progress: counters.
         validation_loss: of exactly these weights, if it was measured.
-        more: settings beside ``config``, by group.
     """
-    frozen = not getattr(model, "frozen", False)  # adapters are saved without the model that they belong to
+    frozen = not config.has_adapters  # they are saved without the model that they belong to
     tensors, own_steps = checkpoint.training_state(model, optimizer, frozen=frozen)
     steps = {name: step for part in gather(own_steps) for name, step in part.items()}  # pipeline ranks hold parts
     extra = {
         "progress": asdict(progress),
         "optimizer_steps": steps,
         VALIDATION_LOSS: validation_loss,
-        "config": as_flat_dict(config),
         "world_size": dist.get_world_size(),
         "smp_version": __version__,
-        **more,
+        **noted_settings(config),
     }
     if not frozen:
         scales = gather({name: adapter.alpha / adapter.rank for name, adapter in adapters_of(model).items()})
@@ -76,17 +81,26 @@ def run_state(
     return {"state": tensors, "extra": extra, "logical_rows": rows}
 
 
+def noted_settings(config: Config) -> dict[str, dict[str, Any]]:
+    """What a checkpoint says of the settings, by group: by pretraining's names, so that any run can compare them, and
+    of a fine-tuning run its own beside them."""
+    shared = as_flat_dict(config, PRETRAIN)
+    if config.objective is None:
+        return {"config": shared}
+    packing = "best-fit" if config.data.packing == "best-fit" else "stream"
+    shared |= {"packing": packing, "load": config.resume_from, "ckpt_step": None}
+    every = as_flat_dict(config)
+    return {"config": shared, _FINETUNE: {name: every[name] for name in _OWN}}
+
+
 def load_training(
     folder: Folder,
     manifest: Manifest,
     config: Config,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    more: Mapping[str, Any] = _NOTHING,
 ) -> tuple[Progress, list[str]]:
     """Fill model and optimizer from ``folder``; returns the progress and what to tell the user.
-
-    ``more`` are settings beside ``config``, by group, as in :func:`run_state`.
 
     With --no-load-optim the optimizer is left as it is, with --finetune the progress is none as well.
 
@@ -97,49 +111,46 @@ def load_training(
     finetune = config.checkpoint.finetune
     saved = SavedRun.for_weights(manifest.extra) if finetune else SavedRun.of(manifest.extra, folder)
     has_manifest = saved.progress is not None and saved.progress.data is not None
-    notes = compare_settings(saved.config, config, as_flat_dict(config), has_manifest)
+    noted = noted_settings(config)
+    notes = compare_settings(saved.config, config, noted["config"], has_manifest)
     if finetune:
         loading = load_weights(model, lambda: SmpWeights(folder, manifest, config.model))
         at = [] if saved.progress is None else [f"weights are those of iteration {saved.progress.iteration}"]
         return Progress(), [*loading, *at]
-    _check_history(folder, manifest, saved, model, more)
+    _check_history(folder, manifest, saved, model, finetuning=_FINETUNE in noted)
     notes = [f"WARNING: {line}" for line in [misnamed(folder, manifest.extra)] if line is not None] + notes
     if not config.checkpoint.load_optim and saved.progress is not None:
         return saved.progress, [*notes, *load_weights(model, lambda: SmpWeights(folder, manifest, config.model))]
     if saved.progress is None or saved.optimizer_steps is None:
         raise ConfigError(f"{folder} holds weights only, nothing to resume: give --finetune")
     afresh = "--no-load-optim to start the optimizer afresh"  # which finetune.py does not have
-    _check_optimizer(saved.config, as_flat_dict(config), "--optimizer as it was" if TUNED in more else afresh)
-    frozen = not getattr(model, "frozen", False)
+    _check_optimizer(saved.config, noted["config"], "--optimizer as it was" if _FINETUNE in noted else afresh)
+    frozen = not config.has_adapters
     tensors, _ = checkpoint.training_state(model, optimizer, frozen=frozen)
     rows = checkpoint.collect_logical_rows(model, optimizer, frozen=frozen)
     load_from(folder, manifest, tensors, logical_rows=rows)
     checkpoint.restore_optimizer_scalars(model, optimizer, saved.optimizer_steps)
-    return saved.progress, [*notes, *_changed(manifest, more)]
+    return saved.progress, [*notes, *_changed(manifest.extra.get(_FINETUNE), noted.get(_FINETUNE, {}))]
 
 
-def _changed(manifest: Manifest, more: Mapping[str, Any]) -> list[str]:
-    """A line for each setting in ``more`` that changed."""
+def _changed(saved: Any, noted: Mapping[str, Any]) -> list[str]:
+    """A line for each of a fine-tuning run's own settings that changed."""
     return [
         f"note: {name} was {saved[name]} in the checkpoint and is {value} now"
-        for group, values in more.items()
-        if isinstance(saved := manifest.extra.get(group), dict)
-        for name, value in values.items()
-        if saved.get(name, value) != value
+        for name, value in noted.items()
+        if isinstance(saved, dict) and saved.get(name, value) != value
     ]
 
 
-def _check_history(
-    folder: Folder, manifest: Manifest, saved: SavedRun, model: nn.Module, more: Mapping[str, Any]
-) -> None:
+def _check_history(folder: Folder, manifest: Manifest, saved: SavedRun, model: nn.Module, *, finetuning: bool) -> None:
     """Raise ConfigError when a checkpoint is of another kind of run, or its adapters are not those of ``model``: the
     counters, or the weights, would mean something else. Every rank calls it."""
-    tuned = TUNED in manifest.extra
-    if tuned and TUNED not in more:
+    finetuned = _FINETUNE in manifest.extra
+    if finetuned and not finetuning:
         raise ConfigError(
             f"{folder} is of a fine-tuning run, which finetune.py --resume continues; --finetune takes its weights"
         )
-    if TUNED in more and not tuned:
+    if finetuning and not finetuned:
         raise ConfigError(
             f"{folder} is not of a fine-tuning run, so --resume cannot go on from it: give another --save, and --load "
             "to start from its weights"
@@ -172,8 +183,8 @@ def compare_settings(
     """
     for name in asdict(config.model):
         if name not in FREE and name in saved and saved[name] != settings[name]:
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"the checkpoint was trained with {flag} {saved[name]}, this run has {settings[name]}")
+            now = f"{flag_of(name)} {saved[name]}, this run has {settings[name]}"
+            raise ConfigError(f"the checkpoint was trained with {now}")
     notes = [
         f"note: {name} was {saved[name]} in the checkpoint and is {settings[name]} now: the data order changes"
         for name in _ORDER

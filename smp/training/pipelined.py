@@ -7,7 +7,6 @@ from datetime import timedelta
 import torch
 
 from smp.config import Config, Layout
-from smp.data.loader import GlobalBatch
 from smp.layers.head import ModelOutput
 from smp.layers.linear_functions import WeightGradients
 from smp.models.gpt import GPT
@@ -21,7 +20,8 @@ from smp.pipeline.run import Runner
 from smp.pipeline.timeline import Timeline
 from smp.sharding.stages import ShardedStages
 from smp.sharding.tied import TiedMatrix
-from smp.training.passes import Inputs, MakeInputs, total_loss
+from smp.training.forward_backward import detached
+from smp.training.micro_batches import MicroBatches
 
 _Key = tuple[int, int]  # stage, micro-batch
 
@@ -35,35 +35,24 @@ class Pipelined:
         model: this rank's parts, after ``parallelize``.
         context: of the run.
         device: where the model is.
-        make_inputs: of (batch, valid tokens, device).
-        rows: of a sample: 2 when it is a pair.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        plan: Plan,
-        model: GPT,
-        context: ParallelContext,
-        device: torch.device,
-        make_inputs: MakeInputs = Inputs,
-        rows: int = 1,
-    ) -> None:
-        self.plan, self.model, self.device, self.make_inputs = plan, model, device, make_inputs
+    def __init__(self, config: Config, plan: Plan, model: GPT, context: ParallelContext, device: torch.device) -> None:
+        self.plan, self.model, self.device = plan, model, device
         pp = context.pp
-        assert pp is not None, "a pipeline has ranks"
+        assert pp is not None and config.data.seq_length is not None, "a pipeline has ranks"
         world_size = context.data_size * context.tp.size() * pp.size()
         self._plans = plans_by_size(config, Layout.from_config(config.parallel, world_size))
         self._group = pp.get_group()
         ends = plan.training.rank_of(0), plan.training.rank_of(plan.training.stages - 1)
-        tied = model.tied and ends[0] != ends[1] and not getattr(model, "frozen", False)
+        tied = model.tied and ends[0] != ends[1] and not config.has_adapters
         channels = {
             *(c for planned in self._plans.values() for c in _channels(planned)),
             *([ends, ends[::-1]] if tied else []),
         }
         links = Links(pp, channels, timedelta(minutes=config.parallel.distributed_timeout_minutes))
-        assert config.data.seq_length is not None
-        shape = model.hidden_shape(rows * config.data.micro_batch_size, config.data.seq_length)
+        rows = config.data.micro_batch_size * (2 if config.has_pairs else 1)
+        shape = model.hidden_shape(rows, config.data.seq_length)
         dtype = torch.bfloat16 if config.parallel.bf16 else torch.float32
         self._runner = Runner(links, shape, dtype, device)
         self._parts = plan.stages_of(links.rank)
@@ -81,30 +70,20 @@ class Pipelined:
     def copies(self) -> dict[torch.Tensor, int]:
         return {} if self._tied is None else self._tied.copies
 
-    def train(self, batch: GlobalBatch, valid_tokens: int) -> torch.Tensor:
-        inputs = self.make_inputs(batch, valid_tokens, self.device)
-        stages = _Stages(self.model, self._parts, self._sharded, inputs)
-        self._runner.run(self._plans[len(batch.tokens)].training, stages, self._recorder)
+    def train(self, micro_batches: MicroBatches) -> list[ModelOutput]:
+        stages = _Stages(self.model, self._parts, self._sharded, micro_batches)
+        self._runner.run(self._plans[len(micro_batches)].training, stages, self._recorder)
         self._sharded.finish()
         if self._tied is not None:
             self._tied.sum_gradients()
-        for output in stages.outputs.values():
-            inputs.measured(output)
-        return total_loss(stages.outputs.values(), self.device)
-
-    def evaluate(self, batch: GlobalBatch, valid_tokens: int) -> torch.Tensor:
-        return total_loss(self._evaluate(self.make_inputs(batch, valid_tokens, self.device)).values(), self.device)
-
-    def outputs(self, inputs: Inputs) -> list[ModelOutput]:
-        last = self.plan.training.stages - 1
-        return [output for (stage, _), output in sorted(self._evaluate(inputs).items()) if stage == last]
+        return list(stages.outputs.values())
 
     @torch.no_grad()
-    def _evaluate(self, inputs: Inputs) -> dict[_Key, ModelOutput]:
-        stages = _Stages(self.model, self._parts, self._sharded, inputs)
+    def forward(self, micro_batches: MicroBatches) -> list[ModelOutput]:
+        stages = _Stages(self.model, self._parts, self._sharded, micro_batches)
         self._runner.run(self.plan.evaluation, stages)
         self._sharded.finish()
-        return stages.outputs
+        return [stages.outputs[key] for key in sorted(stages.outputs)]
 
     def record(self) -> None:
         """Take the times of the next training step; every rank calls it."""
@@ -131,8 +110,10 @@ def _channels(plan: Plan) -> set[tuple[int, int]]:
 class _Stages:
     """This rank's stages in one step: what ``smp.pipeline.run`` calls."""
 
-    def __init__(self, model: GPT, parts: dict[int, ModelPart], sharded: ShardedStages, inputs: Inputs) -> None:
-        self.model, self.parts, self.sharded, self.inputs = model, parts, sharded, inputs
+    def __init__(
+        self, model: GPT, parts: dict[int, ModelPart], sharded: ShardedStages, micro_batches: MicroBatches
+    ) -> None:
+        self.model, self.parts, self.sharded, self.micro_batches = model, parts, sharded, micro_batches
         self.outputs: dict[_Key, ModelOutput] = {}  # what is not handed on
         self.unshard, self.reshard, self.reduce = sharded.unshard, sharded.reshard, sharded.reduce
         self._kept: dict[_Key, tuple[torch.Tensor | None, ModelOutput]] = {}
@@ -144,10 +125,10 @@ class _Stages:
         self.sharded.gathered(stage)
         if hidden is not None and training:
             hidden.requires_grad_()
-        output: ModelOutput = self.model(self.inputs[micro_batch], hidden=hidden, part=self.parts[stage])
+        output: ModelOutput = self.model(self.micro_batches[micro_batch], hidden=hidden, part=self.parts[stage])
         if training:
             self._kept[stage, micro_batch] = hidden, output
-        self.outputs[stage, micro_batch] = _detached(output)
+        self.outputs[stage, micro_batch] = detached(output)
         return None if output.hidden is None else output.hidden.detach()
 
     def backward_input(self, stage: int, micro_batch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -158,7 +139,7 @@ class _Stages:
         # a first stage without anything to train has no graph
         used = [(tensor, grad) for tensor, grad in roots if tensor is not None and tensor.requires_grad]
         if used:
-            torch.autograd.backward(*zip(*used, strict=True))
+            torch.autograd.backward([tensor for tensor, _ in used], [grad for _, grad in used])
         self._pending[stage, micro_batch] = self.sharded.take_pending()
         return None if hidden is None else hidden.grad
 
@@ -170,10 +151,3 @@ class _Stages:
         result = self.backward_input(stage, micro_batch, gradient)
         self.backward_weight(stage, micro_batch)
         return result
-
-
-def _detached(output: ModelOutput) -> ModelOutput:
-    """What stays after the graph is gone: losses, log-probabilities and metrics."""
-    loss = None if output.loss is None else output.loss.detach()
-    aux_losses = {name: value.detach() for name, value in output.aux_losses.items()}
-    return ModelOutput(loss=loss, log_probs=output.log_probs, aux_losses=aux_losses, metrics=output.metrics)

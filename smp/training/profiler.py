@@ -1,14 +1,20 @@
-"""--profile: a torch profiler trace and a memory snapshot of a few iterations."""
+"""--profile: a torch profiler trace and a memory snapshot of some iterations. --trace-pipeline: when actions ran."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from smp.config import TrainingConfig
+from smp.config import Config, TrainingConfig
+from smp.parallel.agree import rank
+from smp.pipeline.timeline import to_trace
+from smp.training.pipelined import Pipelined
 
 
 class Profiler:
@@ -66,3 +72,35 @@ class Profiler:
             table = self._profile.key_averages().table(sort_by="self_cpu_memory_usage", row_limit=50)
             Path(f"{self._stem}.memory.txt").write_text(table)
         self._profile = None
+
+
+class PipelineTrace:
+    """The timeline of one iteration, the first of the run from ``profile_step_start`` on, in
+    ``<log-dir>/pipeline_trace.json``. Without --trace-pipeline it does nothing.
+
+    Args:
+        config: resolved settings.
+        pipeline: of the run.
+        say: tells the user one line.
+    """
+
+    def __init__(self, config: Config, pipeline: Pipelined | None, say: Callable[[str], None]) -> None:
+        self.config, self.pipeline, self.say = config, pipeline, say
+        self._waits = config.training.trace_pipeline
+
+    @contextmanager
+    def of(self, iteration: int) -> Iterator[None]:
+        """Around a step."""
+        if not self._waits or iteration < self.config.training.profile_step_start:
+            yield
+            return
+        self._waits = False
+        assert self.pipeline is not None, "checked with the settings"
+        self.pipeline.record()
+        yield
+        timeline = self.pipeline.recorded()
+        if timeline is not None and rank() == 0:
+            path = Path(self.config.logging.log_dir) / "pipeline_trace.json"
+            title = f"{self.config.parallel.pipeline_schedule}, iteration {iteration}"
+            path.write_text(json.dumps(to_trace(timeline, title)))
+            self.say(f"wrote {path}: bubble {100 * timeline.bubble_fraction:.1f} % of the step")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -39,21 +39,13 @@ class RunCheckpoints:
     Args:
         config: resolved settings.
         say: tells the user one line; on ranks other than 0 it does nothing.
-        more: settings that checkpoints are to note beside those of ``config``, by group.
-        resume: the flag that goes on from what --save holds.
 
     Raises:
         ConfigError: --save cannot be written, or another job uses it.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        say: Callable[[str], None],
-        more: Mapping[str, Any] | None = None,
-        resume: str = "--load auto",
-    ) -> None:
-        self.config, self.say, self.more, self.resume = config, say, dict(more or {}), resume
+    def __init__(self, config: Config, say: Callable[[str], None]) -> None:
+        self.config, self.say = config, say
         self.root = None if config.checkpoint.save is None else open_folder(config.checkpoint.save)
         self.saved_at = -1
         self._lock: RunLock | None = None
@@ -99,9 +91,9 @@ class RunCheckpoints:
         """
 
         def restore(folder: Folder, manifest: Manifest) -> tuple[Progress, list[str]]:
-            return load_training(folder, manifest, self.config, model, optimizer, self.more)
+            return load_training(folder, manifest, self.config, model, optimizer)
 
-        load = self.config.checkpoint.load
+        load = self.config.resume_from
         if load is not None and self._is_hf(load):
             return self._load_hf(load, model)
         found = self._load(restore)
@@ -127,20 +119,21 @@ class RunCheckpoints:
         return Progress()
 
     def _load(self, restore: Callable[[Folder, Manifest], Loaded]) -> tuple[Folder, Loaded] | None:
-        settings, load = self.config.checkpoint, self.config.checkpoint.load
+        settings, load = self.config.checkpoint, self.config.resume_from
         if load is None:
             return None
+        step = None if load == "auto" else settings.ckpt_step  # a fine-tuning run's is that of the model in --load
         root = self.root if load == "auto" else open_folder(load)
         assert root is not None
         if on_rank_zero(lambda: root.size(MANIFEST) is not None, CheckpointError):
-            if settings.ckpt_step is not None:
-                raise ConfigError(f"--ckpt-step {settings.ckpt_step}: --load {load} is one checkpoint already")
+            if step is not None:
+                raise ConfigError(f"--ckpt-step {step}: --load {load} is one checkpoint already")
             return root, restore(root, on_rank_zero(lambda: read_manifest(root), CheckpointError))
-        if settings.ckpt_step is not None:
+        if step is not None:
             try:
-                return load_step(root, iteration_name(settings.ckpt_step), restore)
+                return load_step(root, iteration_name(step), restore)
             except CheckpointError as error:
-                raise ConfigError(f"--ckpt-step {settings.ckpt_step}: {error}") from error
+                raise ConfigError(f"--ckpt-step {step}: {error}") from error
         ours = self.root is not None and same_folder(root, self.root)
         found = load_newest(root, restore, may_rename=ours, say=self.say)
         if found is None and load != "auto":
@@ -155,7 +148,7 @@ class RunCheckpoints:
     def _refuse_what_is_there(self) -> None:
         """Refuse checkpoints in --save that this run would mix with its own, as far as they tell before one is loaded:
         building a large model takes minutes."""
-        load = self.config.checkpoint.load
+        load = self.config.resume_from
         if load == "auto":
             return
         foreign = load is not None and self._is_hf(load)
@@ -185,9 +178,10 @@ class RunCheckpoints:
         if newest and iteration_of(newest[0]) == iteration:
             self.saved_at = iteration
         if newest and iteration_of(newest[0]) > iteration:
+            resume = "--load auto" if self.config.objective is None else "--resume"
             raise ConfigError(
                 f"--save {root} holds {newest[0]}, which is newer than where this run starts, iteration {iteration}: "
-                f"{self.resume} goes on from there; else give another --save or move it away"
+                f"{resume} goes on from there; else give another --save or move it away"
             )
 
     def due(self, iteration: int) -> bool:
@@ -207,9 +201,9 @@ class RunCheckpoints:
         Raises:
             LockLostError: another job has taken the folder.
         """
-        self._settle()
+        self._wait()
         if self.root is not None:
-            state = run_state(self.config, model, optimizer, progress, validation_loss, self.more)
+            state = run_state(self.config, model, optimizer, progress, validation_loss)
             self._save(self.root, state, progress.iteration)
 
     def finish(
@@ -220,16 +214,16 @@ class RunCheckpoints:
         Raises:
             CheckpointError: it cannot be.
         """
-        self._settle()
+        self._wait()
         if self.root is None or self.saved_at == progress.iteration:
             return
         self._is_last = True
         self.save(model, optimizer, progress, validation_loss)
-        self._settle()
+        self._wait()
         if self.saved_at != progress.iteration:
             raise CheckpointError(f"the last checkpoint could not be saved: {self._failure}")
 
-    def _settle(self) -> None:
+    def _wait(self) -> None:
         if self._saver is not None:
             self._attempt(self._saver.wait)
 
@@ -280,7 +274,7 @@ class RunCheckpoints:
                     self.root.remove()
 
 
-def try_save(config: Config, say: Callable[[str], None], resume: str) -> None:
+def try_save(config: Config, say: Callable[[str], None]) -> None:
     """Take the folder of --save and give it back, in one process before there is a group of them: what refuses the run
     is found before the data are read. Arguments as of :class:`RunCheckpoints`.
 
@@ -289,7 +283,7 @@ def try_save(config: Config, say: Callable[[str], None], resume: str) -> None:
     """
     no_writer = replace(config, checkpoint=replace(config.checkpoint, async_save=False))
     try:
-        RunCheckpoints(no_writer, say, resume=resume).close()
+        RunCheckpoints(no_writer, say).close()
     except (CheckpointError, OSError) as error:
         raise ConfigError(f"--save {config.checkpoint.save}: {in_one_line(error)}") from error
 

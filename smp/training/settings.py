@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from smp.config import Config, ConfigError, Layout, LoggingConfig, check_files, load_config, resolve
+from smp.config.fields import flag_of
 from smp.convert.describe import read_architecture
 from smp.convert.hf_config import architecture, is_hf_folder
 from smp.data.tokenizer_files import load_tokenizer
@@ -41,8 +42,7 @@ def _check_architecture(config: Config) -> None:
     assert theirs is not None
     for name, value in theirs.items():
         if ours[name] != value:
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"--load {load} is a model with {flag} {value}, this run has {ours[name]}")
+            raise ConfigError(f"--load {load} is a model with {flag_of(name)} {value}, this run has {ours[name]}")
 
 
 def _with_vocabulary(config: Config) -> Config:

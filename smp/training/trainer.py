@@ -1,24 +1,24 @@
-"""The training loop. ``Trainer.start_step`` is the way from a batch to new weights, on one screen."""
+"""The optimizer step. ``Trainer.start_step`` is the way from a batch to new weights, on one screen."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from smp.config import Config
 from smp.data.blend import Manifest
-from smp.data.loader import BatchLoader, GlobalBatch, Unreadable
+from smp.data.loader import BatchLoader, RankBatch, Unreadable
 from smp.optim.optimizer import clip_gradients, set_learning_rate, step_if
 from smp.optim.schedule import learning_rate
-from smp.parallel.agree import gather
+from smp.parallel.agree import any_rank, gather, sum_over_ranks
 from smp.parallel.context import ParallelContext
-from smp.training.passes import Passes
+from smp.training.forward_backward import ForwardBackward, total_loss, total_metrics
+from smp.training.objective import Objective
 
 
 class TrainingError(RuntimeError):
@@ -42,68 +42,75 @@ class StepResult:
 
     Attributes:
         iteration: its number, from 1.
-        loss: mean loss per valid token of the global batch, in nats.
+        loss: mean loss per valid token (or pair) of the global batch, in nats.
         grad_norm: global L2 norm before clipping.
         learning_rate: the rate of this step.
-        samples: consumed by all ranks.
+        num_samples: consumed by all ranks.
         consumed_samples: up to its end, since the first step of all.
+        num_tokens: of the global batch, without padding.
         skipped: loss or norm was not finite, so the weights were left alone.
         seconds: wall time from its start, or the end of the step before, to its end.
-        tokens: of the global batch, without padding.
         waited: wall time before it in which its data were not there yet and the device had nothing to do.
+        metrics: what else the objective measures, by name.
     """
 
     iteration: int
     loss: float
     grad_norm: float
     learning_rate: float
-    samples: int
+    num_samples: int
     consumed_samples: int
+    num_tokens: int
     skipped: bool
     seconds: float
-    tokens: int
     waited: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
 class Step:
-    """A step that was issued. Its numbers are on their way to the host, which nothing has waited for yet.
+    """A step that was issued. What it measures is on its way to the host, which nothing has waited for yet.
 
-    Args:
-        iteration, samples, consumed_samples, learning_rate, tokens: as in :class:`StepResult`.
+    Attributes:
+        iteration, num_samples, consumed_samples, num_tokens, learning_rate: as in :class:`StepResult`.
         started: ``time.perf_counter()`` then; ``waited`` seconds before that were spent on data.
-        numbers: fp32 (2,) on the training device: loss and gradient norm.
+        measured: loss, gradient norm and metrics.
     """
 
-    def __init__(
-        self,
-        iteration: int,
-        samples: int,
-        consumed_samples: int,
-        learning_rate: float,
-        tokens: int,
-        started: float,
-        waited: float,
-        numbers: torch.Tensor,
-    ) -> None:
-        self.iteration, self.samples, self.consumed_samples = iteration, samples, consumed_samples
-        self.learning_rate, self.tokens, self.started, self.waited = learning_rate, tokens, started, waited
+    iteration: int
+    num_samples: int
+    consumed_samples: int
+    num_tokens: int
+    learning_rate: float
+    started: float
+    waited: float
+    measured: HostCopy
+
+    def finished(self) -> bool:
+        """Whether the numbers have arrived."""
+        return self.measured.arrived()
+
+
+class HostCopy:
+    """A tensor on its way to the host; on a CPU it is there."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None
-        self._numbers = numbers
-        if numbers.is_cuda:
-            self._numbers = torch.empty(numbers.shape, pin_memory=True).copy_(numbers, non_blocking=True)
+        self._tensor = tensor
+        if tensor.is_cuda:
+            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._tensor = pinned.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def finished(self) -> bool:
-        """Whether the numbers have arrived; on a CPU they always have."""
+    def arrived(self) -> bool:
         return self._event is None or self._event.query()
 
-    def numbers(self) -> tuple[float, float]:
-        """Loss and gradient norm; waits for them."""
+    def wait(self) -> list[float]:
+        """The numbers, when they have arrived."""
         if self._event is not None:
             self._event.synchronize()
-        loss, norm = self._numbers.tolist()
-        return loss, norm
+        return self._tensor.tolist()
 
 
 class Trainer:
@@ -112,7 +119,8 @@ class Trainer:
     Args:
         config: resolved settings.
         model: after ``parallelize``, weights initialized.
-        passes: how its micro-batches are run.
+        forward_backward: how its micro-batches are run.
+        objective: what is minimised.
         optimizer: over the model's parameters.
         context: of the run.
         device: where batches go.
@@ -123,50 +131,68 @@ class Trainer:
         self,
         config: Config,
         model: nn.Module,
-        passes: Passes,
+        forward_backward: ForwardBackward,
+        objective: Objective,
         optimizer: torch.optim.Optimizer,
         context: ParallelContext,
         device: torch.device,
         progress: Progress,
     ) -> None:
-        self.config, self.model, self.passes, self.optimizer = config, model, passes, optimizer
+        self.config, self.model, self.optimizer = config, model, optimizer
+        self.forward_backward, self.objective = forward_backward, objective
         self.context, self.device, self.progress = context, device, progress
         self.skipped_in_a_row = 0
         self._last_finished = 0.0
 
-    def train_step(self, batch: GlobalBatch | Unreadable) -> StepResult:
+    def train_step(self, batch: RankBatch | Unreadable) -> StepResult:
         """:meth:`start_step`, and wait for its end."""
-        return self.settle(self.start_step(batch))
+        return self.finish(self.start_step(batch))
 
-    def start_step(self, batch: GlobalBatch | Unreadable, waited: float = 0.0) -> Step:
+    def start_step(self, batch: RankBatch | Unreadable, waited: float = 0.0) -> Step:
         """Issue one optimizer step on the global batch of which ``batch`` is this rank's share; ``waited`` is how long
         that took to come, in seconds.
 
-        Nothing in it waits for the device: whether loss and norm are finite is decided there. :meth:`settle` waits.
+        Nothing in it waits for the device: whether loss and norm are finite is decided there. :meth:`finish` waits.
 
         Raises:
             TrainingError: on all ranks, when one of them could not read its share.
         """
         started = time.perf_counter()
-        counted, held = self._counts(batch)
-        assert isinstance(batch, GlobalBatch)
-        samples = batch.samples * self.context.data_size
+        num_valid, num_tokens = self._counts(batch)
+        assert isinstance(batch, RankBatch)
+        num_samples = batch.num_samples * self.context.data_size
         lr = learning_rate(self.config.optim, self.progress.iteration + 1)
         set_learning_rate(self.optimizer, lr)
-        loss = self.context.sum_loss(self.passes.train(batch, counted))
-        limit, copies = self.config.optim.clip_grad, self.passes.copies
-        norm = clip_gradients(self.model.parameters(), limit, copies=copies, device=self.device)
-        numbers = torch.stack((loss, norm))
-        step_if(numbers.isfinite().all(), self.optimizer)
+        outputs = self.forward_backward.train(self.objective.micro_batches(batch, num_valid))
+        loss = self.context.sum_loss(total_loss(outputs, self.device))
+        norm = clip_gradients(
+            self.model.parameters(),
+            self.config.optim.clip_grad,
+            copies=self.forward_backward.copies,
+            device=self.device,
+        )
+        measured = torch.stack((loss, norm))
+        step_if(measured.isfinite().all(), self.optimizer)
         self.optimizer.zero_grad()
+        if names := self.objective.metrics:
+            sums = self.context.sum_loss(total_metrics(outputs, names, self.device))
+            measured = torch.cat((measured, sums / max(num_valid, 1)))
         self.progress.iteration += 1
-        self.progress.consumed_samples += samples
-        consumed = self.progress.consumed_samples
-        return Step(self.progress.iteration, samples, consumed, lr, held, started, waited, numbers)
+        self.progress.consumed_samples += num_samples
+        return Step(
+            iteration=self.progress.iteration,
+            num_samples=num_samples,
+            consumed_samples=self.progress.consumed_samples,
+            num_tokens=num_tokens,
+            learning_rate=lr,
+            started=started,
+            waited=waited,
+            measured=HostCopy(measured),
+        )
 
-    def settle(self, step: Step) -> StepResult:
-        """Wait for a step's numbers and count it if it was skipped. Steps are settled in their order."""
-        loss, norm = step.numbers()
+    def finish(self, step: Step) -> StepResult:
+        """Wait for what a step measures, and count it if it was skipped. Steps are finished in their order."""
+        loss, norm, *metrics = step.measured.wait()
         finished = time.perf_counter()
         waited = min(step.waited, max(0.0, step.started - self._last_finished))  # the device may have been busy then
         seconds, self._last_finished = finished - max(step.started, self._last_finished), finished
@@ -174,29 +200,33 @@ class Trainer:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         self.progress.skipped_iterations += skipped
         self.progress.nan_iterations += math.isnan(loss) or math.isnan(norm)
-        rate, samples, consumed = step.learning_rate, step.samples, step.consumed_samples
-        return StepResult(step.iteration, loss, norm, rate, samples, consumed, skipped, seconds, step.tokens, waited)
+        return StepResult(
+            iteration=step.iteration,
+            loss=loss,
+            grad_norm=norm,
+            learning_rate=step.learning_rate,
+            num_samples=step.num_samples,
+            consumed_samples=step.consumed_samples,
+            num_tokens=step.num_tokens,
+            skipped=skipped,
+            seconds=seconds,
+            waited=waited,
+            metrics=dict(zip(self.objective.metrics, metrics, strict=True)),
+        )
 
-    def _counts(self, batch: GlobalBatch | Unreadable) -> tuple[int, int]:
-        """What the loss is averaged over (tokens that count, or pairs) and all tokens but padding, of the global batch,
-        over all ranks; a host-side message, which also says whether a rank has nothing to train on: all of them end
-        then, and none waits for it."""
-        reason = batch.reason if isinstance(batch, Unreadable) else ""
-        own = [0, 0]
-        if isinstance(batch, GlobalBatch) and self.context.counts_tokens:
-            own = [batch.count(), batch.held_tokens()]
-        counts = torch.tensor([*own, bool(reason)], dtype=torch.int64)
-        dist.all_reduce(counts)
-        if counts[2]:
-            reasons = gather(reason)
-            rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason)
+    def _counts(self, batch: RankBatch | Unreadable) -> tuple[int, int]:
+        """What the loss is averaged over (tokens that count, or pairs) and all tokens but padding, of the global batch.
+        The message also says whether a rank has nothing to train on: all of them end then, and none waits for it."""
+        reason, own = "", (0, 0)
+        if isinstance(batch, Unreadable):
+            reason = batch.reason
+        elif self.context.counts_tokens:
+            own = batch.num_valid(), batch.num_tokens
+        num_valid, num_tokens, unreadable = sum_over_ranks(*own, bool(reason))
+        if unreadable:
+            rank, reason = next((rank, reason) for rank, reason in enumerate(gather(reason)) if reason)
             raise TrainingError(f"rank {rank} could not read its data: {reason}")
-        return int(counts[0]), int(counts[1])
-
-    def _anywhere(self, flag: bool) -> bool:
-        flags = torch.tensor(flag, dtype=torch.int32)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        return bool(flags)
+        return num_valid, num_tokens
 
     def check_skipped(self, result: StepResult) -> None:
         """Raise TrainingError when too many steps in a row were skipped, ``result`` the last of them."""
@@ -207,24 +237,24 @@ class Trainer:
                 f"{result.iteration}: lower --lr, or look at the data (--max-skipped-steps {limit})"
             )
 
-    @torch.no_grad()
     def evaluate(self, batches: BatchLoader, iterations: int, stopped: Callable[[], bool]) -> float | None:
         """Mean loss per valid token over ``iterations`` global batches, in nats; the same on every rank.
 
         None when ``stopped`` says on any rank that there is no time left: asked before each batch.
         """
         self.model.eval()
-        total, tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0
+        total, counted = torch.zeros((), dtype=torch.float64, device=self.device), 0
         for _ in range(iterations):
-            if self._anywhere(stopped()):
+            if any_rank(stopped()):
                 self.model.train()
                 return None
             batch = batches.next_or_reason()
-            valid, _ = self._counts(batch)
-            assert isinstance(batch, GlobalBatch)
-            if valid == 0:  # on no rank: behind the last sample of fine-tuning's validation data
+            num_valid, _ = self._counts(batch)
+            assert isinstance(batch, RankBatch)
+            if num_valid == 0:  # on no rank: behind the last sample of fine-tuning's validation data
                 continue
-            total += self.context.sum_loss(self.passes.evaluate(batch, valid)).double() * valid
-            tokens += valid
+            outputs = self.forward_backward.forward(self.objective.micro_batches(batch, num_valid))
+            total += self.context.sum_loss(total_loss(outputs, self.device)).double() * num_valid
+            counted += num_valid
         self.model.train()
-        return total.item() / max(tokens, 1)
+        return total.item() / max(counted, 1)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from smp.config import Config, ConfigError, ModelConfig, as_flat_dict, load_config, resolve, to_yaml
 from smp.config.cli import build_tree
+from smp.config.entry_points import FINETUNE, PRETRAIN
 from smp.config.fields import Setting, as_text, docstrings, group_classes, settings
 from smp.models.presets import PRESETS as NAMED_SIZES
 
@@ -159,8 +160,10 @@ def test_help_shows_every_flag_its_group_and_its_default(capsys, monkeypatch):
 
 
 def test_every_setting_is_documented():
-    documented = {name for cls in group_classes().values() for name in docstrings(cls)}
-    assert documented == set(settings())
+    classes = {*group_classes(PRETRAIN).values(), *group_classes(FINETUNE).values()}
+    documented = {name for cls in classes for name in docstrings(cls)}
+    assert documented == {*settings(PRETRAIN), *settings(FINETUNE)}
+    assert all(setting.text for entry in (PRETRAIN, FINETUNE) for setting in settings(entry).values())
 
 
 def test_importing_the_config_imports_neither_torch_nor_yaml():
@@ -201,7 +204,7 @@ def as_flags(values: dict) -> list[str]:
 @hypothesis_settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(values=some_settings())
 def test_flags_and_yaml_mean_the_same_and_yaml_loads_back(recipe, values):
-    config = build_tree(Config, values)
+    config = build_tree(PRETRAIN, values)
     assert load_config(as_flags(values), PRESETS) == config
     assert load_config(["--config", recipe(to_yaml(config))], PRESETS) == config
     assert values.items() <= as_flat_dict(config).items()

@@ -100,7 +100,7 @@ def test_samples_of_a_source_come_in_their_order() -> None:
         assert [number for which, number in seen if which == name] == list(range(30 if name == "a" else 50))
     data = blend(a=3, b=5)
     source, number = data.locate(17)
-    assert np.array_equal(data.sample(17).tokens, data.sources[source].data.sample(number).tokens)
+    assert np.array_equal(data.sample(17).input_ids, data.sources[source].data.sample(number).input_ids)
 
 
 def test_the_same_blend_goes_on() -> None:

@@ -34,12 +34,12 @@ def test_text_is_tokenized_once_and_read_like_a_dataset(
     assert "tokenizing" in capsys.readouterr().err
     again = build_datasets(config, 400, 1).train
     assert capsys.readouterr().err == ""
-    assert [first.sample(i).tokens.tolist() for i in range(9)] == [again.sample(i).tokens.tolist() for i in range(9)]
+    assert all((first.sample(i).input_ids == again.sample(i).input_ids).all() for i in range(9))
     dataset = first.sources[0].data.dataset  # type: ignore[attr-defined]
     documents = [dataset.document(i).tolist() for i in range(dataset.num_documents)]
     assert documents == [[*tokenizer.encode(text), tokenizer.eod] for text in TEXTS]
     (tmp_path / "corpus.jsonl").write_text('{"text": "other"}\n' * 40)
-    assert build_datasets(config, 400, 1).train.sample(0).tokens.tolist() != first.sample(0).tokens.tolist()
+    assert build_datasets(config, 400, 1).train.sample(0).input_ids.tolist() != first.sample(0).input_ids.tolist()
 
 
 def test_text_without_a_tokenizer_or_with_a_broken_line_is_refused(tmp_path: Path, model: str) -> None:
@@ -101,7 +101,7 @@ def test_two_nodes_make_text_in_one_folder(
     again = build_datasets(config, 400, 1).train
     assert capsys.readouterr().err.count("into") == 1
     assert [path.read_bytes() for path in made] == before
-    assert again.sample(5).tokens.tolist() == first.sample(5).tokens.tolist()
+    assert again.sample(5).input_ids.tolist() == first.sample(5).input_ids.tolist()
     assert not [path for path in (tmp_path / "cache").iterdir() if path.name.startswith(".corpus")]
 
 

@@ -89,6 +89,6 @@ def test_the_second_half_of_an_epoch_prepares_the_next(
         wait()
         assert len(files(tmp_path / "cache")) == ready, index
     plain = kind(data.dataset, range(12), 8, 1)
-    assert [data.sample(i).tokens.tolist() for i in range(3 * n)] == [
-        plain.sample(i).tokens.tolist() for i in range(3 * n)
+    assert [data.sample(i).input_ids.tolist() for i in range(3 * n)] == [
+        plain.sample(i).input_ids.tolist() for i in range(3 * n)
     ]

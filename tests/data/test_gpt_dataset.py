@@ -120,10 +120,10 @@ def test_documents_positions_and_labels_are_those_of_the_tokens(
     owner = [document for document, length in enumerate(lengths) for _ in range(length)]
     for i in range(2 * data.samples_per_epoch):
         sample, tokens = data.sample(i), data[i].tolist()
-        assert sample.tokens.tolist() == tokens[:-1]
+        assert sample.input_ids.tolist() == tokens[:-1]
         runs = [len(list(run)) for _, run in itertools.groupby(owner[token] for token in tokens)]
-        assert sample.positions.tolist() == [place for run in runs for place in range(run)][:seq_length]
-        numbers = sample.documents.tolist()
+        assert sample.position_ids.tolist() == [place for run in runs for place in range(run)][:seq_length]
+        numbers = sample.document_ids.tolist()
         for (a, b), (x, y) in zip(itertools.pairwise(numbers), itertools.pairwise(tokens), strict=False):
             assert (a < b) if owner[x] != owner[y] else a == b
         ends = [mask_ends and owner[x] != owner[y] for x, y in itertools.pairwise(tokens)]

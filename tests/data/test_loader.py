@@ -11,13 +11,13 @@ from smp.config.schema import ConfigError, DataConfig
 from smp.data.build import build_datasets
 from smp.data.gpt_dataset import GPTDataset
 from smp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from smp.data.loader import BatchLoader, GlobalBatch
+from smp.data.loader import BatchLoader, RankBatch
 from smp.data.mock_dataset import MockDataset
 from smp.data.packed_dataset import PackedDataset
 from smp.data.sample import Sample
 
 
-def read(dataset: object, micro: int, count: int, dp_size: int, start: int, steps: int) -> list[list[GlobalBatch]]:
+def read(dataset: object, micro: int, count: int, dp_size: int, start: int, steps: int) -> list[list[RankBatch]]:
     """[step][rank] batches of every rank."""
     loaders = [
         BatchLoader(
@@ -42,11 +42,11 @@ def test_tokens_and_labels_are_the_sample_shifted_by_one() -> None:
     data = MockDataset(50, 8, 0)
     (step,) = read(data, micro=2, count=3, dp_size=2, start=5, steps=1)
     for batch in step:
-        assert batch.tokens.shape == batch.labels.shape == (3, 2, 8)
-        assert batch.tokens.dtype == batch.labels.dtype == batch.sample_index.dtype == torch.int64
+        assert batch.input_ids.shape == batch.labels.shape == (3, 2, 8)
+        assert batch.input_ids.dtype == batch.labels.dtype == batch.sample_index.dtype == torch.int64
         for place in np.ndindex(3, 2):
             sample = data[int(batch.sample_index[place])].tolist()
-            assert batch.tokens[place].tolist() == sample[:-1] and batch.labels[place].tolist() == sample[1:]
+            assert batch.input_ids[place].tolist() == sample[:-1] and batch.labels[place].tolist() == sample[1:]
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(0, 50))
@@ -64,9 +64,11 @@ def test_a_resumed_run_reads_what_the_first_would_have(tmp_path: Path) -> None:
     resumed = read(real_dataset(tmp_path), micro=4, count=1, dp_size=1, start=12, steps=3)
     for before, (after,) in zip(steps[3:], resumed, strict=True):
         rows = {
-            int(i): row for b in before for i, row in zip(b.sample_index.flatten(), b.tokens.view(-1, 4), strict=True)
+            int(i): row
+            for b in before
+            for i, row in zip(b.sample_index.flatten(), b.input_ids.view(-1, 4), strict=True)
         }
-        for index, row in zip(after.sample_index.flatten(), after.tokens.view(-1, 4), strict=True):
+        for index, row in zip(after.sample_index.flatten(), after.input_ids.view(-1, 4), strict=True):
             assert torch.equal(rows[int(index)], row)
 
 
@@ -117,15 +119,15 @@ def test_padding_is_no_token(tmp_path: Path) -> None:
             writer.add_document(range(5))
     packed = PackedDataset(IndexedDataset(tmp_path / "data"), range(4), 10, seed=1)
     ((batch,),) = read(packed, micro=2, count=1, dp_size=1, start=0, steps=1)
-    assert batch.tokens.numel() == 20 and batch.held_tokens() == 16 == batch.count()
+    assert batch.input_ids.numel() == 20 and batch.num_tokens == 16 == batch.num_valid()
     ((batch,),) = read(MockDataset(50, 8, 0), micro=2, count=3, dp_size=1, start=0, steps=1)
-    assert batch.held_tokens() == batch.tokens.numel() == 48
+    assert batch.num_tokens == batch.input_ids.numel() == 48
 
 
 def test_build_mock() -> None:
     train, valid, test = build_datasets(DataConfig(mock_data=True, seq_length=16), vocab_size=50, seed=1)
     assert valid is not None and train.seq_length == valid.seq_length == 16 and test is None
-    assert train.sample(0).tokens.tolist() != valid.sample(0).tokens.tolist()
+    assert train.sample(0).input_ids.tolist() != valid.sample(0).input_ids.tolist()
 
 
 def test_build_from_files(tmp_path: Path) -> None:
@@ -133,8 +135,8 @@ def test_build_from_files(tmp_path: Path) -> None:
     config = DataConfig(data_path=str(tmp_path / "data"), seq_length=4, split="3,2")
     train, valid, _ = build_datasets(config, vocab_size=35, seed=1)
     assert valid is not None and (train.samples_per_epoch, valid.samples_per_epoch) == (5, 3)
-    assert max(valid.sample(i).tokens.max() for i in range(3)) >= 21
-    assert max(train.sample(i).tokens.max() for i in range(5)) < 21
+    assert max(valid.sample(i).input_ids.max() for i in range(3)) >= 21
+    assert max(train.sample(i).input_ids.max() for i in range(5)) < 21
     with pytest.raises(ValueError, match="token id 34 in document 4 at offset 6, the vocabulary has 34"):
         build_datasets(config, vocab_size=34, seed=1)
 

@@ -57,7 +57,7 @@ def rows(
     for loader in loaders:
         loader.close()
     index = torch.cat([batch.sample_index.flatten() for batch in batches])
-    tokens = torch.cat([torch.cat((b.tokens, b.labels[..., -1:]), dim=-1).flatten(0, 1) for b in batches])
+    tokens = torch.cat([torch.cat((b.input_ids, b.labels[..., -1:]), dim=-1).flatten(0, 1) for b in batches])
     assert sorted(index.tolist()) == list(range(start, start + steps * GLOBAL))
     return tokens[index.argsort()]
 
@@ -85,7 +85,7 @@ def test_the_length_of_the_run_changes_nothing(config: DataConfig) -> None:
     data, late_first = train(config), train(config)
     late_first.sample(10_000 * GLOBAL)
     for i in (0, 1, 99 * GLOBAL, 100 * GLOBAL - 1):
-        assert data.sample(i).tokens.tolist() == late_first.sample(i).tokens.tolist()
+        assert data.sample(i).input_ids.tolist() == late_first.sample(i).input_ids.tolist()
 
 
 def test_the_cache_changes_nothing(config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_each_sample_once_per_epoch(config: DataConfig, packing: str) -> None:
         for epoch in range(3):
             samples = [source.data.sample(epoch * n + i) for i in range(n)]
             seen = Counter(
-                pair for s in samples for pair in zip(s.tokens[s.labels >= 0], s.labels[s.labels >= 0], strict=True)
+                pair for s in samples for pair in zip(s.input_ids[s.labels >= 0], s.labels[s.labels >= 0], strict=True)
             )
             assert max(seen.values()) == 1
     counts = Counter(data.locate(i)[0] for i in range(1000))

@@ -28,13 +28,13 @@ def test_every_step_from_token_to_token_once(
     filled = 0
     for i in range(epoch * n, (epoch + 1) * n):
         sample = data.sample(i)
-        assert sample.tokens.shape == sample.labels.shape == sample.documents.shape == (seq_length,)
+        assert sample.input_ids.shape == sample.labels.shape == sample.document_ids.shape == (seq_length,)
         counts = sample.labels != IGNORE_INDEX
-        steps.update(zip(sample.tokens[counts].tolist(), sample.labels[counts].tolist(), strict=True))
+        steps.update(zip(sample.input_ids[counts].tolist(), sample.labels[counts].tolist(), strict=True))
         filled += int(counts.sum())
-        owner = np.searchsorted(dataset.document_offsets, sample.tokens[counts], side="right")
-        for number in set(sample.documents[counts].tolist()):  # one document, whole if it fits
-            part = sample.documents[counts] == number
+        owner = np.searchsorted(dataset.document_offsets, sample.input_ids[counts], side="right")
+        for number in set(sample.document_ids[counts].tolist()):  # one document, whole if it fits
+            part = sample.document_ids[counts] == number
             assert len(set(owner[part].tolist())) == 1
             length = lengths[int(owner[part][0]) - 1]
             assert length > seq_length + 1 or int(part.sum()) == length - 1
@@ -51,7 +51,7 @@ def test_epochs_differ_and_the_order_is_a_function_of_the_seed(tmp_path: Path, m
     def epoch(number: int, seed: int, cache: NodeCache | None = None) -> list[list[int]]:
         data = PackedDataset(dataset, range(9), 12, seed, cache=cache, key="k")
         n = data.samples_per_epoch
-        return [data.sample(number * n + i).tokens.tolist() for i in range(n)]
+        return [data.sample(number * n + i).input_ids.tolist() for i in range(n)]
 
     assert epoch(0, 1) == epoch(0, 1) == epoch(0, 1, NodeCache(tmp_path / "cache"))
     assert len({str(order) for order in (epoch(0, 1), epoch(1, 1), epoch(2, 1), epoch(0, 2))}) == 4
@@ -68,6 +68,6 @@ def test_nothing_to_learn_from_is_refused(tmp_path: Path) -> None:
 def test_positions_begin_anew_with_every_document(tmp_path: Path) -> None:
     data = PackedDataset(write(tmp_path / "data", [4, 3]), range(2), 7, seed=0)
     sample = data.sample(0)
-    assert sample.positions.tolist() == [0, 1, 2, 0, 1, 0, 1]
-    assert sample.documents.tolist() == [0, 0, 0, 1, 1, 2, 2]
+    assert sample.position_ids.tolist() == [0, 1, 2, 0, 1, 0, 1]
+    assert sample.document_ids.tolist() == [0, 0, 0, 1, 1, 2, 2]
     assert sample.labels.tolist() == [1, 2, 3, 5, 6, IGNORE_INDEX, IGNORE_INDEX]

@@ -28,7 +28,7 @@ def steps_without_a_wait(run: Watched) -> int:
             issued.append(run.trainer.start_step(batch))
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return sum(run.trainer.settle(step).skipped is False for step in issued)
+    return sum(run.trainer.finish(step).skipped is False for step in issued)
 
 
 @pytest.mark.parametrize(

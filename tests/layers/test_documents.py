@@ -10,7 +10,7 @@ import torch
 from torch.distributed.utils import _to_kwargs
 
 from smp.config import ParallelConfig
-from smp.data.loader import GlobalBatch
+from smp.data.loader import RankBatch
 from smp.kernels import TORCH, Kernels
 from smp.kernels.token_layout import TokenLayout
 from smp.kernels.varlen import VarlenAttention
@@ -18,7 +18,7 @@ from smp.layers.attention import SelfAttention
 from smp.models.gpt import GPT
 from smp.models.micro_batch import MicroBatch
 from smp.sharding.parallelize import parallelize
-from smp.training.passes import Inputs
+from smp.training.micro_batches import token_micro_batch
 from tests.fake_group import fake_context
 from tests.layers.whole import draw, error, load_all
 from tests.models.test_gpt import LLAMA, draw_tokens
@@ -34,8 +34,10 @@ KERNELS = {False: TORCH, True: Kernels(attention=VarlenAttention())}
 def test_fsdp_leaves_documents_on_the_host() -> None:
     """On a GPU its root moves every tensor among the arguments of a model, by this function of torch's."""
     tokens = torch.zeros(1, 2, 10, dtype=torch.long)
-    batch = GlobalBatch(tokens, tokens, tokens[..., 0], documents=DOCUMENTS[None])
-    ((moved, micro_batch),), _ = _to_kwargs((tokens, Inputs(batch, 20, CPU)[0]), {}, torch.device("meta"), False)
+    batch = RankBatch(tokens, tokens, tokens[..., 0], document_ids=DOCUMENTS[None])
+    ((moved, micro_batch),), _ = _to_kwargs(
+        (tokens, token_micro_batch(batch, 0, 20, CPU)), {}, torch.device("meta"), False
+    )
     assert moved.is_meta and torch.equal(micro_batch.document_ids, DOCUMENTS)
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from smp.config import ModelConfig
-from smp.data.loader import GlobalBatch
+from smp.data.loader import RankBatch
 from smp.kernels.dropout import keyed_dropout
 from smp.parallel.rng import dropout_keys
 from tests.parity.cases import SEED, Case, config_of
@@ -43,10 +43,10 @@ class Dropout:
 class Layout:
     """Where each token stands, (batch, length), and which two are of one document, (batch, 1, length, length)."""
 
-    def __init__(self, batch: GlobalBatch) -> None:
-        shape = batch.tokens[0].shape
-        documents = torch.zeros(shape) if batch.documents is None else batch.documents[0]
-        self.places = torch.arange(shape[1]).expand(shape) if batch.positions is None else batch.positions[0]
+    def __init__(self, batch: RankBatch) -> None:
+        shape = batch.input_ids[0].shape
+        documents = torch.zeros(shape) if batch.document_ids is None else batch.document_ids[0]
+        self.places = torch.arange(shape[1]).expand(shape) if batch.position_ids is None else batch.position_ids[0]
         self.together = (documents[:, :, None] == documents[:, None, :])[:, None]
 
 
@@ -128,9 +128,9 @@ def mlp(x: torch.Tensor, weights: Weights, layer: int, config: ModelConfig, drop
     return dropout.of_stream(linear(inner, weights, f"{name}.down"), 3 * layer + 2)
 
 
-def mean_loss(weights: Weights, config: ModelConfig, batch: GlobalBatch) -> torch.Tensor:
+def mean_loss(weights: Weights, config: ModelConfig, batch: RankBatch) -> torch.Tensor:
     """Mean cross-entropy over the valid tokens of the global batch."""
-    tokens, labels = batch.tokens[0], batch.labels[0]
+    tokens, labels = batch.input_ids[0], batch.labels[0]
     dropout, layout = Dropout(config, batch.sample_index[0], tokens.shape[1]), Layout(batch)
     x = weights["embedding.weight"][tokens]
     if config.position_embedding_type == "learned_absolute":

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from smp.config import Layout
-from smp.data.loader import GlobalBatch
+from smp.data.loader import RankBatch
 from smp.data.sample import IGNORE_INDEX
-from smp.layers.head import CHUNK_BYTES
+from smp.layers.head import CHUNK_BYTES, ModelOutput
 from smp.models.gpt import GPT
 from smp.optim import optimizer as optimizer_module
 from smp.optim.optimizer import build_optimizer
@@ -26,8 +26,10 @@ from smp.parallel.context import ParallelContext, build_context
 from smp.pipeline.plan import plan_pipeline
 from smp.sharding.stages import ShardedStages
 from smp.sharding.tied import TiedMatrix
-from smp.training.build import build_model, build_passes, choose_backends
-from smp.training.passes import Passes
+from smp.training.build import Workplace, build_forward_backward, build_model, choose_backends
+from smp.training.forward_backward import ForwardBackward
+from smp.training.micro_batches import MicroBatches
+from smp.training.objective import NextToken
 from smp.training.trainer import Progress, Trainer
 from tests.parity.cases import Case, config_of
 from tests.parity.data import share
@@ -54,20 +56,20 @@ def run_cases(rank: int, world_size: int, cases: list[Case], folder: str) -> Non
 class Recording:
     """Keeps this rank's part of the gradients of some steps, as they are before clipping."""
 
-    def __init__(self, passes: Passes, model: GPT, recorded: tuple[int, ...]) -> None:
-        self.passes, self.model, self.copies, self.recorded = passes, model, passes.copies, recorded
+    def __init__(self, inner: ForwardBackward, model: GPT, recorded: tuple[int, ...]) -> None:
+        self.inner, self.model, self.copies, self.recorded = inner, model, inner.copies, recorded
         self.step, self.gradients = 0, list[Tensors]()
 
-    def train(self, batch: GlobalBatch, valid_tokens: int) -> torch.Tensor:
-        loss = self.passes.train(batch, valid_tokens)
+    def train(self, micro_batches: MicroBatches) -> list[ModelOutput]:
+        outputs = self.inner.train(micro_batches)
         if self.step in self.recorded:
             grads = {name: p.grad for name, p in self.model.named_parameters()}
             self.gradients.append({name: _local(g) for name, g in grads.items() if g is not None})
         self.step += 1
-        return loss
+        return outputs
 
-    def evaluate(self, batch: GlobalBatch, valid_tokens: int) -> torch.Tensor:
-        return self.passes.evaluate(batch, valid_tokens)
+    def forward(self, micro_batches: MicroBatches) -> list[ModelOutput]:
+        return self.inner.forward(micro_batches)
 
 
 def train(case: Case, contexts: Contexts) -> dict[str, Any]:
@@ -80,11 +82,12 @@ def train(case: Case, contexts: Contexts) -> dict[str, Any]:
     device = torch.device("cpu")
     plan = plan_pipeline(config, layout) if spread.pp > 1 else None
     backends = choose_backends(config, device, documents=config.data.reset_attention_mask)
-    model = build_model(config, context, device, backends, plan)
+    place = Workplace(context, device, backends, plan)
+    model = build_model(config, place)
     initial = _weights(model)
     optimizer = build_optimizer(model, config.optim, context.fsdp)
-    passes = Recording(build_passes(config, context, device, model, plan), model, problem.recorded_steps)
-    trainer = Trainer(config, model, passes, optimizer, context, device, Progress())
+    recording = Recording(build_forward_backward(config, place, model), model, problem.recorded_steps)
+    trainer = Trainer(config, model, recording, NextToken(device), optimizer, context, device, Progress())
     steps = [trainer.train_step(share(problem, spread, context.data_rank, step)) for step in range(problem.steps)]
     if spread.compile:
         torch._dynamo.reset()
@@ -92,7 +95,7 @@ def train(case: Case, contexts: Contexts) -> dict[str, Any]:
         "recorded": problem.recorded_steps,
         "losses": [s.loss for s in steps],
         "norms": [s.grad_norm for s in steps],
-        "tensors": [initial, *passes.gradients, _weights(model)],
+        "tensors": [initial, *recording.gradients, _weights(model)],
         "shapes": {name: (tuple(p.shape), _logical_rows(model, name)) for name, p in model.named_parameters()},
         "boxes": {name: _box(p) for name, p in model.named_parameters()},
     }
@@ -142,7 +145,7 @@ def _average_gradients(patch: pytest.MonkeyPatch) -> None:
 def _count_own_tokens(patch: pytest.MonkeyPatch) -> None:
     """Each rank divides by its own number of valid tokens, and the ranks' losses are averaged."""
 
-    def count(self: Trainer, batch: GlobalBatch) -> tuple[int, int]:
+    def count(self: Trainer, batch: RankBatch) -> tuple[int, int]:
         return int((batch.labels != IGNORE_INDEX).sum()) * self.context.data_size, 0
 
     patch.setattr(Trainer, "_counts", count)
@@ -163,7 +166,7 @@ def _drop_a_weight_gradient(patch: pytest.MonkeyPatch) -> None:
 def _count_on_every_stage(patch: pytest.MonkeyPatch) -> None:
     """Every stage counts the tokens of the batch that all of them read."""
 
-    def count(self: Trainer, batch: GlobalBatch) -> tuple[int, int]:
+    def count(self: Trainer, batch: RankBatch) -> tuple[int, int]:
         return int((batch.labels != IGNORE_INDEX).sum()) * self.context.pp_size, 0
 
     patch.setattr(Trainer, "_counts", count)

@@ -17,7 +17,8 @@ from smp.layers.norm import Norm
 from smp.models.gpt import GPT
 from smp.optim.optimizer import build_optimizer
 from smp.sharding.parallelize import parallelize, shard
-from smp.training.build import assemble, build_model, build_passes, choose_backends
+from smp.training.build import Workplace, assemble, build_forward_backward, build_model, choose_backends
+from smp.training.objective import NextToken
 from smp.training.trainer import Progress, Trainer
 from tests.fake_group import fake_context, lone_context
 from tests.parity.cases import case_of, config_of
@@ -130,20 +131,21 @@ def two_steps(device: torch.device, values: dict[str, Any], fsdp: bool) -> tuple
     config = config_of(case)
     backends = choose_backends(config, device, documents=False)
     with lone_context(device.type) as context:
+        place = Workplace(context, device, backends)
         if fsdp:
-            model = assemble(config, context, backends, None)
+            model = assemble(config, place)
             shard(model, model.fsdp_units(), context.fsdp, bf16=config.parallel.bf16)
             model.to_empty(device=device)
             init_weights(model, config.training.seed)
         else:
-            model = build_model(config, context, device, backends)
+            model = build_model(config, place)
         assert isinstance(model, FSDPModule) is fsdp
         optimizer = build_optimizer(model, config.optim)
         optimizer.register_step_pre_hook(
             lambda *_: gradients.append({n: p.grad.to_local().cpu().clone() for n, p in model.named_parameters()})  # type: ignore[union-attr]
         )
-        passes = build_passes(config, context, device, model, None)
-        trainer = Trainer(config, model, passes, optimizer, context, device, Progress())
+        forward_backward, objective = build_forward_backward(config, place, model), NextToken(device)
+        trainer = Trainer(config, model, forward_backward, objective, optimizer, context, device, Progress())
         losses = [trainer.train_step(share(case.problem, case.spread, 0, step)).loss for step in range(2)]
     return losses, gradients
 

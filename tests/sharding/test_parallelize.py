@@ -13,12 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from smp import layers
 from smp.config import Config, DataConfig, Layout, OptimizerConfig, ParallelConfig, TrainingConfig, resolve
-from smp.data.loader import GlobalBatch
+from smp.data.loader import RankBatch
 from smp.models.gpt import GPT
 from smp.optim.optimizer import build_optimizer, clip_gradients
 from smp.parallel.context import build_context
 from smp.sharding.parallelize import shard
-from smp.training.passes import Accumulation
+from smp.training.forward_backward import Accumulation
+from smp.training.objective import NextToken
 from smp.training.trainer import Progress, Trainer
 from tests.distributed import run_distributed
 from tests.fake_group import fake_context
@@ -130,7 +131,8 @@ def step_traffic(context: Any, model: GPT, parallel: ParallelConfig, data_parall
     trainer = Trainer(
         config,
         model,
-        Accumulation(model, torch.device("cpu")),
+        Accumulation(model),
+        NextToken(torch.device("cpu")),
         build_optimizer(model, config.optim),
         context,
         torch.device("cpu"),
@@ -140,7 +142,7 @@ def step_traffic(context: Any, model: GPT, parallel: ParallelConfig, data_parall
     tokens = torch.arange(MICRO_BATCHES * BATCH * LENGTH).view(shape) % 64
     with Traffic() as traffic:
         hook = model.register_forward_pre_hook(traffic.begin)
-        trainer.train_step(GlobalBatch(tokens, tokens, torch.arange(MICRO_BATCHES * BATCH).view(shape[:2])))
+        trainer.train_step(RankBatch(tokens, tokens, torch.arange(MICRO_BATCHES * BATCH).view(shape[:2])))
         hook.remove()
     return traffic.passes[1:]
 

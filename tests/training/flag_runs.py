@@ -1,6 +1,6 @@
 """Real runs of ``pretrain_gpt.main`` in this process, observed: what the tests of the flags compare.
 
-Nothing of the path from the command line to the last file is replaced; a subclass of ``Pretraining`` only looks on. A
+Nothing of the path from the command line to the last file is replaced; a subclass of the run only looks on. A
 run of this size takes a tenth of a second, and one that was asked for twice is made once.
 """
 
@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pretrain_gpt
 import smp.training.launch as launch_module
 from smp.config import Config
-from smp.training.pretrain import Pretraining
+from smp.training.run import Run as TrainingRun
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --num-query-groups 2 --vocab-size 97 "
@@ -128,7 +128,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return part.detach().clone()
 
 
-class Watched(Pretraining):
+class Watched(TrainingRun):
     """A run that notes what it does. Every test gets a subclass of its own with these three set."""
 
     notes: Run
@@ -151,7 +151,7 @@ class Watched(Pretraining):
         if not model.training:
             self.notes.eval_passes += 1
             return
-        self.notes.tokens.append(args[0].clone())
+        self.notes.tokens.append(args[0].input_ids.clone())
         if self.each_step is not None:
             self.each_step(self)
 
@@ -211,7 +211,7 @@ def run_here(
     with contextlib.ExitStack() as stack:
         stack.enter_context(clean_process())
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(launch_module, "Pretraining", kind)
+        patch.setattr(launch_module, "Run", kind)
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
             patch.delenv(name, raising=False)
         os.chdir(folder)

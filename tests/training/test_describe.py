@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from smp.config import Layout
-from smp.config.finetune import FinetuneConfig, LoraConfig, ObjectiveConfig
-from smp.config.finetune_checks import fill_in
+from smp.config import Config, Layout
+from smp.config.cli import build_tree
+from smp.config.entry_points import FINETUNE
+from smp.config.finetune import fill_in
+from smp.config.schema import ObjectiveConfig
 from smp.convert.hf_config import resolved
 from smp.layers import add_adapters
 from smp.models.gpt import GPT
@@ -21,10 +24,9 @@ MODEL = resolved(
 )
 
 
-def tuning(tmp_path: Path, **lora: object) -> FinetuneConfig:
-    config = FinetuneConfig(model=MODEL, lora=LoraConfig(**lora))  # type: ignore[arg-type]
-    config.checkpoint.load, config.training.dry_run = str(tmp_path), True
-    return fill_in(config)
+def tuning(tmp_path: Path, **lora: object) -> Config:
+    config = build_tree(FINETUNE, {"load": str(tmp_path), "dry_run": True, **lora})
+    return fill_in(replace(config, model=MODEL))
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -33,7 +35,7 @@ def test_adapters_are_counted_as_they_lie_on_a_process(tmp_path: Path, tp: int, 
     config = tuning(tmp_path, lora_rank=3, lora_target_modules=targets)
     with fake_context(Layout(tp=tp)) as context:
         model = GPT(MODEL, context.tp)
-        assert config.lora.lora_target_modules is not None
+        assert config.lora is not None and config.lora.lora_target_modules is not None
         add_adapters(model, config.lora.lora_target_modules.split(","), 3, 6.0)
         parts: list[torch.Tensor] = [p.to_local() for p in model.parameters() if p.requires_grad]  # type: ignore[operator]
     assert adapter_elements(config, Layout(tp=tp)) == sum(part.numel() for part in parts) > 0
@@ -48,9 +50,9 @@ def test_an_adapter_from_a_file_is_counted_by_its_size(tmp_path: Path) -> None:
 def test_a_dry_run_shows_less_memory_with_adapters_and_more_with_a_copy(tmp_path: Path) -> None:
     large = resolved(num_layers=32, hidden_size=2048, num_attention_heads=16, vocab_size=32000)
 
-    def gigabytes(config: FinetuneConfig) -> float:
+    def gigabytes(config: Config) -> float:
         config.model, config.data.seq_length, config.data.global_batch_size = large, 512, 1
-        lines = describe(config.as_run(), 1, config).splitlines()
+        lines = describe(config, 1).splitlines()
         return float(next(line.split()[2] for line in lines if line.startswith("#   total")))
 
     full, lora, pairs = tuning(tmp_path), tuning(tmp_path, lora_rank=8), tuning(tmp_path)

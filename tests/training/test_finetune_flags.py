@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from smp.config.entry_points import FINETUNE
 from smp.config.fields import settings
-from smp.config.finetune import FinetuneConfig
 from smp.training.finetune_settings import read_finetune_settings
 from tests.distributed import run_distributed
 from tests.training.flag_runs import proves
@@ -112,9 +112,9 @@ def test_what_the_data_are_laid_out_as(folder: Path) -> None:
     assert read("--seq-length 24")[1].train.length == 24 and len(read("--seq-length 24")[1].train) > len(data.train)
     again = shutil.copy(f"{folder}/sft.jsonl", f"{folder}/again.jsonl")
     assert read(f"--data-path {folder}/sft.jsonl {again}")[1].samples.offsets[-1] == 2 * len(data.samples.tokens)
-    assert read("--micro-batch-size 2")[0].as_run().data.micro_batch_size == 2
-    assert read("--global-batch-size 8")[0].as_run().data.global_batch_size == 8
-    assert config.logging.log_dir == f"{folder}/logs" and FinetuneConfig().logging.log_dir == "runs/finetune"
+    assert read("--micro-batch-size 2")[0].data.micro_batch_size == 2
+    assert read("--global-batch-size 8")[0].data.global_batch_size == 8
+    assert config.logging.log_dir == f"{folder}/logs" and settings(FINETUNE)["log_dir"].default == "runs/finetune"
 
 
 @proves("chat_template", "tokenizer_model", "bad_sample_threshold", "preview")
@@ -173,6 +173,6 @@ def test_every_setting_of_its_own_is_proven() -> None:
     for _, test in inspect.getmembers(module, inspect.isfunction):
         proofs |= dict.fromkeys(getattr(test, "proves", ()), test)
     shared = settings()
-    own = {n for n, s in settings(FinetuneConfig).items() if n not in shared or s.group in ("data", "checkpoint")}
-    own |= {n for n, s in settings(FinetuneConfig).items() if n in shared and s.default != shared[n].default}
+    own = {n for n, s in settings(FINETUNE).items() if n not in shared or s.group in ("data", "checkpoint")}
+    own |= {n for n, s in settings(FINETUNE).items() if n in shared and s.default != shared[n].default}
     assert own == set(proofs)

@@ -71,10 +71,10 @@ def batches(folder: Path, name: str) -> Any:
     dataset = TuningDataset(data.samples, data.train, seed=config.training.seed, pairs=data.pairs)
     for step in range(10):
         batch = dataset.batch(np.arange(4 * step, 4 * step + 4).reshape(1, 4))
-        rows = batch.tokens[0], batch.labels[0]
+        rows = batch.input_ids[0], batch.labels[0]
         texts = []
         for row in range(len(rows[0])):
-            numbers = batch.documents[0][row] if batch.documents is not None else None
+            numbers = batch.document_ids[0][row] if batch.document_ids is not None else None
             for n in range(1 if numbers is None else int(numbers.max()) + 1):
                 chosen = slice(None) if numbers is None else numbers == n
                 texts.append((rows[0][row][chosen], rows[1][row][chosen]))

@@ -20,10 +20,12 @@ import finetune
 import pretrain_gpt
 from smp.checkpoint.local import open_folder
 from smp.checkpoint.lock import Holder
+from smp.data.sample import IGNORE_INDEX
 from smp.kernels.attention import AttentionChoice, AttentionShape, choose_attention
 from smp.training import build
 from smp.training.finetune_settings import read_finetune_settings
-from smp.training.passes import Accumulation
+from smp.training.forward_backward import Accumulation
+from smp.training.micro_batches import MicroBatches
 from tests.distributed import run_distributed
 from tests.parity.result import layer_norms, layer_of
 from tests.training.flag_runs import CountOps, clean_process
@@ -166,8 +168,13 @@ def test_a_run_says_what_it_trains_and_leaves_an_adapter(folder: Path, tmp_path:
 
 def test_an_evaluation_ends_with_the_validation_samples(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many batches --eval-iters allows: there is one with samples, before the first step and after it."""
-    passed, evaluate = [], Accumulation.evaluate
-    monkeypatch.setattr(Accumulation, "evaluate", lambda *given: passed.append(given[2]) or evaluate(*given))
+    passed, forward = list[int](), Accumulation.forward
+
+    def counted(self: Accumulation, micro_batches: MicroBatches) -> Any:
+        passed.append(sum(int((m.labels != IGNORE_INDEX).sum()) for m in micro_batches))
+        return forward(self, micro_batches)
+
+    monkeypatch.setattr(Accumulation, "forward", counted)
     more = "--train-iters 1 --global-batch-size 4 --eval-interval 1 --eval-iters 30"
     code, out, err = command(folder, flags(folder, more, QUIET))
     assert code == 0, err
@@ -374,7 +381,7 @@ def test_dropout_of_an_adapter_is_kept_unless_it_is_given(folder: Path, historie
 
 
 def test_processes_that_read_different_samples_do_not_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("smp.training.finetune.gather", lambda value: [value, "of another file"])
+    monkeypatch.setattr("smp.training.finetuning.gather", lambda value: [value, "of another file"])
     code, _, err = command(folder, f"{flags(folder, '--train-iters 1')} {QUIET}")
     assert code == 2 and "the processes do not read the same samples" in err
 

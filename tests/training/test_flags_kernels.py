@@ -100,10 +100,10 @@ def test_a_step_reads_nothing_from_the_device(runs: Runs, monkeypatch: pytest.Mo
         batch = next(run.batches)
         with Waits() as waits:
             issued = run.trainer.start_step(batch)
-        run.trainer.settle(issued)
+        run.trainer.finish(issued)
         return waits.callers
 
-    assert set(runs.fresh(flags, probe=probe).probed) <= {"_counts", "count"}
+    assert set(runs.fresh(flags, probe=probe).probed) <= {"sum_over_ranks", "num_valid"}
 
 
 def test_the_probe_sees_waits() -> None:
@@ -130,25 +130,25 @@ def spoil(run: Watched) -> None:
     """Make the loss of iteration 2 infinite."""
     if run.trainer.progress.iteration == 1:
         run.trainer.model.register_forward_hook(
-            lambda module, args, out: out * float("inf") if run.trainer.progress.iteration == 1 else out
+            lambda module, args, out: out._replace(loss=out.loss * float("inf")) if run.iteration == 1 else out
         )
 
 
 def test_with_a_device_that_is_behind_logs_come_a_step_later_and_say_the_same(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps whose numbers are never there at once are settled after the next one is issued, and all before a save."""
+    """Steps whose numbers are never there at once are finished after the next one is issued, and all before a save."""
     flags = "--train-iters 5 --eval-interval 2 --eval-iters 1 --save ck --save-interval 3"
     plain = runs.fresh(flags)
     order: list[str] = []
-    start, settle = trainer.Trainer.start_step, trainer.Trainer.settle
+    start, finish = trainer.Trainer.start_step, trainer.Trainer.finish
     monkeypatch.setattr(trainer.Step, "finished", lambda self: False)
     monkeypatch.setattr(trainer.Trainer, "start_step", lambda self, *a: (order.append("start"), start(self, *a))[1])
     monkeypatch.setattr(
-        trainer.Trainer, "settle", lambda self, s: (order.append(f"settle {s.iteration}"), settle(self, s))[1]
+        trainer.Trainer, "finish", lambda self, s: (order.append(f"finish {s.iteration}"), finish(self, s))[1]
     )
     late = runs.fresh(flags)
-    assert order[:5] == ["start", "start", "settle 1", "settle 2", "start"]  # 2 at once: there is an evaluation
-    assert order[-3:] == ["start", "settle 4", "settle 5"] or order[-2:] == ["start", "settle 5"]
+    assert order[:5] == ["start", "start", "finish 1", "finish 2", "start"]  # 2 at once: there is an evaluation
+    assert order[-3:] == ["start", "finish 4", "finish 5"] or order[-2:] == ["start", "finish 5"]
     for name in ("lm loss", "grad norm", "learning rate", "consumed samples", "validation loss", "skipped iterations"):
         assert late.records(name) == plain.records(name), name

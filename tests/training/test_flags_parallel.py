@@ -16,8 +16,9 @@ from torch.distributed.constants import default_pg_timeout
 
 from smp.layers.block import TransformerBlock
 from smp.models.presets import PRESETS
-from smp.training.pretrain import Pretraining
+from smp.training.pretraining import pretraining
 from smp.training.process import Process
+from smp.training.run import Run
 from smp.training.runtime import StopSignal
 from smp.training.settings import read_settings
 from tests.distributed import run_distributed
@@ -122,9 +123,9 @@ def measure(flags: str, rank: int, world: int) -> dict[str, Any]:
     }
 
 
-def start(flags: str, rank: int, world: int) -> Pretraining:
+def start(flags: str, rank: int, world: int) -> Run:
     config = read_settings([*TINY.split(), *flags.split()], PRESETS, world)
-    return Pretraining(config, Process(rank, world, rank), torch.device("cpu"), StopSignal())
+    return Run(pretraining(config), Process(rank, world, rank), torch.device("cpu"), StopSignal())
 
 
 def skip_on_one_rank(rank: int, world: int) -> list[tuple[bool, int, int]]:
@@ -132,7 +133,9 @@ def skip_on_one_rank(rank: int, world: int) -> list[tuple[bool, int, int]]:
     run = start("--tensor-model-parallel-size 1", rank, world)
     out = []
     for i in range(3):
-        poison = run.trainer.model.register_forward_hook(lambda module, args, loss: loss * math.nan)
+        poison = run.trainer.model.register_forward_hook(
+            lambda module, args, out: out._replace(loss=out.loss * math.nan)
+        )
         if rank == 0 or i != 1:
             poison.remove()
         result = run.trainer.train_step(next(run.batches))

@@ -13,8 +13,9 @@ import torch
 from smp.models.presets import PRESETS
 from smp.pipeline.actions import COMPUTE, Op
 from smp.pipeline.timeline import Timeline
-from smp.training.pretrain import Pretraining
+from smp.training.pretraining import pretraining
 from smp.training.process import Process
+from smp.training.run import Run
 from smp.training.runtime import StopSignal
 from smp.training.settings import read_settings
 from tests.distributed import run_distributed
@@ -35,9 +36,9 @@ LAYOUTS = {
 KEPT = PIPE + "--pipeline-model-parallel-size 2 --global-batch-size 16"
 
 
-def start(flags: str, rank: int, world: int) -> Pretraining:
+def start(flags: str, rank: int, world: int) -> Run:
     config = read_settings([*TINY.split(), *flags.split()], PRESETS, world)
-    return Pretraining(config, Process(rank, world, rank), torch.device("cpu"), StopSignal())
+    return Run(pretraining(config), Process(rank, world, rank), torch.device("cpu"), StopSignal())
 
 
 def train(name: str, flags: str, rank: int, world: int) -> dict[str, Any]:

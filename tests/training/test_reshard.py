@@ -13,8 +13,9 @@ import torch
 from smp.checkpoint import load, read_manifest
 from smp.checkpoint.local import open_folder
 from smp.models.presets import PRESETS
-from smp.training.pretrain import Pretraining
+from smp.training.pretraining import pretraining
 from smp.training.process import Process
+from smp.training.run import Run
 from smp.training.runtime import StopSignal
 from smp.training.settings import read_settings
 from tests.distributed import run_distributed
@@ -41,12 +42,12 @@ FEW = [name for name, (world, _) in LAYOUTS.items() if world < 8]
 Losses = dict[str, list[float]]
 
 
-def start(flags: str, rank: int, world: int) -> Pretraining:
+def start(flags: str, rank: int, world: int) -> Run:
     config = read_settings([*TINY.split(), *COMMON.split(), *flags.split()], PRESETS, world)
-    return Pretraining(config, Process(rank, world, rank), torch.device("cpu"), StopSignal())
+    return Run(pretraining(config), Process(rank, world, rank), torch.device("cpu"), StopSignal())
 
 
-def losses(run: Pretraining, steps: int) -> list[float]:
+def losses(run: Run, steps: int) -> list[float]:
     return [run.trainer.train_step(next(run.batches)).loss for _ in range(steps)]
 
 
@@ -141,7 +142,7 @@ def samples_of(rank: int, world: int, folder: str, flags: str, steps: int) -> li
     run, seen = start(flags, rank, world), []
     for _ in range(steps):
         batch = next(run.batches)
-        seen.append((batch.sample_index.tolist(), batch.tokens.tolist()))
+        seen.append((batch.sample_index.tolist(), batch.input_ids.tolist()))
         run.trainer.train_step(batch)
     run.save()
     run.close()

@@ -22,6 +22,7 @@ import torch
 
 import pretrain_gpt
 from smp.config import ConfigError
+from smp.layers.head import ModelOutput
 from smp.training.entry import lasting_output
 from smp.training.process import Process
 from smp.training.runtime import Watchdog
@@ -149,9 +150,10 @@ def poison(value: float) -> Hook:
     """Makes the loss of a forward pass ``value``: infinity with gradients that are fine, NaN with NaNs."""
 
     def action(run: Watched) -> None:
-        def spoil(module: torch.nn.Module, args: object, loss: torch.Tensor) -> torch.Tensor:
+        def spoil(module: torch.nn.Module, args: object, output: ModelOutput) -> ModelOutput:
             handle.remove()
-            return loss + value if math.isinf(value) else loss * value
+            assert output.loss is not None
+            return output._replace(loss=output.loss + value if math.isinf(value) else output.loss * value)
 
         handle = run.trainer.model.register_forward_hook(spoil)
 

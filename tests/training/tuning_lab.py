@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from smp.training.finetune import Finetuning
 from smp.training.finetune_settings import read_finetune_settings
+from smp.training.finetuning import finetuning
 from smp.training.process import Process
+from smp.training.run import Run
 from smp.training.runtime import StopSignal
-from smp.training.trainer import StepResult
+from smp.training.trainer import Progress, StepResult
 
 QUIET = "--no-tensorboard --no-progress-bar --clip-grad 0 --lr-decay-style constant --weight-decay 0.1"
 
 
-class Recording(Finetuning):
+class Recording(Run):
     """A run that keeps its losses and the gradients of each step, whole."""
 
     def record(self) -> Recording:
@@ -26,6 +27,7 @@ class Recording(Finetuning):
         self.more: list[dict[str, float]] = []
         self.gradients: list[dict[str, torch.Tensor]] = []
         self.trainer.optimizer.register_step_pre_hook(lambda *_: self.gradients.append(self.whole(gradients=True)))
+        self.console.step = self.note  # type: ignore[method-assign]
         return self
 
     def whole(self, *, gradients: bool = False) -> dict[str, torch.Tensor]:
@@ -39,11 +41,11 @@ class Recording(Finetuning):
                 out[name] = full[:rows].detach().clone()
         return out
 
-    def _tell(self, result: StepResult) -> None:
+    def note(self, progress: Progress, result: StepResult) -> None:
         self.losses.append(result.loss)
-        self.tokens.append(result.tokens)
-        if self.preferences is not None:
-            self.more.append(self.preferences.measured())
+        self.tokens.append(result.num_tokens)
+        if result.metrics:
+            self.more.append(dict(result.metrics))
 
 
 def tune(rank: int, world_size: int, flags: str) -> dict[str, Any]:
@@ -51,7 +53,7 @@ def tune(rank: int, world_size: int, flags: str) -> dict[str, Any]:
     config, data = read_finetune_settings(shlex.split(f"{QUIET} {flags}"), world_size)
     assert data is not None
     process = Process(rank, world_size, rank)
-    run = Recording(config.as_run(), process, torch.device("cpu"), StopSignal(), tuning=config, data=data).record()
+    run = Recording(finetuning(config, data), process, torch.device("cpu"), StopSignal()).record()
     try:
         initial = run.whole()
         run.run()
@@ -83,7 +85,7 @@ def tune(rank: int, world_size: int, flags: str) -> dict[str, Any]:
 def held_parameters(run: Recording) -> list[torch.Tensor]:
     """Of the model, and of a frozen copy."""
     models = [run.trainer.model]
-    reference = getattr(run.preferences, "reference", None)
+    reference = getattr(run.trainer.objective, "reference", None)
     if (copy := getattr(reference, "model", None)) not in (None, run.trainer.model):
         models.append(copy)
     return [p for model in models for p in model.parameters()]

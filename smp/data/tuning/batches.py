@@ -10,25 +10,25 @@ import numpy.typing as npt
 import torch
 
 from smp.data.keyed_random import keyed_permutation
-from smp.data.loader import GlobalBatch
+from smp.data.loader import RankBatch
 from smp.data.sample import IGNORE_INDEX
 from smp.data.tuning.samples import Samples, fingerprint
 from smp.data.tuning.sequences import Sequences
 
 
 @dataclass(frozen=True)
-class PairBatch(GlobalBatch):
+class PairBatch(RankBatch):
     """Pairs of answers: row 2 i is the chosen answer of a pair, row 2 i + 1 the rejected one."""
 
     texts: torch.Tensor | None = None  # int64 (num_microbatches, rows): number of the answer; -1: none, to fill up
     reference: torch.Tensor | None = None  # fp32 (num_microbatches, rows): log-probabilities by the reference
 
     @property
-    def samples(self) -> int:
+    def num_samples(self) -> int:
         """Pairs of this rank."""
         return self.sample_index.numel() // 2
 
-    def count(self) -> int:
+    def num_valid(self) -> int:
         """Pairs of this rank, without those that only fill up."""
         return int((self.labels[:, ::2] != IGNORE_INDEX).any(-1).sum())
 
@@ -82,29 +82,27 @@ class TuningDataset:
             return []
         return [f"note: these are not the samples of the checkpoint: after {consumed:,} of those the order is another"]
 
-    def batch(self, indices: npt.NDArray[np.int64]) -> GlobalBatch:
+    def batch(self, indices: npt.NDArray[np.int64]) -> RankBatch:
         """Samples by number, ``indices`` (micro-batches, samples) >= 0."""
         rows = (indices[:, :, None] * self.rows + np.arange(self.rows)).reshape(len(indices), -1)
         parts = [self._row(int(i) // self.rows, int(i) % self.rows) for i in rows.ravel()]
         stacked = np.stack(parts).reshape(*rows.shape, 4, self.seq_length)
-        tokens, labels, documents, positions = (
+        input_ids, labels, document_ids, position_ids = (
             torch.from_numpy(np.ascontiguousarray(stacked[:, :, i])) for i in range(4)
         )
-        widths = None
-        if self.trim:
-            used = (documents >= 0).sum(-1).amax(-1)  # of each micro-batch
-            widths = tuple(int(w) for w in used.clamp(min=1))
-        options: dict[str, Any] = {
-            "documents": documents if self.packed else None,
-            "positions": positions if self.packed else None,
-            "widths": widths,
-            "held": int((documents >= 0).sum()),
+        fields: dict[str, Any] = {
+            "input_ids": input_ids,
+            "labels": labels,
+            "sample_index": torch.from_numpy(rows),
+            "document_ids": document_ids if self.packed else None,
+            "position_ids": position_ids if self.packed else None,
+            "lengths": _lengths(document_ids) if self.trim else None,
+            "padding": int((document_ids < 0).sum()),
         }
-        numbers = torch.from_numpy(rows)
         if self.rows == 1:
-            return GlobalBatch(tokens, labels, numbers, **options)
+            return RankBatch(**fields)
         texts = torch.tensor([self._text(int(i) // 2, int(i) % 2) for i in rows.flat])
-        return PairBatch(tokens, labels, numbers, **options, texts=texts.view(rows.shape))
+        return PairBatch(**fields, texts=texts.view(rows.shape))
 
     def _text(self, index: int, part: int) -> int:
         """Number of an answer; -1 where there is none."""
@@ -138,3 +136,8 @@ class TuningDataset:
         if order is None or order[0] != epoch:
             order = self._order = epoch, keyed_permutation(self.samples_per_epoch, self.seed, 1, epoch)
         return int(order[1][place])
+
+
+def _lengths(document_ids: torch.Tensor) -> tuple[int, ...]:
+    """Of each micro-batch, the columns that some row uses; at least one."""
+    return tuple(int(n) for n in (document_ids >= 0).sum(-1).amax(-1).clamp(min=1))

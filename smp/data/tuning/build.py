@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from smp.config.blend import parse_split
-from smp.config.finetune import FinetuneConfig
-from smp.config.schema import ConfigError
+from smp.config.schema import Config, ConfigError
 from smp.data.tuning.chat_template import ChatTemplate
 from smp.data.tuning.encode import Encoder, marked
 from smp.data.tuning.files import read_records
@@ -50,12 +49,12 @@ class TuningData:
         return [f"--- text {n}\n{marked(self.tokenizer, self.samples[n], colours)}" for n in texts]
 
 
-def read_data(config: FinetuneConfig, tokenizer: TuningTokenizer) -> TuningData:
+def read_data(config: Config, tokenizer: TuningTokenizer) -> TuningData:
     """Read, encode and lay out everything for a resolved ``config``. Raises ConfigError, one line that says which and
     why, when the data cannot be used."""
-    data, pairs = config.data, config.objective.objective == "dpo"
+    data, pairs = config.data, config.has_pairs
     assert data.seq_length is not None and config.model.vocab_size is not None and data.data_path is not None
-    assert data.packing is not None
+    assert data.packing is not None and data.packing != "stream", "filled in before"
     try:
         template = _template(data.chat_template, tokenizer)
         encoder = Encoder(tokenizer, template, mask_prompt=data.mask_prompt)

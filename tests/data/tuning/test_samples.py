@@ -107,28 +107,28 @@ def test_every_text_is_in_one_sequence_whole() -> None:
     samples = made([5, 3, 9, 4, 2, 7, 3])
     dataset = TuningDataset(samples, lay_out(samples, np.arange(7), 8, "best-fit"), seed=3)
     batch = dataset.batch(np.arange(len(dataset.sequences)).reshape(1, -1))
-    assert batch.documents is not None and batch.positions is not None
+    assert batch.document_ids is not None and batch.position_ids is not None
     found = {}
-    for row in range(batch.tokens.shape[1]):
-        for number in range(int(batch.documents[0, row].max()) + 1):
-            mine = batch.documents[0, row] == number
-            tokens, labels = batch.tokens[0, row][mine], batch.labels[0, row][mine]
+    for row in range(batch.input_ids.shape[1]):
+        for number in range(int(batch.document_ids[0, row].max()) + 1):
+            mine = batch.document_ids[0, row] == number
+            tokens, labels = batch.input_ids[0, row][mine], batch.labels[0, row][mine]
             text = int(tokens[0]) // 100
-            assert batch.positions[0, row][mine].tolist() == list(range(len(tokens)))
+            assert batch.position_ids[0, row][mine].tolist() == list(range(len(tokens)))
             expected = [t if t % 100 >= 2 else IGNORE_INDEX for t in (tokens + 1).tolist()]
             assert labels.tolist() == expected
             found[text] = len(tokens) + 1
-        padding = batch.documents[0, row] == -1
+        padding = batch.document_ids[0, row] == -1
         assert (batch.labels[0, row][padding] == IGNORE_INDEX).all()
     assert found == dict(enumerate([5, 3, 9, 4, 2, 7, 3]))
-    assert batch.held == sum(n - 1 for n in found.values()) and len(dataset.sequences) == 4
-    assert dataset.sequences.efficiency == batch.held / 32
+    assert batch.num_tokens == sum(n - 1 for n in found.values()) and len(dataset.sequences) == 4
+    assert dataset.sequences.efficiency == batch.num_tokens / 32
 
 
 def test_order_is_a_function_of_seed_and_number_alone() -> None:
     samples = made([4] * 12)
     sequences = lay_out(samples, np.arange(12), 8, "off")
-    texts = lambda seed, numbers: TuningDataset(samples, sequences, seed=seed).batch(numbers).tokens[..., 0] // 100  # noqa: E731
+    texts = lambda seed, numbers: TuningDataset(samples, sequences, seed=seed).batch(numbers).input_ids[..., 0] // 100  # noqa: E731
     whole = texts(1, np.arange(36).reshape(3, 12))
     assert all(sorted(epoch.tolist()) == list(range(12)) for epoch in whole), "each once per epoch"
     assert len({tuple(epoch.tolist()) for epoch in whole}) == 3, "in another order"
@@ -168,18 +168,18 @@ def test_trimmed_columns_hold_nothing() -> None:
     samples = made([4, 6, 3, 9])
     dataset = TuningDataset(samples, lay_out(samples, np.arange(4), 16, "off"), seed=None, trim=True)
     batch = dataset.batch(np.array([[0, 1], [2, 3]]))
-    assert batch.widths == (5, 8) and batch.documents is None and batch.held == 3 + 5 + 2 + 8
-    assert (batch.labels[0, :, 5:] == IGNORE_INDEX).all() and batch.count() == 2 + 4 + 1 + 7
+    assert batch.lengths == (5, 8) and batch.document_ids is None and batch.num_tokens == 3 + 5 + 2 + 8
+    assert (batch.labels[0, :, 5:] == IGNORE_INDEX).all() and batch.num_valid() == 2 + 4 + 1 + 7
 
 
 def test_validation_ends_with_its_last_sample_and_pairs_stay_together() -> None:
     samples = made([4, 6, 3, 9, 5, 5])
     dataset = TuningDataset(samples, lay_out(samples, np.arange(6), 8, "off"), seed=None, pairs=True)
     batch = dataset.batch(np.arange(4).reshape(2, 2))
-    assert isinstance(batch, PairBatch) and batch.tokens.shape == (2, 4, 8)
+    assert isinstance(batch, PairBatch) and batch.input_ids.shape == (2, 4, 8)
     assert batch.texts is not None and batch.texts.tolist() == [[0, 1, 2, 3], [4, 5, -1, -1]]
-    assert (batch.tokens[..., 0] // 100).tolist() == [[0, 1, 2, 3], [4, 5, 0, 0]]
-    assert batch.count() == 3 and dataset.samples_per_epoch == 3
+    assert (batch.input_ids[..., 0] // 100).tolist() == [[0, 1, 2, 3], [4, 5, 0, 0]]
+    assert batch.num_valid() == 3 and dataset.samples_per_epoch == 3
 
 
 def test_the_split_is_drawn_by_the_seed() -> None:

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from smp.checkpoint.latest import find, iteration_name
 from smp.config import Config, ConfigError
-from smp.config.finetune import FinetuneConfig
-from smp.config.finetune_checks import ALL_LINEAR
+from smp.config.finetune import ALL_LINEAR
+from smp.config.schema import LoraConfig
 from smp.convert.adapters import Adapter
 from smp.convert.hf import open_hf
 from smp.convert.hf_config import is_hf_folder
@@ -21,23 +21,22 @@ from smp.convert.load import load_weights
 from smp.convert.smp_format import SmpWeights
 from smp.convert.weights import Weights
 from smp.layers import init_weights
-from smp.layers.lora import adapters_of, attach, choose, linear_layers
+from smp.layers.linear import linear_layers
+from smp.layers.lora import adapters_of, attach, choose
 from smp.models.gpt import GPT
 from smp.parallel.agree import gather
 from smp.parallel.boxes import local_box
-from smp.parallel.context import ParallelContext
-from smp.pipeline.plan import Plan
 from smp.sharding.parallelize import parallelize
-from smp.training.build import Backends, assemble
+from smp.training.build import Workplace, assemble
 
 
-def open_base(tuning: FinetuneConfig) -> Weights:
+def open_base(config: Config) -> Weights:
     """The weights that --load names.
 
     Raises:
         CheckpointError, ConfigError: they cannot be read, or are not of a supported architecture.
     """
-    load, step = tuning.checkpoint.load, tuning.checkpoint.ckpt_step
+    load, step = config.checkpoint.load, config.checkpoint.ckpt_step
     assert load is not None, "checked with the settings"
     if is_hf_folder(load):
         if step is not None:
@@ -46,57 +45,53 @@ def open_base(tuning: FinetuneConfig) -> Weights:
     return SmpWeights(find(load) if step is None else Path(load) / iteration_name(step))
 
 
-def build_tuned_model(
-    config: Config,
-    tuning: FinetuneConfig,
-    context: ParallelContext,
-    device: torch.device,
-    backends: Backends,
-    plan: Plan | None,
-    start: Mapping[str, Adapter] | None,
-    *,
-    trainable: bool = True,
+def build_finetune_model(
+    config: Config, place: Workplace, start: Mapping[str, Adapter] | None, *, trainable: bool = True
 ) -> tuple[GPT, list[str]]:
     """(the model, what the user should hear). Built without memory, sharded, and only then filled.
 
     Args:
-        config: what the run shares with pretraining, resolved.
-        tuning: the whole settings.
-        context, device, backends, plan: of the run.
-        start: adapters to begin with, which say which layers have one; None: those that ``tuning`` asks for, if any.
+        config: resolved settings.
+        place: of the run.
+        start: adapters to begin with, which say which layers have one; None: those that ``config`` asks for, if any.
         trainable: False for a frozen copy.
 
     Raises:
         ConfigError: a pattern of --lora-target-modules chooses no layer.
         CheckpointError: the weights cannot be read.
     """
-    model, seed = assemble(config, context, backends, plan), config.training.seed
-    adapted = _add_adapters(model, tuning, seed, start)
-    model.frozen = adapted
+    model = assemble(config, place)
+    if config.has_adapters:
+        _add_adapters(model, config, start)
     if not trainable:
         model.requires_grad_(False)
     if config.parallel.bf16:
         _keep_in_bf16(model)
-    parallelize(model, context, config.parallel)
-    model.to_empty(device=device)
-    if adapted:
-        init_weights(model, seed, only="lora")
-    notes = load_weights(model, lambda: open_base(tuning), leave=_of_adapters(model))
+    parallelize(model, place.context, config.parallel)
+    model.to_empty(device=place.device)
+    if config.has_adapters:
+        init_weights(model, config.training.seed, only="lora")
+    notes = load_weights(model, lambda: open_base(config), leave=_of_adapters(model))
     if start is not None:
         _fill_adapters(model, start)
     return model, notes
 
 
-def _add_adapters(model: GPT, tuning: FinetuneConfig, seed: int, start: Mapping[str, Adapter] | None) -> bool:
-    """Put adapters on ``model``, which is then frozen but for them; whether there are any in the whole model."""
-    lora, dropout = tuning.lora, tuning.lora.lora_dropout or 0.0
+def _add_adapters(model: GPT, config: Config, start: Mapping[str, Adapter] | None) -> None:
+    """Put adapters on ``model``, which is then frozen but for them."""
+    lora = config.lora
+    assert lora is not None, "settings of a fine-tuning run"
     if start is not None:
         sizes = {name: (adapter.rank, adapter.alpha) for name, adapter in start.items()}
-        attach(model, sizes, dropout=dropout, seed=seed)
-        return True
-    if lora.lora_rank is None:
-        return False
-    assert lora.lora_target_modules is not None and lora.lora_alpha is not None, "filled in before"
+    else:
+        assert lora.lora_rank is not None and lora.lora_alpha is not None, "filled in before"
+        sizes = dict.fromkeys(_chosen_layers(model, lora), (lora.lora_rank, lora.lora_alpha))
+    attach(model, sizes, dropout=lora.lora_dropout or 0.0, seed=config.training.seed)
+
+
+def _chosen_layers(model: GPT, lora: LoraConfig) -> list[str]:
+    """Names of this rank's layers that --lora-target-modules chooses."""
+    assert lora.lora_target_modules is not None, "filled in before"
     targets = [target.strip() for target in lora.lora_target_modules.split(",")]
     chosen = choose(model, targets)
     everywhere = gather({target: len(names) for target, names in chosen.items()})  # pipeline ranks have parts
@@ -106,9 +101,7 @@ def _add_adapters(model: GPT, tuning: FinetuneConfig, seed: int, start: Mapping[
         raise ConfigError(
             f"--lora-target-modules {nothing[0]} chooses no linear layer of this model: they are {', '.join(last)}"
         )
-    sizes = {name: (lora.lora_rank, lora.lora_alpha) for names in chosen.values() for name in names}
-    attach(model, sizes, dropout=dropout, seed=seed)
-    return True
+    return [name for names in chosen.values() for name in names]
 
 
 def _keep_in_bf16(model: nn.Module) -> None:

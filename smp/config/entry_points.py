@@ -1,0 +1,114 @@
+"""The settings that each entry point has: a view of the one tree of ``smp.config.schema``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Own:
+    """What is an entry point's own about a setting. What is not given is the schema's."""
+
+    text: str | None = None
+    default: Any = ...
+    choices: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class EntryPoint:
+    """Which settings there are, and how they differ from the schema.
+
+    Attributes:
+        groups: name of a group -> names of its settings, in order; None: all of the schema's.
+        leaves_out: settings of those groups that there are not.
+        titles: what groups are about, where it is another thing than in the schema.
+        own: by the name of the setting.
+    """
+
+    groups: Mapping[str, tuple[str, ...] | None]
+    leaves_out: frozenset[str] = frozenset()
+    titles: Mapping[str, str] = field(default_factory=dict)
+    own: Mapping[str, Own] = field(default_factory=dict)
+
+
+PRETRAIN = EntryPoint(
+    groups=dict.fromkeys(("model", "parallel", "data", "optim", "training", "checkpoint", "logging")),
+    leaves_out=frozenset(("chat_template", "mask_prompt", "bad_sample_threshold", "preview", "train_epochs", "resume")),
+    own={"packing": Own(choices=("stream", "best-fit"))},
+)
+"""``pretrain_gpt.py``."""
+
+FINETUNE = EntryPoint(
+    groups={
+        "model": None,
+        "parallel": None,
+        "data": (
+            *("data_path", "split", "tokenizer_model", "chat_template", "mask_prompt", "packing", "seq_length"),
+            *("micro_batch_size", "global_batch_size", "bad_sample_threshold", "preview"),
+        ),
+        "lora": None,
+        "objective": None,
+        "optim": None,
+        "training": None,
+        "checkpoint": (
+            *("load", "ckpt_step", "save", "resume", "save_interval", "save_mtbf_hours", "async_save", "keep_last_k"),
+            *("save_retain_interval", "keep_best_k"),
+        ),
+        "logging": None,
+    },
+    titles={
+        "data": "What is fine-tuned on, and how samples become sequences.",
+        "checkpoint": "Where a run starts from, and saving.",
+    },
+    own={
+        "data_path": Own(
+            "Files of samples (.jsonl, .jsonl.gz, .jsonl.zst, .parquet) or glob patterns. The shape of each sample is "
+            "detected: messages, prompt/completion, text, ShareGPT, Alpaca; prompt/chosen/rejected for dpo."
+        ),
+        "split": Own(
+            "Relative sizes of the train, validation and test parts; which sample goes where is drawn by the seed.",
+            default="95,5,0",
+        ),
+        "tokenizer_model": Own(
+            "Folder with tokenizer.json, or a sentencepiece model file. Default: what is in the folder of --load."
+        ),
+        "packing": Own(
+            "best-fit lays several samples into one sequence, which do not see each other; with off each has its own. "
+            "Default: best-fit, but off for dpo.",
+            default=None,
+            choices=("best-fit", "off"),
+        ),
+        "seq_length": Own(
+            "Tokens per sequence; longer samples are cut at the end. Default: --max-position-embeddings, at most 8192."
+        ),
+        "micro_batch_size": Own("Sequences (pairs with dpo) in one forward pass of one data-parallel process."),
+        "global_batch_size": Own(
+            "Sequences (pairs with dpo) per optimizer step. Default: micro batch x data-parallel processes."
+        ),
+        "lr": Own("Peak learning rate. Adapters take about ten times as much as whole models.", default=2e-5),
+        "weight_decay": Own(
+            "Decoupled weight decay; never on biases and norms (tensors with one dimension).", default=0.0
+        ),
+        "load": Own(
+            "Folder with the model to start from: a Hugging Face folder or checkpoints of ours. The architecture comes "
+            "from it."
+        ),
+        "ckpt_step": Own("Start from this iteration of our checkpoints in --load and not from the newest."),
+        "save": Own(
+            "Folder that checkpoints are saved under, or a URL such as s3://bucket/run. With adapters they hold the "
+            "adapters only, and the end of the run leaves them in <save>/adapter in peft's format."
+        ),
+        "save_mtbf_hours": Own(
+            "Save by the clock instead: given the mean time between failures, every sqrt(2 x measured cost of a save x "
+            "this)."
+        ),
+        "async_save": Own("Write checkpoints in the background."),
+        "keep_last_k": Own(
+            "Delete all but so many newest checkpoints (at least 2) and those that the next two settings keep."
+        ),
+        "log_dir": Own(default="runs/finetune"),
+    },
+)
+"""``finetune.py``."""

@@ -1,0 +1,206 @@
+"""What a fine-tuning run is made of: other data, a model that comes from somewhere, perhaps adapters, perhaps pairs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from smp.checkpoint import CheckpointError
+from smp.config import Config, ConfigError
+from smp.config.schema import ObjectiveConfig
+from smp.convert.adapters import Adapter, family_for
+from smp.convert.peft_read import read_adapters
+from smp.data.build import Datasets
+from smp.data.tuning.batches import PairBatch, TuningDataset
+from smp.data.tuning.build import TuningData
+from smp.data.tuning.sequences import Sequences, lay_out
+from smp.layers.lora import adapters_off
+from smp.models.arithmetic import count_parameters
+from smp.models.gpt import GPT
+from smp.parallel.agree import gather, on_rank_zero
+from smp.parallel.context import ParallelContext
+from smp.training.adapter_files import leave_companions, publish_adapter, reference_config
+from smp.training.build import Backends, Workplace, batch_loader, build_forward_backward, choose_backends
+from smp.training.finetune_model import build_finetune_model
+from smp.training.forward_backward import ForwardBackward
+from smp.training.objective import ModelReference, NextToken, PreferredAnswer, Reference, TableReference
+from smp.training.run import RunParts, Say, Trainable
+
+Adapters = Mapping[str, Adapter]
+
+
+def finetuning(config: Config, data: TuningData) -> RunParts:
+    """All weights or adapters, from the model in --load, on samples or on pairs.
+
+    Args:
+        config: resolved settings.
+        data: what to train on.
+
+    Raises:
+        ConfigError, CheckpointError: the adapter in --load-adapter cannot be read, or is not of this model.
+    """
+    config, start = _read_adapters(config)
+    return RunParts(
+        config=config,
+        datasets=partial(_datasets, config, data),
+        backends=partial(_choose_backends, config, data),
+        trainable=lambda place, say, progress: _Build(config, data, start, place, say, progress).trainable(),
+        read=lambda dataset: dataset.batch,
+        work=_work(config),
+        evaluate_first=True,
+        before=lambda: on_rank_zero(lambda: leave_companions(config), CheckpointError),
+        after=partial(_publish, config),
+    )
+
+
+def _read_adapters(config: Config) -> tuple[Config, Adapters | None]:
+    """Adapters to begin with; their dropout is taken over unless --lora-dropout is given."""
+    lora = config.lora
+    assert lora is not None, "settings of a fine-tuning run"
+    if lora.load_adapter is None:
+        return config, None
+    adapters, dropout = read_adapters(
+        lora.load_adapter, config.model, family_for(config.model, reference_config(config))
+    )
+    if lora.lora_dropout is None:
+        config = dataclasses.replace(config, lora=dataclasses.replace(lora, lora_dropout=dropout))
+    return config, adapters
+
+
+def _trims(config: Config) -> bool:
+    """Whether padding at the end of micro-batches is cut off: not where messages of a pipeline or compiled code want
+    one shape for all of them."""
+    return config.parallel.pipeline_model_parallel_size == 1 and not config.parallel.compile
+
+
+def _dataset(config: Config, data: TuningData, sequences: Sequences, seed: int | None, told: bool) -> TuningDataset:
+    notes = data.lines if told else ()
+    return TuningDataset(data.samples, sequences, seed=seed, pairs=data.pairs, trim=_trims(config), notes=notes)
+
+
+def _datasets(config: Config, data: TuningData) -> Datasets:
+    here = data.samples.fingerprint()
+    if any(there != here for there in gather(here)):
+        raise ConfigError(
+            "--data-path: the processes do not read the same samples: the files differ between nodes, or the chat "
+            "template writes the time"
+        )
+    train = _dataset(config, data, data.train, config.training.seed, told=True)
+    valid = _dataset(config, data, data.valid, None, told=False) if len(data.valid) else None
+    return Datasets(train, valid, None)  # type: ignore[arg-type]
+
+
+def _choose_backends(config: Config, data: TuningData, device: torch.device) -> Backends:
+    """Packed sequences hold documents; trimmed ones have any length."""
+    shorter = (1, max(data.train.length - 1, 1)) if _trims(config) else ()
+    documents = data.train.packed or data.valid.packed
+    return choose_backends(config, device, documents=documents, other_lengths=shorter)
+
+
+def _work(config: Config) -> float:
+    """FLOPs of a step relative to pretraining on as many tokens: a third for the forward pass, one for gradients of
+    activations, one for those of weights; the reference adds a forward pass, the loss of pairs the head's."""
+    assert config.objective is not None
+    with_reference = config.objective.dpo_reference in ("adapters-off", "copy")
+    return (2 / 3 if config.has_adapters else 1.0) + (1 / 3 if with_reference else 0.0)
+
+
+def _publish(config: Config, iteration: int) -> list[str]:
+    """Leave the last state of adapters in peft's format as well."""
+    if not config.has_adapters or config.checkpoint.save is None:
+        return []
+    folder = on_rank_zero(lambda: publish_adapter(config, iteration), CheckpointError)
+    return [f"adapter in peft's format: {folder}"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Build:
+    """Makes what is trained.
+
+    Attributes:
+        config: resolved settings.
+        data: of the run.
+        start: adapters to begin with, if any.
+        place: where to build.
+        say: tells the user one line.
+        progress: called when something that takes long has come further.
+    """
+
+    config: Config
+    data: TuningData
+    start: Adapters | None
+    place: Workplace
+    say: Say
+    progress: Callable[[], None]
+
+    def trainable(self) -> Trainable:
+        config, place = self.config, self.place
+        model, notes = build_finetune_model(config, place, self.start)
+        for line in [*notes, *_sizes(config, place.context, model)]:
+            self.say(line)
+        forward_backward = build_forward_backward(config, place, model)
+        objective = config.objective
+        if objective is None or not config.has_pairs:
+            return Trainable(model, forward_backward, NextToken(place.device))
+        preferred = PreferredAnswer(
+            device=place.device,
+            reference=self._reference(objective, model, forward_backward),
+            beta=objective.dpo_beta,
+            label_smoothing=objective.dpo_label_smoothing,
+        )
+        return Trainable(model, forward_backward, preferred)
+
+    def _reference(self, objective: ObjectiveConfig, model: GPT, forward_backward: ForwardBackward) -> Reference:
+        device = self.place.device
+        if objective.dpo_reference == "adapters-off":
+            return ModelReference(model, forward_backward, device, around=partial(adapters_off, model))
+        if objective.dpo_reference == "precomputed":
+            return TableReference(self._table(ModelReference(model, forward_backward, device)))
+        copy, _ = build_finetune_model(self.config, self.place, self.start, trainable=False)
+        return ModelReference(copy, build_forward_backward(self.config, self.place, copy), device)
+
+    def _table(self, reference: ModelReference) -> torch.Tensor:
+        """Log-probabilities of all answers by the model as it is now, fp32 (texts,), the same on all ranks."""
+        config, samples, device = self.config, self.data.samples, self.place.device
+        every = lay_out(samples, np.arange(len(samples)), self.data.train.length, "off")
+        dataset = _dataset(config, self.data, every, None, told=False)
+        batches = batch_loader(config, self.place, dataset, dataset.batch)
+        table = torch.zeros(len(samples), device=device)
+        try:
+            for _ in range(-(-(len(samples) // 2) // (config.data.global_batch_size or 1))):
+                batch = next(batches)
+                assert isinstance(batch, PairBatch) and batch.texts is not None
+                log_probs, real = reference.log_probs(batch), batch.texts >= 0
+                table[batch.texts[real].to(device)] = log_probs[real.to(device)]
+                self.progress()
+        finally:
+            batches.close()
+        self.say(f"log-probabilities of the reference: {len(samples):,} answers")
+        return self.place.context.sum_loss(table)
+
+
+def _sizes(config: Config, context: ParallelContext, model: GPT) -> list[str]:
+    """How much is trained of how much, and where it lies."""
+    assert config.model.vocab_size is not None
+    parameters, base = list(model.parameters()), count_parameters(config.model, config.model.vocab_size).total
+    trained = base
+    if config.has_adapters:
+        adapters = torch.tensor(sum(p.numel() for p in parameters if p.requires_grad))
+        if context.pp is not None and context.pp_size > 1:  # its ranks have different layers
+            dist.all_reduce(adapters, group=context.pp.get_group())
+        trained = int(adapters)
+        base += trained
+    here, frozen = (sum(_local(p).nbytes for p in parameters if p.requires_grad == w) for w in (True, False))
+    return [
+        f"trained parameters: {trained:,} of {base:,} ({100 * trained / base:.3f} %)",
+        f"weights of the first process: {here / 1e6:,.1f} MB trained, {frozen / 1e6:,.1f} MB frozen",
+    ]
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter

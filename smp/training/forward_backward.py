@@ -1,0 +1,81 @@
+"""One step's forward and backward passes over the micro-batches of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from smp.layers.head import ModelOutput
+from smp.sharding.parallelize import last_micro_batch
+from smp.training.micro_batches import MicroBatches
+
+
+class ForwardBackward(Protocol):
+    """How micro-batches go through the model. Losses are this rank's part of the mean over the global batch: the sum
+    over all ranks that compute different parts is the loss."""
+
+    @property
+    def copies(self) -> dict[torch.Tensor, int]:
+        """Parameters that several ranks hold for different stages, and how many do; they count once in the norm."""
+
+    def train(self, micro_batches: MicroBatches) -> list[ModelOutput]:
+        """Leave the gradients of the sum of all losses in the parameters. Returns what the model, or each stage of this
+        rank, made of each micro-batch, without graphs."""
+
+    def forward(self, micro_batches: MicroBatches) -> list[ModelOutput]:
+        """The same without gradients, in the order of the micro-batches."""
+
+
+class Accumulation:
+    """The whole model on every rank: forward and backward of one micro-batch after the other.
+
+    Args:
+        model: after ``parallelize``.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    @property
+    def copies(self) -> dict[torch.Tensor, int]:
+        return {}
+
+    def train(self, micro_batches: MicroBatches) -> list[ModelOutput]:
+        outputs = []
+        for i, micro_batch in enumerate(micro_batches):
+            last_micro_batch(self.model, i == len(micro_batches) - 1)
+            output: ModelOutput = self.model(micro_batch)
+            loss = output.total
+            assert loss is not None, "a whole model has one"
+            loss.backward()
+            outputs.append(detached(output))
+        return outputs
+
+    @torch.no_grad()
+    def forward(self, micro_batches: MicroBatches) -> list[ModelOutput]:
+        return [self.model(micro_batch) for micro_batch in micro_batches]
+
+
+def detached(output: ModelOutput) -> ModelOutput:
+    """What stays after the graph is gone: losses, log-probabilities and metrics."""
+    loss = None if output.loss is None else output.loss.detach()
+    aux_losses = {name: value.detach() for name, value in output.aux_losses.items()}
+    return ModelOutput(loss=loss, log_probs=output.log_probs, aux_losses=aux_losses, metrics=output.metrics)
+
+
+def total_loss(outputs: Sequence[ModelOutput], device: torch.device) -> torch.Tensor:
+    """Sum of all losses, auxiliary ones included, 0-dim fp32."""
+    losses = [loss for output in outputs if (loss := output.total) is not None]
+    return sum(losses, torch.zeros((), device=device))
+
+
+def total_metrics(outputs: Sequence[ModelOutput], names: Sequence[str], device: torch.device) -> torch.Tensor:
+    """Sums of what was measured, fp64 (names,)."""
+    total = torch.zeros(len(names), dtype=torch.float64, device=device)
+    for output in outputs:
+        if output.metrics:
+            total += torch.stack([output.metrics[name] for name in names])
+    return total

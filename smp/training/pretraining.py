@@ -1,0 +1,54 @@
+"""What a pretraining run is made of."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from smp.config import Config, ConfigError
+from smp.config.command import in_one_line
+from smp.data.build import Datasets, build_datasets
+from smp.training.build import Workplace, build_forward_backward, build_model, choose_backends
+from smp.training.objective import NextToken
+from smp.training.run import RunParts, Trainable
+
+
+def pretraining(config: Config) -> RunParts:
+    """All weights, from their start, on the next token of documents."""
+    return RunParts(
+        config=config,
+        datasets=partial(_read, config),
+        backends=partial(choose_backends, config, documents=config.data.reset_attention_mask),
+        trainable=lambda place, say, progress: _trainable(config, place),
+    )
+
+
+def _trainable(config: Config, place: Workplace) -> Trainable:
+    model = build_model(config, place)
+    return Trainable(model, build_forward_backward(config, place, model), NextToken(place.device))
+
+
+def _read(config: Config) -> Datasets:
+    data, length = config.data, config.data.seq_length
+    assert config.model.vocab_size is not None
+    try:
+        datasets = build_datasets(data, config.model.vocab_size, config.training.seed)
+    except (ValueError, OSError) as error:
+        raise ConfigError(in_one_line(error)) from error
+    if config.training.eval_interval is not None and datasets.valid is None:
+        part = f"the validation part of --split {data.split}"
+        source = "--valid-data-path" if data.valid_data_path else part
+        raise ConfigError(f"--eval-interval: {source} holds less than one sample of {length} tokens")
+    if data.test_data_path is not None and datasets.test is None:
+        raise ConfigError(f"--test-data-path holds less than one sample of {length} tokens")
+    _note_repeats(config, datasets)
+    return datasets
+
+
+def _note_repeats(config: Config, datasets: Datasets) -> None:
+    """Say so when an evaluation asks for more samples than there are."""
+    batches, size = config.training.eval_iters, config.data.global_batch_size
+    assert size is not None
+    for part, blend in (("validation", datasets.valid), ("test", datasets.test)):
+        if blend is not None:
+            told = f"note: {part} reads --eval-iters {batches} x {size} samples"
+            blend.notes += [f"{told}: {line}" for line in blend.read_again(batches * size)]
