@@ -18,7 +18,13 @@ import torch.nn.functional as F
 
 
 class Product(Protocol):
-    """The three products of a linear layer, on plain tensors of this rank."""
+    """The three products of a linear layer, on plain tensors of this rank.
+
+    Attributes:
+        differentiable: autograd's own backward pass of ``forward`` is the other two.
+    """
+
+    differentiable: bool
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out)."""
@@ -32,6 +38,8 @@ class Product(Protocol):
 
 class Dense:
     """In the dtype of the tensors: bf16 or fp32."""
+
+    differentiable = True
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.linear(x, weight)

@@ -59,6 +59,12 @@ class Linear:
         """The product."""
         return PRODUCTS[self.product]
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether autograd's own product will do: nothing to communicate. It saves its inputs before it computes, so
+        that a replay for recompute ends before the last product of a block, where a Function would run it."""
+        return self.group.size == 1 and self.run.differentiable
+
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
         """(tokens [/p], ...) -> (tokens, ...)."""
         return wait(start_all_gather(x, self.group), self.group) if self.sequence_parallel else x
@@ -100,6 +106,8 @@ def column_parallel_function(
     Returns:
         (tokens, ..., out/p) for each weight.
     """
+    if linear.is_plain and sink is None:
+        return tuple(linear.run.forward(x, weight) for weight in weights)
     return _Column.apply(x, linear, sink, tuple(layers), *weights)
 
 
@@ -122,6 +130,8 @@ def row_parallel_function(
     Returns:
         (tokens [/p], ..., out).
     """
+    if linear.is_plain and sink is None and activation is None:
+        return linear.run.forward(inputs[0], weight)
     return _Row.apply(linear, activation, sink, layer, weight, *inputs)
 
 
