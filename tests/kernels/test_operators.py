@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from smp.kernels import norm, rope, swiglu
 from smp.layers.cross_entropy import VocabShard, vocab_parallel_cross_entropy
+from smp.layers.linear_functions import Linear, row_parallel_function
 from smp.parallel.collectives import Group
 
 ops = torch.ops.smp
@@ -73,17 +74,17 @@ def test_recompute_gives_the_same_bits(name: str) -> None:
 
 def test_the_swiglu_of_a_row_parallel_layer_keeps_no_activation() -> None:
     """gate, up and the weight are all that is kept; the gradients are those of the plain formula."""
-    from smp.layers.linear import _RowParallelSwiglu
+    linear, fused = Linear(Group("", 1, 0), False), swiglu.FusedSwiglu("torch")
 
     gate, up, weight = (torch.randn(5, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True), torch.randn(3, 8))
     weight.requires_grad_()
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
-        y = _RowParallelSwiglu.apply(gate, up, weight, Group("", 1, 0), False, "torch")
+        y = row_parallel_function((gate, up), weight, linear, fused)
     assert {t.data_ptr() for t in kept} == {t.data_ptr() for t in (gate, up, weight)}
     got = torch.autograd.grad(y.square().sum(), (gate, up, weight))
     want = torch.autograd.grad(F.linear(F.silu(gate) * up, weight).square().sum(), (gate, up, weight))
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g, w)
-    frozen = _RowParallelSwiglu.apply(gate, up, weight.detach(), Group("", 1, 0), False, "torch")
+    frozen = row_parallel_function((gate, up), weight.detach(), linear, fused)
     torch.testing.assert_close(torch.autograd.grad(frozen.square().sum(), gate)[0], want[0])
