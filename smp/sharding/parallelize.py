@@ -147,6 +147,16 @@ def _check_parameters(model: nn.Module) -> None:
         )
 
 
+def free_gathered(model: nn.Module) -> None:
+    """Free weights that a forward pass without a backward pass has left gathered, as FSDP does with the root unit's.
+
+    An optimizer that is built before would get the gathered parameters, which are replaced later: they never train.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def last_micro_batch(model: nn.Module, last: bool) -> None:
     """Reduce gradients over the replicas in the coming backward pass only if it is the last of the step."""
     if isinstance(model, FSDPModule):

@@ -24,6 +24,7 @@ from smp.models.arithmetic import count_parameters
 from smp.models.gpt import GPT
 from smp.parallel.agree import gather, on_rank_zero
 from smp.parallel.context import ParallelContext
+from smp.sharding.parallelize import free_gathered
 from smp.training.adapter_files import leave_companions, publish_adapter, reference_config
 from smp.training.build import Backends, Workplace, batch_loader, build_forward_backward, choose_backends
 from smp.training.finetune_model import build_finetune_model
@@ -160,7 +161,9 @@ class _Build:
         if objective.dpo_reference == "adapters-off":
             return ModelReference(model, forward_backward, device, around=partial(adapters_off, model))
         if objective.dpo_reference == "precomputed":
-            return TableReference(self._table(ModelReference(model, forward_backward, device)))
+            table = self._table(ModelReference(model, forward_backward, device))
+            free_gathered(model)
+            return TableReference(table)
         copy, _ = build_finetune_model(self.config, self.place, self.start, trainable=False)
         return ModelReference(copy, build_forward_backward(self.config, self.place, copy), device)
 

@@ -116,3 +116,18 @@ def test_only_adapters_are_trained(results: Results) -> None:
             assert trained == {"attention.value", "mlp.gate"}
         elif method in ("full", "dpo, full"):
             assert {"embedding.weight", "head.weight"} <= set(results["alone", method]["initial"])
+
+
+def test_a_table_of_the_reference_leaves_tied_weights_trainable(tmp_path: Path) -> None:
+    """The forward passes for it come before the optimizer, and FSDP leaves the root unit, which has the tied matrix,
+    gathered after them: an optimizer over those parameters would train nothing of them."""
+    write_tokenizer(tmp_path)
+    write_model(tmp_path, "gpt2")
+    write_samples(tmp_path)
+    method = "--data-path {0}/dpo.jsonl --objective dpo --dpo-reference precomputed"
+    flags = f"--load {tmp_path} --log-dir {tmp_path}/logs {STEPS} {method.format(tmp_path)}"
+    alone, shared = (together([rank[0] for rank in run_distributed(tune_all, world, [flags])]) for world in (1, 2))
+    for loss, other in zip(shared["losses"], alone["losses"], strict=True):
+        assert abs(loss - other) <= TOLERANCE * abs(other)
+    for step, gradients in enumerate(alone["gradients"]):
+        assert max(tensor_errors(shared["gradients"][step], gradients, gradients).values()) <= TOLERANCE
