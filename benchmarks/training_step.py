@@ -88,7 +88,7 @@ def smp_step(work: Work, context: ParallelContext, **parallel: Any) -> Step:
     parallelize(model, context, config.parallel)
     model.to_empty(device=work.device)
     init_weights(model, seed=0)
-    optimizer = build_optimizer(model, OptimizerConfig())
+    optimizer = build_optimizer(model, OptimizerConfig(), context.fsdp)
     tokens, labels = work.data()
     weights = torch.full(labels.shape, 1.0 / labels.numel(), device=work.device)
     micro_batch = MicroBatch(tokens, labels, weights)

@@ -41,7 +41,7 @@ class Kernels:
     swiglu: Backend = "torch"
     rope: Backend = "torch"
     attention: AttentionCore = DEFAULT_ATTENTION
-    rope_in_place: bool = True
+    rope_in_place: bool = False
 
     def __post_init__(self) -> None:
         special = {"cross_entropy": ("cuda",), "norm": ("apex",)}
@@ -91,7 +91,7 @@ def choose_kernels(
         _require_apex(device, compile)
         chosen["norm"] = ("apex", "--kernels apex")
     backends: dict[str, Any] = {name: backend for name, (backend, _) in chosen.items()}
-    kernels = Kernels(**backends, rope_in_place=not compile and not selective)
+    kernels = Kernels(**backends, rope_in_place=backends["rope"] != "torch" and not compile and not selective)
     return kernels, {name: reason for name, (_, reason) in chosen.items()}
 
 

@@ -3,7 +3,7 @@
 With s = sigmoid(g): du = da g s and dg = da u s (1 + g (1 - s)).
 
 Bytes per element in bf16: forward 6 (read g and u, write a), backward 10 (read da, g, u, write dg, du). Only g and u
-are kept. Whoever needs a again in the backward pass, as the matrix product behind it does for its weight's gradient,
+are kept. What needs a again in the backward pass, as the matrix product behind it does for its weight's gradient,
 gets it from the same pass for 2 bytes more, instead of keeping it: see ``smp.layers.mlp``. Arithmetic is fp32 inside
 and rounds once. Rows may have any stride, so halves are not copied.
 """

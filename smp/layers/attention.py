@@ -46,7 +46,9 @@ class KeyValueCache:
         for known, new in ((self._keys, k), (self._values, v)):
             known[:, past:filled] = new[: layout.num_queries].unflatten(0, (layout.batch, layout.length))
         self.filled = filled
-        seen = replace(layout, query_start=past, key_length=filled, masks={} if past else layout.masks)
+        seen = replace(layout, query_start=past, key_length=filled)
+        if past:  # what was made for all layers was made for the new tokens alone
+            seen = replace(seen, masks={}, cu_seqlens_q=None, cu_seqlens_k=None)
         return self._keys[:, :filled].flatten(0, 1), self._values[:, :filled].flatten(0, 1), seen
 
 

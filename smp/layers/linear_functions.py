@@ -26,7 +26,7 @@ WeightGradients = Callable[[], list[tuple[Any, torch.Tensor]]]
 """Computes gradients of weights: pairs of a layer and what is to be added to the gradient of its local weight."""
 Sink = Callable[[WeightGradients], None]
 """Takes the computation over, to run it once, later. Until then it holds this rank's slice of the layers' input and the
-gradient of their output. Not for ``torch.compile``: a compiled graph drops the hand-over without a word."""
+gradient of their output. Not for ``torch.compile``: a compiled graph silently drops the call."""
 
 
 @dataclass(frozen=True)

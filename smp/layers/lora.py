@@ -182,10 +182,15 @@ def attach(model: nn.Module, sizes: Mapping[str, tuple[int, float]], *, dropout:
 
     A layer becomes one of the adapted class in place, as a module becomes an ``FSDPModule`` under ``fully_shard``: it
     keeps its parameters and their names, and the adapter's are ``<layer>.lora.a`` and ``.b``.
+
+    Raises:
+        ValueError: a layer has an adapter already, or is of a class of its own.
     """
     model.requires_grad_(False)
     for name, layer in linear_layers(model).items():
         if name in sizes:
+            if type(layer) not in (ColumnParallelLinear, RowParallelLinear):
+                raise ValueError(f"{name} is a {type(layer).__name__}: adapters go on plain layers, once")
             column = isinstance(layer, ColumnParallelLinear)
             layer.__class__ = LoraColumnParallelLinear if column else LoraRowParallelLinear
             layer.lora = Lora(layer, *sizes[name], dropout, dropout_key(seed, f"{name}.lora"))

@@ -20,7 +20,7 @@ from smp.config import ConfigError, OptimizerConfig
 _NONE: Mapping[torch.Tensor, int] = {}
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig, fsdp: DeviceMesh | None = None) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, config: OptimizerConfig, fsdp: DeviceMesh | None) -> torch.optim.Optimizer:
     """The optimizer that ``config`` names, over all trainable parameters of a parallelized model.
 
     Weight decay skips tensors with one dimension (biases, norms).
@@ -28,7 +28,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, fsdp: DeviceMesh 
     Args:
         model: any module, after ``parallelize`` or ``shard``.
         config: of the optimizer.
-        fsdp: the mesh that it is sharded over, ``ParallelContext.fsdp``; None, or one rank: it need not be.
+        fsdp: the mesh that it has to be sharded over, ``ParallelContext.fsdp``; None, or one rank: it need not be.
 
     Raises:
         ConfigError: for ``apex-adam`` without apex or its CUDA extensions.
@@ -61,8 +61,10 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, fsdp: DeviceMesh 
 
 
 def _is_sharded(parameter: torch.Tensor, fsdp: DeviceMesh) -> bool:
-    names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
-    return set(fsdp.mesh_dim_names or ()) <= set(names or ())
+    if not isinstance(parameter, DTensor):
+        return False
+    names = fsdp.mesh_dim_names
+    return names is None or set(names) <= set(parameter.device_mesh.mesh_dim_names or ())
 
 
 def _apex_adam(groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.optim.Optimizer:

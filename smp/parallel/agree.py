@@ -22,13 +22,16 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def _device() -> str:
+    """A group that has gloo exchanges small messages without the GPU; one with NCCL alone cannot."""
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+
 def any_rank(flag: bool) -> bool:
     """Whether ``flag`` is set on some rank."""
     if not dist.is_initialized():
         return flag
-    # a group that has gloo exchanges small messages without the GPU; one with NCCL alone cannot
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    found = torch.tensor(int(flag), device=device)
+    found = torch.tensor(int(flag), device=_device())
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return bool(found.item())
 
@@ -40,9 +43,10 @@ def every_rank(flag: bool) -> bool:
 
 def sum_over_ranks(*numbers: int) -> list[int]:
     """The sum of each number over all ranks."""
-    sums = torch.tensor(numbers, dtype=torch.int64)
-    if dist.is_initialized():
-        dist.all_reduce(sums)
+    if not dist.is_initialized():
+        return list(numbers)
+    sums = torch.tensor(numbers, dtype=torch.int64, device=_device())
+    dist.all_reduce(sums)
     return sums.tolist()
 
 

@@ -84,9 +84,11 @@ class ParallelContext:
         returned as it is.
 
         Raises:
-            ValueError: the mesh has more than one dimension.
+            ValueError: the mesh has more than one dimension, or the context contradicts ``sequence_parallel``.
         """
         if isinstance(mesh, ParallelContext):
+            if sequence_parallel and not mesh.sequence_parallel:
+                raise ValueError("this context has no sequence parallelism: say so where it is made")
             return mesh
         if mesh.ndim != 1:
             raise ValueError(f"a one-dimensional mesh is needed, got dimensions {mesh.mesh_dim_names}")
@@ -99,8 +101,8 @@ class ParallelContext:
 
     @property
     def shared_by(self) -> Group | None:
-        """The ranks over which the gradient of a weight is summed that each holds whole and uses on its own tokens:
-        those of ``tp`` under sequence parallelism; None: each sees all tokens."""
+        """The group over which gradients of replicated weights (norms, biases behind a sum) are summed: under sequence
+        parallelism that of ``tp``, whose ranks use them on different tokens; else None."""
         return self.tp_group if self.sequence_parallel else None
 
     @property

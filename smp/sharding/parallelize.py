@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from smp.config import ParallelConfig
 from smp.layers.block import Run, TransformerBlock
+from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from smp.parallel.context import ParallelContext
 
 _aten = torch.ops.aten
@@ -60,14 +61,23 @@ def parallelize(model: Model, context: ParallelContext, config: ParallelConfig) 
     for block in blocks:
         block.run = _wrapped(block.run, config)
     _check_parameters(model)
-    assert context.fsdp is not None, "a context of a run has it"
-    if context.fsdp.size() == 1 and context.pp_size == 1:
+    if context.fsdp is None or (context.fsdp.size() == 1 and context.pp_size == 1):
+        if config.bf16:
+            _check_compute_dtype(model)
         return model
     fsdp_units: Any = getattr(model, "fsdp_units", lambda: blocks)
     shard(model, fsdp_units(), context.fsdp, bf16=config.bf16)
     if context.pp_size == 1:  # a pipeline's schedule says itself when weights are gathered
         prefetch(blocks)
     return model
+
+
+def _check_compute_dtype(model: nn.Module) -> None:
+    """Without FSDP nobody casts an embedding's rows, and all that follows would silently be fp32."""
+    for name, module in model.named_modules():
+        embeds = isinstance(module, VocabParallelEmbedding | PositionEmbedding)
+        if embeds and module.compute_dtype != torch.bfloat16:
+            raise ValueError(f"bf16 without FSDP: build {name or 'the model'} with compute_dtype=torch.bfloat16")
 
 
 def prefetch(units: Sequence[nn.Module]) -> None:

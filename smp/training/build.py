@@ -155,7 +155,7 @@ def batch_loader(
         dp_size=context.data_size,
         start_sample=start,
         batch_size=sizes,
-        num_workers=data.num_workers,
+        num_workers=data.num_workers if read is None else 1,  # ``read`` keeps the order of one epoch at a time
         with_documents=data.reset_attention_mask,
         with_positions=data.reset_position_ids,
         pin_memory=place.device.type == "cuda",

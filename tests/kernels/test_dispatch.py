@@ -30,12 +30,12 @@ def triton_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_auto_is_pytorch_on_a_cpu_and_triton_on_a_gpu() -> None:
     assert choose_kernels("auto", CPU)[0] == TORCH
-    assert choose_kernels("auto", CUDA)[0] == Kernels(**FUSED)  # type: ignore[arg-type]
+    assert choose_kernels("auto", CUDA)[0] == Kernels(**FUSED, rope_in_place=True)  # type: ignore[arg-type]
 
 
 def test_auto_leaves_to_the_compiler_what_it_fuses() -> None:
     kernels, reasons = choose_kernels("auto", CUDA, compile=True)
-    assert kernels == Kernels(cross_entropy="triton", rope_in_place=False)
+    assert kernels == Kernels(cross_entropy="triton")
     assert describe_kernels(kernels, reasons) == [
         "kernels: triton for cross_entropy (fused on CUDA)",
         "kernels: torch for norm, swiglu, rope (torch.compile fuses it with its neighbours)",
@@ -44,7 +44,7 @@ def test_auto_leaves_to_the_compiler_what_it_fuses() -> None:
 
 def test_auto_leaves_long_rows_to_pytorch_and_triton_refuses_them() -> None:
     kernels, reasons = choose_kernels("auto", CUDA, features=16384)
-    assert kernels == Kernels(**{**FUSED, "norm": "torch"}) and "16384" in reasons["norm"]  # type: ignore[arg-type]
+    assert kernels == Kernels(**{**FUSED, "norm": "torch"}, rope_in_place=True) and "16384" in reasons["norm"]  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="up to 8192, --hidden-size is 16384"):
         choose_kernels("triton", CUDA, features=16384)
 
@@ -65,9 +65,9 @@ def test_auto_does_not_interpret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_wish_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_kernels("torch", CUDA)[0] == TORCH
-    assert choose_kernels("triton", CUDA, compile=True)[0] == Kernels(**FUSED, rope_in_place=False)  # type: ignore[arg-type]
+    assert choose_kernels("triton", CUDA, compile=True)[0] == Kernels(**FUSED)  # type: ignore[arg-type]
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert choose_kernels("triton", CPU)[0] == Kernels(**FUSED)  # type: ignore[arg-type]
+    assert choose_kernels("triton", CPU)[0] == Kernels(**FUSED, rope_in_place=True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("wish", ["triton", "cuda", "apex"])
@@ -89,7 +89,7 @@ def test_cuda_needs_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) 
         choose_kernels("cuda", CUDA)  # a folder is no library
     assert "\n" not in str(caught.value)
     monkeypatch.setattr(library, "why_unusable", lambda device: None)
-    assert choose_kernels("cuda", CUDA)[0] == Kernels(**{**FUSED, "cross_entropy": "cuda"})  # type: ignore[arg-type]
+    assert choose_kernels("cuda", CUDA)[0] == Kernels(**{**FUSED, "cross_entropy": "cuda"}, rope_in_place=True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_apex_computes_the_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("apex", "apex.normalization", "fused_layer_norm_cuda"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, "apex.normalization.fused_layer_norm", module)
-    assert choose_kernels("apex", CUDA)[0] == Kernels(**{**FUSED, "norm": "apex"})  # type: ignore[arg-type]
+    assert choose_kernels("apex", CUDA)[0] == Kernels(**{**FUSED, "norm": "apex"}, rope_in_place=True)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="--compile exclude each other"):
         choose_kernels("apex", CUDA, compile=True)
     x, weight = torch.randn(3, 4), torch.randn(4)

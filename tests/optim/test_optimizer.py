@@ -88,7 +88,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def train(model: GPT, config: OptimizerConfig) -> dict[str, Any]:
     """Three steps: the norms, the clipped gradients and the final weights, whole."""
-    optimizer = build_optimizer(model, config)
+    optimizer = build_optimizer(model, config, None)
     norms, clipped = [], []
     for step, (rate, clip) in enumerate(zip(RATES, CLIP, strict=True)):
         set_gradients(model, whole_gradients(model, step))
@@ -208,7 +208,7 @@ def test_one_rank_trains_and_clips_like_plain_torch(monkeypatch: pytest.MonkeyPa
 def test_biases_and_norms_do_not_decay() -> None:
     with fake_context() as context:
         model = build(context, Layout())
-        groups = build_optimizer(model, ADAM).param_groups
+        groups = build_optimizer(model, ADAM, context.fsdp).param_groups
         names = {id(p): name for name, p in model.named_parameters()}
     decayed, kept = ({names[id(p)] for p in group["params"]} for group in groups)
     assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
@@ -222,7 +222,7 @@ def test_frozen_parameters_are_left_out() -> None:
         model = build(context, Layout())
         model.requires_grad_(False)
         model.final_norm.requires_grad_()
-        [group] = build_optimizer(model, ADAM).param_groups
+        [group] = build_optimizer(model, ADAM, context.fsdp).param_groups
     assert group["weight_decay"] == 0.0 and len(group["params"]) == 2
 
 
@@ -231,7 +231,7 @@ def test_apex_state_survives_a_save(monkeypatch: pytest.MonkeyPatch) -> None:
     install_fake_apex(monkeypatch)
     with fake_context() as context:
         models = [build(context, Layout()) for _ in range(2)]
-        first, second = (build_optimizer(model, OPTIMIZERS["apex-adam"]) for model in models)
+        first, second = (build_optimizer(model, OPTIMIZERS["apex-adam"], context.fsdp) for model in models)
         set_gradients(models[0], whole_gradients(models[0], 0))
         first.step()
         second.load_state_dict(copy.deepcopy(first.state_dict()))
@@ -245,7 +245,7 @@ def test_apex_state_survives_a_save(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_apex_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "apex", None)
     with fake_context() as context, pytest.raises(ConfigError, match="--optimizer apex-adam needs apex"):
-        build_optimizer(build(context, Layout()), OPTIMIZERS["apex-adam"])
+        build_optimizer(build(context, Layout()), OPTIMIZERS["apex-adam"], context.fsdp)
 
 
 def test_a_model_that_is_not_parallelized_is_refused() -> None:
@@ -294,4 +294,4 @@ def test_apex_without_its_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(sys.modules["apex.optimizers"].FusedAdam, "__init__", refuse)
     with fake_context() as context, pytest.raises(ConfigError, match="apex-adam: FusedAdam requires cuda extensions"):
-        build_optimizer(build(context, Layout()), OPTIMIZERS["apex-adam"])
+        build_optimizer(build(context, Layout()), OPTIMIZERS["apex-adam"], context.fsdp)

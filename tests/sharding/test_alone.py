@@ -140,7 +140,7 @@ def two_steps(device: torch.device, values: dict[str, Any], fsdp: bool) -> tuple
         else:
             model = build_model(config, place)
         assert isinstance(model, FSDPModule) is fsdp
-        optimizer = build_optimizer(model, config.optim)
+        optimizer = build_optimizer(model, config.optim, context.fsdp)
         optimizer.register_step_pre_hook(
             lambda *_: gradients.append({n: p.grad.to_local().cpu().clone() for n, p in model.named_parameters()})  # type: ignore[union-attr]
         )

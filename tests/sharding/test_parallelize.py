@@ -133,7 +133,7 @@ def step_traffic(context: Any, model: GPT, parallel: ParallelConfig, data_parall
         model,
         Accumulation(model),
         NextToken(torch.device("cpu")),
-        build_optimizer(model, config.optim),
+        build_optimizer(model, config.optim, context.fsdp),
         context,
         torch.device("cpu"),
         Progress(),

@@ -22,6 +22,7 @@ from smp.convert.peft_write import write_adapters
 from smp.data.tuning.batches import TuningDataset
 from smp.layers.lora import adapters_of, attach
 from smp.models.gpt import GPT
+from smp.models.micro_batch import MicroBatch
 from smp.training.finetune_settings import read_finetune_settings
 from tests.distributed import run_distributed
 from tests.fake_group import lone_context
@@ -161,7 +162,7 @@ def logits(folder: Path, adapter: Path) -> torch.Tensor:
         for name, layer in adapters_of(model).items():
             layer.a.to_local().copy_(found[name].a)  # type: ignore[operator]
             layer.b.to_local().copy_(found[name].b)  # type: ignore[operator]
-        return model.eval()(torch.arange(3, 40)[None])
+        return model.eval()(MicroBatch(torch.arange(3, 40)[None])).logits
 
 
 KINDS: dict[str, dict[str, Any]] = {

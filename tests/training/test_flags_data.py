@@ -81,7 +81,7 @@ def test_an_evaluation_of_more_samples_than_there_are_is_said(runs: Runs, corpor
 
 
 def sizes(run: Watched) -> tuple[range, range, int | None]:
-    train, valid = (blend.sources[0].data for blend in (run.batches.dataset, run.valid))  # type: ignore[union-attr]
+    train, valid = (blend.sources[0].data for blend in (run.batches.dataset, run.datasets.valid))  # type: ignore[union-attr]
     return train.document_range, valid.document_range, train.samples_per_epoch  # type: ignore[union-attr]
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from smp.kernels import sdpa
 from smp.optim.optimizer import step_on_device_if
 from smp.training import trainer
 from tests.training.flag_runs import Runs, Watched, proves
@@ -53,13 +54,13 @@ def test_attention_backend(runs: Runs) -> None:
 
 def test_key_value_heads_go_to_attention_as_they_are(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     heads: set[tuple[int, int]] = set()
-    plain = F.scaled_dot_product_attention
+    plain = sdpa.CPU["flash"]
 
-    def noted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+    def noted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: sdpa.Scores) -> Any:
         heads.add((q.shape[1], k.shape[1]))
-        return plain(q, k, v, **options)
+        return plain.forward(q, k, v, scores)
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    monkeypatch.setitem(sdpa.CPU, "flash", replace(plain, forward=noted))
     run = runs.fresh("--num-query-groups 1")
     assert {k for _, k in heads} == {1} and min(q for q, _ in heads) > 1
     assert REPEATED not in run.out

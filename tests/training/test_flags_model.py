@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from smp.models.micro_batch import MicroBatch
 from tests.training.flag_runs import Run, Runs, Watched, proves
 
 Check = Callable[[Run, Run], object]
@@ -189,12 +190,15 @@ def test_dropout_is_in_training_alone(runs: Runs, flag: str) -> None:
     assert (said in low.out) == (flag == "--attention-dropout") and said not in base.out
 
 
+@torch.no_grad()
+def logits(run: Watched, input_ids: torch.Tensor) -> torch.Tensor:
+    return run.trainer.model.eval()(MicroBatch(input_ids)).logits
+
+
 def last_logits_after_reversing_the_rest(run: Watched) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of the last token, and again when the tokens before it come in reverse."""
     tokens = torch.arange(17)[None]
-    model = run.trainer.model.eval()
-    with torch.no_grad():
-        straight, turned = model(tokens), model(torch.cat((tokens[:, :-1].flip(1), tokens[:, -1:]), dim=1))
+    straight, turned = (logits(run, x) for x in (tokens, torch.cat((tokens[:, :-1].flip(1), tokens[:, -1:]), dim=1)))
     return straight[0, -1], turned[0, -1]
 
 
@@ -213,9 +217,7 @@ def reach(run: Watched) -> list[int]:
     tokens = torch.arange(17)[None]
     other = tokens.clone()
     other[0, 0] = 50
-    model = run.trainer.model.eval()
-    with torch.no_grad():
-        change = (model(tokens) - model(other)).abs().amax(dim=-1)[0]
+    change = (logits(run, tokens) - logits(run, other)).abs().amax(dim=-1)[0]
     return (change > 0).nonzero().flatten().tolist()
 
 

@@ -231,7 +231,7 @@ def test_each_loss_in_flight_keeps_a_gradient_of_the_output_matrix(bf16: bool) -
 def _kept_by_losses(rank: int, world_size: int, bf16: bool) -> int:
     """Bytes of the size of the output matrix that three losses keep, the matrix itself left out."""
     dtype = torch.bfloat16 if bf16 else torch.float32
-    group = Group.of(build_context(Layout(), "cpu")["tp"])
+    group = Group.of(build_context(Layout(), "cpu").tp)
     weight = torch.randn(128, 16, dtype=dtype, requires_grad=True)
     saved: dict[int, int] = {}
 

@@ -21,7 +21,6 @@ class PairBatch(RankBatch):
     """Pairs of answers: row 2 i is the chosen answer of a pair, row 2 i + 1 the rejected one."""
 
     texts: torch.Tensor | None = None  # int64 (num_microbatches, rows): number of the answer; -1: none, to fill up
-    reference: torch.Tensor | None = None  # fp32 (num_microbatches, rows): log-probabilities by the reference
 
     @property
     def num_samples(self) -> int:
