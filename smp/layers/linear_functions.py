@@ -192,6 +192,7 @@ def _column_gradients(
     dx = None
     if wanted[0]:
         pairs = list(zip(grads, weights, strict=True))
+        # Sums round by their order. One rank and split backward passes keep autograd's, which begins with the last use.
         first, *others = pairs[::-1] if last_first or linear.group.size == 1 else pairs
         dx = linear.run.input_gradient(*first)  # (tokens, ..., in), this rank's part of the sum
         for pair in others:

@@ -101,9 +101,7 @@ def estimate_memory(
     trained, frozen = (adapters, n * (tuned.copies + 1)) if adapters else (n, n * tuned.copies)
     largest = adapters // layers if adapters else max(block, vocabulary)
     if layout.pp == 1 and layout.data_parallel == 1:
-        kept = (
-            layers if parallel.recompute_granularity == "none" else 1
-        )  # a replay casts the weights of its block again
+        kept = layers if parallel.recompute_granularity == "none" else 1  # a replay casts those of its block again
         cast = 0 if b == 4 or tuned.adapters else kept * block + vocabulary
         units = b * cast + (4 if b == 4 else b + 4) * largest
     else:
