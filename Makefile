@@ -2,9 +2,12 @@
 # make demo     corpus, tokenizer, training on two processes, a loss curve and a sample, in minutes on a CPU
 # make finetune-demo   the demo's model learns to write docstrings (LoRA), in minutes on a CPU
 # make test     tests; make test-slow: the long ones; make check: lint, format, types, import directions
+# make test-slurm   jobs on a throwaway Slurm of this machine; says what to install where there is none
 # make parity   the errors of the parity matrix, written to docs/parity.md
+# make fuzz-parity MINUTES=20 SEED=0   random layouts and settings against one process, written there too
 # make bench    benchmarks of this machine; make bench-cpu: the tables of make gpu on a CPU
 # make gpu      all that needs a GPU, with the machine's own python; installs nothing
+# make gpu-multi   the parity matrix on NCCL, on a machine with 2 to 8 GPUs
 #
 # Which torch: the default index has a CUDA build for Linux, so a machine with an NVIDIA GPU needs no more than "make env".
 # Without a GPU a CPU build saves gigabytes: name its index (pytorch.org/get-started shows the address), for example
@@ -20,7 +23,7 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip
 READY = $(VENV)/.ready
 
-.PHONY: env demo finetune-demo test test-slow parity check bench bench-cpu gpu clean
+.PHONY: env demo finetune-demo test test-slow test-slurm parity fuzz-parity check bench bench-cpu gpu gpu-multi clean
 .DELETE_ON_ERROR:
 
 env: $(READY)
@@ -47,8 +50,17 @@ test: $(READY)
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m "slow and not gpu"
 
+test-slurm: $(READY)
+	@command -v sbatch slurmctld slurmd munged > /dev/null || \
+	    echo "missing: apt-get install --no-install-recommends slurmctld slurmd slurm-client munge"
+	@test -n "$(SMP_SLURMLAB)" || command -v slurmlab > /dev/null || echo "missing: SMP_SLURMLAB=path/to/slurmlab"
+	$(BIN)/python -m pytest -rs tests/launch/test_slurm.py
+
 parity: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity.table
+
+fuzz-parity: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity.fuzz --minutes $(or $(MINUTES),20) --seed $(or $(SEED),0) --page
 
 check: $(READY)
 	$(BIN)/ruff check
@@ -67,6 +79,11 @@ gpu: export PYTHONPATH = $(CURDIR)
 gpu:
 	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu: torch sees no CUDA device")'
 	$(PYTHON) benchmarks/gpu.py
+
+gpu-multi: export PYTHONPATH = $(CURDIR)
+gpu-multi:
+	@$(PYTHON) -c 'import sys, torch; torch.cuda.device_count() > 1 or sys.exit("make gpu-multi: torch sees no two CUDA devices")'
+	$(PYTHON) -m pytest -m gpu -rs tests/gpu/test_parity.py
 
 clean:
 	rm -rf build dist *.egg-info demo .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -59,5 +59,10 @@ def main(argv: list[str]) -> int:
     return run_command(argv, FINETUNE.own["log_dir"].default, read, run)
 
 
+def console() -> int:
+    """The command of an installation."""
+    return main(sys.argv[1:])
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(console())

@@ -37,5 +37,10 @@ def main(argv: list[str]) -> int:
     return run_command(argv, LoggingConfig.log_dir, read, run)
 
 
+def console() -> int:
+    """The command of an installation."""
+    return main(sys.argv[1:])
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(console())

@@ -1,12 +1,13 @@
 """Packaging. The wheel holds the package ``smp``: layers, models and training for one's own scripts.
 
-The entry points (pretrain_gpt.py and tools/) are scripts of the checkout, not commands of the wheel: they are short,
-meant to be read and changed, and torchrun wants a file.
+The entry points pretrain_gpt.py and finetune.py are short scripts, meant to be read and changed; in the wheel they are
+modules (``torchrun -m pretrain_gpt``) and commands beside the launcher's. tools/ are of the checkout only.
 """
 
 import os
 import re
 import runpy
+import shutil
 from pathlib import Path
 
 from setuptools import Distribution, find_packages, setup
@@ -27,15 +28,20 @@ BUILD_CUDA = os.environ.get("SMP_BUILD_CUDA") == "1"
 """Whether to compile smp/kernels/csrc; without it the wheel is pure Python."""
 
 
-class BuildKernels(build_py):
-    """Also compile the CUDA C++ kernels, by the file that ``python -m smp.kernels.cuda.build`` runs."""
+class BuildPackage(build_py):
+    """Also bring the recipes, which are at the top of a checkout and inside of the package in a wheel; and compile the
+    CUDA C++ kernels, by the file that ``python -m smp.kernels.cuda.build`` runs."""
 
     def run(self) -> None:
         super().run()
         root = HERE if self.editable_mode else Path(self.build_lib)
-        folder = root / "smp" / "kernels" / "csrc"
-        folder.mkdir(parents=True, exist_ok=True)
-        runpy.run_path(str(HERE / "smp" / "kernels" / "cuda" / "build.py"))["build"](folder)
+        if not self.editable_mode:
+            recipes = root / "smp" / "launch" / "recipes_collection"
+            shutil.copytree(HERE / "recipes_collection", recipes, dirs_exist_ok=True)
+        if BUILD_CUDA:
+            folder = root / "smp" / "kernels" / "csrc"
+            folder.mkdir(parents=True, exist_ok=True)
+            runpy.run_path(str(HERE / "smp" / "kernels" / "cuda" / "build.py"))["build"](folder)
 
 
 class WithMachineCode(Distribution):
@@ -50,6 +56,7 @@ BASE = [
     "numpy>=2",
     "einops",
     "jinja2>=3.1",
+    "omegaconf>=2.4",  # before, it needs a version of the ANTLR runtime that excludes others'
     "sentencepiece>=0.2",
     "tokenizers>=0.21",
     "tensorboard",
@@ -58,9 +65,10 @@ BASE = [
     "xxhash>=3",
 ]
 HF = ["transformers>=5"]
-DATA = ["pyarrow", "tiktoken", "zstandard"]  # kinds of files and tokenizers
+DATA = ["pyarrow", "tiktoken"]  # kinds of files and tokenizers
 GIGATOKEN = ["gigatoken", "awkward"]  # a faster library for preprocessing, and the arrays that it returns
 S3 = ["s3fs>=2024.10"]
+SAGEMAKER = ["boto3>=1.34", "botocore"]
 # A CUDA torch brings its own; beside a CPU torch it interprets and compiles kernels. 3.7.1 was tried; with 3.9.0
 # the test of compiled kernels fails.
 TRITON = ['triton>=3.6,<3.8; platform_system == "Linux"']
@@ -70,6 +78,7 @@ EXTRAS = {
     "hf": HF,
     "fsspec": ["fsspec>=2024.10"],  # checkpoints in any object store; its back-end comes on top
     "s3": S3,
+    "sagemaker": SAGEMAKER,
     "wandb": ["wandb"],
     "plot": ["matplotlib"],
     # setuptools builds the wheel that the packaging test installs; since 70.1 it needs no "wheel" for that.
@@ -86,6 +95,8 @@ EXTRAS = {
         *HF,
         *S3,
         "moto[server]",
+        *SAGEMAKER,
+        "kubernetes>=37",  # its models of the API are what manifests are checked against
         *GIGATOKEN,
         # the builder that our files are compared with, and checkpoints that we read; it imports psutil without asking
         # for it, and takes any torch from 2.6 on, so it brings none. Elsewhere there is no wheel, and those tests are
@@ -109,8 +120,16 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["smp", "smp.*"]),
-    package_data={"smp": ["py.typed", "kernels/csrc/*.cu"]},
-    cmdclass={"build_py": BuildKernels} if BUILD_CUDA else {},
+    py_modules=["finetune", "pretrain_gpt"],
+    package_data={"smp": ["py.typed", "kernels/csrc/*.cu", "launch/templates/*.j2"]},
+    entry_points={
+        "console_scripts": [
+            "smp-launch = smp.launch.cli:console",
+            "smp-pretrain = pretrain_gpt:console",
+            "smp-finetune = finetune:console",
+        ]
+    },
+    cmdclass={"build_py": BuildPackage},
     distclass=WithMachineCode if BUILD_CUDA else Distribution,
     install_requires=BASE,
     extras_require=EXTRAS,

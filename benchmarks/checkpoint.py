@@ -33,7 +33,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 
 from smp import checkpoint
 from smp.checkpoint.entries import Manifest, Shard, TensorEntry
-from smp.checkpoint.local import open_folder
+from smp.checkpoint.folder import open_folder
 from smp.checkpoint.storage import commit
 from smp.checkpoint.tensor_file import lay_out, raw_bytes, write_file
 

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = [
     ["-m", "smp.kernels.cuda.build"],
-    ["-m", "pytest", "-m", "gpu", "--continue-on-collection-errors"],
+    ["-m", "pytest", "-m", "gpu", "-rs", "--continue-on-collection-errors"],
     ["benchmarks/kernels.py", "--device", "cuda"],
     ["benchmarks/training_table.py", "--device", "cuda"],
 ]

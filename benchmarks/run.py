@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def main() -> None:
     """One process with two threads beside transformers, then two processes with one thread each beside one process;
-    pipelines; checkpoints, on the disk of temporary files; the data path; packing."""
+    pipelines; checkpoints, on the disk of temporary files; the data path; packing; context parallelism."""
     step = str(ROOT / "benchmarks/training_step.py")
     two = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     write_table("training_step_cpu.txt", [[step], [*two, step]])
@@ -24,6 +24,7 @@ def main() -> None:
     write_table("checkpoint_cpu.txt", [[str(ROOT / "benchmarks/checkpoint.py")]])
     write_table("data_cpu.txt", [[str(ROOT / "benchmarks/data.py")]])
     write_table("packing_cpu.txt", [[str(ROOT / "benchmarks/packing.py")]])
+    write_table("context_parallel_cpu.txt", [[*two, str(ROOT / "benchmarks/context_parallel.py")]])
     write_table("convert_cpu.txt", [[str(ROOT / "benchmarks/convert.py")]])
 
 

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from smp.config import Config, Layout, ModelConfig, OptimizerConfig, ParallelConfig
-from smp.layers import init_weights
+from smp.layers import Normal
 from smp.models.arithmetic import training_flops_per_token
 from smp.models.gpt import GPT
 from smp.models.micro_batch import MicroBatch
@@ -81,13 +82,13 @@ def smp_step(work: Work, context: ParallelContext, **parallel: Any) -> Step:
     """A training step of our model without data parallelism: loss, backward, clip, AdamW."""
     config = Config(model=work.model, parallel=ParallelConfig(**parallel))
     config.data.seq_length, device = work.length, torch.device(work.device)
-    chosen = choose_backends(config, device, documents=False)
     context = replace(context, sequence_parallel=config.parallel.sequence_parallel)
+    kernels, _ = choose_backends(config, context, device, documents=False)
     compute_dtype = torch.bfloat16 if config.parallel.bf16 else None
-    model = GPT(work.model, context, kernels=chosen.kernels, compute_dtype=compute_dtype)
+    model = GPT(work.model, context, kernels=kernels, compute_dtype=compute_dtype)
     parallelize(model, context, config.parallel)
     model.to_empty(device=work.device)
-    init_weights(model, seed=0)
+    draw_weights(model)
     optimizer = build_optimizer(model, OptimizerConfig(), context.fsdp)
     tokens, labels = work.data()
     weights = torch.full(labels.shape, 1.0 / labels.numel(), device=work.device)
@@ -102,6 +103,21 @@ def smp_step(work: Work, context: ParallelContext, **parallel: Any) -> Step:
         return loss.detach()
 
     return step
+
+
+@torch.no_grad()
+def draw_weights(model: torch.nn.Module) -> None:
+    """First values of the right size, drawn where the weights are. (``init_weights`` draws the same bits for every
+    layout, on one core of the host: minutes for billions.)"""
+    for module in model.modules():
+        for name, initializer in getattr(module, "initializers", {}).items():
+            if (parameter := getattr(module, name, None)) is None:
+                continue
+            data = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            if isinstance(initializer, Normal):
+                data.normal_(std=initializer.std)
+            else:
+                data.fill_(initializer.value)
 
 
 def transformers_step(work: Work, bf16: bool, *, compiled: bool = False) -> Step:

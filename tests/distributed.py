@@ -22,6 +22,7 @@ def _worker(
     store: str,
     results: Any,
     environment: dict[str, str],
+    device: str,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
@@ -31,12 +32,14 @@ def _worker(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     os.environ.clear()  # the server's, from when the first test started it
     os.environ.update(environment)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     try:
         dist.init_process_group(
-            "gloo",
+            "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
             store=dist.FileStore(store, world_size),
             rank=rank,
             world_size=world_size,
@@ -57,13 +60,16 @@ def forkserver() -> Any:
     return context
 
 
-def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 280.0) -> list[Any]:
+def run_distributed(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 280.0, device: str = "cpu"
+) -> list[Any]:
     """Call ``fn(rank, world_size, *args)`` on every rank and return the results in rank order.
 
     Args:
         fn: a module-level function (it is pickled by reference); its result must be picklable.
         world_size: number of processes.
         timeout: seconds until all processes are killed.
+        device: cpu, or cuda: each rank has a GPU, and tensors there go through NCCL.
 
     Raises:
         RuntimeError: with the traceback of every rank that failed, or naming the ranks that never answered.
@@ -71,7 +77,7 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
     context = forkserver()
     results: Any = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        common = world_size, f"{folder}/store", results, dict(os.environ)
+        common = world_size, f"{folder}/store", results, dict(os.environ), device
         workers = [context.Process(target=_worker, args=(r, *common, fn, args), daemon=True) for r in range(world_size)]
         for w in workers:
             w.start()

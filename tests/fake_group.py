@@ -19,7 +19,7 @@ from smp.parallel.context import ParallelContext, build_context
 
 @contextmanager
 def fake_context(
-    layout: Layout | None = None, rank: int = 0, *, sequence_parallel: bool = False
+    layout: Layout | None = None, rank: int = 0, *, sequence_parallel: bool = False, heads_group: int = 1
 ) -> Iterator[ParallelContext]:
     """The context of ``layout`` (by default one rank) as ``rank`` sees it, inside a process group that ends with the
     block."""
@@ -27,7 +27,7 @@ def fake_context(
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     _clear_sharding_prop_cache()  # its entries hold meshes of an earlier rank, which compare equal
     try:
-        yield build_context(layout, "cpu", sequence_parallel=sequence_parallel)
+        yield build_context(layout, "cpu", sequence_parallel=sequence_parallel, heads_group=heads_group)
     finally:
         dist.destroy_process_group()
 

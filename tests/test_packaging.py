@@ -68,7 +68,8 @@ def copy_of_the_sources(folder: Path) -> Path:
     """To build from: setuptools leaves a build folder beside the sources."""
     source = folder / "source"
     shutil.copytree(ROOT / "smp", source / "smp", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    for name in ("setup.py", "pyproject.toml", "LICENSE"):
+    shutil.copytree(ROOT / "recipes_collection", source / "recipes_collection")
+    for name in ("setup.py", "pyproject.toml", "LICENSE", "pretrain_gpt.py", "finetune.py"):
         shutil.copy(ROOT / name, source)
     return source
 
@@ -140,10 +141,27 @@ def test_machine_code_comes_only_when_asked_for(wheel: Path, tmp_path: Path, mon
     assert holds(path) == {"cross_entropy.cu", "libsmp_kernels.so"} and "none-any" not in path.name
 
 
-def test_the_wheel_holds_the_package_and_the_license_only(wheel: Path) -> None:
+def test_the_wheel_launches_recipes_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    pip("install", "--no-deps", "--no-index", "--target", site, wheel)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])}
+    words = ["recipes=laptop/debug", "dry_run=true", f"base_results_dir={tmp_path}"]
+    command = [str(site / "bin" / "smp-launch"), *words]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    script = (tmp_path / "debug" / "train.sh").read_text()
+    assert "-m pretrain_gpt" in script and "\ncd " not in script and (site / "pretrain_gpt.py").is_file()
+
+
+def test_the_wheel_holds_the_package_the_entry_points_and_the_license_only(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-    assert {name.split("/")[0] for name in names} == {"smp", f"smp-{smp.__version__}.dist-info"}
+    assert {name.split("/")[0] for name in names} == {
+        "smp",
+        "finetune.py",
+        "pretrain_gpt.py",
+        f"smp-{smp.__version__}.dist-info",
+    }
     assert any(name.endswith("LICENSE") for name in names)
 
 

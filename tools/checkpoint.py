@@ -31,9 +31,8 @@ from smp.checkpoint import CheckpointError, DamagedError, Manifest, find, read_m
 from smp.checkpoint.box import read_blocks, read_box
 from smp.checkpoint.diff import CACHED, diff_tensor
 from smp.checkpoint.entries import DTYPES, TensorEntry
-from smp.checkpoint.folder import Folder
+from smp.checkpoint.folder import Folder, open_folder
 from smp.checkpoint.latest import ITERATION, LATEST, complete, misnamed, other_iteration
-from smp.checkpoint.local import open_folder
 from smp.checkpoint.lock import RunLock
 from smp.checkpoint.manifest import MANIFEST
 from smp.checkpoint.retention import VALIDATION_LOSS, Retention, doomed, prune

@@ -122,7 +122,7 @@ def convert(args: argparse.Namespace) -> None:
 
 def main(argv: list[str]) -> int:
     """Command line; returns the exit code, see :mod:`smp.config.command`."""
-    return run_tool(lambda: convert(parser().parse_args(argv)), "the same command goes on from here", told=ERRORS)
+    return run_tool(lambda: convert(parser().parse_args(argv)), "the same command goes on from here", expected=ERRORS)
 
 
 if __name__ == "__main__":

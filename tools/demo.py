@@ -105,7 +105,14 @@ def run(folder: Path, processes: int, flags: Sequence[str]) -> None:
     )
     python(
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes),
-        *("pretrain_gpt.py", "--config", "recipes/quickstart.yaml", "--data-path", data, *with_tokenizer),
+        *(
+            "pretrain_gpt.py",
+            "--config",
+            "recipes_collection/recipes/laptop/quickstart.yaml",
+            "--data-path",
+            data,
+            *with_tokenizer,
+        ),
         *("--save", checkpoints, "--log-dir", logs, *flags),
     )
     bigram = python("tools/bigram_baseline.py", "--data-path", data, *with_tokenizer)
@@ -155,7 +162,17 @@ def finetune(folder: Path, processes: int, flags: Sequence[str]) -> None:
     python("finetune.py", *data, "--preview", 2)
     python(
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes),
-        *("finetune.py", "--config", "recipes/finetune_demo.yaml", *data, "--save", tuned, "--log-dir", logs, *flags),
+        *(
+            "finetune.py",
+            "--config",
+            "recipes_collection/recipes/laptop/finetune_demo.yaml",
+            *data,
+            "--save",
+            tuned,
+            "--log-dir",
+            logs,
+            *flags,
+        ),
     )
     python("tools/merge_lora.py", "--load", base, "--adapter", tuned / "adapter", "--save", merged, "--to", "smp")
     written = {}

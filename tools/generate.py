@@ -2,16 +2,20 @@
 
     python tools/generate.py --load checkpoints --tokenizer-model tokenizer.model --prompt "def main("
     python tools/generate.py --load Llama-3.2-1B --prompt "The capital of France is" --temperature 0 --dtype bf16
+    python tools/generate.py --load HF_FOLDER --adapter runs/chat/adapter --chat
 
 --load is a checkpoint of smp, a Hugging Face folder or one of Megatron's. Settings come from it alone, and so does the
-tokenizer where it has one. Works on any machine whatever the layout was.
+tokenizer where it has one. --adapter is added to its weights as they are read. With --chat each line that you type is a
+message and the model answers, through its chat template, until the input ends; --prompt is then the only message. Works
+on any machine whatever the layout was.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +24,21 @@ import torch.distributed as dist
 
 from smp.config import Layout
 from smp.config.command import CommandParser, run_tool
+from smp.convert.adapters import MergedWeights
 from smp.convert.formats import Opened, open_checkpoint
 from smp.convert.hf_config import read_json
 from smp.convert.load import load_weights
 from smp.data.tokenizer import Tokenizer
 from smp.data.tokenizer_files import PATTERNS, load_tokenizer
+from smp.data.tuning.chat_template import ChatTemplate
+from smp.data.tuning.tokenizer import TuningTokenizer, open_tokenizer
 from smp.models.generation import Sampling, generate
 from smp.models.gpt import GPT
 from smp.parallel.context import build_context
+from smp.training.adapter_files import companions_of, open_adapters, require_adapter
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+Decode = Callable[[list[int]], str]
 _UNFINISHED = "\ufffd"  # what decoders write for a character of which only some bytes are there
 
 
@@ -40,7 +49,7 @@ class TokenizerFile:
         try:
             import tokenizers
         except ImportError:
-            raise ValueError(f"{path} needs the library tokenizers: pip install 'smp[data]'") from None
+            raise ValueError(f"{path} needs the library tokenizers: pip install tokenizers") from None
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
@@ -97,6 +106,34 @@ def end_ids(folder: Path | None) -> list[int]:
     return []
 
 
+def open_model(args: argparse.Namespace) -> Opened:
+    """The model in --load, with --adapter added, and the folder of its tokenizer."""
+    if args.adapter is not None:
+        require_adapter(args.adapter)
+    opened = open_checkpoint(args.load, reference=args.reference)
+    if args.adapter is None:
+        return opened
+    merged = MergedWeights(opened.weights, open_adapters(args.adapter, opened))
+    companions = None if args.reference else companions_of(args.adapter)
+    return replace(opened, weights=merged, reference=companions or opened.reference)
+
+
+def open_chat(opened: Opened, given: Path | None) -> tuple[TuningTokenizer, ChatTemplate, list[int]]:
+    """The tokenizer, how it writes a conversation, and the ids that end an answer.
+
+    Raises:
+        ValueError: one of them is missing.
+    """
+    folder = given or opened.reference
+    if folder is None:
+        raise ValueError("--chat: no tokenizer lies with the model: give --reference a folder that has one")
+    tokenizer = open_tokenizer(folder)
+    if tokenizer.template is None:
+        raise ValueError(f"--chat: {folder} has no chat template")
+    template = ChatTemplate(tokenizer.template, tokenizer.template_tokens)
+    return tokenizer, template, [*end_ids(opened.reference), tokenizer.eos]
+
+
 def load_model(opened: Opened, device: torch.device, dtype: torch.dtype = torch.float32) -> GPT:
     """The model, in evaluation mode, in this one process."""
     context = build_context(Layout(), device.type)
@@ -105,9 +142,7 @@ def load_model(opened: Opened, device: torch.device, dtype: torch.dtype = torch.
     return model.eval()
 
 
-def stream(
-    ids: Iterable[int], before: list[int], decode: Callable[[list[int]], str], show: Callable[[str], Any]
-) -> int:
+def stream(ids: Iterable[int], before: list[int], decode: Decode, show: Callable[[str], Any]) -> int:
     """Show the text of ``ids``, which follow ``before``, as far as characters are complete; returns their number."""
     known, shown = list(before), len(decode(before))
     text = ""
@@ -128,7 +163,9 @@ def parser() -> CommandParser:
     out.add_argument("--tokenizer-model", type=Path, help="its file, of any kind (default: what lies with the model)")
     out.add_argument("--tiktoken-pattern", choices=PATTERNS, help="how a tiktoken file's text is cut")
     out.add_argument("--reference", type=Path, help="Hugging Face folder that says what --load does not")
+    out.add_argument("--adapter", type=Path, help="folder in peft's format, or checkpoints of a LoRA run")
     out.add_argument("--prompt", default="", help="text to continue")
+    out.add_argument("--chat", action="store_true", help="answer messages; without --prompt every line of the input")
     out.add_argument("--max-new-tokens", type=int, default=100, help="tokens to write at most")
     out.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token")
     out.add_argument("--top-k", type=int, default=50, help="choose among this many tokens; 0: all")
@@ -138,25 +175,80 @@ def parser() -> CommandParser:
     return out
 
 
+def write(
+    model: GPT, prompt: list[int], args: argparse.Namespace, ends: list[int], decode: Decode, text: str = ""
+) -> str:
+    """Print ``text``, and what follows ``prompt`` as it comes, which is returned."""
+    sampling, pieces = Sampling(args.temperature, args.top_k, args.top_p, args.seed), list[str]()
+    new = generate(model, prompt, args.max_new_tokens, sampling, ends)  # refuses what cannot be before text is seen
+    print(text, end="", flush=True)
+
+    def show(text: str) -> None:
+        pieces.append(text)
+        print(text, end="", flush=True)
+
+    written = stream(new, prompt, decode, show)
+    print()
+    total = len(prompt) + written
+    if total == model.config.max_position_embeddings and written < args.max_new_tokens:
+        print(f"note: the longest sequence of this model, {total} tokens, ends here", file=sys.stderr)
+    return "".join(pieces)
+
+
+def typed() -> Iterator[str]:
+    """Lines of the input, with a mark before each where somebody types."""
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.rstrip("\n")
+
+
+def continue_text(opened: Opened, args: argparse.Namespace) -> Callable[[GPT], None]:
+    """What prints --prompt and its continuation; the tokenizer is there already."""
+    tokenizer, ends = find_tokenizer(opened, args.tokenizer_model, args.tiktoken_pattern)
+
+    def run(model: GPT) -> None:
+        write(model, tokenizer.encode(args.prompt) or ends[:1], args, ends, tokenizer.decode, args.prompt)
+
+    return run
+
+
+def answer_messages(opened: Opened, args: argparse.Namespace) -> Callable[[GPT], None]:
+    """What answers messages, each after all before it; the chat template is there already."""
+    if args.tiktoken_pattern is not None:
+        raise ValueError("--tiktoken-pattern has no effect with --chat, which takes the folder's own tokenizer")
+    tokenizer, template, ends = open_chat(opened, args.tokenizer_model)
+
+    def decode(ids: list[int]) -> str:
+        return tokenizer.decode([i for i in ids if i not in tokenizer.special])
+
+    def run(model: GPT) -> None:
+        messages: list[dict[str, str]] = []
+        for message in [args.prompt] if args.prompt else typed():
+            messages.append({"role": "user", "content": message})
+            text = write(model, tokenizer.encode(template.prompt(messages)), args, ends, decode)
+            messages.append({"role": "assistant", "content": text})
+
+    return run
+
+
 def work(args: argparse.Namespace) -> None:
     """Load, and write."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
-        opened = open_checkpoint(args.load, reference=args.reference)
-        tokenizer, ends = find_tokenizer(opened, args.tokenizer_model, args.tiktoken_pattern)
+        Sampling(args.temperature, args.top_k, args.top_p, args.seed)  # refuses what cannot be before a model is read
+        opened = open_model(args)
+        answer = answer_messages(opened, args) if args.chat else continue_text(opened, args)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         model = load_model(opened, device, DTYPES[args.dtype])
         for note in opened.weights.notes:
             print(f"note: {note}", file=sys.stderr)
-        ids = tokenizer.encode(args.prompt) or ends[:1]
-        new = generate(model, ids, args.max_new_tokens, sampling, ends)
-        print(args.prompt, end="", flush=True)
-        written = stream(new, ids, tokenizer.decode, lambda text: print(text, end="", flush=True))
-        print()
-        if len(ids) + written == model.config.max_position_embeddings and written < args.max_new_tokens:
-            print(f"note: the longest sequence of this model, {len(ids) + written} tokens, ends here", file=sys.stderr)
+        answer(model)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -13,35 +13,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from smp.checkpoint import find, read_manifest
-from smp.checkpoint.local import open_folder
 from smp.config import ConfigError
 from smp.config.command import CommandParser, run_tool
-from smp.convert.adapters import Adapter, MergedWeights, family_for, is_adapter_folder
+from smp.convert.adapters import MergedWeights
 from smp.convert.convert import ERRORS, write
-from smp.convert.formats import FORMATS, Opened, make_target, open_checkpoint
-from smp.convert.hf_config import is_hf_folder, read_hf_config
-from smp.convert.peft_read import read_adapters
-from smp.training.adapter_files import companions_of, read_saved_adapters
+from smp.convert.formats import FORMATS, make_target, open_checkpoint
+from smp.training.adapter_files import companions_of, open_adapters, require_adapter
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def open_adapters(path: Path, model: Opened) -> Mapping[str, Adapter]:
-    """By the name of the layer, from peft's format or a checkpoint of a LoRA run."""
-    config, reference = model.weights.config, model.reference
-    if is_adapter_folder(path):
-        content = read_hf_config(reference) if reference is not None and is_hf_folder(reference) else None
-        return read_adapters(path, config, family_for(config, content))[0]
-    folder = open_folder(find(path))
-    return read_saved_adapters(folder, read_manifest(folder))
 
 
 def merge(args: argparse.Namespace) -> None:
@@ -52,11 +37,7 @@ def merge(args: argparse.Namespace) -> None:
     """
     if args.workers < 1:
         raise ConfigError(f"--workers {args.workers} must be above 0")
-    if not args.adapter.is_dir():
-        raise ConfigError(
-            f"--adapter {args.adapter}: there is no such folder. A run writes the folder adapter when it ends; until "
-            "then give the one of its checkpoints"
-        )
+    require_adapter(args.adapter)
     model = open_checkpoint(args.load, reference=args.reference)
     dtype = None if args.dtype is None else DTYPES[args.dtype]
     if args.reference is None:
@@ -87,7 +68,7 @@ def parser() -> CommandParser:
 
 def main(argv: list[str]) -> int:
     """Command line; returns the exit code, see :mod:`smp.config.command`."""
-    return run_tool(lambda: merge(parser().parse_args(argv)), "the same command goes on from here", told=ERRORS)
+    return run_tool(lambda: merge(parser().parse_args(argv)), "the same command goes on from here", expected=ERRORS)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ Reads the "lm loss" and "validation loss" of the records. The suffix of --output
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,31 +16,9 @@ from typing import Any
 
 from smp.config import ConfigError
 from smp.config.command import CommandParser, run_tool
-
-Curve = tuple[list[int], list[float]]
+from smp.training.sinks import Curve, read_curve
 
 TRAINING, VALIDATION, BASELINE, TEXT = "#4477aa", "#cc3311", "#777777", "#333333"
-
-
-def read_curve(path: Path, name: str) -> Curve:
-    """Iterations and values of the records that have ``name``; records without a finite value are left out.
-
-    Raises:
-        ValueError: a line is not a record.
-    """
-    iterations: list[int] = []
-    values: list[float] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            record = json.loads(line)
-            iteration, value = int(record["iteration"]), record.get(name)
-            value = math.nan if value is None else float(value)
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ValueError(f"{path}:{number} is not a record with an iteration: {line[:60]!r}") from None
-        if math.isfinite(value):
-            iterations.append(iteration)
-            values.append(value)
-    return iterations, values
 
 
 def draw(training: Curve, validation: Curve, baseline: float | None, baseline_label: str) -> Any:

@@ -136,7 +136,7 @@ def _span(event: dict[str, Any]) -> Span:
 def predict(args: argparse.Namespace, name: str) -> Panel:
     """The timeline of a schedule whose stages are equal."""
     ranks, micro_batches = args.pipeline_model_parallel_size, args.micro_batches
-    schedule = build_schedule(name, ranks, micro_batches, args.chunks, args.prefetch)
+    schedule = build_schedule(name, ranks, micro_batches, args.chunks, prefetch=args.prefetch)
     times = [time / schedule.chunks for time in (args.forward, args.backward_input, args.backward_weight)]
     return f"{name}, predicted", simulate(schedule, [StageCosts(*times)] * schedule.stages, args.link)
 

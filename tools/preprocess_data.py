@@ -16,8 +16,10 @@ import os
 import sys
 from collections.abc import Sequence
 
+import numpy as np
+
 from smp.config.command import CommandParser, run_tool
-from smp.data.indexed_dataset import check_new
+from smp.data.indexed_dataset import IndexedDataset, check_new
 from smp.data.job_output import is_unfinished
 from smp.data.preprocess import Encoder, preprocess
 from smp.data.text_files import expand_paths
@@ -64,8 +66,14 @@ def work(args: argparse.Namespace) -> None:
     report = preprocess(paths, args.output_prefix, names, encoder, args.workers, print)
     for line in report.named:
         print(f"dropped: {line}", file=sys.stderr)
-    for name, total in zip(names, report.totals, strict=True):
-        print(f"{name}: {total}, {report.dropped} dropped")
+    for name, size in zip(names, report.text_bytes, strict=True):
+        dataset = IndexedDataset(name)
+        ratio = f"{size / dataset.num_tokens:.4f}" if dataset.num_tokens else "no"
+        lengths = np.diff(dataset.document_offsets)
+        print(
+            f"{name}: {dataset.num_documents} documents, {dataset.num_tokens} tokens, {ratio} bytes per token, "
+            f"longest {lengths.max(initial=0)} tokens, {(lengths == 0).sum()} empty, {report.dropped} dropped"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

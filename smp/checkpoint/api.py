@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
 
-from smp.checkpoint.entries import CheckpointError, DamagedError, Manifest
-from smp.checkpoint.folder import Folder
-from smp.checkpoint.local import open_folder
-from smp.checkpoint.lock import LockLostError, RunLock
-from smp.checkpoint.manifest import read_manifest
-from smp.checkpoint.planner import ManifestLoadPlanner, ManifestSavePlanner
-from smp.checkpoint.reader import ManifestReader
-from smp.checkpoint.storage import ManifestWriter, discard_unfinished
-from smp.config.command import exit_code
+from smp.checkpoint.box import read_boxes
+from smp.checkpoint.entries import CheckpointError, Manifest
+from smp.checkpoint.folder import Folder, open_folder
+from smp.checkpoint.lock import RunLock
+from smp.checkpoint.manifest import check_extra, read_manifest
+from smp.checkpoint.planner import Item, LocalShard, assign, items_of, local_shards, misfits, require_fit
+from smp.checkpoint.storage import (
+    Write,
+    build_manifest,
+    commit,
+    discard_unfinished,
+    unused_suffix,
+    write_items,
+    write_tensors,
+)
+from smp.checkpoint.together import together
 from smp.parallel.agree import on_rank_zero, rank
 
 _NONE: Mapping[str, int] = {}
@@ -56,21 +61,55 @@ def save(
             folder before is still readable, and what was written of the new one is deleted.
         LockLostError: a CheckpointError, when another job has taken ``lock``.
     """
-    writer = ManifestWriter(open_folder(folder), extra, lock)
-    run_save(state, writer, logical_rows)
-    return writer.notes
+    opened = open_folder(folder)
+    notes: list[str] = []
+
+    def finish(manifest: Manifest) -> None:
+        if lock is not None:
+            lock.check()
+        notes.extend(commit(opened, manifest))
+
+    run_save(state, opened, extra, logical_rows, partial(write_tensors, opened), finish)
+    return notes
 
 
-def run_save(state: Mapping[str, torch.Tensor], writer: ManifestWriter, logical_rows: Mapping[str, int]) -> None:
-    """DCP's save with this format's planner and a given writer; what a failure leaves behind is deleted."""
-    with one_line(f"cannot save {writer.folder}"):
-        try:
-            state_dict_saver.save(dict(state), storage_writer=writer, planner=ManifestSavePlanner(logical_rows))
-        except CheckpointException:
-            if rank() == 0:  # all ranks are done with their files
-                with suppress(OSError):  # the next start cleans up what cannot be deleted now
-                    discard_unfinished(writer.folder)
-            raise
+def run_save(
+    state: Mapping[str, torch.Tensor],
+    folder: Folder,
+    extra: Mapping[str, Any],
+    logical_rows: Mapping[str, int],
+    write: Write,
+    finish: Callable[[Manifest], None],
+) -> None:
+    """Agree which rank writes which shard, let ``write`` write them, and give rank 0's ``finish`` the manifest. What a
+    failure leaves behind is deleted."""
+    prefix, shards = f"cannot save {folder}: ", dict[str, LocalShard]()
+
+    def offer() -> list[Item]:
+        check_extra(extra)
+        shards.update(local_shards(state, logical_rows))
+        return items_of(shards)
+
+    def plan(offered: list[list[Item]]) -> tuple[str, list[list[int]]]:
+        chosen = assign(offered)
+        folder.make()
+        return unused_suffix(folder), chosen
+
+    try:
+        suffix, chosen = together(prefix, offer, plan)
+        file = f"shard_{rank():05d}{suffix}.safetensors"
+        items = items_of(shards)
+        mine = [items[number] for number in chosen[rank()]]
+
+        def write_mine(by_key: Mapping[str, Item]) -> dict[str, str]:
+            return write(file, {key: shards[item.name].rows(item) for key, item in by_key.items()})
+
+        together(prefix, partial(write_items, file, mine, write_mine), lambda w: finish(build_manifest(w, extra)))
+    except (CheckpointError, TypeError):
+        if rank() == 0:  # all ranks are done with their files
+            with suppress(OSError):  # the next start cleans up what cannot be deleted now
+                discard_unfinished(folder)
+        raise
 
 
 def load(
@@ -110,35 +149,12 @@ def load_from(
     allow_unread: bool | str = False,
 ) -> None:
     """:func:`load` with a manifest that was read before, the same on all ranks."""
-    planner = ManifestLoadPlanner(manifest.tensors, logical_rows, allow_unread)
-    with one_line(f"cannot load {folder}"):
-        state_dict_loader.load(dict(state), storage_reader=ManifestReader(folder, manifest), planner=planner)
+    prefix, shards = f"cannot load {folder}: ", dict[str, LocalShard]()
 
+    def fit() -> tuple[list[str], dict[str, str]]:
+        shards.update(local_shards(state, logical_rows))
+        return list(shards), misfits(shards, manifest.tensors)
 
-@contextmanager
-def one_line(action: str) -> Iterator[None]:
-    """Turn what DCP gathered from failing ranks into one line; its traceback stays as the cause, and behind it an error
-    that decides the exit code."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        try:
-            yield
-        except CheckpointException as failure:
-            errors = {where: error for where, (error, _) in failure.failures.items()}
-            texts = dict.fromkeys(_text(where, error) for where, error in errors.items())
-            failure.__cause__ = next((error for error in errors.values() if exit_code(error) == 1), None)
-            raise _kind(list(errors.values()))(f"{action}: {'; '.join(texts)}") from failure
-
-
-def _kind(errors: list[BaseException]) -> type[Exception]:
-    """What to raise on all ranks; of these only when nothing else went wrong, because a loader goes on after damage."""
-    for kind in (TypeError, DamagedError, LockLostError):
-        if all(isinstance(error, kind) for error in errors):
-            return kind
-    return CheckpointError
-
-
-def _text(where: int, error: BaseException) -> str:
-    if isinstance(error, CheckpointError | TypeError):
-        return str(error)
-    return f"rank {where}: {type(error).__name__}: {error}"
+    together(prefix, fit, lambda found: require_fit(found, manifest.tensors, allow_unread))
+    boxes = {name: (shard.box.offsets, shard.data) for name, shard in shards.items()}
+    together(prefix, lambda: read_boxes(folder, manifest, boxes), lambda _: None)

@@ -12,21 +12,22 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from smp.checkpoint.api import run_save
-from smp.checkpoint.entries import CheckpointError
-from smp.checkpoint.folder import Folder
-from smp.checkpoint.local import open_folder
+from smp.checkpoint.entries import CheckpointError, Manifest
+from smp.checkpoint.folder import Folder, open_folder
 from smp.checkpoint.lock import RunLock
 from smp.checkpoint.retention import Retention
-from smp.checkpoint.staging import StagingBuffer, StagingWriter
+from smp.checkpoint.staging import StagingBuffer
 from smp.checkpoint.storage import discard_unfinished
-from smp.checkpoint.writer_process import WriterDiedError, WriterProcess
+from smp.checkpoint.tensor_file import FileLayout
+from smp.checkpoint.writer import Answer, Commit, Job
+from smp.checkpoint.writer_process import WriterProcess
 from smp.parallel.agree import any_rank, every_rank, gather, on_rank_zero, rank
 
 LAST_WAIT = 60.0
@@ -69,20 +70,22 @@ def async_save(
     """
     saver.wait()
     started = time.monotonic()
+    opened = open_folder(folder)
     root = None if latest_in is None else open_folder(latest_in).address  # an error here is one on all ranks
-    staged = StagingWriter(open_folder(folder), extra, saver._memory)
-    run_save(state, staged, logical_rows or {})
-    job: dict[str, Any] = {"folder": staged.folder.address, "part": staged.part, "commit": None}
-    job["save"] = on_rank_zero(lambda: secrets.token_hex(8), CheckpointError)
-    if staged.manifest is not None:
-        job["commit"] = {
-            "manifest": asdict(staged.manifest),
-            "patience": saver.patience,
-            "lock": lock and {"root": lock.root.address, "token": lock.token},
-            "latest_in": root,
-            "retention": retention and asdict(retention),
-        }
-    saver._begin(job, _UnderWay(staged.folder, started, ["part", "commit"] if job["commit"] else ["part"]))
+    parts: list[tuple[str, FileLayout]] = []
+    manifests: list[Manifest] = []  # on rank 0, without checksums
+
+    def stage(file: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+        parts.append((file, saver._memory.fill(tensors)))
+        return dict.fromkeys(tensors, "")
+
+    run_save(state, opened, extra, logical_rows or {}, stage, manifests.append)
+    save = on_rank_zero(lambda: secrets.token_hex(8), CheckpointError)
+    held = None if lock is None else (lock.root.address, lock.token)
+    commits = [Commit(manifest, saver.patience, held, root, retention) for manifest in manifests]
+    job = Job(opened.address, save, next(iter(parts), None), next(iter(commits), None))
+    saver._save = _UnderWay(opened, started, ["part", "commit"] if commits else ["part"])
+    saver._writer.submit(job, saver._memory)
 
 
 class AsyncSaver(AbstractContextManager["AsyncSaver"]):
@@ -109,13 +112,6 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
     @property
     def writer_pid(self) -> int:
         return self._writer.pid
-
-    def _begin(self, job: dict[str, Any], save: _UnderWay) -> None:
-        self._save = save
-        try:
-            self._writer.submit(job, self._memory)
-        except WriterDiedError as error:
-            save.fail(str(error))
 
     def poll(self) -> Saved | None:
         """Hear without waiting whether the save under way is over; None when it is not, or there is none.
@@ -159,18 +155,11 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         notes = on_rank_zero(lambda: tuple(save.notes), CheckpointError)
         return Saved(save.folder, time.monotonic() - save.started, notes)
 
-    def _listen(self, timeout: float | None) -> None:
+    def _listen(self, timeout: float) -> None:
         """Take in what the writer says, until it has nothing more to say or is silent for ``timeout`` seconds."""
         save = self._save
         assert save is not None
-        while save.awaited:
-            try:
-                answer = self._writer.answer(timeout)
-            except WriterDiedError as error:
-                save.fail(str(error))
-                return
-            if answer is None:
-                return
+        while save.awaited and (answer := self._writer.answer(timeout)) is not None:
             save.hear(answer)
 
     def close(self) -> None:
@@ -219,13 +208,13 @@ class _UnderWay:
     def part_is_over(self) -> bool:
         return "part" not in self.awaited
 
-    def hear(self, answer: dict[str, Any]) -> None:
-        what = self.awaited.pop(0)
-        if what == "part":
+    def hear(self, answer: Answer) -> None:
+        if self.awaited.pop(0) == "part":
             self.part_took = time.monotonic() - self.started
-        self.notes += answer["notes"]
-        if answer[what] is not None:
-            self.fail(answer[what])
+        error, notes = answer
+        self.notes += notes
+        if error is not None:
+            self.fail(error)
 
     def fail(self, error: str) -> None:
         self.error = error

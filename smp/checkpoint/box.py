@@ -7,7 +7,7 @@ raise DamagedError and CheckpointError as :func:`smp.checkpoint.load`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 
 import torch
@@ -33,12 +33,19 @@ def read_box(
 
 def read_box_into(folder: Folder, manifest: Manifest, name: str, offsets: Sequence[int], out: torch.Tensor) -> None:
     """:func:`read_box` into ``out``, a CPU tensor of the stored dtype whose shape is that of the box."""
-    by_file: dict[str, dict[tuple[str, Shard], list[Slice]]] = defaultdict(dict)
-    for shard in manifest.tensors[name].shards:
-        if (common := _common(shard.offsets, shard.sizes, offsets, out.shape)) is not None:
-            begin, sizes = common
-            target = narrow(out, _minus(begin, offsets), sizes)
-            by_file[shard.file][name, shard] = [Slice(_minus(begin, shard.offsets), target)]
+    read_boxes(folder, manifest, {name: (offsets, out)})
+
+
+@torch.no_grad()
+def read_boxes(folder: Folder, manifest: Manifest, boxes: Mapping[str, tuple[Sequence[int], torch.Tensor]]) -> None:
+    """Fill tensors of any device, each with the box of its shape at the offsets beside it. ``boxes`` is by name."""
+    by_file: dict[str, dict[tuple[str, Shard], Slice]] = defaultdict(dict)
+    for name, (offsets, out) in boxes.items():
+        for shard in manifest.tensors[name].shards:
+            if (common := _common(shard.offsets, shard.sizes, offsets, out.shape)) is not None:
+                begin, sizes = common
+                target = narrow(out, _minus(begin, offsets), sizes)
+                by_file[shard.file][name, shard] = Slice(_minus(begin, shard.offsets), target)
     for file, slices in by_file.items():
         read_slices(folder, manifest, file, slices)
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from smp.checkpoint.entries import CheckpointError
-from smp.checkpoint.folder import Folder
-from smp.checkpoint.local import open_folder, same_folder
+from smp.checkpoint.folder import Folder, open_folder, same_folder
 from smp.checkpoint.manifest import MANIFEST
 
 LATEST = "latest"

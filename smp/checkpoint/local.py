@@ -10,9 +10,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-
-from smp.checkpoint.entries import CheckpointError
-from smp.checkpoint.folder import Folder, Sink, Source
+from typing import Protocol
 
 PIECE = 1 << 22
 """Bytes per write: few calls, and the data are still in the cache when the checksum comes by."""
@@ -23,14 +21,38 @@ _NOT_KNOWN = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno
 """What file systems answer to a call that they do not have."""
 
 
-class LocalFolder(Folder):
-    """A folder of a file system, which all ranks must share."""
+class Sink(Protocol):
+    """A data file being written."""
+
+    def write(self, data: memoryview) -> None:
+        """Append ``data``."""
+
+
+class Source(Protocol):
+    """A data file being read."""
+
+    piece: int
+    """Bytes per read that are fastest here."""
+    readers: int
+    """How many threads may read at the same time, and are faster than one."""
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+
+    def read_into(self, offset: int, into: memoryview) -> None:
+        """Fill ``into`` with the bytes from ``offset``. Raises EOFError when the file ends before."""
+
+
+class LocalFolder:
+    """A folder of a file system, which all ranks must share. Names are of files and folders directly inside of it."""
 
     def __init__(self, path: Path) -> None:
         self.local: Path = path
 
     @property
     def name(self) -> str:
+        """Its own last name."""
         return self.local.resolve().name
 
     def __str__(self) -> str:
@@ -41,24 +63,30 @@ class LocalFolder(Folder):
 
     @property
     def address(self) -> str:
+        """What ``open_folder`` finds it by in another process, whose working folder may be another."""
         return str(self.local.absolute())
 
-    def child(self, name: str) -> Folder:
+    def child(self, name: str) -> LocalFolder:
+        """A folder inside; nothing is made."""
         return LocalFolder(self.local / name)
 
     def exists(self) -> bool:
+        """Whether there is such a folder (in an object store: anything under this name)."""
         return self.local.is_dir()
 
     def make(self) -> None:
+        """Make it and its parents, if it is not there."""
         made = [path for path in (self.local, *self.local.parents) if not path.is_dir()]
         self.local.mkdir(parents=True, exist_ok=True)
         for path in made:
             sync_to_disk(path.parent)
 
     def names(self) -> list[str]:
+        """What is inside, sorted; nothing when it does not exist."""
         return sorted(os.listdir(self.local)) if self.local.is_dir() else []
 
     def size(self, name: str) -> int | None:
+        """Bytes of a file; None when there is no such file."""
         try:
             found = os.lstat(self.local / name)
         except (FileNotFoundError, NotADirectoryError):
@@ -66,24 +94,51 @@ class LocalFolder(Folder):
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def read(self, name: str) -> bytes:
+        """A whole small file. Raises FileNotFoundError."""
         with os.fdopen(_open_plain(self.local / name), "rb") as file:
             return file.read()
 
     def replace(self, name: str, data: bytes) -> None:
-        write_durably(self.local / name, data)
+        """Write a small file: a crash leaves the old content or the new."""
+        temporary = f"{name}.{secrets.token_hex(4)}.tmp"
+        self._write(temporary, data)
+        try:
+            os.replace(self.local / temporary, self.local / name)
+        except BaseException:
+            with suppress(OSError):
+                self.delete(temporary)
+            raise
+        self.sync()
 
     def create(self, name: str, data: bytes) -> bool:
-        path = self.local / name
+        """Write a small file unless it exists; whether it was. Nobody sees it before it is whole, except on a file
+        system without links."""
+        temporary = f"{name}.{secrets.token_hex(4)}.tmp"
+        self._write(temporary, data)
         try:
-            with _written_beside(path, data) as temporary:
-                _give_name(temporary, path)
+            os.link(self.local / temporary, self.local / name)
         except FileExistsError:
             return False
-        sync_to_disk(self.local)
+        except OSError as error:
+            if error.errno not in (*_NOT_KNOWN, errno.EMLINK):
+                raise
+            with suppress(FileExistsError):
+                self._write(name, data)
+                return True
+            return False
+        finally:
+            with suppress(OSError):
+                self.delete(temporary)
+            self.sync()
         return True
+
+    def _write(self, name: str, data: bytes) -> None:
+        with self.writer(name, len(data)) as sink:
+            sink.write(memoryview(data))
 
     @contextmanager
     def writer(self, name: str, size: int) -> Iterator[Sink]:
+        """A new data file of ``size`` bytes. At a clean end it is durable; after an error it is gone."""
         path = self.local / name
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
@@ -99,6 +154,7 @@ class LocalFolder(Folder):
 
     @contextmanager
     def reader(self, name: str) -> Iterator[Source]:
+        """An existing data file. Raises FileNotFoundError."""
         descriptor = _open_plain(self.local / name)
         try:
             yield _LocalSource(descriptor)
@@ -106,13 +162,16 @@ class LocalFolder(Folder):
             os.close(descriptor)
 
     def delete(self, name: str) -> None:
+        """Delete a file, if it is there."""
         (self.local / name).unlink(missing_ok=True)
 
     def rename(self, name: str, new: str) -> None:
+        """Give a folder inside another name."""
         os.rename(self.local / name, self.local / new)
         sync_to_disk(self.local)
 
     def remove(self) -> None:
+        """Delete the folder with everything inside. If its name is a link, the link alone goes."""
         if self.local.is_symlink():  # what it leads to belongs to another run
             self.local.unlink()
         else:
@@ -120,6 +179,7 @@ class LocalFolder(Folder):
         sync_to_disk(self.local.parent)
 
     def sync(self) -> None:
+        """Make names of new files durable."""
         sync_to_disk(self.local)
 
 
@@ -162,46 +222,6 @@ def _open_plain(path: Path) -> int:
     return descriptor
 
 
-def write_durably(path: Path, data: bytes) -> None:
-    """Replace ``path`` by ``data`` so that a crash leaves the old content or the new, on disk when this returns."""
-    with _written_beside(path, data) as temporary:
-        os.replace(temporary, path)
-    sync_to_disk(path.parent)
-
-
-@contextmanager
-def _written_beside(path: Path, data: bytes) -> Iterator[Path]:
-    """A file with ``data``, on disk, under a name that nobody else uses, to be renamed; after an error it is gone."""
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        try:
-            _LocalSink(descriptor).write(memoryview(data))
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        yield temporary
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
-
-
-def _give_name(temporary: Path, path: Path) -> None:
-    """Let a whole file appear as ``path``. Raises FileExistsError when there is one."""
-    try:
-        os.link(temporary, path)
-    except OSError as error:
-        if error.errno not in _NOT_KNOWN:
-            raise
-        # a file system without links: a reader that looks between the two calls sees an empty file
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
-        os.replace(temporary, path)
-    else:
-        with suppress(OSError):  # the next start cleans up
-            temporary.unlink()
-
-
 def _reserve(descriptor: int, size: int) -> None:
     """Room for ``size`` bytes in one piece, and a disk too full says so now. A hint: not every system can."""
     allocate = getattr(os, "posix_fallocate", None)
@@ -221,27 +241,3 @@ def sync_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def open_folder(path: Path | str | Folder) -> Folder:
-    """The folder at a path, or at a URL such as ``s3://bucket/run`` (needs fsspec and its back-end for that scheme).
-
-    Raises:
-        CheckpointError: no back-end is there; or a URL of the file system, which has paths.
-    """
-    if isinstance(path, Folder):
-        return path
-    if isinstance(path, str) and path.startswith("file:"):
-        raise CheckpointError(f"{path}: give the path alone, without file://")
-    if isinstance(path, str) and "://" in path:
-        from smp.checkpoint.remote import RemoteFolder  # fsspec is an extra
-
-        return RemoteFolder.at(path)
-    return LocalFolder(Path(path))
-
-
-def same_folder(one: Folder, other: Folder) -> bool:
-    """Whether two folders are one, by whatever path."""
-    if one.local is not None and other.local is not None:
-        return one.local.resolve() == other.local.resolve()
-    return str(one) == str(other)

@@ -15,8 +15,7 @@ from typing import Any
 import xxhash
 
 from smp.checkpoint.entries import CheckpointError, DamagedError, Manifest, Shard, TensorEntry
-from smp.checkpoint.folder import Folder
-from smp.checkpoint.local import open_folder
+from smp.checkpoint.folder import Folder, open_folder
 from smp.checkpoint.validate import check_manifest, require
 
 MANIFEST = "manifest.json"
@@ -40,7 +39,7 @@ def read_manifest(folder: Path | str | Folder) -> Manifest:
         require(_is_signed(data), "content does not match its checksum: it was damaged or edited")
         if content.get("version") != VERSION:  # after the checksum: it is whole, and not damaged
             raise CheckpointError(f"version {content.get('version')!r} is not the known one, {VERSION}")
-        manifest = parse_manifest(content)
+        manifest = _parse_manifest(content)
         check_manifest(manifest, opened.local)
     except CheckpointError as error:
         raise type(error)(f"{opened}/{MANIFEST}: {error}") from None
@@ -126,13 +125,14 @@ def _is_signed(data: bytes) -> bool:
     return xxhash.xxh3_64_hexdigest(zeroed).encode() == found[1]
 
 
-def parse_manifest(content: dict[str, Any]) -> Manifest:
+def _parse_manifest(content: dict[str, Any]) -> Manifest:
     """A manifest from its JSON, unchecked. Raises whatever a wrong shape of it leads to."""
-    tensors = {name: _parse_tensor(entry) for name, entry in content["tensors"].items()}
+    tensors = {name: parse_tensor(entry) for name, entry in content["tensors"].items()}
     require(isinstance(content["extra"], dict), "extra is not a dictionary")
     return Manifest(tensors, dict(content["files"]), content["extra"])
 
 
-def _parse_tensor(entry: dict[str, Any]) -> TensorEntry:
+def parse_tensor(entry: Mapping[str, Any]) -> TensorEntry:
+    """A tensor of a manifest, likewise."""
     shards = [Shard(**{**s, "offsets": tuple(s["offsets"]), "sizes": tuple(s["sizes"])}) for s in entry["shards"]]
     return TensorEntry(tuple(entry["shape"]), entry["dtype"], tuple(shards))

@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from smp.checkpoint.entries import DTYPES
-from smp.checkpoint.folder import Source
+from smp.checkpoint.local import Source
 from smp.checkpoint.tensor_file import Slot, raw_bytes
 
 

@@ -1,27 +1,17 @@
-"""Reading slices of shards, each checked against its checksum; and behind torch's distributed checkpoint (DCP)."""
+"""Reading slices of shards, each checked against its checksum."""
 
 from __future__ import annotations
 
-import os
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
 
-from smp.checkpoint.entries import DTYPES, CheckpointError, DamagedError, Manifest, Shard, TensorEntry
-from smp.checkpoint.folder import Folder, Source
+from smp.checkpoint.entries import CheckpointError, DamagedError, Manifest, Shard
+from smp.checkpoint.folder import Folder
+from smp.checkpoint.local import Source
 from smp.checkpoint.read_ahead import Block, Wanted, read_ahead
 from smp.checkpoint.tensor_file import Slot, as_bits, read_header
 
@@ -34,52 +24,8 @@ class Slice:
     target: torch.Tensor
 
 
-Slices = Mapping[tuple[str, Shard], Sequence[Slice]]
+Slices = Mapping[tuple[str, Shard], Slice]
 """What is wanted of one file, by the name of the tensor and its shard."""
-
-
-class ManifestReader(StorageReader):
-    """Reads from one checkpoint folder, as its checked manifest says."""
-
-    def __init__(self, folder: Folder, manifest: Manifest) -> None:
-        self.folder, self.manifest = folder, manifest
-        self.shards = {(name, s.offsets): s for name, entry in manifest.tensors.items() for s in entry.shards}
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False  # a reader belongs to the folder of its manifest
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        assert checkpoint_id is None
-
-    def read_metadata(self) -> Metadata:
-        """The manifest in DCP's words."""
-        return Metadata({name: _stored(entry) for name, entry in self.manifest.tensors.items()})
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan  # every rank reads what it needs
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill local storage, file by file; raises as :func:`read_slices`."""
-        targets = [(item, planner.resolve_tensor(item)) for item in plan.items]
-        by_file: dict[str, dict[tuple[str, Shard], list[Slice]]] = defaultdict(lambda: defaultdict(list))
-        for item, target in targets:
-            name = item.storage_index.fqn
-            shard = self.shards[name, tuple(item.storage_index.offset or ())]
-            by_file[shard.file][name, shard].append(Slice(tuple(item.storage_offsets), target))
-        for file, slices in by_file.items():
-            read_slices(self.folder, self.manifest, file, slices)
-        for item, target in targets:
-            planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
 
 @torch.no_grad()
@@ -90,7 +36,7 @@ def read_slices(folder: Folder, manifest: Manifest, file: str, slices: Slices) -
         DamagedError: naming the file, and the tensor where one is known, for anything but what was saved.
         CheckpointError: for a file that cannot be read, which may be for a while only.
     """
-    pinned = any(one.target.is_cuda for of_shard in slices.values() for one in of_shard)
+    pinned = any(one.target.is_cuda for one in slices.values())
     with opened_file(folder, manifest, file, (name for name, _ in slices)) as (source, slots):
         found = {key: check_slot(slots, *key, manifest) for key in slices}
         in_order = sorted(found, key=lambda key: found[key].start)
@@ -99,8 +45,7 @@ def read_slices(folder: Folder, manifest: Manifest, file: str, slices: Slices) -
             for block in blocks:
                 key = in_order[block.number]
                 if wanted[block.number].into is None:
-                    for one in slices[key]:
-                        _copy_rows(block, one)
+                    _copy_rows(block, slices[key])
                 require_checksum(*key, block)
 
 
@@ -152,11 +97,10 @@ def narrow(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -
     return tensor
 
 
-def _whole_target(slot: Slot, slices: Sequence[Slice]) -> torch.Tensor | None:
-    """The tensor that takes all of a shard in one piece, if there is one: the shard is read straight into it."""
-    target = slices[0].target
-    whole = len(slices) == 1 and tuple(target.shape) == slot.shape
-    return target if whole and target.is_cpu and target.is_contiguous() else None
+def _whole_target(slot: Slot, wanted: Slice) -> torch.Tensor | None:
+    """The tensor that takes all of a shard in one piece, if it does: the shard is read straight into it."""
+    target = wanted.target
+    return target if tuple(target.shape) == slot.shape and target.is_cpu and target.is_contiguous() else None
 
 
 def _copy_rows(block: Block, wanted: Slice) -> None:
@@ -172,8 +116,3 @@ def _copy_rows(block: Block, wanted: Slice) -> None:
         np.copyto(as_bits(target).numpy(), as_bits(piece).numpy())
     else:
         target.copy_(piece)
-
-
-def _stored(entry: TensorEntry) -> TensorStorageMetadata:
-    chunks = [ChunkStorageMetadata(torch.Size(s.offsets), torch.Size(s.sizes)) for s in entry.shards]
-    return TensorStorageMetadata(TensorProperties(DTYPES[entry.dtype]), torch.Size(entry.shape), chunks)

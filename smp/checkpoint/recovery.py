@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from smp.checkpoint.entries import CheckpointError, DamagedError, Manifest
@@ -118,18 +119,14 @@ def load_newest(
         except DamagedError as error:
             problems.append(f"{name} ({error})")
             say(f"WARNING: {folder} is damaged: {error}")
-            say(f"WARNING: {_put_away(root, name, str(error), may_rename)}")
+            put_away = partial(set_aside, root, name, str(error))
+            said = on_rank_zero(put_away, CheckpointError) if may_rename else f"{folder} is passed over"
+            say(f"WARNING: {said}")
     aside = on_rank_zero(lambda: set_aside_names(root), CheckpointError)
     if problems or aside:
         listed = "; ".join(problems) or ", ".join(aside)
         raise DamagedError(f"{root} holds no checkpoint that is whole, only damaged ones: {listed}")
     return None
-
-
-def _put_away(root: Folder, name: str, reason: str, may_rename: bool) -> str:
-    if not may_rename:
-        return f"{root.child(name)} is passed over"
-    return on_rank_zero(lambda: set_aside(root, name, reason), CheckpointError)
 
 
 def load_step(root: Folder, name: str, load: Callable[[Folder, Manifest], Loaded]) -> tuple[Folder, Loaded]:

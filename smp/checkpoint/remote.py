@@ -12,14 +12,16 @@ from functools import wraps
 from typing import Any
 
 from smp.checkpoint.entries import CheckpointError
-from smp.checkpoint.folder import Folder, Sink, Source
+from smp.checkpoint.local import Sink, Source
 
 _PART = 1 << 26  # bytes per upload: S3 allows 10,000 parts, so a file may have 640 GB
 _RANGE = 1 << 24  # bytes per download: some are under way at a time, and each is held twice
 
 
-class RemoteFolder(Folder):
+class RemoteFolder:
     """A prefix in an object store: ``path`` as fsspec's ``files`` wants it, ``url`` as users write it."""
+
+    local = None  # it is nowhere on a file system
 
     def __init__(self, files: Any, path: str, url: str) -> None:
         self.files, self.path, self.url = _Calls(files), path.rstrip("/"), url.rstrip("/")
@@ -33,7 +35,7 @@ class RemoteFolder(Folder):
             # listings change behind the back of this process: other ranks and writers put files
             files, path = url_to_fs(url, use_listings_cache=False)
         except (ImportError, ValueError) as error:
-            hint = "pip install smp[s3]" if url.startswith("s3://") else "pip install smp[fsspec] and its back-end"
+            hint = "pip install s3fs" if url.startswith("s3://") else "pip install fsspec and its back-end"
             raise CheckpointError(f"{url}: {error} ({hint})") from None
         return RemoteFolder(files, path, url)
 
@@ -48,7 +50,7 @@ class RemoteFolder(Folder):
     def address(self) -> str:
         return self.url
 
-    def child(self, name: str) -> Folder:
+    def child(self, name: str) -> RemoteFolder:
         return RemoteFolder(self.files.to, f"{self.path}/{name}", f"{self.url}/{name}")
 
     def _at(self, name: str) -> str:

@@ -10,16 +10,10 @@ import mmap
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.storage import WriteResult
 
-from smp.checkpoint.entries import DTYPES, Manifest
-from smp.checkpoint.folder import Folder
-from smp.checkpoint.storage import ManifestWriter, build_manifest
+from smp.checkpoint.entries import DTYPES
 from smp.checkpoint.tensor_file import FileLayout, lay_out
 
 
@@ -35,7 +29,7 @@ class StagingBuffer:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._pinned = False
 
-    def reserve(self, size: int, pinned: bool) -> None:
+    def _reserve(self, size: int, pinned: bool) -> None:
         """Make it ``size`` bytes large at least, page-locked where that is asked for."""
         if size <= len(self._memory) and pinned <= self._pinned:
             return
@@ -53,14 +47,17 @@ class StagingBuffer:
         return len(self._memory)
 
     @torch.no_grad()
-    def fill(self, layout: FileLayout, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy every tensor to its slot; all is there when this returns."""
+    def fill(self, tensors: Mapping[str, torch.Tensor]) -> FileLayout:
+        """Copy all tensors, each to its slot of the layout of a file; they are there when this returns."""
+        layout = lay_out(tensors)
+        self._reserve(max(layout.data_size, 1), pinned=any(tensor.is_cuda for tensor in tensors.values()))
         devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
         for slot in layout.slots:
             slice_ = self._memory[slot.start : slot.start + slot.size].view(DTYPES[slot.dtype]).view(slot.shape)
             slice_.copy_(tensors[slot.key], non_blocking=True)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
+        return layout
 
     def close(self) -> None:
         """Give the memory back."""
@@ -83,26 +80,3 @@ def _nameless_file() -> int:
 def _check(code: object) -> None:
     if int(code) != 0:  # type: ignore[call-overload]
         raise RuntimeError(f"cannot lock or unlock the staging memory: CUDA error {code}")
-
-
-class StagingWriter(ManifestWriter):
-    """Copies where :class:`ManifestWriter` writes, and keeps the manifest instead of committing."""
-
-    def __init__(self, folder: Folder, extra: Mapping[str, Any], memory: StagingBuffer) -> None:
-        super().__init__(folder, extra)
-        self.memory = memory
-        self.part: dict[str, Any] | None = None
-        """For the writer process: file, header and slots; None when this rank has nothing to write."""
-        self.manifest: Manifest | None = None
-        """On rank 0, with empty checksums."""
-
-    def _write(self, file: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-        layout = lay_out(tensors)
-        self.memory.reserve(max(layout.data_size, 1), pinned=any(t.is_cuda for t in tensors.values()))
-        self.memory.fill(layout, tensors)
-        slots = [list(asdict(slot).values()) for slot in layout.slots]
-        self.part = {"file": file, "header": layout.header.decode("latin-1"), "slots": slots}
-        return dict.fromkeys(tensors, "")
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        self.manifest = build_manifest(metadata, results, self.extra)

@@ -1,29 +1,25 @@
-"""Writing behind torch's distributed checkpoint (DCP): one safetensors file per rank, then the manifest.
+"""What a save leaves on storage: one safetensors file per rank, then the manifest.
 
-Every rank that has something to write writes one file. The coordinator (rank 0) writes the manifest after all of them
-are on disk; until then the folder is not a checkpoint. A save over an existing checkpoint takes new file names and the
-manifest is replaced in one step, so that the folder is readable at every moment: as the old one, then as the new.
+Every rank that has something to write writes one file. Rank 0 writes the manifest after all of them are on disk; until
+then the folder is not a checkpoint. A save over an existing checkpoint takes new file names and the manifest is
+replaced in one step, so that the folder is readable at every moment: as the old one, then as the new.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future
 
-from smp.checkpoint.entries import DTYPE_NAMES, CheckpointError, Manifest, Shard, TensorEntry
+from smp.checkpoint.entries import CheckpointError, Manifest, Shard, TensorEntry
 from smp.checkpoint.folder import Folder
-from smp.checkpoint.lock import RunLock
 from smp.checkpoint.manifest import MANIFEST, check_extra, read_manifest, write_manifest
+from smp.checkpoint.planner import Item
 from smp.checkpoint.tensor_file import lay_out, raw_bytes, shard_keys, write_file
 
 SHARD_FILE = re.compile(r"shard_\d{5,}(?:\.(\d+))?\.safetensors")
@@ -31,80 +27,44 @@ OUR_FILES = re.compile(rf"({SHARD_FILE.pattern}(\.json)?|{re.escape(MANIFEST)})(
 """All names that a save gives to files: data, reports of background writers, the manifest, and what replaces them."""
 
 
-class ManifestWriter(StorageWriter):
-    """Writes one checkpoint folder; the arguments are those of :func:`smp.checkpoint.save`."""
-
-    def __init__(self, folder: Folder, extra: Mapping[str, Any], lock: RunLock | None = None) -> None:
-        self.folder, self.extra, self.lock = folder, extra, lock
-        self.notes: list[str] = []
-        """On rank 0, after :meth:`finish`: what could not be done after the commit."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False  # a writer belongs to its folder
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        assert checkpoint_id is None
-
-    def set_up_storage_writer(self, is_coordinator: bool) -> None:
-        check_extra(self.extra)  # before anything is written
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan  # files are named centrally
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the folder and give every rank a file name that nothing in it has, committed or left by a crash."""
-        self.folder.make()
-        used = [match for name in self.folder.names() if (match := SHARD_FILE.match(name))]
-        generation = max((int(match[1] or 0) + 1 for match in used), default=0)
-        suffix = f".{generation}" if generation else ""
-        return [replace(p, storage_data=f"shard_{rank:05d}{suffix}.safetensors") for rank, p in enumerate(plans)]
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file, if there is anything in its plan, and bring it to disk."""
-        found = (planner.resolve_data(item) for item in plan.items)
-        tensors = [data.detach() for data in found if isinstance(data, torch.Tensor)]
-        rows = [(i.index.fqn, *_rows(i.index.offset, t)) for i, t in zip(plan.items, tensors, strict=True)]
-        keys = shard_keys(rows)
-        by_key = dict(zip(keys, tensors, strict=True))
-        hashes = self._write(plan.storage_data, by_key) if by_key else {}
-        results = []
-        for item, key in zip(plan.items, keys, strict=True):
-            tensor = by_key[key]
-            shard = Shard(plan.storage_data, key, tuple(item.index.offset or ()), tuple(tensor.shape), hashes[key])
-            results.append(WriteResult(item.index, tensor.nbytes, shard))
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
-
-    def _write(self, file: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-        """Checksums by key."""
-        layout = lay_out(tensors)
-        # what lies contiguous in CPU memory is written from there; only other tensors are copied, one at a time
-        data = ((slot.key, raw_bytes(tensors[slot.key].cpu().contiguous())) for slot in layout.slots)
-        return write_file(self.folder, file, layout, data)
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit with the manifest, then remove data files that it does not name."""
-        if self.lock is not None:
-            self.lock.check()
-        self.notes = commit(self.folder, build_manifest(metadata, results, self.extra))
+Write = Callable[[str, Mapping[str, torch.Tensor]], dict[str, str]]
+"""Writes a data file with these tensors by key; checksums by key."""
 
 
-def _rows(offsets: Sequence[int] | None, tensor: torch.Tensor) -> tuple[int, int]:
-    return (offsets[0], len(tensor)) if offsets else (0, 1)
+def unused_suffix(folder: Folder) -> str:
+    """What makes names of data files that nothing in the folder has, committed or left by a crash."""
+    used = [match for name in folder.names() if (match := SHARD_FILE.match(name))]
+    generation = max((int(match[1] or 0) + 1 for match in used), default=0)
+    return f".{generation}" if generation else ""
 
 
-def build_manifest(metadata: Metadata, results: Sequence[Sequence[WriteResult]], extra: Mapping[str, Any]) -> Manifest:
+def write_items(
+    file: str, items: Sequence[Item], write: Callable[[Mapping[str, Item]], Mapping[str, str]]
+) -> list[tuple[Item, Shard]]:
+    """Let ``write`` write items into a file, if there are any; it is told their keys, and returns checksums by key."""
+    keys = shard_keys([(item.name, item.first, item.count) for item in items])
+    hashes = write(dict(zip(keys, items, strict=True))) if items else {}
+    return [(i, Shard(file, key, i.box.offsets, i.box.sizes, hashes[key])) for i, key in zip(items, keys, strict=True)]
+
+
+def write_tensors(folder: Folder, file: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Write a data file durably; checksums by key."""
+    layout = lay_out(tensors)
+    # what lies contiguous in CPU memory is written from there; only other tensors are copied, one at a time
+    data = ((slot.key, raw_bytes(tensors[slot.key].cpu().contiguous())) for slot in layout.slots)
+    return write_file(folder, file, layout, data)
+
+
+def build_manifest(written: Iterable[Sequence[tuple[Item, Shard]]], extra: Mapping[str, Any]) -> Manifest:
     """The manifest of what all ranks wrote. Sizes of files are filled in by :func:`commit`."""
     shards: dict[str, list[Shard]] = defaultdict(list)
-    for result in (result for of_rank in results for result in of_rank):
-        shards[result.index.fqn].append(result.storage_data)
+    items: dict[str, Item] = {}
+    for item, shard in chain.from_iterable(written):
+        items[item.name] = item
+        shards[item.name].append(shard)
     tensors = {}
-    for name, stored in sorted(metadata.state_dict_metadata.items()):
-        assert isinstance(stored, TensorStorageMetadata)
-        parts = tuple(sorted(shards[name], key=lambda shard: shard.offsets))
-        tensors[name] = TensorEntry(tuple(stored.size), DTYPE_NAMES[stored.properties.dtype], parts)
+    for name, item in sorted(items.items()):
+        tensors[name] = TensorEntry(item.shape, item.dtype, tuple(sorted(shards[name], key=lambda s: s.offsets)))
     return Manifest(tensors, {}, check_extra(extra))
 
 

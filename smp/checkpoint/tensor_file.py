@@ -18,8 +18,8 @@ import torch
 import xxhash
 
 from smp.checkpoint.entries import DTYPE_NAMES, DTYPES, CheckpointError, DamagedError
-from smp.checkpoint.folder import Folder, Source
-from smp.checkpoint.local import PIECE
+from smp.checkpoint.folder import Folder
+from smp.checkpoint.local import PIECE, Source
 from smp.checkpoint.manifest import parse_unique
 from smp.checkpoint.validate import require
 

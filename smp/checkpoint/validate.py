@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from smp.checkpoint.entries import DTYPES, DamagedError, Manifest, Shard, TensorEntry
+from smp.parallel.boxes import Box
 
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 _LARGEST = 2**63 - 1
@@ -46,8 +47,8 @@ def _check_tensor(name: str, entry: TensorEntry, manifest: Manifest) -> None:
         require(shard.file in manifest.files, f"tensor {name!r} is in file {shard.file!r}, which is not listed")
         require(isinstance(shard.key, str) and shard.key != "", f"tensor {name!r} has a shard without a key")
         require(isinstance(shard.xxh3_64, str), f"tensor {name!r} has a shard without a checksum")
-        require(_inside(shard, entry.shape), f"tensor {name!r} of shape {entry.shape} has an impossible {shard}")
-    require(_covered_once(entry), f"the shards of tensor {name!r} do not cover it exactly once")
+        require(inside(shard, entry.shape), f"tensor {name!r} of shape {entry.shape} has an impossible {shard}")
+    require(covered_once(entry.shape, entry.shards), f"the shards of tensor {name!r} do not cover it exactly once")
 
 
 def shard_bytes(shard: Shard, dtype: str) -> int:
@@ -65,29 +66,34 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value <= _LARGEST
 
 
-def _inside(shard: Shard, shape: Sequence[int]) -> bool:
-    numbers = (*shard.offsets, *shard.sizes)
-    if not len(shard.offsets) == len(shard.sizes) == len(shape) or not all(_is_count(n) for n in numbers):
+def inside(box: Shard | Box, shape: Sequence[int]) -> bool:
+    """Whether a box, which may be anything, lies in a tensor of this shape."""
+    numbers = (*box.offsets, *box.sizes)
+    if not len(box.offsets) == len(box.sizes) == len(shape) or not all(_is_count(n) for n in numbers):
         return False
-    return all(o + s <= n for o, s, n in zip(shard.offsets, shard.sizes, shape, strict=True))
+    return all(o + s <= n for o, s, n in zip(box.offsets, box.sizes, shape, strict=True))
 
 
-def _covered_once(entry: TensorEntry) -> bool:
-    """Whether the shards tile the tensor. All their edges cut it into a coarse grid; every cell must be hit once."""
-    if math.prod(entry.shape) == 0:
+def covered_once(shape: Sequence[int], boxes: Sequence[Shard | Box]) -> bool:
+    """Whether boxes inside of a tensor tile it. All their edges cut it into a coarse grid; every cell must be hit once.
+
+    Raises:
+        DamagedError: the grid is too fine.
+    """
+    if math.prod(shape) == 0:
         return True
-    if sum(math.prod(s.sizes) for s in entry.shards) != math.prod(entry.shape):
+    if sum(math.prod(box.sizes) for box in boxes) != math.prod(shape):
         return False
     edges = [
-        sorted({0, n} | {s.offsets[d] for s in entry.shards} | {s.offsets[d] + s.sizes[d] for s in entry.shards})
-        for d, n in enumerate(entry.shape)
+        sorted({0, n} | {b.offsets[d] for b in boxes} | {b.offsets[d] + b.sizes[d] for b in boxes})
+        for d, n in enumerate(shape)
     ]
     require(math.prod(len(along) - 1 for along in edges) <= _MOST_CELLS, "a tensor is cut into too many pieces")
     cell = [{edge: i for i, edge in enumerate(along)} for along in edges]
     hit = np.zeros([len(along) - 1 for along in edges], dtype=np.bool_)
-    for s in entry.shards:
-        box = tuple(slice(c[o], c[o + n]) for c, o, n in zip(cell, s.offsets, s.sizes, strict=True))
-        if hit[box].any():
+    for box in boxes:
+        cells = tuple(slice(c[o], c[o + n]) for c, o, n in zip(cell, box.offsets, box.sizes, strict=True))
+        if hit[cells].any():
             return False
-        hit[box] = True
+        hit[cells] = True
     return bool(hit.all())

@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from smp.checkpoint.entries import DamagedError, Manifest, Shard
-from smp.checkpoint.folder import Folder
-from smp.checkpoint.local import open_folder
+from smp.checkpoint.folder import Folder, open_folder
 from smp.checkpoint.manifest import read_manifest
 from smp.checkpoint.read_ahead import Wanted, read_ahead
 from smp.checkpoint.reader import check_slot, opened_file, require_checksum

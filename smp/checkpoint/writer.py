@@ -1,6 +1,6 @@
 """The process that writes checkpoints in the background: one beside every trainer, started afresh, never a fork.
 
-It is told what to write in JSON through a socket, and finds the data in memory that it shares with its trainer. Writers
+It is told what to write through a socket, and finds the data in memory that it shares with its trainer. Writers
 talk to each other through the checkpoint's folder only: each leaves a report beside its data file, and rank 0's waits
 for all of them and commits. So a checkpoint is complete as soon as the slowest writer is, whatever the trainers do
 meanwhile, and no collective ever runs here. A writer dies with its trainer: nothing keeps writing into a folder that
@@ -15,22 +15,54 @@ import os
 import signal
 import threading
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any
 
 from smp.checkpoint.entries import CheckpointError, Manifest, TensorEntry
-from smp.checkpoint.folder import Folder
-from smp.checkpoint.local import open_folder
+from smp.checkpoint.folder import Folder, open_folder
 from smp.checkpoint.lock import require_lock
-from smp.checkpoint.manifest import parse_manifest
 from smp.checkpoint.retention import Retention, publish
 from smp.checkpoint.storage import commit
-from smp.checkpoint.tensor_file import FileLayout, Slot, write_file
+from smp.checkpoint.tensor_file import FileLayout, write_file
 
 REPORT = ".json"
 """What the name of a report has after the name of its data file."""
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What rank 0's writer does when the files of all ranks are there.
+
+    Attributes:
+        manifest: without checksums.
+        patience: seconds to wait without hearing of any other rank's.
+        lock: address of the run's folder and token of its lock.
+        latest_in: address of the folder whose ``latest`` is to name the checkpoint.
+        retention: what stays in that.
+    """
+
+    manifest: Manifest
+    patience: float
+    lock: tuple[str, str] | None
+    latest_in: str | None
+    retention: Retention | None
+
+
+@dataclass(frozen=True)
+class Job:
+    """One save, by a number of its own, into the folder at an address. ``part`` is this rank's file, if it has one."""
+
+    folder: str
+    save: str
+    part: tuple[str, FileLayout] | None
+    commit: Commit | None
+
+
+Answer = tuple[str | None, list[str]]
+"""What went wrong with a part or a commit, and lines for the user."""
 
 
 def main(descriptor: int, trainer: int) -> None:
@@ -41,10 +73,10 @@ def main(descriptor: int, trainer: int) -> None:
     connection, memory = Connection(descriptor), memoryview(b"")
     while True:
         try:
-            job = json.loads(connection.recv_bytes())
-            if "memory" in job:
-                memory = _map(recv_handle(connection), job["memory"])
-            elif "folder" in job:
+            job = connection.recv()
+            if isinstance(job, int):
+                memory = _map(recv_handle(connection), job)
+            elif isinstance(job, Job):  # else it is told to give up what is over
                 _Save(connection, job, memory).run()
         except (EOFError, BrokenPipeError, ConnectionResetError):
             return  # the trainer is gone
@@ -66,73 +98,69 @@ def _map(descriptor: int, size: int) -> memoryview:
 class _Save:
     """One job: this rank's file, and on rank 0 the commit."""
 
-    def __init__(self, connection: Connection, job: dict[str, Any], memory: memoryview) -> None:
+    def __init__(self, connection: Connection, job: Job, memory: memoryview) -> None:
         self.connection, self.job, self.memory = connection, job, memory
         self.notes: list[str] = []
-        self.folder = open_folder(job["folder"])
+        self.folder = open_folder(job.folder)
 
     def run(self) -> None:
-        """Answer ``{"part": error or None}``, then on rank 0 ``{"commit": error or None}``."""
-        error = self._attempt(self._write_part) if self.job["part"] else None
-        self._answer({"part": error})
-        if self.job["commit"] and error is None:
-            self._answer({"commit": self._attempt(self._commit)})
+        """Answer for this rank's part, then on rank 0, if that went well, for the commit."""
+        wanted = self.job.commit
+        error = self._attempt(self._write) if self.job.part else None
+        self.connection.send((error, []))
+        if wanted is not None and error is None:
+            error = self._attempt(lambda: self._commit(wanted))
+            self.connection.send((error, self.notes))
 
-    def _attempt(self, action: Any) -> str | None:
+    def _attempt(self, action: Callable[[], None]) -> str | None:
         try:
             action()
         except Exception as error:
             return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         return None
 
-    def _answer(self, message: dict[str, Any]) -> None:
-        self.connection.send_bytes(json.dumps({"notes": self.notes, **message}).encode())
-
-    def _write_part(self) -> None:
-        part = self.job["part"]
-        slots = [Slot(*slot) for slot in part["slots"]]
-        layout = FileLayout(part["header"].encode("latin-1"), tuple(slots))
-        data = [(slot.key, self.memory[slot.start : slot.start + slot.size]) for slot in slots]
+    def _write(self) -> None:
+        assert self.job.part is not None
+        file, layout = self.job.part
+        data = [(slot.key, self.memory[slot.start : slot.start + slot.size]) for slot in layout.slots]
         try:
-            self._report({"hashes": write_file(self.folder, part["file"], layout, data)})
+            self._report(file, {"hashes": write_file(self.folder, file, layout, data)})
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
-            self._attempt(lambda: self._report({"error": text}))  # on a full disk there may be no room for it either
+            self._attempt(lambda: self._report(file, {"error": text}))  # on a full disk there may be no room for it
             raise
 
-    def _report(self, content: dict[str, Any]) -> None:
-        name = self.job["part"]["file"]
-        report = {"save": self.job["save"], "size": self.folder.size(name), **content}
-        self.folder.replace(name + REPORT, json.dumps(report).encode())
+    def _report(self, file: str, content: dict[str, Any]) -> None:
+        report = {"save": self.job.save, "size": self.folder.size(file), **content}
+        self.folder.replace(file + REPORT, json.dumps(report).encode())
 
-    def _commit(self) -> None:
-        wanted = self.job["commit"]
-        manifest = parse_manifest(wanted["manifest"])
-        hashes = self._gather(sorted({s.file for entry in manifest.tensors.values() for s in entry.shards}))
-        self._check()
-        self.notes += commit(self.folder, _with_hashes(manifest, hashes))
-        if wanted["latest_in"] is not None:
-            keep = wanted["retention"] and Retention(**wanted["retention"])
-            self.notes += publish(open_folder(wanted["latest_in"]), self.folder, keep, self._check)
+    def _commit(self, wanted: Commit) -> None:
+        files = sorted({s.file for entry in wanted.manifest.tensors.values() for s in entry.shards})
+        hashes = self._gather(files, wanted.patience)
 
-    def _check(self) -> None:
-        """Raise CheckpointError when another job has the lock under which this save began."""
-        if (lock := self.job["commit"]["lock"]) is not None:
-            require_lock(open_folder(lock["root"]), lock["token"])
+        def check() -> None:
+            """Raise CheckpointError when another job has the lock under which this save began."""
+            if wanted.lock is not None:
+                require_lock(open_folder(wanted.lock[0]), wanted.lock[1])
 
-    def _gather(self, files: list[str]) -> dict[str, dict[str, str]]:
+        check()
+        self.notes += commit(self.folder, _with_hashes(wanted.manifest, hashes))
+        if wanted.latest_in is not None:
+            self.notes += publish(open_folder(wanted.latest_in), self.folder, wanted.retention, check)
+
+    def _gather(self, files: list[str], patience: float) -> dict[str, dict[str, str]]:
         """The hashes of all files by tensor, when the last report is there."""
         hashes: dict[str, dict[str, str]] = {}
         pause, last = 0.005, time.monotonic()
         while missing := [file for file in files if file not in hashes]:
             for file in missing:
-                if (found := _read_report(self.folder, file, self.job["save"])) is not None:
+                if (found := _read_report(self.folder, file, self.job.save)) is not None:
                     hashes[file] = found
                     pause, last = 0.005, time.monotonic()
-            if time.monotonic() - last > self.job["commit"]["patience"]:
+            if time.monotonic() - last > patience:
                 raise CheckpointError(f"{len(missing)} other ranks do not finish their files: {', '.join(missing[:5])}")
             if len(hashes) < len(files) and self.connection.poll(pause):
-                json.loads(self.connection.recv_bytes())  # the only thing a trainer says in the middle of a save
+                self.connection.recv()  # the only thing a trainer says in the middle of a save
                 raise CheckpointError("given up, because another rank failed")
             pause = min(2 * pause, 1.0)
         return hashes

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
-from typing import Any
 
 from smp.checkpoint.staging import StagingBuffer
-
-
-class WriterDiedError(Exception):
-    """The writer process is gone."""
+from smp.checkpoint.writer import Answer, Job
 
 
 class WriterProcess:
@@ -43,41 +39,32 @@ class WriterProcess:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def submit(self, job: dict[str, Any], memory: StagingBuffer) -> None:
-        """Start a job on what ``memory`` holds. Raises WriterDiedError."""
-        try:
-            if memory.generation != self._generation:
-                self._send({"memory": memory.size})
+    def submit(self, job: Job, memory: StagingBuffer) -> None:
+        """Start a job on what ``memory`` holds."""
+        if memory.generation != self._generation:
+            self._send(memory.size)
+            with suppress(OSError):
                 send_handle(self._connection, memory.descriptor, self._process.pid)
-                self._generation = memory.generation
-            self._send(job)
-        except OSError as error:
-            raise self._death() from error
+            self._generation = memory.generation
+        self._send(job)
 
     def give_up(self) -> None:
         """Tell it not to wait for other ranks any longer."""
+        self._send(None)
+
+    def _send(self, message: Job | int | None) -> None:
+        with suppress(OSError):  # it is dead, which answer() says
+            self._connection.send(message)
+
+    def answer(self, timeout: float) -> Answer | None:
+        """The next answer, or what became of the process; None when there is none within ``timeout`` seconds."""
         try:
-            self._send({"give_up": True})
-        except OSError:
-            return  # dead: then it does not wait either
-
-    def _send(self, message: dict[str, Any]) -> None:
-        self._connection.send_bytes(json.dumps(message).encode())
-
-    def answer(self, timeout: float | None) -> dict[str, Any] | None:
-        """The next answer; None when there is none within ``timeout`` seconds. Raises WriterDiedError."""
-        try:
-            if not self._connection.poll(timeout):
-                return None
-            return json.loads(self._connection.recv_bytes())
-        except (EOFError, OSError) as error:
-            raise self._death() from error
-
-    def _death(self) -> WriterDiedError:
-        self._process.kill()
-        code = self._process.wait()
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        return WriterDiedError(f"the process that writes checkpoints in the background {how}")
+            return self._connection.recv() if self._connection.poll(timeout) else None
+        except (EOFError, OSError):
+            self._process.kill()
+            code = self._process.wait()
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+            return f"the process that writes checkpoints in the background {how}", []
 
     def close(self) -> None:
         """End it, which loses what it is writing."""

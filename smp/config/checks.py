@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from smp.config.batch import BatchSizes
 from smp.config.blend import parse_split
-from smp.config.fields import entry_point_of, given, settings
+from smp.config.context_parallel import check_context_parallel
+from smp.config.fields import entry_point_of, given, require, said_without_effect, settings, without_effect
 from smp.config.layout import Layout
+from smp.config.positions import check_positions
 from smp.config.schema import (
     CheckpointConfig,
     Config,
     ConfigError,
     DataConfig,
-    LoggingConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -30,12 +31,6 @@ _FROM_ZERO = {
 }
 # What random generators and timers can hold.
 _BELOW = {"seed": 2**63, "distributed_timeout_minutes": 10**6}
-
-
-def require(fits: bool, message: str) -> None:
-    """Raise ConfigError with ``message`` unless ``fits``."""
-    if not fits:
-        raise ConfigError(message)
 
 
 def check_ranges(config: Config) -> None:
@@ -64,22 +59,33 @@ def check_combinations(config: Config, layout: Layout) -> None:
     _check_pipeline(config.parallel, config.training)
     _check_data_source(config.data, config.model, config.training)
     _check_batch(config.data, config.model, layout)
-    _check_schedule(config.optim)
+    check_context_parallel(config, layout)
+    _check_schedule(config.optim, config.training.train_iters)
     _check_training(config.training)
     if config.objective is None:
         _check_loading(config.checkpoint)
     _check_saving(config.checkpoint, config.training)
-    _check_logging(config.logging)
-    _check_without_effect(config)
+
+
+def check_effects(config: Config, *groups: str) -> None:
+    """Refuse settings of a config without derived defaults that others leave nothing to do: see ``only_with`` of the
+    schema. In all groups, or in some."""
+    idle = [setting for setting in without_effect(config, *groups) if not setting.noted]
+    if idle:
+        raise ConfigError(f"{said_without_effect(config, idle)}; leave it out")
+
+
+def notes_on_effects(config: Config) -> list[str]:
+    """What to tell the user of settings that have no effect, and are not refused."""
+    return [f"note: {said_without_effect(config, [s])}" for s in without_effect(config) if s.noted]
 
 
 def check_model(model: ModelConfig) -> None:
     """Check what a model with its defaults filled in says as a whole."""
+    check_effects(Config(model=model), "model")
     _check_heads_and_widths(model, tp=1)
-    for flag, chosen in (("--squared-relu", model.squared_relu), ("--tanh-gelu", model.tanh_gelu)):
-        require(not (chosen and model.swiglu), f"{flag} is for the plain MLP: add --no-swiglu or leave it out")
     require(not (model.squared_relu and model.tanh_gelu), "--squared-relu and --tanh-gelu exclude each other; give one")
-    _check_positions(model)
+    check_positions(model)
 
 
 def _check_heads_and_widths(model: ModelConfig, tp: int) -> None:
@@ -110,6 +116,11 @@ def _check_pipeline(parallel: ParallelConfig, training: TrainingConfig) -> None:
         alone = given(parallel, *names) + given(training, "trace_pipeline")
         require(not alone, f"{', '.join(alone)}: there is no pipeline; give --pipeline-model-parallel-size above 1")
         return
+    require(
+        parallel.data_parallel_sharding_strategy == "optim_grads_params",
+        f"--data-parallel-sharding-strategy {parallel.data_parallel_sharding_strategy} and a pipeline exclude each "
+        "other: a pipeline gathers weights and reduces gradients once per step, see --pipeline-reshard; leave it out",
+    )
     name = parallel.pipeline_schedule
     require(
         not (parallel.compile and name in ("zb-h1", "zb-v")),
@@ -120,26 +131,6 @@ def _check_pipeline(parallel: ParallelConfig, training: TrainingConfig) -> None:
     require(
         not training.trace_pipeline or iters is None or start <= iters,
         f"--trace-pipeline records iteration --profile-step-start {start}, which is after the last one, {iters}",
-    )
-
-
-def _check_positions(model: ModelConfig) -> None:
-    kind = model.position_embedding_type
-    require(
-        kind == "rope" or not model.use_rope_scaling,
-        f"--use-rope-scaling needs --position-embedding-type rope, not {kind}",
-    )
-    require(
-        not model.use_rope_scaling or model.rope_low_freq_factor < model.rope_high_freq_factor,
-        f"--rope-low-freq-factor {model.rope_low_freq_factor} must be below "
-        f"--rope-high-freq-factor {model.rope_high_freq_factor}",
-    )
-    assert model.kv_channels is not None, "filled in before"
-    rotated = round(model.kv_channels * model.rotary_percent)
-    require(
-        kind != "rope" or (rotated > 0 and rotated % 2 == 0 and model.rotary_percent <= 1),
-        f"--rotary-percent {model.rotary_percent} of --kv-channels {model.kv_channels} rotates {rotated} channels: "
-        "RoPE needs an even number above 0 and at most all of them; change one of the two",
     )
 
 
@@ -211,14 +202,10 @@ def _check_batch(data: DataConfig, model: ModelConfig, layout: Layout) -> None:
         )
 
 
-def _check_schedule(optim: OptimizerConfig) -> None:
+def _check_schedule(optim: OptimizerConfig, train_iters: int | None) -> None:
     require(optim.min_lr <= optim.lr, f"--min-lr {optim.min_lr} is above --lr {optim.lr}")
-    warmup, decay, final = optim.lr_warmup_iters, optim.lr_decay_iters, optim.lr_wsd_decay_iters
-    require(
-        final is None or optim.lr_decay_style == "WSD",
-        f"--lr-wsd-decay-iters {final} needs --lr-decay-style WSD, not {optim.lr_decay_style}",
-    )
-    if decay is None:
+    warmup, decay, final = optim.lr_warmup_iters, optim.lr_decay_iters or train_iters, optim.lr_wsd_decay_iters
+    if decay is None or optim.lr_decay_style == "constant":
         return
     require(warmup < decay, f"--lr-warmup-iters {warmup} must be below --lr-decay-iters {decay} (the run)")
     require(
@@ -272,30 +259,4 @@ def _check_saving(checkpoint: CheckpointConfig, training: TrainingConfig) -> Non
     require(
         checkpoint.keep_best_k is None or training.eval_interval is not None,
         f"--keep-best-k {checkpoint.keep_best_k} needs --eval-interval, which measures the validation loss",
-    )
-
-
-def _check_without_effect(config: Config) -> None:
-    """A setting that another one leaves nothing to do."""
-    optim, training = config.optim, config.training
-    adam, sgd = optim.optimizer != "sgd", optim.optimizer == "sgd"
-    evaluated = training.eval_interval is not None or config.data.test_data_path is not None
-    rules = (
-        (training, ("eval_iters",), evaluated, "--eval-interval"),
-        (training, ("profile_step_start",), training.profile or training.trace_pipeline, "--profile"),
-        (training, ("profile_step_end",), training.profile, "--profile"),
-        (optim, ("adam_beta1", "adam_beta2", "adam_eps"), adam, "--optimizer adam"),
-        (optim, ("sgd_momentum",), sgd, "--optimizer sgd"),
-        (optim, ("min_lr",), optim.lr_decay_style != "constant", "a --lr-decay-style that is not constant"),
-        (config.data, ("split",), not config.data.mock_data, "--data-path"),
-    )
-    for group, names, has_effect, needed in rules:
-        if not has_effect and (named := given(group, *names)):
-            raise ConfigError(f"{', '.join(named)} has no effect without {needed}; leave it out")
-
-
-def _check_logging(logging: LoggingConfig) -> None:
-    require(
-        logging.wandb_exp_name is None or logging.wandb_project is not None,
-        f"--wandb-exp-name {logging.wandb_exp_name} needs --wandb-project",
     )

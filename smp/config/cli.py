@@ -1,9 +1,9 @@
 """Flags and YAML to ``Config``, and back to YAML.
 
 Precedence, weakest first: dataclass default, preset of ``--model`` (or the model that ``--load`` describes), YAML file
-of ``--config``, flags. YAML scalars and
-flag values are both parsed as text by ``Setting.parse``: YAML 1.1 on its own reads ``3e-4`` as a string, ``010`` as 8
-and ``2024-01-01`` as a date, and then a recipe would not mean what the same words mean on the command line.
+of ``--config``, flags. YAML scalars and flag values are both parsed as text by ``Setting.parse``: YAML 1.1 on its own
+reads ``3e-4`` as a string, ``010`` as 8 and ``2024-01-01`` as a date, and then a recipe would not mean what the same
+words mean on the command line.
 """
 
 from __future__ import annotations
@@ -11,11 +11,21 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from smp.config.command import CommandParser
 from smp.config.entry_points import PRETRAIN, EntryPoint
-from smp.config.fields import Setting, as_text, did_you_mean, entry_point_of, group_classes, settings, title_of
+from smp.config.fields import (
+    Setting,
+    as_text,
+    did_you_mean,
+    effective,
+    entry_point_of,
+    group_classes,
+    settings,
+    title_of,
+)
 from smp.config.schema import Config, ConfigError
 
 Presets = Mapping[str, Mapping[str, Any]]
@@ -40,15 +50,13 @@ def load_config(argv: Sequence[str], presets: Presets, described: Describe = lam
         model = described(values["load"])
     if model is None:
         model = _preset(values.get("model"), presets)
-    return build_tree(PRETRAIN, model | values)
+    config = build_tree(PRETRAIN, model | values)
+    # what else of a named size is without effect beside the flags goes with it
+    return replace(config, model=effective(config.model, keep=values.keys()))
 
 
 def read_values(argv: Sequence[str], entry: EntryPoint, epilog: str) -> dict[str, Any]:
-    """The settings that a command line of ``entry`` and its --config give, by name.
-
-    Raises:
-        ConfigError: as :func:`load_config`.
-    """
+    """The settings that a command line of ``entry`` and its --config give, by name; errors as of ``load_config``."""
     given, extras = _parser(entry, epilog).parse_known_args(argv)
     _refuse_extras(extras, entry)
     texts = vars(given)
@@ -82,10 +90,7 @@ def _flag_value(setting: Setting, given: str | bool | list[str]) -> Any:
         return given
     if isinstance(given, list):
         given = given[0] if len(given) == 1 else shlex.join(given)  # one word may be a whole quoted line
-    try:
-        return setting.parse(given)
-    except ConfigError as error:
-        raise ConfigError(f"{setting.flag}: {error}") from None
+    return setting.parse(given, setting.flag)
 
 
 def _parser(entry: EntryPoint, epilog: str) -> CommandParser:
@@ -122,7 +127,7 @@ def _help(setting: Setting) -> str:
 
 
 def _refuse_extras(extras: Sequence[str], entry: EntryPoint) -> None:
-    """Name the first word that is no flag of ours. Switches take no value, so ``--bf16 true`` ends here."""
+    """Name the first word that is no flag of this project. Switches take no value, so ``--bf16 true`` ends here."""
     for word in extras[:1]:
         if not word.startswith("-"):
             raise ConfigError(f"unexpected {word!r}: a value follows its flag, and a switch (--x or --no-x) takes none")
@@ -173,10 +178,7 @@ def _yaml_value(name: str, node: Any, where: str, known: Mapping[str, Setting]) 
         if setting.optional:
             return None
         raise ConfigError(f"{where}: {name} needs a value")
-    try:
-        return setting.parse(node.value)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {name}: {error}") from None
+    return setting.parse(node.value, f"{where}: {name}")
 
 
 def as_flat_dict(config: Config, entry: EntryPoint | None = None) -> dict[str, Any]:

@@ -106,22 +106,25 @@ def _is_unread(stream: TextIO) -> bool:
 
 
 def run_tool(
-    work: Callable[[], int | None], interrupted: str = "", *, told: tuple[type[Exception], ...] = (ValueError, OSError)
+    work: Callable[[], int | None],
+    interrupted: str = "",
+    *,
+    expected: tuple[type[Exception], ...] = (ValueError, OSError),
 ) -> int:
     """Read a command line and do what it says; returns the exit code.
 
     Args:
         work: all of it; None stands for 0.
         interrupted: what Ctrl-C leaves.
-        told: errors that end in one line, besides a lack of memory. Any other is a fault of the program, and keeps its
-            traceback.
+        expected: errors that end in one line, besides a lack of memory. Any other is a fault of the program, and keeps
+            its traceback.
     """
     try:
         code = work() or 0
         sys.stdout.flush()
         return code
     except Exception as error:
-        if not (isinstance(error, told) or lacks_memory(error)):
+        if not (isinstance(error, expected) or lacks_memory(error)):
             raise
         if isinstance(error, BrokenPipeError) and (gone := output_gone()) is not None:
             return gone

@@ -58,6 +58,7 @@ FINETUNE = EntryPoint(
         ),
         "logging": None,
     },
+    leaves_out=frozenset(("init_method_std",)),  # all weights are read
     titles={
         "data": "What is fine-tuned on, and how samples become sequences.",
         "checkpoint": "Where a run starts from, and saving.",
@@ -88,25 +89,15 @@ FINETUNE = EntryPoint(
             "Sequences (pairs with dpo) per optimizer step. Default: micro batch x data-parallel processes."
         ),
         "lr": Own("Peak learning rate. Adapters take about ten times as much as whole models.", default=2e-5),
-        "weight_decay": Own(
-            "Decoupled weight decay; never on biases and norms (tensors with one dimension).", default=0.0
-        ),
+        "weight_decay": Own(default=0.0),
         "load": Own(
-            "Folder with the model to start from: a Hugging Face folder or checkpoints of ours. The architecture comes "
-            "from it."
+            "Folder with the model to start from: a Hugging Face folder or checkpoints of this project. The "
+            "architecture comes from it."
         ),
-        "ckpt_step": Own("Start from this iteration of our checkpoints in --load and not from the newest."),
+        "ckpt_step": Own("Start from this iteration of the checkpoints in --load and not from the newest."),
         "save": Own(
             "Folder that checkpoints are saved under, or a URL such as s3://bucket/run. With adapters they hold the "
             "adapters only, and the end of the run leaves them in <save>/adapter in peft's format."
-        ),
-        "save_mtbf_hours": Own(
-            "Save by the clock instead: given the mean time between failures, every sqrt(2 x measured cost of a save x "
-            "this)."
-        ),
-        "async_save": Own("Write checkpoints in the background."),
-        "keep_last_k": Own(
-            "Delete all but so many newest checkpoints (at least 2) and those that the next two settings keep."
         ),
         "log_dir": Own(default="runs/finetune"),
     },

@@ -10,13 +10,13 @@ import ast
 import difflib
 import inspect
 import math
-from collections.abc import Iterable
-from dataclasses import MISSING, Field, dataclass, fields
+from collections.abc import Container, Iterable
+from dataclasses import MISSING, Field, dataclass, fields, replace
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from smp.config.entry_points import FINETUNE, PRETRAIN, EntryPoint, Own
-from smp.config.schema import Config, ConfigError
+from smp.config.schema import GIVEN, Config, ConfigError, ModelConfig
 
 _EXPECTED = {int: "an integer", float: "a finite number", str: "text", bool: "true or false"}
 
@@ -33,6 +33,8 @@ class Setting:
         default: what it is when it is not given.
         text: what it means, on one line.
         many: several words make the value; a flag takes them one after the other.
+        needs: names and values of settings; it has an effect beside one of them only. See ``schema.only_with``.
+        noted: elsewhere it is not refused, but the user is told.
     """
 
     name: str
@@ -42,6 +44,8 @@ class Setting:
     default: Any
     text: str
     many: bool = False
+    needs: tuple[tuple[str, Any], ...] = ()
+    noted: bool = False
 
     @property
     def flag(self) -> str:
@@ -53,20 +57,21 @@ class Setting:
         """Whether ``None`` (written ``none`` or ``null``) is a value."""
         return self.default is None
 
-    def parse(self, text: str) -> Any:
+    def parse(self, text: str, where: str) -> Any:
         """The value that ``text`` stands for, the same for a flag and for a YAML scalar.
 
         Raises:
-            ConfigError: ``text`` is not a value of this setting; the message does not name the setting.
+            ConfigError: ``text`` is not a value of this setting; the message begins with ``where``.
         """
         if self.optional and text.lower() in ("none", "null"):
             return None
         if self.choices and text not in self.choices:
-            raise ConfigError(f"{text!r} is not one of {', '.join(self.choices)}{did_you_mean(text, self.choices)}")
+            near = did_you_mean(text, self.choices)
+            raise ConfigError(f"{where}: {text!r} is not one of {', '.join(self.choices)}{near}")
         try:
             return _convert(self.type, text)
         except ValueError:
-            raise ConfigError(f"expected {_EXPECTED[self.type]}, got {text!r}") from None
+            raise ConfigError(f"{where}: expected {_EXPECTED[self.type]}, got {text!r}") from None
 
 
 def _convert(kind: type, text: str) -> Any:
@@ -82,6 +87,12 @@ def _convert(kind: type, text: str) -> Any:
 def as_text(value: Any) -> str:
     """A value as it is written in YAML and after a flag: ``None`` is ``none``, ``True`` is ``true``."""
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def require(fits: bool, message: str) -> None:
+    """Raise ConfigError with ``message`` unless ``fits``."""
+    if not fits:
+        raise ConfigError(message)
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
@@ -106,6 +117,71 @@ def _as_given(flag: str, value: Any) -> str:
     if isinstance(value, bool):
         return flag if value else "--no-" + flag[2:]
     return f"{flag} {value}"
+
+
+def without_effect(config: Config, *groups: str) -> list[Setting]:
+    """Settings that are not at their default although nothing that they need is there.
+
+    Args:
+        config: resolved or not.
+        groups: to look at; by default all.
+    """
+    return [
+        setting
+        for setting in settings(entry_point_of(config)).values()
+        if not groups or setting.group in groups
+        if getattr(getattr(config, setting.group), setting.name) != setting.default
+        if not has_effect(config, setting)
+    ]
+
+
+def has_effect(config: Config, setting: Setting) -> bool:
+    """Whether one of the things is there that ``setting`` needs."""
+    return not setting.needs or any(_holds(config, name, wanted) for name, wanted in setting.needs)
+
+
+def _holds(config: Config, name: str, wanted: Any) -> bool:
+    group = next(group for group in vars(config).values() if hasattr(group, name))
+    value = getattr(group, name)
+    if wanted is GIVEN:
+        return bool(value != getattr(type(group), name))
+    return value in wanted if isinstance(wanted, tuple) else bool(value == wanted)
+
+
+def said_without_effect(config: Config, idle: Iterable[Setting]) -> str:
+    """What to tell of settings that :func:`without_effect` found: those that lack the same as the first."""
+    first, *others = idle
+    alike = [first, *(setting for setting in others if setting.needs == first.needs)]
+    named = [_as_given(s.flag, getattr(getattr(config, s.group), s.name)) for s in alike]
+    return f"{', '.join(named)} has no effect {_lacking(config, first)}"
+
+
+def _lacking(config: Config, setting: Setting) -> str:
+    """``without --optimizer adam or apex-adam``, ``with --mock-data``."""
+    texts = []
+    known = settings(entry_point_of(config))
+    for name, wanted in setting.needs:
+        if name not in known:
+            continue  # not of this entry point
+        default = next(getattr(type(group), name) for group in vars(config).values() if hasattr(group, name))
+        if isinstance(wanted, bool):
+            if wanted == default:
+                return f"with {_as_given(flag_of(name), not wanted)}"
+            texts.append(_as_given(flag_of(name), wanted))
+        elif wanted is GIVEN:
+            texts.append(flag_of(name) + ("" if default is None else f" above {default}"))
+        else:
+            *some, last = wanted if isinstance(wanted, tuple) else (wanted,)
+            texts.append(f"{flag_of(name)} {', '.join(some)}{' or ' if some else ''}{last}")
+    return f"without {' or '.join(texts)}"
+
+
+def effective(model: ModelConfig, keep: Container[str] = ()) -> ModelConfig:
+    """``model`` with what has no effect at its default, but for the settings in ``keep``."""
+    # again and again: what needed one of these has no effect now
+    while idle := [s for s in without_effect(Config(model=model), "model") if s.name not in keep]:
+        model = replace(model, **{setting.name: setting.default for setting in idle})
+    return model
 
 
 def entry_point_of(config: Config) -> EntryPoint:
@@ -150,6 +226,8 @@ def _setting(item: Field[Any], group: str, hint: Any, text: str, own: Own) -> Se
         default=default,
         text=own.text or text,
         many=many,
+        needs=item.metadata.get("needs", ()),
+        noted=item.metadata.get("noted", False),
     )
 
 

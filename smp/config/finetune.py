@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from smp.config.checks import check_paths, check_ranges, require
-from smp.config.fields import flag_of, given
+from smp.config.checks import check_effects, check_paths, check_ranges
+from smp.config.fields import flag_of, given, require
 from smp.config.schema import Config, DataConfig, LoraConfig, ObjectiveConfig
 
 ALL_LINEAR = "query,key,value,output,gate,up,down"
@@ -71,9 +71,8 @@ def _check_lora(lora: LoraConfig) -> None:
 
 
 def _check_objective(config: Config, objective: ObjectiveConfig) -> None:
+    check_effects(config, "objective")
     if objective.objective == "sft":
-        alone = given(objective, "dpo_beta", "dpo_label_smoothing", "dpo_reference")
-        require(not alone, f"{', '.join(alone)}: this is for --objective dpo")
         return
     data = config.data
     require(data.packing != "best-fit", "--packing best-fit: pairs of --objective dpo are not packed; leave it out")

@@ -37,22 +37,24 @@ class Layout:
             ConfigError: the degrees do not multiply to the world size.
         """
         tp, degree = parallel.tensor_model_parallel_size, parallel.hybrid_shard_degree
-        pp = parallel.pipeline_model_parallel_size
-        if min(tp, pp) < 1 or degree < 0:
+        pp, cp = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
+        if min(tp, pp, cp) < 1 or degree < 0:
             raise ConfigError(
-                f"--tensor-model-parallel-size {tp}, --pipeline-model-parallel-size {pp} and --hybrid-shard-degree "
-                f"{degree}: out of range"
+                f"--tensor-model-parallel-size {tp}, --pipeline-model-parallel-size {pp}, --context-parallel-size {cp} "
+                f"and --hybrid-shard-degree {degree}: out of range"
             )
         names, flags = f"tensor_model_parallel_size {tp}", "--tensor-model-parallel-size"
-        if pp > 1:
-            names += f" x pipeline_model_parallel_size {pp}"
-            flags += ", --pipeline-model-parallel-size"
-        if world_size % (tp * pp):
+        for name, size in (("pipeline_model_parallel_size", pp), ("context_parallel_size", cp)):
+            if size > 1:
+                names += f" x {name} {size}"
+                flags += f", --{name.replace('_', '-')}"
+        product = tp * pp * cp
+        if world_size % product:
             raise ConfigError(
                 f"{names} x data-parallel = {world_size} processes is impossible: {world_size} is not divisible by "
-                f"{tp * pp}; change {flags} or --nproc-per-node"
+                f"{product}; change {flags} or --nproc-per-node"
             )
-        data = world_size // (tp * pp)
+        data = world_size // product
         shard = degree or data
         if data % shard:
             raise ConfigError(
@@ -60,4 +62,4 @@ class Layout:
                 f"{names}) is impossible: {data} is not divisible by {shard}; change --hybrid-shard-degree or "
                 "--nproc-per-node"
             )
-        return Layout(pp=pp, dp_replicate=data // shard, dp_shard=shard, tp=tp)
+        return Layout(pp=pp, dp_replicate=data // shard, dp_shard=shard, cp=cp, tp=tp)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from smp.config.batch import BatchSizes
 from smp.config.blend import BlendPart, data_parts, is_text
-from smp.config.checks import check_combinations, check_model, check_ranges
+from smp.config.checks import check_combinations, check_effects, check_model, check_ranges
 from smp.config.layout import Layout
 from smp.config.schema import (
     Config,
@@ -45,6 +45,7 @@ def resolve(config: Config, world_size: int) -> Config:
     model = resolve_model(config.model)
     resolved = replace(config, model=model, parallel=parallel, data=data, training=training, optim=optim)
     check_combinations(resolved, layout)
+    check_effects(config)  # of what was given: some of it has become something else
     return resolved
 
 
@@ -115,7 +116,11 @@ def _optim(optim: OptimizerConfig, train_iters: int | None) -> OptimizerConfig:
     if optim.lr_decay_style == "WSD" and final is None:
         final = max(1, decay // 10)
     return replace(
-        optim, lr_decay_iters=decay, lr_warmup_iters=warmup, lr_warmup_fraction=None, lr_wsd_decay_iters=final
+        optim,
+        lr_decay_iters=None if optim.lr_decay_style == "constant" else decay,
+        lr_warmup_iters=warmup,
+        lr_warmup_fraction=None,
+        lr_wsd_decay_iters=final,
     )
 
 

@@ -9,14 +9,27 @@ and where its defaults and texts are others, is in ``smp.config.entry_points``.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 Words = Annotated[str, "words"]
 """Text of several words, quoted as a shell would: a flag takes them one after the other, YAML in one line."""
 
 
+GIVEN = object()
+"""In :func:`only_with`: any value but the default."""
+
+
 class ConfigError(ValueError):
     """A setting that cannot work. The message is one line and names the flag to change."""
+
+
+def only_with(default: Any, *, noted: bool = False, **needs: Any) -> Any:
+    """A field that has an effect only beside one of ``needs``: another setting and its value, several, or GIVEN.
+
+    Elsewhere a value other than the default is refused; with ``noted`` the user is told, because command lines that
+    serve several layouts give it.
+    """
+    return field(default=default, metadata={"needs": tuple(needs.items()), "noted": noted})
 
 
 @dataclass
@@ -45,35 +58,51 @@ class ModelConfig:
     """Embedding rows per tensor-parallel rank are padded to this multiple. The padding never reaches a checkpoint."""
     position_embedding_type: Literal["rope", "learned_absolute", "none"] = "rope"
     """How positions enter the model."""
-    rotary_base: float = 10000.0
+    rotary_base: float = only_with(10000.0, position_embedding_type="rope")
     """RoPE base frequency (theta)."""
-    rotary_percent: float = 1.0
+    rotary_percent: float = only_with(1.0, position_embedding_type="rope")
     """Fraction of each head that RoPE rotates."""
-    use_rope_scaling: bool = False
-    """Llama 3.1 frequency scaling of RoPE."""
-    rope_scaling_factor: float = 8.0
-    """Llama 3.1 RoPE scaling: how much the low frequencies are slowed down."""
-    rope_low_freq_factor: float = 1.0
+    use_rope_scaling: bool = only_with(False, position_embedding_type="rope")
+    """Scale RoPE's frequencies for sequences longer than the model was trained on, as --rope-scaling-type says."""
+    rope_scaling_type: Literal["llama3", "linear", "yarn"] = only_with("llama3", use_rope_scaling=True)
+    """llama3: Llama 3.1's, which slows down low frequencies; linear: all frequencies alike (position interpolation);
+    yarn: YaRN, which slows down low ones and makes attention sharper."""
+    rope_scaling_factor: float = only_with(8.0, use_rope_scaling=True)
+    """RoPE scaling: how much low frequencies are slowed down; with linear all of them."""
+    rope_low_freq_factor: float = only_with(1.0, use_rope_scaling=True)
     """Llama 3.1 RoPE scaling: wavelengths above original length / this are scaled fully."""
-    rope_high_freq_factor: float = 4.0
+    rope_high_freq_factor: float = only_with(4.0, use_rope_scaling=True)
     """Llama 3.1 RoPE scaling: wavelengths below original length / this are left alone."""
-    rope_original_max_position: int = 8192
-    """Llama 3.1 RoPE scaling: context length before the scaling."""
+    rope_original_max_position: int = only_with(8192, use_rope_scaling=True)
+    """Llama 3.1 RoPE scaling and YaRN: context length before the scaling."""
+    yarn_beta_fast: float = only_with(32.0, rope_scaling_type="yarn")
+    """YaRN: frequencies that turn more often than this within the original context are left alone."""
+    yarn_beta_slow: float = only_with(1.0, rope_scaling_type="yarn")
+    """YaRN: frequencies that turn less often than this within the original context are scaled fully."""
+    yarn_truncate: bool = only_with(True, rope_scaling_type="yarn")
+    """YaRN: between the two, the ramp begins and ends at whole channels."""
+    yarn_attention_factor: float | None = only_with(None, rope_scaling_type="yarn")
+    """YaRN: queries and keys are multiplied by this. Default: 0.1 x ln(factor) + 1."""
+    yarn_mscale: float | None = only_with(None, rope_scaling_type="yarn")
+    """YaRN: instead, with --yarn-mscale-all-dim, the quotient of the default's values in which ln(factor) is multiplied
+    by this and by that (DeepSeek). Default: not used."""
+    yarn_mscale_all_dim: float | None = only_with(None, rope_scaling_type="yarn")
+    """YaRN: see --yarn-mscale. Default: not used."""
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     """Kind of normalization."""
     norm_epsilon: float = 1e-5
     """Added to the variance inside a normalization."""
     swiglu: bool = True
     """Gated SiLU MLP with three matrices; --no-swiglu is a plain MLP with GELU."""
-    squared_relu: bool = False
+    squared_relu: bool = only_with(False, swiglu=False)
     """Squared ReLU in the plain MLP instead of GELU (needs --no-swiglu)."""
-    tanh_gelu: bool = False
+    tanh_gelu: bool = only_with(False, swiglu=False)
     """GPT-2's tanh approximation of GELU in the plain MLP (needs --no-swiglu)."""
     untie_embeddings_and_output_weights: bool = True
     """Give the output layer a matrix of its own; --no-untie-embeddings-and-output-weights shares the embedding's."""
     disable_bias_linear: bool = True
     """No bias in linear layers; --no-disable-bias-linear adds them."""
-    add_qkv_bias: bool = False
+    add_qkv_bias: bool = only_with(False, disable_bias_linear=True)
     """Bias on the query, key and value projections even when other biases are off (Qwen 2.5)."""
     qk_layernorm: bool = False
     """Normalize queries and keys per head before RoPE (Qwen 3)."""
@@ -88,6 +117,12 @@ class ModelConfig:
     attention_dropout: float = 0.0
     """Dropout on attention probabilities. Above 0 they are materialised (memory grows with length squared)."""
 
+    @property
+    def rotary_channels(self) -> int:
+        """Channels of a head that RoPE rotates; a part of one is cut off, as in transformers and Megatron."""
+        assert self.kv_channels is not None, "resolved before"
+        return int(self.kv_channels * self.rotary_percent)
+
 
 @dataclass
 class ParallelConfig:
@@ -95,7 +130,7 @@ class ParallelConfig:
 
     tensor_model_parallel_size: int = 1
     """Processes that share every matrix (TP)."""
-    sequence_parallel: bool = False
+    sequence_parallel: bool = only_with(False, noted=True, tensor_model_parallel_size=GIVEN)
     """Split norms, dropout and the residual stream over the TP processes along the tokens."""
     pipeline_model_parallel_size: int = 1
     """Groups of processes that hold consecutive layers and pass activations on to each other (PP)."""
@@ -109,9 +144,22 @@ class ParallelConfig:
     loss, | next stage. Default: balanced by cost."""
     pipeline_reshard: bool = False
     """Free gathered weights after every use by a micro-batch, not once per step: less memory, more communication."""
+    context_parallel_size: int = 1
+    """Processes that each hold a part of every sequence (CP): attention exchanges keys and values, or heads.
+    --seq-length has to be divisible by twice this."""
+    cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p", "auto"] = "auto"
+    """What attention exchanges between context-parallel processes. p2p: keys and values travel round a ring;
+    all_gather: each process gets all of them; a2a: each gets some heads of all tokens; a2a+p2p: a2a within small groups
+    and p2p between them. auto: by a cost model, which is printed."""
+    hierarchical_context_parallel_sizes: Words | None = None
+    """Two numbers for a2a+p2p: processes of an a2a group, and of a ring. Their product is --context-parallel-size."""
     hybrid_shard_degree: int = 0
-    """Processes over which hybrid FSDP shards weights, gradients and optimizer state. 0: all data-parallel ones;
-    1: none (replicas only); n: groups of n, replicated."""
+    """Processes over which hybrid FSDP shards weights, gradients and optimizer state, times --context-parallel-size.
+    0: all data-parallel ones; 1: none (replicas only); n: groups of n, replicated."""
+    data_parallel_sharding_strategy: Literal["optim_grads_params", "optim_grads", "optim"] = "optim_grads_params"
+    """What is sharded over data-parallel processes between the micro-batches of a step. Without params, weights are
+    gathered once per step; without grads, too, gradients are reduced once per step: more memory, less communication. A
+    pipeline does both, see --pipeline-reshard."""
     bf16: bool = False
     """Compute in bfloat16; master weights, gradient reduction and optimizer stay in fp32. Without it all is fp32, on
     CUDA with matrix products in TF32."""
@@ -122,7 +170,7 @@ class ParallelConfig:
     """Compile each block with torch.compile."""
     kernels: Literal["auto", "torch", "triton", "cuda", "apex"] = "auto"
     """Implementation of cross-entropy, norms, SwiGLU and RoPE. auto: Triton on CUDA, where --compile does not fuse
-    them, and PyTorch elsewhere. triton, cuda and apex: theirs where they have one, else as auto. The choice is
+    them, and PyTorch elsewhere. triton, cuda and apex: that one where it has the operation, else as auto. The choice is
     printed."""
     attention_backend: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
     """Backend of PyTorch's scaled dot-product attention. auto: the first that takes the model's attention, in an order
@@ -151,12 +199,12 @@ class DataConfig:
     """Folder for indices and tokenized text, built once per node. Default: the folder cache beside the data."""
     mock_data: bool = False
     """Train on synthetic tokens that are a function of (seed, sample index). Needs only --vocab-size."""
-    split: str = "969,30,1"
+    split: str = only_with("969,30,1", mock_data=False)
     """Relative sizes of the train, validation and test parts of the documents; missing ones are 0."""
     tokenizer_model: str | None = None
     """Sentencepiece model, Hugging Face tokenizer.json or tiktoken file. Gives the vocabulary size and checks it
     against the model's."""
-    tiktoken_pattern: Literal["gpt2", "cl100k", "o200k", "llama3"] | None = None
+    tiktoken_pattern: Literal["gpt2", "cl100k", "o200k", "llama3"] | None = only_with(None, tokenizer_model=GIVEN)
     """How text is cut before a tiktoken file's merges; such a file does not say it."""
     seq_length: int | None = None
     """Tokens per sample. Default: --max-position-embeddings, at most 8192."""
@@ -172,7 +220,7 @@ class DataConfig:
     that fits is never cut; sequences are filled by best-fit decreasing and padded."""
     reset_attention_mask: bool = False
     """Tokens do not see other documents in their sequence."""
-    reset_position_ids: bool = False
+    reset_position_ids: bool = only_with(False, position_embedding_type=("rope", "learned_absolute"))
     """Positions begin at 0 with every document."""
     eod_mask_loss: bool = False
     """No loss where the last token of a document would have to predict the first one of the next."""
@@ -212,11 +260,11 @@ class ObjectiveConfig:
 
     objective: Literal["sft", "dpo"] = "sft"
     """sft: cross-entropy of the samples; dpo: direct preference optimization on pairs of answers."""
-    dpo_beta: float = 0.1
+    dpo_beta: float = only_with(0.1, objective="dpo")
     """How far the policy is held to the reference: scales the difference of log-ratios."""
-    dpo_label_smoothing: float = 0.0
+    dpo_label_smoothing: float = only_with(0.0, objective="dpo")
     """Probability that a preference is the wrong way round, below 0.5 (conservative DPO)."""
-    dpo_reference: Literal["adapters-off", "copy", "precomputed"] | None = None
+    dpo_reference: Literal["adapters-off", "copy", "precomputed"] | None = only_with(None, objective="dpo")
     """Where log-probabilities of the reference come from: the model without its adapters, a frozen copy, or a table
     that is computed before training. Default: adapters-off with --lora-rank, else copy."""
 
@@ -229,27 +277,27 @@ class OptimizerConfig:
     """adam is torch's fused AdamW, apex-adam is apex's FusedAdam (must be installed)."""
     lr: float = 3e-4
     """Peak learning rate."""
-    min_lr: float = 0.0
+    min_lr: float = only_with(0.0, lr_decay_style=("cosine", "linear", "WSD"))
     """Learning rate at the end of the decay."""
     lr_decay_style: Literal["cosine", "linear", "WSD", "constant"] = "cosine"
     """Shape of the decay after the warm-up. WSD stays at the peak and decays at the end."""
-    lr_decay_iters: int | None = None
+    lr_decay_iters: int | None = only_with(None, lr_decay_style=("cosine", "linear", "WSD"), lr_warmup_fraction=GIVEN)
     """Iteration at which the decay ends. Default: the last one."""
     lr_warmup_iters: int = 0
     """Iterations of linear warm-up."""
     lr_warmup_fraction: float | None = None
     """Warm-up as a fraction of the decay iterations, instead of --lr-warmup-iters."""
-    lr_wsd_decay_iters: int | None = None
+    lr_wsd_decay_iters: int | None = only_with(None, lr_decay_style="WSD")
     """WSD: length of the final decay. Default: a tenth of the decay iterations."""
     weight_decay: float = 0.1
     """Weight decay, decoupled with Adam, added to the gradient with sgd; never on biases and norms (one dimension)."""
-    adam_beta1: float = 0.9
+    adam_beta1: float = only_with(0.9, optimizer=("adam", "apex-adam"))
     """Decay rate of Adam's first moment."""
-    adam_beta2: float = 0.95
+    adam_beta2: float = only_with(0.95, optimizer=("adam", "apex-adam"))
     """Decay rate of Adam's second moment."""
-    adam_eps: float = 1e-8
+    adam_eps: float = only_with(1e-8, optimizer=("adam", "apex-adam"))
     """Added to Adam's denominator."""
-    sgd_momentum: float = 0.0
+    sgd_momentum: float = only_with(0.0, optimizer="sgd")
     """Momentum of --optimizer sgd."""
     clip_grad: float = 1.0
     """Largest global L2 norm of the gradient; 0 switches clipping off."""
@@ -267,7 +315,7 @@ class TrainingConfig:
     """Initial weights, data order and dropout are functions of it."""
     eval_interval: int | None = None
     """Evaluate on the validation split every so many iterations, and at the end. Default: never."""
-    eval_iters: int = 10
+    eval_iters: int = only_with(10, eval_interval=GIVEN, test_data_path=GIVEN)
     """Global batches per evaluation."""
     exit_interval: int | None = None
     """Save and stop after an iteration that is a multiple of this."""
@@ -279,10 +327,10 @@ class TrainingConfig:
     """Use only deterministic algorithms; an operation that has none is an error."""
     profile: bool = False
     """Record a torch profiler trace and a memory snapshot into --log-dir."""
-    profile_step_start: int = 3
+    profile_step_start: int = only_with(3, profile=True, trace_pipeline=True)
     """First iteration that --profile records, and the one of --trace-pipeline; on a resume behind it the first of the
     run."""
-    profile_step_end: int = 5
+    profile_step_end: int = only_with(5, profile=True)
     """Iteration before which --profile stops; it records this minus --profile-step-start of them."""
     trace_pipeline: bool = False
     """Write when each action of the pipeline ran in iteration --profile-step-start to <log-dir>/pipeline_trace.json, a
@@ -316,7 +364,7 @@ class CheckpointConfig:
     """Take only the weights from --load and start at iteration 0."""
     load_optim: bool = True
     """--no-load-optim takes weights and counters from --load, but starts the optimizer afresh."""
-    exit_on_missing_checkpoint: bool = True
+    exit_on_missing_checkpoint: bool = only_with(True, load=GIVEN)
     """It is an error when --load holds no checkpoint; --no-exit-on-missing-checkpoint then starts from nothing."""
     keep_last_k: int | None = None
     """Delete all but so many newest checkpoints (at least 2) and those that the next two settings keep. Default: with
@@ -334,14 +382,15 @@ class LoggingConfig:
     """Logs, metrics and where they go."""
 
     log_dir: str = "runs/pretrain"
-    """Folder of metrics.jsonl, status.json, TensorBoard events and profiles."""
+    """Folder of metrics.jsonl, starts.jsonl (settings, command, versions and commit of every start), status.json,
+    TensorBoard events and profiles. tools/report.py makes a page of it."""
     log_interval: int = 10
     """Iterations between log lines and records."""
     tensorboard: bool = True
     """Write TensorBoard events to <log-dir>/tensorboard."""
     wandb_project: str | None = None
     """Also log to this Weights & Biases project (wandb must be installed)."""
-    wandb_exp_name: str | None = None
+    wandb_exp_name: str | None = only_with(None, wandb_project=GIVEN)
     """Name of the Weights & Biases run."""
     progress_bar: bool = True
     """Show a progress bar on rank 0's stderr."""

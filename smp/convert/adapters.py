@@ -8,7 +8,7 @@ becomes several with the same A and each its rows of B. See ``peft_read`` and ``
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,9 +113,6 @@ class MergedWeights(Weights):
         self.config = base.config
         self.tensors = {name: Stored(t.shape, dtype or t.dtype) for name, t in base.tensors.items()}
         self.notes = [*base.notes, f"{len(adapters)} adapters are merged"]
-
-    def stretches(self, name: str, first: int, count: int, step: int) -> Iterator[tuple[int, int]]:
-        return self.base.stretches(name, first, count, step)
 
     def read_into(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> None:
         block = torch.empty(out.shape, dtype=self.base.tensors[name].dtype)

@@ -1,7 +1,7 @@
 """A checkpoint of one format written as another: tensor by tensor, in parallel, resumable, complete or not there.
 
 Everything is written into a folder ``TARGET.partial`` beside the target, which gets the target's name when it is
-complete. A journal in it says which files are done, so that the same command goes on after an interruption.
+complete. Notes in it say which files are done, so that the same command goes on after an interruption.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Lock
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 from smp.checkpoint import CheckpointError
-from smp.checkpoint.local import sync_to_disk
+from smp.checkpoint.local import LocalFolder, sync_to_disk
 from smp.config import ConfigError
 from smp.config.command import DamageError
 from smp.convert.pieces import Feed, Planned, Room
@@ -26,7 +25,8 @@ from smp.convert.weights import Weights
 
 ERRORS = (ConfigError, CheckpointError, DamageError, OSError)
 """What may be wrong with the files or the command of a conversion. Any other error is a fault of the program."""
-JOURNAL = "journal.jsonl"
+JOURNAL, DONE = "journal.jsonl", ".done"
+"""Files of a conversion under way: what it is to do; and beside a complete file what has to be known of it."""
 Progress = Callable[[int], None]
 
 
@@ -45,7 +45,8 @@ class Target(Protocol):
         """Write one file, durably, with the tensors that ``feed`` gives; JSON that ``finish`` will need."""
 
     def finish(self, folder: Path, records: Mapping[str, Any]) -> None:
-        """Write what makes the files a checkpoint; ``records`` is what ``write`` returned, by file."""
+        """Write what makes the files a checkpoint, which is brought to disk after that; ``records`` is what ``write``
+        returned, by file."""
 
 
 def write(
@@ -76,74 +77,56 @@ def write(
             raise CheckpointError(f"{staging} exists already and is no interrupted conversion: move it away")
         staging.mkdir(parents=True, exist_ok=True)
         files = {f: [[t.name, t.stored.shape, str(t.stored.dtype)] for t in ts] for f, ts in target.files.items()}
-        with _journal(staging, {"source": weights.fingerprint(), "options": options, "files": files}) as journal:
-            kept = len(journal.records)
-            progress(sum(tensor.stored.nbytes for file in journal.records for tensor in target.files[file]))
-            _write_files(weights, target, staging, journal, workers, progress)
-            target.finish(staging, journal.records)
+        with _resumed(staging, {"source": weights.fingerprint(), "options": options, "files": files}) as records:
+            kept = len(records)
+            progress(sum(tensor.stored.nbytes for file in records for tensor in target.files[file]))
+            _write_files(weights, target, staging, records, workers, progress)
+            target.finish(staging, records)
         _publish(staging, path)
     except OSError as error:
         raise CheckpointError(f"{staging} cannot be written: {error}") from error
     return kept
 
 
-@dataclass(frozen=True)
-class _Journal:
-    """Which files are complete, and what ``Target.write`` returned for each."""
-
-    file: TextIO
-    records: dict[str, Any]
-
-    def append(self, path: Path, name: str, record: Any) -> None:
-        self.records[name] = record
-        _append(self.file, {"file": name, "size": (path / name).stat().st_size, "record": record})
-
-
 @contextmanager
-def _journal(staging: Path, header: Any) -> Iterator[_Journal]:
-    """The journal of the folder. Files that are not complete are deleted."""
+def _resumed(staging: Path, plan: Any) -> Iterator[dict[str, Any]]:
+    """What ``Target.write`` returned for the files that the same conversion has completed before. Others are deleted.
+    Nobody else can have the folder meanwhile."""
+    text = json.dumps(plan)
     with (staging / JOURNAL).open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise CheckpointError(f"{staging}: another conversion is writing there") from None
         file.seek(0)
-        journal = _Journal(file, _complete(staging, file.read().splitlines(), json.loads(json.dumps(header))))
-        keep = {staging / JOURNAL, *(staging / name for name in journal.records)}
+        same = file.read() == text
+        said = {name: _done(staging / name) for name in plan["files"] if same}
+        records = {name: done["record"] for name, done in said.items() if done is not None}
+        keep = {staging / JOURNAL, *(staging / f"{name}{end}" for name in records for end in ("", DONE))}
         for path in staging.rglob("*"):
             if path not in keep and not path.is_dir():
                 path.unlink()
-        file.truncate(0)
-        _append(file, header)
-        for name, record in list(journal.records.items()):
-            journal.append(staging, name, record)
-        yield journal
+        if not same:
+            file.truncate(0)
+            file.write(text)
+            file.flush()
+        yield records
 
 
-def _complete(staging: Path, lines: list[str], header: Any) -> dict[str, Any]:
-    """What a journal says of files that are there in full; nothing when it is of another conversion."""
-    records: dict[str, Any] = {}
-    try:
-        if not lines or json.loads(lines[0]) != header:
-            return {}
-        for line in lines[1:]:
-            entry = json.loads(line)
-            path = staging / entry["file"]
-            if path.is_file() and path.stat().st_size == entry["size"]:
-                records[entry["file"]] = entry["record"]
-    except ValueError:
-        return records  # the last line was cut off
-    return records
+def _done(path: Path) -> Any:
+    """What is noted beside a file; None: it is not complete."""
+    note = path.with_name(path.name + DONE)
+    done = json.loads(note.read_bytes()) if note.is_file() and path.is_file() else None
+    return done if done is not None and path.stat().st_size == done["size"] else None
 
 
-def _append(file: TextIO, line: Any) -> None:
-    file.write(json.dumps(line) + "\n")
-    file.flush()
-    os.fsync(file.fileno())
+def _note(path: Path, record: Any) -> None:
+    done = {"size": path.stat().st_size, "record": record}
+    LocalFolder(path.parent).replace(path.name + DONE, json.dumps(done).encode())
 
 
 def _write_files(
-    weights: Weights, target: Target, staging: Path, journal: _Journal, workers: int, progress: Progress
+    weights: Weights, target: Target, staging: Path, records: dict[str, Any], workers: int, progress: Progress
 ) -> None:
     """The files that are missing, some at a time; the first error ends it."""
     lock, failed = Lock(), Event()
@@ -160,15 +143,15 @@ def _write_files(
     def one(file: str) -> None:
         try:
             record = target.write(staging, file, feed)
-            with lock:
-                journal.append(staging, file, record)
+            _note(staging / file, record)
+            records[file] = record
         except BaseException:
             failed.set()
             raise
 
     with ThreadPoolExecutor(workers) as pool:
         try:
-            jobs = [pool.submit(one, file) for file in target.files if file not in journal.records]
+            jobs = [pool.submit(one, file) for file in target.files if file not in records]
             wait(jobs, return_when=FIRST_EXCEPTION)
         except BaseException:  # an interrupt from the keyboard
             failed.set()
@@ -189,6 +172,7 @@ def _publish(staging: Path, path: Path) -> None:
         sync_to_disk(Path(folder))
     if path.exists():
         path.rmdir()
-    (staging / JOURNAL).unlink()
+    for note in (staging / JOURNAL, *staging.rglob(f"*{DONE}")):
+        note.unlink()
     os.rename(staging, path)
     sync_to_disk(path.parent)

@@ -26,6 +26,8 @@ def read_architecture(folder: str) -> dict[str, Any] | None:
         latest = Path(folder) / "latest"
         own = Path(folder) / latest.read_text().strip() if latest.is_file() else Path(folder)
         saved = json.loads((own / "manifest.json").read_bytes())["extra"]["config"]
-        return {f.name: saved[f.name] for f in fields(ModelConfig) if f.name not in FREE}
+        known = [f.name for f in fields(ModelConfig) if f.name not in FREE and f.name in saved]
+        # a checkpoint of an older version lacks settings that came later: they are at their default
+        return architecture(ModelConfig(**{name: saved[name] for name in known})) if "num_layers" in known else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # whoever loads it says what is wrong with it

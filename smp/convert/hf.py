@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from smp.checkpoint.latest import ITERATION
-from smp.checkpoint.local import LocalFolder, write_durably
+from smp.checkpoint.local import LocalFolder
 from smp.checkpoint.tensor_file import lay_out, write_file
 from smp.convert.families import Family
 from smp.convert.hf_config import CONFIG, family_of, from_hf, is_hf_folder, read_hf_config, to_hf
@@ -114,8 +114,8 @@ class HFTarget:
             total = sum(tensor.stored.nbytes for tensors in self.files.values() for tensor in tensors)
             where = {tensor.name: file for file, tensors in self.files.items() for tensor in tensors}
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-            write_durably(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
-        write_durably(folder / CONFIG, (json.dumps(self.content, indent=2) + "\n").encode())
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / CONFIG).write_text(json.dumps(self.content, indent=2) + "\n")
         copy_companions(self.reference, folder)
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from smp.config import Config, ConfigError, ModelConfig, TrainingConfig, resolve
 from smp.config.command import DamageError
+from smp.config.fields import effective
 from smp.convert.families import FAMILIES, REASONS, Family
-from smp.convert.hf_reader import SCALING, Reader
+from smp.convert.hf_reader import SCALINGS, Reader
 
 CONFIG = "config.json"
+_CONTRADICTIONS = {"use_rope_scaling", "squared_relu", "tanh_gelu"}
+"""Settings that a file may not give where they have no effect: the model would lack what it asks for. Numbers of a part
+that the model does not have mean nothing, and other programs always write them."""
 FREE = {"model", "hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"}
 """Settings that do not belong to the architecture: the same weights mean the same whatever they are."""
 
@@ -55,16 +58,7 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
 
 def architecture(config: ModelConfig) -> dict[str, Any]:
     """The settings that decide what weights mean, by name. What has no effect beside the others is at its default."""
-    default, values = ModelConfig(), {f.name: getattr(config, f.name) for f in fields(ModelConfig)}
-    idle = []
-    if config.position_embedding_type != "rope":
-        idle += ["rotary_base", "rotary_percent"]
-    if not config.use_rope_scaling:
-        idle += list(SCALING.values())
-    if config.disable_bias_linear is False:
-        idle += ["add_qkv_bias"]
-    values |= {name: getattr(default, name) for name in idle}
-    return {name: value for name, value in values.items() if name not in FREE}
+    return {name: value for name, value in vars(effective(config)).items() if name not in FREE}
 
 
 def resolved(**values: Any) -> ModelConfig:
@@ -79,7 +73,8 @@ def resolved(**values: Any) -> ModelConfig:
         known = value in kinds if get_origin(hints[name]) is Literal else _is_of(value, kinds)
         if not known:
             raise ConfigError(f"--{name.replace('_', '-')} {value!r} is not a value of this setting")
-    return resolve(Config(model=ModelConfig(**values), training=TrainingConfig(dry_run=True)), world_size=1).model
+    model = effective(ModelConfig(**values), keep=_CONTRADICTIONS)
+    return resolve(Config(model=model, training=TrainingConfig(dry_run=True)), world_size=1).model
 
 
 def resolved_external(values: Mapping[str, Any], where: str) -> ModelConfig:
@@ -88,11 +83,6 @@ def resolved_external(values: Mapping[str, Any], where: str) -> ModelConfig:
         config = resolved(**values)
     except (ConfigError, TypeError, OverflowError) as error:
         raise ConfigError(f"{where}: {error}") from None
-    assert config.kv_channels is not None, "resolved before"
-    wanted = config.kv_channels * config.rotary_percent
-    # transformers and Megatron cut off what is no whole channel, smp rounds
-    if config.position_embedding_type == "rope" and int(wanted) != round(wanted):
-        raise ConfigError(f"{where}: RoPE on {wanted:g} channels of a head, no whole number, is not supported")
     return config
 
 
@@ -227,7 +217,10 @@ def _written(config: ModelConfig, family: Family) -> dict[str, Any]:
             out[fraction_key] = config.rotary_percent
         out["rope_scaling"] = None
         if config.use_rope_scaling:
-            out["rope_scaling"] = {"rope_type": "llama3"} | {k: getattr(config, n) for k, n in SCALING.items()}
+            kind = config.rope_scaling_type
+            said = {key: getattr(config, name) for key, name in SCALINGS[kind].items()}
+            known = {key: value for key, value in said.items() if value is not None}
+            out["rope_scaling"] = {"rope_type": kind} | known
     if family.window_key is not None:
         out[family.window_key] = config.window_size
         if family.model_type != "mistral":

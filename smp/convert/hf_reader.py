@@ -8,13 +8,17 @@ from typing import Any
 from smp.config import ConfigError
 from smp.convert.families import Family
 
-SCALING = {
-    "factor": "rope_scaling_factor",
-    "low_freq_factor": "rope_low_freq_factor",
-    "high_freq_factor": "rope_high_freq_factor",
-    "original_max_position_embeddings": "rope_original_max_position",
+_FACTOR = {"factor": "rope_scaling_factor"}
+_ORIGINAL = {"original_max_position_embeddings": "rope_original_max_position"}
+_YARN = ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim")
+SCALINGS: dict[str, dict[str, str]] = {
+    "llama3": _FACTOR
+    | {"low_freq_factor": "rope_low_freq_factor", "high_freq_factor": "rope_high_freq_factor"}
+    | _ORIGINAL,
+    "linear": _FACTOR,
+    "yarn": _FACTOR | _ORIGINAL | {name: f"yarn_{name}" for name in _YARN},
 }
-"""Llama 3's scaling of RoPE: Hugging Face's key -> setting."""
+"""Scalings of RoPE by --rope-scaling-type, which has Hugging Face's names: their key -> setting."""
 _REQUIRED = object()
 _LARGEST = 1 << 63  # no number of a model; nor is NaN below it
 _KINDS = {int: "an integer", float: "a number", bool: "true or false"}
@@ -92,13 +96,35 @@ class Reader:
         kind = given.get("rope_type", given.get("type", "default"))
         if kind == "default":
             return values
-        if kind != "llama3":
-            raise ConfigError(f"{self.where}: RoPE of type {kind!r} is not supported, only default and llama3")
-        scaling = {"original_max_position_embeddings": self.content.get("max_position_embeddings"), **given}
-        missing = [key for key in SCALING if scaling.get(key) is None]
+        if kind not in SCALINGS:
+            known = ", ".join(["default", *SCALINGS])
+            raise ConfigError(f"{self.where}: RoPE of type {kind!r} is not supported, only {known}")
+        return values | {"use_rope_scaling": True, "rope_scaling_type": kind} | self._scaling(kind, given)
+
+    def _scaling(self, kind: str, given: dict[str, Any]) -> dict[str, Any]:
+        """Of RoPE. The original length may be beside it, and is by default the model's; YaRN's other settings have
+        defaults."""
+        longest = self.content.get("max_position_embeddings")
+        beside = self.content.get("original_max_position_embeddings")
+        scaling = {"original_max_position_embeddings": longest, **given}
+        if beside is not None:
+            scaling["original_max_position_embeddings"] = beside
+        original = scaling["original_max_position_embeddings"]
+        if kind == "yarn" and given.get("factor") is None and None not in (longest, original):
+            self.check_number("max_position_embeddings", longest)
+            self.check_number("original_max_position_embeddings", original)
+            scaling["factor"] = longest / original
+        optional = _YARN if kind == "yarn" else ()
+        missing = [key for key in SCALINGS[kind] if scaling.get(key) is None and key not in optional]
         if missing:
-            raise ConfigError(f"{self.where}: RoPE of type llama3 without {missing[0]}")
-        return values | {"use_rope_scaling": True} | {name: scaling[key] for key, name in SCALING.items()}
+            raise ConfigError(f"{self.where}: RoPE of type {kind} without {missing[0]}")
+        values = {name: scaling[key] for key, name in SCALINGS[kind].items() if scaling.get(key) is not None}
+        for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+            if values.get(f"yarn_{key}") == 0:  # as if it were not there
+                del values[f"yarn_{key}"]
+        if "yarn_attention_factor" in values or not {"yarn_mscale", "yarn_mscale_all_dim"} <= values.keys():
+            values = {name: value for name, value in values.items() if not name.startswith("yarn_mscale")}
+        return values
 
     def window(self, layers: int) -> int | None:
         """The sliding window, if all layers have it."""

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from smp.checkpoint import CheckpointError, DamagedError, collect_logical_rows, training_state
-from smp.config.command import DamageError, exit_code, in_one_line
+from smp.checkpoint import CheckpointError, collect_logical_rows, training_state
+from smp.checkpoint.planner import local_shards
+from smp.checkpoint.together import together
 from smp.convert.hf import open_hf
 from smp.convert.weights import Weights
-from smp.parallel.agree import gather
-from smp.parallel.boxes import local_box
-
-_ROWS = 1 << 24  # bytes that are read at a time when they have to be converted or lie on another device
+from smp.parallel.boxes import local_part
 
 
 def load_hf(model: nn.Module, folder: str | Path) -> list[str]:
@@ -41,60 +40,37 @@ def load_weights(
             says; all ranks raise it.
         DamagedError: a CheckpointError, when damage is all that any rank met.
     """
-    problem: tuple[str, bool, int] | None = None
-    notes: list[str] = []
-    try:
+
+    def fill() -> list[str]:
         with open_weights() as weights:
             _fill(model, weights, leave)
-            notes = list(weights.notes)
-    except (ValueError, OSError) as error:  # the other ranks are waiting
-        problem = in_one_line(error), isinstance(error, DamageError), exit_code(error)
-    problems = list(dict.fromkeys(found for found in gather(problem) if found is not None))
-    if problems:
-        kind = DamagedError if all(damage for _, damage, _ in problems) else CheckpointError
-        failed = [text for text, _, code in problems if code == 1]
-        # what another rank met counts here too
-        raise kind("; ".join(text for text, _, _ in problems)) from (OSError(failed[0]) if failed else None)
-    return notes
+            return list(weights.notes)
+
+    return together("", fill, lambda notes: list(dict.fromkeys(chain.from_iterable(notes))))
 
 
 @torch.no_grad()
 def _fill(model: nn.Module, weights: Weights, leave: Collection[str]) -> None:
     tensors, _ = training_state(model)
-    rows = collect_logical_rows(model)
     converted = set()
-    for full_name, parameter in tensors.items():
+    for full_name, shard in local_shards(tensors, collect_logical_rows(model)).items():
         name = full_name.removeprefix("model.")
         if name in leave:
             continue
-        stored = weights.tensors.get(name)
-        shape = (rows.get(full_name, parameter.shape[0]), *parameter.shape[1:])
-        if stored is None or stored.shape != shape:
+        stored, data = weights.tensors.get(name), shard.data
+        if stored is None or stored.shape != shard.shape:
             there = "absent" if stored is None else f"of shape {list(stored.shape)}"
-            raise CheckpointError(f"tensor {name} is {there} in the files and of shape {list(shape)} in the model")
-        if stored.dtype != parameter.dtype:
-            converted.add(f"weights are {stored.dtype} in the files and {parameter.dtype} here".replace("torch.", ""))
-        box = local_box(parameter)
-        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        if local.numel() == 0:
+            raise CheckpointError(
+                f"tensor {name} is {there} in the files and of shape {list(shard.shape)} in the model"
+            )
+        if stored.dtype != data.dtype:
+            converted.add(f"weights are {stored.dtype} in the files and {data.dtype} here".replace("torch.", ""))
+        local_part(tensors[full_name])[len(data) :].zero_()  # padding of the vocabulary
+        if data.numel() == 0:
             continue
-        real = min(max(shape[0] - box.offsets[0], 0), box.sizes[0])
-        local[real:].zero_()  # padding of the vocabulary
-        _read(weights, name, box.offsets, local[:real])
+        straight = data.dtype == stored.dtype and data.is_cpu
+        read = data if straight else torch.empty(data.shape, dtype=stored.dtype)
+        weights.read_into(name, shard.box.offsets, read)
+        if not straight:
+            data.copy_(read)
     weights.notes += sorted(converted)
-
-
-def _read(weights: Weights, name: str, offsets: tuple[int, ...], out: torch.Tensor) -> None:
-    """A box, converted to what ``out`` is; a few rows at a time where that costs no more."""
-    dtype = weights.tensors[name].dtype
-    if out.shape[0] == 0:
-        return
-    if out.dtype == dtype and out.is_cpu:
-        weights.read_into(name, offsets, out)
-        return
-    row = max(1, out[0].numel() * dtype.itemsize)
-    for first, count in weights.stretches(name, offsets[0], out.shape[0], max(1, _ROWS // row)):
-        target = out[first - offsets[0] :][:count]
-        block = torch.empty(target.shape, dtype=dtype)
-        weights.read_into(name, (first, *offsets[1:]), block)
-        target.copy_(block)

@@ -76,7 +76,6 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (False,),
     "heterogeneous_layers_config_path": (),
     "mtp_num_layers": (0,),
-    "rotary_seq_len_interpolation_factor": (1,),
     "qk_l2_norm": (False,),
     "is_hybrid_model": (False,),
     "window_attn_skip_freq": (),
@@ -120,6 +119,12 @@ def from_args(args: Mapping[str, Any], where: str, padded_vocab: int, vocab_size
     values |= {name: args.get(name, default) for name, default in _OPTIONAL.items()}
     bias = bool(args.get("add_bias_linear", True))
     plain = not values["swiglu"] and not values["squared_relu"]
+    linear = args.get("rotary_seq_len_interpolation_factor") or 1
+    if linear != 1:
+        if values["use_rope_scaling"]:
+            both = f"use_rope_scaling and rotary_seq_len_interpolation_factor {linear}"
+            raise ConfigError(f"{where}: a model with {both} is not supported")
+        values |= {"use_rope_scaling": True, "rope_scaling_type": "linear", "rope_scaling_factor": linear}
     tanh = args.get("openai_gelu", False) or (bias and args.get("bias_gelu_fusion", False))  # the fused one is tanh's
     window = args.get("window_size")
     if window is not None and (not isinstance(window, tuple | list) or len(window) != 2 or window[1] not in (0, -1)):
@@ -152,7 +157,11 @@ def to_args(config: ModelConfig, tp: int) -> Namespace:
     refused: dict[str, Any] = {"parallel_residual": False}
     if c.qk_layernorm:
         refused["normalization"] = "RMSNorm"  # there the norm of queries and keys is of the same kind as the others
-    if c.use_rope_scaling:
+    linear = c.use_rope_scaling and c.rope_scaling_type == "linear"
+    if linear:
+        refused["rope_scaling_factor"] = int(c.rope_scaling_factor)  # there it is a whole number
+    elif c.use_rope_scaling:
+        refused["rope_scaling_type"] = "llama3"
         scaling = ("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position")
         refused |= {name: getattr(default, name) for name in scaling}
     for name, only in refused.items():
@@ -161,7 +170,10 @@ def to_args(config: ModelConfig, tp: int) -> Namespace:
             beside = " with --qk-layernorm" if name == "normalization" else ""
             raise ConfigError(f"Megatron's GPT has no {flag}{beside}: these weights cannot be written for it")
     values = {name: getattr(c, name) for name in (*_NEEDED, *_OPTIONAL)}
+    if linear:
+        values |= {name: _OPTIONAL[name] for name in ("use_rope_scaling", "rope_scaling_factor")}
     values |= {
+        "rotary_seq_len_interpolation_factor": int(c.rope_scaling_factor) if linear else None,
         "group_query_attention": c.num_query_groups != c.num_attention_heads,
         "num_query_groups": c.num_query_groups,
         "norm_epsilon": c.norm_epsilon,

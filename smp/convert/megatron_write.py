@@ -6,7 +6,6 @@ pickle ``.metadata`` that says where each is. Megatron adds ``metadata.json``, a
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pickle
@@ -28,7 +27,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from smp.checkpoint import CheckpointError
-from smp.checkpoint.local import write_durably
 from smp.convert.hf import carry
 from smp.convert.layout import by_external_name
 from smp.convert.megatron_read import BACKEND, COMMON, METADATA, TRACKER
@@ -93,13 +91,12 @@ class MegatronTarget:
 
     def finish(self, folder: Path, records: Mapping[str, Any]) -> None:
         """``.metadata``, ``common.pt``, ``metadata.json`` and the name of the checkpoint."""
-        one, common = folder / RELEASE, io.BytesIO()
-        write_durably(one / METADATA, pickle.dumps(self._metadata(records)))
-        torch.save({"args": self.args, "checkpoint_version": 3.0, "iteration": 0}, common)
-        write_durably(one / COMMON, common.getvalue())
-        write_durably(one / BACKEND, json.dumps(_BACKENDS).encode())
+        one = folder / RELEASE
+        (one / METADATA).write_bytes(pickle.dumps(self._metadata(records)))
+        torch.save({"args": self.args, "checkpoint_version": 3.0, "iteration": 0}, one / COMMON)
+        (one / BACKEND).write_text(json.dumps(_BACKENDS))
         carry(self.reference, folder)
-        write_durably(folder / TRACKER, RELEASE.encode())
+        (folder / TRACKER).write_text(RELEASE)
 
     def _metadata(self, records: Mapping[str, Any]) -> Metadata:
         tensors: dict[str, Any] = {}

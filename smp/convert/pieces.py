@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from smp.convert.store import Stored
 from smp.convert.weights import Weights
 
 CHUNK = 1 << 23
-"""Bytes of a tensor that are in memory at a time, where that is possible."""
+"""Bytes that are converted, and written, at a time."""
 
 
 @dataclass(frozen=True)
@@ -127,16 +128,12 @@ class Feed:
 
     def rows(self, planned: Planned, first: int, count: int) -> Iterator[memoryview]:
         """The bytes of some rows of a straight tensor. Their memory is used again."""
-        name, rest = planned.parts[0].smp_name, planned.stored.shape[1:]
+        name, shape = planned.parts[0].smp_name, (count, *planned.stored.shape[1:])
         dtype = self.weights.tensors[name].dtype
-        row = max(1, torch.Size(rest).numel() * dtype.itemsize)
-        parts = list(self.weights.stretches(name, first, count, max(1, CHUNK // row)))
-        most = max((rows for _, rows in parts), default=0)
-        with self._room.block(most * row) as block:
-            buffer = block.view(dtype).view(most, *rest)
-            for start, rows in parts:
-                self.weights.read_into(name, (start, *(0 for _ in rest)), buffer[:rows])
-                yield from self._bytes(planned, buffer[:rows])
+        with self._room.block(math.prod(shape) * dtype.itemsize) as block:
+            rows = block.view(dtype).view(shape)
+            self.weights.read_into(name, (first, *(0 for _ in shape[1:])), rows)
+            yield from self._bytes(planned, rows)
 
     @contextmanager
     def whole(self, planned: Planned) -> Iterator[torch.Tensor]:

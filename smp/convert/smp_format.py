@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from smp import __version__
-from smp.checkpoint import CheckpointError, Manifest, Shard, TensorEntry, read_manifest
+from smp.checkpoint import CheckpointError, Manifest, read_manifest
 from smp.checkpoint.box import read_box_into
 from smp.checkpoint.entries import DTYPE_NAMES, DTYPES
-from smp.checkpoint.folder import Folder
-from smp.checkpoint.local import LocalFolder, open_folder
-from smp.checkpoint.manifest import MANIFEST
-from smp.checkpoint.rewrite import Box, write_shards
+from smp.checkpoint.folder import Folder, open_folder
+from smp.checkpoint.local import LocalFolder
+from smp.checkpoint.manifest import MANIFEST, parse_tensor
+from smp.checkpoint.planner import Item
+from smp.checkpoint.rewrite import write_shards
 from smp.checkpoint.storage import commit
-from smp.checkpoint.tensor_file import rows_of_a_shard, shard_keys
 from smp.config import ModelConfig
 from smp.convert.hf import carry
 from smp.convert.layout import Link, all_rows
@@ -63,32 +65,8 @@ class SmpWeights(Weights):
         if left := len(self.manifest.tensors) - len(entries):
             self.notes.append(f"{left} tensors of optimizer state are left out")
 
-    def stretches(self, name: str, first: int, count: int, step: int) -> Iterator[tuple[int, int]]:
-        """Every read verifies whole shards: cut where no shard is cut, so that none is read twice."""
-        begin, last = first, first + count
-        for end in self._cuts(name):
-            if end > begin and (end - begin >= step or end >= last):
-                yield begin, min(end, last) - begin
-                begin = end
-            if begin >= last:
-                return
-
-    def _cuts(self, name: str) -> list[int]:
-        """Rows at which shards end and none goes on."""
-        shards = self.manifest.tensors[_MODEL + name].shards
-        ends: list[int] = []
-        for begin, end in sorted((s.offsets[0], s.offsets[0] + s.sizes[0]) for s in shards):
-            if ends and begin < ends[-1]:
-                ends[-1] = max(ends[-1], end)
-            else:
-                ends.append(end)
-        return ends
-
     def read_into(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> None:
-        target = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
-        read_box_into(self.folder, self.manifest, _MODEL + name, offsets, target)
-        if target is not out:
-            out.copy_(target)
+        read_box_into(self.folder, self.manifest, _MODEL + name, offsets, out)
 
     def fingerprint(self) -> Any:
         return self.folder.read(MANIFEST)[:64].decode(errors="replace")  # its own checksum, which covers all others
@@ -127,32 +105,22 @@ class SmpTarget:
 
     def write(self, folder: Path, file: str, feed: Feed) -> Any:
         """One file; what the manifest needs to know of it: (tensor, shard) of each."""
-        pieces = []
-        for tensor in self.files[file]:
-            rows = tensor.stored.shape[0]
-            step = rows_of_a_shard(tensor.stored.nbytes // max(rows, 1))
-            pieces += [(tensor, first, min(step, rows - first)) for first in range(0, max(rows, 1), step)]
-        keys = shard_keys([(tensor.name, first, count) for tensor, first, count in pieces])
-        by_key = dict(zip(keys, pieces, strict=True))
-        boxes: dict[str, Box] = {}
-        for key, (tensor, first, count) in by_key.items():
-            rest = tensor.stored.shape[1:]
-            boxes[key] = (first, *(0 for _ in rest)), (count, *rest)
-        dtypes = {key: tensor.stored.dtype for key, (tensor, _, _) in by_key.items()}
-        shards = write_shards(LocalFolder(folder), file, boxes, dtypes, lambda key: feed.rows(*by_key[key]))
-        return [[by_key[shard.key][0].name, asdict(shard)] for shard in shards]
+        planned = {tensor.name: tensor for tensor in self.files[file]}
+        wholes = [Item.whole(n, t.stored.shape, DTYPE_NAMES[t.stored.dtype]) for n, t in planned.items()]
+        items = [item for whole in wholes for item in whole.cut()]
+        data = lambda item: feed.rows(planned[item.name], item.first, item.count)  # noqa: E731
+        return [[item.name, asdict(shard)] for item, shard in write_shards(LocalFolder(folder), file, items, data)]
 
     def finish(self, folder: Path, records: Mapping[str, Any]) -> None:
         """The manifest, and what goes along."""
         carry(self.reference, folder)
         stored = {t.name: t.stored for tensors in self.files.values() for t in tensors}
-        shards: dict[str, list[Shard]] = {}
-        for name, shard in (found for record in records.values() for found in record):
-            shard |= {"offsets": tuple(shard["offsets"]), "sizes": tuple(shard["sizes"])}
-            shards.setdefault(name, []).append(Shard(**shard))
+        shards: dict[str, list[Any]] = defaultdict(list)
+        for name, shard in chain.from_iterable(records.values()):
+            shards[name].append(shard)
         entries = {
-            name: TensorEntry(stored[name].shape, DTYPE_NAMES[stored[name].dtype], tuple(found))
-            for name, found in sorted(shards.items())
+            name: parse_tensor({"shape": one.shape, "dtype": DTYPE_NAMES[one.dtype], "shards": shards[name]})
+            for name, one in sorted(stored.items())
         }
         extra = {
             "progress": {"iteration": 0, "consumed_samples": 0, "skipped_iterations": 0, "nan_iterations": 0},

@@ -13,9 +13,10 @@ import torch
 
 from smp.checkpoint import CheckpointError, DamagedError
 from smp.checkpoint.entries import DTYPES
-from smp.checkpoint.folder import Source
-from smp.checkpoint.local import LocalFolder
+from smp.checkpoint.local import LocalFolder, Source
 from smp.checkpoint.tensor_file import Slot, raw_bytes
+from smp.checkpoint.validate import covered_once, inside
+from smp.parallel.boxes import Box
 
 _SHORT_RUN = 1024  # bytes: shorter stretches of a row are read with what is between them
 _BLOCK = 1 << 22
@@ -137,29 +138,11 @@ class PieceStore:
 
 
 def _check_cover(where: str, name: str, shape: tuple[int, ...], parts: Sequence[Piece]) -> None:
-    inside = all(
-        len(p.offsets) == len(p.slot.shape) == len(shape)
-        and all(o >= 0 and o + n <= whole for o, n, whole in zip(p.offsets, p.slot.shape, shape, strict=True))
-        for p in parts
-    )
-    count = sum(math.prod(p.slot.shape) for p in parts)
-    if not inside or count != math.prod(shape) or _overlap(parts):
+    boxes = [Box(p.offsets, p.slot.shape) for p in parts]
+    if not all(inside(box, shape) for box in boxes) or not covered_once(shape, boxes):
         raise CheckpointError(
             f"{where}: the {len(parts)} parts of tensor {name} do not make up its shape {list(shape)}"
         )
-
-
-def _overlap(parts: Sequence[Piece]) -> bool:
-    """Whether two pieces share an element."""
-    ordered = sorted((p for p in parts if 0 not in p.slot.shape), key=lambda p: p.offsets)
-    for i, one in enumerate(ordered):
-        for other in ordered[i + 1 :]:
-            if one.offsets and other.offsets[0] >= one.offsets[0] + one.slot.shape[0]:
-                break
-            boxes = zip(one.offsets, one.slot.shape, other.offsets, other.slot.shape, strict=True)
-            if all(a < b + m and b < a + n for a, n, b, m in boxes):
-                return True
-    return False
 
 
 def read_box(source: Source, slot: Slot, offsets: Sequence[int], out: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from smp.checkpoint import CheckpointError, DamagedError
 from smp.checkpoint.entries import DTYPE_NAMES
-from smp.checkpoint.folder import Source
+from smp.checkpoint.local import Source
 from smp.checkpoint.tensor_file import Slot
 from smp.convert.store import unreadable
 

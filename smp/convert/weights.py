@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,11 +27,6 @@ class Weights(ABC):
     config: ModelConfig
     tensors: dict[str, Stored]
     notes: list[str]
-
-    def stretches(self, name: str, first: int, count: int, step: int) -> Iterator[tuple[int, int]]:
-        """(first row, rows) of parts of ``count`` rows of a tensor from ``first`` on, in order, each of which is read
-        alone at no more than its own cost: ``step`` rows where any are."""
-        yield from ((row, min(step, first + count - row)) for row in range(first, first + count, step))
 
     @abstractmethod
     def read_into(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> None:
@@ -89,10 +84,6 @@ class LinkedWeights(Weights):
             if link.layer is not None:
                 start, target = (link.layer, *start), target.unsqueeze(0)
             self.store.read_into(link.external_name, start, target)
-
-    def stretches(self, name: str, first: int, count: int, step: int) -> Iterator[tuple[int, int]]:
-        """Rows of a transposed matrix are columns in the file, which are read with what is between them."""
-        return super().stretches(name, first, count, max(1, count) if self.links[name].transposed else step)
 
     def fingerprint(self) -> Any:
         return self.store.files.fingerprint()

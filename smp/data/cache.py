@@ -13,14 +13,12 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from smp.config.command import DamageError
-
-T = TypeVar("T")
 
 
 class CacheFolderError(ValueError):
@@ -55,27 +53,23 @@ class NodeCache:
                 self._build(path, build)
         return path
 
-    def load(self, name: str, build: Callable[[Path], None], read: Callable[[Path], T]) -> T:
-        """What ``read`` makes of the file ``name``.
+    def array(self, name: str, build: Callable[[], npt.NDArray[Any]]) -> npt.NDArray[Any]:
+        """The array that ``build`` returns, read-only and memory-mapped from the file ``name``.
 
         Raises:
             CacheFolderError: as ``file``.
             DamagedCacheError: the file is not what was written there.
         """
-        path = self.file(name, build)
-        try:
-            return read(path)
-        except (ValueError, KeyError, TypeError, EOFError):
-            raise DamagedCacheError(f"{path}: damaged; delete it, and it is made again") from None
-
-    def array(self, name: str, build: Callable[[], npt.NDArray[Any]]) -> npt.NDArray[Any]:
-        """The array that ``build`` returns, read-only and memory-mapped from the file ``name``. Raises as ``load``."""
 
         def write(path: Path) -> None:
             with path.open("wb") as file:
                 np.save(file, build(), allow_pickle=False)
 
-        return self.load(name, write, lambda path: np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray))
+        path = self.file(name, write)
+        try:
+            return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
+        except (ValueError, EOFError):
+            raise DamagedCacheError(f"{path}: damaged; delete it, and it is made again") from None
 
     @contextmanager
     def locked(self) -> Iterator[None]:

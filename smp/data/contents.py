@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import astuple, dataclass
 
 import numpy as np
 import xxhash
@@ -62,16 +61,9 @@ def contents_of(dataset: IndexedDataset, cache: NodeCache | None) -> Contents:
     if cache is None:
         return scan(dataset)
     stats = [(str(path.resolve()), (s := path.stat()).st_size, s.st_mtime_ns, s.st_ino) for path in dataset.paths]
-    name = f"contents-{xxhash.xxh3_64_hexdigest(json.dumps(stats).encode())}.json"
-
-    def write(path: Path) -> None:
-        path.write_text(json.dumps({**asdict(scan(dataset)), "files": stats}, indent=1))
-
-    def read(path: Path) -> Contents:
-        known = json.loads(path.read_text())
-        return Contents(known["key"], known["lowest"], known["highest"])
-
-    return cache.load(name, write, read)
+    name = f"contents-{xxhash.xxh3_64_hexdigest(json.dumps(stats).encode())}.npy"
+    key, lowest, highest = cache.array(name, lambda: np.array(astuple(scan(dataset)), dtype=str)).tolist()
+    return Contents(key, int(lowest), int(highest))
 
 
 def check_vocabulary(dataset: IndexedDataset, contents: Contents, vocab_size: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Generic, TypeVar
@@ -20,58 +19,6 @@ LARGE = 1 << 15
 read thousands of times, which would be as many files."""
 
 Order = TypeVar("Order")
-
-
-class Epochs(Generic[Order]):
-    """Orders by number of epoch. The two latest are at hand: readers ahead and behind the end of an epoch take turns.
-
-    Args:
-        make: an order as integers, a function of the epoch.
-        parse: what they mean; makes views.
-        size: how many integers, about.
-        cache: where large orders are kept, in files that are named by ``name``. Without one each process makes its own.
-    """
-
-    def __init__(
-        self,
-        make: Callable[[int], npt.NDArray[np.int64]],
-        parse: Callable[[npt.NDArray[np.int64]], Order],
-        *,
-        size: int,
-        cache: NodeCache | None,
-        name: str,
-    ) -> None:
-        self._make, self._parse, self._name = make, parse, name
-        self._large = size >= LARGE
-        self._cache = cache if self._large else None
-        self._orders: dict[int, Order] = {}
-        self._opening = threading.Lock()
-        self._ahead = -1
-
-    def order(self, epoch: int) -> Order:
-        """Of one epoch."""
-        if epoch in (orders := self._orders):
-            return orders[epoch]
-        with self._opening:
-            if epoch not in self._orders:
-                order = self._parse(self._integers(epoch))
-                self._orders = dict([*self._orders.items(), (epoch, order)][-2:])
-            return self._orders[epoch]
-
-    def _integers(self, epoch: int) -> npt.NDArray[np.int64]:
-        if self._cache is None:
-            return self._make(epoch)
-        return self._cache.array(f"{self._name}-epoch_{epoch}.npy", lambda: self._make(epoch))
-
-    def prepare(self, epoch: int) -> None:
-        """Make a large order in the background."""
-        if self._large and epoch != self._ahead and epoch not in self._orders:
-            self._ahead = epoch
-            threading.Thread(target=self._prepare, args=(epoch,), name="next-epoch", daemon=True).start()
-
-    def _prepare(self, epoch: int) -> None:
-        with suppress(ValueError, OSError):  # the reader of that epoch meets it again, where it can be reported
-            self.order(epoch)
 
 
 @dataclass(eq=False)
@@ -103,8 +50,10 @@ class DocumentSamples(ABC, Generic[Order]):
         first, stop = self.document_range.start, self.document_range.stop
         assert self.seq_length > 0 and 0 <= first <= stop <= self.dataset.num_documents
         self.num_tokens = int(self.dataset.document_offsets[stop] - self.dataset.document_offsets[first])
-        name = f"{self.key}-{self.order_key.replace(' ', '_')}"
-        self._epochs = Epochs(self._shuffle, self._parse, size=self._size(), cache=self.cache, name=name)
+        self._large = self._size() >= LARGE
+        self._orders: dict[int, Order] = {}
+        self._opening = threading.Lock()
+        self._ahead = -1
 
     @property
     @abstractmethod
@@ -141,7 +90,33 @@ class DocumentSamples(ABC, Generic[Order]):
         assert index >= 0
         self.check_not_empty()
         epoch, position = divmod(index, self.samples_per_epoch)
-        order = self._epochs.order(epoch)
+        order = self._order(epoch)
         if 2 * position >= self.samples_per_epoch:
-            self._epochs.prepare(epoch + 1)
+            self._prepare(epoch + 1)
         return order, position
+
+    def _order(self, epoch: int) -> Order:
+        """The two latest are at hand: readers ahead and behind the end of an epoch take turns."""
+        if epoch in (orders := self._orders):
+            return orders[epoch]
+        with self._opening:
+            if epoch not in self._orders:
+                order = self._parse(self._integers(epoch))
+                self._orders = dict([*self._orders.items(), (epoch, order)][-2:])
+            return self._orders[epoch]
+
+    def _integers(self, epoch: int) -> npt.NDArray[np.int64]:
+        if self.cache is None or not self._large:
+            return self._shuffle(epoch)
+        name = f"{self.key}-{self.order_key.replace(' ', '_')}-epoch_{epoch}.npy"
+        return self.cache.array(name, lambda: self._shuffle(epoch))
+
+    def _prepare(self, epoch: int) -> None:
+        """Make a large order in the background."""
+        if self._large and epoch != self._ahead and epoch not in self._orders:
+            self._ahead = epoch
+            threading.Thread(target=self._make_ahead, args=(epoch,), name="next-epoch", daemon=True).start()
+
+    def _make_ahead(self, epoch: int) -> None:
+        with suppress(ValueError, OSError):  # the reader of that epoch meets it again, where it can be reported
+            self._order(epoch)

@@ -61,25 +61,8 @@ class GPTDataset(DocumentSamples[_Epoch]):
     def _size(self) -> int:
         return 2 * len(self.document_range) + self.samples_per_epoch
 
-    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        """Tokens of sample ``index`` >= 0, int64 (seq_length + 1,).
-
-        Raises:
-            ValueError: the split is too small for one sample, or the file became shorter.
-        """
-        return self._read(index)[0]
-
     def sample(self, index: int) -> Sample:
-        """As ``__getitem__``, with labels and documents."""
-        tokens, lengths = self._read(index)
-        documents = np.repeat(np.arange(len(lengths)), lengths)
-        labels = tokens[1:].copy()
-        if self.mask_ends:
-            labels[documents[1:] != documents[:-1]] = IGNORE_INDEX
-        return Sample(tokens[:-1], labels, documents[:-1])
-
-    def _read(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Tokens of a sample, and how many come from each of its documents."""
+        """Sample ``index`` >= 0. Raises ValueError when the split is too small for one, or the file became shorter."""
         epoch, position = self._locate(index)
         start = int(epoch.samples[position]) * self.seq_length
         stop = start + self.seq_length + 1
@@ -89,7 +72,12 @@ class GPTDataset(DocumentSamples[_Epoch]):
         lows = np.maximum(epoch.starts[first:last], start) + begins
         highs = np.minimum(epoch.starts[first + 1 : last + 1], stop) + begins
         pieces = [self.dataset.read(low, high) for low, high in zip(lows.tolist(), highs.tolist(), strict=True)]
-        return np.concatenate(pieces, dtype=np.int64, casting="safe"), highs - lows
+        tokens = np.concatenate(pieces, dtype=np.int64, casting="safe")
+        documents = np.repeat(np.arange(len(pieces)), highs - lows)
+        labels = tokens[1:].copy()
+        if self.mask_ends:
+            labels[documents[1:] != documents[:-1]] = IGNORE_INDEX
+        return Sample(tokens[:-1], labels, documents[:-1])
 
     def _parse(self, packed: npt.NDArray[np.int64]) -> _Epoch:
         count = len(self.document_range)

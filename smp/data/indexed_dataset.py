@@ -202,6 +202,15 @@ class IndexedDatasetWriter:
         self._lengths.extend(sequence_lengths)
         self._documents.append(len(self._lengths))
 
+    def add_documents(self, tokens: npt.NDArray[np.integer], lengths: npt.NDArray[np.int32]) -> None:
+        """Append documents of ``lengths``, a sequence each or none when it is empty, from their ``tokens`` one after
+        the other, in the dataset's type."""
+        assert tokens.dtype == self.dtype and lengths.sum(dtype=np.int64) == len(tokens)
+        with naming(self.bin_path):
+            self._bin.write(tokens.tobytes())
+        self._documents.frombytes((len(self._lengths) + np.cumsum(lengths > 0)).astype(np.int64).tobytes())
+        self._lengths.frombytes(lengths[lengths > 0].astype(np.int32).tobytes())
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         try:
             with naming(self.bin_path):

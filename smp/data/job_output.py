@@ -1,8 +1,8 @@
-"""The files of a preprocessing job: what a chunk became, sums, a journal, and the folder of a job that is not done.
+"""What a preprocessing job has made so far: a folder of parts, from which a job that was killed goes on.
 
-A job works in the folder PREFIX.partial: the tokens and the lengths so far, and a journal that says how much of both
-belongs to the part of the input that is done. A job that is started again cuts both to that and goes on. The files get
-their names at the end, so under those names there is never a half-written dataset.
+A job works in the folder PREFIX.partial. What 64 chunks (about 64 MB of text) became is a part, a file there that has
+its name only when it is whole. A job that is started again passes over the input of the parts that are there. At the
+end the parts are put together and the datasets get their names, so under those names there is never half a dataset.
 """
 
 from __future__ import annotations
@@ -11,19 +11,21 @@ import fcntl
 import json
 import os
 import shutil
-import time
+import zipfile
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, TextIO
 
 import numpy as np
 
-from smp.data.indexed_dataset import naming, publish, sync, write_index
+from smp.config.command import DamageError
+from smp.data.indexed_dataset import IndexedDatasetWriter, dataset_paths, naming, publish, sync
+from smp.data.tokenizer import Batch
 
-_JOURNAL = "journal.json"
-_JOURNAL_SECONDS = 5.0
+PART_CHUNKS = 64
 _NAMED = 10
 """Skipped records that are named one by one."""
 
@@ -33,96 +35,47 @@ class BadRecordError(ValueError):
 
 
 @dataclass(frozen=True)
-class Column:
-    """The documents of a chunk under one key: tokens and lengths as they are written, and bytes of their text."""
-
-    tokens: bytes
-    lengths: bytes
-    text_bytes: int
-
-
-@dataclass(frozen=True)
 class Encoded:
-    """A chunk's result: a column per key, why records were left out, where the next chunk begins, bytes of input."""
+    """What became of a chunk.
 
-    columns: list[Column]
+    Attributes:
+        columns: for each key the documents, in the types in which they are stored.
+        text_bytes: of their texts, for each key.
+        skipped: why records were left out.
+        size: bytes of input.
+    """
+
+    columns: list[Batch]
+    text_bytes: list[int]
     skipped: list[str]
-    next: tuple[int, int, int]
     size: int
 
 
 @dataclass
-class Totals:
-    """Sums for the report of one key."""
-
-    documents: int = 0
-    empty: int = 0
-    tokens: int = 0
-    longest: int = 0
-    text_bytes: int = 0
-
-    def add(self, column: Column) -> None:
-        lengths = np.frombuffer(column.lengths, "<i4")
-        self.documents += len(lengths)
-        self.empty += int((lengths == 0).sum())
-        self.tokens += int(lengths.sum(dtype=np.int64))
-        self.longest = max(self.longest, int(lengths.max(initial=0)))
-        self.text_bytes += column.text_bytes
-
-    def __str__(self) -> str:
-        ratio = f"{self.text_bytes / self.tokens:.4f}" if self.tokens else "no"
-        return (
-            f"{self.documents} documents, {self.tokens} tokens, {ratio} bytes per token, "
-            f"longest {self.longest} tokens, {self.empty} empty"
-        )
-
-
-@dataclass
-class Journal:
-    """How far a job is.
+class Report:
+    """What a job did.
 
     Attributes:
-        job: stands for input and settings; another job does not go on from here.
-        next: file, offset and record with which the next chunk begins.
-        totals: what was written, for each key.
+        text_bytes: of the documents, for each key.
         dropped: records left out, the first of which are ``named`` with the reason.
-        read_bytes: of the input files.
-        whole: everything is written; what is left to do is to give the files their names.
-        resumed_at: documents that an earlier start of the job had written.
+        resumed_at: parts that an earlier start of the job had made.
     """
 
-    job: str
-    next: tuple[int, int, int]
-    totals: list[Totals]
+    text_bytes: list[int]
     dropped: int = 0
-    read_bytes: int = 0
-    whole: bool = False
     named: list[str] = field(default_factory=list)
     resumed_at: int = 0
-
-    def text(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def read(cls, path: Path) -> Journal:
-        try:
-            journal = cls(**json.loads(path.read_text()))
-            journal.totals = [Totals(**total) for total in journal.totals]  # type: ignore[arg-type]
-            journal.resumed_at = journal.totals[0].documents
-            return journal
-        except (ValueError, TypeError, LookupError):
-            raise ValueError(f"{path}: not a journal; delete {path.parent} to start anew") from None
 
 
 def is_unfinished(prefix: str) -> bool:
     """Whether a job with this prefix was killed and can go on. It may have named some of its datasets already."""
-    return Path(f"{prefix}.partial", _JOURNAL).exists()
+    return any(Path(f"{prefix}.partial").glob("*.npz"))
 
 
 class Output:
-    """The partial files of a job. A context manager: at its end without an error the datasets get their names. After a
-    BadRecordError what was written is kept if there is a journal (a job of seconds has none); other bad input removes
-    everything, and anything else that ends it leaves the files to go on from.
+    """The parts of a job. A context manager: at its end without an error the datasets get their names. After a
+    BadRecordError the parts are kept; other bad input removes everything, and anything else that ends it leaves the
+    parts to go on from.
 
     Args:
         prefix: of the output; its folder is PREFIX.partial.
@@ -135,15 +88,14 @@ class Output:
     """
 
     def __init__(self, prefix: str, names: Sequence[str], dtype: np.dtype, job: str) -> None:
-        self.folder, self.names, self.dtype = Path(f"{prefix}.partial"), names, dtype
+        self.folder, self.names, self.dtype, self.job = Path(f"{prefix}.partial"), names, dtype, job
         self._lock = self._take_lock()
-        self._journal_path = self.folder / _JOURNAL
-        self.resumed = self._journal_path.exists()
-        new = Journal(job, (0, 0, 1), [Totals() for _ in names])
-        self.journal = Journal.read(self._journal_path) if self.resumed else new
-        self.kept = False
-        if self.journal.job != job:
+        older = (self.folder / "journal.json").exists()  # of version 0.1, which kept no parts
+        if older or any(not path.name.startswith(job) for path in self.folder.glob("*.npz")):
             raise ValueError(f"{self.folder}: left by a job with other input or settings; delete it to start anew")
+        self.parts = next(number for number in count() if not self._part(number).exists())
+        self.report = Report([0] * len(names), resumed_at=self.parts)
+        self._chunks: list[Encoded] = []
 
     def _take_lock(self) -> TextIO:
         while True:
@@ -158,71 +110,69 @@ class Output:
                 return lock
             lock.close()  # of a job that ended meanwhile and took its folder away
 
-    def __enter__(self) -> Output:
-        totals = [] if self.journal.whole else self.journal.totals  # then nothing is written any more
-        self._tokens = [self._opened(f"{i}.bin", t.tokens * self.dtype.itemsize) for i, t in enumerate(totals)]
-        self._lengths = [self._opened(f"{i}.lengths", t.documents * 4) for i, t in enumerate(totals)]
-        self._saved = time.monotonic()
-        return self
+    def _part(self, number: int) -> Path:
+        return self.folder / f"{self.job}-{number}.npz"
 
-    def _opened(self, name: str, size: int) -> BinaryIO:
-        file = (self.folder / name).open("ab")
-        if file.tell() < size:
-            raise ValueError(f"{file.name}: shorter than its journal says; delete {self.folder} to start anew")
-        file.truncate(size)
-        return file
+    def _naming(self) -> AbstractContextManager[None]:
+        return naming(self.folder, "; the same command goes on from there")
 
     def add(self, encoded: Encoded) -> None:
         """Append a chunk."""
-        with naming(self.folder, "; the same command goes on from there"):
-            for i, column in enumerate(encoded.columns):
-                self._tokens[i].write(column.tokens)
-                self._lengths[i].write(column.lengths)
-                self.journal.totals[i].add(column)
-            journal = self.journal
-            journal.next = encoded.next
-            journal.read_bytes += encoded.size
-            journal.dropped += len(encoded.skipped)
-            journal.named += encoded.skipped[: _NAMED - len(journal.named)]
-            if time.monotonic() - self._saved > _JOURNAL_SECONDS:
-                self._save_journal()
+        self._chunks.append(encoded)
+        if len(self._chunks) == PART_CHUNKS:
+            self._save_part()
 
-    def _save_journal(self) -> None:
-        """What it speaks of is on the disk before it."""
-        for file in (*self._tokens, *self._lengths):
-            sync(file)
-        temporary = self._journal_path.with_suffix(".tmp")
-        with temporary.open("w") as journal:
-            journal.write(self.journal.text())
-            sync(journal)
-        temporary.replace(self._journal_path)
-        self._saved = time.monotonic()
+    def _save_part(self) -> None:
+        """Ids and lengths of each key, and in JSON the bytes of its texts and what was skipped."""
+        columns = zip(*(chunk.columns for chunk in self._chunks), strict=True)
+        arrays = {}
+        for i, batches in enumerate(columns):
+            arrays[f"ids{i}"] = np.concatenate([batch.ids for batch in batches])
+            arrays[f"lengths{i}"] = np.concatenate([batch.lengths for batch in batches])
+        text_bytes = [sum(sizes) for sizes in zip(*(chunk.text_bytes for chunk in self._chunks), strict=True)]
+        skipped = [line for chunk in self._chunks for line in chunk.skipped]
+        temporary = self.folder / "part.tmp"
+        with self._naming():
+            with temporary.open("wb") as file:
+                np.savez(file, allow_pickle=False, about=np.array(json.dumps([text_bytes, skipped])), **arrays)
+                sync(file)
+            temporary.replace(self._part(self.parts))
+        self.parts += 1
+        self._chunks = []
 
-    def _commit(self) -> None:
-        """Give everything its name. A job that was killed in it ends it when it is started again."""
-        if not self.journal.whole:
-            for i, file in enumerate(self._lengths):
-                file.flush()
-                lengths = np.fromfile(file.name, "<i4")
-                documents = np.concatenate(([0], np.cumsum(lengths > 0)))  # an empty document has no sequence
-                write_index(self.folder / f"{i}.idx", self.dtype, lengths[lengths > 0], documents)
-            self.journal.whole = True
-            self._save_journal()
-        for i, name in enumerate(self.names):
-            publish(self.folder / f"{i}.bin", self.folder / f"{i}.idx", name)
+    def _publish(self) -> None:
+        """Put the parts together. A job that is killed in it does it again when it is started again."""
+        for key, name in enumerate(self.names):
+            whole = self.folder / str(key)
+            with IndexedDatasetWriter(whole, self.dtype) as writer:
+                for number in range(self.parts):
+                    self._copy(number, key, writer)
+            publish(*dataset_paths(whole), name)
+
+    def _copy(self, number: int, key: int, writer: IndexedDatasetWriter) -> None:
+        path, report = self._part(number), self.report
+        try:
+            with np.load(path) as part:
+                batch = Batch(part[f"ids{key}"], part[f"lengths{key}"])
+                text_bytes, skipped = json.loads(str(part["about"]))
+        except (ValueError, LookupError, zipfile.BadZipFile):
+            raise DamageError(f"{path}: damaged; delete it, and the same command makes it again") from None
+        writer.add_documents(batch.ids, batch.lengths)
+        report.text_bytes[key] += text_bytes[key]
+        if key == 0:
+            report.dropped += len(skipped)
+            report.named += skipped[: _NAMED - len(report.named)]
+
+    def __enter__(self) -> Output:
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: Any) -> None:
         with self._lock:
-            try:
-                with naming(self.folder, "; the same command goes on from there"):
-                    if kind is None:
-                        self._commit()
-                    elif issubclass(kind, BadRecordError) and self._journal_path.exists():
-                        self._save_journal()
-                        self.kept = True
-            finally:
-                for file in (*self._tokens, *self._lengths):
-                    with suppress(OSError):  # what could not be written was reported where it was needed
-                        file.close()
-            if kind is None or (issubclass(kind, ValueError) and not self.kept):
+            if error is None:
+                if self._chunks:
+                    self._save_part()
+                with self._naming():
+                    self._publish()
+            can_be_skipped = isinstance(error, BadRecordError) and self.parts
+            if error is None or (isinstance(error, ValueError) and not can_be_skipped):
                 shutil.rmtree(self.folder)

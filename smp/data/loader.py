@@ -9,9 +9,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from smp.data.sample import IGNORE_INDEX, SampleDataset
+from smp.data.sample import IGNORE_INDEX, Sample, SampleDataset
 
 _PREFETCH = 2
 ReadBatch = Callable[[np.ndarray], "RankBatch"]
@@ -30,6 +31,8 @@ class RankBatch:
         position_ids: like ``input_ids``; None: counted from 0 in every row.
         lengths: of each micro-batch, the columns before those that are padding in all of its rows; None: all columns.
         padding: tokens that are none.
+        attended_lengths: int64, tokens of each document, or of each row where tokens see other documents, without
+            padding; None: rows are full and whole.
     """
 
     input_ids: torch.Tensor
@@ -39,6 +42,7 @@ class RankBatch:
     position_ids: torch.Tensor | None = None
     lengths: tuple[int, ...] | None = None
     padding: int = 0
+    attended_lengths: npt.NDArray[np.int64] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -182,4 +186,10 @@ class BatchLoader(Iterator[RankBatch]):
             document_ids=rows([sample.document_ids for sample in samples]) if self._with_documents else None,
             position_ids=rows([sample.position_ids for sample in samples]) if self._with_positions else None,
             padding=sum(sample.padding for sample in samples),
+            attended_lengths=self._attended(samples),
         )
+
+    def _attended(self, samples: list[Sample]) -> npt.NDArray[np.int64]:
+        if self._with_documents:
+            return np.concatenate([sample.document_lengths for sample in samples])
+        return np.array([len(sample.input_ids) - sample.padding for sample in samples])

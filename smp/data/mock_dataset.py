@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from smp.data.keyed_random import keyed_uniform
 from smp.data.sample import Sample
@@ -37,12 +36,7 @@ class MockDataset:
         return None
 
     def sample(self, index: int) -> Sample:
-        """As ``__getitem__``, with labels; a sample is one document."""
-        tokens = self[index]
-        return Sample(tokens[:-1], tokens[1:], np.zeros(self.seq_length, np.int64))
-
-    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        """Sample ``index`` >= 0, int64 (seq_length + 1,)."""
+        """Sample ``index`` >= 0, one document."""
         assert index >= 0
         length = self.seq_length + 1
         chance, value = keyed_uniform(2 * length, self.seed, self.stream, index).reshape(2, length)
@@ -51,4 +45,5 @@ class MockDataset:
         jump = chance < _JUMP
         jump[0] = True
         last_jump = np.maximum.accumulate(np.where(jump, position, 0))
-        return (drawn[last_jump] + position - last_jump) % self.vocab_size
+        tokens = (drawn[last_jump] + position - last_jump) % self.vocab_size
+        return Sample(tokens[:-1], tokens[1:], np.zeros(self.seq_length, np.int64))

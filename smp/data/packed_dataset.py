@@ -41,12 +41,12 @@ class PackedDataset(DocumentSamples[_Epoch]):
 
     @cached_property  # the number is the same in every epoch, and the first order is not at hand for ever
     def samples_per_epoch(self) -> int:
-        return len(self._epochs.order(0).sequences)
+        return len(self._order(0).sequences)
 
     @cached_property
     def filled(self) -> float:
         """Fraction of the positions that hold a token."""
-        return int(self._epochs.order(0).lengths.sum()) / max(1, self.samples_per_epoch * self.seq_length)
+        return int(self._order(0).lengths.sum()) / max(1, self.samples_per_epoch * self.seq_length)
 
     def _size(self) -> int:
         return 3 * (len(self.document_range) + self.num_tokens // self.seq_length)

@@ -17,16 +17,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import xxhash
 from tqdm import tqdm
 
+from smp.data import text_files
 from smp.data.gigatoken_backend import GigatokenTokenizer
 from smp.data.indexed_dataset import dtype_for_vocab
-from smp.data.job_output import BadRecordError, Column, Encoded, Journal, Output
+from smp.data.job_output import PART_CHUNKS, BadRecordError, Encoded, Output, Report
 from smp.data.text_files import Chunk, kind_of, read_chunks, texts_of
-from smp.data.tokenizer import Tokenizer
+from smp.data.tokenizer import Batch, Tokenizer
 from smp.data.tokenizer_files import load_tokenizer, tokenizer_key
 
 _LONGEST = 2**31 - 1
@@ -58,44 +59,34 @@ class Encoder:
     def __call__(self, chunk: Chunk) -> Encoded:
         """Tokens of every record under every key. Raises BadRecordError."""
         skipped: list[str] = []
-
-        def read(number: int, record: Any) -> list[str]:
-            return texts_of(record, chunk.path, number, self.keys)
-
-        def encode_alone(number: int, texts: list[str]) -> list[str]:
+        rows: dict[int, list[str]] = {}
+        for number, record in enumerate(chunk.records, start=chunk.first):
             try:
-                self._columns([texts])
+                rows[number] = texts_of(record, chunk.path, number, self.keys)
             except ValueError as error:
-                raise ValueError(f"{chunk.path}:{number}: {error}") from None
-            return texts
-
-        rows = self._taken(enumerate(chunk.records, start=chunk.first), read, skipped)
+                self._skip(str(error), skipped)
         try:
             columns = self._columns(rows.values())
         except ValueError:  # the tokenizer does not say which of the texts it refuses
-            rows = self._taken(rows.items(), encode_alone, skipped)
+            for number, texts in list(rows.items()):
+                try:
+                    self._columns([texts])
+                except ValueError as error:
+                    self._skip(f"{chunk.path}:{number}: {error}", skipped)
+                    del rows[number]
             columns = self._columns(rows.values())
-        following = (chunk.file, chunk.end, chunk.first + len(chunk.records))
-        return Encoded(columns, skipped, following, chunk.size)
+        sizes = [sum(len(texts[key].encode()) for texts in rows.values()) for key in range(len(self.keys))]
+        return Encoded(columns, sizes, skipped, chunk.size)
 
-    def _taken(
-        self, rows: Iterable[tuple[int, Any]], take: Callable[[int, Any], list[str]], skipped: list[str]
-    ) -> dict[int, list[str]]:
-        """What ``take`` makes of each row. One that it refuses is skipped, or ends the job."""
-        taken = {}
-        for number, row in rows:
-            try:
-                taken[number] = take(number, row)
-            except ValueError as error:
-                if not self.skip_bad:
-                    raise BadRecordError(str(error)) from None
-                skipped.append(str(error))
-        return taken
+    def _skip(self, why: str, skipped: list[str]) -> None:
+        if not self.skip_bad:
+            raise BadRecordError(why) from None
+        skipped.append(why)
 
-    def _columns(self, rows: Collection[list[str]]) -> list[Column]:
+    def _columns(self, rows: Collection[list[str]]) -> list[Batch]:
         return [self._column([texts[i] for texts in rows]) for i in range(len(self.keys))]
 
-    def _column(self, texts: list[str]) -> Column:
+    def _column(self, texts: list[str]) -> Batch:
         tokenizer = self.tokenizer
         batch = tokenizer.encode_batch(texts)
         if batch.ids.max(initial=0) >= tokenizer.vocab_size:
@@ -104,9 +95,7 @@ class Encoder:
             raise ValueError(f"a document of {batch.lengths.max()} tokens; an index holds {_LONGEST} at most")
         if self.append_eod:
             batch = batch.with_ends(tokenizer.eod)
-        ids = batch.ids.astype(dtype_for_vocab(tokenizer.vocab_size))
-        text_bytes = sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
-        return Column(ids.tobytes(), batch.lengths.astype("<i4").tobytes(), text_bytes)
+        return Batch(batch.ids.astype(dtype_for_vocab(tokenizer.vocab_size)), batch.lengths.astype(np.int32))
 
 
 @functools.cache
@@ -163,8 +152,8 @@ def preprocess(
     encoder: Encoder,
     workers: int,
     say: Callable[[str], None] = lambda line: None,
-) -> Journal:
-    """Write one dataset per key of ``encoder``. Returns the journal of the whole job.
+) -> Report:
+    """Write one dataset per key of ``encoder``.
 
     Args:
         paths: text files.
@@ -176,35 +165,36 @@ def preprocess(
 
     Raises:
         ValueError: bad input, or another job in the same folder. Nothing is left, unless it is a BadRecordError and the
-            job already had a journal: then --on-error skip can go on.
+            job already had a part: then --on-error skip can go on.
         OSError: such as a full disk or a killed worker. The job goes on from there when it is started again.
     """
     _check_input(paths, encoder.keys)
     _check_backend(encoder, paths, say)
     output = Output(prefix, names, dtype_for_vocab(encoder.tokenizer.vocab_size), _job(paths, names, encoder))
-    journal = output.journal
-    if output.resumed:
-        say(f"going on after {journal.resumed_at} documents that are in {output.folder}")
+    if output.parts:
+        say(f"going on after {output.parts} parts that are in {output.folder}")
     try:
         with output:
             _write(paths, encoder, workers, output)
     except BadRecordError:
-        if output.kept:
-            documents = journal.totals[0].documents
-            say(f"{output.folder} keeps {documents} documents: the same command with --on-error skip goes on")
+        if output.parts:
+            say(f"{output.folder} keeps {output.parts} parts: the same command with --on-error skip goes on")
         raise
-    return journal
+    return output.report
 
 
 def _write(paths: Sequence[Path], encoder: Encoder, workers: int, output: Output) -> None:
     """Everything that is not in ``output`` yet, with a progress bar."""
-    journal, size = output.journal, sum(path.stat().st_size for path in paths)
-    started, before = time.monotonic(), sum(total.tokens for total in journal.totals)
-    chunks = read_chunks(paths, encoder.keys, journal.next)
-    with tqdm(total=size, initial=journal.read_bytes, unit="B", unit_scale=True, desc="tokenizing") as bar:
+    chunks = read_chunks(paths, encoder.keys)
+    size = sum(path.stat().st_size for path in paths)
+    with tqdm(total=size, unit="B", unit_scale=True, desc="tokenizing") as bar:
+        for chunk in islice(chunks, output.parts * PART_CHUNKS):
+            bar.update(chunk.size)
+        started, tokens = time.monotonic(), 0
         for encoded in encode_all(encoder, chunks, workers):
             output.add(encoded)
-            rate = (sum(total.tokens for total in journal.totals) - before) / max(time.monotonic() - started, 1e-9)
+            tokens += sum(len(batch.ids) for batch in encoded.columns)
+            rate = tokens / max(time.monotonic() - started, 1e-9)
             bar.set_postfix_str(f"{rate / 1e6:.2f} Mtokens/s", refresh=False)
             bar.update(encoded.size)
 
@@ -220,10 +210,10 @@ def _check_input(paths: Sequence[Path], keys: Sequence[str]) -> None:
 
 
 def _job(paths: Sequence[Path], names: Sequence[str], encoder: Encoder) -> str:
-    """Stands for everything that the output depends on. Whether bad records are skipped may change on the way."""
+    """Stands for everything that the parts depend on. Whether bad records are skipped may change on the way."""
     stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     tokenizer = tokenizer_key(encoder.tokenizer_model, encoder.tiktoken_pattern)
-    settings = [tokenizer, list(encoder.keys), encoder.append_eod]
+    settings = [tokenizer, list(encoder.keys), encoder.append_eod, text_files.CHUNK_BYTES, PART_CHUNKS]
     return xxhash.xxh3_128_hexdigest(json.dumps([stats, list(names), settings]).encode())
 
 

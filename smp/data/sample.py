@@ -20,7 +20,7 @@ class Sample:
         input_ids: the tokens.
         labels: the id that follows each; IGNORE_INDEX: no loss here.
         document_ids: numbers of the documents within the sequence, ascending; padding counts as one.
-        padding: places at the end that hold nothing.
+        padding: tokens at the end that are none.
     """
 
     input_ids: npt.NDArray[np.int64]
@@ -29,11 +29,18 @@ class Sample:
     padding: int = 0
 
     @property
+    def document_lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of each document, without padding."""
+        begins = np.flatnonzero(np.diff(self.document_ids, prepend=self.document_ids[0] - 1))
+        lengths = np.diff(begins, append=len(self.document_ids))
+        return lengths[:-1] if self.padding else lengths
+
+    @property
     def position_ids(self) -> npt.NDArray[np.int64]:
-        """Places of the tokens in their documents, or in what of them the sequence holds."""
-        place = np.arange(len(self.document_ids))
+        """Positions of the tokens in their documents, or in what of them the sequence holds."""
+        position = np.arange(len(self.document_ids))
         begins = np.diff(self.document_ids, prepend=-1) != 0
-        return place - np.maximum.accumulate(np.where(begins, place, 0))
+        return position - np.maximum.accumulate(np.where(begins, position, 0))
 
 
 class SampleDataset(Protocol):

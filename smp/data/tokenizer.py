@@ -38,7 +38,7 @@ class Tokenizer(Protocol):
 class Batch:
     """Ids of several texts, text after text: integers (tokens,), and how many each has, (texts,)."""
 
-    def __init__(self, ids: npt.NDArray[np.integer], lengths: npt.NDArray[np.int64]) -> None:
+    def __init__(self, ids: npt.NDArray[np.integer], lengths: npt.NDArray[np.signedinteger]) -> None:
         self.ids, self.lengths = ids, lengths
 
     @classmethod

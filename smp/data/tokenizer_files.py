@@ -92,7 +92,7 @@ def open_tokenizer_json(path: str | Path) -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise ValueError(f"{path}: needs the library tokenizers: pip install 'smp[data]'") from None
+        raise ValueError(f"{path}: needs the library tokenizers: pip install tokenizers") from None
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
@@ -148,7 +148,7 @@ class TiktokenTokenizer:
         try:
             import tiktoken
         except ImportError:
-            raise ValueError(f"{path}: needs the library tiktoken: pip install 'smp[data]'") from None
+            raise ValueError(f"{path}: needs the library tiktoken: pip install tiktoken") from None
         ranks: dict[bytes, int] = {}
         for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
             merge = _merge(line)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from smp.config import ConfigError
-from smp.kernels.attention_core import AttentionCore, AttentionSpec, FusedAttention, MathAttention
+from smp.kernels.attention_core import AttentionSpec, BlockCore, FusedAttention, MathAttention
 from smp.kernels.token_layout import TokenLayout
 from smp.kernels.varlen import VarlenAttention
 
@@ -52,7 +52,7 @@ class AttentionShape:
 class AttentionChoice:
     """A core, and why it is this one."""
 
-    core: AttentionCore
+    core: BlockCore
     reason: str
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ def choose_attention(
     return AttentionChoice(core, reason)
 
 
-def _core(name: str, device: torch.device, shape: AttentionShape) -> AttentionCore:
+def _core(name: str, device: torch.device, shape: AttentionShape) -> BlockCore:
     """What computes with backend ``name``."""
     if name == "math":
         return MathAttention()
@@ -122,7 +122,7 @@ def _works(name: str, device: torch.device, shape: AttentionShape) -> bool:
         return False
 
 
-def _runs(core: AttentionCore, device: torch.device, shape: AttentionShape) -> bool:
+def _runs(core: BlockCore, device: torch.device, shape: AttentionShape) -> bool:
     """Forward and backward; False if PyTorch itself would not take this kernel, which knows of broken versions."""
     length = shape.length
     options: dict[str, Any] = {"device": device, "dtype": shape.dtype, "requires_grad": True}

@@ -74,6 +74,27 @@ class AttentionCore(Protocol):
         token_index, the global head and the place of the key."""
 
 
+class BlockCore(AttentionCore, Protocol):
+    """A core that computes blocks of keys, one after the other, whose results are merged."""
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        layout: TokenLayout,
+        spec: AttentionSpec,
+        dropout_key: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Gradients of q, k and v by the keys of ``layout``; ``out`` and ``lse`` may be those of more keys, merged.
+
+        Those of q are the sum over all blocks of keys.
+        """
+
+
 class _Masked:
     """Cores whose layout carries a mask for each pattern."""
 
@@ -107,13 +128,9 @@ class MathAttention(_Masked):
         rows, dtype, accumulation = q.shape[0], q.dtype, torch.promote_types(q.dtype, torch.float32)
         if dropout_key is None:
             q, k, v = (x.to(accumulation) for x in (q, k, v))
-        heads, scale = q.shape[1], q.shape[2] ** -0.5 if spec.scale is None else spec.scale
+        heads = q.shape[1]
         q, k, v = _unfold(q, layout.batch, layout.length), *_keys(k, v, layout, heads)
-        scores = (q @ k.transpose(-1, -2)).to(accumulation) * scale  # (batch, heads, length, keys)
-        pattern = spec.pattern(layout)
-        if spec.causal or layout.needs_mask(pattern):
-            known = layout.mask(pattern, dtype, q.device)
-            scores = scores + (layout.make_mask(pattern, dtype, q.device) if known is None else known)
+        scores = _scores(q, k, layout, spec, dtype)  # (batch, heads, length, keys)
         lse = scores.detach().logsumexp(dim=-1)
         blind = None if layout.sees_itself else lse.isneginf()[..., None]
         if blind is not None:
@@ -125,6 +142,53 @@ class MathAttention(_Masked):
             probabilities = _drop(probabilities, layout, spec, dropout_key)
         out = probabilities.to(v.dtype) @ v
         return _fold(out.to(dtype), rows), _fold_lse(lse, rows)
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        layout: TokenLayout,
+        spec: AttentionSpec,
+        dropout_key: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Every step in fp32 at least but for scores with dropout, which are those of the forward pass; see
+        :mod:`smp.kernels.sdpa`."""
+        given, groups, accumulation = (q, k, v), k.shape[1], torch.promote_types(q.dtype, torch.float32)
+        k, v = _keys(k, v, layout, q.shape[1])
+        q, dout, out = (_unfold(x, layout.batch, layout.length) for x in (q, dout, out))
+        scores = None if dropout_key is None else _scores(q, k, layout, spec, q.dtype)
+        dout, q, k, v, out = (x.to(accumulation) for x in (dout, q, k, v, out))
+        if scores is None:
+            scores = _scores(q, k, layout, spec, given[0].dtype)
+        lse = lse.masked_fill(lse.isneginf(), 0.0)  # nobody is seen: exp(-inf - 0) is 0, exp(-inf + inf) is NaN
+        probabilities = (scores - _unfold_lse(lse, layout)[..., None]).exp()
+        dropped, dp = probabilities, dout @ v.transpose(-1, -2)
+        if dropout_key is not None:
+            dropped, dp = (_drop(x, layout, spec, dropout_key) for x in (probabilities, dp))
+        ds = probabilities * (dp - (dout * out).sum(-1, keepdim=True)) * _scale(q, spec)
+        pairs = (ds.transpose(-1, -2) @ q, dropped.transpose(-1, -2) @ dout)
+        dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in pairs)
+        return tuple(_fold(dx, x.shape[0]).to(x.dtype) for dx, x in zip((ds @ k, dk, dv), given, strict=True))
+
+
+def _scale(q: torch.Tensor, spec: AttentionSpec) -> float:
+    return q.shape[-1] ** -0.5 if spec.scale is None else spec.scale
+
+
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, layout: TokenLayout, spec: AttentionSpec, dtype: torch.dtype
+) -> torch.Tensor:
+    """(batch, heads, length, keys), masked; ``dtype`` is that of masks."""
+    scores, pattern = q @ k.transpose(-1, -2), spec.pattern(layout)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * _scale(q, spec)
+    if not spec.causal and not layout.needs_mask(pattern):
+        return scores
+    known = layout.mask(pattern, dtype, q.device)
+    return scores + (layout.make_mask(pattern, dtype, q.device) if known is None else known)
 
 
 def _drop(p: torch.Tensor, layout: TokenLayout, spec: AttentionSpec, key: torch.Tensor) -> torch.Tensor:
@@ -180,16 +244,15 @@ class FusedAttention(_Masked):
         lse: torch.Tensor,
         layout: TokenLayout,
         spec: AttentionSpec,
+        dropout_key: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Gradients of q, k and v by the keys of ``layout``; ``out`` and ``lse`` may be those of more keys, merged.
-
-        Those of q are the sum over all blocks of keys.
-        """
+        if dropout_key is not None:
+            return MathAttention().backward(dout, q, k, v, out, lse, layout, spec, dropout_key)
         operator, groups = operator_for(self.name, q.device), k.shape[1]
         *given, scores = self.arguments(q, k, v, layout, spec)
         dout, out = (_unfold(_widened(x, operator.multiple), layout.batch, layout.length) for x in (dout, out))
         lse = lse.masked_fill(lse.isneginf(), 0.0)  # nobody is seen: exp(-inf - 0) is 0, exp(-inf + inf) is NaN
-        kept = out, lse[:, : layout.num_queries].unflatten(1, (layout.batch, -1)).transpose(0, 1)
+        kept = out, _unfold_lse(lse, layout)
         dq, dk, dv = operator.backward(dout, *given, *kept, scores=scores)
         dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in (dk, dv))
         return tuple(_fold(dx[..., : x.shape[2]], x.shape[0]) for dx, x in ((dq, q), (dk, k), (dv, v)))
@@ -224,9 +287,26 @@ class DefaultAttention(_Masked):
         spec: AttentionSpec,
         dropout_key: torch.Tensor | None = None,
     ) -> Pair:
+        return self._fused(q, layout, spec)(q, k, v, layout, spec, dropout_key)
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        layout: TokenLayout,
+        spec: AttentionSpec,
+        dropout_key: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        return self._fused(q, layout, spec).backward(dout, q, k, v, out, lse, layout, spec, dropout_key)
+
+    @staticmethod
+    def _fused(q: torch.Tensor, layout: TokenLayout, spec: AttentionSpec) -> FusedAttention:
         flash = q.dtype.itemsize == 2 and not layout.needs_mask(spec.pattern(layout))
-        name = "flash" if flash or not q.is_cuda else "efficient"
-        return FusedAttention(name)(q, k, v, layout, spec, dropout_key)
+        return FusedAttention("flash" if flash or not q.is_cuda else "efficient")
 
 
 DEFAULT_ATTENTION = DefaultAttention()
@@ -258,6 +338,11 @@ def _keys(k: torch.Tensor, v: torch.Tensor, layout: TokenLayout, heads: int) -> 
 def _fold(x: torch.Tensor, rows: int) -> torch.Tensor:
     """(batch, heads, length, head_dim) -> (rows, heads, head_dim), padded with zeros."""
     return pad_rows(rearrange(x, "batch heads length dim -> (batch length) heads dim"), rows)
+
+
+def _unfold_lse(lse: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
+    """(heads, rows) -> (batch, heads, length), without the padding."""
+    return lse[:, : layout.num_queries].unflatten(1, (layout.batch, -1)).transpose(0, 1)
 
 
 def _fold_lse(lse: torch.Tensor, rows: int) -> torch.Tensor:

@@ -1,10 +1,12 @@
 """Cross-entropy over one rank's columns of the logits.
 
-With local logits z (n, v), the softmax over the whole vocabulary needs from each rank only two floats per token: l =
-log sum exp z and the target's logit. From all ranks' l follows L = log sum exp l, the loss L - z[target], and its
-gradient exp(z - L) minus one at the target.
+With local logits z (n, v), the softmax over the whole vocabulary needs from each rank three floats per token: the
+largest logit m, l = log sum exp (z - m), and the target's logit. From those of all ranks follow M, the largest m, L =
+log sum exp (m - M + l), the loss L - (z[target] - M), and its gradient exp((z - M) - L) minus one at the target. M and
+L stay apart: their sum is as large as the logits are, and its rounding would be an error of every probability when all
+logits of a token are far from zero.
 
-Bytes per local logit in bf16: 2 to read for l, 2 to read and 2 to write for the gradient, which takes the logits'
+Bytes per local logit in bf16: 2 to read for m and l, 2 to read and 2 to write for the gradient, which takes the logits'
 place. The sums are fp32 whatever the logits' dtype. (Megatron's and Liger's vocabulary-parallel versions keep an fp32
 buffer of all local logits; flash-attention's is the nearest to this one.)
 
@@ -21,11 +23,13 @@ import torch
 from smp.kernels.registry import accumulation_dtype, kernels_of, register
 
 BLOCK_ELEMENTS = 1 << 20
+LOWEST = -3.4e38
+"""In place of minus infinity as the largest logit, whose difference to a logit would be NaN."""
 
 
 def softmax_stats(logits: torch.Tensor, columns: torch.Tensor, valid: int, backend: str = "torch") -> torch.Tensor:
-    """(l, target's logit) of local logits, fp32 (2, n). The target's logit is 0 where another rank has the target, and
-    l is minus infinity where no real column is above that.
+    """(m, l, target's logit) of local logits, fp32 (3, n). The target's logit is 0 where another rank has the target.
+    Where no real column is above minus infinity l is that, and m is below all that others have.
 
     Args:
         logits: (n, v), any floating dtype, columns contiguous; columns from ``valid`` on are padding.
@@ -36,14 +40,17 @@ def softmax_stats(logits: torch.Tensor, columns: torch.Tensor, valid: int, backe
     return _softmax_stats_op(logits, columns, valid, backend)
 
 
-def combine_stats(stats: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge the ranks' (p, 2, n) statistics into the whole vocabulary's L and target logit, each (n,)."""
-    return stats[:, 0].logsumexp(dim=0), stats[:, 1].sum(dim=0)
+def combine_stats(stats: torch.Tensor) -> torch.Tensor:
+    """Merge the ranks' (p, 3, n) statistics into the whole vocabulary's (M, L, target's logit), (3, n)."""
+    peaks, log_sums, targets = stats.unbind(dim=1)
+    peak = peaks.amax(dim=0)
+    log_sum = (peaks - peak + log_sums).logsumexp(dim=0)
+    return torch.stack((peak, log_sum, targets.sum(dim=0)))
 
 
 def logits_to_gradient(
     logits: torch.Tensor,
-    log_total: torch.Tensor,
+    stats: torch.Tensor,
     columns: torch.Tensor,
     valid: int,
     weights: torch.Tensor,
@@ -53,10 +60,10 @@ def logits_to_gradient(
 
     Args:
         logits, columns, valid, backend: as in :func:`softmax_stats`.
-        log_total: fp32 (n,), L.
+        stats: fp32 (3, n), those of the whole vocabulary.
         weights: fp32 (n,), 0 for tokens that do not count.
     """
-    _logits_to_gradient_op(logits, log_total, columns, valid, weights, backend)
+    _logits_to_gradient_op(logits, stats, columns, valid, weights, backend)
     torch.autograd.graph.increment_version(logits)  # who kept the logits for a backward pass gets an error, not noise
     return logits
 
@@ -77,25 +84,24 @@ def _scratch(logits: torch.Tensor, valid: int) -> torch.Tensor:
 
 def softmax_stats_reference(logits: torch.Tensor, columns: torch.Tensor, valid: int) -> torch.Tensor:
     """:func:`softmax_stats` in PyTorch."""
-    stats = torch.zeros(2, logits.shape[0], device=logits.device, dtype=accumulation_dtype(logits.dtype))
+    stats = torch.zeros(3, logits.shape[0], device=logits.device, dtype=accumulation_dtype(logits.dtype))
     if valid == 0:
-        stats[0] = -torch.inf
+        stats[0], stats[1] = LOWEST, -torch.inf
         return stats
     scratch = _scratch(logits, valid)
     for rows in _row_blocks(logits):
         z = logits[rows, :valid]
-        peak = z.amax(dim=1).to(stats.dtype)
-        peak.masked_fill_(peak == -torch.inf, 0.0)  # where all is minus infinity, inf - inf would be NaN
+        peak = z.amax(dim=1).to(stats.dtype).clamp_(min=LOWEST)  # NaN stays
         total = torch.sub(z, peak[:, None], out=scratch[: z.shape[0]]).exp_().sum(dim=1)
-        stats[0, rows] = peak + total.log()
+        stats[0, rows], stats[1, rows] = peak, total.log()
     here = (columns >= 0) & (columns < valid)
     target = logits.gather(1, columns.clamp(0, valid - 1)[:, None])[:, 0]
-    stats[1] = torch.where(here, target.to(stats.dtype), 0.0)
+    stats[2] = torch.where(here, target.to(stats.dtype), 0.0)
     return stats
 
 
 def logits_to_gradient_reference(
-    logits: torch.Tensor, log_total: torch.Tensor, columns: torch.Tensor, valid: int, weights: torch.Tensor
+    logits: torch.Tensor, stats: torch.Tensor, columns: torch.Tensor, valid: int, weights: torch.Tensor
 ) -> None:
     """:func:`logits_to_gradient` in PyTorch."""
     here = (columns >= 0) & (columns < valid)
@@ -104,7 +110,7 @@ def logits_to_gradient_reference(
     for rows in _row_blocks(logits) if valid else ():
         z = logits[rows, :valid]
         gradient = z if z.dtype == scratch.dtype else scratch[: z.shape[0]]
-        torch.sub(z, log_total[rows, None], out=gradient).exp_().mul_(weights[rows, None])
+        torch.sub(z, stats[0, rows, None], out=gradient).sub_(stats[1, rows, None]).exp_().mul_(weights[rows, None])
         gradient.scatter_add_(1, columns[rows], minus[rows])
         if gradient is not z:
             z.copy_(gradient)
@@ -118,20 +124,20 @@ def _softmax_stats(logits: torch.Tensor, columns: torch.Tensor, valid: int, back
 
 
 def _softmax_stats_fake(logits: torch.Tensor, columns: torch.Tensor, valid: int, backend: str) -> torch.Tensor:
-    return logits.new_empty((2, logits.shape[0]), dtype=accumulation_dtype(logits.dtype))
+    return logits.new_empty((3, logits.shape[0]), dtype=accumulation_dtype(logits.dtype))
 
 
 def _logits_to_gradient(
     logits: torch.Tensor,
-    log_total: torch.Tensor,
+    stats: torch.Tensor,
     columns: torch.Tensor,
     valid: int,
     weights: torch.Tensor,
     backend: str,
 ) -> None:
     if backend == "torch":
-        return logits_to_gradient_reference(logits, log_total, columns, valid, weights)
-    return kernels_of("cross_entropy", backend).logits_to_gradient(logits, log_total, columns, valid, weights)
+        return logits_to_gradient_reference(logits, stats, columns, valid, weights)
+    return kernels_of("cross_entropy", backend).logits_to_gradient(logits, stats, columns, valid, weights)
 
 
 def _nothing(*args: object) -> None:
@@ -144,7 +150,7 @@ _softmax_stats_op = register(
     _softmax_stats_fake,
 )
 _logits_to_gradient_op = register(
-    "logits_to_gradient_(Tensor(a!) logits, Tensor log_total, Tensor columns, SymInt valid, Tensor weights,"
+    "logits_to_gradient_(Tensor(a!) logits, Tensor stats, Tensor columns, SymInt valid, Tensor weights,"
     " str backend) -> ()",
     _logits_to_gradient,
     _nothing,

@@ -79,6 +79,10 @@ def choose_kernels(
         ConfigError: the wish cannot be met; one line.
     """
     chosen = {name: _automatic(name, device, features, compile) for name in OPERATIONS}
+    if device.type != "cuda" and wish in ("cuda", "apex"):
+        raise ConfigError(
+            f"--kernels {wish} needs a CUDA device, this run is on {device.type}; --kernels torch runs anywhere"
+        )
     if wish == "torch":
         chosen = dict.fromkeys(OPERATIONS, ("torch", "--kernels torch"))
     elif wish == "triton":
@@ -88,7 +92,7 @@ def choose_kernels(
         _require_cuda(device)
         chosen["cross_entropy"] = ("cuda", "--kernels cuda")
     elif wish == "apex":
-        _require_apex(device, compile)
+        _require_apex(compile)
         chosen["norm"] = ("apex", "--kernels apex")
     backends: dict[str, Any] = {name: backend for name, (backend, _) in chosen.items()}
     kernels = Kernels(**backends, rope_in_place=backends["rope"] != "torch" and not compile and not selective)
@@ -142,10 +146,6 @@ def _require_triton(device: torch.device, features: int) -> None:
 
 
 def _require_cuda(device: torch.device) -> None:
-    if device.type != "cuda":
-        raise ConfigError(
-            f"--kernels cuda needs a CUDA device, this run is on {device.type}; --kernels torch runs anywhere"
-        )
     from smp.kernels.cuda.library import library_path, why_unusable
 
     if not library_path().exists():
@@ -160,11 +160,7 @@ def _require_cuda(device: torch.device) -> None:
         )
 
 
-def _require_apex(device: torch.device, compile: bool) -> None:
-    if device.type != "cuda":
-        raise ConfigError(
-            f"--kernels apex needs a CUDA device, this run is on {device.type}; --kernels torch runs anywhere"
-        )
+def _require_apex(compile: bool) -> None:
     if compile:
         raise ConfigError(
             "--kernels apex and --compile exclude each other: torch.compile cannot trace apex; leave out one"

@@ -28,7 +28,7 @@ def keyed_keep_mask(
     """Boolean (len(tokens), channels): True with probability 1 - p, a function of (key, token, channel) alone.
 
     Args:
-        key: 0-dim int64, this site's key.
+        key: this site's key, 0-dim int64, also on the host: then nothing goes to the device.
         tokens: int64 (n,), global token numbers.
         channels: number of columns; column c is channel first_channel + c of every layout.
         p: probability of False, in [0, 1).

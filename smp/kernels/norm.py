@@ -19,28 +19,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from smp.kernels.registry import accumulation_dtype, kernels_of, register
+from smp.kernels.registry import accumulation_dtype, dispatched, kernels_of, register
 
 Tensors = tuple[torch.Tensor, ...]
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, backend: str = "torch") -> torch.Tensor:
-    """RMSNorm of the last dimension, (..., features) -> the same; ``backend`` torch, triton or apex."""
-    if backend == "torch":
-        return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    if backend == "apex":
-        return kernels_of("norm", backend).rms_norm(x, weight, eps)
-    return _Norm.apply(x, None, weight, None, eps, backend)[0]
-
-
-def layer_norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, backend: str = "torch"
+def norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, backend: str = "torch"
 ) -> torch.Tensor:
-    """LayerNorm of the last dimension, (..., features) -> the same; ``backend`` torch, triton or apex."""
+    """Norm of the last dimension, (..., features) -> the same: LayerNorm with a ``bias``, else RMSNorm; ``backend``
+    torch, triton or apex."""
     if backend == "torch":
-        return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+        row = x.shape[-1:]
+        return F.rms_norm(x, row, weight, eps) if bias is None else F.layer_norm(x, row, weight, bias, eps)
     if backend == "apex":
-        return kernels_of("norm", backend).layer_norm(x, weight, bias, eps)
+        return kernels_of("norm", backend).norm(x, weight, bias, eps)
     return _Norm.apply(x, None, weight, bias, eps, backend)[0]
 
 
@@ -52,14 +45,12 @@ def add_norm(
     eps: float,
     backend: str = "torch",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm(x + residual), x + residual), of the shape of ``x``: LayerNorm with a ``bias``, else RMSNorm."""
+    """(norm(x + residual), x + residual), of the shape of ``x``; see :func:`norm`."""
     if backend == "triton":
         y, total = _Norm.apply(x, residual, weight, bias, eps, backend)
         return y, total
     total = x + residual
-    if bias is None:
-        return rms_norm(total, weight, eps, backend), total
-    return layer_norm(total, weight, bias, eps, backend), total
+    return norm(total, weight, bias, eps, backend), total
 
 
 class _Norm(torch.autograd.Function):
@@ -130,26 +121,8 @@ def backward_reference(
     return dx.to(x.dtype), (dy.to(scale.dtype) * wide).sum(dim=0).to(weight.dtype), dbias.to(weight.dtype)
 
 
-def _forward(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    backend: str,
-) -> Tensors:
-    if backend == "torch":
-        return forward_reference(x, residual, weight, bias, eps)
-    return kernels_of("norm", backend).forward(x, residual, weight, bias, eps)
-
-
 def _forward_fake(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    backend: str,
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, *_: Any
 ) -> Tensors:
     wide = accumulation_dtype(x.dtype)
     total = x.new_empty(0 if residual is None else x.shape)
@@ -157,43 +130,20 @@ def _forward_fake(
     return x.new_empty(x.shape), total, mean, x.new_empty(x.shape[0], dtype=wide)
 
 
-def _backward(
-    dy: torch.Tensor,
-    dtotal: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    mean: torch.Tensor,
-    scale: torch.Tensor,
-    has_bias: bool,
-    backend: str,
-) -> Tensors:
-    if backend == "torch":
-        return backward_reference(dy, dtotal, x, weight, mean, scale, has_bias)
-    return kernels_of("norm", backend).backward(dy, dtotal, x, weight, mean, scale, has_bias)
-
-
-def _backward_fake(
-    dy: torch.Tensor,
-    dtotal: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    mean: torch.Tensor,
-    scale: torch.Tensor,
-    has_bias: bool,
-    backend: str,
-) -> Tensors:
+def _backward_fake(*arguments: Any) -> Tensors:
+    _, _, x, weight, _, _, has_bias, _ = arguments
     return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape if has_bias else 0)
 
 
 _forward_op = register(
     "norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps, str backend)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    _forward,
+    dispatched("norm", "forward", forward_reference),
     _forward_fake,
 )
 _backward_op = register(
     "norm_backward(Tensor dy, Tensor? dtotal, Tensor x, Tensor weight, Tensor mean, Tensor scale, bool has_bias,"
     " str backend) -> (Tensor, Tensor, Tensor)",
-    _backward,
+    dispatched("norm", "backward", backward_reference),
     _backward_fake,
 )

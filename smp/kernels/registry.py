@@ -17,20 +17,40 @@ import torch
 from smp.kernels.dispatch import interpreted
 
 _LIBRARY = torch.library.Library("smp", "FRAGMENT")
+BODIES: dict[Any, Callable[..., Any]] = {}
+"""What operators run on a CPU, for who counts what they consist of."""
 
 
-def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Define ``smp::<schema>``, run by ``run`` on CPU and CUDA; ``fake`` makes its outputs' shapes for tracing.
+def define(schema: str, fake: Callable[..., Any], **run: Callable[..., Any]) -> Any:
+    """Define ``smp::<schema>``; ``fake`` makes its outputs' shapes for tracing, and ``run`` computes them, by dispatch
+    key.
 
     Returns:
         The operator, to be bound once and called.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, _where_it_can(name, run), "CPU")
-    _LIBRARY.impl(name, _on_its_device(run), "CUDA")
+    for key, function in run.items():
+        _LIBRARY.impl(name, function, key)
     torch.library.register_fake(f"smp::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.smp, name).default
+    operator = getattr(torch.ops.smp, name).default
+    BODIES[operator] = next(iter(run.values()))
+    return operator
+
+
+def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """As :func:`define`, an operator whose last argument is its backend, on CPU and CUDA."""
+    return define(schema, fake, CPU=_where_it_can(schema.partition("(")[0], run), CUDA=_on_its_device(run))
+
+
+def dispatched(operation: str, launcher: str, reference: Callable[..., Any]) -> Callable[..., Any]:
+    """What runs an operator: ``reference`` with the backend torch, else that launcher of ``operation``."""
+
+    def run(*arguments: Any) -> Any:
+        *given, backend = arguments
+        return (reference if backend == "torch" else getattr(kernels_of(operation, backend), launcher))(*given)
+
+    return run
 
 
 def _where_it_can(name: str, run: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from smp.kernels.registry import accumulation_dtype, kernels_of, register
+from smp.kernels.registry import accumulation_dtype, dispatched, register
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -52,7 +52,7 @@ def _heads(x: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The reference: rotate the first ``r`` channels of x (tokens, heads, head_dim); fp32 inside, dtype kept."""
+    """Rotate the first ``r`` channels of x (tokens, heads, head_dim); fp32 inside, dtype kept."""
     r = cos.shape[-1]
     rotated, passed = x[..., :r].to(accumulation_dtype(x.dtype)), x[..., r:]
     first, second = rotated.chunk(2, dim=-1)
@@ -91,36 +91,27 @@ class _Rope(torch.autograd.Function):
         return out_q.view(dq.shape), out_k.view(dk.shape), None, None, None, None, None
 
 
-def _rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool, backend: str) -> Pair:
-    if backend == "torch":
-        sin = -sin if inverse else sin
-        return rotate(q, cos, sin), rotate(k, cos, sin)
-    out = q.new_empty(q.shape), k.new_empty(k.shape)
-    kernels_of("rope", backend).rotate(q, k, *out, cos, sin, inverse)
-    return out
+def _reference(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool) -> Pair:
+    sin = -sin if inverse else sin
+    return rotate(q, cos, sin), rotate(k, cos, sin)
 
 
-def _rope_fake(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool, backend: str
-) -> Pair:
+def _reference_in_place(q: torch.Tensor, k: torch.Tensor, *table: Any) -> None:
+    for x, out in zip((q, k), _reference(q, k, *table), strict=True):
+        x.copy_(out)
+
+
+def _rope_fake(q: torch.Tensor, k: torch.Tensor, *_: Any) -> Pair:
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
-def _rope_in_place(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool, backend: str
-) -> None:
-    if backend == "torch":
-        for x, out in zip((q, k), _rope(q, k, cos, sin, inverse, backend), strict=True):
-            x.copy_(out)
-        return
-    kernels_of("rope", backend).rotate(q, k, q, k, cos, sin, inverse)
-
-
 _rope_op = register(
-    "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool inverse, str backend) -> (Tensor, Tensor)", _rope, _rope_fake
+    "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool inverse, str backend) -> (Tensor, Tensor)",
+    dispatched("rope", "rotate", _reference),
+    _rope_fake,
 )
 _rope_in_place_op = register(
     "rope_(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin, bool inverse, str backend) -> ()",
-    _rope_in_place,
-    lambda *args: None,
+    dispatched("rope", "rotate_in_place", _reference_in_place),
+    lambda *_: None,
 )

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from smp.kernels.registry import accumulation_dtype, kernels_of, register
+from smp.kernels.registry import accumulation_dtype, dispatched, register
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor, backend: str = "torch") -> torch.Tensor:
@@ -25,38 +25,23 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, backend: str = "torch") -> torc
     return _Swiglu.apply(gate, up, backend)
 
 
-def swiglu_forward(gate: torch.Tensor, up: torch.Tensor, backend: str) -> torch.Tensor:
-    """:func:`swiglu` without autograd, for a function that has its own backward pass."""
-    return _forward_op(_rows(gate), _rows(up), backend).view(gate.shape)
-
-
-def swiglu_backward(
-    da: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, backend: str, *, again: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dgate, dup, a); a, bit for bit that of the forward pass, is empty unless asked for by ``again``."""
-    dgate, dup, a = _backward_op(_rows(da), _rows(gate), _rows(up), again, backend)
-    return dgate.view(gate.shape), dup.view(gate.shape), a.view(gate.shape) if again else a
-
-
 @dataclass(frozen=True)
 class FusedSwiglu:
-    """SwiGLU in front of a row-parallel product, whose function makes a again instead of keeping it; see
-    ``smp.layers.linear_functions.Activation``."""
+    """SwiGLU without autograd, for a function that has its own backward pass, as the one of a row-parallel product,
+    which makes a again instead of keeping it; see ``smp.layers.linear_functions``."""
 
     backend: str
 
-    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """a of (gate, up)."""
-        gate, up = inputs
-        return swiglu_forward(gate, up, self.backend)
+    def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """a."""
+        return _forward_op(_rows(gate), _rows(up), self.backend).view(gate.shape)
 
     def backward(
-        self, grad: torch.Tensor, *inputs: torch.Tensor, again: bool
-    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """((dgate, dup), a)."""
-        gate, up = inputs
-        dgate, dup, a = swiglu_backward(grad, gate, up, self.backend, again=again)
-        return (dgate, dup), a
+        self, da: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, again: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(dgate, dup, a); a, bit for bit that of the forward pass, is empty unless asked for by ``again``."""
+        dgate, dup, a = _backward_op(_rows(da), _rows(gate), _rows(up), again, self.backend)
+        return dgate.view(gate.shape), dup.view(gate.shape), a.view(gate.shape) if again else a
 
 
 class _Swiglu(torch.autograd.Function):
@@ -64,12 +49,12 @@ class _Swiglu(torch.autograd.Function):
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, backend: str) -> torch.Tensor:
         ctx.save_for_backward(gate, up)
         ctx.backend = backend
-        return swiglu_forward(gate, up, backend)
+        return FusedSwiglu(backend).forward(gate, up)
 
     @staticmethod
     def backward(ctx: Any, da: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         gate, up = ctx.saved_tensors
-        dgate, dup, _ = swiglu_backward(da, gate, up, ctx.backend)
+        dgate, dup, _ = FusedSwiglu(ctx.backend).backward(da, gate, up)
         return dgate, dup, None
 
 
@@ -94,22 +79,8 @@ def backward_reference(da: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, a
     return dgate.to(gate.dtype), dup.to(gate.dtype), a
 
 
-def _forward(gate: torch.Tensor, up: torch.Tensor, backend: str) -> torch.Tensor:
-    if backend == "torch":
-        return forward_reference(gate, up)
-    return kernels_of("swiglu", backend).forward(gate, up)
-
-
-def _forward_fake(gate: torch.Tensor, up: torch.Tensor, backend: str) -> torch.Tensor:
+def _forward_fake(gate: torch.Tensor, *_: Any) -> torch.Tensor:
     return gate.new_empty(gate.shape)
-
-
-def _backward(
-    da: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, again: bool, backend: str
-) -> tuple[torch.Tensor, ...]:
-    if backend == "torch":
-        return backward_reference(da, gate, up, again)
-    return kernels_of("swiglu", backend).backward(da, gate, up, again)
 
 
 def _backward_fake(
@@ -118,9 +89,13 @@ def _backward_fake(
     return gate.new_empty(gate.shape), gate.new_empty(gate.shape), gate.new_empty(gate.shape if again else 0)
 
 
-_forward_op = register("swiglu(Tensor gate, Tensor up, str backend) -> Tensor", _forward, _forward_fake)
+_forward_op = register(
+    "swiglu(Tensor gate, Tensor up, str backend) -> Tensor",
+    dispatched("swiglu", "forward", forward_reference),
+    _forward_fake,
+)
 _backward_op = register(
     "swiglu_backward(Tensor da, Tensor gate, Tensor up, bool again, str backend) -> (Tensor, Tensor, Tensor)",
-    _backward,
+    dispatched("swiglu", "backward", backward_reference),
     _backward_fake,
 )

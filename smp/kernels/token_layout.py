@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
+from smp.kernels.sequence_cut import SequenceCut
 from smp.kernels.transfer import to_device
 
 Pattern = tuple[bool, int | None]
@@ -37,6 +39,9 @@ class TokenLayout:
         masks: by pattern, (batch or 1, 1, length, key_length), added to scores. A core makes them for all layers.
         cu_seqlens_q, cu_seqlens_k: int32 (documents + 1,), where documents begin in queries and keys. Likewise.
         max_seqlen_q, max_seqlen_k: at least the tokens of the longest document.
+        cut: the sequences are cut over ranks, and these are this rank's tokens; what documents there are it says. None:
+            the tokens of whole sequences.
+        plan: what a core that exchanges with other ranks derives from ``cut``, once for all layers.
     """
 
     batch: int
@@ -56,6 +61,8 @@ class TokenLayout:
     cu_seqlens_k: torch.Tensor | None = None
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
+    cut: SequenceCut | None = None
+    plan: Any = None
 
     def __post_init__(self) -> None:
         if self.local_token_index is None:

@@ -77,10 +77,10 @@ class VarlenAttention:
         lse: torch.Tensor,
         layout: TokenLayout,
         spec: AttentionSpec,
+        dropout_key: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """As :meth:`FusedAttention.backward`."""
-        if not layout.needs_mask(spec.pattern(layout)):
-            return self.dense.backward(dout, q, k, v, out, lse, layout, spec)
+        if dropout_key is not None or not layout.needs_mask(spec.pattern(layout)):
+            return self.dense.backward(dout, q, k, v, out, lse, layout, spec, dropout_key)
         import torch.nn.attention.varlen  # defines the operator
 
         count, sides = layout.num_queries, _sides(spec)

@@ -2,9 +2,13 @@
 ``ParallelContext``) in, no config, no trainer, no global state."""
 
 from smp.data.sample import IGNORE_INDEX
+from smp.kernels.attention_core import DEFAULT_ATTENTION, AttentionSpec
+from smp.kernels.rope import rotate as apply_rope
+from smp.kernels.sequence_cut import SequenceCut, cut_sequences
 from smp.kernels.token_layout import TokenLayout
 from smp.layers.attention import SelfAttention
 from smp.layers.block import TransformerBlock
+from smp.layers.context_parallel import context_parallel_attention
 from smp.layers.cross_entropy import VocabShard, linear_cross_entropy, vocab_parallel_cross_entropy
 from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from smp.layers.head import ModelOutput, VocabParallelHead
@@ -13,15 +17,18 @@ from smp.layers.lora import Lora, adapters_off, add_adapters
 from smp.layers.mlp import MLP
 from smp.layers.norm import LayerNorm, RMSNorm
 from smp.layers.parameter import Constant, Normal, init_weights, local, tp_parameter
-from smp.layers.rope import RopeScaling, apply_rope, rope_frequencies, rope_table
+from smp.layers.rope import LinearScaling, RopeScaling, YarnScaling, rope_frequencies, rope_table
 from smp.parallel.context import ParallelContext, build_context
 
 __all__ = [
+    "DEFAULT_ATTENTION",
     "IGNORE_INDEX",
     "MLP",
+    "AttentionSpec",
     "ColumnParallelLinear",
     "Constant",
     "LayerNorm",
+    "LinearScaling",
     "Lora",
     "ModelOutput",
     "Normal",
@@ -31,16 +38,20 @@ __all__ = [
     "RopeScaling",
     "RowParallelLinear",
     "SelfAttention",
+    "SequenceCut",
     "TokenLayout",
     "TransformerBlock",
     "VocabParallelEmbedding",
     "VocabParallelHead",
     "VocabShard",
+    "YarnScaling",
     "adapters_off",
     "add_adapters",
     "apply_rope",
     "build_context",
     "column_parallel",
+    "context_parallel_attention",
+    "cut_sequences",
     "init_weights",
     "linear_cross_entropy",
     "local",

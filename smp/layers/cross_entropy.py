@@ -36,14 +36,15 @@ class VocabShard:
 
 
 def _losses(logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard, backend: str) -> tuple[torch.Tensor, ...]:
-    """Loss per token (n,), NaN where the label is outside the vocabulary, and (log_total, columns) from which the
-    gradient follows. One exchange of 2 floats a token."""
+    """Loss per token (n,), NaN where the label is outside the vocabulary, and (stats, columns) from which the gradient
+    follows. One exchange of 3 floats a token."""
     columns = labels - shard.start
     stats = softmax_stats(logits, columns, shard.valid, backend)
-    everyone = wait(start_all_gather(stats, shard.group), shard.group).view(shard.group.size, 2, -1)
-    log_total, target = combine_stats(everyone)
+    everyone = wait(start_all_gather(stats, shard.group), shard.group).view(shard.group.size, 3, -1)
+    stats = combine_stats(everyone)
+    peak, log_sum, target = stats
     known = (labels >= 0) & (labels < shard.vocab_size)
-    return torch.where(known, log_total - target, torch.nan), log_total, columns
+    return torch.where(known, log_sum - (target - peak), torch.nan), stats, columns
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -52,17 +53,17 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard, overwrite: bool, backend: str
     ) -> torch.Tensor:
         counts = labels != IGNORE_INDEX
-        losses, log_total, columns = _losses(logits, labels, shard, backend)
-        ctx.save_for_backward(logits, log_total, columns, counts)
+        losses, stats, columns = _losses(logits, labels, shard, backend)
+        ctx.save_for_backward(logits, stats, columns, counts)
         ctx.valid, ctx.overwrite, ctx.backend = shard.valid, overwrite, backend
         return torch.where(counts, losses, 0.0)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        logits, log_total, columns, counts = ctx.saved_tensors
+        logits, stats, columns, counts = ctx.saved_tensors
         weights = torch.where(counts, grad, 0.0)
         target = logits if ctx.overwrite else logits.clone()
-        dlogits = logits_to_gradient(target, log_total, columns, ctx.valid, weights, ctx.backend)
+        dlogits = logits_to_gradient(target, stats, columns, ctx.valid, weights, ctx.backend)
         return dlogits, None, None, None, None
 
 
@@ -99,9 +100,9 @@ def _chunk_loss(
 
     Tokens with weight 0 add nothing, whatever their label.
     """
-    losses, log_total, columns = _losses(logits, labels, shard, backend)
+    losses, stats, columns = _losses(logits, labels, shard, backend)
     if with_gradient:
-        logits_to_gradient(logits, log_total, columns, shard.valid, loss_weights, backend)
+        logits_to_gradient(logits, stats, columns, shard.valid, loss_weights, backend)
     return torch.where(loss_weights != 0, losses * loss_weights, 0.0).sum()
 
 

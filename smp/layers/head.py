@@ -13,13 +13,16 @@ from smp.kernels import TORCH, Kernels
 from smp.layers.cross_entropy import VocabShard, linear_cross_entropy
 from smp.layers.embedding import padded_vocab_size
 from smp.layers.parameter import SHARD_ROWS, Initializer, Normal, local, tp_parameter
-from smp.layers.preference import Preference, linear_log_probs, linear_preference
+from smp.layers.preference import Preference, linear_preference
 from smp.parallel.collectives import copy_to_group, gather_features, gather_tokens
 from smp.parallel.context import ParallelContext
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
 """Size of one chunk of logits in fp32 (half of it in bf16): 524 tokens of 32,000 logits on a CPU. Larger chunks make
 matrix products more efficient and take more memory."""
+
+TILE = 128
+"""Rows that a tile of a matrix product has on a GPU: of 1,046 the last 22 would cost as much as 128."""
 
 
 class ModelOutput(NamedTuple):
@@ -61,6 +64,9 @@ class VocabParallelHead(nn.Module):
         divisible_by: rows per rank are padded to this multiple.
         init_std: standard deviation of the initial rows.
         kernels: what computes the cross-entropy.
+
+    Attributes:
+        chunk_bytes: of one chunk of logits in fp32; None: ``CHUNK_BYTES`` of the device.
     """
 
     def __init__(
@@ -77,7 +83,9 @@ class VocabParallelHead(nn.Module):
         super().__init__()
         context = ParallelContext.of(parallel)
         self.group, self.sequence_parallel = context.tp_group, context.sequence_parallel
+        self.cp = context.cp_group
         self.vocab_size, self.kernels = vocab_size, kernels
+        self.chunk_bytes: int | None = None
         rows = padded_vocab_size(vocab_size, divisible_by, self.group.size)
         self.weight = None if tied else tp_parameter((rows, hidden_size), SHARD_ROWS, context.tp)
         self.initializers: dict[str, Initializer] = {"weight": Normal(init_std)}
@@ -113,13 +121,15 @@ class VocabParallelHead(nn.Module):
         if labels is None or loss_weights is None:
             logits = gather_features(F.linear(hidden, weight), self.group)  # (tokens, rows)
             return ModelOutput(logits=logits[:, : self.vocab_size])
-        chunk = max(1, CHUNK_BYTES.get(x.device.type, CHUNK_BYTES["cuda"]) // (4 * weight.shape[0]))
+        chunk_bytes = self.chunk_bytes or CHUNK_BYTES.get(x.device.type, CHUNK_BYTES["cuda"])
+        chunk = max(1, chunk_bytes // (4 * weight.shape[0]))
+        if chunk > TILE:
+            chunk -= chunk % TILE
         arguments = hidden, weight, labels, loss_weights, self.shard
         backend = self.kernels.cross_entropy
         if preference is None:
             return ModelOutput(loss=linear_cross_entropy(*arguments, chunk_tokens=chunk, backend=backend))
-        if preference.reference is None:
-            log_probs = linear_log_probs(*arguments, preference, chunk_tokens=chunk, backend=backend)
-            return ModelOutput(log_probs=log_probs)
-        loss, metrics = linear_preference(*arguments, preference, chunk_tokens=chunk, backend=backend)
-        return ModelOutput(loss=loss, metrics=metrics)
+        log_probs, loss, metrics = linear_preference(
+            *arguments, preference, chunk_tokens=chunk, backend=backend, cp=self.cp
+        )
+        return ModelOutput(log_probs=log_probs) if loss is None else ModelOutput(loss=loss, metrics=metrics)

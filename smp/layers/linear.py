@@ -18,13 +18,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from smp.layers.linear_functions import (
-    Activation,
-    Linear,
-    Sink,
-    column_parallel_function,
-    row_parallel_function,
-)
+from smp.kernels.swiglu import FusedSwiglu
+from smp.layers.linear_functions import Linear, Sink, column_parallel_function, row_parallel_function
 from smp.layers.parameter import (
     REPLICATE,
     SHARD_COLUMNS,
@@ -171,7 +166,7 @@ class RowParallelLinear(nn.Module):
         self,
         *inputs: torch.Tensor,
         token_index: torch.Tensor | None = None,
-        activation: Activation | None = None,
+        activation: FusedSwiglu | None = None,
     ) -> torch.Tensor:
         """(tokens, ..., in/p) -> (tokens [/p], ..., out).
 

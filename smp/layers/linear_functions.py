@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from smp.kernels.product import PRODUCTS, Product
+from smp.kernels.registry import define
+from smp.kernels.swiglu import FusedSwiglu
 from smp.parallel.collectives import Group, start_all_gather, start_all_reduce, start_reduce_scatter, wait
 
 WeightGradients = Callable[[], list[tuple[Any, torch.Tensor]]]
@@ -74,18 +76,6 @@ class Linear:
         return (start_reduce_scatter if self.sequence_parallel else start_all_reduce)(partial, self.group)
 
 
-class Activation(Protocol):
-    """What a row-parallel function applies to its inputs first, and makes again in the backward pass instead of keeping
-    the result."""
-
-    def forward(self, *inputs: torch.Tensor) -> torch.Tensor: ...
-
-    def backward(
-        self, grad: torch.Tensor, *inputs: torch.Tensor, again: bool
-    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """(gradients of the inputs, the result once more if ``again``)."""
-
-
 def column_parallel_function(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
@@ -115,7 +105,7 @@ def row_parallel_function(
     inputs: Sequence[torch.Tensor],
     weight: torch.Tensor,
     linear: Linear,
-    activation: Activation | None = None,
+    activation: FusedSwiglu | None = None,
     sink: Sink | None = None,
     layer: Any = None,
 ) -> torch.Tensor:
@@ -225,11 +215,11 @@ class _Row(torch.autograd.Function):
         weight, *inputs = ctx.saved_tensors
         linear, trained, x = ctx.linear, ctx.needs_input_grad[4], inputs[0]
         full = linear.gathered(grad)  # (tokens, ..., out)
-        dinputs: tuple[torch.Tensor | None, ...] = (None,) * len(inputs)
+        dinputs: list[torch.Tensor | None] = [None] * len(inputs)
         if ctx.activation is not None:
-            dinputs, x = ctx.activation.backward(linear.run.input_gradient(full, weight), *inputs, again=trained)
+            *dinputs, x = ctx.activation.backward(linear.run.input_gradient(full, weight), *inputs, again=trained)
         elif ctx.needs_input_grad[5]:
-            dinputs = (linear.run.input_gradient(full, weight),)
+            dinputs = [linear.run.input_gradient(full, weight)]
         dweight = None
         if trained and ctx.sink is None:
             dweight = linear.run.weight_gradient(full, x)
@@ -244,38 +234,14 @@ def _row_product(x: torch.Tensor, weight: torch.Tensor, linear: Linear) -> torch
     return wait(linear.start_reduce(linear.run.forward(x, weight)), linear.group)
 
 
-@torch.library.custom_op("smp::column_parallel", mutates_args=())
-def _column_op(x: torch.Tensor, weights: list[torch.Tensor], linear: str) -> list[torch.Tensor]:
-    return _column_products(x, weights, Linear.of(linear))
-
-
-@_column_op.register_fake
-def _(x: torch.Tensor, weights: list[torch.Tensor], linear: str) -> list[torch.Tensor]:
+def _column_fake(x: torch.Tensor, weights: list[torch.Tensor], linear: str) -> list[torch.Tensor]:
     call = Linear.of(linear)
     tokens = x.shape[0] * (call.group.size if call.sequence_parallel else 1)
     return [x.new_empty(tokens, *x.shape[1:-1], w.shape[0]) for w in weights]
 
 
-@torch.library.custom_op("smp::column_parallel_backward", mutates_args=())
-def _column_gradients_op(
-    grads: list[torch.Tensor],
-    x: torch.Tensor,
-    weights: list[torch.Tensor],
-    wanted: list[bool],
-    last_first: bool,
-    linear: str,
-) -> list[torch.Tensor]:
-    return _column_gradients(grads, x, weights, wanted, last_first, Linear.of(linear))
-
-
-@_column_gradients_op.register_fake
-def _(
-    grads: list[torch.Tensor],
-    x: torch.Tensor,
-    weights: list[torch.Tensor],
-    wanted: list[bool],
-    last_first: bool,
-    linear: str,
+def _column_gradients_fake(
+    grads: list[torch.Tensor], _x: Any, weights: list[torch.Tensor], wanted: list[bool], _last_first: bool, linear: str
 ) -> list[torch.Tensor]:
     call = Linear.of(linear)
     tokens = grads[0].shape[0] // (call.group.size if call.sequence_parallel else 1)
@@ -283,13 +249,24 @@ def _(
     return [*dx, *(w.new_empty(w.shape) for w, want in zip(weights, wanted[1:], strict=True) if want)]
 
 
-@torch.library.custom_op("smp::row_parallel", mutates_args=())
-def _row_op(x: torch.Tensor, weight: torch.Tensor, linear: str) -> torch.Tensor:
-    return _row_product(x, weight, Linear.of(linear))
-
-
-@_row_op.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, linear: str) -> torch.Tensor:
+def _row_fake(x: torch.Tensor, weight: torch.Tensor, linear: str) -> torch.Tensor:
     call = Linear.of(linear)
     tokens = x.shape[0] // (call.group.size if call.sequence_parallel else 1)
     return x.new_empty(tokens, *x.shape[1:-1], weight.shape[0])
+
+
+def _operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """An operator that takes the key of a :class:`Linear` as its last argument, and ``run`` the value."""
+    return define(schema, fake, CompositeExplicitAutograd=lambda *given: run(*given[:-1], Linear.of(given[-1])))
+
+
+_column_op = _operator(
+    "column_parallel(Tensor x, Tensor[] weights, str linear) -> Tensor[]", _column_products, _column_fake
+)
+_column_gradients_op = _operator(
+    "column_parallel_backward(Tensor[] grads, Tensor x, Tensor[] weights, bool[] wanted, bool last_first, str linear)"
+    " -> Tensor[]",
+    _column_gradients,
+    _column_gradients_fake,
+)
+_row_op = _operator("row_parallel(Tensor x, Tensor weight, str linear) -> Tensor", _row_product, _row_fake)

@@ -70,7 +70,10 @@ class Lora(nn.Module):
             self.a = tp_parameter((rank, in_features), SHARD_COLUMNS if by_columns else REPLICATE, weight.device_mesh)
             self.b = tp_parameter((out_features, rank), REPLICATE if by_columns else placement, weight.device_mesh)
         self.initializers: dict[str, Initializer] = {"a": Normal((3 * in_features) ** -0.5), "b": Constant(0.0)}
-        self.rank, self.alpha, self.dropout, self.key = rank, alpha, dropout, key
+        self.rank, self.alpha, self.dropout = rank, alpha, dropout
+        # A tensor: compiled code would be made anew for each adapter's number. On the host, where a kernel reads it
+        # without a copy to its device; no buffer, which to_empty would lose.
+        self.key = torch.tensor(key, device="cpu")
         self.first_channel = local_box(weight).offsets[1]
         self.enabled = True
 
@@ -79,8 +82,7 @@ class Lora(nn.Module):
         if self.dropout > 0.0 and self.training:
             if token_index is None:
                 raise ValueError("dropout of adapters needs token_index: its masks are keyed by the token's number")
-            key = torch.tensor(self.key, device=x.device)
-            x = keyed_dropout(x, key, token_index, self.dropout, first_channel=self.first_channel)
+            x = keyed_dropout(x, self.key, token_index, self.dropout, first_channel=self.first_channel)
         return F.linear(x, a) * (self.alpha / self.rank)
 
 

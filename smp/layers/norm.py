@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from smp.kernels import TORCH, Kernels
-from smp.kernels.norm import add_norm, layer_norm, rms_norm
+from smp.kernels.norm import add_norm, norm
 from smp.layers.parameter import REPLICATE, Constant, Initializer, local, tp_parameter
 from smp.parallel.context import ParallelContext
 
@@ -48,21 +48,21 @@ class Norm(nn.Module):
         self.bias = tp_parameter((features,), REPLICATE, context.tp) if bias else None
         self.initializers: dict[str, Initializer] = {"weight": Constant(1.0), "bias": Constant(0.0)}
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalize the last dimension; the arithmetic is fp32 inside."""
+        return norm(x, *self._weights(x.dtype), self.eps, self.backend)
+
     def after_addition(self, x: torch.Tensor, added: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(normalized x + added, x + added), in one pass where the kernel can."""
-        bias = None if self.bias is None else self._own(self.bias, x.dtype)
-        return add_norm(x, added, self._own(self.weight, x.dtype), bias, self.eps, self.backend)
+        return add_norm(x, added, *self._weights(x.dtype), self.eps, self.backend)
 
-    def _own(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return local(parameter, dtype, summed_over=self.shared_by)
+    def _weights(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        bias = None if self.bias is None else local(self.bias, dtype, summed_over=self.shared_by)
+        return local(self.weight, dtype, summed_over=self.shared_by), bias
 
 
 class RMSNorm(Norm):
     """``x / sqrt(mean(x^2) + eps) * weight`` (Zhang & Sennrich 2019), (..., features) -> (..., features)."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalize the last dimension; the arithmetic is fp32 inside."""
-        return rms_norm(x, self._own(self.weight, x.dtype), self.eps, self.backend)
 
 
 class LayerNorm(Norm):
@@ -70,8 +70,3 @@ class LayerNorm(Norm):
 
     def __init__(self, features: int, parallel: ParallelContext | DeviceMesh, **options: Any) -> None:
         super().__init__(features, parallel, bias=True, **options)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalize the last dimension; the arithmetic is fp32 inside."""
-        assert self.bias is not None
-        return layer_norm(x, self._own(self.weight, x.dtype), self._own(self.bias, x.dtype), self.eps, self.backend)

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from smp.layers.cross_entropy import VocabShard, linear_cross_entropy, linear_token_losses
+from smp.parallel.collectives import Group, reduce_from_group
 
 METRICS = ("reward accuracy", "reward margin", "reward of chosen", "reward of rejected")
 """What the loss measures of a pair: 1 where the chosen answer is rewarded more, the margin between the rewards, and
@@ -29,7 +30,8 @@ class Preference:
     """What turns the log-probabilities of a micro-batch's answers into a loss.
 
     Attributes:
-        rows, length: answers in the micro-batch (chosen, rejected, chosen, rejected, ...) and tokens of each.
+        rows, length: answers in the micro-batch (chosen, rejected, chosen, rejected, ...) and tokens of each, on this
+            rank.
         beta, label_smoothing: see the formula above.
         num_pairs: of the global batch, over which the loss is averaged.
         reference: fp32 (rows,), log-probabilities by the reference; None: only those of this model are wanted.
@@ -37,10 +39,10 @@ class Preference:
 
     rows: int
     length: int
-    beta: float
-    label_smoothing: float
-    num_pairs: int
-    reference: torch.Tensor | None
+    beta: float = 0.0
+    label_smoothing: float = 0.0
+    num_pairs: int = 1
+    reference: torch.Tensor | None = None
 
 
 def preference_loss(
@@ -68,30 +70,9 @@ def preference_loss(
     return loss.float(), slopes.float(), torch.where(counts, measured, 0.0).sum(1)
 
 
-@torch.no_grad()
-def linear_log_probs(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    counted: torch.Tensor,
-    shard: VocabShard,
-    preference: Preference,
-    *,
-    chunk_tokens: int,
-    backend: str = "torch",
-) -> torch.Tensor:
-    """Log-probability of each answer, fp32 (rows,), without gradient; equal on all ranks of the group.
-
-    Args:
-        hidden, weight, labels, shard, chunk_tokens, backend: as in ``linear_cross_entropy``; ``hidden`` holds ``rows``
-            answers of ``length`` tokens, one after the other, then padding.
-        counted: (n,), above 0 where a token belongs to an answer.
-        preference: rows and length.
-    """
-    losses = linear_token_losses(hidden, weight, labels, shard, chunk_tokens=chunk_tokens, backend=backend)
-    count = preference.rows * preference.length
-    answers = torch.where(counted[:count] > 0, losses[:count], 0.0)
-    return -answers.view(preference.rows, preference.length).sum(1)
+def _over_answers(x: torch.Tensor, cp: Group | None) -> torch.Tensor:
+    """The sum over the ranks that have parts of an answer."""
+    return x if cp is None else reduce_from_group(x, cp)
 
 
 def linear_preference(
@@ -104,19 +85,39 @@ def linear_preference(
     *,
     chunk_tokens: int,
     backend: str = "torch",
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of the pairs in a micro-batch, 0-dim fp32, and sums of ``METRICS`` over them; equal on all ranks of the
-    group. Arguments as in :func:`linear_log_probs`."""
-    arguments = (hidden, weight, labels)
-    log_probs = linear_log_probs(*arguments, counted, shard, preference, chunk_tokens=chunk_tokens, backend=backend)
+    cp: Group | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
+    """(log-probability of each answer, fp32 (rows,), without gradient; the loss of the pairs in the micro-batch, 0-dim
+    fp32; sums of ``METRICS`` over them). All are equal on all ranks of the group; without a reference there are only
+    log-probabilities.
+
+    Args:
+        hidden, weight, labels, shard, chunk_tokens, backend: as in ``linear_cross_entropy``; ``hidden`` holds ``rows``
+            answers of ``length`` tokens, one after the other, then padding.
+        counted: (n,), above 0 where a token belongs to an answer.
+        preference: what the loss is.
+        cp: ranks that hold other tokens of the same answers. Log-probabilities are sums over all of them; the first
+            returns loss and metrics, the others 0 with the gradient of their tokens, so that the sum over all ranks is
+            the loss.
+    """
+    rows, length = preference.rows, preference.length
     with torch.no_grad():
-        rows, length = preference.rows, preference.length
+        losses = linear_token_losses(hidden, weight, labels, shard, chunk_tokens=chunk_tokens, backend=backend)
         in_answer = counted[: rows * length] > 0
-        loss, slopes, sums = preference_loss(log_probs, in_answer.view(rows // 2, -1).any(1), preference)
+        log_probs = -torch.where(in_answer, losses[: rows * length], 0.0).view(rows, length).sum(1)
+        log_probs = _over_answers(log_probs, cp)
+        if preference.reference is None:
+            return log_probs, None, {}
+        counts = _over_answers(in_answer.view(rows // 2, -1).any(1).float(), cp) > 0
+        loss, slopes, sums = preference_loss(log_probs, counts, preference)
+        if cp is not None and cp.rank > 0:
+            loss, sums = torch.zeros_like(loss), torch.zeros_like(sums)
         weights = torch.where(in_answer, -slopes.repeat_interleave(length), 0.0)  # log p = - cross-entropy
         weights = F.pad(weights, (0, len(labels) - len(weights)))
     metrics = dict(zip(METRICS, sums.unbind(), strict=True))
-    if not torch.is_grad_enabled():
-        return loss, metrics
-    weighted = linear_cross_entropy(*arguments, weights, shard, chunk_tokens=chunk_tokens, backend=backend)
-    return loss + (weighted - weighted.detach()), metrics  # this value with that gradient
+    if torch.is_grad_enabled():
+        weighted = linear_cross_entropy(
+            hidden, weight, labels, weights, shard, chunk_tokens=chunk_tokens, backend=backend
+        )
+        loss = loss + (weighted - weighted.detach())  # this value with that gradient
+    return log_probs, loss, metrics

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
-
-from smp.kernels.rope import rotate
 
 
 @dataclass(frozen=True)
@@ -19,27 +18,91 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    amplitude: ClassVar[float] = 1.0
+
+    def kept(self, freqs: torch.Tensor, base: float) -> torch.Tensor:
+        """By frequency, 1: left alone, 0: divided by the factor."""
+        turns = self.original_max_position * freqs / (2 * math.pi)  # rotations within the original context
+        low, high = self.low_freq_factor, self.high_freq_factor
+        return ((turns - low) / (high - low)).clamp(0.0, 1.0)
 
 
-def rope_frequencies(dim: int, base: float, scaling: RopeScaling | None, device: torch.device) -> torch.Tensor:
+@dataclass(frozen=True)
+class LinearScaling:
+    """Position interpolation (Chen et al. 2023, arXiv 2306.15595): every wavelength is slowed by ``factor``."""
+
+    factor: float
+    amplitude: ClassVar[float] = 1.0
+
+    def kept(self, freqs: torch.Tensor, base: float) -> torch.Tensor:
+        """None of it."""
+        return torch.zeros_like(freqs)
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023, arXiv 2309.00071): the ramp is linear in the number of the channel, and queries and keys
+    grow, which makes attention sharper.
+
+    Attributes:
+        factor: long wavelengths are slowed by it.
+        original_max_position: context length before the scaling.
+        beta_fast, beta_slow: turns within the original context above which a wavelength is kept, and below which it is
+            slowed fully.
+        truncate: the ramp begins and ends at whole channels.
+        amplitude: what rotated queries and keys are multiplied by, see :func:`yarn_amplitude`.
+    """
+
+    factor: float
+    original_max_position: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    amplitude: float = 1.0
+
+    def kept(self, freqs: torch.Tensor, base: float) -> torch.Tensor:
+        """By frequency, 1: left alone, 0: divided by the factor."""
+        pairs = len(freqs)
+        low, high = (self._channel(turns, pairs, base) for turns in (self.beta_fast, self.beta_slow))
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, 2 * pairs - 1)
+        channels = torch.arange(pairs, dtype=torch.float32, device=freqs.device)
+        return 1 - ((channels - low) / (high - low or 0.001)).clamp(0.0, 1.0)
+
+    def _channel(self, turns: float, pairs: int, base: float) -> float:
+        """The (fractional) number of the channel pair that turns so often within the original context."""
+        return pairs * math.log(self.original_max_position / (turns * 2 * math.pi)) / math.log(base)
+
+
+def yarn_amplitude(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
+    """What YaRN multiplies queries and keys by: 0.1 ln(factor) + 1, or DeepSeek's quotient of two such numbers."""
+
+    def growth(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    return growth(mscale) / growth(mscale_all_dim) if mscale and mscale_all_dim else growth(1.0)
+
+
+Scaling = RopeScaling | LinearScaling | YarnScaling
+
+
+def rope_frequencies(dim: int, base: float, scaling: Scaling | None, device: torch.device) -> torch.Tensor:
     """Angular frequencies, fp32 (dim / 2,). Computed when needed: a buffer would be lost by meta-device init."""
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
     freqs = 1.0 / base**exponents
     if scaling is None:
         return freqs
-    turns = scaling.original_max_position * freqs / (2 * math.pi)  # rotations within the original context
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    keep = scaling.kept(freqs, base)
     return freqs * (keep + (1 - keep) / scaling.factor)
 
 
-def rope_table(positions: torch.Tensor, freqs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin for integer ``positions`` (tokens,), each fp32 (tokens, 1, dim): one head axis to broadcast over."""
+def rope_table(
+    positions: torch.Tensor, freqs: torch.Tensor, amplitude: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin for integer ``positions`` (tokens,), each fp32 (tokens, 1, dim): one head axis to broadcast over.
+    Both are multiplied by ``amplitude``, and so is what they rotate."""
     angles = positions.to(torch.float32)[:, None] * freqs  # (tokens, dim / 2)
     angles = torch.cat((angles, angles), dim=-1)[:, None, :]
-    return angles.cos(), angles.sin()
-
-
-def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the first ``dim`` channels of every head, x (tokens, heads, head_dim); arithmetic in fp32, dtype kept."""
-    return rotate(x, cos, sin)
+    cos, sin = angles.cos(), angles.sin()
+    return (cos, sin) if amplitude == 1.0 else (cos * amplitude, sin * amplitude)

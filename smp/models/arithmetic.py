@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
+
 from smp.config import ModelConfig, resolve_model
 from smp.models.inventory import block_parameters, inventory
 from smp.models.part import ModelPart
@@ -59,15 +62,19 @@ class ForwardFlops:
 
 def forward_flops(model: ModelConfig, seq_length: int) -> ForwardFlops:
     """Where a resolved model's FLOPs are; see :func:`training_flops_per_token` for what counts."""
-    assert model.kv_channels is not None, "resolved before"
-    width = model.num_attention_heads * model.kv_channels
-    attention = 4 * width * _visible_pairs(seq_length, model.window_size) / seq_length
+    attention = _pair_flops(model) * int(visible_pairs(seq_length, model.window_size)) / seq_length
     ends = inventory(model, [ModelPart(0, 0, embedding=True, head=True)])
     return ForwardFlops(
         layer=sum(p.flops for p in block_parameters(model, 0)) + attention,
         embedding=2 * model.hidden_size,
         head=sum(p.flops for p in ends),
     )
+
+
+def _pair_flops(model: ModelConfig) -> int:
+    """Of a layer's attention, for each token that a token sees: a score, and its share of the weighted sum."""
+    assert model.kv_channels is not None, "resolved before"
+    return 4 * model.num_attention_heads * model.kv_channels
 
 
 def training_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: int) -> float:
@@ -91,7 +98,15 @@ def training_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: in
     return 3 * (model.num_layers * flops.layer + flops.head)
 
 
-def _visible_pairs(length: int, window: int | None) -> int:
-    """Pairs (token, token it sees) of a causal sequence: the first tokens see 1, 2, ..., the rest see ``window``."""
-    w = min(window or length, length)
+def pair_training_flops(model: ModelConfig) -> int:
+    """Model FLOPs of a training step for each pair of a token and a token that it sees, in all layers of a resolved
+    model."""
+    return 3 * model.num_layers * _pair_flops(model)
+
+
+def visible_pairs(lengths: npt.ArrayLike, window: int | None) -> npt.NDArray[np.int64]:
+    """Pairs (token, token it sees) of causal documents of these lengths, each: the first tokens see 1, 2, ..., the rest
+    see ``window``."""
+    length = np.asarray(lengths, dtype=np.int64)
+    w = length if window is None else np.minimum(window, length)
     return w * (w + 1) // 2 + (length - w) * w

@@ -19,9 +19,10 @@ from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from smp.layers.head import ModelOutput, VocabParallelHead
 from smp.layers.mlp import MLP, Activation
 from smp.layers.norm import LayerNorm, Norm, RMSNorm
-from smp.layers.rope import RopeScaling, rope_frequencies, rope_table
+from smp.layers.rope import rope_frequencies, rope_table
 from smp.models.micro_batch import MicroBatch
 from smp.models.part import ModelPart, whole
+from smp.models.rope_scaling import rope_scaling
 from smp.parallel.context import ParallelContext
 from smp.parallel.rng import dropout_keys
 
@@ -198,6 +199,8 @@ class GPT(nn.Module):
         batch, length = micro_batch.input_ids.shape
         position_ids = micro_batch.position_ids
         if position_ids is None:
+            if micro_batch.cut is not None:
+                raise ValueError("a cut micro-batch needs position_ids: its columns are not next to each other")
             position_ids = torch.arange(length, device=micro_batch.input_ids.device).expand(batch, length)
         position_ids = _flat(position_ids, padding)  # padding continues at 0
         index = None
@@ -211,6 +214,7 @@ class GPT(nn.Module):
             token_index=index,
             local_token_index=None if index is None else self._own(index),
             document_ids=micro_batch.document_ids,
+            cut=micro_batch.cut,
             rope=self._rope(position_ids),
         )
 
@@ -218,17 +222,9 @@ class GPT(nn.Module):
         c = self.config
         if c.position_embedding_type != "rope":
             return None
-        scaling = None
-        if c.use_rope_scaling:
-            scaling = RopeScaling(
-                c.rope_scaling_factor,
-                c.rope_low_freq_factor,
-                c.rope_high_freq_factor,
-                c.rope_original_max_position,
-            )
-        assert c.kv_channels is not None
-        dim, device = round(c.kv_channels * c.rotary_percent), position_ids.device
-        return rope_table(position_ids, rope_frequencies(dim, c.rotary_base, scaling, device))
+        scaling = rope_scaling(c)
+        freqs = rope_frequencies(c.rotary_channels, c.rotary_base, scaling, position_ids.device)
+        return rope_table(position_ids, freqs, 1.0 if scaling is None else scaling.amplitude)
 
     def _own(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's part of a per-token tensor."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from smp.kernels.sequence_cut import SequenceCut
 from smp.layers.preference import Preference
 
 
@@ -25,6 +26,8 @@ class MicroBatch:
             sequence.
         token_index: int64 (batch, length), global number of each token, which dropout is keyed by: needed in training
             mode when there is any.
+        cut: the tensors are this rank's columns of every sequence, in the order of the cut; ``position_ids`` are given
+            then, and documents are those of the cut. None: whole sequences.
         preference: rows are pairs of answers, whose loss this describes; tokens of weight 0 belong to the prompt.
     """
 
@@ -34,4 +37,5 @@ class MicroBatch:
     position_ids: torch.Tensor | None = None
     document_ids: torch.Tensor | None = None
     token_index: torch.Tensor | None = None
+    cut: SequenceCut | None = None
     preference: Preference | None = None

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from smp.config import ConfigError, OptimizerConfig
+from smp.parallel.boxes import local_part, placed_like
 
 _NONE: Mapping[torch.Tensor, int] = {}
 
@@ -32,17 +33,48 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, fsdp: DeviceMesh 
 
     Raises:
         ConfigError: for ``apex-adam`` without apex or its CUDA extensions.
-        ValueError: when a parameter is not the sharded one: FSDP would replace it, and it would not train.
+        ValueError: when a parameter is not the sharded one: FSDP would replace it, and it would not train. The first
+            step looks again, and raises it when the model has other parameters by then.
     """
+    _check_sharded(model, fsdp)
+    optimizer = _optimizer_of([p for p in model.parameters() if p.requires_grad], config)
+
+    looked = False
+
+    def look_once(*_: Any) -> None:
+        nonlocal looked
+        if not looked:
+            _check_trained(model, optimizer)
+        looked = True
+
+    optimizer.register_step_pre_hook(look_once)
+    return optimizer
+
+
+def _check_sharded(model: nn.Module, fsdp: DeviceMesh | None) -> None:
+    """The model's parameters are those that it keeps: not of a model that FSDP has yet to take, nor gathered ones."""
     sharded = isinstance(model, FSDPModule)
     if fsdp is not None and fsdp.size() > 1 and not sharded:
         raise ValueError("build the optimizer after parallelize(): FSDP replaces the model's parameters")
-    parameters = [p for p in model.parameters() if p.requires_grad]
     if sharded and fsdp is not None:
         # A forward outside of training may leave a unit gathered; its parameters are then replaced again.
         gathered = [n for n, p in model.named_parameters() if p.requires_grad and not _is_sharded(p, fsdp)]
         if gathered:
             raise ValueError(f"{gathered[0]} is gathered: reshard() the model before the optimizer is built")
+
+
+def _check_trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer has the parameters that the model has now, and no others."""
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    if strange := trained.keys() - known:
+        name = next(name for number, name in trained.items() if number in strange)
+        raise ValueError(f"{name} is not the parameter that the optimizer was built with: it would not train")
+    if gone := known - trained.keys():
+        raise ValueError(f"the optimizer has {len(gone)} parameters that the model no longer trains")
+
+
+def _optimizer_of(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
@@ -87,7 +119,7 @@ def _apex_adam(groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.o
             this: Any = self
             groups, states = [g["params"] for g in this.param_groups], this.state
             local = {p: _local_twin(p) for group in groups for p in group}
-            this.state = defaultdict(dict, {local[p]: _map_tensors(s, _to_local) for p, s in states.items()})
+            this.state = defaultdict(dict, {local[p]: _map_tensors(s, local_part) for p, s in states.items()})
             for group in this.param_groups:
                 group["params"] = [local[p] for p in group["params"]]
             super().step(closure)
@@ -105,23 +137,16 @@ def _apex_adam(groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.o
 
 def _local_twin(parameter: torch.Tensor) -> torch.Tensor:
     """A plain parameter on the memory of ``parameter``'s local shard, with its gradient."""
-    twin = nn.Parameter(_to_local(parameter.detach()))
-    twin.grad = None if parameter.grad is None else _to_local(parameter.grad)
+    twin = nn.Parameter(local_part(parameter.detach()))
+    twin.grad = None if parameter.grad is None else local_part(parameter.grad)
     return twin
-
-
-def _to_local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, one rank's shard, as a DTensor placed like ``parameter``."""
     if not isinstance(parameter, DTensor) or tensor.ndim == 0:
         return tensor
-    shape, stride = parameter.shape, parameter.stride()
-    return DTensor.from_local(
-        tensor, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
-    )
+    return placed_like(parameter, tensor)
 
 
 def _map_tensors(state: dict[str, Any], fn: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
@@ -182,7 +207,7 @@ def clip_gradients(
         The norm before clipping, 0-dim fp32, the same on each rank.
     """
     with_grad = [p for p in parameters if p.grad is not None]
-    grads = [_to_local(p.grad) for p in with_grad if p.grad is not None]
+    grads = [local_part(p.grad) for p in with_grad if p.grad is not None]
     device = device or (grads[0].device if grads else None)
     squares = torch.zeros((), device=device)
     by_copies: dict[int, list[torch.Tensor]] = {}  # a tensor of these numbers would be a copy that the host waits for

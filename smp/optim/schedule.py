@@ -10,10 +10,10 @@ from smp.config import OptimizerConfig
 def learning_rate(optim: OptimizerConfig, iteration: int) -> float:
     """The rate of the step that makes iteration ``iteration``; the first is 1.
 
-    Linear warm-up to ``lr`` over w iterations, lr x i / w at the i-th, so that no step is wasted at rate 0
-    (Megatron's first step has it). The next n = ``lr_decay_iters`` - w iterations go down towards ``min_lr``, which is
-    kept after them. Before the i-th of these the fraction p = (i - 1) / n of the way is behind (as in Megatron and
-    transformers, so that the last step is not one at ``min_lr``, which may be 0):
+    Before an iteration i - 1 others are behind, and the rate is that of there, as in Megatron and transformers: the
+    last step is not one at ``min_lr``, which may be 0, and the first of a warm-up is one at rate 0. Linear warm-up over
+    w iterations, lr x (i - 1) / w at the i-th. The next n = ``lr_decay_iters`` - w iterations go down towards
+    ``min_lr``, which is kept after them; at the i-th of these the fraction p = (i - 1) / n of the way is behind:
 
     - cosine: (1 + cos(pi p)) / 2 of the way back up to ``lr`` (Loshchilov & Hutter 2017).
     - linear: 1 - p.
@@ -27,8 +27,8 @@ def learning_rate(optim: OptimizerConfig, iteration: int) -> float:
     """
     assert iteration >= 1, "iterations count from 1"
     warmup = optim.lr_warmup_iters
-    if iteration <= warmup:
-        return optim.lr * (iteration / warmup)
+    if warmup and iteration <= warmup + 1:
+        return optim.lr * ((iteration - 1) / warmup)
     if optim.lr_decay_style == "constant":
         return optim.lr
     assert optim.lr_decay_iters is not None, "resolved before"

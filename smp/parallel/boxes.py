@@ -1,4 +1,4 @@
-"""Which part of the whole tensor a rank's shard is."""
+"""Which part of the whole tensor a rank has."""
 
 from __future__ import annotations
 
@@ -55,3 +55,14 @@ def local_box(tensor: torch.Tensor) -> Box:
         start, sizes[placement.dim] = chunk(sizes[placement.dim], parts, index)
         offsets[placement.dim] += start
     return Box(tuple(offsets), tuple(sizes))
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor, on the same memory: all of it unless it is a DTensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def placed_like(tensor: DTensor, part: torch.Tensor) -> DTensor:
+    """``part``, of this rank, as a DTensor that is cut as ``tensor`` is, evenly or not."""
+    shape, stride = tensor.shape, tensor.stride()
+    return DTensor.from_local(part, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride)

@@ -1,17 +1,4 @@
-"""Collectives for layers, as pairs of adjoints.
-
-Each differentiable function's backward pass is its adjoint:
-
-======================  =============================  =====================
-function                forward                        backward
-======================  =============================  =====================
-copy_to_group           identity                       reduce_from_group
-reduce_from_group       all-reduce                     copy_to_group
-gather_tokens           all-gather of dim 0            reduce_scatter_tokens
-reduce_scatter_tokens   reduce-scatter of dim 0        gather_tokens
-split_tokens            this rank's part of dim 0      all-gather of dim 0
-gather_features         all-gather of the last dim     this rank's part of it
-======================  =============================  =====================
+"""Collectives for layers, in pairs: what the forward pass does and its adjoint, which the backward pass does.
 
 The backward pass of ``gather_tokens`` sums, because each rank does different work on the whole (its columns of a
 matrix). That of ``split_tokens`` only gathers: what is split was the same on all ranks. That of ``gather_features``
@@ -23,6 +10,7 @@ functions return at once and ``wait`` finishes them: layers put a matrix product
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +56,28 @@ def start_reduce_scatter(x: torch.Tensor, group: Group) -> torch.Tensor:
     return _ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name)
 
 
+def start_all_to_all(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Begin to send part i of dim 0 to rank i: (n, ...) -> (n, ...), where part i is from rank i; n must be
+    divisible."""
+    if group.size == 1:
+        return x
+    if x.shape[0] % group.size:
+        raise ValueError(f"all-to-all of {x.shape[0]} rows over {group.size} ranks: not divisible")
+    parts = [x.shape[0] // group.size] * group.size
+    return _ops.all_to_all_single(x.contiguous(), parts, parts, group.name)
+
+
+def start_shift(x: torch.Tensor, group: Group, distance: int) -> torch.Tensor:
+    """Begin to send ``x`` to the rank ``distance`` behind this one, around the ring, and to receive that of the rank as
+    far before it, of the same shape. (An all-to-all in which all other parts are empty: unlike a batch of sends and
+    receives it traces under ``torch.compile``.)"""
+    if distance % group.size == 0:
+        return x.clone()
+    to, source = ((group.rank + step) % group.size for step in (distance, -distance))
+    sent, received = ([x.shape[0] * (rank == other) for rank in range(group.size)] for other in (to, source))
+    return _ops.all_to_all_single(x.contiguous(), received, sent, group.name)
+
+
 def wait(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Finish a started collective."""
     return x if group.size == 1 else _ops.wait_tensor(x)
@@ -85,6 +95,10 @@ def _reduce_scatter(x: torch.Tensor, group: Group) -> torch.Tensor:
     return wait(start_reduce_scatter(x, group), group)
 
 
+def _all_to_all(x: torch.Tensor, group: Group) -> torch.Tensor:
+    return wait(start_all_to_all(x, group), group)
+
+
 def _own_part(x: torch.Tensor, group: Group) -> torch.Tensor:
     if x.shape[0] % group.size:
         raise ValueError(f"split of {x.shape[0]} rows over {group.size} ranks: not divisible")
@@ -92,118 +106,70 @@ def _own_part(x: torch.Tensor, group: Group) -> torch.Tensor:
     return x.narrow(0, group.rank * rows, rows).contiguous()
 
 
-class _CopyToGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_reduce(grad, ctx.group), None
+def _own_columns(x: torch.Tensor, group: Group) -> torch.Tensor:
+    width = x.shape[-1] // group.size
+    return x.narrow(-1, group.rank * width, width)
 
 
-class _ReduceFromGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        return _all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
+def _all_gather_columns(x: torch.Tensor, group: Group) -> torch.Tensor:
+    return _all_gather(x.movedim(-1, 0), group).movedim(0, -1)  # (..., width x size)
 
 
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return _all_gather(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _reduce_scatter(grad, ctx.group), None
+def _all_reduce_fp32(x: torch.Tensor, group: Group) -> torch.Tensor:
+    return _all_reduce(x.float(), group).to(x.dtype)
 
 
-class _ReduceScatterTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return _reduce_scatter(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_gather(grad, ctx.group), None
+def _identity(x: torch.Tensor, group: Group) -> torch.Tensor:
+    return x.view_as(x)  # an autograd.Function must not return its input itself
 
 
-class _SplitTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return _own_part(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_gather(grad, ctx.group), None
+_Collective = Callable[[torch.Tensor, Group], torch.Tensor]
 
 
-class _GatherFeatures(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group, ctx.width = group, x.shape[-1]
-        return _all_gather(x.movedim(-1, 0), group).movedim(0, -1)  # (..., width x size)
+def _pair(collective: _Collective, adjoint: _Collective) -> _Collective:
+    """``collective``, whose backward pass is ``adjoint``. In a group of one rank both are the identity."""
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad.narrow(-1, ctx.group.rank * ctx.width, ctx.width), None
+    class Pair(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+            ctx.group = group
+            return collective(x, group)
 
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return adjoint(grad, ctx.group), None
 
-class _SumGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
+    def apply(x: torch.Tensor, group: Group) -> torch.Tensor:
+        return x if group.size == 1 else Pair.apply(x, group)
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_reduce(grad.float(), ctx.group).to(grad.dtype), None
+    return apply
 
 
-def copy_to_group(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Identity; the gradient is summed over the group. For an input that every rank uses with its own weights."""
-    return x if group.size == 1 else _CopyToGroup.apply(x, group)
+copy_to_group = _pair(_identity, _all_reduce)
+"""Identity; the gradient is summed over the group. For an input that every rank uses with its own weights."""
 
+reduce_from_group = _pair(_all_reduce, _identity)
+"""Sum over the group; the gradient passes unchanged. For partial results of a row-parallel product."""
 
-def reduce_from_group(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Sum over the group; the gradient passes unchanged. For partial results of a row-parallel product."""
-    return x if group.size == 1 else _ReduceFromGroup.apply(x, group)
+gather_tokens = _pair(_all_gather, _reduce_scatter)
+"""All ranks' rows, (n, ...) -> (n * size, ...); gradients are summed and scattered back."""
 
+reduce_scatter_tokens = _pair(_reduce_scatter, _all_gather)
+"""This rank's rows of the sum, (n, ...) -> (n / size, ...); gradients are gathered."""
 
-def gather_tokens(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """All ranks' rows, (n, ...) -> (n * size, ...); gradients are summed and scattered back."""
-    return x if group.size == 1 else _GatherTokens.apply(x, group)
+split_tokens = _pair(_own_part, _all_gather)
+"""This rank's rows of a tensor that all ranks hold, (n, ...) -> (n / size, ...); gradients are gathered."""
 
+gather_features = _pair(_all_gather_columns, _own_columns)
+"""All ranks' columns, (..., n) -> (..., n * size). Every rank must compute the same with the result: its gradient is
+cut, not summed."""
 
-def reduce_scatter_tokens(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """This rank's rows of the sum, (n, ...) -> (n / size, ...); gradients are gathered."""
-    return x if group.size == 1 else _ReduceScatterTokens.apply(x, group)
+all_to_all = _pair(_all_to_all, _all_to_all)
+"""Part i of dim 0 goes to rank i, (n, ...) -> (n, ...), where part i is from rank i; gradients go back."""
 
+sum_gradient = _pair(_identity, _all_reduce_fp32)
+"""Identity for a weight that all ranks hold but use on different data; its gradient is summed over the group in fp32.
 
-def split_tokens(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """This rank's rows of a tensor that all ranks hold, (n, ...) -> (n / size, ...); gradients are gathered."""
-    return x if group.size == 1 else _SplitTokens.apply(x, group)
-
-
-def gather_features(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """All ranks' columns, (..., n) -> (..., n * size). Every rank must compute the same with the result: its gradient
-    is cut, not summed."""
-    return x if group.size == 1 else _GatherFeatures.apply(x, group)
-
-
-def sum_gradient(parameter: torch.Tensor, group: Group) -> torch.Tensor:
-    """Identity for a weight that all ranks hold but use on different data; its gradient is summed over the group in
-    fp32.
-
-    The same as :func:`copy_to_group` except for the precision: a bf16 sum would round once per rank, and the ranks'
-    number would show in the result.
-    """
-    return parameter if group.size == 1 else _SumGradient.apply(parameter, group)
+The same as ``copy_to_group`` except for the precision: a bf16 sum would round once per rank, and the ranks' number
+would show in the result.
+"""

@@ -22,33 +22,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from smp.config import Layout
 from smp.parallel.collectives import Group
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Dimensions of the ranks, slowest first."""
-
-
-class Degrees(Protocol):
-    """How many ways each dimension is split; ``smp.config.Layout`` is one. ``ep`` divides ``dp_shard x cp``."""
-
-    @property
-    def pp(self) -> int: ...
-    @property
-    def dp_replicate(self) -> int: ...
-    @property
-    def dp_shard(self) -> int: ...
-    @property
-    def cp(self) -> int: ...
-    @property
-    def tp(self) -> int: ...
-    @property
-    def ep(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -61,6 +44,8 @@ class ParallelContext:
         fsdp: 1-D ``(dp_shard)`` or 2-D ``(dp_replicate, dp_shard)``, on a common root with ``tp``. A replicate
             dimension of size one is left out: FSDP2 would run its all-reduce path, one copy per gradient, for nothing.
         pp, cp: 1-D.
+        cp_exchange: what attention exchanges over: ``cp``, or 2-D ``(p2p, a2a)`` of the same ranks, of which neighbours
+            exchange heads and the others keys.
         ep: 1-D, the ranks that hold different experts; None: experts are sharded as all other parameters.
         expert_fsdp: as ``fsdp``, of the parameters of experts, on a common root with ``ep``.
         loss_meshes: 1-D meshes over which the parts of a loss are summed, one after the other.
@@ -72,6 +57,7 @@ class ParallelContext:
     fsdp: DeviceMesh | None = None
     pp: DeviceMesh | None = None
     cp: DeviceMesh | None = None
+    cp_exchange: DeviceMesh | None = None
     ep: DeviceMesh | None = None
     expert_fsdp: DeviceMesh | None = None
     loss_meshes: tuple[DeviceMesh, ...] = ()
@@ -106,6 +92,21 @@ class ParallelContext:
         return self.tp_group if self.sequence_parallel else None
 
     @property
+    def cp_group(self) -> Group | None:
+        """The group of ``cp``; None: sequences are not cut."""
+        return None if self.cp is None else Group.of(self.cp)
+
+    @property
+    def cp_rank(self) -> int:
+        """Which part of every sequence is this rank's."""
+        return 0 if self.cp is None else self.cp.get_local_rank()
+
+    @property
+    def cp_size(self) -> int:
+        """Number of parts that sequences are cut into."""
+        return 1 if self.cp is None else self.cp.size()
+
+    @property
     def pp_rank(self) -> int:
         """This rank's place in the pipeline."""
         return 0 if self.pp is None else self.pp.get_local_rank()
@@ -117,8 +118,8 @@ class ParallelContext:
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether this rank is the one that counts its tokens: ranks of tp and pp hold the same ones."""
-        return self.tp.get_local_rank() == 0 and self.pp_rank == 0
+        """Whether this rank is the one that counts its tokens: ranks of tp, cp and pp read the same samples."""
+        return self.tp.get_local_rank() == 0 and self.cp_rank == 0 and self.pp_rank == 0
 
     def sum_loss(self, value: torch.Tensor) -> torch.Tensor:
         """Sum of ``value`` over the ranks that compute different parts of a loss, in place, outside of autograd."""
@@ -129,7 +130,12 @@ class ParallelContext:
 
 
 def build_context(
-    layout: Degrees, device_type: str, timeout: timedelta | None = None, *, sequence_parallel: bool = False
+    layout: Layout,
+    device_type: str,
+    timeout: timedelta | None = None,
+    *,
+    sequence_parallel: bool = False,
+    heads_group: int = 1,
 ) -> ParallelContext:
     """The context of this rank for ``layout`` over all ranks of the default process group.
 
@@ -138,6 +144,8 @@ def build_context(
         device_type: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL).
         timeout: of every group's collectives; by default torch's. (``init_device_mesh`` knows no timeout.)
         sequence_parallel: of the context.
+        heads_group: neighbours of a ``cp`` group that exchange heads while keys travel between such groups; with 1, or
+            all of them, there is one kind of exchange.
     """
     sizes = [int(getattr(layout, name)) for name in MESH_DIMS]
     pp, replicas, shard, cp, tp = sizes
@@ -145,6 +153,10 @@ def build_context(
     names: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "tp")
     dense = _mesh(ranks.view(pp, replicas, shard * cp, tp), names, device_type, timeout)
     slices = ranks.view(-1, cp, tp).movedim(-1, 0).reshape(-1, cp)  # a row: ranks with the same sequences
+    cp_mesh = exchange = _mesh(slices, ("slices", "cp"), device_type, timeout)["cp"] if cp > 1 else None
+    if 1 < heads_group < cp:
+        groups = slices.view(-1, cp // heads_group, heads_group)
+        exchange = _mesh(groups, ("slices", "p2p", "a2a"), device_type, timeout)["p2p", "a2a"]
     ep = expert_fsdp = None
     if layout.ep > 1:
         # Neighbours within dp_shard x cp hold different experts; what is left of that dimension shards each expert.
@@ -157,7 +169,8 @@ def build_context(
         sequence_parallel=sequence_parallel,
         fsdp=_sharding(dense, "dp_shard"),
         pp=dense["pp"],
-        cp=_mesh(slices, ("slices", "cp"), device_type, timeout)["cp"] if cp > 1 else None,
+        cp=cp_mesh,
+        cp_exchange=exchange,
         ep=ep,
         expert_fsdp=expert_fsdp,
         loss_meshes=(dense["dp_shard"], dense["dp_replicate"], dense["pp"]),

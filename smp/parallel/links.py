@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -20,6 +20,10 @@ class Links:
     receive that it depends on, so no two channels of a rank share a process group. Four groups are enough, or six for
     an odd ring: neighbouring edges alternate between them, and so do directions.
 
+    Making links connects every channel. NCCL builds a communicator at the first message between two ranks, and the host
+    of each waits there for the other: left to a schedule, rank 0 would wait to receive its first gradient before it has
+    sent what that depends on.
+
     Args:
         mesh: the 1-D pipeline dimension of the run's mesh.
         channels: those that will be used, between neighbours on the ring; the same on every rank.
@@ -29,11 +33,22 @@ class Links:
     def __init__(self, mesh: DeviceMesh, channels: Iterable[Channel], timeout: timedelta | None = None) -> None:
         self.rank, self.size = mesh.get_local_rank(), mesh.size()
         self._ranks = dist.get_process_group_ranks(mesh.get_group())
+        ordered = sorted(set(channels))
         # torch names a group made by its members alone after how many groups they are in: the same on all, so far
         self._groups = {
             lane: dist.new_group(self._ranks, timeout=timeout, use_local_synchronization=True)
-            for lane in sorted({_lane(channel, self.size) for channel in channels})
+            for lane in sorted({_lane(channel, self.size) for channel in ordered})
         }
+        self._connect(ordered, torch.zeros(1, device=mesh.device_type))
+
+    def _connect(self, channels: Sequence[Channel], element: torch.Tensor) -> None:
+        """Send one element through each channel. All ranks go along the channels in one order, so somebody always waits
+        for nobody: both ends of the first channel that is not connected yet."""
+        for source, destination in channels:
+            if self.rank == source:
+                self.send(element, destination).wait()
+            elif self.rank == destination:
+                self.receive(element, source).wait()
 
     def global_rank(self, rank: int) -> int:
         """The number in the whole run of a pipeline rank."""

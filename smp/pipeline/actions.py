@@ -45,19 +45,6 @@ RECEIVE = frozenset({Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT})
 PARAMETERS = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE})
 
 
-class Sends(Enum):
-    """How a message moves. Messages from one rank to another never overtake each other.
-
-    POSTED: a send or a receive hands its buffer over and the rank goes on. The message travels once both sides have
-    posted it; only the computation that reads it waits (``isend`` and ``irecv``).
-    PAIRED: a send and its receive each block their rank until the other side has arrived and the message is there
-    (``send`` and ``recv`` of a tensor larger than the transport's buffers).
-    """
-
-    POSTED = "posted"
-    PAIRED = "paired"
-
-
 @dataclass(frozen=True, slots=True)
 class Action:
     """One thing that a rank does. Actions on parameters concern all micro-batches and have ``micro_batch`` None."""
@@ -77,6 +64,10 @@ class Schedule:
 
     ``actions[rank]`` runs in order. A schedule function returns only computation (forward and backward);
     ``add_communication`` completes it. ``forward_only`` schedules evaluate: no backward, nothing to reduce.
+
+    A send or a receive hands its buffer over and the rank goes on. The message travels once both sides have posted it;
+    only the computation that reads it waits (``isend`` and ``irecv``). Messages from one rank to another never overtake
+    each other.
     """
 
     name: str
@@ -85,7 +76,6 @@ class Schedule:
     chunks: int
     actions: tuple[tuple[Action, ...], ...]
     placement: Placement = "loop"
-    sends: Sends = Sends.POSTED
     forward_only: bool = False
 
     @property

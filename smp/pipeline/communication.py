@@ -42,7 +42,7 @@ def add_communication(schedule: Schedule, prefetch: int = 1, reshard_after_use: 
     Args:
         schedule: computation only.
         prefetch: computations by which receives and unshards stand ahead of their use. More hides longer messages and
-            holds more buffers. Paired sends need 0, because there a receive blocks.
+            holds more buffers.
         reshard_after_use: free the parameters between micro-batches: less memory, more all-gathers.
 
     Raises:

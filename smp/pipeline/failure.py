@@ -30,21 +30,17 @@ def reason(error: RuntimeError) -> str:
     return first.partition(". This is typically caused by")[0]
 
 
-def collective_failed(what: str, error: RuntimeError) -> str:
-    """The text for what several ranks did together."""
-    return f"{what} failed: {reason(error)}; lost is the rank that says nothing"
-
-
 @contextmanager
-def naming(where: str) -> Iterator[None]:
-    """For what ranks do together outside of a schedule: a failure of communication inside becomes a PipelineError that
-    begins with ``where`` and names the function of this package that failed. Every other error passes as it is."""
+def naming(where: str, *, function: bool = True) -> Iterator[None]:
+    """For what several ranks do together: a failure of communication inside becomes a PipelineError that begins with
+    ``where`` and, with ``function``, names the one of this package that failed. Every other error passes as it is."""
     try:
         yield
     except RuntimeError as error:
         if not lost_contact(error):
             raise
-        raise PipelineError(collective_failed(f"{where}: {_function(error)}", error)) from error
+        what = f"{where}: {_function(error)}" if function else where
+        raise PipelineError(f"{what} failed: {reason(error)}; lost is the rank that says nothing") from error
 
 
 def _function(error: RuntimeError) -> str:

@@ -117,10 +117,3 @@ def _repeat(layout: str, most: int) -> str:
     for pattern in (r"\(([^()]*)\)\*([0-9]+)", r"([^*])\*([0-9]+)"):
         written = re.sub(pattern, repeated, written)
     return written
-
-
-def format_layout(placement: Sequence[ModelPart]) -> str:
-    """The notation of ``parse_layout`` for a placement."""
-    layers = ("" if stage.count == 0 else "t" if stage.count == 1 else f"t*{stage.count}" for stage in placement)
-    rows = ("E" * stage.embedding + text + "L" * stage.head for stage, text in zip(placement, layers, strict=True))
-    return "|".join(rows)

@@ -13,7 +13,7 @@ from smp.models.arithmetic import count_part, forward_flops
 from smp.models.part import ModelPart
 from smp.pipeline.actions import Op, Schedule
 from smp.pipeline.placement import FLAG, balance, parse_layout
-from smp.pipeline.schedules import build_forward_schedule, build_schedule
+from smp.pipeline.schedules import build_schedule
 from smp.pipeline.simulate import StageCosts, simulate
 from smp.pipeline.timeline import Timeline
 from smp.pipeline.validate import validate
@@ -61,7 +61,7 @@ def plan_pipeline(config: Config, layout: Layout) -> Plan:
     sizes = (name, layout.pp, micro_batches, chunks)
     reshard = parallel.pipeline_reshard
     training = build_schedule(*sizes, reshard_after_use=reshard)
-    evaluation = build_forward_schedule(*sizes, reshard_after_use=reshard)
+    evaluation = build_schedule(*sizes, reshard_after_use=reshard, evaluation=True)
     for schedule in (training, evaluation):
         validate(schedule)
     parts = _place(model, parallel, training.stages, data.seq_length or 1)

@@ -8,14 +8,15 @@ that reads a message waits for it.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from smp.parallel.links import Links
-from smp.pipeline.actions import RECEIVE, SEND, Action, Op, Schedule, Sends, counterpart
-from smp.pipeline.failure import PipelineError, collective_failed, lost_contact, reason
+from smp.pipeline.actions import RECEIVE, SEND, Action, Op, Schedule, completed, counterpart, needs
+from smp.pipeline.failure import PipelineError, naming, reason
 from smp.pipeline.recorder import Recorder
 
 
@@ -54,25 +55,18 @@ class Runner:
 
     def __init__(self, links: Links, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self.links = links
-        self._message = {"size": shape, "dtype": dtype, "device": device}
+        self.new_message = partial(torch.empty, shape, dtype=dtype, device=device)  # a buffer to receive into
 
     def run(self, schedule: Schedule, stages: Stages, recorder: Recorder | None = None) -> None:
         """One step: all actions of this rank.
 
         Raises:
             PipelineError: a message or a collective failed, because another rank is gone or late.
-            ValueError: the schedule needs paired sends; messages are posted here.
         """
-        if schedule.sends is not Sends.POSTED:
-            raise ValueError(f"{schedule.name} is a schedule of {schedule.sends.value} sends; the runner posts them")
         step = _Step(self, schedule, stages, recorder)
         for action in schedule.actions[self.links.rank]:
             step.run(action)
         step.finish()
-
-    def new_message(self) -> torch.Tensor:
-        """A buffer to receive into."""
-        return torch.empty(**self._message)  # type: ignore[call-overload]
 
 
 class _Step:
@@ -96,17 +90,11 @@ class _Step:
     def _work(self, action: Action) -> None:
         """A computation, or an action on parameters. Either may communicate with other ranks than the pipeline's."""
         arguments = self._arguments(action)
-        try:
-            with nullcontext() if self.recorder is None else self.recorder.running(action):
-                result = getattr(self.stages, action.op.value)(action.stage, *arguments)
-        except RuntimeError as error:
-            if not lost_contact(error):
-                raise
-            raise PipelineError(
-                collective_failed(f"pipeline rank {self.runner.links.rank}: {action}", error)
-            ) from error
+        recorded = nullcontext() if self.recorder is None else self.recorder.running(action)
+        with naming(f"pipeline rank {self.runner.links.rank}: {action}", function=False), recorded:
+            result = getattr(self.stages, action.op.value)(action.stage, *arguments)
         if result is not None:
-            self.results[_result(action)] = result
+            self.results[completed(action)[0]] = result  # the input part of a backward pass makes what the whole makes
 
     def _arguments(self, action: Action) -> tuple[int | torch.Tensor | None, ...]:
         """After the stage: none for parameters, the micro-batch, and what a computation reads from its neighbour."""
@@ -118,17 +106,16 @@ class _Step:
 
     def _input(self, action: Action) -> torch.Tensor | None:
         """A message, or the result of a neighbour on this rank; None at the model's ends."""
-        forward = action.op is Op.FORWARD
-        neighbour = action.stage + (-1 if forward else 1)
-        if not 0 <= neighbour < self.schedule.stages:
+        reads = [need for need in needs(self.schedule, action) if need.op in RECEIVE or need.stage != action.stage]
+        if not reads:
             return None
-        if self.schedule.rank_of(neighbour) == self.runner.links.rank:
-            return self.results.pop(Action(Op.FORWARD if forward else Op.BACKWARD, neighbour, action.micro_batch))
-        receive = Action(Op.RECEIVE_ACTIVATION if forward else Op.RECEIVE_GRADIENT, action.stage, action.micro_batch)
-        work, tensor = self.received.pop(receive)
-        self._wait(receive, work)
+        (source,) = reads
+        if source.op not in RECEIVE:
+            return self.results.pop(source)
+        work, tensor = self.received.pop(source)
+        self._wait(source, work)
         if self.recorder is not None:
-            self.recorder.arrived(receive)
+            self.recorder.arrived(source)
         return tensor
 
     def _receive(self, action: Action) -> None:
@@ -142,8 +129,8 @@ class _Step:
 
     def _send(self, action: Action) -> None:
         self.sent = [message for message in self.sent if not message[1].is_completed()]
-        op = Op.FORWARD if action.op is Op.SEND_ACTIVATION else Op.BACKWARD
-        tensor = self.results.pop(Action(op, action.stage, action.micro_batch)).contiguous()
+        (result,) = needs(self.schedule, action)
+        tensor = self.results.pop(result).contiguous()
         try:
             self.sent.append((action, self.runner.links.send(tensor, self.schedule.peer(action)), tensor))
         except RuntimeError as error:
@@ -172,9 +159,3 @@ class _Step:
 
 
 _WAY = dict.fromkeys(SEND, "to") | dict.fromkeys(RECEIVE, "from")
-
-
-def _result(action: Action) -> Action:
-    """The key of a computation's result: the input part of a backward pass makes what the whole makes."""
-    op = Op.FORWARD if action.op is Op.FORWARD else Op.BACKWARD
-    return Action(op, action.stage, action.micro_batch)

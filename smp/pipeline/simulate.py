@@ -13,9 +13,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
-from smp.pipeline.actions import COMPUTE, RECEIVE, SEND, Action, Op, Schedule, Sends, counterpart, needs
-from smp.pipeline.execute import execution_order
+from smp.pipeline.actions import COMPUTE, RECEIVE, SEND, Action, Op, Schedule, counterpart, needs
 from smp.pipeline.timeline import Span, Timeline
+from smp.pipeline.validate import execution_order
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,5 @@ class _Engines:
             return
         source, destination = (self.schedule.rank_of(end.stage) for end in (send, receive))
         start = max(self.posted[receive], self.clock[rank], self.channel[source, destination])
-        end = self._span(source, send, start)
+        self._span(source, send, start)
         self.channel[source, destination] = self.ready[receive] = self._span(destination, receive, start)
-        if self.schedule.sends is Sends.PAIRED:
-            self.clock[source] = self.clock[destination] = end

@@ -4,7 +4,7 @@
    exactly once through each stage of the rank; every action comes after what it needs; parameters are unsharded where
    they are used and sharded at the end; the gradients of each stage are reduced once, after its last backward.
 2. Every channel by itself: what rank a sends to rank b is what b receives from a, in the same order.
-3. All ranks together: nobody waits forever, under the semantics of sends that the schedule declares.
+3. All ranks together: nobody waits forever.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from collections.abc import Iterator
 from itertools import accumulate, zip_longest
 
 from smp.pipeline.actions import COMPUTE, PARAMETERS, RECEIVE, SEND, Action, Op, Schedule, completed, counterpart, needs
-from smp.pipeline.execute import ScheduleError, at, execution_order
+
+
+class ScheduleError(ValueError):
+    """A schedule that is wrong or cannot run. The message names rank, position and action."""
 
 
 def validate(schedule: Schedule) -> None:
@@ -54,7 +57,7 @@ def _check_rank(schedule: Schedule, rank: int) -> None:
     for position, action in enumerate(schedule.actions[rank]):
         problem = _misplaced(schedule, rank, action) or _premature(schedule, action, done, unsharded)
         if problem:
-            raise ScheduleError(f"{schedule.name}: {at(schedule, rank, position)}: {problem}")
+            raise ScheduleError(f"{schedule.name}: {_at(schedule, rank, position)}: {problem}")
         done.update(completed(action))
         if action.op is Op.UNSHARD:
             unsharded.add(action.stage)
@@ -63,7 +66,7 @@ def _check_rank(schedule: Schedule, rank: int) -> None:
     missing = [f"{action} never runs" for action in _expected(schedule, rank) if action not in done]
     problems = missing + [f"stage {stage} is still unsharded" for stage in sorted(unsharded)]
     if problems:
-        raise ScheduleError(f"{schedule.name}: {at(schedule, rank, len(schedule.actions[rank]))}: {problems[0]}")
+        raise ScheduleError(f"{schedule.name}: {_at(schedule, rank, len(schedule.actions[rank]))}: {problems[0]}")
 
 
 def _expected(schedule: Schedule, rank: int) -> Iterator[Action]:
@@ -124,4 +127,43 @@ def _check_channels(schedule: Schedule) -> None:
 
 
 def _end(schedule: Schedule, rank: int, end: tuple[int, Action] | None) -> str:
-    return at(schedule, rank, len(schedule.actions[rank]) if end is None else end[0])
+    return _at(schedule, rank, len(schedule.actions[rank]) if end is None else end[0])
+
+
+def _at(schedule: Schedule, rank: int, position: int) -> str:
+    """Where an action stands, for messages."""
+    actions = schedule.actions[rank]
+    return f"rank {rank}, position {position}, {actions[position] if position < len(actions) else 'end of the step'}"
+
+
+def execution_order(schedule: Schedule) -> Iterator[tuple[int, int]]:
+    """(rank, position) of every action, each after all that it waits for: the order in which the ranks can get through.
+
+    Ranks are independent programs that meet in messages. If they can come to a point where each waits for another one,
+    they do here: with messages that never overtake, what can run does not depend on which rank goes first.
+
+    Raises:
+        ScheduleError: deadlock; the message says where every unfinished rank stands.
+    """
+    position = [0] * schedule.ranks
+    sent: set[Action] = set()  # the receives of the messages that are under way
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(schedule.actions):
+            while position[rank] < len(actions) and _can_run(schedule, actions[position[rank]], sent):
+                action = actions[position[rank]]
+                if action.op in SEND:
+                    sent.add(counterpart(action))
+                yield rank, position[rank]
+                position[rank] += 1
+                moved = True
+    stuck = [rank for rank in range(schedule.ranks) if position[rank] < len(schedule.actions[rank])]
+    if stuck:
+        positions = "; ".join(_at(schedule, rank, position[rank]) for rank in stuck)
+        raise ScheduleError(f"{schedule.name}: deadlock: {positions}")
+
+
+def _can_run(schedule: Schedule, action: Action, sent: set[Action]) -> bool:
+    """Whether the action in front of a rank can run: only a computation waits, for the message that it reads."""
+    return action.op not in COMPUTE or all(need in sent for need in needs(schedule, action) if need.op in RECEIVE)

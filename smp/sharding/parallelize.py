@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from smp.config import ParallelConfig
 from smp.layers.block import Run, TransformerBlock
 from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
+from smp.layers.head import VocabParallelHead
 from smp.parallel.context import ParallelContext
 
 _aten = torch.ops.aten
@@ -39,6 +40,7 @@ _VARLEN = "torch_attn._varlen_attn.default"
 """Also kept. By its name: it is not there until torch.nn.attention.varlen is imported."""
 
 
+Strategy = Literal["optim_grads_params", "optim_grads", "optim"]
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -69,6 +71,9 @@ def parallelize(model: Model, context: ParallelContext, config: ParallelConfig) 
     shard(model, fsdp_units(), context.fsdp, bf16=config.bf16)
     if context.pp_size == 1:  # a pipeline's schedule says itself when weights are gathered
         prefetch(blocks)
+        _gather_once(model)
+        if config.data_parallel_sharding_strategy != "optim_grads_params":
+            model.set_reshard_after_forward(False)  # type: ignore[operator]
     return model
 
 
@@ -78,6 +83,18 @@ def _check_compute_dtype(model: nn.Module) -> None:
         embeds = isinstance(module, VocabParallelEmbedding | PositionEmbedding)
         if embeds and module.compute_dtype != torch.bfloat16:
             raise ValueError(f"bf16 without FSDP: build {name or 'the model'} with compute_dtype=torch.bfloat16")
+
+
+def _gather_once(model: nn.Module) -> None:
+    """Spare gathers that nothing needs: the head's unit is used again first thing in the backward pass, and an
+    embedding's gradient is made of its output's alone. Behind the embedding FSDP2 would also prefetch, for a backward
+    pass that is over, the last unit of the micro-batch before; it is told to prefetch itself."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and isinstance(module, VocabParallelHead):
+            module.set_reshard_after_forward(False)
+        elif isinstance(module, FSDPModule) and isinstance(module, VocabParallelEmbedding):
+            module.set_unshard_in_backward(False)
+            module.set_modules_to_backward_prefetch([module])
 
 
 def prefetch(units: Sequence[nn.Module]) -> None:
@@ -167,8 +184,14 @@ def free_gathered(model: nn.Module) -> None:
             module.reshard()
 
 
-def last_micro_batch(model: nn.Module, last: bool) -> None:
-    """Reduce gradients over the replicas in the coming backward pass only if it is the last of the step."""
+def last_micro_batch(model: nn.Module, last: bool, strategy: Strategy = "optim_grads_params") -> None:
+    """Before each micro-batch: what its backward pass leaves for the last one of the step.
+
+    That is the reduction of gradients over the replicas, and what ``strategy`` does not shard between micro-batches:
+    with ``optim_grads`` weights stay gathered, with ``optim`` gradients are whole and not reduced either.
+    """
     if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last or strategy != "optim")  # sets what the next line sets, too
         model.set_requires_all_reduce(last)
         model.set_is_last_backward(last)
+        model.set_reshard_after_backward(last or strategy == "optim_grads_params")

@@ -26,6 +26,7 @@ from smp.layers.linear import linear_layers
 from smp.layers.linear_functions import WeightGradients
 from smp.models.gpt import GPT
 from smp.models.part import ModelPart
+from smp.parallel.boxes import placed_like
 
 
 class ShardedStages:
@@ -136,7 +137,4 @@ def _add_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     if isinstance(parameter.grad, DTensor):
         parameter.grad.to_local().add_(gradient)
         return
-    shape, stride = parameter.shape, parameter.stride()
-    parameter.grad = DTensor.from_local(
-        gradient, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
-    )
+    parameter.grad = placed_like(parameter, gradient)

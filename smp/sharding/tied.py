@@ -38,8 +38,8 @@ class TiedMatrix:
             return
         assert isinstance(self._weight.grad, DTensor), "every step uses both ends"
         own = self._weight.grad.to_local()
-        theirs = torch.empty_like(own)
-        messages = self._links.send(own, self._other), self._links.receive(theirs, self._other)
+        other = torch.empty_like(own)
+        messages = self._links.send(own, self._other), self._links.receive(other, self._other)
         for message in messages:
             message.wait()
-        own.add_(theirs)
+        own.add_(other)

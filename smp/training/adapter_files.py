@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from smp.checkpoint import CheckpointError, Manifest, read_manifest
+from smp.checkpoint import CheckpointError, Manifest, find, read_manifest
 from smp.checkpoint.box import read_box_into
-from smp.checkpoint.folder import Folder
+from smp.checkpoint.folder import Folder, open_folder
 from smp.checkpoint.latest import iteration_name
-from smp.checkpoint.local import open_folder
-from smp.config import Config
-from smp.convert.adapters import Adapter, family_for
+from smp.config import Config, ConfigError
+from smp.convert.adapters import Adapter, family_for, is_adapter_folder
+from smp.convert.formats import Opened
 from smp.convert.hf import BESIDE, carried, copy_companions
 from smp.convert.hf_config import CONFIG, is_hf_folder, read_hf_config
+from smp.convert.peft_read import read_adapters
 from smp.convert.peft_write import write_adapters
 from smp.training.saved_run import SavedRun
 
@@ -30,8 +32,31 @@ def reference_config(config: Config) -> dict[str, Any] | None:
     return read_hf_config(load) if load is not None and is_hf_folder(load) else None
 
 
+def require_adapter(path: Path) -> None:
+    """Raise ConfigError when there is no folder at ``path``."""
+    if not path.is_dir():
+        raise ConfigError(
+            f"--adapter {path}: there is no such folder. A run writes the folder adapter when it ends; until then give "
+            "the one of its checkpoints"
+        )
+
+
+def open_adapters(path: Path, model: Opened) -> Mapping[str, Adapter]:
+    """What lies in ``path``, by the name of its layer in ``model``: peft's format, or checkpoints of a LoRA run.
+
+    Raises:
+        CheckpointError, ConfigError: there is nothing, or it cannot be read or is of another model.
+    """
+    config, reference = model.weights.config, model.reference
+    if is_adapter_folder(path):
+        content = read_hf_config(reference) if reference is not None and is_hf_folder(reference) else None
+        return read_adapters(path, config, family_for(config, content))[0]
+    folder = open_folder(find(path))
+    return read_saved_adapters(folder, read_manifest(folder))
+
+
 def read_saved_adapters(folder: Folder, manifest: Manifest) -> dict[str, Adapter]:
-    """Adapters in a checkpoint of ours, whole, by the name of their layer. In one process.
+    """Adapters in a checkpoint of this project, whole, by the name of their layer. In one process.
 
     Raises:
         CheckpointError: there are none, or they are damaged.
@@ -75,11 +100,8 @@ def publish_adapter(config: Config, iteration: int) -> str:
 
 def leave_companions(config: Config) -> None:
     """Put what goes with the model (tokenizer, chat template, config.json) beside the checkpoints, as this run uses it:
-    who exports the model, or trains on, finds it there. On one rank; needs a --save on a file system.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
+    the export of the model, or another run, finds it there. On one rank; needs a --save on a file system. Raises
+    CheckpointError where it cannot be written."""
     load, save, given = str(config.checkpoint.load), config.checkpoint.save, config.data.tokenizer_model
     if save is None or (root := open_folder(save).local) is None:
         return

@@ -11,36 +11,35 @@ from smp.config import Config
 from smp.config.batch import BatchSizes
 from smp.data.loader import BatchLoader, ReadBatch
 from smp.kernels.attention import AttentionShape, choose_attention
+from smp.kernels.attention_core import AttentionCore
 from smp.kernels.dispatch import Kernels, choose_kernels, describe_kernels
 from smp.layers import init_weights
+from smp.layers.context_parallel import context_parallel_attention
 from smp.models.gpt import GPT
 from smp.parallel.context import ParallelContext
 from smp.pipeline.plan import Plan
 from smp.sharding.parallelize import parallelize
+from smp.training.exchange import exchange_of
 from smp.training.forward_backward import Accumulation, ForwardBackward
 from smp.training.pipelined import Pipelined
 
 
-@dataclass(frozen=True)
-class Backends:
-    """What computes in a run; decided once, before there is a model.
-
-    Attributes:
-        kernels: of attention and the operations that have fused ones.
-        lines: which, and why, for the user.
-    """
-
-    kernels: Kernels
-    lines: tuple[str, ...]
-
-
 def choose_backends(
-    config: Config, device: torch.device, *, documents: bool, other_lengths: tuple[int, ...] = ()
-) -> Backends:
-    """What --kernels and --attention-backend mean for this run, and why; see ``smp.kernels``.
+    config: Config,
+    context: ParallelContext,
+    device: torch.device,
+    *,
+    documents: bool,
+    other_lengths: tuple[int, ...] = (),
+) -> tuple[Kernels, list[str]]:
+    """(what computes attention and the operations that have fused kernels, what the user should hear of the choice).
+
+    It is what --kernels, --attention-backend and --cp-comm-type mean for this run; see ``smp.kernels`` and
+    ``smp.layers.context_parallel``.
 
     Args:
         config: resolved settings.
+        context: of the run.
         device: of the run.
         documents: whether sequences hold several documents, which do not see each other.
         other_lengths: of sequences, where they are not all --seq-length long.
@@ -72,11 +71,16 @@ def choose_backends(
     deterministic = config.training.deterministic_mode
     attention = choose_attention(parallel.attention_backend, device, shape, deterministic=deterministic)
     used = {"swiglu": model.swiglu, "rope": model.position_embedding_type == "rope"}
-    told = {name: reason for name, reason in reasons.items() if used.get(name, True)}
-    lines = [*describe_kernels(kernels, told), str(attention)]
+    shown = {name: reason for name, reason in reasons.items() if used.get(name, True)}
+    lines = [*describe_kernels(kernels, shown), str(attention)]
+    core: AttentionCore = attention.core
+    if context.cp_exchange is not None:
+        exchange = exchange_of(config, device.type)
+        core = context_parallel_attention(attention.core, context.cp_exchange, exchange.kind)
+        lines += [*exchange.lines, f"context parallelism: {core}"]
     if model.attention_dropout > 0.0:
         lines.append("attention: in training probabilities are materialised instead, for --attention-dropout")
-    return Backends(replace(kernels, attention=attention.core), tuple(lines))
+    return replace(kernels, attention=core), lines
 
 
 @dataclass(frozen=True)
@@ -86,13 +90,13 @@ class Workplace:
     Attributes:
         context: meshes and groups.
         device: of the model.
-        backends: what computes.
+        kernels: what computes attention and the operations that have fused kernels.
         plan: of the pipeline; None: every rank has the whole model.
     """
 
     context: ParallelContext
     device: torch.device
-    backends: Backends
+    kernels: Kernels
     plan: Plan | None = None
 
 
@@ -115,14 +119,14 @@ def assemble(config: Config, place: Workplace) -> GPT:
         seed=config.training.seed,
         compute_dtype=torch.bfloat16 if config.parallel.bf16 else None,
         parts=None if plan is None else list(plan.stages_of(context.pp_rank).values()),
-        kernels=place.backends.kernels,
+        kernels=place.kernels,
     )
 
 
 def build_forward_backward(config: Config, place: Workplace, model: GPT) -> ForwardBackward:
     """Through the pipeline, or without one by accumulation."""
     if place.plan is None:
-        return Accumulation(model)
+        return Accumulation(model, config.parallel.data_parallel_sharding_strategy)
     return Pipelined(config, place.plan, model, place.context, place.device)
 
 
@@ -138,8 +142,6 @@ def batch_loader(
     """Reads this rank's shares of a data set.
 
     Args:
-        config: resolved settings.
-        place: of the run.
         dataset: what to read: a ``SampleDataset``, or anything when ``read`` is given.
         read: makes a batch of numbered samples; without it they are stacked.
         start: samples already consumed by all ranks.

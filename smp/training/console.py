@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
+from datetime import datetime
 
 import torch
 from tqdm import tqdm
 
 from smp.config import Config, Layout
-from smp.models.arithmetic import training_flops_per_token
+from smp.models.arithmetic import pair_training_flops, training_flops_per_token
 from smp.training.device_peak import peak_flops
-from smp.training.metrics import MetricsLog, log_line
+from smp.training.run_record import start_record
+from smp.training.sinks import open_sinks
 from smp.training.trainer import Progress, StepResult
 
 
@@ -19,10 +20,6 @@ class Console:
     """Reports steps and evaluations; on ranks other than 0 it does nothing.
 
     Args:
-        config: resolved settings.
-        layout: degrees, for the number of processes that share the work.
-        rank: of this process.
-        device: whose memory and peak rate are reported.
         iteration: where the run starts; records after it are left-overs of a lost part and dropped.
         work: FLOPs of a step, relative to pretraining on as many tokens.
     """
@@ -36,10 +33,15 @@ class Console:
         self._progress = Progress()
         if not self._speaks:
             return
-        assert config.model.vocab_size is not None and config.data.seq_length is not None
-        flops = training_flops_per_token(config.model, config.data.seq_length, config.model.vocab_size)
-        self._tflop_per_token = work * flops / layout.world_size / 1e12  # of each process
-        self._metrics = MetricsLog(Path(config.logging.log_dir), config.logging, iteration)
+        assert config.model.vocab_size is not None
+        self._share = work / layout.world_size / 1e12  # of a FLOP, in TFLOP of each process
+        self._pair_flops = pair_training_flops(config.model)
+        alone = training_flops_per_token(config.model, 1, config.model.vocab_size)  # a token that sees itself
+        self._token_flops = alone - self._pair_flops
+        self._sinks = open_sinks(config.logging, iteration)
+        record = start_record(config, layout, device, iteration)
+        for sink in self._sinks:
+            sink.start(record)
         self._bar = tqdm(
             total=config.training.train_iters,
             initial=iteration,
@@ -79,6 +81,8 @@ class Console:
         last = finite[-1] if finite else last_step
         tokens = sum(r.num_tokens for r in self._window) / len(self._window)
         waited = sum(r.waited for r in self._window) / len(self._window)
+        pairs = sum(r.visible_pairs for r in self._window) / len(self._window)
+        tflop = self._share * (self._token_flops * tokens + self._pair_flops * pairs)
         seconds = waited + sum(r.seconds for r in self._window) / len(self._window)
         record = {
             "lm loss": sum(r.loss for r in finite) / len(finite) if finite else last.loss,
@@ -91,13 +95,18 @@ class Console:
             "seconds per iteration": seconds,
             "seconds waiting for data": waited,
             "tokens/s": tokens / seconds,
-            "TFLOP/s per process": self._tflop_per_token * tokens / seconds,
-            **self._device_record(self._tflop_per_token * tokens / seconds),
+            "TFLOP/s per process": tflop / seconds,
+            **self._device_record(tflop / seconds),
             **last_step.metrics,
         }
         self._window.clear()
-        self._metrics.log(last_step.iteration, record)
-        self.say(log_line(self.config, last_step.iteration, record) + _texts(last_step.metrics))
+        self._log(last_step.iteration, record)
+        more = "".join(f" {name}: {value:.6f} |" for name, value in last_step.metrics.items())
+        self.say(log_line(self.config, last_step.iteration, record) + more)
+
+    def _log(self, iteration: int, record: Mapping[str, float]) -> None:
+        for sink in self._sinks:
+            sink.log(iteration, record)
 
     def _device_record(self, rate: float) -> dict[str, float]:
         """Memory, and the fraction of the peak rate where that is known."""
@@ -111,9 +120,13 @@ class Console:
         """Report a loss in nats per token on a part of the data that is not trained on."""
         if not self._speaks:
             return
-        perplexity = float(torch.tensor(loss).exp())
-        self._metrics.log(iteration, {f"{part} loss": loss, f"{part} perplexity": perplexity})
-        self.say(f" {part} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |")
+        record, line = {f"{part} loss": loss}, f" {part} loss at iteration {iteration} | lm loss value: {loss:.6E} |"
+        if not self.config.has_pairs:  # the loss of pairs is no entropy
+            perplexity = float(torch.tensor(loss).exp())
+            record[f"{part} perplexity"] = perplexity
+            line += f" lm loss PPL: {perplexity:.6E} |"
+        self._log(iteration, record)
+        self.say(line)
 
     def close(self) -> None:
         """Report the steps since the last line, flush and close the sinks."""
@@ -121,11 +134,38 @@ class Console:
             if self._window:
                 self._report(self._progress)
             self._bar.close()
-            self._metrics.close()
+            for sink in self._sinks:
+                sink.close()
 
 
-def _texts(metrics: Mapping[str, float]) -> str:
-    return "".join(f" {name}: {value:.6f} |" for name, value in metrics.items())
+def log_line(config: Config, iteration: int, record: Mapping[str, float]) -> str:
+    """The line of an iteration: Megatron's up to the nan iterations, for scripts that parse it, then this project's.
+
+    There is no fp16, so the loss scale is always 1.
+
+    Args:
+        iteration: the one the line is about.
+        record: what was measured, by the names of ``metrics.jsonl``; "MFU", in [0, 1], only where the device's peak
+            is known.
+    """
+    speed = record["TFLOP/s per process"]
+    parts = [
+        f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {iteration:8d}/{config.training.train_iters:8d}",
+        f"consumed samples: {record['consumed samples']:12d}",
+        f"elapsed time per iteration (ms): {1000 * record['seconds per iteration']:.1f}",
+        f"throughput per GPU (TFLOP/s/GPU): {speed:.{1 if speed >= 1 else 4}f}",
+        f"learning rate: {record['learning rate']:.6E}",
+        f"global batch size: {record['global batch size']:5d}",
+        f"lm loss: {record['lm loss']:.6E}",
+        f"loss scale: {1.0:.1f}",
+        f"grad norm: {record['grad norm']:.3f}",
+        f"number of skipped iterations: {record['skipped iterations']:3d}",
+        f"number of nan iterations: {record['nan iterations']:3d}",
+        f"tokens/s: {record['tokens/s']:.0f}",
+        f"peak memory (GB): {record['peak memory (GB)']:.2f}",
+    ]
+    parts += [f"MFU: {record['MFU']:.3f}"] if "MFU" in record else []
+    return " | ".join(parts) + " |"
 
 
 def _peak_resident_bytes() -> int:

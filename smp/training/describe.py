@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from smp.config import Config, Layout, to_yaml
+from smp.config.checks import notes_on_effects
 from smp.convert.adapters import TENSORS
+from smp.layers.context_parallel.cost import bytes_sent
 from smp.layers.head import CHUNK_BYTES
 from smp.layers.lora import matching
 from smp.models.arithmetic import count_parameters, training_flops_per_token
@@ -14,7 +17,15 @@ from smp.models.inventory import inventory
 from smp.parallel.context import MESH_DIMS
 from smp.pipeline.plan import Plan, describe_plan, plan_pipeline
 from smp.pipeline.validate import peak_activations, peak_losses
+from smp.training.exchange import exchange_of, exchanged
 from smp.training.memory import MemoryEstimate, Tuned, estimate_memory
+
+if TYPE_CHECKING:
+    from smp.training.fake_step import StepMeasures
+
+MOST_PASSES = 160
+"""Blocks times micro-batches that are tried on fake tensors, about a tenth of a second each; beyond, a formula
+estimates."""
 
 
 def describe(config: Config, world_size: int) -> str:
@@ -28,7 +39,7 @@ def describe(config: Config, world_size: int) -> str:
     count = count_parameters(config.model, vocab)
     plan = plan_pipeline(config, layout) if layout.pp > 1 else None
     tuned = _tuned(config, layout)
-    memory = _largest(config, layout, plan, tuned)
+    memory, steps = _largest(config, layout, plan, tuned), _tried_steps(config, layout, plan)
     tflop = training_flops_per_token(config.model, length, vocab) / 1e12
     recipe = to_yaml(replace(config, training=replace(config.training, dry_run=False)))
     lines = [
@@ -36,13 +47,81 @@ def describe(config: Config, world_size: int) -> str:
         f"parameters: {count.total:,} (vocabulary and positions {count.embedding:,}, "
         f"{config.model.num_layers} blocks of {count.per_layer:,})",
         *([] if plan is None else describe_plan(plan, config)),
+        *_exchanges(config, layout),
+        *notes_on_effects(config),
         *([] if config.objective is not None else [f"parameters per rank: {memory.parameters // 4:,}"]),
         f"training: {tflop:.6f} TFLOP per token, {(config.data.global_batch_size or 0) * length:,} tokens per step",
-        "memory per rank, estimated:" if plan is None else "memory of the rank that needs most, estimated:",
-        *(f"  {f.name.replace('_', ' '):18s}{getattr(memory, f.name) / 2**30:10.3f} GiB" for f in fields(memory)),
-        f"  {'total':18s}{memory.total / 2**30:10.3f} GiB",
+        *(_estimated(memory, plan) if steps is None else _measured(steps)),
     ]
     return "\n".join([recipe, *(f"# {line}" for line in lines)])
+
+
+def predicted_memory(config: Config, world_size: int) -> MemoryEstimate:
+    """What the process that needs most memory needs, in bytes."""
+    layout = Layout.from_config(config.parallel, world_size)
+    plan = plan_pipeline(config, layout) if layout.pp > 1 else None
+    return _largest(config, layout, plan, _tuned(config, layout))
+
+
+def _tried_steps(config: Config, layout: Layout, plan: Plan | None) -> list[StepMeasures] | None:
+    """A step of each pipeline rank on fake tensors; None for what takes too long, for fine-tuning, and where sequences
+    are cut."""
+    # here, because it brings torch's tools for fake tensors, and with them triton, which only a dry run needs
+    from smp.training.fake_step import MOST_MICRO_BATCHES, fake_step, gpu_kernels
+
+    data = config.data
+    assert data.global_batch_size is not None, "resolved before"
+    micro_batches = data.global_batch_size // (data.micro_batch_size * layout.data_parallel)
+    passes = config.model.num_layers * (min(micro_batches, MOST_MICRO_BATCHES) if plan is None else micro_batches)
+    if config.objective is not None or layout.cp > 1 or passes > MOST_PASSES:
+        return None
+    arguments = config, layout, gpu_kernels(config), CHUNK_BYTES["cuda"], plan
+    return [fake_step(*arguments, pp_rank=rank) for rank in range(layout.pp)]
+
+
+def _measured(steps: list[StepMeasures]) -> list[str]:
+    """The step of the rank that needs most memory as lines."""
+    step = max(steps, key=lambda step: step.peak)
+    rank = f"pipeline rank {steps.index(step)}, which needs most" if len(steps) > 1 else "each rank"
+    held = {"parameters": step.parameters, "optimizer": step.optimizer, "gradients": step.gradients}
+    peaks = {f"peak in {phase}": peak for phase, peak in step.peaks.items()}
+    rows = {**held, **peaks, "total": step.peak}
+    return [
+        f"memory of {rank}, in a step of a GPU that was run on tensors without data:",
+        *(f"  {name:18s}{size / 2**30:10.3f} GiB" for name, size in rows.items()),
+        f"work of it: {step.counts.flops / 1e12:.3f} TFLOP in {step.counts.kernels:,} operations; it sends",
+        *(
+            f"  {group:13s}{kind:15s}{entry.sent / 1e9:10.3f} GB in {entry.calls:,} calls"
+            for (group, kind), entry in sorted(step.counts.traffic.items())
+            if entry.calls
+        ),
+    ]
+
+
+def _estimated(memory: MemoryEstimate, plan: Plan | None) -> list[str]:
+    """The formula's parts as lines."""
+    sizes = {f.name: getattr(memory, f.name) for f in fields(memory) if f.name != "accumulates"}
+    sizes["total"] = memory.total  # less than the sum: they do not all peak at once
+    return [
+        "memory per rank, estimated:" if plan is None else "memory of the rank that needs most, estimated:",
+        *(f"  {name:18s}{size / 2**30:10.3f} GiB" for name, size in sizes.items()),
+    ]
+
+
+def _exchanges(config: Config, layout: Layout) -> list[str]:
+    """What attention would send with each exchange that this model can use. (What auto takes, on a GPU.)"""
+    if layout.cp == 1:
+        return []
+    parallel, exchange = config.parallel, exchange_of(config, "cuda")
+    of = replace(exchanged(config), heads_group=exchange.heads_group)
+    both = ["a2a+p2p"] if exchange.kind == "a2a+p2p" else []
+    heads = ["a2a"] if of.heads % of.cp == 0 else []
+    lines = [f"context parallelism: {of.tokens:,} tokens of a micro-batch on each process; a layer's attention sends"]
+    for kind in ["p2p", "all_gather", *heads, *both]:
+        forward, backward = (n / 2**20 for n in bytes_sent(kind, of))
+        chosen = f"  <- --cp-comm-type {parallel.cp_comm_type}" if kind == exchange.kind else ""
+        lines.append(f"  {kind:18s}{forward:10.1f} MiB forward, {backward:10.1f} MiB backward{chosen}")
+    return lines
 
 
 def _mesh(layout: Layout) -> str:

@@ -12,7 +12,7 @@ from typing import Any, TextIO, TypeVar
 
 from smp.config import ConfigError, LoggingConfig
 from smp.config.command import DamageError, exit_code, output_gone
-from smp.training.process import Process, forget_status, status_path, write_status
+from smp.training.process import Process, forget_status, leave_status, status_path
 from smp.training.settings import report, status_file_in
 
 Settings = TypeVar("Settings")
@@ -28,7 +28,6 @@ def run_command(
     cannot be done.
 
     Args:
-        argv: the command line.
         log_dir: default place of this entry point's logs.
         read: (command line, number of processes) -> settings, and where logs go; None: nothing will be trained.
         launch: runs; imports torch, which takes seconds.
@@ -52,18 +51,10 @@ def run_command(
     except (ConfigError, DamageError) as error:
         report(str(error), rank)
         if rank == 0 and (path := status_file_in(argv, log_dir)) is not None:
-            _write_status(path, error)
+            leave_status(Path(path), "bad_config" if exit_code(error) == 2 else "failed", str(error), 0)
         return exit_code(error)
     with lasting_output():
         return launch(settings, process)
-
-
-def _write_status(path: str, error: ValueError) -> None:
-    try:
-        write_status(Path(path), "bad_config" if exit_code(error) == 2 else "failed", str(error), 0)
-    except OSError as unwritable:
-        if not str(error).startswith("--status-file"):
-            report(f"--status-file {path}: {unwritable}", 0)
 
 
 class _Lasting(io.FileIO):

@@ -51,8 +51,6 @@ def build_finetune_model(
     """(the model, what the user should hear). Built without memory, sharded, and only then filled.
 
     Args:
-        config: resolved settings.
-        place: of the run.
         start: adapters to begin with, which say which layers have one; None: those that ``config`` asks for, if any.
         trainable: False for a frozen copy.
 
@@ -71,7 +69,8 @@ def build_finetune_model(
     model.to_empty(device=place.device)
     if config.has_adapters:
         init_weights(model, config.training.seed, only="lora")
-    notes = load_weights(model, lambda: open_base(config), leave=_of_adapters(model))
+    of_adapters = {f"{layer}.lora.{name}" for layer in adapters_of(model) for name in ("a", "b")}
+    notes = load_weights(model, lambda: open_base(config), leave=of_adapters)
     if start is not None:
         _fill_adapters(model, start)
     return model, notes
@@ -110,10 +109,6 @@ def _keep_in_bf16(model: nn.Module) -> None:
         for name, parameter in list(module.named_parameters(recurse=False)):
             if not parameter.requires_grad:
                 setattr(module, name, nn.Parameter(parameter.to(torch.bfloat16), requires_grad=False))
-
-
-def _of_adapters(model: GPT) -> set[str]:
-    return {f"{layer}.lora.{name}" for layer in adapters_of(model) for name in ("a", "b")}
 
 
 @torch.no_grad()

@@ -25,16 +25,8 @@ CARRIED, BESIDE = "hf", "model_files"
 def read_finetune_settings(
     argv: list[str], world_size: int, before_data: Callable[[Config], None] = lambda config: None
 ) -> tuple[Config, TuningData | None]:
-    """Parse, fill in defaults, check, and read the data; there are none in a dry run without --data-path.
-
-    Args:
-        argv: the command line.
-        world_size: number of processes.
-        before_data: what else may refuse a run that is to train; to read the data may take minutes.
-
-    Raises:
-        ConfigError: one line that names the flag to change.
-    """
+    """Parse, fill in defaults, check, and read the data, or raise ConfigError; there are no data in a dry run without
+    --data-path. ``before_data`` may also refuse a run that is to train: to read the data may take minutes."""
     values = read_values(argv, FINETUNE, "The architecture is that of the model in --load.")
     if "model" in values:
         raise ConfigError(f"--model {values['model']}: the architecture is that of the model in --load; leave it out")
@@ -54,7 +46,25 @@ def read_finetune_settings(
     layout = Layout.from_config(config.parallel, world_size)
     if layout.pp > 1:
         plan_pipeline(config, layout)
+    if data is not None:
+        data = replace(data, lines=(*data.lines, *_repeats(config, data)))
     return config, data
+
+
+def _repeats(config: Config, data: TuningData) -> list[str]:
+    """Whether the last step of --train-epochs reaches into another epoch: steps are whole."""
+    epochs, steps, batch = config.training.train_epochs, config.training.train_iters, config.data.global_batch_size
+    if epochs is None:
+        return []
+    assert steps is not None and batch is not None, "resolved before"
+    wanted = epochs * data.samples_per_epoch
+    more, kind = steps * batch - wanted, "pairs" if data.pairs else "sequences"
+    if not more:
+        return []
+    return [
+        f"note: --train-epochs {epochs} are {wanted} {kind}, but {steps} steps of {batch} read {steps * batch}: "
+        f"the last step reads {more} of them again"
+    ]
 
 
 def _sized(config: Config, world_size: int) -> Config:

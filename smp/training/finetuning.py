@@ -19,14 +19,16 @@ from smp.data.build import Datasets
 from smp.data.tuning.batches import PairBatch, TuningDataset
 from smp.data.tuning.build import TuningData
 from smp.data.tuning.sequences import Sequences, lay_out
+from smp.kernels import Kernels
 from smp.layers.lora import adapters_off
 from smp.models.arithmetic import count_parameters
 from smp.models.gpt import GPT
 from smp.parallel.agree import gather, on_rank_zero
+from smp.parallel.boxes import local_part
 from smp.parallel.context import ParallelContext
 from smp.sharding.parallelize import free_gathered
 from smp.training.adapter_files import leave_companions, publish_adapter, reference_config
-from smp.training.build import Backends, Workplace, batch_loader, build_forward_backward, choose_backends
+from smp.training.build import Workplace, batch_loader, build_forward_backward, choose_backends
 from smp.training.finetune_model import build_finetune_model
 from smp.training.forward_backward import ForwardBackward
 from smp.training.objective import ModelReference, NextToken, PreferredAnswer, Reference, TableReference
@@ -38,10 +40,6 @@ Adapters = Mapping[str, Adapter]
 def finetuning(config: Config, data: TuningData) -> RunParts:
     """All weights or adapters, from the model in --load, on samples or on pairs.
 
-    Args:
-        config: resolved settings.
-        data: what to train on.
-
     Raises:
         ConfigError, CheckpointError: the adapter in --load-adapter cannot be read, or is not of this model.
     """
@@ -49,7 +47,7 @@ def finetuning(config: Config, data: TuningData) -> RunParts:
     return RunParts(
         config=config,
         datasets=partial(_datasets, config, data),
-        backends=partial(_choose_backends, config, data),
+        kernels=partial(_choose_backends, config, data),
         trainable=lambda place, say, progress: _Build(config, data, start, place, say, progress).trainable(),
         read=lambda dataset: dataset.batch,
         work=_work(config),
@@ -79,8 +77,9 @@ def _trims(config: Config) -> bool:
     return config.parallel.pipeline_model_parallel_size == 1 and not config.parallel.compile
 
 
-def _dataset(config: Config, data: TuningData, sequences: Sequences, seed: int | None, told: bool) -> TuningDataset:
-    notes = data.lines if told else ()
+def _dataset(
+    config: Config, data: TuningData, sequences: Sequences, seed: int | None = None, notes: tuple[str, ...] = ()
+) -> TuningDataset:
     return TuningDataset(data.samples, sequences, seed=seed, pairs=data.pairs, trim=_trims(config), notes=notes)
 
 
@@ -91,16 +90,18 @@ def _datasets(config: Config, data: TuningData) -> Datasets:
             "--data-path: the processes do not read the same samples: the files differ between nodes, or the chat "
             "template writes the time"
         )
-    train = _dataset(config, data, data.train, config.training.seed, told=True)
-    valid = _dataset(config, data, data.valid, None, told=False) if len(data.valid) else None
+    train = _dataset(config, data, data.train, config.training.seed, data.lines)
+    valid = _dataset(config, data, data.valid) if len(data.valid) else None
     return Datasets(train, valid, None)  # type: ignore[arg-type]
 
 
-def _choose_backends(config: Config, data: TuningData, device: torch.device) -> Backends:
+def _choose_backends(
+    config: Config, data: TuningData, context: ParallelContext, device: torch.device
+) -> tuple[Kernels, list[str]]:
     """Packed sequences hold documents; trimmed ones have any length."""
     shorter = (1, max(data.train.length - 1, 1)) if _trims(config) else ()
     documents = data.train.packed or data.valid.packed
-    return choose_backends(config, device, documents=documents, other_lengths=shorter)
+    return choose_backends(config, context, device, documents=documents, other_lengths=shorter)
 
 
 def _work(config: Config) -> float:
@@ -124,11 +125,7 @@ class _Build:
     """Makes what is trained.
 
     Attributes:
-        config: resolved settings.
-        data: of the run.
         start: adapters to begin with, if any.
-        place: where to build.
-        say: tells the user one line.
         progress: called when something that takes long has come further.
     """
 
@@ -146,32 +143,34 @@ class _Build:
             self.say(line)
         forward_backward = build_forward_backward(config, place, model)
         objective = config.objective
+        cp = place.context.cp_group
         if objective is None or not config.has_pairs:
-            return Trainable(model, forward_backward, NextToken(place.device))
+            return Trainable(model, forward_backward, NextToken(place.device, cp))
         preferred = PreferredAnswer(
             device=place.device,
             reference=self._reference(objective, model, forward_backward),
             beta=objective.dpo_beta,
             label_smoothing=objective.dpo_label_smoothing,
+            cp=cp,
         )
         return Trainable(model, forward_backward, preferred)
 
     def _reference(self, objective: ObjectiveConfig, model: GPT, forward_backward: ForwardBackward) -> Reference:
-        device = self.place.device
+        device, cp = self.place.device, self.place.context.cp_group
         if objective.dpo_reference == "adapters-off":
-            return ModelReference(model, forward_backward, device, around=partial(adapters_off, model))
+            return ModelReference(model, forward_backward, device, around=partial(adapters_off, model), cp=cp)
         if objective.dpo_reference == "precomputed":
-            table = self._table(ModelReference(model, forward_backward, device))
+            table = self._table(ModelReference(model, forward_backward, device, cp=cp))
             free_gathered(model)
             return TableReference(table)
         copy, _ = build_finetune_model(self.config, self.place, self.start, trainable=False)
-        return ModelReference(copy, build_forward_backward(self.config, self.place, copy), device)
+        return ModelReference(copy, build_forward_backward(self.config, self.place, copy), device, cp=cp)
 
     def _table(self, reference: ModelReference) -> torch.Tensor:
         """Log-probabilities of all answers by the model as it is now, fp32 (texts,), the same on all ranks."""
         config, samples, device = self.config, self.data.samples, self.place.device
         every = lay_out(samples, np.arange(len(samples)), self.data.train.length, "off")
-        dataset = _dataset(config, self.data, every, None, told=False)
+        dataset = _dataset(config, self.data, every)
         batches = batch_loader(config, self.place, dataset, dataset.batch)
         table = torch.zeros(len(samples), device=device)
         try:
@@ -179,7 +178,8 @@ class _Build:
                 batch = next(batches)
                 assert isinstance(batch, PairBatch) and batch.texts is not None
                 log_probs, real = reference.log_probs(batch), batch.texts >= 0
-                table[batch.texts[real].to(device)] = log_probs[real.to(device)]
+                if self.place.context.cp_rank == 0:  # the others have the same ones, and the sum is over all ranks
+                    table[batch.texts[real].to(device)] = log_probs[real.to(device)]
                 self.progress()
         finally:
             batches.close()
@@ -198,12 +198,8 @@ def _sizes(config: Config, context: ParallelContext, model: GPT) -> list[str]:
             dist.all_reduce(adapters, group=context.pp.get_group())
         trained = int(adapters)
         base += trained
-    here, frozen = (sum(_local(p).nbytes for p in parameters if p.requires_grad == w) for w in (True, False))
+    here, frozen = (sum(local_part(p).nbytes for p in parameters if p.requires_grad == w) for w in (True, False))
     return [
         f"trained parameters: {trained:,} of {base:,} ({100 * trained / base:.3f} %)",
         f"weights of the first process: {here / 1e6:,.1f} MB trained, {frozen / 1e6:,.1f} MB frozen",
     ]
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter

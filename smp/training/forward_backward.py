@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from smp.layers.head import ModelOutput
-from smp.sharding.parallelize import last_micro_batch
+from smp.sharding.parallelize import Strategy, last_micro_batch
 from smp.training.micro_batches import MicroBatches
 
 
@@ -33,11 +33,11 @@ class Accumulation:
     """The whole model on every rank: forward and backward of one micro-batch after the other.
 
     Args:
-        model: after ``parallelize``.
+        strategy: --data-parallel-sharding-strategy, as ``parallelize`` got it.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, strategy: Strategy = "optim_grads_params") -> None:
+        self.model, self.strategy = model, strategy
 
     @property
     def copies(self) -> dict[torch.Tensor, int]:
@@ -46,7 +46,7 @@ class Accumulation:
     def train(self, micro_batches: MicroBatches) -> list[ModelOutput]:
         outputs = []
         for i, micro_batch in enumerate(micro_batches):
-            last_micro_batch(self.model, i == len(micro_batches) - 1)
+            last_micro_batch(self.model, i == len(micro_batches) - 1, self.strategy)
             output: ModelOutput = self.model(micro_batch)
             loss = output.total
             assert loss is not None, "a whole model has one"

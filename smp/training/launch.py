@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,7 +14,7 @@ from smp.config.command import DamageError, exit_code, lacks_memory
 from smp.parallel.agree import on_all_or_none
 from smp.pipeline.failure import PipelineError
 from smp.training.describe import describe
-from smp.training.process import Process, ended, status_path, write_status
+from smp.training.process import Process, ended, leave_status, status_path, write_status
 from smp.training.run import Outcome, Run, RunParts
 from smp.training.runtime import StopSignal, report_once, start_process_group
 from smp.training.settings import report, report_own
@@ -27,8 +26,6 @@ def launch(config: Config, process: Process, make_parts: Callable[[], RunParts],
     cannot be done.
 
     Args:
-        config: resolved settings.
-        process: this one.
         make_parts: makes the parts of the run; may read files.
         notes: what --dry-run says beside the settings.
     """
@@ -49,7 +46,7 @@ def launch(config: Config, process: Process, make_parts: Callable[[], RunParts],
     except PipelineError as error:
         report_own(str(error), process.rank)
         outcome = Outcome("failed", str(error), _iteration(run))
-        _write_for_rank_zero(config, process, outcome)
+        _write_outcome(config, process, outcome, started=run is not None, instead=True)
     except (ConfigError, CheckpointError, DamageError, TrainingError) as error:
         report_once(str(error), process.rank)
         asked = run is None and exit_code(error) == 2
@@ -59,16 +56,15 @@ def launch(config: Config, process: Process, make_parts: Callable[[], RunParts],
         outcome = Outcome("failed", memory or f"{type(error).__name__}: {error}", _iteration(run))
         if memory is not None:
             (report if process.world_size == 1 else report_own)(memory, process.rank)
-            if run is not None:
-                _write_for_rank_zero(config, process, outcome)
-        _write_outcome(config, process, outcome, run is not None)
+            _write_outcome(config, process, outcome, started=run is not None, instead=True)
+        _write_outcome(config, process, outcome, started=run is not None)
         if memory is not None:
             return 1  # without the others, who may wait in a collective
         raise
     finally:
         if run is not None:
             run.close()
-    _write_outcome(config, process, outcome, run is not None)
+    _write_outcome(config, process, outcome, started=run is not None)
     if outcome.status in ("done", "requeue"):
         dist.barrier()  # gloo may still be handing back the last result, and aborts a process that exits meanwhile
     dist.destroy_process_group()
@@ -98,25 +94,16 @@ def _iteration(run: Run | None) -> int:
     return 0 if run is None else run.iteration
 
 
-def _write_outcome(config: Config, process: Process, outcome: Outcome, started: bool) -> None:
-    """Rank 0 writes the status file. A run that never started writes one only where it was asked to."""
-    logging = config.logging
-    if process.rank != 0 or (logging.status_file is None and not started):
-        return
-    _write(config, outcome)
-    print(f"{outcome.status}: {outcome.reason}", flush=True)
+def _write_outcome(config: Config, process: Process, outcome: Outcome, *, started: bool, instead: bool = False) -> None:
+    """Rank 0 writes the status file. A run that never started writes one only where it was asked to.
 
-
-def _write_for_rank_zero(config: Config, process: Process, outcome: Outcome) -> None:
-    """Rank 0 may be the one that is lost, so the first of the others writes the status file. If rank 0 is there it
-    writes its own word over that."""
-    if process.rank != 0 and not ended(status_path(config.logging)):
-        _write(config, outcome)
-
-
-def _write(config: Config, outcome: Outcome) -> None:
+    Rank 0 may be the one that is lost, so ``instead`` of it the first of the others writes the file. If rank 0 is there
+    it writes its own word over that.
+    """
     path = status_path(config.logging)
-    try:
-        write_status(path, outcome.status, outcome.reason, outcome.iteration)
-    except OSError as error:
-        print(f"error: --status-file {path}: {error}", file=sys.stderr, flush=True)
+    unasked = config.logging.status_file is None and not started
+    if unasked or (process.rank == 0) == instead or (instead and ended(path)):
+        return
+    leave_status(path, outcome.status, outcome.reason, outcome.iteration)
+    if not instead:
+        print(f"{outcome.status}: {outcome.reason}", flush=True)

@@ -1,7 +1,7 @@
 """Bytes that one process of a training run needs, by formula. No torch, so it runs on a login node.
 
 Symbols: h hidden size, q = heads x head width, k = key/value heads x head width, f = MLP width, T = tokens of a
-micro-batch, b = bytes of the compute precision, tp = tensor-parallel processes.
+micro-batch on one of cp context-parallel processes, b = bytes of the compute precision, tp = tensor-parallel processes.
 """
 
 from __future__ import annotations
@@ -18,19 +18,30 @@ from smp.models.part import ModelPart, whole
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one process; see :func:`estimate_memory`."""
+    """Bytes on one process; see :func:`estimate_memory`.
+
+    Attributes:
+        accumulates: whether there are gradients in a forward pass, of an earlier micro-batch.
+    """
 
     parameters: int
     gradients: int
     optimizer: int
-    units: int
+    gathered: int
+    reduced: int
     activations: int
+    backward: int
     logits: int
+    accumulates: bool
 
     @property
     def total(self) -> int:
-        """Sum of the parts. They do not all peak at once, but the allocator's rounding wants room too."""
-        return self.parameters + self.gradients + self.optimizer + self.units + self.activations + self.logits
+        """What is always there, and the most at one of three moments: at the loss, in the backward pass of the last
+        block, when all activations are still there, and in that of the first, when all gradients are."""
+        waiting = self.gradients if self.accumulates else 0
+        kept, backward = waiting + self.activations + self.gathered, self.backward + self.reduced
+        moments = kept + self.logits, kept + backward, self.gradients + self.gathered + backward
+        return self.parameters + self.optimizer + max(moments)
 
 
 @dataclass(frozen=True)
@@ -51,32 +62,34 @@ def estimate_memory(
     losses: int = 1,
     tuned: Tuned = Tuned(),
 ) -> MemoryEstimate:
-    """Memory of one process of a training run: an estimate to choose a layout by, not a bound.
+    """Memory of one process of a training run: an estimate to choose a layout by, not a bound, for what takes too long
+    to try with :mod:`smp.training.fake_step`.
 
-    With n = parameters on one of tp processes (vocabulary padding included) and d = ``layout.dp_shard``:
+    With n = parameters on one of tp processes (vocabulary padding included) and d = ``layout.dp_shard`` x cp:
 
     - parameters 4 n / d and gradients 4 n / d: fp32 masters, sharded by FSDP.
     - optimizer 8 n / d for Adam's two moments, 4 n / d for SGD with momentum, 0 without.
-    - units: what FSDP holds unsharded. In compute precision two blocks (one in use, one on its way) and the vocabulary
-      matrix at the loss; of the largest unit the gradient, in compute precision and as the fp32 input of its reduction.
-      Without FSDP (one data-parallel rank and no pipeline) the gradient of the largest unit on its way to the sum, and
-      in bf16 runs the cast weights, which layers keep for the backward pass (under recompute those of one block).
-    - activations: layers x what a block keeps (``_kept_per_token`` x T), as much as one whole block for the gradients
-      in flight, under recompute one more for the replayed block, and what the output layer takes and gives back.
+    - gathered: weights in compute precision that FSDP holds unsharded: two blocks (one in use, one on its way) and the
+      vocabulary matrix at the loss. Without FSDP (one data-parallel rank, no pipeline and no context parallelism) in
+      bf16 runs the cast weights, which layers keep for the backward pass (under recompute those of one block).
+    - reduced: the gradient of the largest unit, in compute precision and as the fp32 input of its reduction; without
+      FSDP on its way to the sum.
+    - activations: layers x what a block keeps (``_kept_per_token`` x T), and what the output layer takes and gives.
+    - backward: as much as one whole block for the gradients in flight, under recompute one more for the replayed block.
     - logits: one chunk, whose gradient replaces it; logits of all tokens never exist. The output matrix's gradient,
       summed over chunks in fp32 and kept in compute precision from the forward pass, where the loss computes it: one
       for each of the ``losses``.
 
     Of a pipeline's process n counts its own parts. Their gradients are whole, 4 n, until they are reduced, and the
-    weights are gathered for the whole step (without --pipeline-reshard). Activations are there ``held`` times for an
+    weights are gathered for the whole step (without --pipeline-reshard), as --data-parallel-sharding-strategy may have
+    it without a pipeline. Activations are there ``held`` times for an
     average part. Frozen weights (the model under adapters, and copies of it) take b bytes instead of 4, and have no
     gradients and no optimizer state. What layers keep is counted as if they were trained: with adapters it is less.
 
-    Key/value heads are counted as repeated for their query heads; without recompute, a block whose attention backend
-    takes them as they are keeps 2 b (q - k) per token less. Left out: the CUDA context, NCCL's buffers, fragmentation,
-    RoPE tables and a window's mask. Activations are those of fused kernels (a GPU); on a CPU torch's RMSNorm keeps two
-    fp32 copies of its input instead of the input. With Triton's SwiGLU, which a GPU runs without --compile, a block
-    keeps 2 f less per token.
+    Attention is taken to take key/value heads as they are; where it does not, as behind a window, a block keeps
+    2 b (q - k) per token more without recompute. Left out: the CUDA context, NCCL's buffers, fragmentation, RoPE
+    tables, and keys of other context-parallel processes while they are used. Activations are those of fused kernels (a
+    GPU).
 
     Args:
         config: resolved.
@@ -89,8 +102,9 @@ def estimate_memory(
     """
     model, data, parallel = config.model, config.data, config.parallel
     assert data.seq_length is not None, "resolved before"
-    b = 2 if parallel.bf16 else 4
-    tokens = tuned.rows * data.micro_batch_size * data.seq_length
+    b, strategy = 2 if parallel.bf16 else 4, parallel.data_parallel_sharding_strategy
+    tokens = tuned.rows * data.micro_batch_size * data.seq_length // layout.cp
+    shards = layout.dp_shard * layout.cp
     parts = parts or (whole(model.num_layers),)
     layers, last = sum(p.count for p in parts), any(p.head for p in parts)
     n = _elements(inventory(model, parts), layout)
@@ -100,23 +114,28 @@ def estimate_memory(
     adapters = tuned.adapters * layers // model.num_layers
     trained, frozen = (adapters, n * (tuned.copies + 1)) if adapters else (n, n * tuned.copies)
     largest = adapters // layers if adapters else max(block, vocabulary)
-    if layout.pp == 1 and layout.data_parallel == 1:
+    if layout.pp == 1 and layout.data_parallel * layout.cp == 1:
         kept = layers if parallel.recompute_granularity == "none" else 1  # a replay casts those of its block again
         cast = 0 if b == 4 or tuned.adapters else kept * block + vocabulary
-        units = b * cast + (4 if b == 4 else b + 4) * largest
+        gathered, reduced = cast, 4 if b == 4 else b + 4
     else:
-        gathered = 2 * block + vocabulary if layout.pp == 1 or parallel.pipeline_reshard else n
-        units = b * gathered + (b + 4) * largest
+        freed = strategy == "optim_grads_params" if layout.pp == 1 else parallel.pipeline_reshard
+        gathered = 2 * block + vocabulary if freed else n
+        reduced = b + 4
+    one_block = _kept_per_token(config, layout, b, "none", fused=is_fused(config))
     state = 8 if config.optim.optimizer != "sgd" else 4 * (config.optim.sgd_momentum > 0)
     chunk = min(tokens, max(1, chunk_bytes // (4 * rows))) * rows * b
     head = 0 if adapters else vocabulary * (b * losses + (4 if b < 4 else 0))
     return MemoryEstimate(
-        parameters=(4 * trained + b * frozen) // layout.dp_shard,
-        gradients=4 * trained // (layout.dp_shard if layout.pp == 1 else 1),
-        optimizer=state * trained // layout.dp_shard,
-        units=units,
+        parameters=(4 * trained + b * frozen) // shards,
+        gradients=4 * trained // (shards if layout.pp == 1 and strategy != "optim" else 1),
+        optimizer=state * trained // shards,
+        gathered=b * gathered,
+        reduced=reduced * largest,
         activations=int(tokens * _activations_per_token(config, layout, b, layers * held / len(parts), last)),
+        backward=tokens * one_block * (1 if parallel.recompute_granularity == "none" else 2),
         logits=last * (chunk + head),
+        accumulates=layout.pp > 1 or (data.global_batch_size or 1) > data.micro_batch_size * layout.data_parallel,
     )
 
 
@@ -125,29 +144,34 @@ def _elements(parameters: Iterable[Parameter], layout: Layout) -> int:
     return sum(math.prod(p.local_shape(layout)) for p in parameters)
 
 
+def is_fused(config: Config) -> bool:
+    """Whether a GPU runs SwiGLU in a kernel of its own, which computes again what it could keep."""
+    return config.parallel.kernels != "torch" and not config.parallel.compile
+
+
 def _activations_per_token(config: Config, layout: Layout, b: int, layers: float, head: bool) -> float:
     """Bytes per token of a micro-batch, of ``layers`` and the output layer."""
-    hidden, recompute = config.model.hidden_size, config.parallel.recompute_granularity
-    split = layout.tp if config.parallel.sequence_parallel else 1
-    one_block = _kept_per_token(config, layout.tp, b, "none")
-    kept = layers * _kept_per_token(config, layout.tp, b, recompute)
-    return kept + one_block * (1 if recompute == "none" else 2) + head * b * (2 * hidden // split + 2 * hidden)
+    hidden, split = config.model.hidden_size, layout.tp if config.parallel.sequence_parallel else 1
+    kept = _kept_per_token(config, layout, b, config.parallel.recompute_granularity, fused=is_fused(config))
+    return layers * kept + head * b * (2 * hidden // split + 2 * hidden)
 
 
-def _kept_per_token(config: Config, tp: int, b: int, recompute: Literal["none", "selective", "full"]) -> int:
-    """Bytes per token that one block keeps for its backward pass on one of ``tp`` processes.
+def _kept_per_token(
+    config: Config, layout: Layout, b: int, recompute: Literal["none", "selective", "full"], *, fused: bool
+) -> int:
+    """Bytes per token that one block keeps for its backward pass on one of ``layout.tp`` processes.
 
     With h_l = h / tp under sequence parallelism, else h, and all other widths local:
 
-    - none: input and output of both norms 4 h_l; query, key, value (repeated for their query heads) and output of
-      attention 4 q; MLP 4 f with SwiGLU (gate, up, SiLU, product), else 2 f; with qk-norm its inputs q + k;
-      log-sum-exp, 4 bytes per head, or with attention dropout per head and position the probabilities in fp32, the mask
-      in one byte and the dropped probabilities in compute precision.
+    - none: input and output of both norms 4 h_l; query, key, value and output of attention 2 q + 2 k; MLP 2 f, with
+      SwiGLU that is not ``fused`` 4 f (gate, up, SiLU, product); with qk-norm its inputs q + k; log-sum-exp, 4 bytes
+      per head, or with attention dropout per head and position the probabilities in fp32, the mask in one byte and the
+      dropped probabilities in compute precision. Context parallelism that exchanges keys keeps no probabilities.
     - selective: input h_l; results of matrix products q + 2 k + (2 or 1) f + 2 h_l (the last after their reduction)
       and of attention q; log-sum-exp, or with attention dropout the scores in compute precision.
     - full: input h_l.
     """
-    model, length = config.model, config.data.seq_length
+    model, length, tp = config.model, config.data.seq_length, layout.tp
     head_dim, groups, ffn = model.kv_channels, model.num_query_groups, model.ffn_hidden_size
     assert head_dim is not None and groups is not None and ffn is not None and length is not None, "resolved before"
     heads, f = model.num_attention_heads // tp, ffn // tp
@@ -159,6 +183,10 @@ def _kept_per_token(config: Config, tp: int, b: int, recompute: Literal["none", 
         elements = 3 * h_l + 2 * q + 2 * k + (2 if model.swiglu else 1) * f
         per_position = b
     else:
-        elements = 4 * h_l + 4 * q + (4 if model.swiglu else 2) * f + (q + k if model.qk_layernorm else 0)
+        mlp = 4 if model.swiglu and not fused else 2
+        elements = 4 * h_l + 2 * q + 2 * k + mlp * f + (q + k if model.qk_layernorm else 0)
         per_position = 4 + 1 + b
-    return b * elements + heads * (4 if model.attention_dropout == 0 else per_position * length)
+    # auto may choose to exchange heads
+    by_heads = layout.cp == 1 or config.parallel.cp_comm_type not in ("p2p", "all_gather")
+    dropped = model.attention_dropout > 0 and by_heads
+    return b * elements + heads * (per_position * length if dropped else 4)

@@ -13,8 +13,11 @@ from torch import nn
 
 from smp.data.loader import RankBatch
 from smp.data.tuning.batches import PairBatch
+from smp.kernels.transfer import to_device
 from smp.layers.preference import METRICS, Preference
 from smp.models.micro_batch import MicroBatch
+from smp.parallel.collectives import Group
+from smp.sharding.parallelize import free_gathered
 from smp.training.forward_backward import ForwardBackward
 from smp.training.micro_batches import MicroBatches, token_micro_batch
 
@@ -32,13 +35,20 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class NextToken:
-    """Cross-entropy, a mean over the tokens that have a label."""
+    """Cross-entropy, a mean over the tokens that have a label.
+
+    Attributes:
+        device: of the model.
+        cp: ranks that share every sequence.
+        metrics: none.
+    """
 
     device: torch.device
+    cp: Group | None = None
     metrics: tuple[str, ...] = ()
 
     def micro_batches(self, batch: RankBatch, num_valid: int) -> MicroBatches:
-        make = partial(token_micro_batch, batch, num_valid_tokens=num_valid, device=self.device)
+        make = partial(token_micro_batch, batch, num_valid_tokens=num_valid, device=self.device, cp=self.cp)
         return MicroBatches(len(batch.input_ids), make)
 
 
@@ -57,6 +67,7 @@ class PreferredAnswer:
         device: of the model.
         reference: what to compare with.
         beta, label_smoothing: of the loss.
+        cp: ranks that share every sequence.
         metrics: means over the pairs.
     """
 
@@ -64,54 +75,35 @@ class PreferredAnswer:
     reference: Reference
     beta: float
     label_smoothing: float
+    cp: Group | None = None
     metrics: tuple[str, ...] = METRICS
 
     def micro_batches(self, batch: RankBatch, num_valid: int) -> MicroBatches:
         assert isinstance(batch, PairBatch)
-        reference = self.reference.log_probs(batch).to(self.device)
-        make = partial(
-            pair_micro_batch,
-            batch,
-            device=self.device,
-            num_pairs=num_valid,
+        preference = Preference(
+            rows=batch.input_ids.shape[1],
+            length=batch.input_ids.shape[2],
             beta=self.beta,
             label_smoothing=self.label_smoothing,
-            reference=reference,
+            num_pairs=num_valid,
+            reference=to_device(self.reference.log_probs(batch), self.device),
         )
-        return MicroBatches(len(batch.input_ids), make)
+        return pair_micro_batches(batch, preference, self.device, self.cp)
 
 
-def pair_micro_batch(
-    batch: PairBatch,
-    i: int,
-    *,
-    device: torch.device,
-    num_pairs: int = 1,
-    beta: float = 0.0,
-    label_smoothing: float = 0.0,
-    reference: torch.Tensor | None = None,
-) -> MicroBatch:
-    """Micro-batch ``i`` of pairs.
+def pair_micro_batches(
+    batch: PairBatch, preference: Preference, device: torch.device, cp: Group | None = None
+) -> MicroBatches:
+    """Micro-batches of pairs. ``preference`` is that of all of them, its reference fp32 (micro-batches, rows); without
+    one the model returns log-probabilities. ``cp`` are the ranks that share every sequence."""
 
-    Args:
-        batch: this rank's share.
-        i: number of the micro-batch.
-        device: where the model is.
-        num_pairs: of the global batch, over which the loss is averaged.
-        beta, label_smoothing: of the loss.
-        reference: fp32 (micro-batches, rows); without it the model returns log-probabilities.
-    """
-    micro_batch = token_micro_batch(batch, i, 1, device)
-    rows, length = micro_batch.input_ids.shape
-    preference = Preference(
-        rows=rows,
-        length=length,
-        beta=beta,
-        label_smoothing=label_smoothing,
-        num_pairs=num_pairs,
-        reference=None if reference is None else reference[i],
-    )
-    return replace(micro_batch, preference=preference)
+    def make(i: int) -> MicroBatch:
+        micro_batch = token_micro_batch(batch, i, 1, device, cp)
+        reference = None if preference.reference is None else preference.reference[i]
+        length = micro_batch.input_ids.shape[1]  # shorter than the batch's where rows are trimmed or cut
+        return replace(micro_batch, preference=replace(preference, length=length, reference=reference))
+
+    return MicroBatches(len(batch.input_ids), make)
 
 
 @dataclass(frozen=True)
@@ -123,20 +115,24 @@ class ModelReference:
         forward_backward: through it.
         device: of the results.
         around: entered for each batch.
+        cp: ranks that share every sequence.
     """
 
     model: nn.Module
     forward_backward: ForwardBackward
     device: torch.device
     around: Callable[[], AbstractContextManager[None]] = nullcontext
+    cp: Group | None = None
 
     def log_probs(self, batch: PairBatch) -> torch.Tensor:
         training = self.model.training
         self.model.eval()
-        make = partial(pair_micro_batch, batch, device=self.device)
+        wanted = Preference(rows=batch.input_ids.shape[1], length=batch.input_ids.shape[2])
         with self.around():
-            outputs = self.forward_backward.forward(MicroBatches(len(batch.input_ids), make))
+            outputs = self.forward_backward.forward(pair_micro_batches(batch, wanted, self.device, self.cp))
         self.model.train(training)
+        if not any(p.requires_grad for p in self.model.parameters()):
+            free_gathered(self.model)  # of a copy: no backward pass comes that would
         found = [output.log_probs for output in outputs if output.log_probs is not None]
         return torch.stack(found) if found else torch.zeros(batch.labels.shape[:2], device=self.device)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -18,7 +18,8 @@ from smp.checkpoint.latest import misnamed
 from smp.checkpoint.retention import VALIDATION_LOSS
 from smp.config import Config, ConfigError, OptimizerConfig, as_flat_dict
 from smp.config.entry_points import PRETRAIN
-from smp.config.fields import flag_of
+from smp.config.fields import entry_point_of, flag_of, has_effect
+from smp.config.fields import settings as field_settings
 from smp.config.schema import LoraConfig, ObjectiveConfig
 from smp.convert.hf_config import FREE
 from smp.convert.load import load_weights
@@ -43,6 +44,7 @@ _ORDER = ("seed", "split", "seq_length", "packing", "data_path", "mock_data")
 _COURSE = (
     *(field.name for field in fields(OptimizerConfig)),
     *("hidden_dropout", "attention_dropout", "bf16", "reset_attention_mask", "reset_position_ids", "eod_mask_loss"),
+    "rampup_batch_size",
 )
 """Settings that may change on a resume, but what is trained from there on is another thing."""
 
@@ -54,15 +56,8 @@ def run_state(
     progress: Progress,
     validation_loss: float | None,
 ) -> dict[str, Any]:
-    """Arguments of ``checkpoint.save``: the tensors, what else a resume needs, and the padded rows.
-
-    Args:
-        config: resolved settings.
-        model: after ``parallelize``.
-        optimizer: over its parameters.
-        progress: counters.
-        validation_loss: of exactly these weights, if it was measured.
-    """
+    """Arguments of ``checkpoint.save``: the tensors, what else a resume needs, and the padded rows. ``validation_loss``
+    is that of exactly these weights, if it was measured."""
     frozen = not config.has_adapters  # they are saved without the model that they belong to
     tensors, own_steps = checkpoint.training_state(model, optimizer, frozen=frozen)
     steps = {name: step for part in gather(own_steps) for name, step in part.items()}  # pipeline ranks hold parts
@@ -130,15 +125,16 @@ def load_training(
     rows = checkpoint.collect_logical_rows(model, optimizer, frozen=frozen)
     load_from(folder, manifest, tensors, logical_rows=rows)
     checkpoint.restore_optimizer_scalars(model, optimizer, saved.optimizer_steps)
-    return saved.progress, [*notes, *_changed(manifest.extra.get(_FINETUNE), noted.get(_FINETUNE, {}))]
+    before, now = manifest.extra.get(_FINETUNE), noted.get(_FINETUNE, {})
+    return saved.progress, [*notes, *_changed(before if isinstance(before, dict) else {}, now, now)]
 
 
-def _changed(saved: Any, noted: Mapping[str, Any]) -> list[str]:
-    """A line for each of a fine-tuning run's own settings that changed."""
+def _changed(saved: Mapping[str, Any], settings: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """A line for each of these settings that changed."""
     return [
-        f"note: {name} was {saved[name]} in the checkpoint and is {value} now"
-        for name, value in noted.items()
-        if isinstance(saved, dict) and saved.get(name, value) != value
+        f"note: {name} was {saved[name]} in the checkpoint and is {settings[name]} now"
+        for name in names
+        if name in saved and saved[name] != settings[name]
     ]
 
 
@@ -181,23 +177,20 @@ def compare_settings(
     Raises:
         ConfigError: a setting of the architecture changed: the weights would mean something else.
     """
-    for name in asdict(config.model):
-        if name not in FREE and name in saved and saved[name] != settings[name]:
-            now = f"{flag_of(name)} {saved[name]}, this run has {settings[name]}"
+    known = field_settings(entry_point_of(config))
+    decisive = [name for name in asdict(config.model) if name in known and name not in FREE]
+    for name in decisive if saved else ():
+        default = known[name].default  # of a setting that is newer than the checkpoint; None is filled in later
+        before = saved.get(name, settings[name] if default is None else default)
+        if before != settings[name] and has_effect(config, known[name]):
+            now = f"{flag_of(name)} {before}, this run has {settings[name]}"
             raise ConfigError(f"the checkpoint was trained with {now}")
-    notes = [
-        f"note: {name} was {saved[name]} in the checkpoint and is {settings[name]} now: the data order changes"
-        for name in _ORDER
-        if name in saved and saved[name] != settings[name] and not (name == "data_path" and has_manifest)
-    ]
+    order = [name for name in _ORDER if not (name == "data_path" and has_manifest)]
+    notes = [f"{line}: the data order changes" for line in _changed(saved, settings, order)]
     if config.checkpoint.finetune:
         return notes
-    notes += [
-        f"note: {name} was {saved[name]} in the checkpoint and is {settings[name]} now"
-        for name in _COURSE
-        if name in saved and saved[name] != settings[name]
-        if name != "lr_decay_iters" or settings["lr_decay_style"] != "constant"
-    ]
+    constant = settings["lr_decay_style"] == "constant"
+    notes += _changed(saved, settings, [name for name in _COURSE if not (name == "lr_decay_iters" and constant)])
     before, now = saved.get("global_batch_size"), settings["global_batch_size"]
     if before not in (None, now):
         notes.append(

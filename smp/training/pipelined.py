@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import timedelta
 
 import torch
@@ -12,7 +13,7 @@ from smp.layers.linear_functions import WeightGradients
 from smp.models.gpt import GPT
 from smp.models.part import ModelPart
 from smp.parallel.context import ParallelContext
-from smp.parallel.links import Links
+from smp.parallel.links import Channel, Links
 from smp.pipeline.actions import SEND
 from smp.pipeline.plan import Plan, plans_by_size
 from smp.pipeline.recorder import Recorder
@@ -27,32 +28,22 @@ _Key = tuple[int, int]  # stage, micro-batch
 
 
 class Pipelined:
-    """Forward and backward passes in the order of a schedule, over the ranks of ``context.pp``.
-
-    Args:
-        config: resolved settings.
-        plan: of the run, for its full batch.
-        model: this rank's parts, after ``parallelize``.
-        context: of the run.
-        device: where the model is.
-    """
+    """Forward and backward passes in the order of a schedule, over the ranks of ``context.pp``. ``plan`` is that of
+    the full batch, and ``model`` has this rank's parts."""
 
     def __init__(self, config: Config, plan: Plan, model: GPT, context: ParallelContext, device: torch.device) -> None:
         self.plan, self.model, self.device = plan, model, device
         pp = context.pp
         assert pp is not None and config.data.seq_length is not None, "a pipeline has ranks"
-        world_size = context.data_size * context.tp.size() * pp.size()
+        world_size = context.data_size * context.cp_size * context.tp.size() * pp.size()
         self._plans = plans_by_size(config, Layout.from_config(config.parallel, world_size))
         self._group = pp.get_group()
         ends = plan.training.rank_of(0), plan.training.rank_of(plan.training.stages - 1)
         tied = model.tied and ends[0] != ends[1] and not config.has_adapters
-        channels = {
-            *(c for planned in self._plans.values() for c in _channels(planned)),
-            *([ends, ends[::-1]] if tied else []),
-        }
+        channels = message_channels(self._plans.values(), ends if tied else None)
         links = Links(pp, channels, timedelta(minutes=config.parallel.distributed_timeout_minutes))
         rows = config.data.micro_batch_size * (2 if config.has_pairs else 1)
-        shape = model.hidden_shape(rows, config.data.seq_length)
+        shape = model.hidden_shape(rows, config.data.seq_length // context.cp_size)
         dtype = torch.bfloat16 if config.parallel.bf16 else torch.float32
         self._runner = Runner(links, shape, dtype, device)
         self._parts = plan.stages_of(links.rank)
@@ -96,15 +87,17 @@ class Pipelined:
         return recorder.timeline()
 
 
-def _channels(plan: Plan) -> set[tuple[int, int]]:
-    """(source, destination) of all messages."""
-    return {
+def message_channels(plans: Iterable[Plan], tied_ends: Channel | None) -> set[Channel]:
+    """(source, destination) of all messages: those of schedules, and both ways between the ends of a tied matrix."""
+    schedules = [schedule for plan in plans for schedule in (plan.training, plan.evaluation)]
+    sends = {
         (rank, schedule.peer(action))
-        for schedule in (plan.training, plan.evaluation)
+        for schedule in schedules
         for rank, actions in enumerate(schedule.actions)
         for action in actions
         if action.op in SEND
     }
+    return sends if tied_ends is None else sends | {tied_ends, tied_ends[::-1]}
 
 
 class _Stages:

@@ -17,14 +17,15 @@ def pretraining(config: Config) -> RunParts:
     return RunParts(
         config=config,
         datasets=partial(_read, config),
-        backends=partial(choose_backends, config, documents=config.data.reset_attention_mask),
+        kernels=partial(choose_backends, config, documents=config.data.reset_attention_mask),
         trainable=lambda place, say, progress: _trainable(config, place),
     )
 
 
 def _trainable(config: Config, place: Workplace) -> Trainable:
     model = build_model(config, place)
-    return Trainable(model, build_forward_backward(config, place, model), NextToken(place.device))
+    objective = NextToken(place.device, place.context.cp_group)
+    return Trainable(model, build_forward_backward(config, place, model), objective)
 
 
 def _read(config: Config) -> Datasets:
@@ -50,5 +51,5 @@ def _note_repeats(config: Config, datasets: Datasets) -> None:
     assert size is not None
     for part, blend in (("validation", datasets.valid), ("test", datasets.test)):
         if blend is not None:
-            told = f"note: {part} reads --eval-iters {batches} x {size} samples"
-            blend.notes += [f"{told}: {line}" for line in blend.read_again(batches * size)]
+            note = f"note: {part} reads --eval-iters {batches} x {size} samples"
+            blend.notes += [f"{note}: {line}" for line in blend.read_again(batches * size)]

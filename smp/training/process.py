@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -84,3 +85,12 @@ def write_status(path: Path, status: Status, reason: str, iteration: int) -> Non
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # two ranks may want to say that a third is lost
     temporary.write_text(json.dumps({"status": status, "reason": reason, "iteration": iteration}) + "\n")
     os.replace(temporary, path)
+
+
+def leave_status(path: Path, status: Status, reason: str, iteration: int) -> None:
+    """:func:`write_status`; where it cannot, the error output says so, unless that is the reason itself."""
+    try:
+        write_status(path, status, reason, iteration)
+    except OSError as error:
+        if not reason.startswith("--status-file"):
+            print(f"error: --status-file {path}: {error}", file=sys.stderr, flush=True)

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -32,14 +31,6 @@ class Profiler:
         self._profile: profile | None = None
         self._until: int | None = None  # the iteration before which to stop, once started
 
-    def __enter__(self) -> Profiler:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._finish()
-
     def step(self, iteration: int) -> None:
         """Call before iteration ``iteration`` starts."""
         if not self._config.profile:
@@ -49,7 +40,7 @@ class Profiler:
             self._until = iteration + end - start
             self._start()
         elif iteration == self._until:
-            self._finish()
+            self.close()
 
     def _start(self) -> None:
         activities = [ProfilerActivity.CPU]
@@ -59,7 +50,8 @@ class Profiler:
         self._profile = profile(activities=activities, profile_memory=True, record_shapes=True)
         self._profile.start()
 
-    def _finish(self) -> None:
+    def close(self) -> None:
+        """Stop, and write what is recorded."""
         if self._profile is None:
             return
         self._profile.stop()
@@ -76,13 +68,7 @@ class Profiler:
 
 class PipelineTrace:
     """The timeline of one iteration, the first of the run from ``profile_step_start`` on, in
-    ``<log-dir>/pipeline_trace.json``. Without --trace-pipeline it does nothing.
-
-    Args:
-        config: resolved settings.
-        pipeline: of the run.
-        say: tells the user one line.
-    """
+    ``<log-dir>/pipeline_trace.json``. Without --trace-pipeline it does nothing."""
 
     def __init__(self, config: Config, pipeline: Pipelined | None, say: Callable[[str], None]) -> None:
         self.config, self.pipeline, self.say = config, pipeline, say

@@ -17,23 +17,26 @@ from tqdm import tqdm
 
 from smp.config import Config, ConfigError, Layout
 from smp.config.batch import BatchSizes
+from smp.config.checks import notes_on_effects
 from smp.data.build import Datasets
 from smp.data.loader import BatchLoader, ReadBatch
 from smp.data.sample import SampleDataset
+from smp.kernels import Kernels
 from smp.models.gpt import GPT
 from smp.optim.optimizer import build_optimizer
 from smp.parallel.agree import on_all_or_none
 from smp.parallel.context import ParallelContext, build_context
 from smp.pipeline.failure import naming
 from smp.pipeline.plan import describe_plan, plan_pipeline
-from smp.training.build import Backends, Workplace, batch_loader
+from smp.training.build import Workplace, batch_loader
 from smp.training.console import Console
+from smp.training.exchange import exchange_of
 from smp.training.forward_backward import ForwardBackward
 from smp.training.objective import Objective
 from smp.training.pipelined import Pipelined
 from smp.training.process import Process, Status
 from smp.training.profiler import PipelineTrace, Profiler
-from smp.training.runtime import StopSignal, Watchdog
+from smp.training.runtime import StopSignal, Watchdog, library_settings
 from smp.training.saving import RunCheckpoints
 from smp.training.stopping import StopRules, due
 from smp.training.trainer import Progress, Step, Trainer
@@ -54,10 +57,9 @@ class RunParts:
     """What pretraining and fine-tuning do not share; see ``smp.training.pretraining`` and ``smp.training.finetuning``.
 
     Attributes:
-        config: resolved settings.
         datasets: reads what to train and evaluate on, once the folder of checkpoints is this run's.
         read: (one of them) -> what makes a batch of numbered samples; None: the loader stacks them.
-        backends: (device) -> what computes.
+        kernels: (context, device) -> what computes, and what the user should hear of that choice.
         trainable: (place, tell the user, say that there is progress) -> what is trained.
         work: FLOPs of a step, relative to pretraining on as many tokens.
         evaluate_first: also before the first step.
@@ -67,7 +69,7 @@ class RunParts:
 
     config: Config
     datasets: Callable[[], Datasets]
-    backends: Callable[[torch.device], Backends]
+    kernels: Callable[[ParallelContext, torch.device], tuple[Kernels, list[str]]]
     trainable: Callable[[Workplace, Say, Callable[[], None]], Trainable]
     read: Callable[[Any], ReadBatch | None] = lambda dataset: None
     work: float = 1.0
@@ -86,14 +88,7 @@ class Outcome:
 
 
 class Run:
-    """Everything of one run, built in the order in which the parts need each other.
-
-    Args:
-        parts: what is trained, and on what.
-        process: this process's place; the process group exists.
-        device: what to train on.
-        stop: told of signals that ask for an end.
-    """
+    """Everything of one run, built in the order in which the parts need each other; the process group exists."""
 
     def __init__(self, parts: RunParts, process: Process, device: torch.device, stop: StopSignal) -> None:
         self.parts, self.config, self.process, self.device = parts, parts.config, process, device
@@ -105,6 +100,8 @@ class Run:
             self.watchdog = Watchdog(process, self.config.parallel.distributed_timeout_minutes)
             opened.callback(self.watchdog.close)
             self.context = self._build_context()
+            for line in notes_on_effects(self.config):
+                self.say(line)
             self.checkpoints = RunCheckpoints(self.config, self.say)  # before the data, whose indices may take minutes
             opened.callback(self.checkpoints.close)
             self.datasets = self._read_data()
@@ -129,8 +126,13 @@ class Run:
     def _build_context(self) -> ParallelContext:
         parallel = self.config.parallel
         timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
-        split = parallel.sequence_parallel
-        return build_context(self.layout, self.device.type, timeout, sequence_parallel=split)
+        return build_context(
+            self.layout,
+            self.device.type,
+            timeout,
+            sequence_parallel=parallel.sequence_parallel,
+            heads_group=exchange_of(self.config, self.device.type).heads_group,
+        )
 
     def _read_data(self) -> Datasets:
         """What to train on, once the user has heard of all of it."""
@@ -146,12 +148,14 @@ class Run:
         plan = plan_pipeline(config, self.layout) if self.layout.pp > 1 else None
         for line in [] if plan is None else describe_plan(plan, config):
             self.say(line)
-        backends = self.parts.backends(device)
-        for line in backends.lines:
+        kernels, lines = self.parts.kernels(self.context, device)
+        for line in lines:
             self.say(line)
+        if device.type == "cuda":
+            self.say(library_settings())
         if device.type == "cuda" and not config.parallel.bf16:
             self.say("fp32: matrix products as TF32, which rounds their inputs to 10 bits of mantissa")
-        return Workplace(self.context, device, backends, plan)
+        return Workplace(self.context, device, kernels, plan)
 
     def _build_trainer(self) -> Trainer:
         model, forward_backward, objective = self.parts.trainable(self.place, self.say, self.watchdog.progress)
@@ -202,7 +206,8 @@ class Run:
         if self.iteration >= last:
             return Outcome("done", f"nothing left to train: at iteration {self.iteration} of {last}", self.iteration)
         trace = PipelineTrace(self.config, self.pipeline, self.say)
-        with Profiler(training, Path(self.config.logging.log_dir), self.process.rank) as profiler:
+        profiler = Profiler(training, Path(self.config.logging.log_dir), self.process.rank)
+        with contextlib.closing(profiler):
             while self.iteration < last:
                 profiler.step(self.iteration + 1)
                 asked = time.perf_counter()
@@ -229,7 +234,7 @@ class Run:
 
         With one step kept the host issues the next one while the device computes, and reads, logs and checks meanwhile.
         """
-        while len(self._steps) > keep or (self._steps and self._steps[0].finished()):
+        while len(self._steps) > keep or (self._steps and self._steps[0].measured.arrived()):
             result = self.trainer.finish(self._steps.popleft())
             self.console.step(self.trainer.progress, result)
             self.trainer.check_skipped(result)

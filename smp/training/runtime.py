@@ -19,16 +19,21 @@ from torch.distributed import distributed_c10d
 from smp.training.process import Process
 from smp.training.settings import report, report_own
 
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
 
 def start_process_group(process: Process, timeout_minutes: float, deterministic: bool) -> torch.device:
     """Pick this process's device and join the default process group.
 
-    CUDA tensors go through NCCL and CPU tensors through gloo, so small control messages never wait for the GPU.
+    CUDA tensors go through NCCL and CPU tensors through gloo, so small control messages never wait for the GPU. What is
+    set here for libraries are defaults: the environment goes first.
 
     Returns:
         The device to train on.
     """
     cuda = torch.cuda.is_available()
+    if cuda and not any(name in os.environ for name in ALLOCATOR):  # before anything is allocated
+        os.environ[ALLOCATOR[0]] = "expandable_segments:True"  # gathered weights come and go, and would leave holes
     device = torch.device("cuda", process.local_rank) if cuda else torch.device("cpu")
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -47,6 +52,13 @@ def start_process_group(process: Process, timeout_minutes: float, deterministic:
     return device
 
 
+def library_settings() -> str:
+    """What the environment tells CUDA's libraries, in one line: where a run is slow or stuck, they are asked first."""
+    begin = (*ALLOCATOR, "CUBLAS_", "CUDA_", "NCCL_", "TORCH_NCCL_")
+    told = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(begin)]
+    return f"environment: {', '.join(told) or 'nothing about CUDA'}"
+
+
 def report_once(message: str, rank: int) -> None:
     """Say on stderr why this process ends. What rank 0 says in the same words is left to it.
 
@@ -60,10 +72,7 @@ def report_once(message: str, rank: int) -> None:
             store.wait(["rank 0"], datetime.timedelta(seconds=10))
             if store.get("rank 0").decode() == message:
                 return
-    if rank == 0:
-        report(message, rank)
-    else:
-        report_own(message, rank)
+    (report if rank == 0 else report_own)(message, rank)
 
 
 class StopSignal:

@@ -41,7 +41,7 @@ class SavedRun:
 
     @staticmethod
     def for_weights(extra: Mapping[str, Any]) -> SavedRun:
-        """What of ``extra`` helps whoever takes only the weights; nothing is required of it."""
+        """What of ``extra`` helps a caller that takes only the weights; nothing is required of it."""
         try:
             return SavedRun.of(extra, "")
         except CheckpointError:

@@ -14,9 +14,8 @@ from torch import nn
 from smp import checkpoint
 from smp.checkpoint import CheckpointError, Retention
 from smp.checkpoint.entries import Manifest
-from smp.checkpoint.folder import Folder
+from smp.checkpoint.folder import Folder, open_folder, same_folder
 from smp.checkpoint.latest import complete, iteration_name, iteration_of
-from smp.checkpoint.local import open_folder, same_folder
 from smp.checkpoint.lock import LockLostError, RunLock
 from smp.checkpoint.manifest import MANIFEST, read_manifest
 from smp.checkpoint.recovery import clean, load_newest, load_step
@@ -27,7 +26,7 @@ from smp.convert.hf_config import is_hf_folder
 from smp.convert.load import load_hf
 from smp.parallel.agree import on_rank_zero
 from smp.training.persistence import load_training, run_state
-from smp.training.save_clock import SaveClock
+from smp.training.stopping import SaveClock
 from smp.training.trainer import Progress
 
 Loaded = TypeVar("Loaded")
@@ -35,10 +34,6 @@ Loaded = TypeVar("Loaded")
 
 class RunCheckpoints:
     """Every rank has one and calls the same methods.
-
-    Args:
-        config: resolved settings.
-        say: tells the user one line; on ranks other than 0 it does nothing.
 
     Raises:
         ConfigError: --save cannot be written, or another job uses it.
@@ -134,8 +129,8 @@ class RunCheckpoints:
                 return load_step(root, iteration_name(step), restore)
             except CheckpointError as error:
                 raise ConfigError(f"--ckpt-step {step}: {error}") from error
-        ours = self.root is not None and same_folder(root, self.root)
-        found = load_newest(root, restore, may_rename=ours, say=self.say)
+        own = self.root is not None and same_folder(root, self.root)
+        found = load_newest(root, restore, may_rename=own, say=self.say)
         if found is None and load != "auto":
             if settings.exit_on_missing_checkpoint:
                 raise ConfigError(f"--load {load} holds no complete checkpoint")
@@ -202,18 +197,17 @@ class RunCheckpoints:
             LockLostError: another job has taken the folder.
         """
         self._wait()
-        if self.root is not None:
-            state = run_state(self.config, model, optimizer, progress, validation_loss)
-            self._save(self.root, state, progress.iteration)
+        if (root := self.root) is None:
+            return
+        arguments, iteration = run_state(self.config, model, optimizer, progress, validation_loss), progress.iteration
+        started, self.saved_at = time.perf_counter(), iteration
+        self._attempt(lambda: self._write(root, root.child(iteration_name(iteration)), arguments))
+        self._clock.saved(time.perf_counter() - started)
 
     def finish(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress, validation_loss: float | None
     ) -> None:
-        """Return when the last iteration is saved.
-
-        Raises:
-            CheckpointError: it cannot be.
-        """
+        """Return when the last iteration is saved, or raise CheckpointError."""
         self._wait()
         if self.root is None or self.saved_at == progress.iteration:
             return
@@ -226,11 +220,6 @@ class RunCheckpoints:
     def _wait(self) -> None:
         if self._saver is not None:
             self._attempt(self._saver.wait)
-
-    def _save(self, root: Folder, arguments: dict[str, Any], iteration: int) -> None:
-        started, self.saved_at = time.perf_counter(), iteration
-        self._attempt(lambda: self._write(root, root.child(iteration_name(iteration)), arguments))
-        self._clock.saved(time.perf_counter() - started)
 
     def _write(self, root: Folder, folder: Folder, arguments: dict[str, Any]) -> checkpoint.Saved | None:
         started = time.perf_counter()
@@ -276,11 +265,7 @@ class RunCheckpoints:
 
 def try_save(config: Config, say: Callable[[str], None]) -> None:
     """Take the folder of --save and give it back, in one process before there is a group of them: what refuses the run
-    is found before the data are read. Arguments as of :class:`RunCheckpoints`.
-
-    Raises:
-        ConfigError: as :class:`RunCheckpoints`.
-    """
+    is found before the data are read. Arguments and errors as of :class:`RunCheckpoints`."""
     no_writer = replace(config, checkpoint=replace(config.checkpoint, async_save=False))
     try:
         RunCheckpoints(no_writer, say).close()

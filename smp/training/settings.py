@@ -18,11 +18,7 @@ from smp.pipeline.plan import plans_by_size
 
 
 def read_settings(argv: list[str], presets: Mapping[str, Mapping[str, Any]], world_size: int) -> Config:
-    """Parse, fill in defaults and check everything that can be checked without a process group.
-
-    Raises:
-        ConfigError: one line that names the flag to change.
-    """
+    """Parse, fill in defaults and check all that can be checked without a process group, or raise ConfigError."""
     config = load_config(argv, presets, read_architecture)
     check_files(config)
     config = resolve(_with_vocabulary(config), world_size)
@@ -38,11 +34,11 @@ def _check_architecture(config: Config) -> None:
     load = config.checkpoint.load
     if load is None or not is_hf_folder(load):
         return
-    ours, theirs = architecture(config.model), read_architecture(load)
-    assert theirs is not None
-    for name, value in theirs.items():
-        if ours[name] != value:
-            raise ConfigError(f"--load {load} is a model with {flag_of(name)} {value}, this run has {ours[name]}")
+    asked, found = architecture(config.model), read_architecture(load)
+    assert found is not None
+    for name, value in found.items():
+        if asked[name] != value:
+            raise ConfigError(f"--load {load} is a model with {flag_of(name)} {value}, this run has {asked[name]}")
 
 
 def _with_vocabulary(config: Config) -> Config:

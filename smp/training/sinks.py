@@ -9,20 +9,48 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from smp.config import ConfigError
+from smp.config import ConfigError, LoggingConfig
+from smp.training.run_record import STARTS
 
 Scalars = Mapping[str, float]
+Curve = tuple[list[int], list[float]]
+"""Iterations and values."""
 
 
 class Sink(Protocol):
-    """One destination of scalars."""
+    """One destination of records."""
 
-    def log(self, iteration: int, scalars: Scalars) -> None: ...
-    def close(self) -> None: ...
+    def start(self, record: Mapping[str, Any]) -> None:
+        """Write what the run was started with, see :func:`smp.training.run_record.start_record`."""
+
+    def log(self, iteration: int, scalars: Scalars) -> None:
+        """Write one record."""
+
+    def close(self) -> None:
+        """Write what is buffered and close."""
+
+
+def open_sinks(config: LoggingConfig, iteration: int) -> list[Sink]:
+    """``metrics.jsonl`` always; TensorBoard unless it is switched off; W&B when a project is named.
+
+    Args:
+        config: what goes where.
+        iteration: where the run starts: 0, or the checkpoint's. What an earlier run logged after it is superseded.
+
+    Raises:
+        ConfigError: a destination that was asked for is not installed; metrics.jsonl is untouched then.
+    """
+    folder, sinks = Path(config.log_dir), list[Sink]()
+    if config.wandb_project is not None:
+        sinks.append(WandbSink(folder, config.wandb_project, config.wandb_exp_name, iteration))
+    if config.tensorboard:
+        sinks.append(TensorBoardSink(folder / "tensorboard", iteration))
+    return [*sinks, JsonlSink(folder / "metrics.jsonl", iteration)]
 
 
 class JsonlSink:
     """One JSON object per line, written at once: ``{"iteration": 10, "lm loss": 4.2, ...}``; NaN and infinity are null.
+    What the run was started with goes to ``starts.jsonl`` beside it, a line per start.
 
     Args:
         path: the file, made with its folder if it is not there. One run at a time may use it.
@@ -42,16 +70,40 @@ class JsonlSink:
             self._file.close()
             raise ConfigError(f"--log-dir {path.parent} is in use by another run; give another") from None
         _set_aside(self._file, path.with_suffix(".superseded.jsonl"), iteration)
+        self._starts = path.parent / STARTS
+
+    def start(self, record: Mapping[str, Any]) -> None:
+        with self._starts.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
 
     def log(self, iteration: int, scalars: Scalars) -> None:
-        """Append one record."""
         record = {"iteration": iteration} | {k: v if math.isfinite(v) else None for k, v in scalars.items()}
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
+
+
+def read_curve(path: Path, name: str) -> Curve:
+    """Iterations and values of the records of a ``metrics.jsonl`` that have a finite ``name``.
+
+    Raises:
+        ValueError: a line is not a record.
+    """
+    iterations: list[int] = []
+    values: list[float] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            record = json.loads(line)
+            iteration, value = int(record["iteration"]), record.get(name)
+            value = math.nan if value is None else float(value)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(f"{path}:{number} is not a record with an iteration: {line[:60]!r}") from None
+        if math.isfinite(value):
+            iterations.append(iteration)
+            values.append(value)
+    return iterations, values
 
 
 def _set_aside(file: IO[str], beside: Path, iteration: int) -> None:
@@ -75,11 +127,7 @@ def _iteration(line: str) -> float:
 
 
 class TensorBoardSink:
-    """TensorBoard events; on a resume TensorBoard hides those after ``iteration``.
-
-    Raises:
-        ConfigError: tensorboard is not installed.
-    """
+    """TensorBoard events; on a resume TensorBoard hides those after ``iteration``."""
 
     def __init__(self, folder: Path, iteration: int) -> None:
         try:
@@ -89,14 +137,17 @@ class TensorBoardSink:
                 "--tensorboard needs tensorboard: pip install tensorboard, or give --no-tensorboard"
             ) from None
         self._writer: Any = SummaryWriter(str(folder), purge_step=iteration + 1, flush_secs=30)
+        self._iteration = iteration
+
+    def start(self, record: Mapping[str, Any]) -> None:
+        text = "\n".join(f"    {line}" for line in json.dumps(record, indent=2).splitlines())  # Markdown for "as it is"
+        self._writer.add_text("start", text, self._iteration)
 
     def log(self, iteration: int, scalars: Scalars) -> None:
-        """One point per scalar."""
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, iteration)
 
     def close(self) -> None:
-        """Write what is buffered and close."""
         self._writer.close()
 
 
@@ -104,16 +155,13 @@ class WandbSink:
     """A Weights & Biases run; a resume continues it, by the id that the first start left in ``folder``.
 
     Scalars are plotted over the field "iteration", not W&B's own step: that may not go back, but a resume does.
-
-    Raises:
-        ConfigError: wandb is not installed.
     """
 
     def __init__(self, folder: Path, project: str, name: str | None, iteration: int) -> None:
         try:
             import wandb
         except ImportError:
-            raise ConfigError(f'--wandb-project {project} needs wandb: pip install "smp[wandb]"') from None
+            raise ConfigError(f"--wandb-project {project} needs wandb: pip install wandb") from None
         folder.mkdir(parents=True, exist_ok=True)
         id_file = folder / "wandb_run_id"
         known = id_file.read_text().strip() if iteration > 0 and id_file.exists() else None
@@ -121,10 +169,11 @@ class WandbSink:
         id_file.write_text(self._run.id + "\n")
         self._run.define_metric("*", step_metric="iteration")
 
+    def start(self, record: Mapping[str, Any]) -> None:
+        self._run.config.update(dict(record), allow_val_change=True)  # a resume may change settings
+
     def log(self, iteration: int, scalars: Scalars) -> None:
-        """One record."""
         self._run.log({"iteration": iteration, **scalars})
 
     def close(self) -> None:
-        """Upload what is left and end the run."""
         self._run.finish()

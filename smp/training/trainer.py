@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import nn
 
 from smp.config import Config
 from smp.data.blend import Manifest
 from smp.data.loader import BatchLoader, RankBatch, Unreadable
+from smp.models.arithmetic import visible_pairs
 from smp.optim.optimizer import clip_gradients, set_learning_rate, step_if
 from smp.optim.schedule import learning_rate
 from smp.parallel.agree import any_rank, gather, sum_over_ranks
@@ -48,6 +50,7 @@ class StepResult:
         num_samples: consumed by all ranks.
         consumed_samples: up to its end, since the first step of all.
         num_tokens: of the global batch, without padding.
+        visible_pairs: of a token and a token that it sees, in the global batch.
         skipped: loss or norm was not finite, so the weights were left alone.
         seconds: wall time from its start, or the end of the step before, to its end.
         waited: wall time before it in which its data were not there yet and the device had nothing to do.
@@ -61,6 +64,7 @@ class StepResult:
     num_samples: int
     consumed_samples: int
     num_tokens: int
+    visible_pairs: int
     skipped: bool
     seconds: float
     waited: float = 0.0
@@ -72,7 +76,7 @@ class Step:
     """A step that was issued. What it measures is on its way to the host, which nothing has waited for yet.
 
     Attributes:
-        iteration, num_samples, consumed_samples, num_tokens, learning_rate: as in :class:`StepResult`.
+        iteration, num_samples, consumed_samples, num_tokens, visible_pairs, learning_rate: as in :class:`StepResult`.
         started: ``time.perf_counter()`` then; ``waited`` seconds before that were spent on data.
         measured: loss, gradient norm and metrics.
     """
@@ -81,14 +85,11 @@ class Step:
     num_samples: int
     consumed_samples: int
     num_tokens: int
+    visible_pairs: int
     learning_rate: float
     started: float
     waited: float
     measured: HostCopy
-
-    def finished(self) -> bool:
-        """Whether the numbers have arrived."""
-        return self.measured.arrived()
 
 
 class HostCopy:
@@ -114,18 +115,7 @@ class HostCopy:
 
 
 class Trainer:
-    """Runs optimizer steps and evaluations of a parallelized model.
-
-    Args:
-        config: resolved settings.
-        model: after ``parallelize``, weights initialized.
-        forward_backward: how its micro-batches are run.
-        objective: what is minimised.
-        optimizer: over the model's parameters.
-        context: of the run.
-        device: where batches go.
-        progress: where to start.
-    """
+    """Runs optimizer steps and evaluations of a parallelized model; goes on from ``progress``."""
 
     def __init__(
         self,
@@ -158,7 +148,7 @@ class Trainer:
             TrainingError: on all ranks, when one of them could not read its share.
         """
         started = time.perf_counter()
-        num_valid, num_tokens = self._counts(batch)
+        num_valid, num_tokens, visible_pairs = self._counts(batch)
         assert isinstance(batch, RankBatch)
         num_samples = batch.num_samples * self.context.data_size
         lr = learning_rate(self.config.optim, self.progress.iteration + 1)
@@ -184,6 +174,7 @@ class Trainer:
             num_samples=num_samples,
             consumed_samples=self.progress.consumed_samples,
             num_tokens=num_tokens,
+            visible_pairs=visible_pairs,
             learning_rate=lr,
             started=started,
             waited=waited,
@@ -208,25 +199,34 @@ class Trainer:
             num_samples=step.num_samples,
             consumed_samples=step.consumed_samples,
             num_tokens=step.num_tokens,
+            visible_pairs=step.visible_pairs,
             skipped=skipped,
             seconds=seconds,
             waited=waited,
             metrics=dict(zip(self.objective.metrics, metrics, strict=True)),
         )
 
-    def _counts(self, batch: RankBatch | Unreadable) -> tuple[int, int]:
-        """What the loss is averaged over (tokens that count, or pairs) and all tokens but padding, of the global batch.
-        The message also says whether a rank has nothing to train on: all of them end then, and none waits for it."""
-        reason, own = "", (0, 0)
+    def _counts(self, batch: RankBatch | Unreadable) -> tuple[int, int, int]:
+        """What the loss is averaged over (tokens that count, or pairs of answers), all tokens but padding, and pairs of
+        tokens that attention computes, of the global batch. The message also says whether a rank has nothing to train
+        on: all of them end then, and none waits for it."""
+        reason, own = "", (0, 0, 0)
         if isinstance(batch, Unreadable):
             reason = batch.reason
         elif self.context.counts_tokens:
-            own = batch.num_valid(), batch.num_tokens
-        num_valid, num_tokens, unreadable = sum_over_ranks(*own, bool(reason))
+            own = batch.num_valid(), batch.num_tokens, self._visible_pairs_of(batch)
+        num_valid, num_tokens, visible_pairs, unreadable = sum_over_ranks(*own, bool(reason))
         if unreadable:
             rank, reason = next((rank, reason) for rank, reason in enumerate(gather(reason)) if reason)
             raise TrainingError(f"rank {rank} could not read its data: {reason}")
-        return num_valid, num_tokens
+        return num_valid, num_tokens, visible_pairs
+
+    def _visible_pairs_of(self, batch: RankBatch) -> int:
+        """Of this rank's tokens, in one layer."""
+        lengths = batch.attended_lengths
+        if lengths is None:
+            lengths = np.full(batch.labels[..., 0].numel(), batch.labels.shape[-1])
+        return int(visible_pairs(lengths, self.config.model.window_size).sum())
 
     def check_skipped(self, result: StepResult) -> None:
         """Raise TrainingError when too many steps in a row were skipped, ``result`` the last of them."""
@@ -249,7 +249,7 @@ class Trainer:
                 self.model.train()
                 return None
             batch = batches.next_or_reason()
-            num_valid, _ = self._counts(batch)
+            num_valid = self._counts(batch)[0]
             assert isinstance(batch, RankBatch)
             if num_valid == 0:  # on no rank: behind the last sample of fine-tuning's validation data
                 continue

@@ -28,8 +28,8 @@ from smp.checkpoint import (
     read_manifest,
     save,
 )
+from smp.checkpoint.folder import open_folder
 from smp.checkpoint.latest import complete
-from smp.checkpoint.local import open_folder
 from smp.checkpoint.lock import Holder
 from tests.checkpoint.layouts import build, build_mesh
 from tests.checkpoint.test_folder import example

@@ -28,8 +28,8 @@ from smp.checkpoint import (
     verify,
 )
 from smp.checkpoint.entries import DTYPES, Manifest
+from smp.checkpoint.folder import open_folder
 from smp.checkpoint.latest import misnamed
-from smp.checkpoint.local import open_folder
 from smp.checkpoint.manifest import write_manifest
 from smp.checkpoint.validate import check_manifest
 from tests.checkpoint.plain_reader import read_checkpoint

@@ -16,9 +16,8 @@ import torch
 
 from smp.checkpoint import Retention, commit_latest, load, prune, save, verify
 from smp.checkpoint.entries import Manifest
-from smp.checkpoint.folder import Folder
+from smp.checkpoint.folder import Folder, open_folder
 from smp.checkpoint.latest import complete
-from smp.checkpoint.local import open_folder
 from smp.checkpoint.lock import RunLock
 from smp.checkpoint.recovery import clean, load_newest, set_aside
 from smp.checkpoint.rewrite import rewrite

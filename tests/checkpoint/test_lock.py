@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 
 from smp.checkpoint import CheckpointError, lock
-from smp.checkpoint.local import LocalFolder, open_folder
+from smp.checkpoint.folder import open_folder
+from smp.checkpoint.local import LocalFolder
 from smp.checkpoint.lock import Holder, LockLostError, RunLock
 
 HOLD = """
 import sys, time
-from smp.checkpoint.local import open_folder
+from smp.checkpoint.folder import open_folder
 from smp.checkpoint.lock import RunLock
 held = RunLock(open_folder(sys.argv[1]), print)
 print("held", flush=True)

@@ -23,9 +23,9 @@ from smp.checkpoint import (
     verify,
 )
 from smp.checkpoint.entries import Manifest
-from smp.checkpoint.folder import Folder, Sink
+from smp.checkpoint.folder import Folder, open_folder
 from smp.checkpoint.latest import complete
-from smp.checkpoint.local import LocalFolder, _LocalSource, open_folder
+from smp.checkpoint.local import LocalFolder, Sink, _LocalSource
 from smp.checkpoint.recovery import clean, load_newest, load_step
 from smp.checkpoint.retention import publish
 from smp.config import ConfigError

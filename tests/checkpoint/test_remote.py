@@ -29,8 +29,8 @@ from smp.checkpoint import (
     verify,
 )
 from smp.checkpoint import lock as lock_module
+from smp.checkpoint.folder import open_folder
 from smp.checkpoint.latest import complete
-from smp.checkpoint.local import open_folder
 from smp.checkpoint.lock import RunLock
 from smp.checkpoint.recovery import clean, load_newest
 from smp.checkpoint.remote import RemoteFolder

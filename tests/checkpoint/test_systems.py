@@ -58,7 +58,7 @@ def test_background_saves_without_nameless_memory(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_a_file_is_made_once_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
+def test_a_file_is_made_once(links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 

@@ -100,7 +100,7 @@ def test_errors_that_are_not_told_keep_their_traceback(capsys: pytest.CaptureFix
 
     assert run_tool(fault) == 2 and capsys.readouterr().err.startswith("error: zip()")
     with pytest.raises(ValueError, match="zip"):
-        run_tool(fault, told=(ConfigError, OSError))
+        run_tool(fault, expected=(ConfigError, OSError))
 
 
 @pytest.mark.parametrize("tool", TOOLS)

@@ -65,3 +65,19 @@ def test_a_pipeline_takes_its_share_of_the_processes():
         Layout.from_config(parallel, 6)
     with pytest.raises(ConfigError, match="--pipeline-model-parallel-size 0"):
         Layout.from_config(ParallelConfig(pipeline_model_parallel_size=0), 1)
+
+
+def test_context_parallelism_takes_its_share_of_the_processes():
+    parallel = ParallelConfig(context_parallel_size=2, pipeline_model_parallel_size=2, hybrid_shard_degree=1)
+    layout = Layout.from_config(parallel, 8)
+    assert layout == Layout(pp=2, dp_replicate=2, cp=2)
+    assert (layout.world_size, layout.data_parallel) == (8, 2)
+    assert Layout.from_config(ParallelConfig(context_parallel_size=4), 8) == Layout(dp_shard=2, cp=4)
+    with pytest.raises(ConfigError) as caught:
+        Layout.from_config(ParallelConfig(context_parallel_size=4, tensor_model_parallel_size=2), 12)
+    assert str(caught.value) == (
+        "tensor_model_parallel_size 2 x context_parallel_size 4 x data-parallel = 12 processes is impossible: 12 is "
+        "not divisible by 8; change --tensor-model-parallel-size, --context-parallel-size or --nproc-per-node"
+    )
+    with pytest.raises(ConfigError, match="--context-parallel-size 0 and"):
+        Layout.from_config(ParallelConfig(context_parallel_size=0), 1)

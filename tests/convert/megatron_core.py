@@ -78,6 +78,7 @@ def build(c: dict[str, Any], padded: int, tp: int) -> Any:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    linear = c["rope_scaling_factor"] if c["use_rope_scaling"] and c["rope_scaling_type"] == "linear" else None
     gelu = functools.partial(torch.nn.functional.gelu, approximate="tanh" if c["tanh_gelu"] else "none")
     config = TransformerConfig(
         num_layers=c["num_layers"],
@@ -112,7 +113,8 @@ def build(c: dict[str, Any], padded: int, tp: int) -> Any:
         max_sequence_length=c["max_position_embeddings"],
         position_embedding_type=c["position_embedding_type"],
         rotary_base=c["rotary_base"],
-        rope_scaling=c["use_rope_scaling"],
+        rope_scaling=c["use_rope_scaling"] and not linear,
+        seq_len_interpolation_factor=linear,
         rope_scaling_factor=c["rope_scaling_factor"],
         share_embeddings_and_output_weights=not c["untie_embeddings_and_output_weights"],
         parallel_output=False,
@@ -146,8 +148,10 @@ def arguments(c: dict[str, Any], padded: int) -> argparse.Namespace:
     names += ("max_position_embeddings", "position_embedding_type", "normalization", "norm_epsilon", "swiglu")
     names += ("squared_relu", "untie_embeddings_and_output_weights", "add_qkv_bias", "qk_layernorm", "rotary_base")
     names += ("rotary_percent", "use_rope_scaling", "rope_scaling_factor", "vocab_size")
+    linear = c["use_rope_scaling"] and c["rope_scaling_type"] == "linear"
+    rope = {"use_rope_scaling": False, "rotary_seq_len_interpolation_factor": int(c["rope_scaling_factor"])}
     return argparse.Namespace(
-        **{name: c[name] for name in names},
+        **{name: c[name] for name in names} | (rope if linear else {}),
         group_query_attention=c["num_query_groups"] != c["num_attention_heads"],
         add_bias_linear=not c["disable_bias_linear"],
         bias_gelu_fusion=c["tanh_gelu"],

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from smp.checkpoint import CheckpointError
-from smp.checkpoint.local import LocalFolder, open_folder
+from smp.checkpoint.folder import open_folder
+from smp.checkpoint.local import LocalFolder
 from smp.config import ConfigError, ModelConfig
 from smp.config.command import DamageError, exit_code
 from smp.convert.adapters import CONFIG, TENSORS, Adapter, MergedWeights, linear_modules

@@ -179,7 +179,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         "that is: MistralForCausalLM",
     ),
     "qwen3 moe": ({"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}, "that is: Qwen3ForCausalLM"),
-    "yarn": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "RoPE of type 'yarn' is not supported"),
+    "rope": ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "type 'longrope' is not supported"),
     "one bias": ({"attention_bias": True}, "attention_bias and mlp_bias differ"),
     "activation": ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported, only silu"),
     "heads": ({"num_key_value_heads": 3}, "not divisible by --num-query-groups 3"),

@@ -14,12 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from smp.checkpoint import CheckpointError, Manifest, Shard, TensorEntry, verify
+from smp.checkpoint import CheckpointError, verify
 from smp.checkpoint.local import LocalFolder
 from smp.checkpoint.manifest import read_manifest
-from smp.convert.convert import JOURNAL, write
+from smp.convert.convert import DONE, JOURNAL, write
 from smp.convert.formats import FORMATS, Format, make_target, open_checkpoint
-from smp.convert.smp_format import SmpWeights
 from tests.convert.test_hf import assert_same_tensors
 from tests.convert.test_megatron import convert
 from tests.convert.tiny import save_theirs
@@ -60,14 +59,14 @@ def test_an_interrupted_conversion_goes_on(kind: Format, source: Path, tmp_path:
         attempt(source, tmp_path / "target", kind, 60_000)
     partial = tmp_path / "target.partial"
     assert not (tmp_path / "target").exists() and (partial / JOURNAL).is_file()
-    done = [json.loads(line)["file"] for line in (partial / JOURNAL).read_text().splitlines()[1:]]
+    done = [str(path.relative_to(partial)).removesuffix(DONE) for path in partial.rglob(f"*{DONE}")]
     before = {name: (partial / name).stat().st_mtime_ns for name in done}
     assert len(done) >= 2
     half = partial / done[0]
     half.with_name("shard_99999.safetensors").write_bytes(b"half of a file that a killed process left")
     assert attempt(source, tmp_path / "target", kind, None) == len(done)
     target = tmp_path / "target"
-    assert not partial.exists() and not (target / JOURNAL).exists()
+    assert not partial.exists() and not (target / JOURNAL).exists() and not list(target.rglob(f"*{DONE}"))
     assert before == {name: (target / name).stat().st_mtime_ns for name in done}
     assert not list(target.rglob("shard_99999*"))
     assert_same_tensors(convert(target, tmp_path / "back", "hf"), source)
@@ -88,9 +87,9 @@ def test_what_was_begun_with_something_else_is_not_continued(change: str, source
 def test_a_file_of_another_size_is_written_again(source: Path, tmp_path: Path) -> None:
     with pytest.raises(StoppedError):
         attempt(source, tmp_path / "target", "hf", 60_000)
-    journal = (tmp_path / "target.partial" / JOURNAL).read_text().splitlines()
-    os.truncate(tmp_path / "target.partial" / json.loads(journal[1])["file"], 10)
-    assert attempt(source, tmp_path / "target", "hf", None) == len(journal) - 2
+    done = list((tmp_path / "target.partial").glob(f"*{DONE}"))
+    os.truncate(str(done[0]).removesuffix(DONE), 10)
+    assert attempt(source, tmp_path / "target", "hf", None) == len(done) - 1
     assert_same_tensors(tmp_path / "target", source)
 
 
@@ -111,12 +110,12 @@ def test_a_killed_process_leaves_nothing_under_the_name(source: Path, tmp_path: 
         "import os, signal, sys\n"
         "from smp.convert import convert\n"
         "from tools.convert_checkpoint import main\n"
-        "append, calls = convert._append, []\n"
-        "def kill(file, line):\n"
-        "    append(file, line)\n"
-        "    calls.append(line)\n"
-        "    len(calls) > 3 and os.kill(os.getpid(), signal.SIGKILL)\n"
-        "convert._append = kill\n"
+        "note, calls = convert._note, []\n"
+        "def kill(path, record):\n"
+        "    note(path, record)\n"
+        "    calls.append(path)\n"
+        "    len(calls) > 2 and os.kill(os.getpid(), signal.SIGKILL)\n"
+        "convert._note = kill\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
     flags = ["--load", str(source), "--save", str(tmp_path / "target"), "--max-shard-size", "2e-5", "--workers", "2"]
@@ -221,20 +220,3 @@ def test_shards_of_our_checkpoints_are_as_small_as_those_of_a_run(
     assert_same_tensors(convert(ours, tmp_path / "back", "hf"), source)
     again = convert(ours, tmp_path / "again", "smp", dtype=torch.float64)
     assert_same_tensors(convert(again, tmp_path / "same", "hf", dtype=torch.float32), source)
-
-
-def test_no_shard_of_ours_is_read_twice() -> None:
-    """Parts of a tensor that is read end where shards end, whoever cut them: here (rows from, to) of two columns."""
-
-    def stretches(shards: list[tuple[int, int]], first: int, count: int, step: int) -> list[tuple[int, int]]:
-        boxes = [Shard("f", str(i), (a, 0), (b - a, 2), "") for i, (a, b) in enumerate(shards)]
-        weights = object.__new__(SmpWeights)
-        weights.manifest = Manifest({"model.t": TensorEntry((9, 4), "F32", tuple(boxes))}, {}, {})
-        return list(weights.stretches("t", first, count, step))
-
-    rows = [(4, 6), (0, 2), (6, 9), (2, 4)]
-    assert stretches(rows, 0, 9, 1) == [(0, 2), (2, 2), (4, 2), (6, 3)]
-    assert stretches(rows, 0, 9, 3) == [(0, 4), (4, 5)]
-    assert stretches(rows, 1, 4, 1) == [(1, 1), (2, 2), (4, 1)]
-    assert stretches([(0, 5), (0, 3), (3, 9), (5, 9)], 0, 9, 1) == [(0, 9)]
-    assert stretches([(0, 5), (0, 5), (5, 9), (5, 9)], 0, 9, 1) == [(0, 5), (5, 4)]

@@ -14,6 +14,7 @@ from smp.models.generation import Sampling, choose, generate
 from tests.convert.test_megatron import convert
 from tests.convert.tiny import TINY, save_theirs, their_model
 from tests.distributed import run_distributed
+from tests.training.tiny_hf import write_adapter, write_model, write_tokenizer
 from tools.generate import end_ids, load_model, main, stream
 
 pytest.importorskip("transformers")
@@ -84,6 +85,58 @@ def test_the_command_prints_what_the_model_writes(run: Run, tmp_path: Path) -> N
     assert "longest sequence" not in error
     _, _, error = run("--load", ours, "--prompt", " ".join(["w5"] * 120), "--max-new-tokens", "50")
     assert "note: the longest sequence of this model, 128 tokens, ends here" in error
+
+
+def test_an_adapter_writes_what_peft_writes(run: Run, tmp_path: Path) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    base, adapter = tmp_path / "hf", tmp_path / "adapter"
+    write_tokenizer(base)
+    write_model(base)
+    write_adapter(base, adapter, target_modules="all-linear", r=4)
+    model = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), str(adapter))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    ids = tokenizer("what is", return_tensors="pt").input_ids
+    wanted = tokenizer.decode(model.generate(input_ids=ids, max_new_tokens=12, do_sample=False)[0])
+    greedy = ["--prompt", "what is", "--max-new-tokens", "12", "--temperature", "0"]
+    code, out, error = run("--load", base, "--adapter", adapter, *greedy)
+    assert (code, out) == (0, wanted.removesuffix("<|im_end|>") + "\n"), error
+    assert "adapters are merged" in error
+    assert run("--load", base, *greedy)[1] != out
+    other = tmp_path / "other"
+    write_tokenizer(other)
+    write_model(other, layers=2)
+    code, _, error = run("--load", other, "--adapter", adapter, *greedy)
+    assert code == 2 and error.splitlines()[-1].endswith(
+        "model.layers.2.mlp.down_proj is no linear layer of this model"
+    )
+
+
+def test_chat_answers_through_the_template(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two messages: the second answer follows the whole conversation, as transformers writes it."""
+    import io
+
+    transformers = pytest.importorskip("transformers")
+    base = tmp_path / "hf"
+    write_tokenizer(base)
+    write_model(base)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    messages: list[dict[str, str]] = []
+    wanted = []
+    for text in ("what is", "one"):
+        messages.append({"role": "user", "content": text})
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt").input_ids
+        new = model.generate(input_ids=ids, max_new_tokens=5, do_sample=False)[0, ids.shape[1] :]
+        wanted.append(tokenizer.decode(new, skip_special_tokens=True))
+        messages.append({"role": "assistant", "content": wanted[-1]})
+    flags = ["--load", base, "--chat", "--max-new-tokens", "5", "--temperature", "0"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("what is\n\none\n"))
+    code, out, error = run(*flags)
+    assert (code, out) == (0, "".join(f"{answer}\n" for answer in wanted)), error
+    assert run(*flags, "--prompt", "what is")[1] == wanted[0] + "\n"
+    write_tokenizer(base, template=None)
+    code, _, error = run(*flags)
+    assert (code, error) == (2, f"error: --chat: {base} has no chat template\n")
 
 
 def test_sampling_flags_change_what_is_written(run: Run, tmp_path: Path) -> None:

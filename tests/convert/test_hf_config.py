@@ -36,6 +36,37 @@ def test_named_sizes_there_and_back(name: str) -> None:
     assert content["architectures"][0].startswith(expected)
 
 
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize(
+    ("rope", "settings"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, {"rope_scaling_type": "linear", "rope_scaling_factor": 4.0}),
+        (YARN, {"rope_scaling_type": "yarn", "rope_scaling_factor": 4.0, "rope_original_max_position": 32768}),
+        ({**YARN, "factor": None}, {"rope_scaling_factor": 4.0}),
+        ({**YARN, "beta_fast": 16, "beta_slow": 2}, {"yarn_beta_fast": 16, "yarn_beta_slow": 2}),
+        ({**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}, {"yarn_mscale": 1.0, "yarn_mscale_all_dim": 0.7}),
+        ({**YARN, "mscale": 1.0, "mscale_all_dim": 0}, {"yarn_mscale": None, "yarn_mscale_all_dim": None}),
+        ({**YARN, "mscale": 1.0}, {"yarn_mscale": None}),
+        ({**YARN, "truncate": False, "attention_factor": 1.5}, {"yarn_truncate": False, "yarn_attention_factor": 1.5}),
+    ],
+)
+@pytest.mark.parametrize("architecture_name", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_other_scalings_of_rope_both_ways(
+    rope: dict[str, Any], settings: dict[str, Any], architecture_name: str
+) -> None:
+    config = from_hf(LLAMA | {"architectures": [architecture_name], "rope_scaling": rope})
+    assert config.use_rope_scaling
+    assert {name: getattr(config, name) for name in settings} == settings
+    assert architecture(from_hf(to_hf(config, "float32"))) == architecture(config)
+
+
+def test_the_original_length_may_be_beside_the_scaling() -> None:
+    config = from_hf(LLAMA | {"rope_scaling": {**YARN, "factor": None}, "original_max_position_embeddings": 16384})
+    assert (config.rope_original_max_position, config.rope_scaling_factor) == (16384, 8.0)
+
+
 @pytest.mark.parametrize(
     "rope",
     [
@@ -94,6 +125,9 @@ def test_windows_in_some_layers_are_refused() -> None:
             "--rope-scaling-factor '8' is not a value",
         ),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3 without low_freq_factor"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "RoPE of type linear without factor"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported, only default, llama3"),
+        ({"rope_scaling": {**YARN, "beta_fast": 1, "beta_slow": 4}}, "--yarn-beta-fast 1 must be above"),
         ({"rope_scaling": [8.0]}, "RoPE of different kinds"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not a setting of LlamaForCausalLM"),
     ],
@@ -109,12 +143,13 @@ def test_windows_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
         from_hf(QWEN | changes)
 
 
-def test_a_fraction_that_transformers_cuts_off_is_refused() -> None:
-    """int(64 x 0.4) = 25 channels there and RoPE's exponents divided by it, the nearest is 26."""
+def test_a_fraction_of_a_channel_is_cut_off_as_by_transformers() -> None:
+    """int(64 x 0.4) = 25 channels, an odd number; of 64 x 0.26 = 16.64 the 16 are taken."""
     neox = LLAMA | {"architectures": ["GPTNeoXForCausalLM"], "hidden_size": 2048, "rotary_emb_base": 10000}
     assert from_hf(neox | {"rotary_pct": 0.25}).rotary_percent == 0.25
-    with pytest.raises(ConfigError, match="RoPE on 25.6 channels of a head, no whole number, is not supported"):
+    with pytest.raises(ConfigError, match="rotates 25 channels: RoPE needs an even number"):
         from_hf(neox | {"rotary_pct": 0.4})
+    assert from_hf(neox | {"rotary_pct": 0.26}).rotary_channels == 16
 
 
 def test_names_that_transformers_takes_for_gpt2() -> None:

@@ -21,7 +21,8 @@ from tests.distributed import run_distributed
 
 pytest.importorskip("transformers")
 pytest.importorskip("megatron.core")
-KINDS = [kind for kind in TINY if kind not in ("llama3.1", "neox", "neox-serial")]
+REFUSED = ("llama3.1", "qwen2-yarn", "qwen3-yarn", "neox", "neox-linear", "neox-serial")
+KINDS = [kind for kind in TINY if kind not in REFUSED]
 COMPARED = [kind for kind in KINDS if kind not in ("mistral", "llama-bias", "llama-mqa")]
 """megatron-core's layers without Transformer Engine have no sliding window, and its ranks share no key/value head;
 llama-bias is near qwen2 and gpt2."""
@@ -46,10 +47,13 @@ def test_the_long_way_round_keeps_every_bit(kind: str, tmp_path: Path) -> None:
     assert (back / "generation_config.json").read_bytes() == (theirs / "generation_config.json").read_bytes()
 
 
-@pytest.mark.parametrize("kind", ["neox", "llama3.1"])
+@pytest.mark.parametrize("kind", ["neox", "llama3.1", "qwen2-yarn"])
 def test_what_megatron_does_not_compute_is_refused(kind: str, tmp_path: Path) -> None:
     theirs = save_theirs(kind, tmp_path / "theirs")
-    with pytest.raises(ConfigError, match="Megatron's GPT has no --(parallel-residual|rope-original-max-position)"):
+    with pytest.raises(
+        ConfigError,
+        match="Megatron's GPT has no --(parallel-residual|rope-original-max-position|rope-scaling-type yarn)",
+    ):
         convert(theirs, tmp_path / "megatron", "megatron")
     assert list(tmp_path.iterdir()) == [theirs]
 

@@ -15,6 +15,10 @@ _LLAMA: dict[str, Any] = {**_SIZES, **_IDS, "intermediate_size": 64, "num_key_va
 _LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 
 
+_YARN = {"factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 8.0}
+_DEEPSEEK = {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7, "truncate": False}
+
+
 def _rope(kind: str = "default", theta: float = 500.0, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_theta": theta, "rope_type": kind, **more}}
 
@@ -42,10 +46,13 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "llama-linear": ("Llama", {**_LLAMA, **_rope("linear", factor=4.0), "tie_word_embeddings": False}),
     "mistral": ("Mistral", {**_LLAMA, **_rope(), "sliding_window": 7, "tie_word_embeddings": False}),
     "qwen2": ("Qwen2", {**_LLAMA, **_rope(), "tie_word_embeddings": False}),
     "qwen2-tied": ("Qwen2", {**_LLAMA, **_rope(), "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {**_LLAMA, **_rope(), "head_dim": 16, "tie_word_embeddings": True}),
+    "qwen2-yarn": ("Qwen2", {**_LLAMA, **_rope("yarn", **_YARN), "tie_word_embeddings": False}),
+    "qwen3-yarn": ("Qwen3", {**_LLAMA, **_rope("yarn", **_DEEPSEEK), "head_dim": 16, "tie_word_embeddings": True}),
     "gpt2": ("GPT2", {"vocab_size": VOCAB, "n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 4, **_IDS}),
     "gpt2-untied": (
         "GPT2",
@@ -55,6 +62,10 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "neox": ("GPTNeoX", {**_SIZES, **_IDS, "intermediate_size": 128, **_rope(partial_rotary_factor=0.25)}),
+    "neox-linear": (
+        "GPTNeoX",
+        {**_SIZES, **_IDS, "intermediate_size": 128, **_rope("linear", factor=2.0, partial_rotary_factor=0.5)},
+    ),
     "neox-serial": (
         "GPTNeoX",
         {

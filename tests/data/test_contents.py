@@ -58,11 +58,11 @@ def test_files_are_read_once_until_they_change(tmp_path: Path, monkeypatch: pyte
     assert contents_of(changed, cache).highest == 8 and len(scans) == 2
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"key": 1'])
-def test_damaged_notes_are_named(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("size", [0, 40, 150])
+def test_damaged_notes_are_named(tmp_path: Path, size: int) -> None:
     dataset, cache = write(tmp_path / "data", [[5, 9]]), NodeCache(tmp_path / "cache")
     contents_of(dataset, cache)
-    (path,) = (tmp_path / "cache").glob("contents-*.json")
-    path.write_text(text)
-    with pytest.raises(DamagedCacheError, match=r"contents-\w+\.json: damaged; delete it, and it is made again"):
+    (path,) = (tmp_path / "cache").glob("contents-*.npy")
+    os.truncate(path, size)
+    with pytest.raises(DamagedCacheError, match=r"contents-\w+\.npy: damaged; delete it, and it is made again"):
         contents_of(dataset, cache)

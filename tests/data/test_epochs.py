@@ -10,18 +10,31 @@ import pytest
 
 import smp.data.epochs as epochs_module
 from smp.data.cache import CacheFolderError, NodeCache
-from smp.data.epochs import Epochs
+from smp.data.epochs import DocumentSamples
 from smp.data.gpt_dataset import GPTDataset
 from smp.data.packed_dataset import PackedDataset
 from tests.data.test_gpt_dataset import write
 
 
-def orders(cache: NodeCache | None, numbers: int, made: list[int]) -> Epochs[list[int]]:
-    def make(epoch: int) -> np.ndarray:
-        made.append(epoch)
-        return np.array([epoch, numbers])
+class Numbers(DocumentSamples[list[int]]):
+    """Orders of so many integers."""
 
-    return Epochs(make, lambda packed: packed.tolist(), size=numbers, cache=cache, name="order")
+    packing, needs = "numbers", ""
+    samples_per_epoch = 1
+
+    def __init__(self, folder: Path, cache: NodeCache | None, numbers: int, made: list[int]) -> None:
+        self.numbers, self.made = numbers, made
+        super().__init__(write(folder / "data", [9]), range(1), 8, 1, cache=cache, key="order")
+
+    def _size(self) -> int:
+        return self.numbers
+
+    def _shuffle(self, epoch: int) -> np.ndarray:
+        self.made.append(epoch)
+        return np.array([epoch, self.numbers])
+
+    def _parse(self, packed: np.ndarray) -> list[int]:
+        return packed.tolist()
 
 
 def wait() -> None:
@@ -36,44 +49,47 @@ def files(folder: Path) -> list[str]:
 
 def test_only_large_orders_are_kept(tmp_path: Path) -> None:
     made: list[int] = []
-    for numbers, kept in ((epochs_module.LARGE - 1, []), (epochs_module.LARGE, ["order-epoch_3.npy"])):
-        found = orders(NodeCache(tmp_path), numbers, made)
-        assert found.order(3) == found.order(3) == [3, numbers]
+    for numbers, kept in (
+        (epochs_module.LARGE - 1, []),
+        (epochs_module.LARGE, ["order-numbers_documents_0_to_1_length_8_seed_1-epoch_3.npy"]),
+    ):
+        found = Numbers(tmp_path, NodeCache(tmp_path), numbers, made)
+        assert found._order(3) == found._order(3) == [3, numbers]
         assert files(tmp_path) == kept
-    assert orders(NodeCache(tmp_path), epochs_module.LARGE, made).order(3) == [3, epochs_module.LARGE]
+    assert Numbers(tmp_path, NodeCache(tmp_path), epochs_module.LARGE, made)._order(3) == [3, epochs_module.LARGE]
     assert made == [3, 3]  # the last one was read from the file
 
 
-def test_the_two_latest_are_at_hand() -> None:
+def test_the_two_latest_are_at_hand(tmp_path: Path) -> None:
     made: list[int] = []
-    found = orders(None, 5, made)
+    found = Numbers(tmp_path, None, 5, made)
     for epoch in (0, 1, 0, 1, 2, 1, 0):
-        assert found.order(epoch)[0] == epoch
+        assert found._order(epoch)[0] == epoch
     assert made == [0, 1, 2, 0]
 
 
 def test_a_large_order_is_made_ahead_and_once(tmp_path: Path) -> None:
     made: list[int] = []
-    found = orders(NodeCache(tmp_path), epochs_module.LARGE, made)
-    found.order(0)
+    found = Numbers(tmp_path, NodeCache(tmp_path), epochs_module.LARGE, made)
+    found._order(0)
     for _ in range(20):
-        found.prepare(1)
+        found._prepare(1)
     wait()
-    assert made == [0, 1] and found.order(1)[0] == 1 and made == [0, 1]
-    small = orders(None, 5, made)
-    small.prepare(1)
+    assert made == [0, 1] and found._order(1)[0] == 1 and made == [0, 1]
+    small = Numbers(tmp_path, None, 5, made)
+    small._prepare(1)
     wait()
     assert made == [0, 1]
 
 
 def test_what_goes_wrong_ahead_is_met_by_the_reader(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
-    found = orders(NodeCache(tmp_path / "file" / "cache"), epochs_module.LARGE, [])
-    found.prepare(1)
+    found = Numbers(tmp_path, NodeCache(tmp_path / "file" / "cache"), epochs_module.LARGE, [])
+    found._prepare(1)
     wait()
     assert capfd.readouterr().err == ""
     with pytest.raises(CacheFolderError, match="--data-cache-path"):
-        found.order(1)
+        found._order(1)
 
 
 @pytest.mark.parametrize("kind", [GPTDataset, PackedDataset])

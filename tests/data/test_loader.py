@@ -15,6 +15,7 @@ from smp.data.loader import BatchLoader, RankBatch
 from smp.data.mock_dataset import MockDataset
 from smp.data.packed_dataset import PackedDataset
 from smp.data.sample import Sample
+from tests.data.test_gpt_dataset import tokens_of
 
 
 def read(dataset: object, micro: int, count: int, dp_size: int, start: int, steps: int) -> list[list[RankBatch]]:
@@ -45,7 +46,7 @@ def test_tokens_and_labels_are_the_sample_shifted_by_one() -> None:
         assert batch.input_ids.shape == batch.labels.shape == (3, 2, 8)
         assert batch.input_ids.dtype == batch.labels.dtype == batch.sample_index.dtype == torch.int64
         for place in np.ndindex(3, 2):
-            sample = data[int(batch.sample_index[place])].tolist()
+            sample = tokens_of(data, int(batch.sample_index[place])).tolist()
             assert batch.input_ids[place].tolist() == sample[:-1] and batch.labels[place].tolist() == sample[1:]
 
 

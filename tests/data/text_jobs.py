@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from smp.data.indexed_dataset import IndexedDataset
-from smp.data.job_output import Journal
+from smp.data.job_output import Report
 from smp.data.preprocess import Encoder, preprocess
 from smp.data.tokenizer import SentencePieceTokenizer
 
 pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-zstandard = pytest.importorskip("zstandard")
 
 TEXTS = [f"document {i}: " + "x = y\n" * (i % 7) + ("é😀" if i % 3 else "") for i in range(60)] + [""]
 
@@ -23,7 +22,7 @@ def lines(texts: list[str]) -> bytes:
     return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
 
 
-def run(folder: Path, model: str, inputs: list[Path], workers: int = 1, name: str = "out", **options: bool) -> Journal:
+def run(folder: Path, model: str, inputs: list[Path], workers: int = 1, name: str = "out", **options: bool) -> Report:
     encoder = Encoder(model, ("text",), append_eod=True, **options)  # type: ignore[arg-type]
     return preprocess(inputs, str(folder / name), [str(folder / name)], encoder, workers)
 
@@ -42,8 +41,8 @@ def write(path: Path, texts: list[str]) -> Path:
     if path.suffix == ".gz":
         data = gzip.compress(data[: len(data) // 2]) + gzip.compress(data[len(data) // 2 :])
     elif path.suffix == ".zst":
-        compress = zstandard.ZstdCompressor().compress
-        data = compress(data[: len(data) // 2]) + compress(data[len(data) // 2 :])
+        frames = (data[: len(data) // 2], data[len(data) // 2 :])
+        data = b"".join(pa.compress(frame, "zstd", asbytes=True) for frame in frames)
     elif path.suffix == ".parquet":
         pq.write_table(pa.table({"n": range(len(texts)), "text": texts}), path, row_group_size=7)
         return path

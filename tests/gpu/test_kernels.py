@@ -77,8 +77,8 @@ def compare(name: str, backend: str) -> dict[str, tuple[float, float]]:
         "cross_entropy": lambda z: F.cross_entropy(z, labels, reduction="none", ignore_index=IGNORE_INDEX),
     }
     ours: dict[str, Any] = {
-        "rms_norm": lambda x, w: norm.rms_norm(x, w, eps, backend),
-        "layer_norm": lambda x, w, b: norm.layer_norm(x, w, b, eps, backend),
+        "rms_norm": lambda x, w: norm.norm(x, w, None, eps, backend),
+        "layer_norm": lambda x, w, b: norm.norm(x, w, b, eps, backend),
         "add_norm": lambda x, a, w: norm.add_norm(x, a, w, None, eps, backend),
         "swiglu": lambda g, u: swiglu.swiglu(g, u, backend),
         "rope": lambda q, k: rope.rope(q, k, cos, sin, 128, backend),
@@ -126,8 +126,8 @@ def test_logits_that_are_part_of_a_larger_matrix(backend: str, offset: int) -> N
     torch.testing.assert_close(cross_entropy.softmax_stats(logits, columns, 997, backend), want, rtol=1e-5, atol=1e-5)
     untouched, weights = whole.clone(), torch.rand(5, device="cuda")
     gradient = logits.clone()
-    cross_entropy.logits_to_gradient(gradient, want[0], columns, 997, weights)
-    cross_entropy.logits_to_gradient(logits, want[0], columns, 997, weights, backend)
+    cross_entropy.logits_to_gradient(gradient, want, columns, 997, weights)
+    cross_entropy.logits_to_gradient(logits, want, columns, 997, weights, backend)
     torch.testing.assert_close(logits, gradient, rtol=2**-7, atol=1e-6)
     assert torch.equal(whole[:, offset + 1000 :], untouched[:, offset + 1000 :])
     assert torch.equal(whole[:, :offset], untouched[:, :offset])
@@ -141,9 +141,11 @@ def test_more_than_two_to_the_31_logits(backend: str) -> None:
     logits[-1, -1] = 30.0
     columns = torch.full((rows,), VOCABULARY - 1, device="cuda")
     stats = cross_entropy.softmax_stats(logits, columns, VOCABULARY, backend)
-    assert stats[0, 0].item() == pytest.approx(torch.tensor(float(VOCABULARY)).log().item(), rel=1e-5)
-    assert stats[1, -1].item() == 30.0 and stats[0, -1].item() == pytest.approx(30.0, abs=1e-3)
-    cross_entropy.logits_to_gradient(logits, stats[0], columns, VOCABULARY, torch.ones(rows, device="cuda"), backend)
+    assert stats[0, 0].item() == 0.0 and stats[1, 0].item() == pytest.approx(
+        torch.tensor(float(VOCABULARY)).log().item(), rel=1e-5
+    )
+    assert stats[0, -1].item() == stats[2, -1].item() == 30.0 and stats[1, -1].item() == pytest.approx(0.0, abs=1e-3)
+    cross_entropy.logits_to_gradient(logits, stats, columns, VOCABULARY, torch.ones(rows, device="cuda"), backend)
     assert logits[0, -1].item() == pytest.approx(-1.0, rel=1e-2) and logits[-1, 0].item() == pytest.approx(
         0.0, abs=1e-6
     )
@@ -163,7 +165,7 @@ def test_the_last_row_of_more_than_two_to_the_31_elements(name: str) -> None:
     def run(x: torch.Tensor, angle: torch.Tensor) -> list[torch.Tensor]:
         x = x.detach().requires_grad_()
         if name == "rms_norm":
-            y = norm.rms_norm(x, weight, 1e-5, "triton")
+            y = norm.norm(x, weight, None, 1e-5, "triton")
         elif name == "swiglu":
             y = swiglu.swiglu(x, x, "triton")
         else:

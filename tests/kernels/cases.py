@@ -12,14 +12,16 @@ Results = dict[str, tuple[torch.Tensor, torch.Tensor]]  # name -> what a backend
 
 # rows, columns, real columns. No rows; rows of one element, of no power of two, of many blocks; ranks with nothing but
 # padding. In the first of several rows all logits are minus infinity.
+# What all logits have in common comes last: it must not show.
 VOCABULARIES = [
-    (0, 7, 7),
-    (1, 7, 7),
-    (5, 123, 120),
-    (3, 5000, 4999),
-    (4, 4096, 4096),
-    (2, 151_936, 151_936),
-    (2, 16, 0),
+    (0, 7, 7, 0.0),
+    (1, 7, 7, 0.0),
+    (5, 123, 120, 0.0),
+    (3, 5000, 4999, 0.0),
+    (4, 4096, 4096, 0.0),
+    (2, 151_936, 151_936, 0.0),
+    (2, 16, 0, 0.0),
+    *((4, 500, 499, offset) for offset in (1e3, -1e4, 1e5)),
 ]
 NORMS = [(0, 8), (1, 8), (7, 123), (40, 16), (5, 128), (3, 5000)]  # rows, features
 MLPS = [(0, 8), (1, 8), (7, 123), (3, 2500)]  # rows, width
@@ -33,22 +35,24 @@ def draw(*shape: int, dtype: torch.dtype, device: str, seed: int) -> torch.Tenso
 
 
 def cross_entropies(dtype: torch.dtype, backend: str, device: str = "cpu") -> Iterator[tuple[str, Results]]:
-    for rows, width, valid in VOCABULARIES:
-        logits = 5 * draw(rows, width, dtype=dtype, device=device, seed=0)
+    for rows, width, valid, offset in VOCABULARIES:
+        logits = 5 * draw(rows, width, dtype=dtype, device=device, seed=0) + offset
         logits[: int(rows > 1)] = -torch.inf
         generator = torch.Generator().manual_seed(1)
         columns = torch.randint(-1, valid + 2, (rows,), generator=generator).to(device)
         weights = torch.rand(rows, generator=generator).to(device)
         got, want = (cross_entropy.softmax_stats(logits, columns, valid, b) for b in (backend, "torch"))
-        total, got, want = (x.nan_to_num(neginf=0.0) for x in (want[0], got, want))
-        both: Results = {"log sum": (got[0], want[0]), "target": (got[1], want[1])}
+        total, got, want = (x.nan_to_num(neginf=0.0) for x in (want, got, want))
+        both: Results = {n: (got[i], want[i]) for i, n in ((0, "largest logit"), (2, "target"))}
+        both["log sum exp"] = got[0] + got[1], want[0] + want[1]
+        both["sum beside the largest"] = got[1].exp(), want[1].exp()  # which an offset of all logits hides in the above
         for name, weight in (("some ignored", weights * (weights > 0.5)), ("all ignored", 0 * weights)):
             got, want = (
                 cross_entropy.logits_to_gradient(logits.clone(), total, columns, valid, weight, b)
                 for b in (backend, "torch")
             )
             both[f"gradient, {name}"] = got, want
-        yield f"{rows} x {width}, {valid} real", both
+        yield f"{rows} x {width}, {valid} real, at {offset:g}", both
 
 
 def norms(dtype: torch.dtype, backend: str, device: str = "cpu") -> Iterator[tuple[str, Results]]:
@@ -77,9 +81,9 @@ def swiglus(dtype: torch.dtype, backend: str, device: str = "cpu") -> Iterator[t
         halves = fused.chunk(2, dim=1)  # views, not copies: the kernel takes their stride
         got, want = (
             (
-                swiglu.swiglu_forward(*halves, b),
-                *swiglu.swiglu_backward(da, *halves, b, again=True),
-                *swiglu.swiglu_backward(da, *halves, b)[:2],
+                swiglu.FusedSwiglu(b).forward(*halves),
+                *swiglu.FusedSwiglu(b).backward(da, *halves, again=True),
+                *swiglu.FusedSwiglu(b).backward(da, *halves)[:2],
             )
             for b in (backend, "torch")
         )

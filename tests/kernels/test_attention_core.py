@@ -97,7 +97,10 @@ def check(core: Any, layout: TokenLayout, spec: AttentionSpec, heads: int = 4, g
         assert torch.equal(got.isneginf(), exact.isneginf()), name
         assert got.isneginf().any() or got.isfinite().all(), name
         finite = [x.masked_fill(exact.isneginf(), 0.0) for x in (got, exact)]
-        assert error(*finite) < bound, (name, error(*finite))
+        # Of one score softmax has no gradient. What is left is rounding, of eps times the norm of what there is.
+        none = spec.window == 1 and name in "qk"
+        floor = torch.finfo(got.dtype).eps * want[4].norm().item() if none else 0.0
+        assert error(*finite) < bound + floor, (name, error(*finite))
     assert got.dtype == tensors[0].dtype
 
 

@@ -66,6 +66,26 @@ def test_losses_of_tokens_in_blocks(block: int, monkeypatch: pytest.MonkeyPatch)
     assert relative(mine.grad[:, :VOCAB], exact.grad) < 5e-7  # type: ignore[index]
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("offset", [0.0, 1e3, -1e4, 1e5])
+def test_what_all_logits_have_in_common_does_not_show(offset: float, ranks: int) -> None:
+    """As good as torch's own, which subtracts the largest logit from the target's, too."""
+    logits = 3 * draw(TOKENS, 3 * VOCAB, seed=3) + offset
+    labels = torch.randint(0, 3 * VOCAB, (TOKENS,), generator=torch.Generator().manual_seed(2))
+    exact, theirs = logits.double().requires_grad_(), logits.clone().requires_grad_()
+    for leaf in (exact, theirs):
+        F.cross_entropy(leaf, labels).backward()
+    width = 3 * VOCAB // ranks
+    shards = [(logits[:, i : i + width].clone(), labels - i) for i in range(0, 3 * VOCAB, width)]
+    stats = kernel.combine_stats(torch.stack([kernel.softmax_stats(z, y, width) for z, y in shards]))
+    weights = torch.full((TOKENS,), 1 / TOKENS)
+    mine = torch.cat([kernel.logits_to_gradient(z, stats, y, width, weights) for z, y in shards], dim=1)
+    assert exact.grad is not None
+    assert relative(mine, exact.grad) <= max(1.5 * relative(theirs.grad, exact.grad), 1e-7)
+    loss = (stats[1] - (stats[2] - stats[0])).mean()
+    assert relative(loss, F.cross_entropy(exact.detach(), labels)) < 2e-7
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_tokens_leave_no_gradient(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """A micro-batch may be empty, memory that was used before never is."""

@@ -29,7 +29,7 @@ def test_compiles_for_ampere_and_hopper_without_spills_and_loads(
     library.smp_error_string.restype = ctypes.c_char_p
     assert library.smp_error_string(1) == b"invalid argument"
     assert (
-        library.smp_softmax_stats(None, None, None, None, *[ctypes.c_int64(0)] * 3, 1, None) == 0
+        library.smp_cross_entropy_stats(None, None, None, *[ctypes.c_int64(0)] * 3, 1, None) == 0
     )  # no rows, no launch
     monkeypatch.setattr(cuda_library, "library_path", lambda: tmp_path / LIBRARY)
     cuda_library.library.cache_clear()

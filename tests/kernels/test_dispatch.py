@@ -125,7 +125,7 @@ def test_apex_computes_the_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="--compile exclude each other"):
         choose_kernels("apex", CUDA, compile=True)
     x, weight = torch.randn(3, 4), torch.randn(4)
-    torch.testing.assert_close(norm.rms_norm(x, weight, 1e-5, "apex"), norm.rms_norm(x, weight, 1e-5))
+    torch.testing.assert_close(norm.norm(x, weight, None, 1e-5, "apex"), norm.norm(x, weight, None, 1e-5))
     both = norm.add_norm(x, x, weight, weight, 1e-5, "apex"), norm.add_norm(x, x, weight, weight, 1e-5)
     torch.testing.assert_close(*both)
     assert called == ["rms", "layer"]

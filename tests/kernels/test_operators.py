@@ -21,7 +21,7 @@ Q, K, COS, SIN = torch.randn(6, 2, 4), torch.randn(6, 1, 4), torch.randn(6, 1, 4
 MEAN, SCALE, COLUMNS = torch.randn(6), torch.rand(6), torch.arange(6)
 CALLS = {
     "softmax_stats": (X, COLUMNS, 7, "torch"),
-    "logits_to_gradient_": (X, MEAN, COLUMNS, 7, SCALE, "torch"),
+    "logits_to_gradient_": (X, torch.randn(3, 6), COLUMNS, 7, SCALE, "torch"),
     "norm": (X, DY, W, W, 1e-5, "torch"),
     "norm (plain)": (X, None, W, None, 1e-5, "torch"),
     "norm_backward": (DY, X, X, W, MEAN, SCALE, True, "torch"),

@@ -44,9 +44,9 @@ def test_norms_are_their_formulas() -> None:
     y, total = norm._Norm.apply(x, added, weight, None, 0.1, "torch")
     close(y, rms(x + added))
     close(total, x + added)
-    for function in (norm.rms_norm(x, weight, 0.1), norm.add_norm(x, 0 * added, weight, None, 0.1)[0]):
+    for function in (norm.norm(x, weight, None, 0.1), norm.add_norm(x, 0 * added, weight, None, 0.1)[0]):
         close(function, rms(x))
-    for function in (norm.layer_norm(x, weight, bias, 0.1), norm.add_norm(x, 0 * added, weight, bias, 0.1)[0]):
+    for function in (norm.norm(x, weight, bias, 0.1), norm.add_norm(x, 0 * added, weight, bias, 0.1)[0]):
         close(function, layer(x))
 
 
@@ -62,16 +62,18 @@ def test_swiglu_is_its_formula_and_has_its_gradient() -> None:
     gate, up = leaf(3, 4, seed=0), leaf(3, 4, seed=1)
     close(swiglu._Swiglu.apply(gate, up, "torch"), gate / (1 + (-gate).exp()) * up)
     assert gradcheck(lambda g, u: swiglu._Swiglu.apply(g, u, "torch"), (gate, up))
-    again = swiglu.swiglu_backward(draw(3, 4, seed=2), gate.detach(), up.detach(), "torch", again=True)[2]
-    assert torch.equal(again, swiglu.swiglu_forward(gate.detach(), up.detach(), "torch"))
+    fused = swiglu.FusedSwiglu("torch")
+    again = fused.backward(draw(3, 4, seed=2), gate.detach(), up.detach(), again=True)[2]
+    assert torch.equal(again, fused.forward(gate.detach(), up.detach()))
 
 
 def test_swiglu_of_bf16_rounds_once() -> None:
     """To 8 bits, an error of 2^-8 at most, but for what fp32 inside adds."""
     da, gate, up = (draw(2000, 8, seed=i, dtype=torch.float32).bfloat16() for i in range(3))
     wide = [x.double() for x in (da, gate, up)]
-    got = swiglu.swiglu_backward(da, gate, up, "torch", again=True)
-    for a, b in zip(got, swiglu.swiglu_backward(*wide, "torch", again=True), strict=True):
+    fused = swiglu.FusedSwiglu("torch")
+    got = fused.backward(da, gate, up, again=True)
+    for a, b in zip(got, fused.backward(*wide, again=True), strict=True):
         assert bool(((a - b).abs() <= 2**-8 * b.abs() + 1e-6).all())
 
 
@@ -154,17 +156,17 @@ def test_a_rank_whose_logits_are_all_minus_infinity_adds_nothing() -> None:
     stats = torch.stack(
         [softmax_stats(part, torch.tensor([1, 9]) - i, 5) for i, part in zip((0, 5), logits.split(5, 1), strict=True)]
     )
-    assert stats[1, 0, 0] == -torch.inf
-    close(combine_stats(stats)[0], logits.logsumexp(dim=1))
+    assert stats[1, 1, 0] == -torch.inf
+    close(combine_stats(stats)[:2].sum(dim=0), logits.logsumexp(dim=1))
 
 
-def test_two_floats_per_token_from_each_rank_are_enough() -> None:
+def test_three_floats_per_token_from_each_rank_are_enough() -> None:
     logits = draw(4, 10, seed=0)
     columns = torch.tensor([0, 3, 7, 9])
     stats = torch.stack([softmax_stats(logits[:, i : i + 5], columns - i, 5) for i in (0, 5)])
-    assert stats.shape == (2, 2, 4)
-    total, target = combine_stats(stats)
-    close(total, logits.logsumexp(dim=1))
+    assert stats.shape == (2, 3, 4)
+    peak, log_sum, target = combine_stats(stats)
+    close(peak + log_sum, logits.logsumexp(dim=1))
     close(target, logits.gather(1, columns[:, None])[:, 0])
 
 

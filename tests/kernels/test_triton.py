@@ -94,14 +94,14 @@ def compilations() -> list[tuple[str, str, dict[str, str], dict[str, Any], int]]
         (
             "cross_entropy",
             "stats_kernel",
-            {**rows, "logits": low, "log_sums": full, "targets": full},
+            {**rows, "logits": low, "peaks": full, "log_sums": full, "targets": full},
             {"BLOCK": cross_entropy.FORWARD_BLOCK},
             cross_entropy.FORWARD_WARPS,
         ),
         (
             "cross_entropy",
             "gradient_kernel",
-            {**rows, "logits": low, "log_totals": full, "weights": full, "width": size},
+            {**rows, "logits": low, "peaks": full, "log_sums": full, "weights": full, "width": size},
             {"BLOCK": cross_entropy.GRADIENT_BLOCK},
             cross_entropy.GRADIENT_WARPS,
         ),

@@ -53,6 +53,15 @@ def compare(rank: int, world: int, vocab: int) -> dict[str, float]:
         errors["per token" + how] = ((per_token - want).norm() / want.norm()).item()
         errors["dx per token" + how] = ((x.grad - hidden.grad).norm() / hidden.grad.norm()).item()
         errors["dw per token" + how] = ((mine.grad - grad).norm() / weight.grad.norm()).item()
+    for offset in (1e3, -1e4, 1e5):
+        whole = torch.randn(TOKENS, vocab, generator=generator) + offset
+        exact, part = whole.double().requires_grad_(), slice(rank * ROWS, rank * ROWS + shard.valid)
+        F.cross_entropy(exact, labels, ignore_index=IGNORE_INDEX).backward()
+        z: Any = F.pad(whole[:, part], (0, ROWS - shard.valid)).requires_grad_()
+        (vocab_parallel_cross_entropy(z, labels, shard) * counts).sum().backward()
+        assert exact.grad is not None
+        difference = z.grad[:, : shard.valid] - exact.grad[:, part]
+        errors[f"dz at {offset:g}"] = (100 * difference.norm() / exact.grad.norm()).item()  # held to 1e-7
     return errors
 
 

@@ -46,7 +46,7 @@ def kept(layer: Any, mesh: Any) -> torch.Tensor:
     from smp.kernels.dropout import keyed_dropout
 
     numbers, ones = 100 + torch.arange(TOKENS), torch.ones(TOKENS, IN)
-    return keyed_dropout(ones, torch.tensor(layer.lora.key), numbers, layer.lora.dropout)
+    return keyed_dropout(ones, layer.lora.key, numbers, layer.lora.dropout)
 
 
 def errors_of(mesh: Any, kind: str, sp: bool, dropout: float) -> dict[str, float]:

@@ -1,15 +1,18 @@
-"""Rotary positions against rotations of complex numbers, and Llama 3.1's scaling against transformers."""
+"""Rotary positions against rotations of complex numbers, and scalings against transformers."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smp.layers import RopeScaling, apply_rope, rope_frequencies, rope_table
+from smp.config import ModelConfig
+from smp.layers import LinearScaling, RopeScaling, YarnScaling, apply_rope, rope_frequencies, rope_table
+from smp.models.rope_scaling import rope_scaling
 from tests.layers.whole import draw, error
 
 CPU = torch.device("cpu")
@@ -66,24 +69,92 @@ def test_llama3_scaling_keeps_short_waves_and_slows_long_ones(scaling: RopeScali
     assert (scaled.diff() < 0).all()
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
-def test_llama3_scaling_is_that_of_transformers(scaling: RopeScaling) -> None:
+THEIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    *(
+        (
+            {
+                "rope_type": "llama3",
+                "factor": scaling.factor,
+                "low_freq_factor": scaling.low_freq_factor,
+                "high_freq_factor": scaling.high_freq_factor,
+            },
+            {
+                "rope_scaling_factor": scaling.factor,
+                "rope_low_freq_factor": scaling.low_freq_factor,
+                "rope_high_freq_factor": scaling.high_freq_factor,
+                "rope_original_max_position": scaling.original_max_position,
+            },
+        )
+        for scaling in SCALINGS
+    ),
+    ({"rope_type": "linear", "factor": 4.0}, {"rope_scaling_factor": 4.0}),
+    ({"rope_type": "yarn", "factor": 4.0}, {"rope_scaling_factor": 4.0, "rope_original_max_position": 32768}),
+    (
+        {
+            "rope_type": "yarn",
+            "factor": 40.0,
+            "beta_fast": 16.0,
+            "beta_slow": 2.0,
+            "mscale": 0.7,
+            "mscale_all_dim": 0.9,
+        },
+        {
+            "rope_scaling_factor": 40.0,
+            "rope_original_max_position": 4096,
+            "yarn_beta_fast": 16.0,
+            "yarn_beta_slow": 2.0,
+            "yarn_mscale": 0.7,
+            "yarn_mscale_all_dim": 0.9,
+        },
+    ),
+    (
+        {"rope_type": "yarn", "factor": 32.0, "truncate": False, "attention_factor": 1.25},
+        {
+            "rope_scaling_factor": 32.0,
+            "rope_original_max_position": 4096,
+            "yarn_truncate": False,
+            "yarn_attention_factor": 1.25,
+        },
+    ),
+    ({"rope_type": "yarn", "factor": 1.0}, {"rope_scaling_factor": 1.0, "rope_original_max_position": 512}),
+]
+"""What transformers is told of a scaling, and the same in our settings."""
+
+
+@pytest.mark.parametrize("base", [1e4, 5e5])
+@pytest.mark.parametrize(("theirs", "ours"), THEIRS, ids=[str(theirs) for theirs, _ in THEIRS])
+def test_scalings_are_those_of_transformers(theirs: dict[str, Any], ours: dict[str, Any], base: float) -> None:
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+    kind, original = theirs["rope_type"], ours.get("rope_original_max_position")
+    beside = {} if original is None else {"original_max_position_embeddings": original}
     config = transformers.LlamaConfig(
         hidden_size=256,
         num_attention_heads=2,
         max_position_embeddings=131072,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 5e5,
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_position,
-        },
+        rope_parameters={"rope_theta": base, **theirs, **beside},
     )
-    theirs, attention_factor = ROPE_INIT_FUNCTIONS["llama3"](config, CPU)
-    assert attention_factor == 1.0
-    assert torch.allclose(rope_frequencies(128, 5e5, scaling, CPU), theirs, rtol=1e-6)
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, CPU)
+    scaling = rope_scaling(ModelConfig(use_rope_scaling=True, rope_scaling_type=kind, **ours))
+    assert scaling is not None
+    assert scaling.amplitude == pytest.approx(factor, rel=1e-12)
+    assert torch.allclose(rope_frequencies(128, base, scaling, CPU), frequencies, rtol=2e-6)
+
+
+def test_yarn_slows_a_ramp_of_channels_and_multiplies_queries_and_keys() -> None:
+    scaling = YarnScaling(4.0, 4096, amplitude=1.5)
+    plain, scaled = rope_frequencies(64, 1e4, None, CPU), rope_frequencies(64, 1e4, scaling, CPU)
+    kept = scaling.kept(plain, 1e4)
+    assert kept[0] == 1 and kept[-1] == 0 and 0 < kept[16] < 1
+    assert torch.equal(scaled[kept == 1], plain[kept == 1])
+    assert torch.allclose(scaled[kept == 0], plain[kept == 0] / 4)
+    x, positions = draw(5, 2, 64, seed=4), torch.arange(5)
+    got = apply_rope(x, *rope_table(positions, scaled, scaling.amplitude))
+    assert torch.allclose(got, 1.5 * apply_rope(x, *rope_table(positions, scaled)), rtol=1e-6, atol=1e-6)
+
+
+def test_linear_scaling_divides_positions() -> None:
+    table = rope_table(torch.arange(0, 40, 4), rope_frequencies(16, 1e4, LinearScaling(4.0), CPU))
+    want = rope_table(torch.arange(10), rope_frequencies(16, 1e4, None, CPU))
+    assert all(torch.allclose(got, expected, atol=1e-6) for got, expected in zip(table, want, strict=True))

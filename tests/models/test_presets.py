@@ -7,7 +7,6 @@ import pytest
 
 from smp.config import Config, ModelConfig, TrainingConfig, load_config, resolve
 from smp.models.arithmetic import count_parameters
-from smp.models.docs import BEGIN, END, main, with_table
 from smp.models.presets import PRESETS
 
 PUBLISHED = {  # parameters as the authors' checkpoints hold them, a tied matrix once
@@ -176,21 +175,3 @@ def test_presets_and_arithmetic_need_no_torch() -> None:
         "import sys, smp.models.presets, smp.models.arithmetic, smp.training.memory; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
-
-
-def test_the_committed_table_is_current() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
-    assert with_table(page) == page, "run: python -m smp.models.docs"
-
-
-def test_a_stale_table_is_replaced_and_the_text_around_it_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "docs").mkdir()
-    page = tmp_path / "docs" / "models.md"
-    page.write_text(f"before\n\n{BEGIN}\nstale\n{END}\n\nafter\n", encoding="utf-8")
-    main()
-    text = page.read_text(encoding="utf-8")
-    assert text.startswith("before\n") and text.endswith("\n\nafter\n") and "stale" not in text
-    assert "| `qwen2.5-7b` | 7,615,616,512 | 28 | 3,584 | 28 / 4 | 152,064 | 131,072 |" in text

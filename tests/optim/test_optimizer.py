@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from smp.config import ConfigError, Layout, ModelConfig, OptimizerConfig, ParallelConfig
 from smp.layers import init_weights
 from smp.models.gpt import GPT
+from smp.optim import optimizer as optimizer_module
 from smp.optim.optimizer import build_optimizer, clip_gradients, set_learning_rate
 from smp.parallel.boxes import local_box
 from smp.parallel.context import build_context
@@ -272,6 +273,37 @@ def test_a_model_that_is_gathered_is_refused() -> None:
             build_optimizer(model, ADAM, context.fsdp)
         model.reshard()
         build_optimizer(model, ADAM, context.fsdp)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp_shard=2), Layout(dp_replicate=2)])
+def test_the_first_step_refuses_parameters_that_the_model_does_not_have(layout: Layout) -> None:
+    """However they came to be others: those of the optimizer would be updated, and the model would stay as it is."""
+    with fake_context(layout) as context:
+        for replaced, said in (
+            (True, "final_norm.weight is not the parameter"),
+            (False, "1 parameters that the model"),
+        ):
+            model = build(context, layout)
+            optimizer = build_optimizer(model, ADAM, context.fsdp)
+            old = model.final_norm.weight
+            model.final_norm.weight = nn.Parameter(old.detach().clone(), requires_grad=replaced)
+            with pytest.raises(ValueError, match=said):
+                optimizer.step()
+            model.final_norm.weight = old
+            optimizer.step()
+
+
+def test_the_first_step_refuses_gathered_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second look catches alone what the first one is there for."""
+    layout = Layout(dp_shard=2)
+    monkeypatch.setattr(optimizer_module, "_check_sharded", lambda *_: None)
+    with fake_context(layout) as context:
+        model = build(context, layout)
+        model.unshard()
+        optimizer = build_optimizer(model, ADAM, context.fsdp)
+        model.reshard()
+        with pytest.raises(ValueError, match="is not the parameter that the optimizer was built with"):
+            optimizer.step()
 
 
 def test_parameters_without_a_gradient_do_not_count() -> None:

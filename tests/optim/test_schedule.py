@@ -19,10 +19,11 @@ def schedule(style: str, **settings: float) -> OptimizerConfig:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_warm_up_is_linear_from_the_first_step_to_the_peak(style: str) -> None:
+def test_warm_up_is_linear_from_zero_to_the_peak(style: str) -> None:
+    """As Megatron's: the rate of a step is that of the steps behind it, of which the first has none."""
     optim = schedule(style)
-    assert [learning_rate(optim, i) for i in range(1, 11)] == pytest.approx([i / 10 for i in range(1, 11)])
-    assert learning_rate(optim, 10) == 1.0  # exactly
+    assert [learning_rate(optim, i) for i in range(1, 12)] == pytest.approx([i / 10 for i in range(11)])
+    assert learning_rate(optim, 1) == 0.0 and learning_rate(optim, 11) == 1.0  # exactly
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -44,7 +45,7 @@ def test_cosine() -> None:
     assert learning_rate(schedule("cosine", lr_decay_iters=310), 111) == pytest.approx(0.1 + 0.9 * 0.75)
 
 
-def test_cosine_after_the_warm_up_is_that_of_transformers() -> None:
+def test_cosine_and_warm_up_are_those_of_transformers() -> None:
     import torch
     from transformers import get_cosine_schedule_with_warmup
 
@@ -55,7 +56,7 @@ def test_cosine_after_the_warm_up_is_that_of_transformers() -> None:
         optimizer.step()
         theirs.step()
     optim = schedule("cosine", min_lr=0.0)
-    assert [learning_rate(optim, i) for i in range(11, 111)] == pytest.approx(rates[10:], rel=1e-12)
+    assert [learning_rate(optim, i) for i in range(1, 111)] == pytest.approx(rates, rel=1e-12)
 
 
 def test_linear() -> None:
@@ -107,9 +108,10 @@ def test_rises_to_the_peak_then_never_rises_again_and_stays_in_bounds(
     )
     rates = [learning_rate(optim, i) for i in range(1, warmup + decay + 3)]
     slack = 1e-12 * lr
-    assert all(0 < rate <= lr + slack for rate in rates[: warmup + decay])
-    assert all(a < b for a, b in pairwise(rates[:warmup]))
-    after = rates[max(warmup - 1, 0) :]
+    assert all(0 < rate <= lr + slack for rate in rates[1 : warmup + decay])
+    assert all(a < b for a, b in pairwise(rates[: warmup + 1]))
+    after = rates[warmup:]
     assert all(a >= b - slack for a, b in pairwise(after))
     assert all(rate >= floor * lr - slack for rate in after)
-    assert warmup == 0 or rates[warmup - 1] == lr
+    assert rates[0] == 0.0 if warmup else rates[0] > 0.0
+    assert warmup == 0 or rates[warmup] == lr

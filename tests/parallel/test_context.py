@@ -67,6 +67,26 @@ def test_context_parallel_ranks_share_samples_and_shards_of_weights() -> None:
             assert context.data_rank == rank // 4 and context.data_size == 2
             assert context.fsdp is not None and context.fsdp.size() == 4
             assert ranks_of(context.loss_meshes[0]) == [rank % 2 + 2 * i for i in range(4)]
+            assert (context.cp_rank, context.cp_size) == (rank // 2 % 2, 2) and context.cp_exchange is context.cp
+            assert context.counts_tokens is (rank % 4 == 0), "they read the same samples"
+    with fake_context(Layout(dp_shard=2)) as context:
+        assert (context.cp_group, context.cp_exchange, context.cp_rank, context.cp_size) == (None, None, 0, 1)
+
+
+def test_neighbours_exchange_heads_and_keys_travel_between_them() -> None:
+    layout = Layout(pp=2, cp=4, tp=2)
+    for rank in range(16):
+        with fake_context(layout, rank, heads_group=2) as context:
+            exchange = context.cp_exchange
+            assert exchange is not None and exchange.mesh_dim_names == ("p2p", "a2a")
+            first = rank // 8 * 8 + rank % 2
+            cp = (rank - first) // 2
+            assert ranks_of(context.cp) == [first + 2 * i for i in range(4)] and context.cp_rank == cp
+            assert ranks_of(exchange["a2a"]) == [first + 2 * (cp // 2 * 2 + i) for i in range(2)]
+            assert ranks_of(exchange["p2p"]) == [first + 2 * (cp % 2 + 2 * i) for i in range(2)]
+    for heads_group in (1, 4):
+        with fake_context(layout, heads_group=heads_group) as context:
+            assert context.cp_exchange is context.cp
 
 
 def test_experts_are_spread_over_neighbours_and_sharded_over_the_rest() -> None:

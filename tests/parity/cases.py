@@ -85,6 +85,8 @@ class Spread:
     schedule: str | None = None
     placement: str | None = None
     reshard: bool = False
+    cp: int = 1
+    exchange: str = "p2p"  # of context-parallel ranks; "a2a+p2p" in groups of two
     chunk_bytes: int | None = None  # of logits at a time; None: as users have it, more than these problems have
 
     @property
@@ -95,7 +97,7 @@ class Spread:
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return self.pp * self.tp * self.data_parallel
+        return self.pp * self.tp * self.cp * self.data_parallel
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,7 @@ class Case:
         words = [
             "" if s.pp == 1 else f"pp{s.pp}-{s.schedule}{'-reshard' if s.reshard else ''}",
             f"tp{s.tp}{'sp' if s.sp else ''}-shard{s.shard}-rep{s.replicate}-acc{s.accumulation}",
+            "" if s.cp == 1 else f"cp{s.cp}-{s.exchange}",
             f"{p.style}-{p.extra}-{'tied' if p.tied else 'untied'}",
             f"vocab{p.vocab[0]}by{p.vocab[1]}-kv{p.kv_heads}of{p.heads}",
             f"{p.micro_batches}x{p.micro_batch}x{p.length}",
@@ -188,6 +191,9 @@ def config_of(case: Case) -> Config:
             pipeline_model_parallel_layout=spread.placement,
             pipeline_reshard=spread.reshard,
             hybrid_shard_degree=spread.shard,
+            context_parallel_size=spread.cp,
+            cp_comm_type=spread.exchange if spread.cp > 1 else "auto",  # type: ignore[arg-type]
+            hierarchical_context_parallel_sizes=f"2 {spread.cp // 2}" if spread.exchange == "a2a+p2p" else None,
             bf16=spread.bf16,
             recompute_granularity=spread.recompute,  # type: ignore[arg-type]
             compile=spread.compile,

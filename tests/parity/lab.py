@@ -22,10 +22,11 @@ class Lab:
     Args:
         cases: all that will be asked for.
         folder: an empty folder for what the ranks write.
+        device: cpu, or cuda with a GPU for each rank.
     """
 
-    def __init__(self, cases: Iterable[Case], folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, cases: Iterable[Case], folder: Path, device: str = "cpu") -> None:
+        self.folder, self.device = folder, device
         self.starts = _group(cases)
         self.place = {case: (i, j) for i, start in enumerate(self.starts) for j, case in enumerate(start)}
         self.failures: dict[int, str] = {}
@@ -57,7 +58,8 @@ class Lab:
         folder.mkdir()
         cases = self.starts[start]
         try:
-            run_distributed(run_cases, cases[0].spread.world_size, cases, str(folder))
+            arguments = cases, str(folder), self.device
+            run_distributed(run_cases, cases[0].spread.world_size, *arguments, device=self.device)
         except RuntimeError as error:
             self.failures[start] = str(error)
 

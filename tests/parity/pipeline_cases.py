@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from smp.pipeline.placement import balance, format_layout
+from smp.pipeline.placement import balance
 from smp.pipeline.schedules import SCHEDULES
 from tests.parity.cases import MAX_WORLD, Case, Problem, Spread, cost
+from tests.pipeline.formulas import format_layout
 
 _BESIDE: tuple[dict[str, Any], ...] = (
     {"tp": 2, "sp": True},
@@ -160,6 +161,7 @@ def sabotaged_cases() -> list[tuple[Case, str]]:
         ("tied_norm", "norm", _case(tied, {"pp": 2, "schedule": "1f1b", "accumulation": 4})),
         ("drop_weights", "gradient", _case(tied, {"pp": 2, "schedule": "zb-h1", "accumulation": 4})),
         ("count_all_tokens", "loss", _case(tied, {"pp": 2, "schedule": "1f1b", "accumulation": 4})),
+        ("swap_sends", "loss", _case(tied, {"pp": 2, "schedule": "gpipe", "accumulation": 4})),
     ]
     return [(replace(case, sabotage=bug), error) for bug, error, case in chosen]
 

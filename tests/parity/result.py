@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from tests.parity.communication import check_order
+
 TOLERANCE = 1e-5
 FLOOR = torch.finfo(torch.float32).eps / TOLERANCE
 """Fraction of a layer's norm that a tensor's norm counts as at least, see :func:`tensor_errors`."""
@@ -113,12 +115,13 @@ def assemble(paths: list[Path]) -> Result:
     """A run's result from the files of all its ranks.
 
     Raises:
-        AssertionError: ranks disagree about a loss or about elements that several of them hold, elements are missing,
-            or vocabulary padding is not zero.
+        AssertionError: ranks disagree about a loss, about elements that several of them hold or about the order of what
+            they say to each other, elements are missing, or vocabulary padding is not zero.
     """
     ranks: list[dict[str, Any]] = [torch.load(path, weights_only=True) for path in paths]
     for rank in ranks[1:]:
         assert rank["losses"] == ranks[0]["losses"] and rank["norms"] == ranks[0]["norms"], "ranks disagree"
+    check_order([rank["communication"] for rank in ranks])
     whole = [_whole([rank["tensors"][i] for rank in ranks], ranks) for i in range(len(ranks[0]["tensors"]))]
     gradients = dict(zip(ranks[0]["recorded"], whole[1:-1], strict=True))
     return Result(ranks[0]["losses"], ranks[0]["norms"], whole[0], gradients, whole[-1])

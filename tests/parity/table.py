@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from tests.parity import cases, pipeline_cases
+from tests.parity import cases, context_cases, pipeline_cases
 from tests.parity.cases import Case
 from tests.parity.lab import Lab
 from tests.parity.result import TOLERANCE, Result, compare
@@ -32,11 +32,13 @@ bias has a gradient of exactly zero in theory, so relative to itself its roundin
 rows of that table; for the loss, one number in which roundings may cancel, twice the largest of those distances.
 
 Names: pp = pipeline ranks and their schedule, tp = tensor parallel (sp: with sequence parallelism), shard and rep =
-hybrid FSDP's two degrees, acc = accumulation, then the problem: style, variant, head, vocabulary and what its rows are
-padded to per rank, key/value heads of heads, micro-batches x samples x tokens. `unequal` has ranks and micro-batches
-with different numbers of valid tokens, also none; `clip` clips at every step; `chunks` is the bytes of one chunk of
-logits.
+hybrid FSDP's two degrees, acc = accumulation, cp = processes that share a sequence and what they exchange, then the
+problem: style, variant, head, vocabulary and what its rows are padded to per rank, key/value heads of heads,
+micro-batches x samples x tokens. `unequal` has ranks and micro-batches with different numbers of valid tokens, also
+none; `clip` clips at every step; `chunks` is the bytes of one chunk of logits.
 """
+FUZZ = "<!-- written by make fuzz-parity -->"
+"""From here on the page is that of ``tests.parity.fuzz``."""
 HEAD = "| case | loss | gradient | norm | weight |\n|---|---|---|---|---|\n"
 
 
@@ -68,6 +70,12 @@ def sections() -> list[Section]:
             "equals accumulation on\none process to the last bit (asserted; not listed).",
             [(case, case.one_rank) for case in pipelines],
         ),
+        Section(
+            "Context parallelism against one process, fp32",
+            "Each exchange, each kind of split and each kind of attention; `make test-slow` runs every pair of values\n"
+            "of every two factors, bf16 and compilation.",
+            [(case, case.one_rank) for case in context_cases.fast_cases()],
+        ),
         Section("One process against plain torch in float64", "", [(case, None) for case in problems]),
         Section(
             "bf16: one process against fp32, then layouts against one process in bf16",
@@ -86,12 +94,13 @@ def main() -> None:
     ]
     with tempfile.TemporaryDirectory() as folder:
         lab = Lab(needed, Path(folder))
-        parts = [INTRODUCTION, _measured(), *(_text(section, lab) for section in chosen)]
-    PAGE.write_text("\n".join(parts), encoding="utf-8")
+        parts = [INTRODUCTION, measured(), *(_text(section, lab) for section in chosen)]
+    fuzz = PAGE.read_text(encoding="utf-8").partition(FUZZ)
+    PAGE.write_text("\n".join([*parts, "".join(fuzz[1:])]), encoding="utf-8")
     print(f"wrote {PAGE}")
 
 
-def _measured() -> str:
+def measured() -> str:
     """When, of what and with what."""
     git = ["git", "-C", str(PAGE.parent)]
     commit = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True).strip()

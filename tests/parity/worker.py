@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,22 +25,27 @@ from smp.optim.optimizer import build_optimizer
 from smp.parallel import collectives
 from smp.parallel.boxes import local_box
 from smp.parallel.context import ParallelContext, build_context
+from smp.pipeline.actions import Action, Op, Schedule
 from smp.pipeline.plan import plan_pipeline
+from smp.pipeline.run import Runner
 from smp.sharding.stages import ShardedStages
 from smp.sharding.tied import TiedMatrix
+from smp.training import objective as objective_module
 from smp.training.build import Workplace, build_forward_backward, build_model, choose_backends
+from smp.training.exchange import exchange_of
 from smp.training.forward_backward import ForwardBackward
 from smp.training.micro_batches import MicroBatches
 from smp.training.objective import NextToken
 from smp.training.trainer import Progress, Trainer
 from tests.parity.cases import Case, config_of
+from tests.parity.communication import Recorder
 from tests.parity.data import share
 from tests.parity.result import Tensors
 
-Contexts = dict[Layout, ParallelContext]
+Contexts = dict[tuple[Layout, int], ParallelContext]
 
 
-def run_cases(rank: int, world_size: int, cases: list[Case], folder: str) -> None:
+def run_cases(rank: int, world_size: int, cases: list[Case], folder: str, device: str = "cpu") -> None:
     """Run ``cases``, all of this world size, one after the other; file ``<number>.<rank>`` holds a rank's part."""
     contexts: Contexts = {}
     for number, case in enumerate(cases):
@@ -47,7 +54,7 @@ def run_cases(rank: int, world_size: int, cases: list[Case], folder: str) -> Non
                 patch.setitem(CHUNK_BYTES, "cpu", case.spread.chunk_bytes)
             if case.sabotage:
                 SABOTAGE[case.sabotage](patch)
-            record = train(case, contexts)
+            record = train(case, contexts, torch.device(f"cuda:{rank}" if device == "cuda" else device))
         part = Path(folder) / f"{number}.{rank}.part"
         torch.save(record, part)
         part.rename(part.with_suffix(""))  # a file under its final name is whole
@@ -72,27 +79,31 @@ class Recording:
         return self.inner.forward(micro_batches)
 
 
-def train(case: Case, contexts: Contexts) -> dict[str, Any]:
+def train(case: Case, contexts: Contexts, device: torch.device) -> dict[str, Any]:
     """One run, and this rank's part of its result."""
     config, problem, spread = config_of(case), case.problem, case.spread
     layout = Layout.from_config(config.parallel, spread.world_size)
-    if layout not in contexts:
-        contexts[layout] = build_context(layout, "cpu")
-    context = replace(contexts[layout], sequence_parallel=config.parallel.sequence_parallel)
-    device = torch.device("cpu")
+    key = layout, exchange_of(config, "cpu").heads_group
+    if key not in contexts:
+        contexts[key] = build_context(layout, device.type, heads_group=key[1])
+    context = replace(contexts[key], sequence_parallel=config.parallel.sequence_parallel)
     plan = plan_pipeline(config, layout) if spread.pp > 1 else None
-    backends = choose_backends(config, device, documents=config.data.reset_attention_mask)
-    place = Workplace(context, device, backends, plan)
+    kernels, _ = choose_backends(config, context, device, documents=config.data.reset_attention_mask)
+    place = Workplace(context, device, kernels, plan)
     model = build_model(config, place)
     initial = _weights(model)
     optimizer = build_optimizer(model, config.optim, context.fsdp)
     recording = Recording(build_forward_backward(config, place, model), model, problem.recorded_steps)
-    trainer = Trainer(config, model, recording, NextToken(device), optimizer, context, device, Progress())
-    steps = [trainer.train_step(share(problem, spread, context.data_rank, step)) for step in range(problem.steps)]
+    objective = NextToken(device, context.cp_group)
+    trainer = Trainer(config, model, recording, objective, optimizer, context, device, Progress())
+    recorder = Recorder()
+    with nullcontext() if spread.compile else recorder:  # torch does not compile where operations are watched
+        steps = [trainer.train_step(share(problem, spread, context.data_rank, step)) for step in range(problem.steps)]
     if spread.compile:
         torch._dynamo.reset()
     return {
         "recorded": problem.recorded_steps,
+        "communication": recorder.log,
         "losses": [s.loss for s in steps],
         "norms": [s.grad_norm for s in steps],
         "tensors": [initial, *recording.gradients, _weights(model)],
@@ -103,7 +114,7 @@ def train(case: Case, contexts: Contexts) -> dict[str, Any]:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach().clone()
+    return local.detach().clone().cpu()
 
 
 def _weights(model: GPT) -> Tensors:
@@ -122,11 +133,16 @@ def _logical_rows(model: GPT, name: str) -> int:
     )  # type: ignore[return-value]
 
 
-def _break_adjoint(function: str) -> Callable[[pytest.MonkeyPatch], None]:
+def _function(name: str) -> Any:
+    """The autograd.Function of a collective."""
+    return inspect.getclosurevars(getattr(collectives, name)).nonlocals["Pair"]
+
+
+def _break_adjoint(name: str) -> Callable[[pytest.MonkeyPatch], None]:
     """The gradient passes as it is, where it should be summed over the ranks."""
 
     def sabotage(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(getattr(collectives, function), "backward", staticmethod(lambda ctx, grad: (grad, None)))
+        patch.setattr(_function(name), "backward", staticmethod(lambda ctx, grad: (grad, None)))
 
     return sabotage
 
@@ -134,7 +150,7 @@ def _break_adjoint(function: str) -> Callable[[pytest.MonkeyPatch], None]:
 def _keep_own_part(patch: pytest.MonkeyPatch) -> None:
     """gather_tokens as if all ranks did the same work behind it: each keeps its part of the gradient."""
     backward = lambda ctx, grad: (collectives._own_part(grad, ctx.group), None)  # noqa: E731
-    patch.setattr(collectives._GatherTokens, "backward", staticmethod(backward))
+    patch.setattr(_function("gather_tokens"), "backward", staticmethod(backward))
 
 
 def _average_gradients(patch: pytest.MonkeyPatch) -> None:
@@ -145,8 +161,8 @@ def _average_gradients(patch: pytest.MonkeyPatch) -> None:
 def _count_own_tokens(patch: pytest.MonkeyPatch) -> None:
     """Each rank divides by its own number of valid tokens, and the ranks' losses are averaged."""
 
-    def count(self: Trainer, batch: RankBatch) -> tuple[int, int]:
-        return int((batch.labels != IGNORE_INDEX).sum()) * self.context.data_size, 0
+    def count(self: Trainer, batch: RankBatch) -> tuple[int, int, int]:
+        return int((batch.labels != IGNORE_INDEX).sum()) * self.context.data_size, 0, 0
 
     patch.setattr(Trainer, "_counts", count)
 
@@ -166,10 +182,44 @@ def _drop_a_weight_gradient(patch: pytest.MonkeyPatch) -> None:
 def _count_on_every_stage(patch: pytest.MonkeyPatch) -> None:
     """Every stage counts the tokens of the batch that all of them read."""
 
-    def count(self: Trainer, batch: RankBatch) -> tuple[int, int]:
-        return int((batch.labels != IGNORE_INDEX).sum()) * self.context.pp_size, 0
+    def count(self: Trainer, batch: RankBatch) -> tuple[int, int, int]:
+        return int((batch.labels != IGNORE_INDEX).sum()) * self.context.pp_size, 0, 0
 
     patch.setattr(Trainer, "_counts", count)
+
+
+def _swap_two_sends(patch: pytest.MonkeyPatch) -> None:
+    """The first stage sends its second micro-batch before its first. The shapes are the same, so both arrive."""
+    run = Runner.run
+
+    def swapped(self: Runner, schedule: Schedule, *arguments: Any) -> None:
+        own = list(schedule.actions[0])
+        first, second = (Action(Op.SEND_ACTIVATION, 0, i) for i in (0, 1))
+        own.remove(first)
+        own.insert(own.index(second) + 1, first)
+        run(self, replace(schedule, actions=(tuple(own), *schedule.actions[1:])), *arguments)
+
+    patch.setattr(Runner, "run", swapped)
+
+
+def _count_on_every_part(patch: pytest.MonkeyPatch) -> None:
+    """Every context-parallel rank counts the tokens of the batch that all of them read."""
+
+    def count(self: Trainer, batch: RankBatch) -> tuple[int, int, int]:
+        return int((batch.labels != IGNORE_INDEX).sum()) * self.context.cp_size, 0, 0
+
+    patch.setattr(Trainer, "_counts", count)
+
+
+def _place_tokens_per_rank(patch: pytest.MonkeyPatch) -> None:
+    """RoPE turns as if every context-parallel rank held the first tokens."""
+    whole = objective_module.token_micro_batch
+
+    def make(*args: Any, **options: Any) -> Any:
+        made = whole(*args, **options)
+        return replace(made, position_ids=torch.arange(made.input_ids.shape[1]).expand_as(made.input_ids))
+
+    patch.setattr(objective_module, "token_micro_batch", make)
 
 
 def _number_tokens_per_rank(patch: pytest.MonkeyPatch) -> None:
@@ -178,8 +228,8 @@ def _number_tokens_per_rank(patch: pytest.MonkeyPatch) -> None:
 
 
 SABOTAGE: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "sum_gradient": _break_adjoint("_SumGradient"),
-    "copy_to_group": _break_adjoint("_CopyToGroup"),
+    "sum_gradient": _break_adjoint("sum_gradient"),
+    "copy_to_group": _break_adjoint("copy_to_group"),
     "gather_tokens": _keep_own_part,
     "average_gradients": _average_gradients,
     "count_own_tokens": _count_own_tokens,
@@ -189,5 +239,8 @@ SABOTAGE: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "tied_norm": lambda patch: patch.setattr(TiedMatrix, "copies", {}),
     "drop_weights": _drop_a_weight_gradient,
     "count_all_tokens": _count_on_every_stage,
+    "swap_sends": _swap_two_sends,
+    "count_all_parts": _count_on_every_part,
+    "local_positions": _place_tokens_per_rank,
 }
 """Bugs of the negative control, by name: each is one that parallel training programs have had."""

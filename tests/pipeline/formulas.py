@@ -4,6 +4,9 @@ Sizes are pipeline ranks p, micro-batches m and chunks v; times are those of one
 of the domain in which a formula is known.
 """
 
+from collections.abc import Sequence
+
+from smp.models.part import ModelPart
 from smp.pipeline.schedules.order import groups
 
 
@@ -33,3 +36,10 @@ def peak_activations(name: str, p: int, m: int, v: int) -> tuple[int, ...] | Non
     if name == "zb-h1":
         return (min(p, m),) * p
     return (v * p,) * p if m >= 2 * p - 1 else None
+
+
+def format_layout(placement: Sequence[ModelPart]) -> str:
+    """A placement in the notation of ``parse_layout``."""
+    layers = ("" if stage.count == 0 else "t" if stage.count == 1 else f"t*{stage.count}" for stage in placement)
+    rows = ("E" * stage.embedding + text + "L" * stage.head for stage, text in zip(placement, layers, strict=True))
+    return "|".join(rows)

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from smp.config import ConfigError
 from smp.models.part import ModelPart
-from smp.pipeline.placement import balance, format_layout, parse_layout
+from smp.pipeline.placement import balance, parse_layout
+from tests.pipeline.formulas import format_layout
 
 costs = st.integers(0, 20)
 

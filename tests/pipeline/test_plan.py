@@ -9,11 +9,10 @@ import pytest
 from smp.config import Config, ConfigError, DataConfig, Layout, ModelConfig, ParallelConfig, TrainingConfig, resolve
 from smp.models.arithmetic import forward_flops
 from smp.pipeline.actions import Schedule
-from smp.pipeline.execute import ScheduleError
 from smp.pipeline.plan import describe_plan, plan_pipeline
 from smp.pipeline.schedules import build_schedule
 from smp.pipeline.simulate import StageCosts
-from smp.pipeline.validate import validate
+from smp.pipeline.validate import ScheduleError, validate
 
 CONFIG = Config(
     model=ModelConfig(num_layers=9, vocab_size=1000),

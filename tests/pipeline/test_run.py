@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -16,9 +15,9 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from smp.parallel.links import Links, _lane
-from smp.pipeline.actions import SEND, Schedule, Sends
+from smp.pipeline.actions import SEND, Schedule
 from smp.pipeline.run import Runner
-from smp.pipeline.schedules import SCHEDULES, build_forward_schedule, build_schedule
+from smp.pipeline.schedules import SCHEDULES, build_schedule
 from tests.distributed import run_distributed
 
 MICRO_BATCHES = 8
@@ -72,7 +71,7 @@ def runner(ranks: int, timeout: float = 60) -> Runner:
 def schedules(ranks: int) -> list[Schedule]:
     training = [build_schedule(name, ranks, MICRO_BATCHES) for name in SCHEDULES]
     freeing = [build_schedule(name, ranks, MICRO_BATCHES, reshard_after_use=True) for name in SCHEDULES]
-    return training + freeing + [build_forward_schedule(name, ranks, MICRO_BATCHES) for name in SCHEDULES]
+    return training + freeing + [build_schedule(name, ranks, MICRO_BATCHES, evaluation=True) for name in SCHEDULES]
 
 
 def run_all(rank: int, ranks: int) -> list[Affine]:
@@ -186,15 +185,6 @@ def test_a_bug_in_a_stage_stays_what_it_is() -> None:
     with pytest.raises(RuntimeError, match="rank 0:\n(.*\n)*RuntimeError: inconsistent tensor size") as caught:
         run_distributed(run_a_bug, 2)
     assert "in forward" in str(caught.value)
-
-
-def paired(rank: int, ranks: int) -> None:
-    runner(ranks).run(replace(build_schedule("gpipe", ranks, 2), sends=Sends.PAIRED), Affine(ranks))
-
-
-def test_a_schedule_that_needs_paired_sends_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="ValueError: gpipe is a schedule of paired sends; the runner posts them"):
-        run_distributed(paired, 2)
 
 
 @given(st.integers(2, 17))

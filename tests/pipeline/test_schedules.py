@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from smp.config import ConfigError
 from smp.pipeline.actions import COMPUTE, Op, Schedule
-from smp.pipeline.schedules import SCHEDULES, build_forward_schedule, build_schedule
+from smp.pipeline.schedules import SCHEDULES, build_schedule
 from smp.pipeline.simulate import StageCosts, simulate
 from smp.pipeline.timeline import Timeline
 from smp.pipeline.validate import peak_activations, validate
@@ -36,7 +36,7 @@ def test_every_schedule_is_valid(size: Sizes, prefetch: int, reshard_after_use: 
 def test_every_evaluation_is_valid_and_places_stages_as_training_does(
     size: Sizes, prefetch: int, reshard_after_use: bool
 ) -> None:
-    schedule = build_forward_schedule(*size, prefetch=prefetch, reshard_after_use=reshard_after_use)
+    schedule = build_schedule(*size, prefetch=prefetch, reshard_after_use=reshard_after_use, evaluation=True)
     validate(schedule)
     training = build_schedule(*size)
     stages = range(schedule.stages)
@@ -50,13 +50,13 @@ def test_every_evaluation_is_valid_and_places_stages_as_training_does(
 def test_evaluation_only_waits_for_the_way_through_the_ranks(
     name: str, numbers: tuple[int, int, int], step_time: int
 ) -> None:
-    schedule = build_forward_schedule(name, *numbers)
+    schedule = build_schedule(name, *numbers, evaluation=True)
     assert simulate(schedule, [StageCosts()] * schedule.stages).step_time == step_time
 
 
 def test_evaluation_of_several_chunks_goes_by_groups() -> None:
     """As few results as possible wait for the next chunk."""
-    forward = build_forward_schedule("interleaved", 2, 4).actions[0]
+    forward = build_schedule("interleaved", 2, 4, evaluation=True).actions[0]
     order = [(action.stage, action.micro_batch) for action in forward if action.op is Op.FORWARD]
     assert order == [(0, 0), (0, 1), (2, 0), (2, 1), (0, 2), (0, 3), (2, 2), (2, 3)]
 
@@ -190,8 +190,7 @@ def test_a_negative_prefetch_is_refused() -> None:
     ],
 )
 def test_the_picture_in_each_file_is_the_simulated_one(module: str, name: str, numbers: tuple[int, int, int]) -> None:
-    build = build_forward_schedule if module == "evaluation" else build_schedule
-    schedule = build(name, *numbers)
+    schedule = build_schedule(name, *numbers, evaluation=module == "evaluation")
     picture = to_text(simulate(schedule, [StageCosts()] * schedule.stages))
     header = importlib.import_module(f"smp.pipeline.schedules.{module}").__doc__ or ""
     assert picture in "\n".join(line.strip() for line in header.splitlines())

@@ -1,17 +1,16 @@
 """Timelines worked out by hand; test_schedules compares with the formulas."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smp.pipeline.actions import COMPUTE, RECEIVE, SEND, Action, Op, Schedule, Sends, counterpart
-from smp.pipeline.execute import ScheduleError
+from smp.pipeline.actions import COMPUTE, RECEIVE, SEND, Action, Op, Schedule, counterpart
 from smp.pipeline.schedules import build_schedule
 from smp.pipeline.simulate import StageCosts, simulate
 from smp.pipeline.timeline import Timeline
+from smp.pipeline.validate import ScheduleError
 from tests.pipeline.strategies import Sizes, sizes, times
 
 F, B = Op.FORWARD, Op.BACKWARD
@@ -56,13 +55,6 @@ def test_a_channel_carries_one_message_at_a_time() -> None:
     timeline = simulate(build_schedule("gpipe", 2, 3, prefetch=3), [StageCosts()] * 2, link=2)
     activations = [span for span in timeline.spans if span.action.op is Op.SEND_ACTIVATION]
     assert [(span.start, span.end) for span in activations] == [(1, 3), (3, 5), (5, 7)]
-
-
-def test_paired_sends_hold_up_both_ranks() -> None:
-    schedule = replace(build_schedule("gpipe", 2, 2, prefetch=0), sends=Sends.PAIRED)
-    timeline = simulate(schedule, [StageCosts()] * 2, link=1)
-    assert spans(timeline, 0)[:2] == [("f0", 0, 1), ("f1", 2, 3)]
-    assert spans(timeline, 1)[:2] == [("f0", 2, 3), ("f1", 4, 5)]
 
 
 def test_unshard_delays_the_first_use_and_runs_beside_computation() -> None:

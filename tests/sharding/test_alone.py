@@ -129,9 +129,9 @@ def two_steps(device: torch.device, values: dict[str, Any], fsdp: bool) -> tuple
     """Losses and gradients of two steps of the trainer on one rank, the second from weights that the first changed."""
     case, gradients = case_of(values), list[Tensors]()
     config = config_of(case)
-    backends = choose_backends(config, device, documents=False)
     with lone_context(device.type) as context:
-        place = Workplace(context, device, backends)
+        kernels, _ = choose_backends(config, context, device, documents=False)
+        place = Workplace(context, device, kernels)
         if fsdp:
             model = assemble(config, place)
             shard(model, model.fsdp_units(), context.fsdp, bf16=config.parallel.bf16)

@@ -22,7 +22,7 @@ from smp.checkpoint import commit_latest, load, read_manifest, save
 from smp.checkpoint import rewrite as rewrite_module
 from smp.checkpoint.box import read_box_into
 from smp.checkpoint.entries import Manifest, TensorEntry
-from smp.checkpoint.local import open_folder
+from smp.checkpoint.folder import open_folder
 from smp.checkpoint.lock import RunLock
 from smp.checkpoint.rewrite import cut
 from tests.checkpoint.test_folder import rewrite as rewrite_manifest
@@ -288,7 +288,7 @@ def test_cut_covers_every_row_once() -> None:
         pieces = list(cut(manifest, files))
         assert len(pieces) <= files and all(pieces)
         for name, shape in shapes.items():
-            ranges = [(first, count) for of_file in pieces for n, first, count in of_file if n == name]
+            ranges = [(item.first, item.count) for of_file in pieces for item in of_file if item.name == name]
             rows = [row for first, count in ranges for row in range(first, first + count)]
             assert rows == list(range(shape[0] if shape else 1)) and ranges
 

@@ -61,7 +61,7 @@ def test_what_head_cannot_show(prefix: Path, tmp_path: Path, capsys: pytest.Capt
 
 def test_verify(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = said(capsys, "verify", prefix, "--vocab-size", 11, "--data-cache-path", tmp_path / "cache")
-    assert "ids 1 to 10, contents " in out and list((tmp_path / "cache").glob("contents-*.json"))
+    assert "ids 1 to 10, contents " in out and list((tmp_path / "cache").glob("contents-*.npy"))
     error = said(capsys, "verify", prefix, "--vocab-size", 10, code=2)
     assert error == f"error: {prefix}.bin: token id 10 in document 4 at offset 3, the vocabulary has 10\n"
     Path(f"{prefix}.bin").write_bytes(Path(f"{prefix}.bin").read_bytes()[:-1])

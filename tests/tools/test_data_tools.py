@@ -178,7 +178,7 @@ class Killed:
 
 def test_a_killed_worker_is_an_error_and_no_hang() -> None:
     with pytest.raises(ChildProcessError, match="worker process was killed"):
-        list(encode_all(Killed(), [Chunk("f", 0, 1, [b"{}"], 2, 2)] * 20, workers=2))
+        list(encode_all(Killed(), [Chunk("f", 1, [b"{}"], 2)] * 20, workers=2))
 
 
 def test_bigram_baseline(demo: Path) -> None:

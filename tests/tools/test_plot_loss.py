@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.plot_loss import draw, main, read_curve
+from smp.training.sinks import read_curve
+from tools.plot_loss import draw, main
 
 pytest.importorskip("matplotlib")
 ROOT = Path(__file__).parents[2]

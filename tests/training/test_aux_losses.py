@@ -17,7 +17,7 @@ from smp.models.micro_batch import MicroBatch
 from smp.parallel.context import build_context
 from smp.pipeline.plan import plan_pipeline
 from smp.sharding.parallelize import parallelize
-from smp.training.build import Backends, Workplace, build_forward_backward
+from smp.training.build import Workplace, build_forward_backward
 from smp.training.forward_backward import total_loss
 from smp.training.micro_batches import MicroBatches
 from tests.distributed import run_distributed
@@ -59,7 +59,7 @@ def train(
     parallelize(model, context, config.parallel)
     model.to_empty(device="cpu")
     init_weights(model, seed=0)
-    runner = build_forward_backward(config, Workplace(context, CPU, Backends(TORCH, ()), plan), model)
+    runner = build_forward_backward(config, Workplace(context, CPU, TORCH, plan), model)
     outputs = runner.train(MicroBatches(COUNT, micro_batch))
     loss = context.sum_loss(total_loss(outputs, CPU)).item()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

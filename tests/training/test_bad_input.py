@@ -34,6 +34,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 CASES = {
     "unknown flag": (RUN + "--hiden-size 8", "unknown flag --hiden-size: did you mean --hidden-size?"),
     "degrees": (RUN + "--tensor-model-parallel-size 3", "2 is not divisible by 3; change --tensor-model-parallel-size"),
+    "parts of sequences": (
+        RUN + "--context-parallel-size 2",
+        "--seq-length 17 is not divisible by 2 x --context-parallel-size 2 = 4; 16 or 20 works",
+    ),
     "heads": (RUN + "--hybrid-shard-degree 2 --num-attention-heads 5", "not divisible by --num-attention-heads 5"),
     "pipeline layout": (
         RUN + "--num-layers 32 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*16|t*15L",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,8 @@ MODEL = (
 LAYOUTS = {
     "tensor and sequence": "--packing best-fit --tensor-model-parallel-size 2 --sequence-parallel",
     "pipeline": "--packing best-fit --pipeline-model-parallel-size 2",
+    "parts of sequences": "--packing best-fit --context-parallel-size 2 --cp-comm-type all_gather",
+    "parts of documents that are cut": "--context-parallel-size 2 --cp-comm-type p2p",
     "data": "--eod-mask-loss",
 }
 
@@ -42,7 +45,7 @@ def losses(folder: Path) -> list[float]:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_two_processes_learn_as_one_does(tmp_path: Path, corpus: str, name: str) -> None:
-    how = LAYOUTS[name].split("--tensor")[0].split("--pipeline")[0]
+    how = re.split("--tensor|--pipeline|--context", LAYOUTS[name])[0]
     assert run_here(tmp_path / "one", corpus + how, base=MODEL).code == 0
     (tmp_path / "two").mkdir()
     done = run_program(ROOT / "pretrain_gpt.py", (MODEL + corpus + LAYOUTS[name]).split(), tmp_path / "two", 2)

@@ -108,7 +108,7 @@ def test_what_the_data_are_laid_out_as(folder: Path) -> None:
         return read_finetune_settings(shlex.split(f"{flags(folder, '--train-iters 1')} {more}"), 1)
 
     config, data = read("")
-    assert len(read("--split 50,50,0")[1].valid.texts) == 30 and len(data.valid.texts) == 3
+    assert len(read("--split 50,50,0")[1].valid.order) == 30 and len(data.valid.order) == 3
     assert read("--seq-length 24")[1].train.length == 24 and len(read("--seq-length 24")[1].train) > len(data.train)
     again = shutil.copy(f"{folder}/sft.jsonl", f"{folder}/again.jsonl")
     assert read(f"--data-path {folder}/sft.jsonl {again}")[1].samples.offsets[-1] == 2 * len(data.samples.tokens)

@@ -33,6 +33,18 @@ LAYOUTS = {
     "replicas 2": (2, "--hybrid-shard-degree 1"),
     "tp 2 x pp 2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1"),
     "shard 2 x tp 2": (4, "--tensor-model-parallel-size 2 --recompute-granularity selective"),
+    "cp 2": (2, "--context-parallel-size 2 --cp-comm-type p2p"),
+    "cp 3": (3, "--context-parallel-size 3 --cp-comm-type p2p --recompute-granularity selective"),
+    "cp 2 x tp 2 + sp": (
+        4,
+        "--context-parallel-size 2 --cp-comm-type a2a --tensor-model-parallel-size 2 --sequence-parallel",
+    ),
+    "cp 2 x pp 2": (4, "--context-parallel-size 2 --cp-comm-type all_gather --pipeline-model-parallel-size 2"),
+    "cp 4": (
+        4,
+        "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2 "
+        "--recompute-granularity full",
+    ),
 }
 STEPS = "--train-iters 3 --seq-length 48 --micro-batch-size 2 --global-batch-size 8 --lr 0.02 --optimizer sgd"
 
@@ -44,6 +56,11 @@ FAST = {
     "replicas 2": ("full", "dpo, table"),
     "tp 2 x pp 2": ("lora, unpacked", "dpo, full"),
     "shard 2 x tp 2": ("full", "dpo, lora"),
+    "cp 2": ("lora", "dpo, full"),
+    "cp 3": ("lora, unpacked", "dpo, lora"),
+    "cp 2 x tp 2 + sp": ("full", "dpo, lora"),
+    "cp 2 x pp 2": ("lora, unpacked", "dpo, table"),
+    "cp 4": ("full", "dpo, table"),
 }
 """Of the product of methods and layouts: every layout with weights and with adapters, with samples and with pairs."""
 SLOW = {layout: tuple(method for method in METHODS if method not in fast) for layout, fast in FAST.items()}
@@ -59,7 +76,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     write_samples(folder)
     out = {}
     layouts, chosen = {"alone": (1, "")} | LAYOUTS, {"alone": tuple(METHODS)} | request.param
-    for world in (1, 2, 4):
+    for world in (1, 2, 3, 4):
         here = [name for name, (processes, _) in layouts.items() if processes == world]
         cases = [(layout, method) for layout in here for method in chosen[layout]]
         flags = [_flags(folder, layouts[layout][1], method) for layout, method in cases]

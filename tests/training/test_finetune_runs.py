@@ -18,7 +18,7 @@ import torch
 
 import finetune
 import pretrain_gpt
-from smp.checkpoint.local import open_folder
+from smp.checkpoint.folder import open_folder
 from smp.checkpoint.lock import Holder
 from smp.data.sample import IGNORE_INDEX
 from smp.kernels.attention import AttentionChoice, AttentionShape, choose_attention
@@ -154,6 +154,15 @@ def test_a_dry_run_shows_the_settings(folder: Path) -> None:
     assert code == 0 and "lora_alpha: 8.0" in out and "hidden_size: 32" in out and "train_epochs: 2" in out
 
 
+def test_an_epoch_that_is_no_whole_number_of_steps_says_what_is_read_again(folder: Path) -> None:
+    packed = "--train-epochs 1 --packing off --split 1,0,0 --dry-run --micro-batch-size 4"
+    code, out, _ = command(folder, flags(folder, f"{packed} --global-batch-size 16"))
+    said = "note: --train-epochs 1 are 60 sequences, but 4 steps of 16 read 64: the last step reads 4 of them again"
+    assert code == 0 and said in out
+    code, out, _ = command(folder, flags(folder, f"{packed} --global-batch-size 12"))
+    assert code == 0 and "note: --train-epochs" not in out
+
+
 def test_a_run_says_what_it_trains_and_leaves_an_adapter(folder: Path, tmp_path: Path) -> None:
     more = f"--save {tmp_path} --lora-rank 2 --train-epochs 1 --global-batch-size 4 --eval-interval 4 --log-interval 1"
     code, out, _ = command(folder, flags(folder, more, "--no-tensorboard --no-progress-bar"))
@@ -237,7 +246,7 @@ BAD: dict[str, tuple[str, str]] = {
         "q_proj chooses no linear layer of this model: they are down, gate, key, output, query, up, value",
     ),
     "brought": ("--load {0} --data-path x --train-iters 1 --load-adapter a --lora-rank 3", "brings it"),
-    "for dpo": ("--load {0} --data-path x --train-iters 1 --dpo-beta 0.3", "for --objective dpo"),
+    "for dpo": ("--load {0} --data-path x --train-iters 1 --dpo-beta 0.3", "without --objective dpo"),
     "off": (f"{ONE} --objective dpo --dpo-reference adapters-off", "no adapters to switch off"),
     "packed pairs": (f"{ONE} --objective dpo --packing best-fit", "are not packed"),
     "not pairs": (f"{ONE} --objective dpo", "a pair needs chosen and rejected"),

@@ -97,6 +97,11 @@ def test_another_batch_size_is_said(runs: Runs, saved: Run) -> None:
     assert run.records("consumed samples") == [28, 36]
 
 
+def test_another_ramp_of_the_batch_is_said(runs: Runs, saved: Run) -> None:
+    run = runs(f"--train-iters 7 --load {saved.folder}/ck --rampup-batch-size 2 2 40")
+    assert lines(run, "note: ramp") == ["note: rampup_batch_size was None in the checkpoint and is 2 2 40 now"]
+
+
 def test_every_setting_that_changes_the_course_of_a_resumed_run_is_said(runs: Runs, saved: Run) -> None:
     run = runs(f"--train-iters 7 --load {saved.folder}/ck --lr 1e-4 --clip-grad 0 --bf16")
     changed = [("lr", 0.01, 0.0001), ("lr_decay_iters", 5, 7), ("clip_grad", 1.0, 0.0), ("bf16", False, True)]

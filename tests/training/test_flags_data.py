@@ -56,7 +56,7 @@ def first_batch(run: Run) -> list[list[int]]:
 
 @proves("mock_data")
 def test_mock_data_are_numbered_samples_of_the_seed(runs: Runs) -> None:
-    expected = [MockDataset(97, 17, seed=1234)[i][:-1].tolist() for i in range(4)]
+    expected = [MockDataset(97, 17, seed=1234).sample(i).input_ids.tolist() for i in range(4)]
     assert first_batch(runs()) == expected
     without = runs.fresh("--no-mock-data")
     assert without.code == 2 and "--data-path or --mock-data" in without.errors[0] and not without.files

@@ -143,7 +143,7 @@ def test_with_a_device_that_is_behind_logs_come_a_step_later_and_say_the_same(
     plain = runs.fresh(flags)
     order: list[str] = []
     start, finish = trainer.Trainer.start_step, trainer.Trainer.finish
-    monkeypatch.setattr(trainer.Step, "finished", lambda self: False)
+    monkeypatch.setattr(trainer.HostCopy, "arrived", lambda self: False)
     monkeypatch.setattr(trainer.Trainer, "start_step", lambda self, *a: (order.append("start"), start(self, *a))[1])
     monkeypatch.setattr(
         trainer.Trainer, "finish", lambda self, s: (order.append(f"finish {s.iteration}"), finish(self, s))[1]

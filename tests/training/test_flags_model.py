@@ -85,6 +85,9 @@ def larger_weights(got: Run, base: Run) -> None:
 
 ROPE = "--rotary-base 10 --use-rope-scaling --rope-original-max-position 16 "
 """Wavelengths 6.3, 11.2, 19.9 and 35.3 tokens: two of them below the original context, two above."""
+LINEAR = "--rotary-base 10 --use-rope-scaling --rope-scaling-type linear "
+YARN = ROPE + "--rope-scaling-type yarn "
+ALONE = "--yarn-attention-factor 1"
 PLAIN_MLP = "--no-swiglu "
 QKV_BIAS = dict.fromkeys(("query.bias",), (32,)) | dict.fromkeys(("key.bias", "value.bias"), (16,))
 ALL_BIASES = QKV_BIAS | {"output.bias": (32,), "gate.bias": (64,), "up.bias": (64,), "down.bias": (32,)}
@@ -126,6 +129,16 @@ TABLE: list[tuple[str, str, str, Check]] = [
         same_run,
     ),
     ("rope_original_max_position", ROPE + "--rope-original-max-position 32", ROPE, other_math),
+    ("rope_scaling_type", LINEAR, ROPE, other_math),
+    ("rope_scaling_type", LINEAR + "--rope-scaling-factor 1", "--rotary-base 10", same_run),
+    ("rope_scaling_type", YARN, ROPE, other_math),
+    ("yarn_beta_fast", YARN + "--yarn-beta-fast 1.2", YARN, other_math),
+    ("yarn_beta_slow", YARN + "--yarn-beta-slow 0.1", YARN, other_math),
+    ("yarn_truncate", YARN + "--no-yarn-truncate", YARN, other_math),
+    ("yarn_attention_factor", YARN + "--yarn-attention-factor 2", YARN, other_math),
+    ("yarn_attention_factor", YARN + f"--yarn-attention-factor {0.1 * math.log(8.0) + 1}", YARN, same_run),
+    ("yarn_mscale", YARN + "--yarn-mscale 1 --yarn-mscale-all-dim 0.5", YARN, other_math),
+    ("yarn_mscale_all_dim", f"{YARN} --yarn-mscale 1 --yarn-mscale-all-dim 1", f"{YARN} {ALONE}", same_run),
     ("rope_original_max_position", ROPE + "--rope-original-max-position 8192", "--rotary-base 10", same_run),
     ("normalization", "--normalization LayerNorm", "", with_suffix({"norm.bias": (32,)})),
     ("norm_epsilon", "--norm-epsilon 1e30", "", no_signal),

@@ -104,11 +104,11 @@ RATES: dict[str, tuple[str, list[float]]] = {
     "lr_decay_iters": ("--lr-decay-iters 4", [cosine(0.008, 0, min(1, i / 4)) for i in range(8)]),
     "lr_warmup_iters": (
         "--lr-warmup-iters 4",
-        [0.002, 0.004, 0.006, 0.008, *(cosine(0.008, 0, i / 4) for i in range(4))],
+        [0.0, 0.002, 0.004, 0.006, *(cosine(0.008, 0, i / 4) for i in range(4))],
     ),
     "lr_warmup_fraction": (
         "--lr-warmup-fraction 0.25",
-        [0.004, 0.008, *(cosine(0.008, 0, i / 6) for i in range(6))],
+        [0.0, 0.004, *(cosine(0.008, 0, i / 6) for i in range(6))],
     ),
     "linear": ("--lr-decay-style linear", [0.008 - 0.001 * i for i in range(8)]),
     "constant": ("--lr-decay-style constant", [0.008] * 8),

@@ -141,7 +141,7 @@ def test_checkpoints_are_saved_when_and_where_was_said(runs: Runs) -> None:
     run = runs("--train-iters 5 --save other/ck --save-interval 2")
     assert folders(run, "other/ck") == {f"iter_{i:07d}" for i in (2, 4, 5)}
     assert (run.folder / "other/ck/latest").read_text() == "iter_0000005\n"
-    assert runs().files == {"logs/metrics.jsonl", "logs/status.json"}
+    assert runs().files == {"logs/metrics.jsonl", "logs/starts.jsonl", "logs/status.json"}
 
 
 @proves("load")
@@ -212,7 +212,11 @@ def test_wandb_gets_what_the_metrics_file_gets(runs: Runs, monkeypatch: pytest.M
     started: list[dict[str, Any]] = []
     logged: list[dict[str, float]] = []
     run_of_theirs = types.SimpleNamespace(
-        id="x", define_metric=lambda *a, **k: None, log=logged.append, finish=lambda: None
+        id="x",
+        define_metric=lambda *a, **k: None,
+        config=types.SimpleNamespace(update=lambda *a, **k: None),
+        log=logged.append,
+        finish=lambda: None,
     )
     module = types.ModuleType("wandb")
     module.init = lambda **options: started.append(options) or run_of_theirs  # type: ignore[attr-defined, func-returns-value]

@@ -18,7 +18,7 @@ from smp.models.part import ModelPart
 from smp.parallel.collectives import Group
 from smp.parallel.context import build_context
 from smp.sharding.parallelize import _wrapped
-from smp.training.memory import Tuned, _kept_per_token, estimate_memory
+from smp.training.memory import MemoryEstimate, Tuned, _kept_per_token, estimate_memory
 from tests.distributed import run_distributed
 from tests.models.test_arithmetic import GPT2_LIKE, SMALL
 
@@ -39,16 +39,24 @@ def test_memory_by_hand() -> None:
     layer, vocabulary = count_parameters(SMALL, 100).per_layer, 128 * 16  # 100 rows are padded to 128
     n = 2 * layer + 2 * vocabulary + 16
     assert (estimate.parameters, estimate.gradients, estimate.optimizer) == (4 * n, 4 * n, 8 * n)
-    assert estimate.units == 4 * max(layer, vocabulary), "no FSDP: nothing is gathered"
+    assert (estimate.gathered, estimate.reduced) == (0, 4 * max(layer, vocabulary)), "no FSDP: nothing is gathered"
     sharded = estimate_memory(_config(SMALL), Layout(dp_shard=2), chunk_bytes=4 * 128 * 10)
-    assert sharded.units == 4 * (2 * layer + vocabulary) + 8 * max(layer, vocabulary)
-    # a block: 4 x 16 around norms, 4 x 16 in attention, 4 x 24 in the MLP, fp32; 4 log-sum-exps; 64 tokens;
-    # two blocks, one more for gradients, and 4 x 16 at the output layer
-    block = 4 * (4 * 16 + 4 * 16 + 4 * 24) + 4 * 4
-    assert estimate.activations == 64 * (3 * block + 4 * 4 * 16)
+    assert (sharded.gathered, sharded.reduced) == (4 * (2 * layer + vocabulary), 8 * max(layer, vocabulary))
+    # a block: 4 x 16 around norms, 2 x 16 + 2 x 8 in attention, 2 x 24 in the MLP, fp32; 4 log-sum-exps; 64 tokens;
+    # two blocks, one more for gradients in the backward pass, and 4 x 16 at the output layer
+    block = 4 * (4 * 16 + 2 * 16 + 2 * 8 + 2 * 24) + 4 * 4
+    assert (estimate.activations, estimate.backward) == (64 * (2 * block + 4 * 4 * 16), 64 * block)
     assert estimate.logits == 10 * 128 * 4 + vocabulary * 4
-    parts = (estimate.parameters, estimate.gradients, estimate.optimizer)
-    assert estimate.total == sum(parts) + estimate.units + estimate.activations + estimate.logits
+    always = estimate.parameters + estimate.optimizer
+    assert estimate.total == always + estimate.activations + estimate.backward + estimate.reduced
+
+
+def test_parts_that_do_not_peak_at_once_are_not_added() -> None:
+    parts = MemoryEstimate(1, 2, 4, 8, 16, 32, 64, 128, accumulates=False)
+    assert parts.total == 1 + 4 + 8 + 32 + 128, "at the loss"
+    assert replace(parts, accumulates=True).total == 1 + 2 + 4 + 8 + 32 + 128
+    assert replace(parts, logits=0).total == 1 + 4 + 8 + 16 + 32 + 64, "in the last block"
+    assert replace(parts, logits=0, gradients=1000).total == 1000 + 1 + 4 + 8 + 16 + 64, "in the first"
 
 
 def test_memory_of_fine_tuning_by_hand() -> None:
@@ -59,7 +67,7 @@ def test_memory_of_fine_tuning_by_hand() -> None:
     )
     n = whole.parameters // 2
     assert (lora.parameters, lora.gradients, lora.optimizer) == (n + 2 * 300, 2 * 300, 4 * 300), "bf16 weights, sharded"
-    assert lora.activations == whole.activations and lora.logits < whole.logits and lora.units < whole.units
+    assert lora.activations == whole.activations and lora.logits < whole.logits and lora.reduced < whole.reduced
     assert (pairs.parameters, pairs.gradients, pairs.optimizer) == (3 * n, 2 * n, 4 * n)
     assert pairs.activations == 2 * whole.activations
 
@@ -68,10 +76,10 @@ def test_memory_shrinks_with_the_layout_that_shares_it() -> None:
     config = _config(SMALL, bf16=True)
     whole, two, shared = (estimate_memory(config, Layout(dp_shard=d), chunk_bytes=1 << 20) for d in (1, 2, 4))
     assert (shared.parameters, shared.optimizer) == (whole.parameters // 4, whole.optimizer // 4)
-    assert (shared.units, shared.activations) == (two.units, whole.activations)
+    assert (shared.gathered, shared.activations) == (two.gathered, whole.activations)
     replicas, more = (estimate_memory(config, Layout(dp_replicate=d), chunk_bytes=1 << 20) for d in (2, 4))
     assert replicas == more
-    assert (replicas.parameters, replicas.units) == (whole.parameters, two.units)
+    assert (replicas.parameters, replicas.gathered) == (whole.parameters, two.gathered)
     split = _config(SMALL, bf16=True, tensor_model_parallel_size=2, sequence_parallel=True)
     split_estimate = estimate_memory(split, Layout(tp=2), chunk_bytes=1 << 20)
     assert 0.45 < split_estimate.activations / whole.activations < 0.6
@@ -106,8 +114,8 @@ def test_recompute_and_attention_dropout_change_the_activations() -> None:
     none, selective, full = (activations(deep, recompute) for recompute in ("none", "selective", "full"))
     assert full < selective < none
     dropout = replace(deep, attention_dropout=0.1)
-    # 50 + 1 layers, 4 heads, 32 positions: 4 + 1 + 4 bytes each, instead of 4 bytes a head
-    assert activations(dropout, "none") - none == 64 * 51 * 4 * (32 * 9 - 4)
+    # 50 layers, 4 heads, 32 positions: 4 + 1 + 4 bytes each, instead of 4 bytes a head
+    assert activations(dropout, "none") - none == 64 * 50 * 4 * (32 * 9 - 4)
 
 
 # LayerNorm and GELU or SwiGLU: kernels that keep the same on a CPU as on a GPU
@@ -135,12 +143,13 @@ def _kept_by_a_block(rank: int, tp: int) -> list[tuple[float, int, str]]:
             for parallel in (flag for size, flag in LAYOUTS if size == tp):
                 settings = {"tensor_model_parallel_size": tp, "sequence_parallel": parallel, "bf16": True}
                 config = _config(_wide(model), recompute_granularity=recompute, **settings)
-                formula = _kept_per_token(config, tp, 2, recompute)  # type: ignore[arg-type]
+                formula = _kept_per_token(config, Layout(tp=tp), 2, recompute, fused=False)  # type: ignore[arg-type]
                 case = f"{model} {recompute} tp {tp} {parallel}"
-                rows.append((_measure(config, tp), formula, case))
-                if model.num_query_groups == 1:
-                    saved = 2 * 2 * (4 // tp - 1) * 40 if recompute == "none" else 0
-                    rows.append((_measure(config, tp, grouped=True), formula - saved, f"{case} grouped"))
+                groups = model.num_query_groups or 4
+                repeated = 2 * 2 * (4 // tp - max(groups // tp, 1)) * 40 if recompute == "none" else 0
+                if model.attention_dropout == 0.0:
+                    rows.append((_measure(config, tp, grouped=True), formula, f"{case} grouped"))
+                rows.append((_measure(config, tp), formula + repeated, case))
     return rows
 
 
@@ -212,11 +221,11 @@ def test_memory_of_a_pipeline_rank() -> None:
     one, three = (estimate_memory(config, layout, 4 * 128 * 10, parts, held) for held in (1, 3))
     n = 2 * layer + vocabulary
     assert (one.parameters, one.gradients, one.optimizer) == (2 * n, 4 * n, 4 * n)
-    assert one.units == 4 * n + 8 * max(layer, vocabulary) and one.logits == 0
-    block = 4 * (4 * 16 + 4 * 16 + 4 * 24) + 4 * 4
-    assert (one.activations, three.activations) == (64 * 3 * block, 64 * 7 * block)
+    assert (one.gathered, one.reduced, one.logits) == (4 * n, 8 * max(layer, vocabulary), 0)
+    block = 4 * (4 * 16 + 2 * 16 + 2 * 8 + 2 * 24) + 4 * 4
+    assert (one.activations, three.activations, one.backward) == (64 * 2 * block, 64 * 6 * block, 64 * block)
     freed = replace(config, parallel=replace(config.parallel, pipeline_reshard=True))
-    assert estimate_memory(freed, layout, 1, parts).units == 4 * (2 * layer + vocabulary) + 8 * max(layer, vocabulary)
+    assert estimate_memory(freed, layout, 1, parts).gathered == 4 * (2 * layer + vocabulary)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -247,3 +256,14 @@ def _kept_by_losses(rank: int, world_size: int, bf16: bool) -> int:
             shard = VocabShard.of(group, 128, 100)
             losses.append(linear_cross_entropy(hidden, weight, labels, torch.ones(8), shard, chunk_tokens=4))
     return sum(saved.values())
+
+
+def test_context_parallelism_divides_activations_and_shards_weights() -> None:
+    config = _config(SMALL)
+    alone, *cut = (estimate_memory(config, Layout(cp=cp), chunk_bytes=1 << 10) for cp in (1, 2, 4))
+    for cp, estimate in zip((2, 4), cut, strict=True):
+        assert estimate.activations == alone.activations // cp
+        assert (estimate.parameters, estimate.optimizer) == (alone.parameters // cp, alone.optimizer // cp)
+        assert estimate == estimate_memory(
+            replace(config, data=replace(config.data, seq_length=32 // cp)), Layout(dp_shard=cp), chunk_bytes=1 << 10
+        )

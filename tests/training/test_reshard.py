@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from smp.checkpoint import load, read_manifest
-from smp.checkpoint.local import open_folder
+from smp.checkpoint.folder import open_folder
 from smp.models.presets import PRESETS
 from smp.training.pretraining import pretraining
 from smp.training.process import Process
@@ -22,7 +22,8 @@ from tests.distributed import run_distributed
 from tests.training.flag_runs import TINY
 
 SAVED_AT, STEPS = 2, 5
-COMMON = f"--num-layers 3 --micro-batch-size 2 --global-batch-size 12 --train-iters {SAVED_AT + STEPS} --lr 0.003 "
+COMMON = "--seq-length 24 --num-layers 3 --micro-batch-size 2 --global-batch-size 12 --lr 0.003 "
+COMMON += f"--train-iters {SAVED_AT + STEPS} "
 MODELS = {"untied": "", "tied": "--no-untie-embeddings-and-output-weights "}
 LAYOUTS = {
     "one": (1, ""),
@@ -30,12 +31,18 @@ LAYOUTS = {
     "pp2": (2, "--pipeline-model-parallel-size 2"),
     "pp2 zb-v": (2, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v"),
     "shard3": (3, ""),
+    "cp2": (2, "--context-parallel-size 2 --cp-comm-type p2p"),
+    "cp2 tp2": (4, "--context-parallel-size 2 --cp-comm-type a2a --tensor-model-parallel-size 2 --sequence-parallel"),
     "pp2 v2 shard2": (4, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
     "tp2 pp2 replicate2": (
         8,
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --hybrid-shard-degree 1",
     ),
     "tp4 shard2": (8, "--tensor-model-parallel-size 4"),
+    "cp2 pp2 replicate2": (
+        8,
+        "--context-parallel-size 2 --cp-comm-type all_gather --pipeline-model-parallel-size 2 --hybrid-shard-degree 1",
+    ),
 }
 """With 97 token ids, which nothing divides, and 3 layers, which two stages cannot share evenly."""
 FEW = [name for name, (world, _) in LAYOUTS.items() if world < 8]
@@ -134,6 +141,26 @@ def check_going_on(saved: Saved, folder: Path, layout: str, sources: list[str]) 
         before, after = (tensors(folder / model / name) for name in (names[1], f"{names[0]}-from-{names[1]}"))
         assert before.keys() == after.keys() and any(name.startswith("optim.exp_avg_sq.") for name in before)
         assert all(torch.equal(before[name], after[name]) for name in before), (model, source)
+
+
+def go_on_with_parts(rank: int, world: int, folder: str) -> list[float]:
+    """Two more losses of a run whose sequences are cut over all ranks, which goes on from what it saved."""
+    os.chdir(folder)
+    cut = "" if world == 1 else f"--context-parallel-size {world} --cp-comm-type p2p"
+    run = start(f"{cut} --save parts --load auto", rank, world)
+    out = losses(run, 2)
+    run.save()
+    run.close()
+    return out
+
+
+def test_the_number_of_parts_of_a_sequence_may_change(tmp_path: Path) -> None:
+    (tmp_path / "straight").mkdir()
+    straight = [run_distributed(go_on_with_parts, 1, str(tmp_path / "straight"))[0] for _ in range(3)]
+    changing = [run_distributed(go_on_with_parts, world, str(tmp_path))[0] for world in (1, 4, 2)]
+    assert changing[0] == straight[0]
+    for found, expected in zip(changing, straight, strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def samples_of(rank: int, world: int, folder: str, flags: str, steps: int) -> list[Any]:

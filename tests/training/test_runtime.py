@@ -25,7 +25,7 @@ from smp.config import ConfigError
 from smp.layers.head import ModelOutput
 from smp.training.entry import lasting_output
 from smp.training.process import Process
-from smp.training.runtime import Watchdog
+from smp.training.runtime import Watchdog, library_settings
 from smp.training.sinks import JsonlSink
 from tests.training.flag_runs import TINY, Hook, Run, Runs, Watched, clean_process, proves
 
@@ -410,3 +410,12 @@ def test_a_rank_that_hangs_ends_the_run_and_the_stacks_say_which(tmp_path: Path)
     assert "in hang" in dumps[1] and "in all_reduce" not in dumps[1]
     status = json.loads((tmp_path / "logs/status.json").read_text())
     assert status["status"] == "failed" and status["iteration"] == 2 and "6000ms" in status["reason"]
+
+
+def test_settings_of_libraries_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("CUDA_", "NCCL_", "CUBLAS_"))]:
+        monkeypatch.delenv(name)
+    assert library_settings() == "environment: nothing about CUDA"
+    for name, value in (("NCCL_DEBUG", "INFO"), ("PYTORCH_ALLOC_CONF", "backend:native"), ("HOME", "/nowhere")):
+        monkeypatch.setenv(name, value)
+    assert library_settings() == "environment: NCCL_DEBUG=INFO, PYTORCH_ALLOC_CONF=backend:native"

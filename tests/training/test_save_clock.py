@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 
 from smp.config import CheckpointConfig
-from smp.training.save_clock import SaveClock
+from smp.training.stopping import SaveClock
 
 
 def test_time_between_saves_follows_from_their_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """8 s and an hour between failures make sqrt(2 x 8 x 3600) = 240 s; 2 s make half of that."""
     now = 1000.0
-    monkeypatch.setattr("smp.training.save_clock.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("smp.training.stopping.time", SimpleNamespace(monotonic=lambda: now))
     clock = SaveClock(CheckpointConfig(save_mtbf_hours=1.0))
     assert clock.due(1, busy=False), "nothing is known of the cost"
     clock.saved(8.0)

@@ -17,6 +17,14 @@ from tests.training.flag_runs import Run, Runs, run_here
 EVERYWHERE = "--tensorboard --wandb-project p --wandb-exp-name n --train-iters 4 --eval-interval 2 --eval-iters 1 "
 
 
+class FakeConfig(dict[str, Any]):
+    """Its settings, which change only when that is allowed."""
+
+    def update(self, given: dict[str, Any], allow_val_change: bool = False) -> None:  # type: ignore[override]
+        assert allow_val_change
+        super().update(given)
+
+
 class FakeRun:
     """A run of Weights & Biases, as far as we use one."""
 
@@ -24,6 +32,7 @@ class FakeRun:
         self.options, self.id = options, options["id"] or "made-up"
         self.records: list[dict[str, float]] = []
         self.metrics: list[tuple[str, str]] = []
+        self.config = FakeConfig()
         self.finished = False
 
     def define_metric(self, name: str, step_metric: str) -> None:
@@ -70,6 +79,16 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
 
+def started_with(folder: Path) -> str:
+    """TensorBoard's text about the start."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "logs/tensorboard"))
+    events.Reload()
+    (event,) = events.Tensors("start/text_summary")
+    return event.tensor_proto.string_val[0].decode()
+
+
 def test_three_sinks_get_the_same(runs: Runs, wandb: list[FakeRun]) -> None:
     run = runs(EVERYWHERE)
     rows = metrics(run)
@@ -81,6 +100,9 @@ def test_three_sinks_get_the_same(runs: Runs, wandb: list[FakeRun]) -> None:
     (theirs,) = wandb
     assert theirs.records == rows
     assert theirs.metrics == [("*", "iteration")] and theirs.finished
+    (start,) = map(json.loads, (run.folder / "logs/starts.jsonl").read_text().splitlines())
+    assert theirs.config == start and start["settings"]["eval_interval"] == 2
+    assert json.loads(started_with(run.folder)) == start
     points = scalars(run.folder)
     assert set(points) == {name for row in rows for name in row} - {"iteration"}
     for name, values in points.items():
@@ -102,6 +124,8 @@ def test_a_resume_continues_all_of_them(runs: Runs, wandb: list[FakeRun], tmp_pa
         json.loads(line)["iteration"] for line in (folder / "logs/metrics.superseded.jsonl").read_text().splitlines()
     ]
     assert lost == [3]
+    starts = [json.loads(line) for line in (folder / "logs/starts.jsonl").read_text().splitlines()]
+    assert [start["iteration"] for start in starts] == [0, 2, 2]
     assert [theirs.options["id"] for theirs in wandb] == [None, None, "made-up", "made-up"]
     assert all(theirs.finished for theirs in wandb)
 
@@ -116,7 +140,7 @@ def test_a_missing_wandb_is_one_line_and_nothing_is_written(runs: Runs, monkeypa
     monkeypatch.setitem(sys.modules, "wandb", None)
     run = runs.fresh("--wandb-project p")
     assert run.code == 2 and not run.files
-    assert run.errors == ['error: --wandb-project p needs wandb: pip install "smp[wandb]"']
+    assert run.errors == ["error: --wandb-project p needs wandb: pip install wandb"]
 
 
 def test_a_missing_tensorboard_is_one_line_and_nothing_is_written(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def write_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def write_model(folder: Path, kind: str = "llama", layers: int = 4) -> None:
+def write_model(folder: Path, kind: str = "llama", layers: int = 4, *, tied: bool = False) -> None:
     """Random weights, large enough that every part of the model shows in the loss."""
     import transformers
 
@@ -53,7 +53,7 @@ def write_model(folder: Path, kind: str = "llama", layers: int = 4) -> None:
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=64,
-            tie_word_embeddings=False,
+            tie_word_embeddings=tied,
             bos_token_id=0,
             eos_token_id=2,
             **sizes,

@@ -1,4 +1,4 @@
-"""Real fine-tuning runs on N ranks, and what their gradients were."""
+"""Real runs on N ranks, and what their gradients were."""
 
 from __future__ import annotations
 
@@ -8,27 +8,47 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from smp.models.presets import PRESETS
 from smp.training.finetune_settings import read_finetune_settings
 from smp.training.finetuning import finetuning
+from smp.training.pretraining import pretraining
 from smp.training.process import Process
-from smp.training.run import Run
+from smp.training.run import Run, RunParts
 from smp.training.runtime import StopSignal
+from smp.training.settings import read_settings
 from smp.training.trainer import Progress, StepResult
 
 QUIET = "--no-tensorboard --no-progress-bar --clip-grad 0 --lr-decay-style constant --weight-decay 0.1"
 
 
 class Recording(Run):
-    """A run that keeps its losses and the gradients of each step, whole."""
+    """A run that keeps its losses and the gradients of each step, whole, and which parameters a step has changed."""
 
     def record(self) -> Recording:
         self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.moved: list[set[str]] = []
         self.tokens: list[int] = []
         self.more: list[dict[str, float]] = []
         self.gradients: list[dict[str, torch.Tensor]] = []
-        self.trainer.optimizer.register_step_pre_hook(lambda *_: self.gradients.append(self.whole(gradients=True)))
+        self.trainer.optimizer.register_step_pre_hook(self._before_step)
+        self.trainer.optimizer.register_step_post_hook(self._after_step)
         self.console.step = self.note  # type: ignore[method-assign]
         return self
+
+    def _before_step(self, *_: Any) -> None:
+        self.gradients.append(self.whole(gradients=True))
+        self._before = self._local_parts()
+
+    def _after_step(self, *_: Any) -> None:
+        """A parameter has moved when this rank's part of what the *model* has is another one, whatever the optimizer
+        updated."""
+        now = self._local_parts()
+        self.moved.append({name for name, part in self._before.items() if not torch.equal(part, now[name])})
+
+    def _local_parts(self) -> dict[str, torch.Tensor]:
+        trained = ((name, p) for name, p in self.trainer.model.named_parameters() if p.requires_grad)
+        return {name: (p.to_local() if isinstance(p, DTensor) else p).detach().clone() for name, p in trained}
 
     def whole(self, *, gradients: bool = False) -> dict[str, torch.Tensor]:
         """What is trained, or its gradients, by name; of this rank's pipeline stage."""
@@ -43,17 +63,28 @@ class Recording(Run):
 
     def note(self, progress: Progress, result: StepResult) -> None:
         self.losses.append(result.loss)
+        self.norms.append(result.grad_norm)
         self.tokens.append(result.num_tokens)
         if result.metrics:
             self.more.append(dict(result.metrics))
 
 
 def tune(rank: int, world_size: int, flags: str) -> dict[str, Any]:
-    """One run in an existing process group."""
+    """One fine-tuning run in an existing process group."""
     config, data = read_finetune_settings(shlex.split(f"{QUIET} {flags}"), world_size)
     assert data is not None
+    return observe(finetuning(config, data), rank, world_size)
+
+
+def pretrain(rank: int, world_size: int, flags: str) -> dict[str, Any]:
+    """One pretraining run in an existing process group."""
+    return observe(pretraining(read_settings(shlex.split(flags), PRESETS, world_size)), rank, world_size)
+
+
+def observe(parts: RunParts, rank: int, world_size: int) -> dict[str, Any]:
+    """What one run does, as far as this rank sees it."""
     process = Process(rank, world_size, rank)
-    run = Recording(finetuning(config, data), process, torch.device("cpu"), StopSignal()).record()
+    run = Recording(parts, process, torch.device("cpu"), StopSignal()).record()
     try:
         initial = run.whole()
         run.run()
@@ -70,6 +101,8 @@ def tune(rank: int, world_size: int, flags: str) -> dict[str, Any]:
     trained = {str(p.dtype) for p in run.trainer.model.parameters() if p.requires_grad}
     return {
         "losses": run.losses,
+        "norms": run.norms,
+        "moved": run.moved,
         "more": run.more,
         "gradients": run.gradients,
         "initial": initial,
@@ -98,8 +131,10 @@ def tune_all(rank: int, world_size: int, flags: list[str]) -> list[dict[str, Any
 
 def together(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """One result from those of all ranks, which must agree about the losses."""
-    assert all(r["losses"] == ranks[0]["losses"] for r in ranks), "ranks disagree"
+    for name in ("losses", "norms"):
+        assert all(r[name] == ranks[0][name] for r in ranks), "ranks disagree"
     out = dict(ranks[0])
+    out["moved"] = [set().union(*parts) for parts in zip(*(r["moved"] for r in ranks), strict=True)]
     out["gradients"] = [merge(r["gradients"][i] for r in ranks) for i in range(len(ranks[0]["losses"]))]
     out["initial"], out["final"] = merge(r["initial"] for r in ranks), merge(r["final"] for r in ranks)
     return out

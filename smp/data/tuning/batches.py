@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +57,7 @@ class TuningDataset:
         seed: int | None,
         pairs: bool = False,
         trim: bool = False,
-        notes: tuple[str, ...] = (),
+        notes: Sequence[str] = (),
     ) -> None:
         self.notes = notes
         self.samples, self.sequences, self.seed, self.trim = samples, sequences, seed, trim
@@ -73,7 +74,7 @@ class TuningDataset:
     @property
     def manifest(self) -> list[dict[str, str]]:
         """What the order is a function of beside the seed, for checkpoints."""
-        return [{"samples": self.samples.fingerprint(), "sequences": fingerprint(self.sequences.texts)}]
+        return [{"samples": self.samples.fingerprint(), "sequences": fingerprint(self.sequences.order)}]
 
     def resume(self, manifest: list[dict[str, str]] | None, consumed: int) -> list[str]:
         """What to tell the user when a run goes on that has read ``consumed`` samples of what ``manifest`` says."""
@@ -84,8 +85,8 @@ class TuningDataset:
     def batch(self, indices: npt.NDArray[np.int64]) -> RankBatch:
         """Samples by number, ``indices`` (micro-batches, samples) >= 0."""
         rows = (indices[:, :, None] * self.rows + np.arange(self.rows)).reshape(len(indices), -1)
-        parts = [self._row(int(i) // self.rows, int(i) % self.rows) for i in rows.ravel()]
-        stacked = np.stack(parts).reshape(*rows.shape, 4, self.seq_length)
+        texts = [self._texts(int(row)) for row in rows.flat]
+        stacked = np.stack([self._row(held) for held in texts]).reshape(*rows.shape, 4, self.seq_length)
         input_ids, labels, document_ids, position_ids = (
             torch.from_numpy(np.ascontiguousarray(stacked[:, :, i])) for i in range(4)
         )
@@ -97,26 +98,33 @@ class TuningDataset:
             "position_ids": position_ids if self.packed else None,
             "lengths": _lengths(document_ids) if self.trim else None,
             "padding": int((document_ids < 0).sum()),
+            # the last token of a text is only predicted
+            "attended_lengths": self.samples.lengths[np.concatenate(texts)] - 1,
         }
         if self.rows == 1:
             return RankBatch(**fields)
-        texts = torch.tensor([self._text(int(i) // 2, int(i) % 2) for i in rows.flat])
-        return PairBatch(**fields, texts=texts.view(rows.shape))
+        answers = torch.tensor([int(held[0]) if len(held) else -1 for held in texts])
+        return PairBatch(**fields, texts=answers.view(rows.shape))
 
-    def _text(self, index: int, part: int) -> int:
-        """Number of an answer; -1 where there is none."""
-        place = self._place(index)
-        return -1 if place is None else int(self.sequences[place * self.rows + part][0])
+    def _texts(self, row: int) -> npt.NDArray[np.int64]:
+        """Texts in the sequence with number ``row``; none behind the last one of data that are read once."""
+        index, part = divmod(row, self.rows)
+        epoch, place = divmod(index, self.samples_per_epoch)
+        if self.seed is None and epoch > 0:
+            return np.empty(0, np.int64)
+        if self.seed is not None:
+            order = self._order  # several threads read
+            if order is None or order[0] != epoch:
+                order = self._order = epoch, keyed_permutation(self.samples_per_epoch, self.seed, 1, epoch)
+            place = int(order[1][place])
+        return self.sequences[place * self.rows + part]
 
-    def _row(self, index: int, part: int) -> npt.NDArray[np.int64]:
+    def _row(self, texts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Tokens, labels, documents and positions of a sequence, (4, seq_length). Padding is document -1."""
         row = np.zeros((4, self.seq_length), np.int64)
-        row[1], row[2], row[3] = IGNORE_INDEX, -1, 0
-        place = self._place(index)
-        if place is None:
-            return row
+        row[1], row[2] = IGNORE_INDEX, -1
         at = 0
-        for number, text in enumerate(self.sequences[place * self.rows + part].tolist()):
+        for number, text in enumerate(texts.tolist()):
             ids, trained = self.samples[text]
             end = at + len(ids) - 1
             row[0, at:end] = ids[:-1]
@@ -125,16 +133,6 @@ class TuningDataset:
             row[3, at:end] = np.arange(end - at)
             at = end
         return row
-
-    def _place(self, index: int) -> int | None:
-        """Which of the sequences (pairs) has number ``index``; None: there is none."""
-        epoch, place = divmod(index, self.samples_per_epoch)
-        if self.seed is None:
-            return place if epoch == 0 else None
-        order = self._order  # several threads read
-        if order is None or order[0] != epoch:
-            order = self._order = epoch, keyed_permutation(self.samples_per_epoch, self.seed, 1, epoch)
-        return int(order[1][place])
 
 
 def _lengths(document_ids: torch.Tensor) -> tuple[int, ...]:

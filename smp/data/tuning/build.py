@@ -45,7 +45,7 @@ class TuningData:
     def preview(self, count: int, colours: bool) -> list[str]:
         """The first ``count`` samples of the training part, with what is trained marked, by colours or by brackets; of
         a pair the chosen answer comes first."""
-        texts = self.train.texts[: count * (2 if self.pairs else 1)].tolist()
+        texts = self.train.order[: count * (2 if self.pairs else 1)].tolist()
         return [f"--- text {n}\n{marked(self.tokenizer, self.samples[n], colours)}" for n in texts]
 
 
@@ -94,6 +94,6 @@ def _template(path: str | None, tokenizer: TuningTokenizer) -> ChatTemplate | No
 
 def _described(name: str, part: Sequences) -> str:
     return (
-        f"{name}: {len(part.texts):,} texts in {len(part):,} sequences of {part.length:,} tokens, "
+        f"{name}: {len(part.order):,} texts in {len(part):,} sequences of {part.length:,} tokens, "
         f"{100 * part.efficiency:.2f} % full"
     )

@@ -76,6 +76,14 @@ class ChatTemplate:
             raise BadSampleError(f"the chat template marks {len(blocks)} turns of {len(speakers)} by the assistant")
         return text, [block for i, block in zip(speakers, blocks, strict=True) if i in wanted]
 
+    def prompt(self, messages: Sequence[dict[str, Any]]) -> str:
+        """The text after which the assistant's next message follows.
+
+        Raises:
+            BadSampleError: the template refuses the messages.
+        """
+        return _unmark(self._render(messages, None, ask=True))[0]
+
     def _span(self, conversation: Conversation, i: int, text: str) -> Span:
         """What message ``i`` adds after the heading of its turn."""
         messages, tools = conversation.messages, conversation.tools

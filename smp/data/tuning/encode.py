@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,6 @@ _COLOURS = {True: ("\x1b[1;32m", "\x1b[0m"), False: ("\x1b[2m", "\x1b[0m")}
 _BRACKETS = {True: ("⟦", "⟧"), False: ("", "")}
 """Around what is trained and what is not."""
 
-Ids = TypeVar("Ids")
 Encoded = tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]
 """Token ids (n,), and for each whether the model is trained to say it."""
 
@@ -36,13 +35,12 @@ class Encoder:
         self.tokenizer, self.template, self.mask_prompt = tokenizer, template, mask_prompt
 
     def sample(self, record: dict[str, Any]) -> list[Encoded]:
-        """The one text of a record. Raises BadSampleError when it is broken, or nothing in it is trained."""
+        """The one text of a record. Raises ValueError when it is broken, or nothing in it is trained."""
         return [self._encode(recognise(record, chat=self.template is not None))]
 
     def pair(self, record: dict[str, Any]) -> list[Encoded]:
-        """The two texts of a preference: chosen, rejected. Raises BadSampleError as ``sample``."""
-        pair = recognise_pair(record)
-        return [self._encode(pair.chosen), self._encode(pair.rejected)]
+        """The two texts of a preference: chosen, rejected. Raises ValueError as ``sample``."""
+        return [self._encode(answer) for answer in recognise_pair(record)]
 
     def _encode(self, sample: Sample) -> Encoded:
         ids, trained = self._plain(sample) if isinstance(sample, Plain) else self._conversation(sample)
@@ -57,7 +55,7 @@ class Encoder:
         ids = list(self.tokenizer.before)
         trained = [False] * len(ids)
         for text, train in sample.pieces:
-            piece = _checked(self.tokenizer.encode, text)
+            piece = self.tokenizer.encode(text)
             ids += piece
             trained += [train] * len(piece)
         if ids and ids[-1] == self.tokenizer.eos and trained[-1]:  # written out in the text
@@ -68,15 +66,8 @@ class Encoder:
         if self.template is None:
             raise BadSampleError("it is a conversation, and there is no chat template: give --chat-template")
         text, spans = self.template.render(sample)
-        ids, offsets = _checked(self.tokenizer.encode_at, text, [edge for span in spans for edge in span])
+        ids, offsets = self.tokenizer.encode_at(text, [edge for span in spans for edge in span])
         return ids, _without_line_ends(self.tokenizer, ids, _within(offsets, spans))
-
-
-def _checked(encode: Callable[..., Ids], *arguments: Any) -> Ids:
-    try:
-        return encode(*arguments)
-    except ValueError as error:  # a lone surrogate
-        raise BadSampleError(str(error)) from None
 
 
 def _within(offsets: Sequence[int], spans: Sequence[Span]) -> list[bool]:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import xxhash
 
 from smp.data.tuning.encode import Encoded
-from smp.data.tuning.files import Record
+from smp.data.tuning.files import Record, parse
 from smp.data.tuning.shapes import BadSampleError
 
 _NAMED = 5
@@ -84,7 +84,7 @@ class Report:
 
 
 def collect(
-    records: Iterable[Record],
+    records: Iterable[tuple[str, Record]],
     encode: Callable[[dict[str, Any]], list[Encoded]],
     *,
     seq_length: int,
@@ -94,6 +94,7 @@ def collect(
     """Encode every record.
 
     Args:
+        records: with where each stands.
         encode: gives the texts of one (``Encoder.sample`` or ``Encoder.pair``).
         seq_length: the longest text is one token more: the last is only predicted.
         vocab_size: token ids from here on are refused.
@@ -103,14 +104,12 @@ def collect(
         ValueError: no sample is left, or more than ``threshold`` were dropped; the message names some.
     """
     report, texts = Report(), list[Encoded]()
-    for record in records:
+    for where, record in records:
         report.records += 1
         try:
-            if record.value is None:
-                raise BadSampleError(record.problem)
-            found, cut = _cut(encode(record.value), seq_length)
-        except BadSampleError as error:
-            report.bad.append((record.where, str(error)))
+            found, cut = _cut(encode(parse(record)), seq_length)
+        except ValueError as error:
+            report.bad.append((where, str(error)))
             continue
         report.used += 1
         report.truncated += cut

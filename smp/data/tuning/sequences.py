@@ -31,26 +31,16 @@ def split_samples(count: int, fractions: tuple[float, float, float], seed: int) 
 
 
 @dataclass(frozen=True)
-class Sequences:
+class Sequences(Packing):
     """Texts laid into sequences.
 
     Attributes:
-        texts: indices of the texts in each sequence, one sequence after the other.
-        offsets: where each sequence begins in ``texts``, (sequences + 1,).
         used: positions that hold text, over all sequences.
         length: positions of a sequence.
     """
 
-    texts: npt.NDArray[np.int64]
-    offsets: npt.NDArray[np.int64]
     used: int
     length: int
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def __getitem__(self, sequence: int) -> npt.NDArray[np.int64]:
-        return self.texts[self.offsets[sequence] : self.offsets[sequence + 1]]
 
     @property
     def packed(self) -> bool:
@@ -75,5 +65,5 @@ def lay_out(
     used = int(positions.sum())
     if packing == "off":
         return Sequences(chosen, np.arange(len(chosen) + 1), used, length)
-    packed: Packing = pack_best_fit(positions, length)
+    packed = pack_best_fit(positions, length)
     return Sequences(chosen[packed.order], packed.offsets, used, length)

@@ -1,7 +1,7 @@
 """The shapes in which people keep samples, recognised by their keys and brought to two forms.
 
 A :class:`Conversation` goes through the model's chat template; a :class:`Plain` text is taken as it is. Each says which
-of its parts are trained. A sample for preference optimization is a :class:`Pair` of two such answers to one prompt.
+of its parts are trained. A sample for preference optimization is two of them: answers to one prompt.
 """
 
 from __future__ import annotations
@@ -46,14 +46,6 @@ class Plain:
 Sample = Conversation | Plain
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Two answers to one prompt, the first preferred."""
-
-    chosen: Sample
-    rejected: Sample
-
-
 def recognise(record: dict[str, Any], *, chat: bool) -> Sample:
     """A sample from a record of any of the known shapes.
 
@@ -77,8 +69,8 @@ def recognise(record: dict[str, Any], *, chat: bool) -> Sample:
     raise BadSampleError(f"keys {', '.join(sorted(record)) or 'none'} are none of the known shapes: {SHAPES}")
 
 
-def recognise_pair(record: dict[str, Any]) -> Pair:
-    """A pair of answers from a record with "chosen" and "rejected", and with or without "prompt".
+def recognise_pair(record: dict[str, Any]) -> tuple[Sample, Sample]:
+    """The chosen and the rejected answer of a record with "chosen" and "rejected", and with or without "prompt".
 
     Raises:
         BadSampleError: as :func:`recognise`.
@@ -87,7 +79,7 @@ def recognise_pair(record: dict[str, Any]) -> Pair:
         raise BadSampleError(f"keys {', '.join(sorted(record)) or 'none'}: a pair needs chosen and rejected")
     chosen, rejected = record["chosen"], record["rejected"]
     if "prompt" in record:
-        return Pair(_answer(record["prompt"], chosen, record), _answer(record["prompt"], rejected, record))
+        return _answer(record["prompt"], chosen, record), _answer(record["prompt"], rejected, record)
     if not (isinstance(chosen, list) and isinstance(rejected, list)):
         raise BadSampleError(
             "chosen and rejected without a prompt must be lists of messages that share their beginning"
@@ -98,7 +90,7 @@ def recognise_pair(record: dict[str, Any]) -> Pair:
     if common == 0:
         raise BadSampleError("chosen and rejected share no beginning: there is no prompt")
     prompt = chosen[:common]
-    return Pair(_answer(prompt, chosen[common:], record), _answer(prompt, rejected[common:], record))
+    return _answer(prompt, chosen[common:], record), _answer(prompt, rejected[common:], record)
 
 
 def _answer(prompt: Any, answer: Any, record: dict[str, Any]) -> Sample:

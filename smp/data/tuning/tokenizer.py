@@ -90,22 +90,19 @@ class FolderTokenizer(TuningTokenizer):
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
-class PieceTokenizer(TuningTokenizer):
+class PieceTokenizer(SentencePieceTokenizer, TuningTokenizer):
     """A sentencepiece model file. It has no chat template of its own; one that is given may write the texts of its
     begin and end pieces."""
 
     def __init__(self, path: Path) -> None:
-        self._tokenizer = SentencePieceTokenizer(path)
-        self.vocab_size, self.eos, self.before = self._tokenizer.vocab_size, self._tokenizer.eod, []
-        pieces = self._tokenizer.control_pieces()
+        super().__init__(path)
+        self.eos, self.before = self.eod, []
+        pieces = self.control_pieces()
         self.template_tokens = {name: text for name, (text, _) in pieces.items()}
         self._ids = dict(pieces.values())
         self._texts = {i: text for text, i in pieces.values()}
         self._control = re.compile("|".join(map(re.escape, self._ids)))
         self.special = frozenset(self._texts)
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text)
 
     def encode_at(self, text: str, cuts: Sequence[int]) -> tuple[list[int], list[int]]:
         """Piece by piece between the cuts and around begin and end pieces: which token comes from where is known to
@@ -124,7 +121,7 @@ class PieceTokenizer(TuningTokenizer):
         parts = []
         for control, group in groupby(ids, key=self._texts.__contains__):
             part = list(group)
-            parts += [self._texts[i] for i in part] if control else [self._tokenizer.decode(part)]
+            parts += [self._texts[i] for i in part] if control else [super().decode(part)]
         return "".join(parts)
 
 

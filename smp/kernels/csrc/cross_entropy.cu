@@ -79,8 +79,8 @@ __device__ Running merge_block(Running running) {
 
 template <typename T, bool kAligned>
 __global__ void __launch_bounds__(kForwardThreads)
-    stats_kernel(const T* __restrict__ logits, const int64_t* __restrict__ columns, float* __restrict__ log_sums,
-                 float* __restrict__ targets, int64_t stride, int64_t valid) {
+    stats_kernel(const T* __restrict__ logits, const int64_t* __restrict__ columns, float* __restrict__ stats,
+                 int64_t stride, int64_t valid) {
   const int64_t row = blockIdx.x;
   const T* z = logits + row * stride;
   Running running;
@@ -102,25 +102,27 @@ __global__ void __launch_bounds__(kForwardThreads)
   running = merge_block(running);
   if (threadIdx.x == 0) {
     const int64_t target = columns[row];
-    log_sums[row] = running.peak + __logf(running.sum);
-    targets[row] = target >= 0 && target < valid ? to_float(z[target]) : 0.0f;
+    const int64_t rows = gridDim.x;
+    stats[row] = running.peak;
+    stats[rows + row] = __logf(running.sum);
+    stats[2 * rows + row] = target >= 0 && target < valid ? to_float(z[target]) : 0.0f;
   }
 }
 
 template <typename T, bool kAligned>
 __global__ void __launch_bounds__(kBackwardThreads)
-    gradient_kernel(T* __restrict__ logits, const float* __restrict__ log_totals, const int64_t* __restrict__ columns,
+    gradient_kernel(T* __restrict__ logits, const float* __restrict__ stats, const int64_t* __restrict__ columns,
                     const float* __restrict__ weights, int64_t stride, int64_t width, int64_t valid) {
   constexpr int kSize = kAligned ? Pack<T>::kSize : 1;
   const int64_t row = blockIdx.x;
   const int64_t first = (int64_t(blockIdx.y) * kBackwardThreads + threadIdx.x) * kSize;
   if (first >= width) return;
-  const float log_total = log_totals[row], weight = weights[row];
+  const float peak = stats[row], log_sum = stats[int64_t(gridDim.x) + row], weight = weights[row];
   const int64_t target = columns[row];
   T* z = logits + row * stride + first;
   const auto gradient = [&](int64_t column, float logit) {
     if (column >= valid) return 0.0f;
-    return __expf(logit - log_total) * weight - (column == target ? weight : 0.0f);
+    return __expf((logit - peak) - log_sum) * weight - (column == target ? weight : 0.0f);
   };
   if (kAligned && first + kSize <= width) {
     if constexpr (kAligned) {
@@ -141,21 +143,21 @@ bool aligned(const void* logits, int64_t stride) {
 }
 
 template <typename T>
-void launch_stats(const void* logits, const int64_t* columns, float* log_sums, float* targets, int64_t rows,
-                  int64_t stride, int64_t valid, cudaStream_t stream) {
+void launch_stats(const void* logits, const int64_t* columns, float* stats, int64_t rows, int64_t stride, int64_t valid,
+                  cudaStream_t stream) {
   const auto kernel = aligned<T>(logits, stride) ? stats_kernel<T, true> : stats_kernel<T, false>;
-  kernel<<<dim3(unsigned(rows)), kForwardThreads, 0, stream>>>(static_cast<const T*>(logits), columns, log_sums, targets,
-                                                              stride, valid);
+  kernel<<<dim3(unsigned(rows)), kForwardThreads, 0, stream>>>(static_cast<const T*>(logits), columns, stats, stride,
+                                                              valid);
 }
 
 template <typename T>
-void launch_gradient(void* logits, const float* log_totals, const int64_t* columns, const float* weights, int64_t rows,
+void launch_gradient(void* logits, const float* stats, const int64_t* columns, const float* weights, int64_t rows,
                      int64_t stride, int64_t width, int64_t valid, cudaStream_t stream) {
   const bool wide = aligned<T>(logits, stride);
   const int64_t per_block = int64_t(kBackwardThreads) * (wide ? Pack<T>::kSize : 1);
   const auto kernel = wide ? gradient_kernel<T, true> : gradient_kernel<T, false>;
   const dim3 grid(unsigned(rows), unsigned((width + per_block - 1) / per_block));
-  kernel<<<grid, kBackwardThreads, 0, stream>>>(static_cast<T*>(logits), log_totals, columns, weights, stride, width,
+  kernel<<<grid, kBackwardThreads, 0, stream>>>(static_cast<T*>(logits), stats, columns, weights, stride, width,
                                                valid);
 }
 
@@ -164,19 +166,20 @@ void launch_gradient(void* logits, const float* log_totals, const int64_t* colum
 extern "C" {
 
 // Returns a cudaError_t; 0 is success. `bf16` is 1 for bfloat16 logits, 0 for float.
-int smp_softmax_stats(const void* logits, const int64_t* columns, float* log_sums, float* targets, int64_t rows,
-                      int64_t stride, int64_t valid, int bf16, void* stream) {
+// `stats` are three rows: largest logits, logarithms of the sums beside them, logits of the targets.
+int smp_cross_entropy_stats(const void* logits, const int64_t* columns, float* stats, int64_t rows, int64_t stride,
+                            int64_t valid, int bf16, void* stream) {
   if (rows == 0) return 0;
   const auto launch = bf16 ? launch_stats<__nv_bfloat16> : launch_stats<float>;
-  launch(logits, columns, log_sums, targets, rows, stride, valid, static_cast<cudaStream_t>(stream));
+  launch(logits, columns, stats, rows, stride, valid, static_cast<cudaStream_t>(stream));
   return cudaGetLastError();
 }
 
-int smp_logits_to_gradient(void* logits, const float* log_totals, const int64_t* columns, const float* weights,
-                           int64_t rows, int64_t stride, int64_t width, int64_t valid, int bf16, void* stream) {
+int smp_cross_entropy_gradient(void* logits, const float* stats, const int64_t* columns, const float* weights,
+                               int64_t rows, int64_t stride, int64_t width, int64_t valid, int bf16, void* stream) {
   if (rows == 0 || width == 0) return 0;
   const auto launch = bf16 ? launch_gradient<__nv_bfloat16> : launch_gradient<float>;
-  launch(logits, log_totals, columns, weights, rows, stride, width, valid, static_cast<cudaStream_t>(stream));
+  launch(logits, stats, columns, weights, rows, stride, width, valid, static_cast<cudaStream_t>(stream));
   return cudaGetLastError();
 }
 

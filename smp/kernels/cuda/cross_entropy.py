@@ -17,12 +17,11 @@ def _is_bf16(logits: torch.Tensor) -> int:
 
 def softmax_stats(logits: torch.Tensor, columns: torch.Tensor, valid: int) -> torch.Tensor:
     """See :func:`smp.kernels.cross_entropy.softmax_stats`."""
-    stats, columns = logits.new_empty((2, logits.shape[0]), dtype=torch.float32), columns.long().contiguous()
-    error = library().smp_softmax_stats(
+    stats, columns = logits.new_empty((3, logits.shape[0]), dtype=torch.float32), columns.long().contiguous()
+    error = library().smp_cross_entropy_stats(
         logits.data_ptr(),
         columns.data_ptr(),
-        stats[0].data_ptr(),
-        stats[1].data_ptr(),
+        stats.data_ptr(),
         logits.shape[0],
         logits.stride(0),
         valid,
@@ -34,14 +33,14 @@ def softmax_stats(logits: torch.Tensor, columns: torch.Tensor, valid: int) -> to
 
 
 def logits_to_gradient(
-    logits: torch.Tensor, log_total: torch.Tensor, columns: torch.Tensor, valid: int, weights: torch.Tensor
+    logits: torch.Tensor, stats: torch.Tensor, columns: torch.Tensor, valid: int, weights: torch.Tensor
 ) -> None:
     """See :func:`smp.kernels.cross_entropy.logits_to_gradient`."""
     columns, weights = columns.long().contiguous(), weights.float().contiguous()
-    log_total = log_total.float().contiguous()
-    error = library().smp_logits_to_gradient(
+    stats = stats.float().contiguous()
+    error = library().smp_cross_entropy_gradient(
         logits.data_ptr(),
-        log_total.data_ptr(),
+        stats.data_ptr(),
         columns.data_ptr(),
         weights.data_ptr(),
         logits.shape[0],

@@ -23,8 +23,8 @@ def library_path() -> Path:
 def library() -> ctypes.CDLL:
     """The library, loaded once. Its functions are those at the end of ``csrc/cross_entropy.cu``."""
     loaded = ctypes.CDLL(str(library_path()))
-    loaded.smp_softmax_stats.argtypes = [*[_POINTER] * 4, *[_LONG] * 3, ctypes.c_int, _POINTER]
-    loaded.smp_logits_to_gradient.argtypes = [*[_POINTER] * 4, *[_LONG] * 4, ctypes.c_int, _POINTER]
+    loaded.smp_cross_entropy_stats.argtypes = [*[_POINTER] * 3, *[_LONG] * 3, ctypes.c_int, _POINTER]
+    loaded.smp_cross_entropy_gradient.argtypes = [*[_POINTER] * 4, *[_LONG] * 4, ctypes.c_int, _POINTER]
     loaded.smp_error_string.argtypes = [ctypes.c_int]
     loaded.smp_error_string.restype = ctypes.c_char_p
     return loaded

@@ -15,7 +15,7 @@ def add_block(peak, sums, z):
 
 
 @triton.jit
-def stats_kernel(logits, columns, log_sums, targets, stride, valid, BLOCK: tl.constexpr):
+def stats_kernel(logits, columns, peaks, log_sums, targets, stride, valid, BLOCK: tl.constexpr):
     """Online softmax (Milakov & Gimelshein 2018): the sum is rescaled whenever a block brings a larger maximum, so each
     logit is read and exponentiated once. The sum is kept per lane and added up at the end."""
     row = tl.program_id(0).to(tl.int64)
@@ -32,18 +32,19 @@ def stats_kernel(logits, columns, log_sums, targets, stride, valid, BLOCK: tl.co
         peak, sums = add_block(peak, sums, z)
     target = tl.load(columns + row)
     here = (target >= 0) & (target < valid)
-    tl.store(log_sums + row, peak + tl.log(tl.sum(sums, axis=0)))
+    tl.store(peaks + row, peak)
+    tl.store(log_sums + row, tl.log(tl.sum(sums, axis=0)))
     tl.store(targets + row, tl.load(start + target, mask=here, other=0.0).to(tl.float32))
 
 
 @triton.jit
-def gradient_kernel(logits, log_totals, columns, weights, stride, width, valid, BLOCK: tl.constexpr):
+def gradient_kernel(logits, peaks, log_sums, columns, weights, stride, width, valid, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = logits + row * stride + column
     weight = tl.load(weights + row)
     z = tl.load(place, mask=column < width, other=0.0).to(tl.float32)
-    gradient = tl.exp(z - tl.load(log_totals + row)) * weight
+    gradient = tl.exp((z - tl.load(peaks + row)) - tl.load(log_sums + row)) * weight
     gradient = tl.where(column == tl.load(columns + row), gradient - weight, gradient)
     gradient = tl.where(column < valid, gradient, 0.0)
     tl.store(place, gradient.to(logits.dtype.element_ty), mask=column < width)
@@ -58,14 +59,13 @@ def _width(logits: torch.Tensor) -> int:
 def softmax_stats(logits: torch.Tensor, columns: torch.Tensor, valid: int) -> torch.Tensor:
     """See :func:`smp.kernels.cross_entropy.softmax_stats`."""
     rows, width = logits.shape[0], _width(logits)
-    stats = logits.new_empty((2, rows), dtype=torch.float32)
+    stats = logits.new_empty((3, rows), dtype=torch.float32)
     block = min(FORWARD_BLOCK, triton.next_power_of_2(max(width, 1)))
     if rows:
         stats_kernel[(rows,)](
             logits,
             columns.contiguous(),
-            stats[0],
-            stats[1],
+            *stats,
             logits.stride(0),
             valid,
             BLOCK=block,
@@ -75,7 +75,7 @@ def softmax_stats(logits: torch.Tensor, columns: torch.Tensor, valid: int) -> to
 
 
 def logits_to_gradient(
-    logits: torch.Tensor, log_total: torch.Tensor, columns: torch.Tensor, valid: int, weights: torch.Tensor
+    logits: torch.Tensor, stats: torch.Tensor, columns: torch.Tensor, valid: int, weights: torch.Tensor
 ) -> None:
     """See :func:`smp.kernels.cross_entropy.logits_to_gradient`."""
     rows, width = logits.shape[0], _width(logits)
@@ -83,7 +83,7 @@ def logits_to_gradient(
     if rows and width:
         gradient_kernel[(rows, triton.cdiv(width, block))](
             logits,
-            log_total.contiguous(),
+            *stats[:2].contiguous(),
             columns.contiguous(),
             weights.contiguous(),
             logits.stride(0),

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 HEADS, WARPS = 16, 4
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @triton.jit
@@ -62,22 +63,21 @@ def rope_kernel(
         rotate_heads(k + start, k_out + start, c, s, head, k_heads, half, rest, head_dim, HALF, REST)
 
 
+def rotate_in_place(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool) -> None:
+    """As :func:`rotate`, over q and k."""
+    rotate(q, k, cos, sin, inverse, (q, k))
+
+
 def rotate(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_out: torch.Tensor,
-    k_out: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    inverse: bool,
-) -> None:
-    """Write the rotated q and k, (tokens, heads, head_dim) and contiguous, to ``q_out`` and ``k_out``, which may be q
-    and k."""
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool, out: Pair | None = None
+) -> Pair:
+    """Rotate q and k, (tokens, heads, head_dim) and contiguous, into ``out``, by default new tensors."""
     assert q.is_contiguous() and k.is_contiguous(), "the kernel walks over whole tokens"
     (tokens, q_heads, head_dim), k_heads, half = q.shape, k.shape[1], cos.shape[-1] // 2
     heads = min(HEADS, triton.next_power_of_2(max(q_heads, k_heads)))
     q_blocks, k_blocks, rest = triton.cdiv(q_heads, heads), triton.cdiv(k_heads, heads), head_dim - 2 * half
-    copied = rest > 0 and q_out.data_ptr() != q.data_ptr()
+    q_out, k_out = (q.new_empty(q.shape), k.new_empty(k.shape)) if out is None else out
+    copied = rest > 0 and q_out is not q
     if tokens:
         rope_kernel[(tokens, q_blocks + k_blocks)](
             q,
@@ -98,3 +98,4 @@ def rotate(
             REST=triton.next_power_of_2(rest) if copied else 0,
             num_warps=WARPS,
         )
+    return q_out, k_out

@@ -8,7 +8,6 @@ Phases: m forwards; m backwards.
 Bubble: (p - 1)(F + B), at the turn, where the first rank waits for the last one.
 Peak activations: all m micro-batches on every rank. The last rank also keeps m gradients of the output matrix, because
     the loss computes its gradients in its forward pass. Prefer 1f1b: the same bubble, at most p and one of these.
-It is the one schedule here that also runs with paired sends (and no prefetch): all messages go one way, then the other.
 """
 
 from __future__ import annotations

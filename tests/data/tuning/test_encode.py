@@ -8,7 +8,7 @@ import pytest
 
 from smp.data.tuning.chat_template import ChatTemplate
 from smp.data.tuning.encode import Encoder, marked
-from smp.data.tuning.shapes import BadSampleError, Conversation
+from smp.data.tuning.shapes import Conversation
 from smp.data.tuning.tokenizer import FolderTokenizer, open_tokenizer
 from tests.training.tiny_hf import TEMPLATE, write_tokenizer
 
@@ -166,7 +166,7 @@ def test_what_cannot_be_rendered_says_why(
             ChatTemplate(source or "", {})
         return
     template = None if source is None else ChatTemplate(source, {})
-    with pytest.raises(BadSampleError) as error:
+    with pytest.raises(ValueError) as error:
         Encoder(tokenizer, template).sample(record)
     assert why in str(error.value)
 

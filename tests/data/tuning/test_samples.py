@@ -15,7 +15,7 @@ from smp.data.loader import BatchLoader
 from smp.data.sample import IGNORE_INDEX
 from smp.data.tuning.batches import PairBatch, TuningDataset
 from smp.data.tuning.encode import Encoded
-from smp.data.tuning.files import read_records
+from smp.data.tuning.files import parse, read_records
 from smp.data.tuning.samples import Samples, collect
 from smp.data.tuning.sequences import lay_out, split_samples
 from smp.data.tuning.shapes import BadSampleError
@@ -28,7 +28,7 @@ def write(path: Path) -> Path:
     if path.suffix == ".gz":
         path.write_bytes(gzip.compress(LINES))
     elif path.suffix == ".zst":
-        path.write_bytes(pytest.importorskip("zstandard").compress(LINES))
+        path.write_bytes(pytest.importorskip("pyarrow").compress(LINES, "zstd", asbytes=True))
     elif path.suffix == ".parquet":
         pyarrow = pytest.importorskip("pyarrow")
         pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(ROWS), path)
@@ -41,15 +41,16 @@ def write(path: Path) -> Path:
 def test_every_kind_of_file_gives_its_records(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name)
     records = list(read_records([str(path)]))
-    assert [r.value for r in records] == ROWS
-    assert [r.where for r in records] == [f"{path}:{i + 1}" for i in range(5)]
+    assert [parse(record) for _, record in records] == ROWS
+    assert [where for where, _ in records] == [f"{path}:{i + 1}" for i in range(5)]
 
 
 def test_columns_that_a_row_does_not_have_are_absent(tmp_path: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     columns = {"text": ["a", None], "prompt": [None, "b"]}
     parquet.write_table(pyarrow.Table.from_pydict(columns), tmp_path / "a.parquet")
-    assert [r.value for r in read_records([str(tmp_path / "a.parquet")])] == [{"text": "a"}, {"prompt": "b"}]
+    found = [parse(record) for _, record in read_records([str(tmp_path / "a.parquet")])]
+    assert found == [{"text": "a"}, {"prompt": "b"}]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_columns_that_a_row_does_not_have_are_absent(tmp_path: Path) -> None:
     [
         ("a.csv", b"x", "neither .parquet nor"),
         ("a.txt", b"x", "samples come in .jsonl and .parquet files"),
-        ("a.jsonl.gz", b"no gzip", "damaged after 0 bytes"),
+        ("a.jsonl.gz", b"no gzip", "damaged after 0 records"),
         ("a.parquet", b"no parquet", "not a parquet file that can be read"),
     ],
 )
@@ -170,6 +171,15 @@ def test_trimmed_columns_hold_nothing() -> None:
     batch = dataset.batch(np.array([[0, 1], [2, 3]]))
     assert batch.lengths == (5, 8) and batch.document_ids is None and batch.num_tokens == 3 + 5 + 2 + 8
     assert (batch.labels[0, :, 5:] == IGNORE_INDEX).all() and batch.num_valid() == 2 + 4 + 1 + 7
+
+
+def test_texts_know_how_long_attention_is() -> None:
+    samples = made([4, 6, 3, 9])
+    for packing, length in (("off", 16), ("best-fit", 8)):
+        dataset = TuningDataset(samples, lay_out(samples, np.arange(4), length, packing), seed=None)  # type: ignore[arg-type]
+        batch = dataset.batch(np.arange(8).reshape(1, 8))  # more than there are
+        assert batch.attended_lengths is not None and sorted(batch.attended_lengths) == [2, 3, 5, 8]
+        assert batch.num_tokens == 18
 
 
 def test_validation_ends_with_its_last_sample_and_pairs_stay_together() -> None:

@@ -103,10 +103,10 @@ def test_pairs_in_every_shape() -> None:
     explicit = recognise_pair({"prompt": [USER], "chosen": [ANSWER], "rejected": [other]})
     implicit = recognise_pair({"chosen": [USER, ANSWER], "rejected": [USER, other]})
     repeated = recognise_pair({"prompt": "hi", "chosen": [USER, ANSWER], "rejected": [USER, other]})
-    assert explicit.chosen == CHAT and explicit.rejected == Conversation((USER, other), (False, True))
+    assert explicit == (CHAT, Conversation((USER, other), (False, True)))
     assert implicit == explicit and repeated == explicit
-    plain = recognise_pair({"prompt": "a ", "chosen": "b", "rejected": "c"})
-    assert plain.rejected == Plain((("a ", False), ("c", True)))
+    _, rejected = recognise_pair({"prompt": "a ", "chosen": "b", "rejected": "c"})
+    assert rejected == Plain((("a ", False), ("c", True)))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,141 @@
+"""Attention over a sequence that is cut over processes beside one process, forward and backward, one thread each.
+
+Ideal is one process's time over their number, of the clock and of the CPU, which a busy machine changes less. Of the
+ring also what its transfers cost: the same blocks without transfers, and the same transfers without blocks; what is
+hidden is the part of the latter that does not show. Rounds of all entries take turns; a time is the slowest process's,
+the table has medians of the clock and least times of the CPU.
+
+    torchrun --nproc-per-node 2 benchmarks/context_parallel.py
+    netlab run --nodes 2 --rate 400mbit --launcher env -- benchmarks/context_parallel.py    # over a slow link
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from smp.kernels.attention_core import AttentionCore, AttentionSpec, FusedAttention
+from smp.kernels.token_layout import TokenLayout
+from smp.layers import context_parallel_attention, cut_sequences
+from smp.layers.context_parallel import ring
+from smp.layers.context_parallel.choose import CommType
+from smp.parallel.collectives import Group, start_shift, wait
+
+METHODS: tuple[CommType, ...] = ("p2p", "all_gather", "a2a")
+Step = Callable[[], object]
+
+
+def attention_step(core: AttentionCore, layout: TokenLayout, sizes: argparse.Namespace) -> Step:
+    """Forward and backward of one layer."""
+    dtype = torch.bfloat16 if sizes.bf16 else torch.float32
+    counts = (sizes.heads, sizes.groups, sizes.groups)
+    given = [torch.randn(layout.num_queries, n, sizes.head_dim).to(dtype).requires_grad_() for n in counts]
+    grad, spec = torch.randn_like(given[0]), AttentionSpec()
+    layout = core.prepare(layout, [spec], dtype, torch.device("cpu"))
+
+    def step() -> None:
+        torch.autograd.grad(core(*given, layout, spec)[0], given, grad)
+
+    return step
+
+
+def without_transfers(step: Step) -> Step:
+    """The same blocks, of a rank's own keys again and again: values differ, work does not."""
+
+    def alone() -> None:
+        started, waited = ring.start_shift, ring.wait
+        ring.start_shift, ring.wait = (lambda x, *_: x.clone()), (lambda x, _: x)
+        step()
+        ring.start_shift, ring.wait = started, waited
+
+    return alone
+
+
+def transfers_alone(sizes: argparse.Namespace, group: Group) -> Step:
+    """What a ring sends in the forward and in the backward pass, one message after the other."""
+    dtype = torch.bfloat16 if sizes.bf16 else torch.float32
+    keys = torch.zeros(2, sizes.length // group.size, sizes.groups, sizes.head_dim, dtype=dtype)
+
+    def step() -> None:
+        for _ in range(group.size - 1):
+            for sent in (keys, keys, keys.float()):
+                wait(start_shift(sent, group, 1), group)
+
+    return step
+
+
+def seconds(step: Step, alone: bool = False) -> tuple[float, float]:
+    """The slowest process's, of the clock and of the CPU; ``alone``: only the first one works."""
+    dist.barrier()
+    clock, processor = time.perf_counter(), time.process_time()
+    if not alone or dist.get_rank() == 0:
+        step()
+    taken = torch.tensor([time.perf_counter() - clock, time.process_time() - processor])
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return float(taken[0]), float(taken[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=int, default=8192, help="tokens of the sequence")
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--groups", type=int, default=4, help="key/value heads")
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--rounds", type=int, default=5)
+    sizes = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    steps = entries(sizes, mesh)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    for turn in range(sizes.rounds + 1):
+        for name, step in steps.items():
+            taken = seconds(step, alone=name == "one process")
+            times[name] += [taken] if turn else []
+    if dist.get_rank() == 0:
+        clock = {name: statistics.median(value for value, _ in values) for name, values in times.items()}
+        print(table(sizes, clock, {name: min(value for _, value in values) for name, values in times.items()}))
+    dist.destroy_process_group()
+
+
+def entries(sizes: argparse.Namespace, mesh: dist.DeviceMesh) -> dict[str, Step]:
+    """By name."""
+    core, group = FusedAttention("flash", grouped=sizes.groups < sizes.heads and not sizes.bf16), Group.of(mesh)
+    cut = cut_sequences(1, sizes.length, group.size)
+    part = functools.partial(TokenLayout, 1, sizes.length // group.size, cut=cut)
+    steps = {"one process": attention_step(core, TokenLayout(1, sizes.length), sizes)}
+    for method in METHODS:
+        steps[method] = attention_step(context_parallel_attention(core, mesh, method), part(), sizes)
+    steps["p2p without transfers"] = without_transfers(steps["p2p"])
+    steps["transfers of p2p alone"] = transfers_alone(sizes, group)
+    return steps
+
+
+def table(sizes: argparse.Namespace, times: dict[str, float], processor: dict[str, float]) -> str:
+    """What was measured."""
+    ranks, dtype = dist.get_world_size(), "bf16" if sizes.bf16 else "fp32"
+    ideals = times["one process"] / ranks, processor["one process"] / ranks
+    lines = [
+        f"attention of {sizes.length:,} tokens, {sizes.heads} heads of {sizes.head_dim}, {sizes.groups} key/value "
+        f"heads, {dtype}, forward and backward, {ranks} processes of one thread, median of {sizes.rounds}",
+        "",
+        f"{'':<24} {'ms':>9} {'ideal / it':>11} {'CPU ms':>9} {'ideal / it':>11}",
+    ]
+    for name in times:
+        pairs = zip((times[name], processor[name]), ideals, strict=True)
+        lines.append(f"{name:<24}" + "".join(f" {1e3 * taken:>9.1f} {ideal / taken:>11.3f}" for taken, ideal in pairs))
+    shown = times["p2p"] - times["p2p without transfers"]
+    hidden = 1 - max(shown, 0.0) / times["transfers of p2p alone"]
+    return "\n".join([*lines, "", f"the ring hides {100 * hidden:.0f} % of its transfers"])
+
+
+if __name__ == "__main__":
+    main()

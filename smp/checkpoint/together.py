@@ -1,0 +1,79 @@
+"""Steps of a save or a load that all ranks take at the same time: what goes wrong on one of them is raised on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from smp.checkpoint.entries import CheckpointError, DamagedError
+from smp.checkpoint.lock import LockLostError
+from smp.config import ConfigError
+from smp.config.command import DamageError, exit_code, in_one_line
+from smp.parallel.agree import on_rank_zero, rank
+
+Part = TypeVar("Part")
+Answer = TypeVar("Answer")
+_KINDS = {TypeError: TypeError, DamageError: DamagedError, LockLostError: LockLostError}
+
+
+class _Failure(NamedTuple):
+    """What rank 0 hears of an error. Not the error itself: those of libraries need not bear a pickle."""
+
+    kind: type[Exception]
+    text: str
+    code: int
+
+
+def together(prefix: str, work: Callable[[], Part], finish: Callable[[list[Part]], Answer]) -> Answer:
+    """What ``finish`` makes on rank 0 of what ``work`` returns on each rank, in their order; on all ranks.
+
+    Raises:
+        TypeError, DamagedError, LockLostError: all that failed, on any rank or in ``finish``, was of this kind. All
+            ranks raise it, in one line that begins with ``prefix``.
+        CheckpointError: the same for anything else; also for several kinds, because a loader goes on after damage.
+    """
+    part, own, failure = None, None, None
+    try:
+        part = work()
+    except Exception as error:  # libraries raise what they like, and the other ranks wait
+        own, failure = error, _failure(error)
+    found = _gathered((part, failure))
+    try:
+        return on_rank_zero(lambda: _finished(prefix, found, finish), Exception)
+    except Exception as error:
+        raise error from error.__cause__ or own  # a cause that it has decides the exit code
+
+
+def _finished(prefix: str, found: list[Any], finish: Callable[[list[Part]], Answer]) -> Answer:
+    failures = [failure for _, failure in found if failure is not None]
+    if not failures:
+        try:
+            return finish([part for part, _ in found])
+        except Exception as error:
+            raise _summary(prefix, [_failure(error)]) from error
+    failed = next((failure.text for failure in failures if failure.code == 1), None)
+    raise _summary(prefix, failures) from (failed and OSError(failed))
+
+
+def _gathered(value: Any) -> list[Any]:
+    """The values of all ranks, on rank 0."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.gather_object(value, values if rank() == 0 else None, dst=0)
+    return values
+
+
+def _failure(error: Exception) -> _Failure:
+    known = isinstance(error, CheckpointError | ConfigError | DamageError | TypeError)
+    text = in_one_line(error) if known else f"rank {rank()}: {type(error).__name__}: {error}"
+    kind = next((raised for found, raised in _KINDS.items() if isinstance(error, found)), CheckpointError)
+    return _Failure(kind, text, exit_code(error))
+
+
+def _summary(prefix: str, failures: list[_Failure]) -> Exception:
+    kinds = {failure.kind for failure in failures}
+    kind = kinds.pop() if len(kinds) == 1 else CheckpointError
+    return kind(f"{prefix}{'; '.join(dict.fromkeys(failure.text for failure in failures))}")

@@ -1,0 +1,50 @@
+"""What the settings of positions must satisfy: kind, RoPE and its scalings."""
+
+from __future__ import annotations
+
+from smp.config.fields import given, require
+from smp.config.schema import ModelConfig
+
+_LLAMA3 = ("rope_low_freq_factor", "rope_high_freq_factor")
+
+
+def check_positions(model: ModelConfig) -> None:
+    """Check them in a model with its defaults filled in.
+
+    Raises:
+        ConfigError: one line that names the flag.
+    """
+    kind = model.position_embedding_type
+    _check_rope_scaling(model)
+    require(
+        not model.use_rope_scaling or model.rope_low_freq_factor < model.rope_high_freq_factor,
+        f"--rope-low-freq-factor {model.rope_low_freq_factor} must be below "
+        f"--rope-high-freq-factor {model.rope_high_freq_factor}",
+    )
+    assert model.kv_channels is not None, "filled in before"
+    rotated = model.rotary_channels
+    require(
+        kind != "rope" or (rotated > 0 and rotated % 2 == 0 and model.rotary_percent <= 1),
+        f"--rotary-percent {model.rotary_percent} of --kv-channels {model.kv_channels} rotates {rotated} channels: "
+        "RoPE needs an even number above 0 and at most all of them; change one of the two",
+    )
+
+
+def _check_rope_scaling(model: ModelConfig) -> None:
+    kind, fast, slow = model.rope_scaling_type, model.yarn_beta_fast, model.yarn_beta_slow
+    unused = {"linear": (*_LLAMA3, "rope_original_max_position"), "yarn": _LLAMA3, "llama3": ()}[kind]
+    named = given(model, *unused)
+    require(not named, f"{', '.join(named)} has no effect with --rope-scaling-type {kind}; leave it out")
+    if kind != "yarn":
+        return
+    require(fast > slow, f"--yarn-beta-fast {fast} must be above --yarn-beta-slow {slow}")
+    require(model.rotary_base > 1, f"--rope-scaling-type yarn needs --rotary-base above 1, not {model.rotary_base}")
+    require(
+        (model.yarn_mscale is None) == (model.yarn_mscale_all_dim is None),
+        "--yarn-mscale and --yarn-mscale-all-dim go together: give both or none",
+    )
+    require(
+        model.yarn_attention_factor is None or model.yarn_mscale is None,
+        f"--yarn-attention-factor {model.yarn_attention_factor} and --yarn-mscale {model.yarn_mscale} are both given; "
+        "give one",
+    )

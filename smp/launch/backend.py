@@ -1,0 +1,125 @@
+"""What every back-end does, and what all of them share: files of a job's folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from smp.config import ConfigError
+from smp.launch.job import Artifacts, Job
+
+Facts = dict[str, Any]
+"""What job.json holds: the name of the back-end, what it needs to submit the folder again, and the id of the job."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Where jobs run. All but ``artifacts`` work from the job's folder alone.
+
+    Attributes:
+        artifacts: the files of a job; job.json among them.
+        busy: says what a job of the folder does that has not ended; None when there is none.
+        submit: starts what the folder holds; returns the exit code and what is to be added to job.json.
+        state: one word and what is known beside it.
+        logs: shows them, and with True also what comes.
+        cancel: saves where the back-end allows it, and ends.
+    """
+
+    artifacts: Callable[[Job], Artifacts]
+    busy: Callable[[Path, Facts], str | None]
+    submit: Callable[[Path, Facts], tuple[int, Facts]]
+    state: Callable[[Path, Facts], str]
+    logs: Callable[[Path, Facts, bool], int]
+    cancel: Callable[[Path, Facts], None]
+
+
+def facts_artifact(job: Job, **facts: Any) -> Artifacts:
+    """The file job.json."""
+    return {"job.json": json.dumps({"backend": job.backend, "name": job.recipe.name, **facts}, indent=1) + "\n"}
+
+
+def read_facts(folder: Path) -> Facts:
+    """What job.json says.
+
+    Raises:
+        ConfigError: there is no job.
+    """
+    try:
+        facts = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise ConfigError(f"{folder} is not the folder of a job: it has no job.json") from None
+    assert isinstance(facts, dict)
+    return facts
+
+
+def write_artifacts(folder: Path, artifacts: Artifacts) -> None:
+    """Write all files of a job. Those of a job that went before are replaced, its checkpoints and logs stay."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in artifacts.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        if name.endswith((".sh", ".sbatch")):
+            path.chmod(0o755)
+
+
+def said(folder: Path) -> str:
+    """What the run itself says in its status file."""
+    try:
+        status = json.loads((folder / "status.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return "the run has not said anything yet"
+    return f"{status['status']} at iteration {status['iteration']}" + (
+        f": {status['reason']}" if status["reason"] else ""
+    )
+
+
+def ended(folder: Path) -> str | None:
+    """How the job ended, when nothing more is going to happen."""
+    try:
+        return str(json.loads((folder / "end.json").read_text(encoding="utf-8"))["end"])
+    except (OSError, ValueError):
+        return None
+
+
+def start_afresh(folder: Path) -> None:
+    """Forget that a job was cancelled or gave up; its checkpoints stay."""
+    for name in ("cancelled", "end.json", "tries.json"):
+        (folder / name).unlink(missing_ok=True)
+
+
+def run(words: Sequence[str], *, needed_for: str) -> str:
+    """The output of a command.
+
+    Raises:
+        ConfigError: the program is not installed.
+        OSError: it failed; with what it said.
+    """
+    if shutil.which(words[0]) is None:
+        raise ConfigError(f"{words[0]} is not installed, which {needed_for} needs")
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise OSError(f"{' '.join(words[:2])}: {(done.stderr or done.stdout).strip()}")
+    return done.stdout.strip()
+
+
+def follow(paths: Callable[[], Sequence[Path]], alive: Callable[[], bool]) -> None:
+    """Print files from their beginning, and what is written to them while ``alive``."""
+    places: dict[Path, int] = {}
+    while True:
+        last = not alive()
+        for path in paths():
+            if path.is_file():
+                with path.open("rb") as file:
+                    file.seek(places.get(path, 0))
+                    print(file.read().decode(errors="replace"), end="", flush=True)
+                    places[path] = file.tell()
+        if last:
+            return
+        time.sleep(0.2)

@@ -1,0 +1,116 @@
+"""Kinds of machines, and the environment of runs on several of them. Both are data: a user adds machines by
+``instances`` and overrides variables by ``env_vars``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from smp.config import ConfigError
+from smp.config.fields import did_you_mean
+from smp.launch.library import collection, load_yaml
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A kind of machine.
+
+    Attributes:
+        name: as its provider calls it.
+        devices: GPUs.
+        memory_gib: of one GPU.
+        efa: Elastic Fabric Adapters; 0: none.
+        rdma: whether a GPU's memory is read through them without the host.
+    """
+
+    name: str
+    devices: int
+    memory_gib: int = 0
+    efa: int = 0
+    rdma: bool = False
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One variable of the environment of a run on several nodes.
+
+    Attributes:
+        value: what it is set to.
+        efa: only with EFA.
+        source: where this is advised.
+    """
+
+    value: str
+    efa: bool
+    why: str
+    source: str
+
+
+VARIABLES: dict[str, Variable] = {
+    "FI_PROVIDER": Variable(
+        value="efa",
+        efa=True,
+        why="libfabric takes EFA and nothing slower in silence",
+        source="aws-ofi-nccl, README; awsome-distributed-training, EFA cheat sheet",
+    ),
+    "FI_EFA_USE_HUGE_PAGE": Variable(
+        value="0",
+        efa=True,
+        why="huge pages run out when data loaders fork, which ends in os.fork: cannot allocate memory",
+        source="awsome-distributed-training, EFA cheat sheet",
+    ),
+    "NCCL_SOCKET_IFNAME": Variable(
+        value="^lo,docker0,veth",
+        efa=False,
+        why="bootstrap over a network that the other nodes are on",
+        source="NCCL, environment variables",
+    ),
+}
+"""What is set on several nodes. PyTorch's own defaults (asynchronous error handling) are left alone."""
+
+
+def multi_node(instance: Instance | None) -> dict[str, str]:
+    """The environment of a run on several nodes of this kind."""
+    efa = instance is not None and instance.efa > 0
+    return {name: variable.value for name, variable in VARIABLES.items() if efa or not variable.efa}
+
+
+def known_instances() -> dict[str, Instance]:
+    """The kinds of machines of recipes_collection/instances.yaml."""
+    table = load_yaml(collection() / "instances.yaml")
+    return {str(name): Instance(name=str(name), **table[name]) for name in table}
+
+
+def find_instance(name: Any, own: Mapping[str, Any]) -> Instance | None:
+    """A kind of machine by name; ``ml.`` in front is SageMaker's.
+
+    Raises:
+        ConfigError: it is in no table; the line says what to give.
+    """
+    if name is None:
+        return None
+    name = str(name).removeprefix("ml.")
+    if name in own:
+        return _own(name, own[name])
+    known = known_instances()
+    if name in known:
+        return known[name]
+    raise ConfigError(
+        f"instance_type: how many GPUs has {name}{did_you_mean(name, known, '?')} To tell: "
+        f"+instances='{{{name}: {{devices: 8, efa: 0}}}}'"
+    )
+
+
+def _own(name: str, given: Any) -> Instance:
+    known = {item.name: item for item in fields(Instance) if item.name != "name"}
+    if not isinstance(given, Mapping) or "devices" not in given:
+        raise ConfigError(f"instances.{name}: expected devices and, where known, memory_gib, efa and rdma")
+    for key, value in given.items():
+        if key not in known:
+            raise ConfigError(f"instances.{name}.{key}: there is no such key{did_you_mean(str(key), known)}")
+        if not isinstance(value, bool if key == "rdma" else int):
+            raise ConfigError(
+                f"instances.{name}.{key}: {value!r} is not {'true or false' if key == 'rdma' else 'a number'}"
+            )
+    return Instance(name=name, **given)

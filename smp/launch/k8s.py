@@ -1,0 +1,316 @@
+"""Kubernetes: plain manifests, one per job. The default kind, an indexed Job behind a headless Service, needs nothing
+but Kubernetes; PyTorchJob (Kubeflow's training operator v1) and HyperPodPyTorchJob (SageMaker's) wrap the same pods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from smp.config import ConfigError
+from smp.config.fields import did_you_mean
+from smp.launch.backend import Backend, Facts, facts_artifact, run, said
+from smp.launch.job import Artifacts, Job, common_artifacts, to_yaml
+from smp.launch.library import collection, load_yaml
+from smp.launch.stages import only_training
+
+CONFIG, PORT = "/config", 29500
+KINDS = ("Job", "PyTorchJob", "HyperPodPyTorchJob")
+_FILES = ("settings.yaml", "train.sh", "supervise.py")
+"""What a pod needs of the job's folder."""
+_KUEUE = "kueue.x-k8s.io/queue-name"
+Object = dict[str, Any]
+
+
+def artifacts(job: Job) -> Artifacts:
+    """The files of a job."""
+    only_training(job)
+    cluster = job.cluster
+    known = load_yaml(collection() / "cluster" / "k8s.yaml")
+    if unknown := [key for key in cluster if key not in known]:
+        raise ConfigError(f"cluster.{unknown[0]}: there is no such key{did_you_mean(unknown[0], known)}")
+    kind = cluster.get("kind")
+    if kind not in KINDS:
+        raise ConfigError(f"cluster.kind: {kind} is none of {', '.join(KINDS)}")
+    if not job.tree.get("container"):
+        raise ConfigError("container is missing: cluster=k8s runs an image")
+    _check_folder(job)
+    name = job.recipe.name
+    host = f"{name}-0.{name}" if kind == "Job" else f"{name}-master-0"
+    words = f"--rdzv-backend c10d --rdzv-endpoint {host}:{PORT} --rdzv-id {name}"
+    # HyperPod's operator talks to its own agent, which takes torchrun's place and brings its rendezvous
+    agent = kind == "HyperPodPyTorchJob"
+    common = common_artifacts(job, "" if agent else words, files=CONFIG, runner="hyperpodrun" if agent else None)
+    files = {file: common[file] for file in _FILES if file in common}
+    manifest = [_config_map(job, files), *_workload(job, kind)]
+    facts = facts_artifact(
+        job, namespace=cluster["namespace"], context=cluster.get("kube_context"), resource=_resource(kind, name)
+    )
+    return {**common, "manifest.yaml": "---\n".join(map(to_yaml, manifest)), **facts}
+
+
+def _check_folder(job: Job) -> None:
+    """Checkpoints must outlive a pod."""
+    save = job.recipe.settings.get("save")
+    folder = str(save or job.folder)
+    mounts = [str(volume.get("mountPath", "")).rstrip("/") for volume in [*_volumes(job, "volumes"), *_claims(job)]]
+    held = any(folder == mount or folder.startswith(mount + "/") for mount in mounts if mount)
+    if not held and "://" not in folder and job.recipe.task != "custom":
+        raise ConfigError(
+            f"{'recipes.save' if save else 'base_results_dir'}: {folder} is on none of "
+            "cluster.persistent_volume_claims and cluster.volumes, so checkpoints would go with the pod; give one "
+            "whose mountPath holds it"
+        )
+
+
+def _volumes(job: Job, key: str) -> list[Object]:
+    found = [volume for volume in _list(job, key) if volume is not None]
+    needs = {"volumes": ("volumeName", "hostPath", "mountPath"), "persistent_volume_claims": ("claimName", "mountPath")}
+    for volume in found:
+        if not isinstance(volume, Mapping) or set(volume) != set(needs[key]):
+            raise ConfigError(f"cluster.{key}: {volume!r} must have {', '.join(needs[key])}")
+    return found
+
+
+def _claims(job: Job) -> list[Object]:
+    return _volumes(job, "persistent_volume_claims")
+
+
+def _list(job: Job, key: str) -> list[Any]:
+    value = job.cluster.get(key) or []
+    if not isinstance(value, list):
+        raise ConfigError(f"cluster.{key}: expected a list, not {value!r}")
+    return value
+
+
+def _mapping(job: Job, key: str) -> Object:
+    value = job.cluster.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"cluster.{key}: expected keys and values, not {value!r}")
+    return dict(value)
+
+
+def _metadata(job: Job, name: str | None = None) -> Object:
+    labels = {"app.kubernetes.io/name": job.recipe.name, **_mapping(job, "custom_labels")}
+    if job.cluster.get("queue_name"):
+        labels[_KUEUE] = job.cluster["queue_name"]
+    return _set(
+        name=name or job.recipe.name,
+        namespace=job.cluster["namespace"],
+        labels={key: str(value) for key, value in labels.items()},
+        annotations={key: str(value) for key, value in _mapping(job, "annotations").items()} or None,
+    )
+
+
+def _config_map(job: Job, files: Mapping[str, str]) -> Object:
+    """The resolved recipe and what runs it, seen by every pod under /config."""
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(job), "data": dict(files)}
+
+
+def _workload(job: Job, kind: str) -> list[Object]:
+    nodes, metadata = job.recipe.num_nodes, _metadata(job)
+    tries = int(job.tree["max_tries"])
+    pod = {"metadata": {"labels": metadata["labels"]}, "spec": _pod(job, kind)}
+    clean = job.cluster.get("cleanPodPolicy")
+    if kind == "Job":
+        if clean is not None:
+            raise ConfigError(f"cluster.cleanPodPolicy: {clean} goes with the kinds PyTorchJob and HyperPodPyTorchJob")
+        return [_service(job), _job(job, pod, tries)] if nodes > 1 else [_job(job, pod, tries)]
+    policy = _set(cleanPodPolicy=clean)
+    if kind == "PyTorchJob":
+        restart = job.cluster.get("restartPolicy") or "OnFailure"
+        roles = {"Master": 1, **({"Worker": nodes - 1} if nodes > 1 else {})}
+        # the operator injects its own rendezvous for every container named pytorch; torchrun's flags win over it
+        specs = {role: {"replicas": n, "restartPolicy": restart, "template": pod} for role, n in roles.items()}
+        spec: Object = {"runPolicy": {"backoffLimit": tries, **policy}, "pytorchReplicaSpecs": specs}
+        return [{"apiVersion": "kubeflow.org/v1", "kind": kind, "metadata": metadata, "spec": spec}]
+    spec = {
+        "nprocPerNode": str(job.recipe.devices),
+        "runPolicy": {"jobMaxRetryCount": tries, **policy},
+        "replicaSpecs": [{"name": "pods", "replicas": nodes, "template": pod}],
+    }
+    return [{"apiVersion": "sagemaker.amazonaws.com/v1", "kind": kind, "metadata": metadata, "spec": spec}]
+
+
+def _service(job: Job) -> Object:
+    """Gives the pods of the Job names that the others can look up."""
+    spec = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,  # they meet before any of them is ready
+        "selector": {"job-name": job.recipe.name},
+        "ports": [{"name": "rendezvous", "port": PORT}],
+    }
+    return {"apiVersion": "v1", "kind": "Service", "metadata": _metadata(job), "spec": spec}
+
+
+def _job(job: Job, pod: Object, tries: int) -> Object:
+    nodes = job.recipe.num_nodes
+    pod["spec"]["subdomain"] = job.recipe.name if nodes > 1 else None
+    pod["spec"] = _set(**pod["spec"])
+    spec = {
+        "completions": nodes,
+        "parallelism": nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": tries * nodes,  # one lost process ends the pods of all nodes
+        "podFailurePolicy": {
+            "rules": [
+                # a setting that cannot work fails again; a pod that the cluster took away is not the run's fault
+                {"action": "FailJob", "onExitCodes": {"containerName": "pytorch", "operator": "In", "values": [2]}},
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            ]
+        },
+        "template": pod,
+    }
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(job), "spec": spec}
+
+
+def _pod(job: Job, kind: str) -> Object:
+    cluster = job.cluster
+    volumes: list[Object] = [
+        {"name": "config", "configMap": {"name": job.recipe.name}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": str(cluster["shm_size"])}},
+    ]
+    mounts: list[Object] = [{"name": "config", "mountPath": CONFIG}, {"name": "shm", "mountPath": "/dev/shm"}]
+    for volume in _volumes(job, "volumes"):
+        volumes.append({"name": volume["volumeName"], "hostPath": {"path": volume["hostPath"]}})
+        mounts.append({"name": volume["volumeName"], "mountPath": volume["mountPath"]})
+    for claim in _claims(job):
+        volumes.append({"name": claim["claimName"], "persistentVolumeClaim": {"claimName": claim["claimName"]}})
+        mounts.append({"name": claim["claimName"], "mountPath": claim["mountPath"]})
+    restart = cluster.get("restartPolicy") or "Never"
+    if kind == "Job" and restart not in ("Never",):
+        raise ConfigError(f"cluster.restartPolicy: {restart} goes with the kinds PyTorchJob and HyperPodPyTorchJob")
+    return _set(
+        restartPolicy="Never" if kind == "Job" else None,
+        terminationGracePeriodSeconds=cluster["termination_seconds"],
+        hostNetwork=cluster.get("hostNetwork") or None,
+        dnsPolicy="ClusterFirstWithHostNet" if cluster.get("hostNetwork") else None,
+        serviceAccountName=cluster.get("service_account_name"),
+        priorityClassName=cluster.get("priority_class_name"),
+        nodeSelector={key: str(value) for key, value in _selector(job).items()} or None,
+        affinity=_affinity(job),
+        containers=[_container(job, mounts)],
+        volumes=volumes,
+    )
+
+
+def _selector(job: Job) -> Object:
+    own = _mapping(job, "nodeSelector")
+    instance = job.tree.get("instance_type")
+    if instance is None:
+        return own
+    return {"node.kubernetes.io/instance-type": instance, **own}
+
+
+def _container(job: Job, mounts: list[Object]) -> Object:
+    cluster = job.cluster
+    if cluster.get("pullPolicy") not in ("Always", "IfNotPresent", "Never"):
+        raise ConfigError(f"cluster.pullPolicy: {cluster.get('pullPolicy')} is none of Always, IfNotPresent, Never")
+    script = "\n".join([*map(str, _list(job, "pre_script")), f"bash {CONFIG}/train.sh"])
+    if after := _list(job, "post_script"):
+        script += " && code=0 || code=$?\n" + "\n".join(map(str, after)) + "\nexit $code"
+    else:  # the pod's first process hears of its end
+        script = script.replace(f"bash {CONFIG}", f"exec bash {CONFIG}")
+    security: Object = {"privileged": True} if cluster.get("privileged") else {"capabilities": {"add": ["IPC_LOCK"]}}
+    devices = _devices(job)
+    return _set(
+        name="pytorch",
+        image=str(job.tree["container"]),
+        imagePullPolicy=cluster["pullPolicy"],
+        command=["bash", "-c", script],
+        resources={"limits": devices, "requests": dict(devices)} if devices else None,
+        securityContext=security,
+        volumeMounts=mounts,
+    )
+
+
+def _devices(job: Job) -> Object:
+    """What is asked for of a machine: GPUs, and EFA where it has that: without, NCCL would take TCP and say nothing."""
+    efa = job.instance.efa if job.instance is not None and job.recipe.num_nodes > 1 else 0
+    return {"nvidia.com/gpu": str(job.recipe.devices)} | ({"vpc.amazonaws.com/efa": str(efa)} if efa else {})
+
+
+def _affinity(job: Job) -> Object | None:
+    selector = _mapping(job, "label_selector")
+    if unknown := set(selector) - {"required", "preferred", "weights"}:
+        raise ConfigError(f"cluster.label_selector.{sorted(unknown)[0]}: there are required, preferred and weights")
+    required, preferred = selector.get("required") or {}, selector.get("preferred") or {}
+    weights = selector.get("weights") or [100] * len(preferred)
+    if not isinstance(required, Mapping) or not isinstance(preferred, Mapping) or len(weights) != len(preferred):
+        raise ConfigError(
+            "cluster.label_selector: required and preferred are {label: [values]}, weights one per preferred"
+        )
+    affinity = _set(
+        requiredDuringSchedulingIgnoredDuringExecution={"nodeSelectorTerms": [_term(required)]} if required else None,
+        preferredDuringSchedulingIgnoredDuringExecution=[
+            {"weight": weight, "preference": _term({label: values})}
+            for weight, (label, values) in zip(weights, preferred.items(), strict=True)
+        ]
+        or None,
+    )
+    return {"nodeAffinity": affinity} if affinity else None
+
+
+def _term(labels: Mapping[str, Any]) -> Object:
+    wanted = {label: values if isinstance(values, list) else [values] for label, values in labels.items()}
+    return {
+        "matchExpressions": [
+            {"key": label, "operator": "In", "values": [str(value) for value in values]}
+            for label, values in wanted.items()
+        ]
+    }
+
+
+def _set(**values: Any) -> Object:
+    """A mapping without what is not set."""
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _resource(kind: str, name: str) -> str:
+    group = {"Job": "job.batch", "PyTorchJob": "pytorchjob.kubeflow.org"}
+    return f"{group.get(kind, 'hyperpodpytorchjob.sagemaker.amazonaws.com')}/{name}"
+
+
+def _kubectl(facts: Facts, *words: str) -> str:
+    where = [*(["--context", facts["context"]] if facts["context"] else []), "--namespace", facts["namespace"]]
+    return run(["kubectl", *where, *words], needed_for="cluster=k8s")
+
+
+def busy(folder: Path, facts: Facts) -> str | None:
+    """What is true of a job that has not ended."""
+    if not facts.get("id") or not _kubectl(facts, "get", facts["resource"], "-o", "name", "--ignore-not-found"):
+        return None
+    conditions = _conditions(facts)
+    return None if {"Complete", "Failed", "Succeeded", "Completed"} & set(conditions) else "waiting or running"
+
+
+def _conditions(facts: Facts) -> list[str]:
+    path = "jsonpath={range .status.conditions[?(@.status=='True')]}{.type} {end}"
+    return _kubectl(facts, "get", facts["resource"], "-o", path).split()
+
+
+def submit(folder: Path, facts: Facts) -> tuple[int, Facts]:
+    """kubectl apply; what is left of a job of the same name goes first, because a finished Job cannot be changed."""
+    _kubectl(facts, "delete", facts["resource"], "--ignore-not-found")
+    print(_kubectl(facts, "apply", "-f", str(folder / "manifest.yaml")))
+    return 0, {"id": facts["resource"]}
+
+
+def state(folder: Path, facts: Facts) -> str:
+    """What Kubernetes says and, where the job's folder is seen from here, the run."""
+    conditions = ", ".join(_conditions(facts)) or "waiting or running"
+    return f"{conditions} ({facts['resource']}); the run says {said(folder)}"
+
+
+def logs(folder: Path, facts: Facts, more: bool) -> int:
+    """Show the first pod's log."""
+    print(_kubectl(facts, "logs", facts["resource"], "--tail=-1", *(["--follow"] if more else [])))
+    return 0
+
+
+def cancel(folder: Path, facts: Facts) -> None:
+    """Delete the job; its pods have cluster.termination_seconds to save."""
+    _kubectl(facts, "delete", facts["resource"], "--wait=false")
+
+
+BACKEND = Backend(artifacts=artifacts, busy=busy, submit=submit, state=state, logs=logs, cancel=cancel)

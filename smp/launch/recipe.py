@@ -1,0 +1,300 @@
+"""A composed recipe, in either dialect, as the settings of an entry point and where they run.
+
+Ours: keys at the top of the file are settings, under the flags' own names; ``run`` and ``trainer`` say where.
+HyperPod's v1: sections ``model`` and ``exp_manager`` are translated by :mod:`smp.launch.hyperpod`. Settings at the top
+work there too, and win. ``training_cfg`` makes it a job of a script of the user's own.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
+
+from smp.config import Config, ConfigError, Layout, resolve
+from smp.config.cli import build_tree
+from smp.config.entry_points import FINETUNE, PRETRAIN, EntryPoint
+from smp.config.fields import Setting, as_text, did_you_mean, settings
+from smp.config.finetune import fill_in
+from smp.launch.hyperpod import KEYS, Translated, flatten, translate
+from smp.models.presets import PRESETS
+
+Task = Literal["pretrain", "finetune", "custom"]
+_WHERE = {
+    "run": ("name", "time_limit", "task", "base_model"),
+    "trainer": ("num_nodes", "devices"),
+}
+"""Keys of both dialects."""
+_SCRIPT = ("entry_script", "entry_module", "script_args", "run")
+_VOCABULARY = 32000  # to check a recipe with, when only its tokenizer or its folder says it
+_TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
+_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What runs, on how much.
+
+    Attributes:
+        name: of the job.
+        task: which entry point, or a script of the user's own.
+        num_nodes, devices: nodes, and processes on each.
+        time_limit: as sbatch takes it.
+        settings: of the entry point, by name.
+        script: words after ``torchrun`` of a script of the user's own.
+        config: the settings resolved, as far as a head node can; None for a script.
+        missing: settings that have to be given before the job can run.
+        notes: keys that change nothing here, and why.
+    """
+
+    name: str
+    task: Task
+    num_nodes: int
+    devices: int
+    time_limit: str | None
+    settings: dict[str, Any] = field(default_factory=dict)
+    script: tuple[str, ...] = ()
+    config: Config | None = None
+    missing: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.num_nodes * self.devices
+
+    @property
+    def seconds(self) -> int | None:
+        """The time limit as sbatch reads it: [days-]hours[:minutes[:seconds]] with days, minutes[:seconds] without."""
+        if self.time_limit is None:
+            return None
+        days, dash, clock = self.time_limit.rpartition("-")
+        parts = [int(part) for part in clock.split(":")]
+        if dash or len(parts) == 3:
+            hours, minutes, rest = [*parts, 0, 0][:3]
+        else:
+            hours, (minutes, rest) = 0, [*parts, 0][:2]
+        return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + rest
+
+
+def read_recipe(tree: Mapping[str, Any], stem: str) -> Recipe:
+    """Read a composed recipe.
+
+    Args:
+        tree: its keys, interpolations resolved.
+        stem: name of the job if it gives none.
+
+    Raises:
+        ConfigError: one line that names the key.
+    """
+    if "training_cfg" in tree:
+        return _read_script(_section(tree, "training_cfg"), stem)
+    where = {name: _section(tree, name) for name in _WHERE}
+    own, leaves = _split(tree, where)
+    translated = translate(leaves) if leaves else Translated(finetune=False)
+    tuned = translated.finetune if leaves else not own.keys() <= settings(PRETRAIN).keys()
+    task = where["run"].get("task") or ("finetune" if tuned else "pretrain")
+    if task not in ("pretrain", "finetune"):
+        raise ConfigError(f"run.task: {task} is neither pretrain nor finetune")
+    base = where["run"].get("base_model")
+    if base is not None and task == "pretrain":
+        raise ConfigError(f"run.base_model: {base} says what is fine-tuned; for pretraining give model")
+    recipe = Recipe(
+        name=_name(where["run"].get("name") or stem),
+        task=cast(Task, task),
+        num_nodes=_count(where["trainer"], "num_nodes"),
+        devices=_count(where["trainer"], "devices"),
+        time_limit=_time(where["run"].get("time_limit")),
+        notes=tuple(translated.notes),
+    )
+    values = _parsed(translated.values, recipe, translated=True) | _parsed(own, recipe)
+    shape = _parsed(translated.shape, replace(recipe, task="pretrain"), translated=True)
+    missing = _missing(recipe, values)
+    saved = {"save": "the job's folder", **values}
+    config = _checked(recipe, saved, shape or _preset("run.base_model", base), bool(missing))
+    return replace(recipe, settings=values, config=config, missing=missing)
+
+
+def _split(tree: Mapping[str, Any], where: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings under their own names, and leaves of the v1 dialect."""
+    known = settings(PRETRAIN).keys() | settings(FINETUNE).keys()
+    own = {str(key): value for key, value in tree.items() if key in known and not isinstance(value, Mapping)}
+    rest = {key: value for key, value in tree.items() if key not in own and key not in where}
+    for name, section in where.items():
+        rest[name] = {key: value for key, value in section.items() if key not in _WHERE[name]}
+    leaves = flatten({key: value for key, value in rest.items() if value != {}})
+    sections = {name.partition(".")[0] for name in KEYS}
+    for name in leaves:
+        if name.partition(".")[0] not in sections:
+            raise ConfigError(f"{name}: there is no such key{did_you_mean(name, [*known, *sections, 'training_cfg'])}")
+    if not any(name.startswith(("model.", "exp_manager.")) for name in leaves):
+        for name in leaves:
+            _refuse_v1(name)
+    return own, leaves
+
+
+def _refuse_v1(name: str) -> None:
+    """In a recipe of our dialect a key of the other one has no place; say the setting that it stands for."""
+    section, _, key = name.partition(".")
+    hint = f": that is {KEYS[name].text} here" if name in KEYS else did_you_mean(key, _WHERE.get(section, ()))
+    raise ConfigError(f"{name}: there is no such key in this recipe{hint}")
+
+
+def _section(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
+    section = tree.get(name)
+    if section is None:
+        return {}
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"{name}: expected keys and values, not {section!r}")
+    return {str(key): value for key, value in section.items()}
+
+
+def _count(section: Mapping[str, Any], name: str) -> int:
+    value = section.get(name, 1)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"trainer.{name}: {value!r} is not a number of {name.removeprefix('num_')} above 0")
+    return value
+
+
+def _name(value: Any) -> str:
+    """A name that Kubernetes, SageMaker and Slurm all take."""
+    name = re.sub(r"[._]", "-", str(value))
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"run.name: {value!r} must be of a-z, 0-9 and -, at most 63 of them")
+    return name
+
+
+def _time(value: Any) -> str | None:
+    if value is None or _TIME.fullmatch(str(value)):
+        return None if value is None else str(value)
+    raise ConfigError(f"run.time_limit: {value!r} is no time, such as 6-00:00:00, 12:00:00 or 90 (minutes)")
+
+
+def _read_script(section: Mapping[str, Any], stem: str) -> Recipe:
+    for key in section:
+        if key not in _SCRIPT:
+            raise ConfigError(f"training_cfg.{key}: there is no such key{did_you_mean(key, _SCRIPT)}")
+    run = _section(section, "run")
+    for key in run:
+        if key not in ("name", "nodes", "ntasks_per_node", "time_limit"):
+            raise ConfigError(f"training_cfg.run.{key}: there is no such key; there are name, nodes, ntasks_per_node")
+    script, module = section.get("entry_script"), section.get("entry_module")
+    if (script is None) == (module is None):
+        raise ConfigError("training_cfg: give one of entry_script and entry_module")
+    sizes = {"num_nodes": run.get("nodes", 1), "devices": run.get("ntasks_per_node", 1)}
+    return Recipe(
+        name=_name(run.get("name") or stem),
+        task="custom",
+        num_nodes=_count(sizes, "num_nodes"),
+        devices=_count(sizes, "devices"),
+        time_limit=_time(run.get("time_limit")),
+        script=(*((str(script),) if script else ("-m", str(module))), *_script_words(section.get("script_args"))),
+    )
+
+
+def _script_words(arguments: Any) -> list[str]:
+    """HyperPod writes arguments as a list of ``--flag: value``; a list of words or a line of them is taken too."""
+    if arguments is None:
+        return []
+    if isinstance(arguments, str):
+        return shlex.split(arguments)
+    words: list[str] = []
+    for item in arguments if isinstance(arguments, list) else [arguments]:
+        pairs = item.items() if isinstance(item, Mapping) else [(item, None)]
+        words += [str(word) for pair in pairs for word in pair if word is not None]
+    return words
+
+
+def _parsed(values: Mapping[str, Any], recipe: Recipe, translated: bool = False) -> dict[str, Any]:
+    """Values by the rules of flags."""
+    table = settings(_entry(recipe.task))
+    return {
+        name: _value(table, name, value, recipe)
+        for name, value in values.items()
+        if value is not None or not translated
+    }
+
+
+def _value(table: Mapping[str, Setting], name: str, value: Any, recipe: Recipe) -> Any:
+    if name not in table:
+        raise ConfigError(f"{name}: {_script_of(recipe)} has no such setting{did_you_mean(name, table)}")
+    setting = table[name]
+    if isinstance(value, list) and setting.many:
+        value = shlex.join(map(str, value))
+    if isinstance(value, list | Mapping):
+        raise ConfigError(f"{name}: expected one value, not {value!r}")
+    if value is None and not setting.optional:
+        raise ConfigError(f"{name} needs a value")
+    return None if value is None else setting.parse(as_text(value), name)
+
+
+def _entry(task: Task) -> EntryPoint:
+    return FINETUNE if task == "finetune" else PRETRAIN
+
+
+def _script_of(recipe: Recipe) -> str:
+    return "finetune.py" if recipe.task == "finetune" else "pretrain_gpt.py"
+
+
+def _preset(key: str, name: Any) -> dict[str, Any]:
+    if name is None:
+        return {}
+    if name not in PRESETS:
+        raise ConfigError(f"{key}: there is no named size {name}{did_you_mean(str(name), PRESETS)}")
+    return dict(PRESETS[name])
+
+
+def _missing(recipe: Recipe, values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Settings without which the run would refuse to start, that say nothing about the layout."""
+    data = any(values.get(name) for name in ("data_path", "data_args_path", "train_data_path", "mock_data"))
+    length = any(values.get(name) for name in ("train_iters", "train_samples", "train_epochs"))
+    gone = [] if data else ["data_path"]
+    gone += [] if length else ["train_iters"]
+    if recipe.task == "finetune":
+        gone += [] if values.get("load") else ["load"]
+    elif not any((values.get("tokenizer_model"), values.get("vocab_size"), _sized(values).get("vocab_size"))):
+        gone.append("tokenizer_model")
+    return tuple(gone)
+
+
+def _sized(values: Mapping[str, Any]) -> dict[str, Any]:
+    return _preset("model", values.get("model"))
+
+
+def _checked(recipe: Recipe, values: Mapping[str, Any], shape: Mapping[str, Any], incomplete: bool) -> Config | None:
+    """The settings resolved as the run would, or ConfigError. The model of a fine-tuning run may not be known here."""
+    world, entry = recipe.world_size, _entry(recipe.task)
+    if recipe.task == "pretrain":
+        guessed: dict[str, Any] = {"vocab_size": _VOCABULARY} if incomplete else {}
+        known = guessed | _sized(values)
+        config = build_tree(entry, {**known, **values, **_dry(values, incomplete)})
+        return _planned(resolve(config, world), world)
+    if "model" in values:
+        raise ConfigError("model: the architecture is that of the folder in load; leave it out")
+    complete = {"load": "MODEL", "data_path": "DATA", "train_iters": 1}
+    given = {name: value for name, value in values.items() if value is not None}
+    if any(name in given for name in ("train_epochs", "train_samples")):
+        del complete["train_iters"]
+    config = fill_in(build_tree(entry, {**complete, **given}))
+    if not shape:
+        Layout.from_config(config.parallel, world)
+        return None
+    of_folder = {"vocab_size": _VOCABULARY} | dict(shape)
+    config = replace(config, model=replace(config.model, **of_folder), training=replace(config.training, dry_run=True))
+    return _planned(resolve(config, world), world)
+
+
+def _dry(values: Mapping[str, Any], incomplete: bool) -> dict[str, Any]:
+    """What lets an incomplete recipe be checked."""
+    return {"dry_run": True} if incomplete or values.get("dry_run") else {}
+
+
+def _planned(config: Config, world: int) -> Config:
+    layout = Layout.from_config(config.parallel, world)
+    if layout.pp > 1:
+        from smp.pipeline.plan import plan_pipeline  # imports what a recipe without a pipeline does not need
+
+        plan_pipeline(config, layout)
+    return config

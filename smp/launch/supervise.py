@@ -1,0 +1,224 @@
+"""Runs a job's command again until it is done, has to wait, or makes no progress. A copy is in every job's folder.
+
+    python3 supervise.py job FOLDER CHECKPOINTS MAX_TRIES [--requeue] -- COMMAND...    once per job
+    python3 supervise.py node STATUS_FILE -- COMMAND...                                once per node, around torchrun
+
+Only the standard library, Python >= 3.8, no other file of this project: it runs on hosts that have nothing installed.
+
+``job`` reads from FOLDER/status.json, which rank 0 of the training writes, why a run ended. "done" ends the job.
+"bad_config" would fail again and ends it too. "requeue" (a signal or a clock) queues it again or, without --requeue,
+starts it again. Anything else ("failed", or still "running" because it was killed) is tried again. A try counts as lost
+when it left no newer checkpoint than the one before it; after MAX_TRIES lost ones in a row the job gives up. The count
+is kept in FOLDER/tries.json, so that it survives the node.
+
+``node`` exists because torchrun answers SIGTERM by giving its workers 30 seconds. The signal goes to the workers
+instead: each of them saves and ends, and torchrun with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+    from typing import Any
+
+    Process = subprocess.Popen[bytes]
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+EXIT_REQUEUE = 75
+"""EX_TEMPFAIL of sysexits.h: not done, and to be started again."""
+EXIT_CODES = {"done": 0, "requeue": EXIT_REQUEUE, "bad_config": 2}
+
+
+def read_json(path: str, default: Any) -> Any:
+    """What a file says, or ``default`` when it is not there or broken."""
+    try:
+        with open(path) as file:
+            return json.load(file)
+    except (OSError, ValueError):
+        return default
+
+
+def write_json(path: str, value: Any) -> None:
+    """Write atomically."""
+    with open(path + ".tmp", "w") as file:
+        json.dump(value, file)
+        file.write("\n")
+    os.replace(path + ".tmp", path)
+
+
+def say(text: str) -> None:
+    """A line of this program in the job's log."""
+    print("launcher: " + text, flush=True)
+
+
+class Child:
+    """A running command that is asked to stop when this process is.
+
+    Args:
+        command: words.
+        pass_on: called with the process when a stop is asked for.
+    """
+
+    def __init__(self, command: list[str], pass_on: Callable[[Process], None]) -> None:
+        self.asked: str | None = None
+        self._pass_on = pass_on
+        self._process: Process | None = None
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._stop)
+        # a session of its own: Ctrl-C would reach torchrun too, which would kill its workers while they save
+        self._process = subprocess.Popen(command, start_new_session=True)
+        if self.asked is not None:
+            pass_on(self._process)
+
+    def wait(self) -> int:
+        """The exit code."""
+        assert self._process is not None, "started"
+        return self._process.wait()
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        process = self._process
+        if process is not None and self.asked is not None and number == signal.SIGINT:  # somebody is at the keyboard
+            os.killpg(process.pid, signal.SIGKILL)
+            sys.exit(130)
+        self.asked = self.asked or signal.Signals(number).name
+        if process is not None:
+            self._pass_on(process)
+
+
+def to_workers(process: Process) -> None:
+    """SIGTERM to the children of a torchrun; to itself while it has none."""
+    workers = children(process.pid)
+    for pid in workers:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    if not workers and process.poll() is None:
+        process.terminate()
+
+
+def children(pid: int) -> list[int]:
+    """Process ids of the children of ``pid``."""
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children") as file:
+            return [int(word) for word in file.read().split()]
+    except OSError:  # not Linux, or a kernel without that file
+        found = subprocess.run(["pgrep", "-P", str(pid)], stdout=subprocess.PIPE, check=False)
+        return [int(word) for word in found.stdout.split()]
+
+
+def to_nodes(process: Process) -> None:
+    """SIGUSR1 to srun, which hands it to every task (it answers SIGTERM with SIGKILL for all), or to the one node."""
+    process.send_signal(signal.SIGUSR1)
+
+
+def node(status_file: str, command: list[str]) -> int:
+    """Run torchrun; the exit code says why the run ended, which torchrun's own does not."""
+    child = Child(command, to_workers)
+    code = child.wait()
+    said = read_json(status_file, {}).get("status")
+    if said is None and child.asked is not None:
+        return EXIT_REQUEUE
+    if said is None and code == 0:
+        return 0  # a script of the user's own, which writes no status file
+    return EXIT_CODES.get(said, code if code > 0 else 1)
+
+
+def progress(folder: str, checkpoints: str) -> Any:
+    """What changes when a run has got further: its newest checkpoint or, in an object store, its iteration."""
+    if "://" in checkpoints:
+        return read_json(os.path.join(folder, "status.json"), {}).get("iteration", 0)
+    try:
+        with open(os.path.join(checkpoints, "latest")) as file:
+            return file.read().strip()
+    except OSError:
+        return "none"
+
+
+def count_try(folder: str, checkpoints: str) -> int:
+    """Number of tries in a row, this one included, that began with the same progress."""
+    path = os.path.join(folder, "tries.json")
+    before, now = read_json(path, {}), progress(folder, checkpoints)
+    tries = before.get("tries", 0) + 1 if before.get("progress") == now else 1
+    write_json(path, {"tries": tries, "progress": now})
+    return int(tries)
+
+
+def lock(folder: str) -> Any:
+    """Hold the folder until this process ends; None when another one does."""
+    file = open(os.path.join(folder, "lock"), "a+")  # noqa: SIM115 - stays open as long as this process
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return None
+    except OSError as error:  # a file system without locks
+        say(f"no lock on {folder}: {error}")
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
+
+
+def job(folder: str, checkpoints: str, max_tries: int, requeue: bool, command: list[str]) -> int:
+    """Run a job to its end. Returns the exit code."""
+    os.makedirs(folder, exist_ok=True)
+    held = lock(folder)
+    if held is None:
+        say(f"another job is running in {folder}")
+        return 2
+    end_file, status_file = os.path.join(folder, "end.json"), os.path.join(folder, "status.json")
+    while count_try(folder, checkpoints) <= max_tries:
+        if os.path.exists(status_file):
+            os.remove(status_file)
+        child = Child(command, to_nodes)
+        code = child.wait()
+        status = read_json(status_file, {})
+        said = status.get("status", "nothing")
+        say(f"the run ended with {code} and says {said}: {status.get('reason', '')}")
+        end = decide(said, code, child.asked, os.path.exists(os.path.join(folder, "cancelled")))
+        if end == "again" or (end == "requeue" and child.asked is None and not requeue):
+            time.sleep(1)
+            continue
+        if end == "requeue" and requeue and child.asked in (None, "SIGUSR1"):  # SIGTERM: the scheduler takes the job
+            say("queueing the job again")
+            return subprocess.call(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]])
+        write_json(end_file, {"end": end})
+        say(end)
+        return {"done": 0, "cancelled": 0, "bad_config": 2}.get(end, EXIT_REQUEUE)
+    say(f"giving up: {max_tries} tries in a row left no newer checkpoint than {progress(folder, checkpoints)}")
+    write_json(end_file, {"end": "gave up"})
+    return 1
+
+
+def decide(said: str, code: int, asked: str | None, cancelled: bool) -> str:
+    """What comes after a run that ended."""
+    if said in ("done", "bad_config"):
+        return said
+    if said == "nothing" and code == 0 and asked is None:
+        return "done"  # a script of the user's own
+    if cancelled:
+        return "cancelled"
+    return "requeue" if said == "requeue" or asked is not None else "again"
+
+
+def main(words: list[str]) -> int:
+    """Do what a command line says."""
+    split = words.index("--")
+    options, command = words[:split], words[split + 1 :]
+    if options[0] == "node":
+        return node(options[1], command)
+    _, folder, checkpoints, max_tries, *rest = options
+    return job(folder, checkpoints, int(max_tries), "--requeue" in rest, command)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,50 @@
+"""YAML as settings of a run read it. PyYAML follows YAML 1.1, where 12:00:00 is 43200, 010 is 8 and 3e-4 is text."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, ClassVar
+
+import yaml
+
+_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Loader(_Base):  # type: ignore[misc]
+    """Numbers are decimal; there are no dates; a key is given once."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
+        letter: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] in ("null", "bool", "merge")]
+        for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
+        for key in keys:
+            if keys.count(key) > 1 and key != "<<":
+                raise yaml.constructor.ConstructorError(None, None, f"{key} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _number(loader: Any, node: Any) -> int | float:
+    text = loader.construct_scalar(node).replace("_", "")
+    return int(text) if re.fullmatch(r"[-+]?\d+", text) else float(text)
+
+
+_NUMBER = "tag:smp:number"
+_Loader.add_constructor(_NUMBER, _number)
+_Loader.add_implicit_resolver(
+    _NUMBER, re.compile(r"[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)([eE][-+]?\d+)?$"), list("-+.0123456789")
+)
+
+
+def load_text(text: str) -> Any:
+    """What a text of YAML says.
+
+    Raises:
+        ValueError: it is no YAML; one line with the place.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        raise ValueError(" ".join(str(error).split())) from None

@@ -1,0 +1,203 @@
+"""--cp-comm-type auto: the way of exchanging that costs least time by a model, which it prints.
+
+The model knows bytes, links, FLOPs and how many calls a kernel gets, and nothing is measured, so that a run and its
+resume choose alike. Exchanges of a ring hide behind the blocks that are computed meanwhile, those of an all-gather
+behind the heads before; an all-to-all hides behind nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from smp.layers.context_parallel.cost import Exchanged, bytes_sent, key_copies
+
+BACKWARD = 2.5
+"""FLOPs of the backward pass of a fused kernel / forward."""
+GATHERED_BYTES = 128 << 20
+"""Of keys and values that an all-gather collects at once, but at least one head."""
+
+
+def heads_at_once(groups: int, bytes_of_one: int) -> int:
+    """Key/value heads that an all-gather collects at a time, of ``groups``."""
+    return min(max(GATHERED_BYTES // bytes_of_one, 1), groups)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Round numbers of one process's device and links.
+
+    Attributes:
+        flops: of attention, per second.
+        inside, between: bytes per second that a process sends inside of a node, and from node to node.
+        message: seconds of an exchange without bytes.
+        call: seconds of a kernel's call without work.
+        one_call: a kernel takes documents of any lengths in one call.
+        local: consecutive ranks of a context-parallel group on a node.
+    """
+
+    flops: float
+    inside: float
+    between: float
+    message: float
+    call: float
+    one_call: bool
+    local: int = 8
+
+
+H100 = Machine(flops=500e12, inside=400e9, between=45e9, message=20e-6, call=10e-6, one_call=True)
+CPU = Machine(flops=50e9, inside=2e9, between=1e9, message=300e-6, call=50e-6, one_call=False)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one layer and micro-batch, forward and backward.
+
+    Attributes:
+        kind, heads_group: --cp-comm-type, and of a2a+p2p the ranks that exchange heads.
+        sent: bytes, of a process.
+        exchange, waiting: seconds that exchanges take, and that nothing is computed meanwhile.
+        calls: seconds of kernels' calls.
+    """
+
+    kind: str
+    heads_group: int
+    sent: int
+    exchange: float
+    waiting: float
+    calls: float
+
+    @property
+    def cost(self) -> float:
+        """Seconds beside the computation itself, which all ways share."""
+        return self.waiting + self.calls
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is best, and the table that says why."""
+
+    best: Estimate
+    lines: tuple[str, ...]
+
+
+def attention_flops(of: Exchanged, length: int, *, window: int | None = None, document: int | None = None) -> float:
+    """Of one layer's forward pass on one process, causal: 4 x head_dim for each head and pair that is seen.
+
+    Args:
+        of: sizes.
+        length: of whole sequences.
+        window: of the layer.
+        document: mean length of documents; None: as long as a sequence.
+    """
+    longest = min(length, document or length)
+    seen = (longest + 1) / 2
+    if window is not None and window < longest:
+        seen = window - window * (window - 1) / (2 * longest)  # the first tokens have fewer before them
+    return 4.0 * of.head_dim * of.heads * of.tokens * seen
+
+
+def choose_comm_type(
+    of: Exchanged,
+    length: int,
+    machine: Machine,
+    *,
+    window: int | None = None,
+    document: int | None = None,
+    compiled: bool = False,
+) -> Choice:
+    """The cheapest of p2p, all_gather, a2a and a2a+p2p that this model can use.
+
+    Args:
+        of: sizes of one layer's attention on one process.
+        length: of whole sequences.
+        machine: what links and kernels do.
+        window: of the layers.
+        document: mean length of documents; None: a sequence is one document.
+        compiled: blocks go through torch.compile, where documents exclude what computes them block by block.
+    """
+    flops = attention_flops(of, length, window=window, document=document)
+    documents = 1 if document is None else max(of.cp * of.tokens // document, 1)
+    found = [_estimate(kind, size, of, flops, documents, machine) for kind, size in _ways(of, compiled and document)]
+    if not found:
+        raise ValueError(f"{of.heads} heads on each of {of.cp} processes: nothing takes documents under torch.compile")
+    best = min(found, key=lambda estimate: estimate.cost)
+    seconds = (1 + BACKWARD) * flops / machine.flops
+    lines = [f"context parallelism of {of.cp}, one layer: {1e3 * seconds:.3g} ms of attention; beside it", _HEADER]
+    lines += [_row(estimate, chosen=estimate is best) for estimate in found]
+    return Choice(best, tuple(lines))
+
+
+_HEADER = "  --cp-comm-type     MiB sent   exchange ms    waiting ms      calls ms"
+
+
+def _row(e: Estimate, *, chosen: bool) -> str:
+    name = f"{e.kind} {e.heads_group}" if e.kind == "a2a+p2p" else e.kind
+    numbers = f"{e.sent / 2**20:>10.1f} {1e3 * e.exchange:>13.3g} {1e3 * e.waiting:>13.3g} {1e3 * e.calls:>13.3g}"
+    return f"  {name:<16} {numbers}{'   chosen' * chosen}"
+
+
+def _ways(of: Exchanged, whole_only: int | bool | None) -> Iterator[tuple[str, int]]:
+    """(kind, ranks that exchange heads); of equals the first is chosen: an all-to-all has the bits of one rank."""
+    if of.heads % of.cp == 0:
+        yield "a2a", of.cp
+    if whole_only:
+        return
+    yield "all_gather", 1
+    yield "p2p", 1
+    for size in range(2, of.cp):
+        if of.cp % size == 0 and of.heads % size == 0:
+            yield "a2a+p2p", size
+
+
+def _estimate(kind: str, size: int, of: Exchanged, flops: float, documents: int, machine: Machine) -> Estimate:
+    of = replace(of, heads_group=size if kind == "a2a+p2p" else 1)
+    forward, backward = bytes_sent(kind, of)
+    compute = flops / machine.flops
+    exchange = waiting = 0.0
+    steps = of.cp // size if kind in ("p2p", "a2a+p2p") else 1
+    blocks = 2 if machine.one_call else 2 * documents
+    calls = 2 * machine.call * (1 if kind == "a2a" else steps * blocks)  # forward and backward
+    if kind in ("a2a", "a2a+p2p"):
+        heads = replace(of, cp=size)
+        exchange = waiting = sum(_all_to_all(sent, size, machine) for sent in bytes_sent("a2a", heads))
+    if steps > 1:
+        copies = key_copies(of.heads, of.groups, size)
+        ring = replace(of, groups=of.groups * copies, cp=steps)
+        taken, exposed = _ring(ring, compute, _speed(of.cp, machine), machine.message)
+        exchange, waiting = exchange + taken, waiting + exposed
+    if kind == "all_gather":
+        exchange, waiting = _all_gather(of, compute, _speed(of.cp, machine), machine.message)
+    return Estimate(kind, size, forward + backward, exchange, waiting, calls)
+
+
+def _speed(ranks: int, machine: Machine) -> float:
+    """Of the slowest link around all ranks."""
+    return machine.inside if ranks <= machine.local else machine.between
+
+
+def _all_to_all(sent: int, size: int, machine: Machine) -> float:
+    near = (min(size, machine.local) - 1) / (size - 1)
+    return 2 * machine.message + sent * (near / machine.inside + (1 - near) / machine.between)
+
+
+def _ring(of: Exchanged, compute: float, speed: float, message: float) -> tuple[float, float]:
+    """Seconds of all transfers, and those in which nothing is computed."""
+    hops, step = of.cp - 1, compute / of.cp
+    keys, gradients = (size / speed + message for size in (of.key_bytes(), of.key_bytes() * 4 // of.element))
+    later = BACKWARD * step
+    exposed = hops * max(keys - step, 0.0) + (hops - 1) * max(keys + gradients - later, 0.0)
+    exposed += max(keys - later / 2, 0.0) + max(gradients - later / 2, 0.0)  # halves of the own block at both ends
+    return hops * (2 * keys + gradients), exposed
+
+
+def _all_gather(of: Exchanged, compute: float, speed: float, message: float) -> tuple[float, float]:
+    """Likewise; the first heads' keys and the last heads' gradients have nothing to hide behind."""
+    parts = of.groups / heads_at_once(of.groups, of.key_bytes() * of.cp // of.groups)
+    forward, backward = (sent / speed + 2 * parts * message for sent in bytes_sent("all_gather", of))
+    hidden = (parts - 1) / parts
+    exposed = sum(
+        max(taken - hidden * work, (1 - hidden) * taken)
+        for taken, work in ((forward, compute), (backward, BACKWARD * compute))
+    )
+    return forward + backward, exposed

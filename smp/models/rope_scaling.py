@@ -1,0 +1,25 @@
+"""Which scaling of RoPE the settings of a model mean."""
+
+from __future__ import annotations
+
+from smp.config import ModelConfig
+from smp.layers.rope import LinearScaling, RopeScaling, Scaling, YarnScaling, yarn_amplitude
+
+
+def rope_scaling(config: ModelConfig) -> Scaling | None:
+    """That of a resolved model; None: frequencies as they are."""
+    c, factor = config, config.rope_scaling_factor
+    if not c.use_rope_scaling:
+        return None
+    if c.rope_scaling_type == "linear":
+        return LinearScaling(factor)
+    if c.rope_scaling_type == "llama3":
+        return RopeScaling(factor, c.rope_low_freq_factor, c.rope_high_freq_factor, c.rope_original_max_position)
+    return YarnScaling(
+        factor=factor,
+        original_max_position=c.rope_original_max_position,
+        beta_fast=c.yarn_beta_fast,
+        beta_slow=c.yarn_beta_slow,
+        truncate=c.yarn_truncate,
+        amplitude=c.yarn_attention_factor or yarn_amplitude(factor, c.yarn_mscale, c.yarn_mscale_all_dim),
+    )

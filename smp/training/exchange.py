@@ -1,0 +1,81 @@
+"""What attention exchanges in a context-parallel run: --cp-comm-type, or what a cost model says is best."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from smp.config import Config, ConfigError
+from smp.config.context_parallel import exchange_sizes
+from smp.layers.context_parallel.auto import CPU, H100, choose_comm_type
+from smp.layers.context_parallel.choose import CommType
+from smp.layers.context_parallel.cost import Exchanged
+
+DOCUMENT = 1024
+"""Tokens of a document, for the cost model, which has to choose before data are read."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The choice of a run.
+
+    Attributes:
+        kind: what is exchanged.
+        heads_group: processes that exchange heads, of those that share a sequence; 1: none.
+        lines: why, for the user.
+    """
+
+    kind: CommType
+    heads_group: int = 1
+    lines: tuple[str, ...] = ()
+
+
+def exchange_of(config: Config, device_type: str) -> Exchange:
+    """The same on every process.
+
+    Args:
+        config: resolved settings.
+        device_type: cuda or cpu, whose links and rates the cost model takes.
+
+    Raises:
+        ConfigError: nothing takes the model.
+    """
+    parallel, data = config.parallel, config.data
+    heads, ring = exchange_sizes(parallel)
+    if parallel.cp_comm_type != "auto":
+        kind = parallel.cp_comm_type
+        if kind == "a2a+p2p" and min(heads, ring) == 1:  # groups of one, or one group
+            kind = "a2a" if ring == 1 else "p2p"
+        return Exchange(kind, heads)
+    if parallel.context_parallel_size == 1:
+        return Exchange("p2p")
+    assert data.seq_length is not None, "resolved before"
+    machine = H100 if device_type == "cuda" else CPU
+    try:
+        choice = choose_comm_type(
+            exchanged(config),
+            data.seq_length,
+            replace(machine, local=max(1, machine.local // parallel.tensor_model_parallel_size)),
+            window=config.model.window_size,
+            document=min(DOCUMENT, data.seq_length) if data.reset_attention_mask else None,
+            compiled=parallel.compile,
+        )
+    except ValueError as error:
+        raise ConfigError(f"--cp-comm-type auto: {error}; leave out --compile") from None
+    return Exchange(choice.best.kind, choice.best.heads_group, choice.lines)  # type: ignore[arg-type]
+
+
+def exchanged(config: Config) -> Exchanged:
+    """Sizes of one layer's attention on one process."""
+    model, data, parallel = config.model, config.data, config.parallel
+    groups, head_dim, length = model.num_query_groups, model.kv_channels, data.seq_length
+    assert groups is not None and head_dim is not None and length is not None, "resolved before"
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    return Exchanged(
+        tokens=(1 + config.has_pairs) * data.micro_batch_size * length // cp,
+        heads=model.num_attention_heads // tp,
+        groups=max(1, groups // tp),
+        head_dim=head_dim,
+        element=2 if parallel.bf16 else 4,
+        cp=cp,
+        heads_group=exchange_sizes(parallel)[0],
+    )

@@ -1,0 +1,202 @@
+"""One training step of any layout on fake tensors: what a rank would hold, compute and communicate.
+
+The run's own model, sharding, passes, clipping and optimizer, in a process group in which nothing is sent and on
+tensors without memory. So a plan for a thousand GPUs is tried on a laptop's CPU, and no formula has to follow the code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools import fake_collectives  # noqa: F401 (says what collectives do to fake tensors)
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from smp.config import Config, Layout
+from smp.kernels import Kernels
+from smp.kernels.attention_core import FusedAttention, MathAttention
+from smp.kernels.dispatch import LONGEST_ROW
+from smp.models.gpt import GPT
+from smp.models.micro_batch import MicroBatch
+from smp.optim.optimizer import build_optimizer, clip_gradients
+from smp.parallel.context import ParallelContext, build_context
+from smp.pipeline.plan import Plan
+from smp.sharding.parallelize import parallelize
+from smp.training.build import Workplace, assemble, build_forward_backward
+from smp.training.forward_backward import ForwardBackward
+from smp.training.meter import Counts, Meter
+from smp.training.micro_batches import MicroBatches
+
+_CPU = torch.device("cpu")
+MOST_MICRO_BATCHES = 3
+
+
+@dataclass(frozen=True)
+class StepMeasures:
+    """Of one rank.
+
+    Attributes:
+        parameters, optimizer, gradients: bytes that are there between steps, and after the backward pass.
+        peaks: most bytes at once by phase: forward, backward, clipping, optimizer.
+        counts: work and traffic of the step.
+    """
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    peaks: dict[str, int]
+    counts: Counts
+
+    @property
+    def peak(self) -> int:
+        """Most bytes at once."""
+        return max(self.peaks.values())
+
+
+def gpu_kernels(config: Config) -> Kernels:
+    """What a run would choose on a GPU. There is none to ask: FlashAttention is taken to be one that runs, with spans
+    instead of a mask, for which key/value heads are repeated."""
+    model, parallel = config.model, config.parallel
+    fused = parallel.kernels != "torch" and not parallel.compile
+    masked = model.window_size is not None
+    grouped = (model.num_query_groups or model.num_attention_heads) < model.num_attention_heads and not masked
+    math = parallel.attention_backend == "math"
+    return Kernels(
+        cross_entropy="triton" if parallel.kernels != "torch" else "torch",
+        norm="triton" if fused and model.hidden_size <= LONGEST_ROW else "torch",
+        swiglu="triton" if fused else "torch",
+        rope="triton" if fused else "torch",
+        attention=MathAttention() if math else FusedAttention("flash", grouped=grouped),
+        rope_in_place=fused and parallel.recompute_granularity != "selective",
+    )
+
+
+def fake_step(
+    config: Config, layout: Layout, kernels: Kernels, chunk_bytes: int, plan: Plan | None = None, pp_rank: int = 0
+) -> StepMeasures:
+    """A step of pretraining after the first one, on the first rank of a pipeline stage.
+
+    Without a pipeline it runs three micro-batches at most and counts the others as the second: memory does not grow any
+    more. Documents are left out, a window is only left out of the mask, and compiled code counts as what it is made of.
+
+    Args:
+        config: resolved.
+        layout: degrees of the mesh.
+        kernels: of the run; :func:`gpu_kernels`.
+        chunk_bytes: of fp32 logits, ``smp.layers.head.CHUNK_BYTES`` of the device.
+        plan: of the pipeline.
+        pp_rank: whose step.
+    """
+    config = _plain(config)
+    with _fake_group(layout, pp_rank * layout.world_size // layout.pp):
+        context = build_context(layout, "cpu", sequence_parallel=config.parallel.sequence_parallel)
+        place = Workplace(context, _CPU, kernels, plan)
+        model = assemble(config, place)
+        if model.head is not None:
+            model.head.chunk_bytes = chunk_bytes
+        parallelize(model, context, config.parallel)
+        passes = build_forward_backward(config, place, model)
+        meter = Meter(_names(context))
+        with FakeTensorMode(allow_non_fake_inputs=True), meter.counting():
+            return _measure(config, context, model, passes, meter)
+
+
+def _plain(config: Config) -> Config:
+    """Without what fake tensors cannot do. apex's Adam holds what torch's does."""
+    masked = config.model.window_size is not None and config.parallel.attention_backend != "math"
+    model = replace(config.model, window_size=None) if masked else config.model
+    optim = replace(config.optim, optimizer="adam") if config.optim.optimizer == "apex-adam" else config.optim
+    return replace(config, model=model, optim=optim, parallel=replace(config.parallel, compile=False))
+
+
+def _measure(
+    config: Config, context: ParallelContext, model: GPT, passes: ForwardBackward, meter: Meter
+) -> StepMeasures:
+    model.to_empty(device=_CPU)
+    parameters = meter.held
+    optimizer = build_optimizer(model, config.optim, context.fsdp)
+    # An update makes the optimizer's state; and a first use of an operation on DTensors tries it on tensors of global
+    # shapes, which would count, so the sum of two gradients is used here.
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter).add_(parameter.detach()) if parameter.requires_grad else None
+    clip_gradients(model.parameters(), config.optim.clip_grad, device=_CPU)
+    optimizer.step()
+    optimizer.zero_grad()
+    resting = meter.held
+    meter.start()
+    count, counted = _count(config, context), _Snapshots(meter)
+    with meter.phase("forward"):
+        passes.train(_micro_batches(config, count if context.pp_size > 1 else min(count, MOST_MICRO_BATCHES), counted))
+    gradients = meter.held - resting
+    with meter.phase("clipping"):
+        clip_gradients(model.parameters(), config.optim.clip_grad, copies=passes.copies, device=_CPU)
+    with meter.phase("optimizer"):
+        optimizer.step()
+    again = max(count - MOST_MICRO_BATCHES, 0) if context.pp_size == 1 else 0
+    total = meter.counts.plus(counted.second(), again) if again else meter.counts
+    return StepMeasures(
+        parameters=parameters,
+        optimizer=resting - parameters,
+        gradients=gradients,
+        peaks=meter.peaks,
+        counts=total,
+    )
+
+
+class _Snapshots:
+    """What had been counted when each micro-batch was asked for, the first time."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter, self._before = meter, dict[int, Counts]()
+
+    def take(self, micro_batch: int) -> None:
+        if micro_batch not in self._before:
+            self._before[micro_batch] = Counts().plus(self._meter.counts, 1)
+
+    def second(self) -> Counts:
+        """What the second took, as each one but the first and the last."""
+        return self._before[2].plus(self._before[1], -1)
+
+
+def _count(config: Config, context: ParallelContext) -> int:
+    """Micro-batches of a rank."""
+    assert config.data.global_batch_size is not None, "resolved before"
+    return config.data.global_batch_size // (config.data.micro_batch_size * context.data_size)
+
+
+def _micro_batches(config: Config, count: int, counted: _Snapshots) -> MicroBatches:
+    assert config.data.seq_length is not None, "resolved before"
+    shape = config.data.micro_batch_size, config.data.seq_length
+
+    def make(i: int) -> MicroBatch:
+        counted.take(i)
+        ids = torch.zeros(shape, dtype=torch.int64)
+        return MicroBatch(ids, labels=ids.clone(), loss_weights=torch.ones(shape), token_index=ids.clone())
+
+    return MicroBatches(count, make)
+
+
+@contextmanager
+def _fake_group(layout: Layout, rank: int) -> Iterator[None]:
+    """A default process group of all ranks that sends nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
+    _clear_sharding_prop_cache()  # its entries hold meshes of an earlier rank, which compare equal
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _names(context: ParallelContext) -> dict[str, str]:
+    """Of the groups, as users know them."""
+    meshes = {"tp": context.tp, "cp": context.cp, "pp": context.pp}
+    names: dict[str, str] = {mesh.get_group().group_name: name for name, mesh in meshes.items() if mesh is not None}
+    if (fsdp := context.fsdp) is not None:
+        dims = fsdp.mesh_dim_names or ()
+        names |= {fsdp.get_group(i).group_name: name for i, name in enumerate(dims)}
+    return names

@@ -1,0 +1,226 @@
+"""What a piece of a program allocates, computes and communicates, counted while it runs.
+
+:class:`Meter` watches every operation that PyTorch dispatches. On fake tensors nothing else happens: a step of a model
+of any size runs in seconds and in no memory, and what it would have needed is known to the byte (but for what kernels
+and libraries allocate inside).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from smp.kernels.registry import BODIES
+
+_aten = torch.ops.aten
+_GATHER = {"_allgather_base_", "all_gather_into_tensor"}
+_SCATTER = {"_reduce_scatter_base_", "reduce_scatter_tensor"}
+_REDUCE = {"allreduce_", "all_reduce"}
+_KINDS = (
+    dict.fromkeys(_GATHER, "all-gather")
+    | dict.fromkeys(_SCATTER, "reduce-scatter")
+    | dict.fromkeys(_REDUCE, "all-reduce")
+    | {"send": "send"}
+)
+_FUSED = ("triton", "cuda", "apex")
+_FREE = {"view", "t", "transpose", "detach", "permute", "as_strided", "slice", "alias", "expand", "unsqueeze", "split"}
+"""Operations that launch nothing."""
+
+
+@dataclass
+class Traffic:
+    """Calls of one collective on one group, and what this rank sends in them, in bytes: (n - 1) / n of the whole tensor
+    of a gathering or a scatter on n ranks, twice that of an all-reduce."""
+
+    calls: int = 0
+    sent: float = 0.0
+
+
+Key = tuple[str, str]  # name of the group, kind of collective
+
+
+@dataclass
+class Counts:
+    """Work and traffic.
+
+    Attributes:
+        flops: of matrix products and attention; a causal one counts whole.
+        kernels: operations that are no views.
+        traffic: by group and kind.
+    """
+
+    flops: int = 0
+    kernels: int = 0
+    traffic: defaultdict[Key, Traffic] = field(default_factory=lambda: defaultdict(Traffic))
+
+    def plus(self, other: Counts, times: int) -> Counts:
+        """The sum of this and ``times`` the other."""
+        total = Counts(self.flops + times * other.flops, self.kernels + times * other.kernels)
+        for key in self.traffic.keys() | other.traffic.keys():
+            one, two = self.traffic.get(key, Traffic()), other.traffic.get(key, Traffic())
+            total.traffic[key] = Traffic(one.calls + times * two.calls, one.sent + times * two.sent)
+        return total
+
+
+class Meter(TorchDispatchMode):
+    """Counts while it is entered.
+
+    Args:
+        groups: names for users, by torch's name of a process group.
+
+    Attributes:
+        held: bytes of all storages that were made while it was entered and are still there.
+        peaks: most bytes at once, by phase.
+        counts: work and traffic since :meth:`start`.
+    """
+
+    def __init__(self, groups: Mapping[str, str]) -> None:
+        super().__init__()
+        self.groups, self.held = groups, 0
+        self.peaks: dict[str, int] = {}
+        self.counts = Counts()
+        self._sizes: dict[int, int] = {}
+        self._phase: str | None = None
+
+    def start(self) -> None:
+        """Count anew; what is held stays."""
+        self.counts = Counts()
+        self.peaks.clear()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count peaks for ``name``; what autograd does inside, for "backward"."""
+        self._phase = name
+        self._note_peak()
+        yield
+        self._phase = None
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Enter it, and also see what is resized: FSDP frees gathered weights so."""
+        resize = torch.UntypedStorage.resize_
+
+        def watched(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            self._resized(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = watched  # type: ignore[method-assign, assignment]
+        try:
+            with self:
+                yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:  # its local operations come by themselves
+            return NotImplemented
+        kwargs = kwargs or {}
+        if (body := _body(func, args)) is not None:
+            with self:
+                return body(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func.namespace == "prim":
+            return result
+        for tensor in tree_iter(result):
+            if isinstance(tensor, torch.Tensor):
+                self._made(tensor.untyped_storage())
+        self.counts.kernels += func._opname not in _FREE
+        self.counts.flops += _flops(func._overloadpacket, args, kwargs, result)
+        if func.namespace in ("c10d", "_c10d_functional") and func._opname in _KINDS:
+            self._communicated(func._opname, args)
+        return result
+
+    def _made(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._sizes:
+            return
+        self._sizes[key] = 0
+        weakref.finalize(storage, self._freed, key)
+        self._resized(storage)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._sizes:
+            self.held += storage.nbytes() - self._sizes[key]
+            self._sizes[key] = storage.nbytes()
+            self._note_peak()
+
+    def _freed(self, key: int) -> None:
+        self.held -= self._sizes.pop(key)
+
+    def _note_peak(self) -> None:
+        if self._phase is not None:
+            phase = "backward" if torch._C._current_graph_task_id() >= 0 else self._phase
+            self.peaks[phase] = max(self.peaks.get(phase, 0), self.held)
+
+    def _communicated(self, name: str, args: Any) -> None:
+        group = _group(args)
+        size = group.size()
+        tensors = [tensor for tensor in tree_iter(args) if isinstance(tensor, torch.Tensor)]
+        whole = max(tensor.numel() * tensor.itemsize for tensor in tensors)
+        if name == "all_gather_into_tensor":  # its output is not among its arguments
+            whole *= size
+        times = {"send": 1.0, "all-reduce": 2 * (size - 1) / size}.get(_KINDS[name], (size - 1) / size)
+        entry = self.counts.traffic[self.groups.get(group.group_name, "pp" if name == "send" else "all"), _KINDS[name]]
+        entry.calls += size > 1
+        entry.sent += times * whole
+
+
+def _group(args: Any) -> dist.ProcessGroup:
+    """The group among a collective's arguments: an object, or a name at the end."""
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+            return dist.ProcessGroup.unbox(argument)
+    return torch._C._distributed_c10d._resolve_process_group(args[-1])
+
+
+def _body(func: Any, args: Any) -> Callable[..., Any] | None:
+    """What an operator consists of, if that are other operators. A fused kernel allocates nothing inside, the reference
+    that has its place does."""
+    if func in BODIES and args[-1] not in _FUSED:
+        return BODIES[func]
+    return _PARTS.get(func)
+
+
+def _flops(packet: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> int:
+    if (formula := _FLOPS.get(packet)) is not None:
+        return formula(*args)
+    if packet not in flop_registry:
+        return 0
+    return flop_registry[packet](*args, **{k: v for k, v in kwargs.items() if k != "out"}, out_val=result)
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> int:
+    return sdpa_flop_count(q.shape, _as_many(k, q), _as_many(v, q))
+
+
+def _attention_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> int:
+    return sdpa_backward_flop_count(dout.shape, q.shape, _as_many(k, q), _as_many(v, q))
+
+
+def _as_many(keys: torch.Tensor, queries: torch.Tensor) -> tuple[int, ...]:
+    """The shape of keys that are repeated for their query heads."""
+    return (keys.shape[0], queries.shape[1], *keys.shape[2:])
+
+
+_FLOPS: dict[Any, Callable[..., int]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+_PARTS: dict[Any, Callable[..., Any]] = {
+    _aten.linear.default: _aten.linear.default.decompose,
+    _aten.matmul.default: _aten.matmul.default.decompose,
+}
+"""What comes as one call inside of another operator, and what it consists of."""

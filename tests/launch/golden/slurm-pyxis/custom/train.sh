@@ -1,0 +1,11 @@
+#!/bin/bash
+# One node's share of mine: torchrun and the script. Started again, it goes on from the newest checkpoint.
+set -euo pipefail
+files=/fsx/results/mine
+run_dir=${SMP_RUN_DIR:-/fsx/results/mine}
+export NCCL_SOCKET_IFNAME='^lo,docker0,veth'
+export NCCL_DEBUG=WARN
+cd /code
+exec python3 "$files/supervise.py" node "$run_dir/status.json" -- \
+    python3 -m torch.distributed.run --nnodes 2 --rdzv-backend c10d --rdzv-endpoint "$SMP_RENDEZVOUS" --rdzv-id "$SMP_JOB_ID" --nproc-per-node 8 \
+    /fsx/mine/train.py --steps 100 --fast

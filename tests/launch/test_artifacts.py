@@ -1,0 +1,247 @@
+"""Artifacts of every back-end, compared with files, and with what reads them: Kubernetes' API, boto3 and moto, bash.
+
+``python -m tests.launch.test_artifacts`` writes the files anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smp.config import ConfigError
+from smp.launch import in_sagemaker, sm_jobs
+from smp.launch.backend import write_artifacts
+from smp.launch.cli import main, prepare
+from smp.launch.yaml_text import load_text
+
+GOLDEN = Path(__file__).parent / "golden"
+ROLE = "arn:aws:iam::123456789012:role/training"
+RECIPES = {
+    "pretrain": ["recipes=training/llama/hf_llama3_8b_seq8k_gpu_p5x16_pretrain", "recipes.data_path=/fsx/corpus"],
+    "lora": [
+        "recipes=fine-tuning/llama/hf_llama3_70b_seq8k_gpu_lora",
+        "recipes.load=/fsx/llama",
+        "recipes.data_path=/fsx/samples.jsonl",
+    ],
+    "custom": ["recipes=tests/launch/golden/custom.yaml"],
+}
+BACKENDS = {
+    "local": ["cluster=local", "recipes.trainer.num_nodes=1"],
+    "slurm": ["cluster=slurm", "instance_type=p5.48xlarge", "+cluster.partition=gpu", "cluster.srun_args=[--mpi=none]"],
+    "slurm-pyxis": ["cluster=slurm", "container=/fsx/smp.sqsh", "cluster.container_mounts=[/scratch]"],
+    "slurm-docker": ["cluster=slurm", "container=smp:1", "cluster.slurm_docker_cfg.docker_args=[--runtime=nvidia]"],
+    "k8s": [
+        "cluster=k8s",
+        "container=smp:1",
+        "instance_type=ml.p5.48xlarge",
+        "cluster.persistent_volume_claims=[{claimName: fsx, mountPath: /fsx}]",
+        "cluster.label_selector={required: {pool: [gpu]}, preferred: {zone: [a, b]}, weights: [10]}",
+        "cluster.queue_name=research",
+    ],
+    "sm_jobs": [
+        "cluster=sm_jobs",
+        "container=123456789012.dkr.ecr.us-east-1.amazonaws.com/smp:1",
+        "instance_type=ml.p5.48xlarge",
+        f"cluster.sm_jobs_config.role={ROLE}",
+        "cluster.sm_jobs_config.output_path=s3://bucket/out",
+        "cluster.sm_jobs_config.inputs.s3.train=s3://bucket/train",
+        "cluster.sm_jobs_config.wait=false",
+        "cluster.sm_jobs_config.region=us-east-1",
+    ],
+}
+SKIPPED = ("supervise.py", "recipe.yaml", "command.txt", "notes.txt")
+"""Copies of what is elsewhere."""
+CODE = Path(__file__).parents[2]
+
+
+def artifacts(recipe: str, backend: str, *more: str) -> dict[str, str]:
+    words = [*RECIPES[recipe], *BACKENDS[backend], "base_results_dir=/fsx/results", "python=python3", *more]
+    if recipe == "custom":
+        words = [word for word in words if not word.startswith("recipes.trainer")]
+    if backend == "sm_jobs":
+        words.remove("python=python3")
+    if backend == "local":
+        words += {"custom": ["recipes.training_cfg.run.nodes=1"], "pretrain": ["recipes.hybrid_shard_degree=8"]}.get(
+            recipe, []
+        )
+    _, found = prepare(words)
+    return {name: text.replace(str(CODE), "/code") for name, text in found.items() if name not in SKIPPED}
+
+
+CASES = [(recipe, backend) for backend in BACKENDS for recipe in RECIPES]
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(CODE)
+
+
+@pytest.mark.parametrize(("recipe", "backend"), CASES)
+def test_artifacts_are_those_of_the_files(recipe: str, backend: str) -> None:
+    folder = GOLDEN / backend / recipe
+    expected = {path.name: path.read_text() for path in folder.iterdir()}
+    assert artifacts(recipe, backend) == expected, "python -m tests.launch.test_artifacts writes them anew"
+
+
+@pytest.mark.parametrize(("recipe", "backend"), CASES)
+def test_scripts_are_scripts(recipe: str, backend: str, tmp_path: Path) -> None:
+    for name, text in artifacts(recipe, backend).items():
+        if name.endswith((".sh", ".sbatch")):
+            (tmp_path / name).write_text(text)
+            subprocess.run(["bash", "-n", str(tmp_path / name)], check=True)
+
+
+KINDS = {"ConfigMap": "V1ConfigMap", "Service": "V1Service", "Job": "V1Job"}
+
+
+@pytest.mark.parametrize("kind", ["Job", "PyTorchJob", "HyperPodPyTorchJob"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_manifests_are_objects_of_kubernetes(recipe: str, kind: str) -> None:
+    """By the models of its client, which refuse what the API does not know."""
+    models = pytest.importorskip("kubernetes.client.models")
+    text = artifacts(recipe, "k8s", f"cluster.kind={kind}")["manifest.yaml"]
+    for manifest in map(load_text, text.split("---\n")):
+        if manifest["kind"] in KINDS:
+            getattr(models, KINDS[manifest["kind"]]).model_validate(manifest)
+            continue
+        spec = manifest["spec"]
+        replicas = spec.get("replicaSpecs") or list(spec["pytorchReplicaSpecs"].values())
+        for replica in replicas:
+            models.V1PodTemplateSpec.model_validate(replica["template"])
+        assert sum(replica["replicas"] for replica in replicas) == (16 if recipe == "pretrain" else 2)
+
+
+def test_those_models_refuse_what_is_wrong() -> None:
+    models = pytest.importorskip("kubernetes.client.models")
+    job = load_text(artifacts("lora", "k8s")["manifest.yaml"].split("---\n")[2])
+    job["spec"]["template"]["spec"]["containers"][0]["imagePolicy"] = "Always"
+    with pytest.raises(ValueError, match="imagePolicy"):
+        models.V1Job.model_validate(job)
+
+
+def test_pods_ask_for_the_network_of_their_machine_and_for_no_privilege() -> None:
+    text = artifacts("lora", "k8s")["manifest.yaml"]
+    assert "vpc.amazonaws.com/efa: '32'" in text and "privileged" not in text and "IPC_LOCK" in text
+    assert "privileged: true" in artifacts("lora", "k8s", "cluster.privileged=true")["manifest.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["cluster.persistent_volume_claims=[]"], "base_results_dir: /fsx/results/llama-70b-8k-lora is on none"),
+        (["cluster.pullPolicy=Sometimes"], "cluster.pullPolicy"),
+        (["cluster.kind=Pod"], "cluster.kind"),
+        (["+cluster.queue=x"], "did you mean queue_name?"),
+        (["stages=[training,export]"], "stages"),
+        (["instance_type=p9.48xlarge"], "how many GPUs has p9.48xlarge"),
+    ],
+)
+def test_what_kubernetes_cannot_do_is_one_line(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
+        artifacts("lora", "k8s", *words)
+
+
+def test_a_job_of_kubernetes_is_submitted_watched_and_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a kubectl that writes down what it is told."""
+    (tmp_path / "kubectl").write_text(f'#!/bin/bash\necho "$*" >> {tmp_path}/told\ncat {tmp_path}/answer\n')
+    (tmp_path / "kubectl").chmod(0o755)
+    (tmp_path / "answer").write_text("")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    claim = f"cluster.persistent_volume_claims=[{{claimName: fsx, mountPath: {tmp_path}}}]"
+    words = [*RECIPES["lora"], *BACKENDS["k8s"], claim, f"base_results_dir={tmp_path}", "cluster.kube_context=lab"]
+    assert main(words) == 0
+    job = tmp_path / "llama-70b-8k-lora"
+    told = (tmp_path / "told").read_text().splitlines()
+    where = "--context lab --namespace default"
+    assert told == [
+        f"{where} delete job.batch/llama-70b-8k-lora --ignore-not-found",
+        f"{where} apply -f {job}/manifest.yaml",
+    ]
+    (tmp_path / "answer").write_text("job.batch/llama-70b-8k-lora\n")  # it is there and has no condition yet
+    assert main(words) == 2 and "its job is waiting or running" in capsys.readouterr().err
+    (tmp_path / "answer").write_text("Complete\n")
+    assert main(["status", str(job)]) == 0 and "Complete (job.batch/" in capsys.readouterr().out
+    assert main(["cancel", str(job)]) == 0
+    assert f"{where} delete job.batch/llama-70b-8k-lora --wait=false" in (tmp_path / "told").read_text()
+
+
+@pytest.fixture
+def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    moto = pytest.importorskip("moto")
+    boto3 = pytest.importorskip("boto3")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    with moto.mock_aws():
+        yield boto3.client("sagemaker", region_name="us-east-1")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_request_arrives_at_sagemaker(recipe: str, aws: Any, tmp_path: Path) -> None:
+    found = artifacts(recipe, "sm_jobs")
+    write_artifacts(tmp_path, found)
+    facts = json.loads(found["job.json"])
+    code, more = sm_jobs.submit(tmp_path, facts)
+    assert code == 0
+    arrived = aws.describe_training_job(TrainingJobName=more["id"])
+    request = json.loads(found["request.json"])
+    for key in (
+        "HyperParameters",
+        "ResourceConfig",
+        "InputDataConfig",
+        "RoleArn",
+        "StoppingCondition",
+        "CheckpointConfig",
+    ):
+        given, got = request[key], arrived[key]
+        assert got == given or {k: got[k] for k in given} == given, key
+    image = request["AlgorithmSpecification"]["TrainingImage"]
+    assert arrived["AlgorithmSpecification"]["TrainingImage"] == image
+    assert more["id"] in sm_jobs.state(tmp_path, {**facts, **more})
+
+
+def test_what_sagemaker_refuses_is_one_line(aws: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*RECIPES["pretrain"], *BACKENDS["sm_jobs"], f"base_results_dir={tmp_path}"]
+    assert main([*words, "cluster.sm_jobs_config.role=me"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("hosts", [["algo-1"], ["algo-1", "algo-2"]])
+def test_a_container_of_sagemaker_runs_what_was_asked(hosts: list[str], tmp_path: Path) -> None:
+    """Hyper-parameters come back as the same settings: from the file, and as the SDK and the toolkit write them."""
+    request = json.loads(artifacts("pretrain", "sm_jobs")["request.json"])
+    (tmp_path / "input/config").mkdir(parents=True)
+    (tmp_path / "input/config/hyperparameters.json").write_text(json.dumps(request["HyperParameters"]))
+    from_file = in_sagemaker.hyper_parameters({}, tmp_path)
+    quoted = {name: json.dumps(value) for name, value in request["HyperParameters"].items()}
+    given = json.dumps({**quoted, "mp_parameters": "{}", "sagemaker_program": '"x.py"'})
+    from_sdk = in_sagemaker.hyper_parameters({"SM_HPS": given}, tmp_path)
+    resources = {"current_host": hosts[-1], "hosts": hosts}
+    words, text = in_sagemaker.command(from_file, resources, tmp_path)
+    assert (words, text) == in_sagemaker.command(from_sdk, resources, tmp_path)
+    (tmp_path / "settings.yaml").write_text(text)
+    assert ("--standalone" in words) == (len(hosts) == 1)
+    assert words[words.index("-m", words.index("torch.distributed.run")) + 1] == "pretrain_gpt"
+    command = [sys.executable, "-m", "pretrain_gpt", "--config", str(tmp_path / "settings.yaml"), "--dry-run"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(CODE), os.environ.get("PYTHONPATH", "")])}
+    command += ["--data-path", "none", "--global-batch-size", "none", "--hybrid-shard-degree", "1"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert "num_layers: 32" in done.stdout and "save: /opt/ml/checkpoints" in done.stdout, done.stderr
+
+
+if __name__ == "__main__":
+    os.chdir(CODE)
+    for name, place in CASES:
+        for file, written in artifacts(name, place).items():
+            target = GOLDEN / place / name / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(written)

@@ -1,0 +1,127 @@
+"""One recipe on this machine: trained, killed, gone on with to the same bits; cancelled; refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RUN = ["recipes=laptop/debug", "recipes.train_iters=12", "recipes.save_interval=2", "recipes.trainer.devices=2"]
+
+
+def launcher(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "main.py"), *map(str, words)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+
+
+def records(folder: Path) -> dict[int, Any]:
+    """Loss and gradient norm by iteration; what a later try measured counts."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["iteration"]: (line["lm loss"], line["grad norm"]) for line in lines if "lm loss" in line}
+
+
+def wait_for(what: Any, seconds: float = 200) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.02)
+
+
+def workers(folder: Path) -> list[int]:
+    """Process ids of the training processes of a job."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_text().split("\0")
+        except OSError:
+            continue
+        if (
+            str(folder / "settings.yaml") in words
+            and "torch.distributed.run" not in words
+            and "supervise.py" not in "".join(words)
+        ):
+            found.append(int(path.parent.name))
+    return found
+
+
+def tensors(folder: Path) -> dict[str, bytes]:
+    """Every file of the last checkpoint that holds tensors."""
+    return {
+        path.name: path.read_bytes() for path in sorted((folder / "checkpoints/iter_0000012").rglob("*.safetensors"))
+    }
+
+
+def test_a_killed_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    whole = launcher(*RUN, f"base_results_dir={tmp_path}", "recipes.run.name=whole")
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    killed = tmp_path / "killed"
+    launched = launcher(*RUN, f"base_results_dir={tmp_path}", "recipes.run.name=killed", "cluster.background=true")
+    assert launched.returncode == 0, launched.stderr
+    wait_for(lambda: (killed / "checkpoints/latest").exists())
+    os.kill(workers(killed)[0], signal.SIGKILL)
+    wait_for(lambda: (killed / "end.json").exists())
+    log = (killed / "log.txt").read_text()
+    assert len(re.findall("launcher: the run ended with", log)) == 2, log
+    assert "done; the run says done at iteration 12" in launcher("status", killed).stdout
+    assert records(killed) == records(tmp_path / "whole")
+    assert tensors(killed) and tensors(killed) == tensors(tmp_path / "whole")
+
+
+def test_cancel_saves_and_resume_goes_on(tmp_path: Path) -> None:
+    job = tmp_path / "debug"
+    words = [
+        "recipes=laptop/debug",
+        f"base_results_dir={tmp_path}",
+        "recipes.train_iters=100000",
+        "recipes.save_interval=50000",
+    ]
+    assert launcher(*words, "cluster.background=true").returncode == 0
+    wait_for(lambda: (job / "log.txt").exists() and "iteration        3/" in (job / "log.txt").read_text())
+    assert "running" in launcher("status", job).stdout
+    twice = launcher("resume", job)
+    assert twice.returncode == 2 and "its job is running" in twice.stderr
+    assert launcher("cancel", job).returncode == 0
+    wait_for(lambda: (job / "end.json").exists())
+    saved = int((job / "checkpoints/latest").read_text().strip().removeprefix("iter_"))
+    assert saved >= 3 and "cancelled; the run says requeue" in launcher("status", job).stdout
+    settings = (job / "settings.yaml").read_text().replace("100000", str(saved + 2))
+    (job / "settings.yaml").write_text(settings)
+    assert launcher("resume", job).returncode == 0
+    wait_for(lambda: (job / "end.json").exists())
+    logs = launcher("logs", job)
+    assert f"iteration {saved + 2:8}/{saved + 2:8}" in logs.stdout, logs.stdout
+    assert f"iteration {saved:8}/" not in logs.stdout
+
+
+def test_what_this_machine_cannot_do_is_one_line(tmp_path: Path) -> None:
+    cases = {
+        "recipes.trainer.num_nodes=2": "trainer.num_nodes: 2 with cluster=local",
+        "container=image": "container: image with cluster=local",
+        "+cluster.partition=gpu": "cluster.partition: there is no such key",
+        "recipes.lrr=1": "lrr: there is no such key: did you mean lr?",
+        "recipes.tensor_model_parallel_size=4": "tensor_model_parallel_size 4",
+    }
+    for word, message in cases.items():
+        done = launcher("recipes=laptop/debug", f"base_results_dir={tmp_path}", word)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1) and message in done.stderr, done.stderr
+    assert not (tmp_path / "debug").exists()
+
+
+def test_files_of_a_job_that_ran_are_not_replaced_by_a_dry_run(tmp_path: Path) -> None:
+    folder = tmp_path / "debug"
+    folder.mkdir()
+    (folder / "job.json").write_text(json.dumps({"backend": "local", "name": "debug"}))
+    (folder / "status.json").write_text(json.dumps({"status": "done", "reason": "", "iteration": 12}))
+    before = {path.name: path.read_text() for path in folder.iterdir()}
+    for words in (["dry_run=true"], ["cluster=slurm", "dry_run=true"]):
+        done = launcher(*RUN, f"base_results_dir={tmp_path}", *words)
+        assert done.returncode == 2 and "is the folder of a job that ran with cluster=local" in done.stderr
+    assert {path.name: path.read_text() for path in folder.iterdir()} == before

@@ -1,0 +1,291 @@
+"""Recipes: how a command line is composed, what both dialects become, and that random ones end in one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from smp.config import ConfigError
+from smp.config.entry_points import FINETUNE, PRETRAIN
+from smp.config.fields import settings as settings_of
+from smp.launch import get_recipe, list_recipes
+from smp.launch.cli import main, prepare
+from smp.launch.compose import compose
+from smp.launch.hyperpod import KEYS, flatten, translate
+from smp.launch.job import Job
+from smp.launch.recipe import Recipe, read_recipe
+from smp.launch.yaml_text import load_text
+
+ROOT = Path(__file__).parents[2]
+
+V1 = """
+run: {name: tiny, results_dir: "${base_results_dir}/${.name}", time_limit: "6-00:00:00", model_type: hf}
+trainer: {devices: 8, num_nodes: 2, accelerator: gpu, precision: bf16, max_steps: 50, log_every_n_steps: 1,
+          val_check_interval: 10, limit_val_batches: 0}
+exp_manager:
+  exp_dir: null
+  create_tensorboard_logger: false
+  checkpoint_dir: ${recipes.exp_manager.exp_dir}/checkpoints/
+  create_checkpoint_callback: true
+  checkpoint_callback_params: {save_top_k: 0, every_n_train_steps: 10, monitor: step, mode: max}
+use_smp_model: true
+model:
+  model_type: llama_v3
+  train_batch_size: 2
+  tensor_model_parallel_degree: 2
+  activation_checkpointing: true
+  sharding_strategy: hybrid_shard
+  shard_degree: 4
+  fp8: false
+  max_context_width: 8192
+  max_position_embeddings: ${.max_context_width}
+  num_hidden_layers: 4
+  hidden_size: 256
+  num_attention_heads: 8
+  num_key_value_heads: 4
+  intermediate_size: 512
+  vocab_size: 1024
+  rope_theta: 500000.0
+  rope_scaling: {rope_type: llama3, factor: 8.0, high_freq_factor: 4.0, low_freq_factor: 1.0,
+                 original_max_position_embeddings: 8192}
+  do_finetune: false
+  peft: {peft_type: null}
+  precision: ${recipes.trainer.precision}
+  lr_decay_iters: ${recipes.trainer.max_steps}
+  optim: {name: adamw, lr: 0.0001, betas: [0.9, 0.95],
+          sched: {name: CosineAnnealing, warmup_steps: 5, constant_steps: 0, min_lr: 0.000001}}
+  data: {train_dir: /data/train, dataset_type: hf, use_synthetic_data: false}
+"""
+
+
+@pytest.fixture
+def v1(tmp_path: Path) -> str:
+    (tmp_path / "v1.yaml").write_text(V1)
+    return f"recipes={tmp_path / 'v1.yaml'}"
+
+
+def job(*words: str) -> Job:
+    return prepare(list(words))[0]
+
+
+def recipe(*words: str) -> Recipe:
+    return job(*words, "cluster=slurm").recipe
+
+
+def test_a_recipe_of_hyperpod_becomes_settings(v1: str) -> None:
+    found = recipe(v1)
+    assert (found.task, found.num_nodes, found.devices, found.name) == ("pretrain", 2, 8, "tiny")
+    expected = {
+        "train_iters": 50, "log_interval": 1, "tensorboard": False, "micro_batch_size": 2, "lr": 1e-4, "min_lr": 1e-6,
+        "tensor_model_parallel_size": 2, "sequence_parallel": True, "recompute_granularity": "full", "bf16": True,
+        "hybrid_shard_degree": 4, "seq_length": 8192, "max_position_embeddings": 8192, "num_layers": 4,
+        "hidden_size": 256, "num_attention_heads": 8, "num_query_groups": 4, "ffn_hidden_size": 512,
+        "vocab_size": 1024, "rotary_base": 500000.0, "use_rope_scaling": True, "rope_scaling_factor": 8.0,
+        "rope_high_freq_factor": 4.0, "rope_low_freq_factor": 1.0, "rope_original_max_position": 8192,
+        "lr_decay_iters": 50, "optimizer": "adam", "adam_beta1": 0.9, "adam_beta2": 0.95, "lr_warmup_iters": 5,
+        "train_data_path": "/data/train",
+    }  # fmt: skip
+    assert found.settings == expected and not found.missing
+    assert found.config is not None and found.config.data.global_batch_size == 16
+
+
+@pytest.mark.parametrize(
+    ("words", "settings"),
+    [
+        (["recipes.trainer.limit_val_batches=4", "recipes.model.data.val_dir=/v"],
+         {"eval_interval": 10, "eval_iters": 4, "valid_data_path": "/v"}),
+        (["recipes.exp_manager.checkpoint_callback_params.save_top_k=3"], {"save_interval": 10, "keep_last_k": 3}),
+        (["recipes.exp_manager.exp_dir=/fsx/exp"], {"save": "/fsx/exp/checkpoints/"}),
+        (["+recipes.exp_manager.auto_checkpoint.enabled=true"], {"save_mtbf_hours": 24.0, "async_save": True}),
+        (["recipes.model.sharding_strategy=full_shard"], {"hybrid_shard_degree": 0}),
+        (["+recipes.pipeline_model_parallel_size=2"], {"pipeline_model_parallel_size": 2}),
+        (["recipes.model.train_batch_size=1", "+recipes.lr=1e-3"], {"micro_batch_size": 1, "lr": 1e-3}),
+        (["+recipes.exp_manager.create_wandb_logger=true", "+recipes.exp_manager.name=x"],
+         {"wandb_project": "smp", "wandb_exp_name": "x"}),
+    ],
+)  # fmt: skip
+def test_other_values_of_its_keys(v1: str, words: list[str], settings: dict[str, Any]) -> None:
+    found = recipe(v1, *words).settings
+    assert {name: found.get(name) for name in settings} == settings
+
+
+def test_fine_tuning_takes_the_model_from_its_folder(v1: str) -> None:
+    lora = ["recipes.model.do_finetune=true", "recipes.model.peft={peft_type: lora, rank: 8, alpha: 16, dropout: 0.1}"]
+    found = recipe(
+        v1, *lora, "recipes.model.hf_model_name_or_path=/models/x", "+recipes.model.dpo={enabled: true, beta: 0.2}"
+    )
+    assert found.task == "finetune" and "rotary_base" not in found.settings
+    expected = {"load": "/models/x", "data_path": "/data/train", "num_layers": 4, "lora_rank": 8, "lora_alpha": 16.0}
+    assert expected.items() <= found.settings.items()
+    assert found.settings["objective"] == "dpo" and found.settings["dpo_beta"] == 0.2
+    assert found.config is not None and found.config.model.rotary_base == 500000.0
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("recipes.model.fp8=true", "model.fp8: True needs FP8, which is not there yet; take recipes.model.fp8=false"),
+        ("recipes.model.model_type=mixtral", "mixture of experts"),
+        ("recipes.model.tensor_model_paralel_degree=2", "did you mean model.tensor_model_parallel_degree?"),
+        ("recipes.model.shard_degree=3", "hybrid_shard_degree 3"),
+        ("recipes.model.train_batch_size=x", "micro_batch_size: "),
+        ("recipes.model.optim.betas=3", "model.optim.betas: 3 is not a value of this key"),
+        ("+recipes.lrr=1", "lrr: there is no such key: did you mean lr?"),
+        ("recipes.trainer.num_nodes=0", "trainer.num_nodes: 0"),
+        ("recipes.run.name=A B", "run.name"),
+        ("recipes.run.time_limit=soon", "run.time_limit"),
+        ("+recipes.lora_rank=8", "lora_rank: "),
+        ("recipes.model.max_position_embeddings=${.nothing}", "nothing"),
+        ("base_result_dir=x", "did you mean base_results_dir?"),
+        ("cluster_type=k8s", "contradicts"),
+        ("cluster.mem=[1", "cluster.mem=[1"),
+        ("word", "unexpected 'word'"),
+    ],
+)
+def test_a_mistake_is_one_line(v1: str, word: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([v1, "cluster=slurm", word]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and message in error
+
+
+def test_what_changes_nothing_is_said(v1: str) -> None:
+    found = recipe(v1, "+recipes.model.forward_prefetch=true", "recipes.use_smp_model=false", "recipes.model.fp8=true")
+    assert any(note.startswith("model.forward_prefetch: ") for note in found.notes)
+    assert any(note.startswith("model.fp8: ") for note in found.notes)
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_every_key_of_the_table_does_what_its_text_says(name: str) -> None:
+    """A key whose text names no setting either refuses or says that it changes nothing; the settings it names exist."""
+    known = settings_of(PRETRAIN).keys() | settings_of(FINETUNE).keys()
+    text = KEYS[name].text
+    words = [word.strip("`").partition(":")[0] for word in text.split() if word.startswith("`")]
+    if "not there yet" not in text:
+        named = [word.strip("`,;:)(") for word in words]
+        assert all(word in known or word in text for word in named)
+    if text.startswith("changes nothing"):
+        assert translate({name: "anything"}).notes[0].startswith(f"{name}: ")
+
+
+def test_a_feature_that_lands_is_translated(monkeypatch: pytest.MonkeyPatch) -> None:
+    import smp.launch.hyperpod as hyperpod
+
+    awaited = hyperpod._awaits("a_new_setting", 1, "a feature", "take 1")
+    with pytest.raises(ConfigError, match="2 needs a feature, which is not there yet; take 1"):
+        awaited.convert(2, {}.get)
+    assert awaited.convert(1, {}.get) == {}
+    monkeypatch.setattr(hyperpod, "settings", lambda entry: {"a_new_setting": None})
+    assert hyperpod._awaits("a_new_setting", 1, "a feature", "take 1").convert(2, {}.get) == {"a_new_setting": 2}
+
+
+def test_the_cluster_says_its_type(tmp_path: Path, v1: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compose([v1, "cluster=slurm", "cluster_type=bcm"]).backend == "slurm"
+    monkeypatch.chdir(tmp_path)
+    own = tmp_path / "recipes_collection"
+    (own / "cluster").mkdir(parents=True)
+    (own / "recipes/mine").mkdir(parents=True)
+    (own / "cluster/big.yaml").write_text("cluster_type: slurm\nrequeue: false\npartition: big\n")
+    (own / "recipes/mine/tiny.yaml").write_text(V1)
+    composed = compose(["recipes=mine/tiny", "cluster=big"])
+    assert composed.backend == "slurm" and composed.tree["cluster"] == {"requeue": False, "partition": "big"}
+    assert "mine/tiny" in list_recipes() and get_recipe("mine/tiny")["use_smp_model"] is True
+
+
+def test_yaml_means_what_flags_mean() -> None:
+    assert load_text("{a: 3e-4, b: 010, c: 12:00:00, d: 1_000, e: 2024-01-01, f: null, g: true, h: 1.5, i: '5'}") == {
+        "a": 3e-4, "b": 10, "c": "12:00:00", "d": 1000, "e": "2024-01-01", "f": None, "g": True, "h": 1.5, "i": "5",
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="a is given twice"):
+        load_text("a: 1\na: 2")
+
+
+def test_a_secret_is_written_nowhere(v1: str) -> None:
+    _, artifacts = prepare([v1, "cluster=slurm", "+recipes.model.hf_access_token=hf_secret"])
+    assert not [name for name, text in artifacts.items() if "hf_secret" in text and name != "command.txt"]
+    assert "hf_secret" not in artifacts["command.txt"]
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_every_recipe_of_the_collection_fits_together(name: str) -> None:
+    composed = compose([f"recipes={name}"])
+    found = read_recipe(composed.tree["recipes"], composed.source.stem)
+    assert set(found.missing) <= {"data_path", "load", "tokenizer_model"}
+    assert found.config is not None or name.startswith("laptop/")
+
+
+def test_pages_and_scripts_are_in_step() -> None:
+    done = subprocess.run([sys.executable, "tools/recipes.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_launcher_needs_no_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; sys.path.insert(0, '.'); from smp.launch.cli import main; "
+    code += "sys.exit(main(['recipes=laptop/debug', 'dry_run=true', 'base_results_dir=/dev/null/x']))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode in (1, 2) and done.stderr.startswith("error: /dev/null"), done.stderr
+
+
+WORDS = st.sampled_from(
+    ["null", "true", "false", "0", "1", "2", "-1", "3.5", "1e-4", "x", "[]", "[1, 2]", "{}", "{a: 1}", "''", "${.x}",
+     "[", "a: b: c", "llama_v3", "lora", "7", "64", "100000000000000000000", "nan", ".inf", "5:30", "é\n#",
+     "s3://b/c", "/data"]
+)  # fmt: skip
+
+
+def _keys() -> list[str]:
+    paths = [f"recipes.{key}" for key in [*KEYS, *settings_of(PRETRAIN), *settings_of(FINETUNE)]]
+    paths += [
+        "recipes.run.name",
+        "recipes.run.time_limit",
+        "recipes.run.task",
+        "recipes.trainer.num_nodes",
+        "recipes.run",
+    ]
+    paths += [
+        "recipes.trainer.devices",
+        "recipes.trainer",
+        "recipes.model",
+        "recipes",
+        "cluster",
+        "recipes.training_cfg",
+    ]
+    for name in ("slurm", "k8s", "sm_jobs", "local"):
+        path = ROOT / f"recipes_collection/cluster/{name}.yaml"
+        paths += [f"cluster.{key}" for key in flatten(load_text(path.read_text()))]
+    base = load_text((ROOT / "recipes_collection/config.yaml").read_text())
+    return paths + list(flatten(base)) + ["instances.x", "nothing", "cluster.array", "cluster_type"]
+
+
+OVERRIDES = st.lists(st.tuples(st.sampled_from(["", "+"]), st.sampled_from(_keys()), WORDS), max_size=4)
+
+
+def check_random(name: str, cluster: str, overrides: list[tuple[str, str, str]]) -> None:
+    """Either a dry run, or one line."""
+    words = [f"recipes={name}", f"cluster={cluster}", *(f"{sign}{key}={value}" for sign, key, value in overrides)]
+    try:
+        prepare(words)
+    except ConfigError as error:
+        assert str(error).strip() and "\n" not in str(error).strip(), words
+
+
+CASES = (st.sampled_from(list_recipes()), st.sampled_from(["local", "slurm", "k8s", "sm_jobs"]), OVERRIDES)
+
+
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@given(*CASES)
+def test_random_overrides(name: str, cluster: str, overrides: list[tuple[str, str, str]]) -> None:
+    check_random(name, cluster, overrides)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@settings(max_examples=10_000, suppress_health_check=list(HealthCheck), database=None)
+@given(*CASES)
+def test_ten_thousand_random_overrides(name: str, cluster: str, overrides: list[tuple[str, str, str]]) -> None:
+    check_random(name, cluster, overrides)

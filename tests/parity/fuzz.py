@@ -1,0 +1,277 @@
+"""Random layouts of random problems against one rank: ``python -m tests.parity.fuzz --minutes 20``.
+
+Each seed is a problem (``tests.parity.fuzz_cases``) and some chains of layouts, each of which has to train like one
+rank: losses, gradient norms and every gradient of all steps, the validation loss, the first weights bit for bit and the
+last ones; and every step has to change all that is trained. The exit code is 1 if a difference is left that nothing
+explains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import itertools
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.distributed import run_distributed
+from tests.parity.fuzz_cases import STEPS, Layout, Problem, draw, write_inputs
+from tests.parity.result import TOLERANCE, tensor_errors
+from tests.parity.table import FUZZ, PAGE, measured
+from tests.training.tuning_lab import pretrain, together, tune
+
+RUNS_PER_START = 12
+SECTION = """## Random layouts against one process
+
+Written by `make fuzz-parity MINUTES=n`, whose exit code is 1 if a difference has no reason. A seed draws a problem
+(pretraining, SFT, LoRA or DPO; model, data, optimizer, schedule; four steps of eight samples) and chains of layouts; in
+some each layout resumes what the one before has saved after one to three steps. Compared as above, in fp32 and with the
+same bound: losses, gradient norms and all gradients (as the optimizer gets them) of every step, validation losses, the
+first and the last weights; and every step has to change every parameter that has a gradient.
+
+Not compared, with the reason: bf16 (bounds of its own, see above); time and memory. Not seen as a difference: a key's
+bias without RoPE adds the same to all scores of a query, so its gradient is rounding; A of an adapter whose B is still
+zero has none.
+"""
+Chain = tuple[Layout, ...]
+Found = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run of a chain.
+
+    Attributes:
+        problem, chain: whose.
+        part: number of the layout in the chain.
+        save: folder of the chain's checkpoints; None: nothing is saved.
+    """
+
+    problem: Problem
+    chain: Chain
+    part: int
+    save: Path | None
+
+    @property
+    def flags(self) -> str:
+        """The command line."""
+        return self.problem.command(self.chain[self.part], self.save, self.part > 0)
+
+
+def run_all(rank: int, world: int, tasks: list[tuple[bool, str]], folder: str) -> None:
+    """Runs of one start, one after the other; ``<number>.<rank>`` holds what a rank saw."""
+    for number, (pretrains, flags) in enumerate(tasks):
+        logs = f"--log-dir {folder}/logs{number}"
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            found = (pretrain if pretrains else tune)(rank, world, f"{flags} {logs}")
+        part = Path(folder) / f"{number}.{rank}.part"
+        torch.save(found, part)
+        part.rename(part.with_suffix(""))  # a file under its final name is whole
+
+
+def run_tasks(tasks: Sequence[Task], folder: Path) -> Iterator[tuple[Task, Found | str]]:
+    """Each task with what it did, or why it failed. Tasks behind one that failed get another start."""
+    left = sorted(tasks, key=lambda task: task.chain[task.part].world)
+    starts = itertools.count()
+    while left:
+        world = left[0].chain[left[0].part].world
+        batch = [task for task in left if task.chain[task.part].world == world][:RUNS_PER_START]
+        place = folder / f"start{next(starts)}"
+        place.mkdir(parents=True)
+        failure = ""
+        try:
+            commands = [(task.problem.pretrains, task.flags) for task in batch]
+            run_distributed(run_all, world, commands, str(place), timeout=900)
+        except RuntimeError as error:
+            failure = str(error)
+        for number, task in enumerate(batch):
+            paths = [place / f"{number}.{rank}" for rank in range(world)]
+            left.remove(task)
+            if not all(path.exists() for path in paths):
+                yield task, failure
+                break
+            try:
+                yield task, together([torch.load(path, weights_only=False) for path in paths])
+            except AssertionError as error:
+                yield task, f"ranks disagree: {error}"
+        shutil.rmtree(place)
+
+
+def joined(parts: list[Found]) -> Found:
+    """One run from those of a chain."""
+    whole = dict(parts[-1])
+    for name in ("losses", "norms", "more", "gradients", "moved"):
+        whole[name] = [item for part in parts for item in part[name]]
+    whole["initial"] = parts[0]["initial"]
+    return whole
+
+
+@dataclass
+class Report:
+    """What was found so far.
+
+    Attributes:
+        worst: by measure, the largest error and the command lines of the chain it is of.
+        failures: what nothing explains.
+        kinds: chains by kind of problem; ``runs`` counts their runs, and those of one rank.
+        steps: optimizer steps that were compared.
+    """
+
+    worst: dict[str, tuple[float, str]] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    kinds: Counter[str] = field(default_factory=Counter)
+    runs: Counter[int] = field(default_factory=Counter)
+    resumed: int = 0
+    seeds: list[int] = field(default_factory=list)
+    started: float = field(default_factory=time.monotonic)
+
+    def note(self, problem: Problem, chain: Chain, errors: dict[str, float], still: str) -> None:
+        """Count a chain and what it differs by."""
+        name = f"seed {problem.seed}, {problem.kind}: {problem.flags} || " + " -> ".join(
+            f"{layout.world} ranks until {layout.until}: {' '.join(layout.flags.split())}" for layout in chain
+        )
+        self.kinds[problem.kind] += 1
+        self.resumed += len(chain) > 1
+        for measure, error in errors.items():
+            if error >= self.worst.get(measure, (-1.0, ""))[0]:
+                self.worst[measure] = error, name
+        if still:
+            self.failures.append(f"{still} does not change in {name}")
+        if large := {measure: f"{error:.1e}" for measure, error in errors.items() if not error <= TOLERANCE}:
+            self.failures.append(f"{large} in {name}")
+
+    def table(self) -> str:
+        """For the page and the terminal."""
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.kinds.items()))
+        runs = ", ".join(f"{number} on {world}" for world, number in sorted(self.runs.items()))
+        lines = [
+            f"{sum(self.kinds.values())} chains ({kinds}; {self.resumed} resume in other layouts), "
+            f"{sum(self.runs.values())} runs ({runs} processes), "
+            f"seeds {min(self.seeds)} to {max(self.seeds)}, "
+            f"{(time.monotonic() - self.started) / 60:.0f} minutes; {len(self.failures)} differences without a reason.",
+            "",
+            "| measure | worst | seed |",
+            "|---|---|---|",
+            *(f"| {m} | {error:.1e} | {where.split(',')[0][5:]} |" for m, (error, where) in self.worst.items()),
+        ]
+        return "\n".join(lines)
+
+
+def compare(got: Found, want: Found) -> dict[str, float]:
+    """Errors of a run against one rank's; see ``tests.parity.result``."""
+    relative = lambda xs, ys: max((abs(x - y) / max(abs(y), 1e-30) for x, y in zip(xs, ys, strict=True)), default=0.0)  # noqa: E731
+    errors = {"loss": relative(got["losses"], want["losses"]), "gradient norm": relative(got["norms"], want["norms"])}
+    gradients = (
+        max(tensor_errors(mine, theirs, theirs).values())
+        for mine, theirs in zip(got["gradients"], want["gradients"], strict=True)
+    )
+    errors["gradient"] = max(gradients)
+    moved = {name: w.double() - want["initial"][name].double() for name, w in want["final"].items()}
+    errors["weight"] = max(tensor_errors(got["final"], want["final"], moved).values())
+    if want["validation"] is not None:
+        errors["validation loss"] = relative([got["validation"][1]], [want["validation"][1]])
+    bits = all(torch.equal(got["initial"][name], tensor) for name, tensor in want["initial"].items())
+    return errors | {"initial weights": 0.0 if bits else float("inf")}
+
+
+def without_change(got: Found, want: Found, first: int = 0) -> str:
+    """A parameter that requires a gradient and that a step has left as it was.
+
+    Args:
+        got: a run.
+        want: that of one rank. Where its gradient is rounding (a key's bias without RoPE, which adds the same to all
+            scores of a query) or zero (A of an adapter whose B is zero) nothing has to change.
+        first: the first step to look at; one of a warm-up has rate 0.
+    """
+    for step, moved in list(enumerate(got["moved"]))[first:]:
+        for name in sorted(want["initial"].keys() - moved):
+            gradient, weight = want["gradients"][step].get(name), want["initial"][name]
+            if gradient is None or gradient.abs().max() > 1e-5 * weight.abs().max().clamp(min=1e-3):
+                return f"{name} at step {step + 1}"
+    return ""
+
+
+def run_seeds(seeds: Sequence[int], inputs: Path, report: Report, worlds: tuple[int, ...], chains: int) -> None:
+    """Run, compare and report problems, many runs to a start."""
+    problems = [draw(seed, inputs, worlds, chains) for seed in seeds]
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        parts: dict[tuple[int, Chain], list[Found] | str] = {}
+        for part in range(max(len(chain) for problem in problems for chain in problem.chains)):
+            tasks = [
+                Task(problem, chain, part, folder / f"ck-{problem.seed}-{number}" if len(chain) > 1 else None)
+                for problem in problems
+                for number, chain in enumerate([(problem.alone,), *problem.chains])
+                if len(chain) > part and not isinstance(parts.get((problem.seed, chain)), str)
+            ]
+            for task, found in run_tasks(tasks, folder / f"part{part}"):
+                key = task.problem.seed, task.chain
+                report.runs[task.chain[task.part].world] += 1
+                known = parts.get(key, [])
+                parts[key] = found if isinstance(found, str) or isinstance(known, str) else [*known, found]
+    for problem in problems:
+        report.seeds.append(problem.seed)
+        _judge(problem, parts, report)
+
+
+def _judge(problem: Problem, parts: dict[tuple[int, Chain], list[Found] | str], report: Report) -> None:
+    alone = parts[problem.seed, (problem.alone,)]
+    if isinstance(alone, str):
+        report.failures.append(f"seed {problem.seed}, {problem.kind}: {problem.flags} on one rank: {alone}")
+        return
+    want, first = alone[0], int("warmup" in problem.flags)
+    assert len(want["losses"]) == STEPS
+    if still := without_change(want, want, first):
+        report.failures.append(f"{still} does not change on one rank: seed {problem.seed}: {problem.flags}")
+    for chain in problem.chains:
+        found = parts[problem.seed, chain]
+        if isinstance(found, str):
+            report.failures.append(f"seed {problem.seed}, {problem.flags} || {chain}: {found}")
+        else:
+            got = joined(found)
+            report.note(problem, chain, compare(got, want), without_change(got, want, first))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=20.0, help="start nothing new after so long (default: 20)")
+    parser.add_argument("--seed", type=int, default=0, help="the first one; the others follow it (default: 0)")
+    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4], help="numbers of processes (default: 2 4)")
+    parser.add_argument("--problems", type=int, default=8, help="seeds at a time (default: 8)")
+    parser.add_argument("--chains", type=int, default=3, help="for each seed (default: 3)")
+    parser.add_argument("--page", action="store_true", help="write the result into docs/parity.md")
+    args = parser.parse_args(argv)
+    report, seed = Report(), args.seed
+    with tempfile.TemporaryDirectory() as folder:
+        write_inputs(Path(folder))
+        while not report.seeds or time.monotonic() - report.started < 60 * args.minutes:
+            seeds, known = range(seed, seed + args.problems), len(report.failures)
+            run_seeds(seeds, Path(folder), report, tuple(args.worlds), args.chains)
+            seed += args.problems
+            print("\n".join(report.failures[known:]))
+            worst = ", ".join(f"{measure} {error:.1e}" for measure, (error, _) in report.worst.items())
+            print(
+                f"seeds {seeds[0]} to {seeds[-1]}: {sum(report.kinds.values())} chains so far, worst {worst}",
+                flush=True,
+            )
+    print(report.table())
+    if args.page:
+        page = PAGE.read_text(encoding="utf-8").partition(FUZZ)[0].rstrip("\n")
+        PAGE.write_text(f"{page}\n\n{FUZZ}\n\n{SECTION}\n{measured()}\n{report.table()}\n", encoding="utf-8")
+    print("\n".join(f"worst {measure}: {where}" for measure, (_, where) in report.worst.items()))
+    return int(bool(report.failures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""The harness of random layouts: one seed of it, what it draws, and that it sees what it is there for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity import fuzz
+from tests.parity.fuzz import Report, compare, run_seeds, without_change
+from tests.parity.fuzz_cases import KINDS, draw, write_inputs
+
+pytest.importorskip("transformers")
+
+SEEDS = (4, 6)
+"""Of the fast suite."""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_inputs(folder)
+    return folder
+
+
+def test_a_seed_says_all_and_the_first_ones_draw_every_kind(inputs: Path) -> None:
+    problems = [draw(seed, inputs) for seed in range(25)]
+    assert [draw(seed, inputs) for seed in (3, 4)] == problems[3:5]
+    assert {problem.kind for problem in problems} == set(KINDS)
+    chains = [chain for problem in problems for chain in problem.chains]
+    flags = " ".join(layout.flags for chain in chains for layout in chain)
+    for word in ("tensor", "pipeline", "sequence-parallel", "zb-", "hybrid-shard-degree 1", "granularity full"):
+        assert word in flags
+    assert {len(chain) for chain in chains} == {1, 2, 3}
+    assert {layout.world for chain in chains for layout in chain} == {1, 2, 4}
+
+
+def test_random_layouts_equal_one_rank(inputs: Path) -> None:
+    """Pretraining and DPO with adapters, in a layout each and in a chain of resumes."""
+    report = Report()
+    run_seeds(SEEDS, inputs, report, worlds=(2,), chains=2)
+    assert report.failures == []
+    assert report.kinds == {"pretrain": 2, "dpo lora": 2} and report.resumed == 2
+    assert "differences without a reason" in report.table()
+
+
+def found(**changes: Any) -> dict[str, Any]:
+    tensors = {"layers.0.w": torch.ones(2, 2), "layers.0.b": torch.ones(2)}
+    run = {
+        "losses": [2.0, 1.0],
+        "norms": [1.0, 1.0],
+        "gradients": [tensors, tensors],
+        "initial": tensors,
+        "final": {name: 2 * x for name, x in tensors.items()},
+        "moved": [set(tensors), set(tensors)],
+        "validation": (2, 1.5),
+    }
+    return run | changes
+
+
+def test_a_difference_is_measured() -> None:
+    assert set(compare(found(), found()).values()) == {0.0}
+    other = {"layers.0.w": torch.ones(2, 2), "layers.0.b": torch.full((2,), 1.5)}
+    for name, changed in {
+        "loss": {"losses": [2.0, 1.1]},
+        "gradient norm": {"norms": [1.0, 2.0]},
+        "gradient": {"gradients": [found()["initial"], other]},
+        "weight": {"final": other},
+        "initial weights": {"initial": other},
+        "validation loss": {"validation": (2, 1.6)},
+    }.items():
+        errors = compare(found(**changed), found())
+        assert {measure for measure, error in errors.items() if error > 1e-2} == {name}
+
+
+def test_a_parameter_that_a_step_leaves_alone_is_named() -> None:
+    everything = set(found()["initial"])
+    assert without_change(found(), found()) == ""
+    assert without_change(found(moved=[everything, {"layers.0.b"}]), found()) == "layers.0.w at step 2"
+    assert without_change(found(moved=[{"layers.0.b"}, everything]), found(), first=1) == ""
+    rounding = found()["initial"] | {"layers.0.w": torch.full((2, 2), 1e-9)}
+    small = found(gradients=[found()["initial"], rounding])
+    assert without_change(found(moved=[everything, {"layers.0.b"}]), small) == ""
+
+
+def test_a_run_that_fails_is_a_difference(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = Report()
+    monkeypatch.setattr(fuzz, "run_tasks", lambda tasks, folder: ((task, "it broke") for task in tasks))
+    run_seeds([0], inputs, report, worlds=(2,), chains=1)
+    assert len(report.failures) == 1 and "it broke" in report.failures[0]

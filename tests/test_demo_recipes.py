@@ -1,0 +1,28 @@
+"""The flat recipes that the demo passes to --config: settings that load and fit together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from smp.config import ModelConfig, load_config, resolve
+from smp.config.cli import build_tree, read_values
+from smp.config.entry_points import FINETUNE
+from smp.config.finetune import fill_in
+from smp.models.presets import PRESETS
+
+RECIPES = Path(__file__).parents[1] / "recipes_collection/recipes/laptop"
+
+
+def test_the_recipe_of_fine_tuning_fits_together() -> None:
+    path = str(RECIPES / "finetune_demo.yaml")
+    values = read_values(["--config", path, "--load", "model", "--data-path", "samples.jsonl"], FINETUNE, "")
+    config = fill_in(build_tree(FINETUNE, values))
+    assert resolve(replace(config, model=ModelConfig(vocab_size=4096)), world_size=2).training.train_iters
+
+
+def test_the_quick_start_resolves() -> None:
+    path = str(RECIPES / "quickstart.yaml")
+    flags = ["--config", path, "--mock-data", "--vocab-size", "4096", "--tensor-model-parallel-size", "2"]
+    config = resolve(load_config(flags, PRESETS), world_size=2)
+    assert config.training.train_iters is not None

@@ -1,0 +1,91 @@
+"""Every objective, with every reference, on all weights and on adapters, tied or not, trains alike over data-parallel
+ranks, and every step trains all of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed import run_distributed
+from tests.parity.result import TOLERANCE, tensor_errors
+from tests.training.tiny_hf import write_model, write_samples, write_tokenizer
+from tests.training.tuning_lab import together, tune_all
+
+pytest.importorskip("transformers")
+
+OBJECTIVES = {
+    "sft": "--data-path {0}/sft.jsonl",
+    **{
+        f"dpo, {reference}": f"--data-path {{0}}/dpo.jsonl --objective dpo --dpo-reference {reference}"
+        for reference in ("adapters-off", "copy", "precomputed")
+    },
+}
+TRAINED = {"all weights": "", "LoRA": "--lora-rank 4"}
+MODELS = ("llama", "tied llama", "gpt2")
+LAYOUTS = {"shard 2": (2, ""), "replicas 2": (2, "--hybrid-shard-degree 1")}
+STEPS = (
+    "--train-iters 2 --seq-length 48 --micro-batch-size 2 --global-batch-size 8 --lr 0.02 --optimizer sgd "
+    "--weight-decay 0"  # a decay changes what has no gradient
+)
+METHODS = [
+    (objective, trained)
+    for objective in OBJECTIVES
+    for trained in TRAINED
+    if (objective, trained) != ("dpo, adapters-off", "all weights")  # refused: there are no adapters
+]
+Runs = dict[tuple[str, str, str, str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """By layout, model, objective and what is trained; one start per number of processes."""
+    folder = tmp_path_factory.mktemp("hf")
+    write_samples(folder)
+    for model in MODELS:
+        place = folder / model.replace(" ", "-")
+        write_tokenizer(place)
+        write_model(place, model.split()[-1], layers=2, tied=model.startswith("tied"))
+    out: Runs = {}
+    for world in (1, 2):
+        here = {"alone": ""} if world == 1 else {name: flags for name, (_, flags) in LAYOUTS.items()}
+        cases = [(layout, model, *method) for layout in here for model in MODELS for method in METHODS]
+        flags = [
+            f"--load {folder / model.replace(' ', '-')} --log-dir {folder}/logs {STEPS} {here[layout]} "
+            f"{OBJECTIVES[objective].format(folder)} {TRAINED[trained]}"
+            for layout, model, objective, trained in cases
+        ]
+        ranks = run_distributed(tune_all, world, flags)
+        out |= {case: together([rank[i] for rank in ranks]) for i, case in enumerate(cases)}
+    return out
+
+
+@pytest.mark.parametrize(("objective", "trained"), METHODS)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_data_parallel_ranks_train_like_one(runs: Runs, layout: str, model: str, objective: str, trained: str) -> None:
+    got, want = runs[layout, model, objective, trained], runs["alone", model, objective, trained]
+    for loss, other in zip(got["losses"], want["losses"], strict=True):
+        assert abs(loss - other) <= TOLERANCE * abs(other)
+    for step, gradients in enumerate(want["gradients"]):
+        assert max(tensor_errors(got["gradients"][step], gradients, gradients).values()) <= TOLERANCE
+
+
+@pytest.mark.parametrize("case", [(m, *method) for m in MODELS for method in METHODS], ids=", ".join)
+@pytest.mark.parametrize("layout", ["alone", *LAYOUTS])
+def test_a_step_changes_every_parameter_that_requires_a_gradient(
+    runs: Runs, layout: str, case: tuple[str, str, str]
+) -> None:
+    run = runs[layout, *case]
+    tied = case[0] != "llama"
+    assert ("head.weight" not in run["initial"]) == (tied or case[2] == "LoRA")
+    for step, moved in enumerate(run["moved"]):
+        still = run["initial"].keys() - moved
+        assert {name for name in still if not without_gradient(name, step, case[0])} == set()
+
+
+def without_gradient(name: str, step: int, model: str) -> bool:
+    """What has a gradient of zero by theory: A of an adapter whose B is still 0, and a key's bias without RoPE, which
+    adds the same to all scores of a query."""
+    first = name.endswith(".lora.a") and step == 0
+    return first or (name.endswith("key.bias") and model == "gpt2")

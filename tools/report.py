@@ -1,0 +1,203 @@
+"""One HTML page about a run: loss, gradient norm, learning rate, throughput, memory, pipeline, data, settings.
+
+    python tools/report.py runs/pretrain
+    python tools/report.py runs/pretrain --output report.html
+
+Reads what a run writes into --log-dir: metrics.jsonl, starts.jsonl, status.json, and the Chrome trace of
+--trace-pipeline where there is one. The page is one file: pictures are inside, nothing is loaded from elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment
+
+from smp.config import ConfigError
+from smp.config.blend import parse_blend
+from smp.config.command import CommandParser, run_tool
+from smp.config.entry_points import FINETUNE, PRETRAIN
+from smp.config.fields import as_text, settings
+from smp.training.sinks import Curve, read_curve
+
+CHARTS = (
+    ("Loss", "nats per token", ("lm loss", "validation loss", "test loss")),
+    ("Gradient norm, before clipping", "", ("grad norm",)),
+    ("Learning rate", "", ("learning rate",)),
+    ("Throughput", "tokens per second", ("tokens/s",)),
+    ("Rate of computation", "TFLOP/s per process", ("TFLOP/s per process",)),
+    ("Time of an iteration", "seconds", ("seconds per iteration", "seconds waiting for data")),
+    ("Peak memory of a process", "GB", ("peak memory (GB)",)),
+    ("Model FLOP utilisation", "fraction of the device's peak", ("MFU",)),
+)
+"""Title, unit, names of records. A chart without values is left out."""
+
+COLORS, TEXT = ("#4477aa", "#cc3311", "#228833"), "#333333"
+
+PAGE = Path(__file__).with_name("report.html.jinja")
+
+
+def read_starts(folder: Path) -> list[dict[str, Any]]:
+    """Records of ``starts.jsonl``, oldest first.
+
+    Raises:
+        ValueError: there is none, or a line is none.
+    """
+    path = folder / "starts.jsonl"
+    if not path.exists():
+        raise ValueError(f"{folder} is no --log-dir of a run: it has no {path.name}")
+    starts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            starts.append(json.loads(line))
+        except ValueError:
+            raise ValueError(f"{path}:{number} is not a record: {line[:60]!r}") from None
+    return starts
+
+
+def _element(svg: str, prefix: str) -> str:
+    """A picture's file as an element of the page; ``prefix`` keeps its ids apart from those of others."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{prefix}-", svg)
+    return re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)  # names addresses of vocabularies
+
+
+def _chart(title: str, unit: str, curves: Mapping[str, Curve]) -> Any:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.6, 3.0), layout="constrained")
+    axes = figure.subplots()
+    for (name, (iterations, values)), color in zip(curves.items(), COLORS, strict=False):
+        marker = "o" if len(values) < 30 else None
+        axes.plot(iterations, values, label=name, color=color, linewidth=1.3, marker=marker, markersize=3)
+    axes.set_title(title, loc="left", fontsize=10, color=TEXT)
+    axes.set_xlabel("iteration", fontsize=8, color=TEXT)
+    axes.set_ylabel(unit, fontsize=8, color=TEXT)
+    axes.grid(axis="y", color="#dddddd", linewidth=0.7)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=TEXT, labelsize=8)
+    if len(curves) > 1:
+        axes.legend(frameon=False, fontsize=8, labelcolor=TEXT)
+    return figure
+
+
+def _svg(figure: Any) -> str:
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg")
+    return buffer.getvalue()
+
+
+def pipeline_picture(trace: Path) -> str:
+    """What tools/plot_pipeline.py draws of a trace. Raises ValueError when it cannot."""
+    with tempfile.TemporaryDirectory() as folder:
+        output, tool = Path(folder, "pipeline.svg"), Path(__file__).with_name("plot_pipeline.py")
+        command = [sys.executable, str(tool), "--trace", str(trace), "--output", str(output)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise ValueError(done.stderr.strip().removeprefix("error: "))
+        return _element(output.read_text(encoding="utf-8"), "pipeline")
+
+
+def charts(metrics: Path) -> list[str]:
+    """One picture per entry of :data:`CHARTS` that has values."""
+    pictures: list[str] = []
+    for title, unit, names in CHARTS:
+        curves = {name: curve for name in names if (curve := read_curve(metrics, name))[0]}
+        if curves:
+            pictures.append(_element(_svg(_chart(title, unit, curves)), f"chart{len(pictures)}"))
+    return pictures
+
+
+def tiles(metrics: Path) -> list[tuple[str, str]]:
+    """The figures that are looked at first."""
+    iterations, losses = read_curve(metrics, "lm loss")
+    found = [("iterations", f"{iterations[-1]:,}"), ("last loss", f"{losses[-1]:.4f}")] if losses else []
+    _, validation = read_curve(metrics, "validation loss")
+    found += [("best validation loss", f"{min(validation):.4f}")] if validation else []
+    for title, name, form in (("tokens/s, median", "tokens/s", ",.0f"), ("peak memory, GB", "peak memory (GB)", ".2f")):
+        _, values = read_curve(metrics, name)
+        if values:
+            value = statistics.median(values) if "median" in title else max(values)
+            found.append((title, format(value, form)))
+    return found
+
+
+def data_shares(given: str | None) -> list[tuple[str, float | None]]:
+    """Data sets of --data-path and the share of samples of each; None: its size decides."""
+    parts = parse_blend("--data-path", given) if given else []
+    total = sum(part.weight for part in parts if part.weight is not None)
+    return [(part.path, None if part.weight is None else float(part.weight / total)) for part in parts]
+
+
+def settings_table(values: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Flag, value and default of every setting that the run had."""
+    known = settings(FINETUNE if any(name.startswith("lora_") for name in values) else PRETRAIN)
+    return [
+        (
+            known[name].flag if name in known else name,
+            as_text(value),
+            as_text(known[name].default) if name in known else "",
+        )
+        for name, value in values.items()
+    ]
+
+
+def page(folder: Path) -> str:
+    """The HTML text.
+
+    Raises:
+        ValueError: the folder is no --log-dir of a run, or a file in it is damaged.
+        ConfigError: matplotlib is not installed.
+    """
+    starts, metrics = read_starts(folder), folder / "metrics.jsonl"
+    status_file, trace = folder / "status.json", folder / "pipeline_trace.json"
+    status = json.loads(status_file.read_text(encoding="utf-8")) if status_file.exists() else {}
+    values = starts[-1]["settings"]
+    try:
+        pictures = charts(metrics)
+    except ImportError:
+        raise ConfigError("pictures need matplotlib: pip install matplotlib") from None
+    environment = Environment(autoescape=True)
+    return environment.from_string(PAGE.read_text(encoding="utf-8")).render(
+        title=f"Run {folder.resolve().name}",
+        status=": ".join(str(status[name]) for name in ("status", "reason") if status.get(name)),
+        tiles=tiles(metrics),
+        charts=pictures,
+        pipeline=pipeline_picture(trace) if trace.exists() else None,
+        data=data_shares(values.get("data_path")),
+        share_text=lambda share: "by its size" if share is None else f"{100 * share:.1f} %",
+        starts=starts,
+        settings=settings_table(values),
+    )
+
+
+def build_parser() -> CommandParser:
+    parser = CommandParser(description=__doc__)
+    parser.add_argument("run", type=Path, help="--log-dir of the run")
+    parser.add_argument("--output", type=Path, help="page to write (default: report.html in the run's folder)")
+    return parser
+
+
+def write(args: argparse.Namespace) -> str:
+    output = args.output or args.run / "report.html"
+    output.write_text(page(args.run), encoding="utf-8")
+    return f"wrote {output}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code, see :mod:`smp.config.command`."""
+    return run_tool(lambda: print(write(build_parser().parse_args(argv))))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

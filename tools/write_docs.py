@@ -1,0 +1,97 @@
+"""Write the tables of settings and of named sizes into the documentation, from the root of the repository.
+
+    python tools/write_docs.py
+
+Each page keeps its text; what stands between two markers is replaced.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from smp.config import ModelConfig
+from smp.config.command import CommandParser, run_tool
+from smp.config.entry_points import FINETUNE, PRETRAIN, EntryPoint
+from smp.config.fields import Setting, as_text, settings, title_of
+from smp.models.arithmetic import count_parameters
+from smp.models.presets import PRESETS
+
+BEGIN = "<!-- table: written by python tools/write_docs.py -->"
+END = "<!-- end of table -->"
+
+
+def settings_tables(entry: EntryPoint = PRETRAIN) -> str:
+    """One Markdown table per group: flag, values, default and what it does. Of another entry point than pretraining's
+    what differs from that."""
+    known = {} if entry is PRETRAIN else settings(PRETRAIN)
+    new = [setting for name, setting in settings(entry).items() if known.get(name) != setting]
+    groups = {group: [setting for setting in new if setting.group == group] for group in entry.groups}
+    return "\n\n".join(_group_table(group, title_of(entry, group), rows) for group, rows in groups.items() if rows)
+
+
+def _group_table(group: str, title: str, rows: list[Setting]) -> str:
+    header = ["| Flag | Value | Default | |", "|---|---|---|---|"]
+    return "\n".join([f"### {group}", "", title.replace("``", "`"), "", *header, *map(_setting_row, rows)])
+
+
+def _setting_row(setting: Setting) -> str:
+    kind = "switch" if setting.type is bool else "words" if setting.many else setting.type.__name__
+    values = " ".join(f"`{choice}`" for choice in setting.choices) or kind
+    return f"| `{setting.flag}` | {values} | `{as_text(setting.default)}` | {_escape(setting.text)} |"
+
+
+def _escape(text: str) -> str:
+    return text.replace("``", "`").replace("|", "\\|").replace("<", "&lt;")
+
+
+def presets_table() -> str:
+    """One Markdown row per named size."""
+    header = ["| `--model` | Parameters | Layers | Hidden | Heads / kv | Vocabulary | Context |"]
+    return "\n".join([*header, "|---|---:|---:|---:|---:|---:|---:|", *map(_preset_row, PRESETS)])
+
+
+def _preset_row(name: str) -> str:
+    model = ModelConfig(model=name, **PRESETS[name])
+    heads = f"{model.num_attention_heads} / {model.num_query_groups}"
+    vocabulary = f"{model.vocab_size:,}" if model.vocab_size else "the tokenizer's"
+    sizes = f"{model.num_layers} | {model.hidden_size:,} | {heads} | {vocabulary} | {model.max_position_embeddings:,}"
+    return f"| `{name}` | {_parameters(model)} | {sizes} |"
+
+
+def _parameters(model: ModelConfig) -> str:
+    if model.vocab_size is not None:
+        return f"{count_parameters(model, model.vocab_size).total:,}"
+    return f"{count_parameters(model, 1).non_embedding:,} + embedding"
+
+
+def tables() -> dict[Path, str]:
+    """What each page is to hold."""
+    return {
+        Path("docs/configuration.md"): settings_tables(),
+        Path("docs/finetuning.md"): settings_tables(FINETUNE),
+        Path("docs/models.md"): presets_table(),
+    }
+
+
+def with_table(page: str, table: str) -> str:
+    """``page`` with everything between its two markers replaced."""
+    head, rest = page.split(BEGIN)
+    return f"{head}{BEGIN}\n\n{table}\n\n{END}{rest.split(END)[1]}"
+
+
+def run(argv: Sequence[str] | None) -> None:
+    """Write all pages."""
+    CommandParser(description=__doc__).parse_args(argv)
+    for page, table in tables().items():
+        page.write_text(with_table(page.read_text(encoding="utf-8"), table), encoding="utf-8")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, or 2 when there are no such pages here."""
+    return run_tool(lambda: run(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
