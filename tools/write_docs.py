@@ -1,4 +1,4 @@
-"""Write the tables of settings and of named sizes into the documentation, from the root of the repository.
+"""Write tables (settings, named sizes, predictions) into the documentation, from the root of the repository.
 
     python tools/write_docs.py
 
@@ -17,6 +17,7 @@ from smp.config.entry_points import FINETUNE, PRETRAIN, EntryPoint
 from smp.config.fields import Setting, as_text, settings, title_of
 from smp.models.arithmetic import count_parameters
 from smp.models.presets import PRESETS
+from smp.planner.published import table as published_table
 
 BEGIN = "<!-- table: written by python tools/write_docs.py -->"
 END = "<!-- end of table -->"
@@ -72,6 +73,7 @@ def tables() -> dict[Path, str]:
         Path("docs/configuration.md"): settings_tables(),
         Path("docs/finetuning.md"): settings_tables(FINETUNE),
         Path("docs/models.md"): presets_table(),
+        Path("docs/planning.md"): "\n".join(published_table()),
     }
 
 

@@ -6,6 +6,7 @@ No torch: a command line that cannot work is refused before torch is imported, a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from smp.config import Config, ConfigError, Layout, ModelConfig, ParallelConfig
 from smp.config.batch import BatchSizes
@@ -58,15 +59,18 @@ def plan_pipeline(config: Config, layout: Layout) -> Plan:
     name, chunks = parallel.pipeline_schedule, parallel.num_virtual_stages_per_pipeline_rank
     assert name is not None and chunks is not None and data.global_batch_size is not None, "resolved before"
     micro_batches = data.global_batch_size // (data.micro_batch_size * layout.data_parallel)
-    sizes = (name, layout.pp, micro_batches, chunks)
-    reshard = parallel.pipeline_reshard
-    training = build_schedule(*sizes, reshard_after_use=reshard)
-    evaluation = build_schedule(*sizes, reshard_after_use=reshard, evaluation=True)
-    for schedule in (training, evaluation):
-        validate(schedule)
+    sizes = (name, layout.pp, micro_batches, chunks, parallel.pipeline_reshard)
+    training, evaluation = _schedule(*sizes, evaluation=False), _schedule(*sizes, evaluation=True)
     parts = _place(model, parallel, training.stages, data.seq_length or 1)
     tokens = data.micro_batch_size * (data.seq_length or 1)
     return Plan(parts, training, evaluation, tuple(_costs(part, config, tokens) for part in parts))
+
+
+@lru_cache(maxsize=128)  # a planner asks for the same ones with many models' parts
+def _schedule(name: str, ranks: int, micro_batches: int, chunks: int, reshard: bool, *, evaluation: bool) -> Schedule:
+    schedule = build_schedule(name, ranks, micro_batches, chunks, reshard_after_use=reshard, evaluation=evaluation)
+    validate(schedule)
+    return schedule
 
 
 def _place(model: ModelConfig, parallel: ParallelConfig, stages: int, seq_length: int) -> tuple[ModelPart, ...]:

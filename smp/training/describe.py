@@ -16,9 +16,8 @@ from smp.models.arithmetic import count_parameters, training_flops_per_token
 from smp.models.inventory import inventory
 from smp.parallel.context import MESH_DIMS
 from smp.pipeline.plan import Plan, describe_plan, plan_pipeline
-from smp.pipeline.validate import peak_activations, peak_losses
 from smp.training.exchange import exchange_of, exchanged
-from smp.training.memory import MemoryEstimate, Tuned, estimate_memory
+from smp.training.memory import MemoryEstimate, Tuned, largest_memory
 
 if TYPE_CHECKING:
     from smp.training.fake_step import StepMeasures
@@ -39,7 +38,7 @@ def describe(config: Config, world_size: int) -> str:
     count = count_parameters(config.model, vocab)
     plan = plan_pipeline(config, layout) if layout.pp > 1 else None
     tuned = _tuned(config, layout)
-    memory, steps = _largest(config, layout, plan, tuned), _tried_steps(config, layout, plan)
+    memory, steps = largest_memory(config, layout, CHUNK_BYTES["cuda"], plan, tuned), _tried_steps(config, layout, plan)
     tflop = training_flops_per_token(config.model, length, vocab) / 1e12
     recipe = to_yaml(replace(config, training=replace(config.training, dry_run=False)))
     lines = [
@@ -60,7 +59,7 @@ def predicted_memory(config: Config, world_size: int) -> MemoryEstimate:
     """What the process that needs most memory needs, in bytes."""
     layout = Layout.from_config(config.parallel, world_size)
     plan = plan_pipeline(config, layout) if layout.pp > 1 else None
-    return _largest(config, layout, plan, _tuned(config, layout))
+    return largest_memory(config, layout, CHUNK_BYTES["cuda"], plan, _tuned(config, layout))
 
 
 def _tried_steps(config: Config, layout: Layout, plan: Plan | None) -> list[StepMeasures] | None:
@@ -129,20 +128,6 @@ def _mesh(layout: Layout) -> str:
     sizes = [f"{name} {size}" for name in MESH_DIMS if (size := getattr(layout, name)) > 1]
     order = f", {sizes[-1].split()[0]} fastest" if len(sizes) > 1 else ""
     return f"{' x '.join(sizes)} = {layout.world_size} processes{order}" if sizes else "1 process"
-
-
-def _largest(config: Config, layout: Layout, plan: Plan | None, tuned: Tuned) -> MemoryEstimate:
-    """Of the pipeline rank that needs most memory."""
-    if plan is None:
-        return estimate_memory(config, layout, CHUNK_BYTES["cuda"], tuned=tuned)
-    held, losses = peak_activations(plan.training), peak_losses(plan.training)
-    ranks = (
-        estimate_memory(
-            config, layout, CHUNK_BYTES["cuda"], list(plan.stages_of(rank).values()), held[rank], losses, tuned
-        )
-        for rank in range(layout.pp)
-    )
-    return max(ranks, key=lambda estimate: estimate.total)
 
 
 def _tuned(config: Config, layout: Layout) -> Tuned:

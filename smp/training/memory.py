@@ -14,6 +14,8 @@ from typing import Literal
 from smp.config import Config, Layout
 from smp.models.inventory import Parameter, block_parameters, inventory, vocabulary_matrix
 from smp.models.part import ModelPart, whole
+from smp.pipeline.plan import Plan
+from smp.pipeline.validate import peak_activations, peak_losses
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,20 @@ def estimate_memory(
         logits=last * (chunk + head),
         accumulates=layout.pp > 1 or (data.global_batch_size or 1) > data.micro_batch_size * layout.data_parallel,
     )
+
+
+def largest_memory(
+    config: Config, layout: Layout, chunk_bytes: int, plan: Plan | None, tuned: Tuned = Tuned()
+) -> MemoryEstimate:
+    """Of the pipeline rank that needs most, or without a pipeline of each; arguments as of :func:`estimate_memory`."""
+    if plan is None:
+        return estimate_memory(config, layout, chunk_bytes, tuned=tuned)
+    held, losses = peak_activations(plan.training), peak_losses(plan.training)
+    ranks = (
+        estimate_memory(config, layout, chunk_bytes, list(plan.stages_of(rank).values()), held[rank], losses, tuned)
+        for rank in range(layout.pp)
+    )
+    return max(ranks, key=lambda estimate: estimate.total)
 
 
 def _elements(parameters: Iterable[Parameter], layout: Layout) -> int:

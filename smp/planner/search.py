@@ -1,0 +1,163 @@
+"""Layouts that a model can be trained in on some devices, what each needs, and how long its step takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from smp.config import Config, ConfigError, Layout, ParallelConfig, resolve
+from smp.config.fields import flag_of
+from smp.layers.head import CHUNK_BYTES
+from smp.pipeline.plan import plan_pipeline
+from smp.planner.devices import Device
+from smp.planner.step_time import StepModel, StepTime
+from smp.training.memory import MemoryEstimate, largest_memory
+
+FREE = 0.08
+"""Share of a device's memory that stays free: the CUDA context, NCCL's buffers, fragments."""
+RECOMPUTE = ("none", "selective", "full")
+SCHEDULES: tuple[tuple[Any, int | None], ...] = (("1f1b", None), ("interleaved", 2), ("zb-h1", None), ("zb-v", None))
+LONG_SEQUENCE = 32768
+"""From which on context parallelism is tried without being asked for."""
+LONGEST_PIPELINE = 16
+"""That is tried without being asked for."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that can be started.
+
+    Attributes:
+        config: resolved.
+        layout: degrees of the mesh.
+        flags: what says it on a command line, beside what was asked for.
+        memory: bytes on the process that needs most.
+        time: of a step; None where memory does not suffice.
+    """
+
+    config: Config
+    layout: Layout
+    flags: str
+    memory: MemoryEstimate
+    time: StepTime | None
+
+    def tokens_per_second(self) -> float:
+        """Of one device."""
+        data = self.config.data
+        assert self.time is not None and data.global_batch_size is not None and data.seq_length is not None
+        return data.global_batch_size * data.seq_length / self.time.total / self.layout.world_size
+
+
+def candidates(asked: Config, world_size: int, device: Device) -> Iterator[Candidate]:
+    """Every layout that works with what was asked for, those that do not fit into memory without a time.
+
+    What was given stays: a tensor-parallel size other than 1, a recompute other than none, and so on.
+
+    Args:
+        asked: unresolved.
+        world_size: number of devices.
+        device: what they are.
+    """
+    for config in _configs(asked, world_size, device):
+        try:
+            resolved = resolve(config, world_size)
+            layout = Layout.from_config(resolved.parallel, world_size)
+            plan = plan_pipeline(short_plan(resolved, layout), layout) if layout.pp > 1 else None
+        except ConfigError:
+            continue
+        memory = largest_memory(resolved, layout, CHUNK_BYTES["cuda"], plan)
+        fits = memory.total <= device.memory * (1 - FREE)
+        time = StepModel(resolved, layout, device, plan).predict() if fits else None
+        yield Candidate(resolved, layout, _flags(resolved, asked), memory, time)
+
+
+def ranked(found: list[Candidate]) -> list[Candidate]:
+    """Those that fit, fastest first; of equal ones the one that needs less memory."""
+    fitting = [(c.time.total, c.memory.total, i) for i, c in enumerate(found) if c.time is not None]
+    return [found[i] for _, _, i in sorted(fitting)]
+
+
+def short_plan(config: Config, layout: Layout) -> Config:
+    """With as many micro-batches as it takes until each more costs the same, which is quickly simulated."""
+    each, data = config.data.micro_batch_size * layout.data_parallel, config.data
+    assert data.global_batch_size is not None, "resolved before"
+    return replace(config, data=replace(data, global_batch_size=min(data.global_batch_size, 3 * layout.pp * each)))
+
+
+def _configs(asked: Config, world_size: int, device: Device) -> Iterator[Config]:
+    """Combinations, unresolved; what cannot work among them is found out later."""
+    parallel = asked.parallel
+    within_node = [n for n in _divisors(world_size) if n <= device.devices_per_node]
+    tensor = _given(parallel.tensor_model_parallel_size, 1, within_node)
+    stages = [n for n in _divisors(world_size) if n <= min(asked.model.num_layers, LONGEST_PIPELINE)]
+    pipeline = _given(parallel.pipeline_model_parallel_size, 1, stages)
+    is_long = (asked.data.seq_length or 0) >= LONG_SEQUENCE
+    context = _given(parallel.context_parallel_size, 1, [1, 2, 4, 8] if is_long else [1])
+    recompute = _given(parallel.recompute_granularity, "none", RECOMPUTE)
+    rows = _given(asked.data.micro_batch_size, 1, [1, 2, 4, 8])
+    for tp, pp, cp, again, row in product(tensor, pipeline, context, recompute, rows):
+        if world_size % (tp * pp * cp):
+            continue
+        degrees = replace(
+            parallel,
+            tensor_model_parallel_size=tp,
+            sequence_parallel=tp > 1,
+            pipeline_model_parallel_size=pp,
+            context_parallel_size=cp,
+            recompute_granularity=again,
+        )
+        data = replace(asked.data, micro_batch_size=row)
+        options = _schedules(degrees) if pp > 1 else _sharding(degrees, world_size // (tp * cp), device, tp * cp)
+        for option in options:
+            yield replace(asked, parallel=option, data=data)
+
+
+def _schedules(parallel: ParallelConfig) -> Iterator[ParallelConfig]:
+    for name, chunks in SCHEDULES if parallel.pipeline_schedule is None else [(parallel.pipeline_schedule, None)]:
+        given = parallel.num_virtual_stages_per_pipeline_rank
+        yield replace(parallel, pipeline_schedule=name, num_virtual_stages_per_pipeline_rank=given or chunks)
+
+
+def _sharding(parallel: ParallelConfig, data_ranks: int, device: Device, stride: int) -> Iterator[ParallelConfig]:
+    """Over all data-parallel ranks or those of a node; gathered for each micro-batch, or once per step."""
+    inside = device.devices_per_node // stride
+    degrees = [0, *([inside] if 1 < inside < data_ranks else [])]
+    for degree in _given(parallel.hybrid_shard_degree, 0, degrees):
+        strategies = ["optim_grads_params", *(["optim_grads", "optim"] if data_ranks > 1 else [])]
+        for strategy in _given(parallel.data_parallel_sharding_strategy, "optim_grads_params", strategies):
+            yield replace(parallel, hybrid_shard_degree=degree, data_parallel_sharding_strategy=strategy)
+
+
+def _given(value: Any, default: Any, options: Sequence[Any]) -> Sequence[Any]:
+    """What was asked for, or all options where nothing was."""
+    return options if value == default else [value]
+
+
+def _divisors(n: int) -> list[int]:
+    return [i for i in range(1, n + 1) if n % i == 0]
+
+
+def _flags(config: Config, asked: Config) -> str:
+    """What differs from what was asked for."""
+    words = []
+    for group, names in (("parallel", _PARALLEL), ("data", ("micro_batch_size",))):
+        for name in names:
+            value = getattr(getattr(config, group), name)
+            if value != getattr(getattr(asked, group), name):
+                words.append(flag_of(name) if value is True else f"{flag_of(name)} {value}")
+    return " ".join(words)
+
+
+_PARALLEL = (
+    "tensor_model_parallel_size",
+    "sequence_parallel",
+    "pipeline_model_parallel_size",
+    "pipeline_schedule",
+    "num_virtual_stages_per_pipeline_rank",
+    "context_parallel_size",
+    "hybrid_shard_degree",
+    "data_parallel_sharding_strategy",
+    "recompute_granularity",
+)

@@ -1,0 +1,109 @@
+"""tools/plan.py: every line that it prints starts, and its times follow from what they are made of."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from smp.config import Config, Layout, load_config, resolve
+from smp.models.arithmetic import training_flops_per_token
+from smp.models.presets import PRESETS
+from smp.pipeline.plan import plan_pipeline
+from smp.planner.devices import DEVICES, Device
+from smp.planner.search import candidates, ranked
+from smp.planner.step_time import StepModel
+from smp.training.settings import read_settings
+from tools.plan import main
+
+EIGHT = "--gpus 8 --gpu h100 --model llama3-8b --seq-length 8192 --global-batch-size 32"
+IDEAL = Device(
+    peak=1e15,
+    memory=1e15,
+    bandwidth=1e30,
+    local_link=1e30,
+    node_link=1e30,
+    tiles=1,
+    product_share=1.0,
+    attention_share=1.0,
+    memory_share=1.0,
+    link_share=1.0,
+    latency=0.0,
+    launch=0.0,
+)
+"""Computes at its peak and does nothing else."""
+
+
+def config_of(flags: str) -> Config:
+    return load_config(["--model", "llama3-8b", "--mock-data", "--bf16", "--dry-run", *flags.split()], PRESETS)
+
+
+def config(flags: str, world: int) -> tuple[Config, Layout]:
+    resolved = resolve(load_config([*flags.split(), "--bf16", "--dry-run", "--mock-data"], PRESETS), world)
+    return resolved, Layout.from_config(resolved.parallel, world)
+
+
+def test_the_printed_command_starts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "plan.svg"
+    assert main([*EIGHT.split(), "--micro-batch-size", "2", "--top", "3", "--output", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("tokens/s/GPU") == 1 and out.count("beside matrix products") == 3
+    command = shlex.split(out.splitlines()[-1])
+    assert command[:4] == ["torchrun", "--nproc-per-node", "8", "pretrain_gpt.py"]
+    started = read_settings([*command[4:], "--mock-data", "--train-iters", "1"], PRESETS, 8)
+    assert started.data.micro_batch_size == 2 and started.data.global_batch_size == 32
+    assert "<svg" in picture.read_text()
+
+
+def test_what_was_decided_stays() -> None:
+    asked = load_config(
+        ["--model", "llama3-8b", "--mock-data", "--tensor-model-parallel-size", "2", "--bf16", "--dry-run"], PRESETS
+    )
+    asked = replace(asked, data=replace(asked.data, global_batch_size=32))
+    found = list(candidates(asked, 8, DEVICES["h100"]))
+    assert {c.layout.tp for c in found} == {2} and len({c.layout.pp for c in found}) > 2
+    times = [c.time.total for c in ranked(found) if c.time]
+    assert times == sorted(times) and 1 < len(times) < len(found)
+
+
+def test_on_an_ideal_device_a_step_takes_its_flops() -> None:
+    """Of products and attention; a backward pass of FlashAttention computes scores again, at 0.85 of the rate."""
+    resolved, layout = config("--model llama3-8b --seq-length 8192 --global-batch-size 4", 1)
+    time = StepModel(resolved, layout, IDEAL).predict()
+    flops = training_flops_per_token(resolved.model, 8192, 128256)
+    shared = time.attention * 3 / (1 + 2.5 / 0.85)
+    assert (time.products + shared) * IDEAL.peak == pytest.approx(flops * 4 * 8192, rel=0.01)
+    assert time.total == pytest.approx(time.products + time.attention)
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "part"),
+    [
+        ("--tensor-model-parallel-size 8 --sequence-parallel", 8, "tensor"),
+        ("--pipeline-model-parallel-size 4 --global-batch-size 8", 4, "bubble"),
+        ("--seq-length 512", 64, "data"),
+        ("--context-parallel-size 8 --cp-comm-type all_gather", 8, "context"),
+    ],
+)
+def test_each_way_to_split_costs_where_its_links_are_slow(flags: str, world: int, part: str) -> None:
+    resolved, layout = config(f"--model llama3.2-1b {flags}", world)
+    plan = plan_pipeline(resolved, layout) if layout.pp > 1 else None
+    device = DEVICES["h100"]
+    slow = replace(device, local_link=device.local_link / 100, node_link=device.node_link / 100)
+    fast, late = (StepModel(resolved, layout, one, plan).predict() for one in (device, slow))
+    assert getattr(late, part) > getattr(fast, part) and getattr(late, part) > 0
+    assert late.products == fast.products
+
+
+def test_what_does_not_fit_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--gpus", "1", "--gpu", "a100", "--model", "llama3-70b", "--top", "1"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: none of") and "80 GB of 1 GPUs; the least needs" in error
+
+
+def test_a_slow_network_keeps_tensor_parallelism_inside_of_a_node() -> None:
+    asked = config_of("--global-batch-size 64")
+    device = replace(DEVICES["h100"], devices_per_node=2)
+    assert {c.layout.tp for c in candidates(asked, 8, device)} == {1, 2}

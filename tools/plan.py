@@ -1,0 +1,156 @@
+"""Which layout to train a model in: flag lines that can be started on some GPUs, ranked by predicted step time.
+
+    python tools/plan.py --model llama3-70b --gpus 64 --gpu h100 --seq-length 8192 --global-batch-size 256
+    python tools/plan.py --model llama3-8b --gpus 8 --gpu a100 --tensor-model-parallel-size 2 --top 5 --output plan.png
+
+Flags of pretrain_gpt.py are what was decided already; the rest (tensor, pipeline and context parallelism, schedule,
+sharding, recompute, micro-batch size) is tried. Memory is --dry-run's estimate, time a roofline with stated shares of
+what data sheets promise: docs/planning.md has both, and how far off predictions of published runs are. --output draws
+where the time goes. Nothing is run, and no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from smp.config import Config, ConfigError, load_config
+from smp.config.command import CommandParser, run_tool
+from smp.models.arithmetic import training_flops_per_token
+from smp.models.presets import PRESETS
+from smp.planner.devices import DEVICES, GB, Device
+from smp.planner.search import Candidate, candidates, ranked
+
+WORDS = {
+    "products": "matrix products",
+    "attention": "attention",
+    "elementwise": "reading and writing memory",
+    "tensor": "tensor-parallel collectives",
+    "context": "context-parallel exchange",
+    "data": "gathers of weights and reductions of gradients",
+    "bubble": "waiting in the pipeline",
+    "optimizer": "optimizer",
+    "host": "issuing operations",
+}
+"""Parts of a step as a user reads them."""
+
+
+def read_arguments(argv: Sequence[str] | None) -> tuple[Any, list[str]]:
+    """This tool's options, and the flags of training."""
+    parser = CommandParser(description=__doc__)
+    parser.add_argument("--gpus", type=int, required=True, help="number of GPUs")
+    parser.add_argument("--gpu", choices=sorted(DEVICES), required=True, help="kind of GPU")
+    parser.add_argument("--gpus-per-node", type=int, help="GPUs that a node has (default: the kind's, 8)")
+    parser.add_argument("--node-bandwidth", type=float, help="GB/s that each GPU can send to other nodes")
+    parser.add_argument("--top", type=int, default=10, help="lines of the table")
+    parser.add_argument("--output", help="picture of the table (png, svg, pdf)")
+    return parser.parse_known_args(argv)
+
+
+def device_of(given: Any) -> Device:
+    """The kind of GPU, with what the user knows better."""
+    device = DEVICES[given.gpu]
+    if given.gpus_per_node is not None:
+        device = replace(device, devices_per_node=given.gpus_per_node)
+    if given.node_bandwidth is not None:
+        device = replace(device, node_link=given.node_bandwidth * GB)
+    return device
+
+
+def asked_for(flags: Sequence[str], gpus: int) -> Config:
+    """Settings that were decided: bf16 always, and without a batch size four samples on each GPU."""
+    config = load_config([*flags, "--bf16", "--dry-run"], PRESETS)
+    if config.data.global_batch_size is None:
+        config = replace(config, data=replace(config.data, global_batch_size=4 * gpus))
+    if config.data.data_path is None and not config.data.mock_data:
+        config = replace(config, data=replace(config.data, mock_data=True))
+    return config
+
+
+def mfu(found: Candidate, device: Device) -> float:
+    """Share of the device's peak that model FLOPs take."""
+    model, length = found.config.model, found.config.data.seq_length
+    assert model.vocab_size is not None and length is not None
+    return found.tokens_per_second() * training_flops_per_token(model, length, model.vocab_size) / device.peak
+
+
+def what_binds(found: Candidate) -> str:
+    """The two largest parts beside matrix products."""
+    assert found.time is not None
+    parts = Counter(vars(found.time))
+    del parts["products"]
+    shares = ((WORDS[name], 100 * seconds / found.time.total) for name, seconds in parts.most_common(2))
+    return ", ".join(f"{name} {share:.0f} %" for name, share in shares if share >= 1)
+
+
+def table(best: Sequence[Candidate], device: Device) -> str:
+    """Fastest first."""
+    lines = [f"{'step':>9}{'tokens/s/GPU':>14}{'MFU':>8}{'memory':>11}  flags"]
+    for found in best:
+        assert found.time is not None
+        lines.append(
+            f"{found.time.total:7.3f} s{found.tokens_per_second():14,.0f}{100 * mfu(found, device):6.1f} %"
+            f"{found.memory.total / GB:8.1f} GB  {found.flags or '(as given)'}"
+        )
+        lines.append(f"{'':44}beside matrix products: {what_binds(found)}")
+    return "\n".join(lines)
+
+
+def draw(best: Sequence[Candidate], path: str) -> None:
+    """Bars of where the time of each step goes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 0.5 * len(best) + 1.6), layout="constrained")
+    axes = figure.subplots()
+    left = [0.0] * len(best)
+    for name, words in WORDS.items():
+        seconds = [getattr(found.time, name) for found in best]
+        if max(seconds) > 0.005 * max(found.time.total for found in best if found.time):
+            axes.barh(range(len(best)), seconds, left=left, label=words)
+        left = [a + b for a, b in zip(left, seconds, strict=True)]
+    axes.set_yticks(
+        range(len(best)), [found.flags.replace(" --", "\n--", 1) or "(as given)" for found in best], fontsize=6
+    )
+    axes.invert_yaxis()
+    axes.set_xlabel("predicted time of a step (seconds)")
+    figure.legend(loc="outside upper center", ncols=4, fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+def plan(argv: Sequence[str] | None) -> None:
+    """Print the table, and the first line as a command."""
+    given, flags = read_arguments(argv)
+    if given.gpus < 1 or given.top < 1:
+        raise ConfigError(f"--gpus {given.gpus} and --top {given.top} have to be at least 1")
+    device, asked = device_of(given), asked_for(flags, given.gpus)
+    found = list(candidates(asked, given.gpus, device))
+    fitting = ranked(found)
+    if not found:
+        raise ConfigError(f"no layout of {given.gpus} GPUs can train this: --dry-run of pretrain_gpt.py says why")
+    if not fitting:
+        least = min(found, key=lambda one: one.memory.total)
+        raise ConfigError(
+            f"none of {len(found)} layouts fits into {device.memory / GB:.0f} GB of {given.gpus} GPUs; the least needs "
+            f"{least.memory.total / GB:.0f} GB: {least.flags}"
+        )
+    best = fitting[: given.top]
+    print(f"{len(fitting)} of {len(found)} layouts fit; predicted, not measured:\n{table(best, device)}")
+    nodes, each = -(-given.gpus // device.devices_per_node), min(given.gpus, device.devices_per_node)
+    start = f"torchrun --nnodes {nodes} --nproc-per-node {each}" if nodes > 1 else f"torchrun --nproc-per-node {each}"
+    batch = f"--global-batch-size {asked.data.global_batch_size}"
+    chosen = " ".join([*flags, *([] if "--global-batch-size" in flags else [batch]), "--bf16", best[0].flags])
+    print(f"\n{start} pretrain_gpt.py {chosen}".rstrip())
+    if given.output:
+        draw(best, given.output)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code, see :mod:`smp.config.command`."""
+    return run_tool(lambda: plan(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
