@@ -66,7 +66,7 @@ FINETUNE = EntryPoint(
     own={
         "data_path": Own(
             "Files of samples (.jsonl, .jsonl.gz, .jsonl.zst, .parquet) or glob patterns. The shape of each sample is "
-            "detected: messages, prompt/completion, text, ShareGPT, Alpaca; prompt/chosen/rejected for dpo."
+            "detected: messages, prompt/completion, text, ShareGPT, Alpaca; prompt/chosen/rejected for dpo and orpo."
         ),
         "split": Own(
             "Relative sizes of the train, validation and test parts; which sample goes where is drawn by the seed.",
@@ -77,16 +77,18 @@ FINETUNE = EntryPoint(
         ),
         "packing": Own(
             "best-fit lays several samples into one sequence, which do not see each other; with off each has its own. "
-            "Default: best-fit, but off for dpo.",
+            "Default: best-fit, but off for pairs.",
             default=None,
             choices=("best-fit", "off"),
         ),
         "seq_length": Own(
             "Tokens per sequence; longer samples are cut at the end. Default: --max-position-embeddings, at most 8192."
         ),
-        "micro_batch_size": Own("Sequences (pairs with dpo) in one forward pass of one data-parallel process."),
+        "micro_batch_size": Own(
+            "Sequences (pairs with dpo and orpo) in one forward pass of one data-parallel process."
+        ),
         "global_batch_size": Own(
-            "Sequences (pairs with dpo) per optimizer step. Default: micro batch x data-parallel processes."
+            "Sequences (pairs with dpo and orpo) per optimizer step. Default: micro batch x data-parallel processes."
         ),
         "lr": Own("Peak learning rate. Adapters take about ten times as much as whole models.", default=2e-5),
         "weight_decay": Own(default=0.0),

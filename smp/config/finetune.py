@@ -74,9 +74,9 @@ def _check_objective(config: Config, objective: ObjectiveConfig) -> None:
     check_effects(config, "objective")
     if objective.objective == "sft":
         return
-    data = config.data
-    require(data.packing != "best-fit", "--packing best-fit: pairs of --objective dpo are not packed; leave it out")
-    require(data.mask_prompt, "--no-mask-prompt: --objective dpo compares answers only; leave it out")
+    data, name = config.data, objective.objective
+    require(data.packing != "best-fit", f"--packing best-fit: pairs of --objective {name} are not packed; leave it out")
+    require(data.mask_prompt, f"--no-mask-prompt: --objective {name} compares answers only; leave it out")
     require(
         objective.dpo_reference != "adapters-off" or config.has_adapters,
         "--dpo-reference adapters-off: there are no adapters to switch off; give --lora-rank, or take copy",

@@ -258,15 +258,21 @@ class LoraConfig:
 class ObjectiveConfig:
     """What is minimised."""
 
-    objective: Literal["sft", "dpo"] = "sft"
-    """sft: cross-entropy of the samples; dpo: direct preference optimization on pairs of answers."""
+    objective: Literal["sft", "dpo", "orpo"] = "sft"
+    """sft: cross-entropy of the samples; dpo: direct preference optimization on pairs of answers; orpo: cross-entropy
+    of the chosen answer and its odds against the rejected one, without a reference."""
+    dpo_loss_type: Literal["sigmoid", "hinge", "ipo"] = only_with("sigmoid", objective="dpo")
+    """sigmoid: DPO's own; hinge: SLiC's, max(0, 1 - beta x margin); ipo: the squared distance of the margin, of means
+    over tokens, from 1 / (2 beta)."""
     dpo_beta: float = only_with(0.1, objective="dpo")
     """How far the policy is held to the reference: scales the difference of log-ratios."""
-    dpo_label_smoothing: float = only_with(0.0, objective="dpo")
+    dpo_label_smoothing: float = only_with(0.0, dpo_loss_type="sigmoid")
     """Probability that a preference is the wrong way round, below 0.5 (conservative DPO)."""
     dpo_reference: Literal["adapters-off", "copy", "precomputed"] | None = only_with(None, objective="dpo")
     """Where log-probabilities of the reference come from: the model without its adapters, a frozen copy, or a table
     that is computed before training. Default: adapters-off with --lora-rank, else copy."""
+    orpo_beta: float = only_with(0.1, objective="orpo")
+    """Weight of the odds beside the cross-entropy (lambda in the paper)."""
 
 
 @dataclass
@@ -424,7 +430,7 @@ class Config:
     @property
     def has_pairs(self) -> bool:
         """Whether a sample is a pair of answers."""
-        return self.objective is not None and self.objective.objective == "dpo"
+        return self.objective is not None and self.objective.objective != "sft"
 
     @property
     def resume_from(self) -> str | None:

@@ -1,18 +1,25 @@
-"""Direct preference optimization (Rafailov et al. 2023, arXiv 2305.18290) on top of the vocabulary-parallel head.
+"""Losses of pairs of answers, on top of the vocabulary-parallel head.
 
-With r(y) = log p(y) - log p_ref(y), summed over the tokens of an answer, and z = beta (r(chosen) - r(rejected)):
+With l(y) = log p(y), summed over the tokens of an answer, r(y) = l(y) - l_ref(y), and z = beta (r(chosen) -
+r(rejected)), the loss of a pair is:
 
-    loss of a pair = -(1 - s) log sigmoid(z) - s log sigmoid(-z)        s: label smoothing
+- sigmoid: -(1 - s) log sigmoid(z) - s log sigmoid(-z), s: label smoothing. DPO (Rafailov et al. 2023, arXiv 2305.18290)
+- hinge: max(0, 1 - z). SLiC (Zhao et al. 2023, arXiv 2305.10425) with DPO's rewards
+- ipo: (r'(chosen) - r'(rejected) - 1 / (2 beta))^2, where r' is the mean over tokens, as in TRL. IPO (Azar et al. 2023,
+  arXiv 2310.12036)
+- orpo: -l'(chosen) - beta log sigmoid(log odds(chosen) - log odds(rejected)), where l' is the mean over tokens and
+  odds = p / (1 - p) of exp l'. There is no reference. ORPO (Hong et al. 2024, arXiv 2403.07691)
 
-The loss is no sum over tokens, but its gradient is: every token of an answer has the weight d loss / d log p(answer).
-So the head runs twice, each time a chunk of tokens at a time: once for the log-probabilities, once for the weighted
-cross-entropy whose gradient is that of the loss. Logits of all tokens never exist, and one exchange of three floats per
-token between the TP ranks serves any of both.
+These losses are no sums over tokens, but their gradients are: every token of an answer has the weight d loss / d log
+p(answer). So the head runs twice, each time a chunk of tokens at a time: once for the log-probabilities, once for the
+weighted cross-entropy whose gradient is that of the loss. Logits of all tokens never exist, and one exchange of three
+floats per token between the TP ranks serves any of both.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +29,9 @@ from smp.parallel.collectives import Group, reduce_from_group
 
 METRICS = ("reward accuracy", "reward margin", "reward of chosen", "reward of rejected")
 """What the loss measures of a pair: 1 where the chosen answer is rewarded more, the margin between the rewards, and
-both. A reward is beta r."""
+both. A reward is beta r; of ipo and orpo with means over tokens, of orpo without a reference."""
+
+PairLoss = Literal["sigmoid", "hinge", "ipo", "orpo"]
 
 
 @dataclass(frozen=True)
@@ -32,13 +41,15 @@ class Preference:
     Attributes:
         rows, length: answers in the micro-batch (chosen, rejected, chosen, rejected, ...) and tokens of each, on this
             rank.
-        beta, label_smoothing: see the formula above.
+        loss_type, beta, label_smoothing: see the formulas above.
         num_pairs: of the global batch, over which the loss is averaged.
-        reference: fp32 (rows,), log-probabilities by the reference; None: only those of this model are wanted.
+        reference: fp32 (rows,), log-probabilities by the reference, for orpo zeros; None: only those of this model are
+            wanted.
     """
 
     rows: int
     length: int
+    loss_type: PairLoss = "sigmoid"
     beta: float = 0.0
     label_smoothing: float = 0.0
     num_pairs: int = 1
@@ -46,28 +57,51 @@ class Preference:
 
 
 def preference_loss(
-    log_probs: torch.Tensor, counts: torch.Tensor, preference: Preference
+    log_probs: torch.Tensor, tokens: torch.Tensor, preference: Preference
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(this micro-batch's part of the mean loss, 0-dim fp32; its derivative by each log-probability, (rows,); sums of
     ``METRICS`` over the pairs, fp64).
 
     Args:
         log_probs: fp32 (rows,).
-        counts: bool (rows / 2,), False for a pair that only fills up.
+        tokens: of each answer, (rows,); 0 for both of a pair that only fills up.
         preference: what to compare with, and how.
     """
     assert preference.reference is not None
-    rewards = preference.beta * (log_probs - preference.reference).double()
-    chosen, rejected = rewards[::2], rewards[1::2]
+    real = tokens.view(-1, 2).sum(1) > 0
+    with torch.enable_grad():
+        given = log_probs.detach().double().requires_grad_()
+        ratios = given - preference.reference.double()
+        if preference.loss_type in ("ipo", "orpo"):
+            ratios = ratios / tokens.clamp(min=1)
+        losses = _loss_of_pairs(ratios[::2], ratios[1::2], preference)
+        loss = torch.where(real, losses, 0.0).sum() / max(preference.num_pairs, 1)
+        (slopes,) = torch.autograd.grad(loss, given)
+    chosen, rejected = (preference.beta * ratios).detach().view(-1, 2).unbind(1)
     margin = chosen - rejected
-    smoothing = preference.label_smoothing
-    losses = -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
-    slope = preference.beta * (smoothing * torch.sigmoid(margin) - (1 - smoothing) * torch.sigmoid(-margin))
-    weight = counts.double() / max(preference.num_pairs, 1)
-    slopes = torch.stack((slope * weight, -slope * weight), dim=1).flatten()
     measured = torch.stack([(margin > 0).double(), margin, chosen, rejected])  # (4, pairs)
-    loss = torch.where(counts, losses * weight, 0.0).sum()
-    return loss.float(), slopes.float(), torch.where(counts, measured, 0.0).sum(1)
+    return loss.detach().float(), slopes.float(), torch.where(real, measured, 0.0).sum(1)
+
+
+def _loss_of_pairs(chosen: torch.Tensor, rejected: torch.Tensor, preference: Preference) -> torch.Tensor:
+    """fp64 (pairs,), of (mean) log-ratios."""
+    beta, smoothing = preference.beta, preference.label_smoothing
+    margin = beta * (chosen - rejected)
+    match preference.loss_type:
+        case "sigmoid":
+            return -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
+        case "hinge":
+            return (1 - margin).relu()
+        case "ipo":
+            return (chosen - rejected - 1 / (2 * beta)).square()
+        case "orpo":
+            return -chosen - beta * F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
+
+
+def _log_odds(log_prob: torch.Tensor) -> torch.Tensor:
+    """Of a probability by its logarithm. One that only fills up has 0, whose odds would make the gradient NaN."""
+    log_prob = torch.where(log_prob < 0, log_prob, -1e-12)
+    return log_prob - torch.log(-torch.expm1(log_prob))
 
 
 def _over_answers(x: torch.Tensor, cp: Group | None) -> torch.Tensor:
@@ -108,8 +142,8 @@ def linear_preference(
         log_probs = _over_answers(log_probs, cp)
         if preference.reference is None:
             return log_probs, None, {}
-        counts = _over_answers(in_answer.view(rows // 2, -1).any(1).float(), cp) > 0
-        loss, slopes, sums = preference_loss(log_probs, counts, preference)
+        tokens = _over_answers(in_answer.view(rows, length).sum(1), cp)
+        loss, slopes, sums = preference_loss(log_probs, tokens, preference)
         if cp is not None and cp.rank > 0:
             loss, sums = torch.zeros_like(loss), torch.zeros_like(sums)
         weights = torch.where(in_answer, -slopes.repeat_interleave(length), 0.0)  # log p = - cross-entropy

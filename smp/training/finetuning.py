@@ -31,7 +31,7 @@ from smp.training.adapter_files import leave_companions, publish_adapter, refere
 from smp.training.build import Workplace, batch_loader, build_forward_backward, choose_backends
 from smp.training.finetune_model import build_finetune_model
 from smp.training.forward_backward import ForwardBackward
-from smp.training.objective import ModelReference, NextToken, PreferredAnswer, Reference, TableReference
+from smp.training.objective import ModelReference, NextToken, NoReference, PreferredAnswer, Reference, TableReference
 from smp.training.run import RunParts, Say, Trainable
 
 Adapters = Mapping[str, Adapter]
@@ -149,7 +149,8 @@ class _Build:
         preferred = PreferredAnswer(
             device=place.device,
             reference=self._reference(objective, model, forward_backward),
-            beta=objective.dpo_beta,
+            loss_type="orpo" if objective.objective == "orpo" else objective.dpo_loss_type,
+            beta=objective.orpo_beta if objective.objective == "orpo" else objective.dpo_beta,
             label_smoothing=objective.dpo_label_smoothing,
             cp=cp,
         )
@@ -157,6 +158,8 @@ class _Build:
 
     def _reference(self, objective: ObjectiveConfig, model: GPT, forward_backward: ForwardBackward) -> Reference:
         device, cp = self.place.device, self.place.context.cp_group
+        if objective.objective == "orpo":
+            return NoReference()
         if objective.dpo_reference == "adapters-off":
             return ModelReference(model, forward_backward, device, around=partial(adapters_off, model), cp=cp)
         if objective.dpo_reference == "precomputed":

@@ -1,4 +1,4 @@
-"""What a step minimises: the next token, or a preference between two answers (DPO), and what that is compared with."""
+"""What a step minimises: the next token, or a loss of pairs of answers, and what those are compared with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from smp.data.loader import RankBatch
 from smp.data.tuning.batches import PairBatch
 from smp.kernels.transfer import to_device
-from smp.layers.preference import METRICS, Preference
+from smp.layers.preference import METRICS, PairLoss, Preference
 from smp.models.micro_batch import MicroBatch
 from smp.parallel.collectives import Group
 from smp.sharding.parallelize import free_gathered
@@ -61,18 +61,19 @@ class Reference(Protocol):
 
 @dataclass(frozen=True)
 class PreferredAnswer:
-    """Direct preference optimization, a mean over pairs; see ``smp.layers.preference``.
+    """A loss of pairs of answers, a mean over pairs; see ``smp.layers.preference``.
 
     Attributes:
         device: of the model.
         reference: what to compare with.
-        beta, label_smoothing: of the loss.
+        loss_type, beta, label_smoothing: of the loss.
         cp: ranks that share every sequence.
         metrics: means over the pairs.
     """
 
     device: torch.device
     reference: Reference
+    loss_type: PairLoss
     beta: float
     label_smoothing: float
     cp: Group | None = None
@@ -83,6 +84,7 @@ class PreferredAnswer:
         preference = Preference(
             rows=batch.input_ids.shape[1],
             length=batch.input_ids.shape[2],
+            loss_type=self.loss_type,
             beta=self.beta,
             label_smoothing=self.label_smoothing,
             num_pairs=num_valid,
@@ -150,3 +152,10 @@ class TableReference:
     def log_probs(self, batch: PairBatch) -> torch.Tensor:
         assert batch.texts is not None
         return self.table[batch.texts.clamp(min=0).to(self.table.device)]
+
+
+class NoReference:
+    """Log-probabilities 0, where the loss compares with nothing."""
+
+    def log_probs(self, batch: PairBatch) -> torch.Tensor:
+        return torch.zeros(batch.labels.shape[:2])

@@ -54,6 +54,7 @@ BASES: dict[str, tuple[EntryPoint, str]] = {
     "SFT": (FINETUNE, f"{TUNED} --data-path {{0}}/sft.jsonl"),
     "LoRA": (FINETUNE, f"{TUNED} --data-path {{0}}/sft.jsonl --lora-rank 2"),
     "DPO": (FINETUNE, f"{TUNED} --data-path {{0}}/dpo.jsonl --objective dpo"),
+    "ORPO": (FINETUNE, f"{TUNED} --data-path {{0}}/dpo.jsonl --objective orpo"),
     "DPO, LoRA": (FINETUNE, f"{TUNED} --data-path {{0}}/dpo.jsonl --objective dpo --lora-rank 2"),
 }
 

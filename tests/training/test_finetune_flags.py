@@ -38,6 +38,9 @@ RUNS = {
     "beta": f"{DPO} --dpo-beta 0.5",
     "smoothing": f"{DPO} --dpo-label-smoothing 0.2",
     "copy": f"{DPO} --dpo-reference copy",
+    "hinge": f"{DPO} --dpo-loss-type hinge",
+    "orpo": DPO.replace("objective dpo", "objective orpo"),
+    "odds": DPO.replace("objective dpo", "objective orpo --orpo-beta 0.7"),
     "decay": "--train-iters 2 --lr 0.05 --weight-decay 0.5",
     "epochs": "--train-epochs 2 --global-batch-size 8 --lr 0.05",
     "whole prompt": "--train-iters 2 --lr 0.05 --no-mask-prompt",
@@ -81,7 +84,7 @@ def test_adapters(runs: dict[str, dict[str, Any]]) -> None:
     assert runs["adapter"]["losses"][0] != pytest.approx(base[0], rel=1e-3), "--load-adapter"
 
 
-@proves("objective", "dpo_beta", "dpo_label_smoothing", "dpo_reference")
+@proves("objective", "dpo_loss_type", "dpo_beta", "dpo_label_smoothing", "dpo_reference", "orpo_beta")
 def test_preferences(runs: dict[str, dict[str, Any]]) -> None:
     assert runs["dpo"]["more"] and not runs["lora"]["more"], "--objective"
     first, second = runs["dpo"]["losses"]
@@ -89,6 +92,9 @@ def test_preferences(runs: dict[str, dict[str, Any]]) -> None:
     assert runs["beta"]["losses"][1] != second and runs["smoothing"]["losses"][1] != second
     assert runs["copy"]["losses"] == runs["dpo"]["losses"], "a copy says the same as adapters that are off ..."
     assert runs["copy"]["held"] > runs["dpo"]["held"], "... from weights of its own"
+    assert runs["hinge"]["losses"][0] == 1.0 and runs["hinge"]["losses"][1] < 1.0, "--dpo-loss-type"
+    assert runs["orpo"]["held"] == runs["dpo"]["held"] and runs["orpo"]["losses"][0] > 1.0, "no reference"
+    assert runs["odds"]["losses"][0] > runs["orpo"]["losses"][0], "--orpo-beta"
 
 
 @proves("lr", "weight_decay", "train_epochs", "mask_prompt", "packing")

@@ -25,6 +25,8 @@ METHODS = {
     "dpo, lora": "--data-path {0}/dpo.jsonl --objective dpo --lora-rank 4 --lora-target-modules value,gate",
     "dpo, table": "--data-path {0}/dpo.jsonl --objective dpo --lora-rank 4 --dpo-reference precomputed "
     "--eval-interval 3",
+    "ipo": "--data-path {0}/dpo.jsonl --objective dpo --dpo-loss-type ipo --lora-rank 4",
+    "orpo": "--data-path {0}/dpo.jsonl --objective orpo",
 }
 LAYOUTS = {
     "tp 2 + sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
@@ -52,13 +54,13 @@ STEPS = "--train-iters 3 --seq-length 48 --micro-batch-size 2 --global-batch-siz
 FAST = {
     "tp 2 + sp": ("lora", "dpo, full"),
     "pp 2": ("full", "dpo, lora"),
-    "shard 2": ("lora", "dpo, full"),
+    "shard 2": ("lora", "dpo, full", "ipo"),
     "replicas 2": ("full", "dpo, table"),
-    "tp 2 x pp 2": ("lora, unpacked", "dpo, full"),
+    "tp 2 x pp 2": ("lora, unpacked", "dpo, full", "orpo"),
     "shard 2 x tp 2": ("full", "dpo, lora"),
     "cp 2": ("lora", "dpo, full"),
     "cp 3": ("lora, unpacked", "dpo, lora"),
-    "cp 2 x tp 2 + sp": ("full", "dpo, lora"),
+    "cp 2 x tp 2 + sp": ("full", "dpo, lora", "ipo", "orpo"),
     "cp 2 x pp 2": ("lora, unpacked", "dpo, table"),
     "cp 4": ("full", "dpo, table"),
 }

@@ -41,6 +41,9 @@ SETS = {
     "lora": "--data-path {0}/sft.jsonl --load-adapter {0}/theirs --save {0}/lora",
     "dpo": "--data-path {0}/dpo.jsonl --objective dpo --load-adapter {0}/theirs --dpo-beta 0.2",
     "dpo, full": "--data-path {0}/dpo.jsonl --objective dpo --dpo-label-smoothing 0.2",
+    "hinge": "--data-path {0}/dpo.jsonl --objective dpo --dpo-loss-type hinge --dpo-beta 0.01",
+    "ipo": "--data-path {0}/dpo.jsonl --objective dpo --dpo-loss-type ipo --dpo-beta 0.05",
+    "orpo": "--data-path {0}/dpo.jsonl --objective orpo --orpo-beta 0.25",
 }
 MODULES = ["q_proj", "v_proj", "down_proj"]
 
@@ -104,6 +107,28 @@ def dpo(policy: list[torch.Tensor], reference: list[torch.Tensor], beta: float, 
     return torch.stack(terms).mean()
 
 
+def preference(name: str, policy: list[torch.Tensor], reference: list[torch.Tensor], texts: Any) -> torch.Tensor:
+    """The other losses of pairs by their papers, and as TRL averages over tokens, over pairs."""
+    if name == "hinge":
+        return torch.stack(
+            [
+                F.relu(1 - 0.01 * ((policy[i] - policy[i + 1]) - (reference[i] - reference[i + 1])))
+                for i in range(0, len(policy), 2)
+            ]
+        ).mean()
+    sizes = [int((labels != -100).sum()) for _, labels in texts]
+    mean, ref = ([score / size for score, size in zip(scores, sizes, strict=True)] for scores in (policy, reference))
+    terms = []
+    for i in range(0, len(mean), 2):
+        won, lost = mean[i], mean[i + 1]
+        if name == "ipo":
+            terms.append(((won - lost) - (ref[i] - ref[i + 1]) - 1 / (2 * 0.05)) ** 2)
+        else:
+            odds = (won - lost) - (torch.log1p(-won.exp()) - torch.log1p(-lost.exp()))
+            terms.append(-won - 0.25 * F.logsigmoid(odds))
+    return torch.stack(terms).mean()
+
+
 def their_losses(folder: Path, name: str) -> tuple[list[float], Any]:
     """Ten steps of torch's AdamW on their model, with the same batches."""
     model, copy = their_model(folder, name), their_model(folder, "sft")
@@ -114,9 +139,11 @@ def their_losses(folder: Path, name: str) -> tuple[list[float], Any]:
     losses = []
     for texts in batches(folder, name):
         scores = [log_prob(model, text) for text in texts]
-        if "dpo" in name:
-            with torch.no_grad():
-                reference = [log_prob(copy, text) for text in texts]
+        with torch.no_grad():
+            reference = [log_prob(copy, text) for text in texts] if "dpo.jsonl" in SETS[name] else []
+        if name in ("hinge", "ipo", "orpo"):
+            loss = preference(name, scores, reference, texts)
+        elif "dpo" in name:
             loss = dpo(scores, reference, 0.2 if name == "dpo" else 0.1, 0.0 if name == "dpo" else 0.2)
         else:
             loss = -sum(scores) / sum(int((labels != -100).sum()) for _, labels in texts)

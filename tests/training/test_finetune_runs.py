@@ -252,6 +252,11 @@ BAD: dict[str, tuple[str, str]] = {
     "not pairs": (f"{ONE} --objective dpo", "a pair needs chosen and rejected"),
     "resume": ("--load {0} --data-path x --train-iters 1 --resume", "give --save"),
     "smoothing": ("--load {0} --data-path x --train-iters 1 --objective dpo --dpo-label-smoothing 0.5", "below 0.5"),
+    "for sigmoid": (
+        "--load {0} --data-path x --train-iters 1 --objective dpo --dpo-loss-type ipo --dpo-label-smoothing 0.1",
+        "without --dpo-loss-type sigmoid",
+    ),
+    "for orpo": ("--load {0} --data-path x --train-iters 1 --objective orpo --dpo-beta 0.3", "--objective dpo"),
     "template": ("--load {0} --data-path {0}/sft.jsonl --train-iters 1 --chat-template {0}/gone", "cannot be read"),
     "validation": (f"{ONE} --eval-interval 1 --split 999,1,0", "leaves none of 60 samples for validation"),
     "pretraining's": ("--load {0} --mock-data", "unknown flag --mock-data"),
