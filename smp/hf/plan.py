@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -88,16 +89,16 @@ def _check_parameters_named(model: nn.Module, rows: Mapping[str, str], whole: se
     for name, _ in model.named_parameters():
         style, owner = rows.get(pattern_of(name)), name.rpartition(".")[0]
         if style not in (None, REPLICATE) and owner not in whole:
-            raise ConfigError(f"{name}: smp.transform cannot cut a parameter of its own ({style}); {_leave_whole(owner)}")
+            raise ConfigError(
+                f"{name}: smp.transform cannot cut a parameter of its own ({style}); {_leave_whole(owner)}"
+            )
 
 
 def _is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
-def _linear(
-    model: nn.Module, name: str, module: nn.Module, style: str, tp_size: int, tp_rank: int, plan: Plan
-) -> Step:
+def _linear(model: nn.Module, name: str, module: nn.Module, style: str, tp_size: int, tp_rank: int, plan: Plan) -> Step:
     transposed = _is_conv1d(module)
     if type(module) is not nn.Linear and not transposed:
         raise ConfigError(f"{name}: {style} is for nn.Linear, this is {type(module).__name__}; {_leave_whole(name)}")
@@ -112,7 +113,7 @@ def _linear(
     heads = _shared_heads(model, name, weight.shape[dim], tp_size, tp_rank, plan) if style == "colwise" else None
     if heads is not None:
         plan.boundaries.add(parent)
-        note = f"rows {heads[0]}..{heads[0] + heads[1] - 1} used, every rank has all heads"
+        note = f"{weight.shape[dim] // heads[1]} heads for {tp_size} ranks: all have them, each uses one"
         return Step(style, dict.fromkeys(_own(module)), transposed, heads, note)
     if weight.shape[dim] % tp_size:
         raise ConfigError(
@@ -158,7 +159,7 @@ def _shared_heads(
     return tp_rank * heads // tp_size * size, size
 
 
-def _heads_of_vocabulary(model: nn.Module) -> set[str]:
+def _heads_of_vocabulary(model: Any) -> set[str]:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return {name for name, module in model.named_modules() if module is head}
 
@@ -168,7 +169,7 @@ def _embedding(name: str, module: nn.Module, tp_size: int) -> Step:
         raise ConfigError(f"{name}: {EMBEDDING} is for nn.Embedding, this is {type(module).__name__}")
     if module.max_norm is not None:
         raise ConfigError(f"{name}: max_norm changes rows that other ranks hold; {_leave_whole(name)}")
-    rows = module.weight.shape[0]
+    rows = module.num_embeddings
     if rows % tp_size:
         return Step(REPLICATE, {"weight": None}, note=f"{rows} rows are not divisible by {tp_size}")
     return Step(EMBEDDING, {"weight": 0})
@@ -185,13 +186,13 @@ def _numbers(modules: Mapping[str, nn.Module], rows: Mapping[str, str], tp_size:
                 continue
             value = getattr(module, attribute, None)
             if not isinstance(value, int) or value % tp_size:
-                raise ConfigError(f"{name}.{attribute} is {value!r}: tensor_parallel_degree {tp_size} does not divide it")
+                raise ConfigError(
+                    f"{name}.{attribute} is {value!r}: tensor_parallel_degree {tp_size} does not divide it"
+                )
             plan.numbers.setdefault(name, {})[attribute] = value // tp_size
 
 
-def _check_regions(
-    modules: Mapping[str, nn.Module], rows: Mapping[str, str], whole: set[str], plan: Plan
-) -> None:
+def _check_regions(modules: Mapping[str, nn.Module], rows: Mapping[str, str], whole: set[str], plan: Plan) -> None:
     """Beside a module whose output stays cut, every parameter needs a row: used on some heads or columns only, its
     gradient would be a part of the sum, another on each rank, and nothing would say so."""
     cut = {name.rpartition(".")[0] for name, step in plan.steps.items() if step.style == "colwise"}
@@ -199,8 +200,8 @@ def _check_regions(
         inside = any(name == parent or name.startswith(parent + ".") for parent in cut)
         if inside and pattern_of(name) not in rows and name not in whole:
             raise ConfigError(
-                f"{name} ({type(modules[name]).__name__}) has parameters beside columns that are cut, and no row says how "
-                f'it is used: rows={{"{pattern_of(name)}": "{SUMMED}"}} on cut columns, "{REPLICATE}" on whole ones'
+                f"{name} ({type(modules[name]).__name__}) has parameters beside columns that are cut, and no row says "
+                f'how they are used: rows={{"{pattern_of(name)}": "{SUMMED}"}}, or "{REPLICATE}" if on whole columns'
             )
 
 
@@ -243,11 +244,15 @@ def check_untouched(model: nn.Module) -> None:
         raise ConfigError(f"{type(model).__name__} was transformed already")
     for name, module in model.named_modules():
         if type(module).__name__ in ("FullyShardedDataParallel", "DistributedDataParallel"):
-            raise ConfigError(f"{name or 'the model'} is wrapped in {type(module).__name__}: transform the model before")
+            raise ConfigError(
+                f"{name or 'the model'} is wrapped in {type(module).__name__}: transform the model before"
+            )
         if "forward" in vars(module):
             raise ConfigError(f"{name or 'the model'}: something has replaced its forward: transform the model before")
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise ConfigError(f"{name} is a DTensor already: transform the model before fully_shard")
         if parameter.grad is not None:
-            raise ConfigError(f"{name} has a gradient, which would be lost: transform the model before the first backward")
+            raise ConfigError(
+                f"{name} has a gradient, which would be lost: transform the model before the first backward"
+            )

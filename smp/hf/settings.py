@@ -70,7 +70,7 @@ _ONLY_ONE = {
 
 
 def read(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> tuple[Settings, list[str]]:
-    """The settings that ``config`` and the launcher's environment variable give, and the keys given that change nothing.
+    """The settings that ``config`` and the launcher's environment variable give, and which given keys change nothing.
 
     Raises:
         ConfigError: a file that is not there or no JSON object, an unknown key, a value that cannot work.

@@ -50,6 +50,15 @@ class State:
         return self._made
 
     @property
+    def device_type(self) -> str:
+        """``"cpu"`` or ``"cuda"``: where a model must be."""
+        return self.context.tp.device_type
+
+    def mean_over_data(self, value: torch.Tensor) -> torch.Tensor:
+        """The mean of a number over the data ranks, for a log; every rank calls this."""
+        return self.context.sum_loss(value.detach().clone()) / self.dp_size
+
+    @property
     def rank(self) -> int:
         """Of this process among all."""
         return dist.get_rank()

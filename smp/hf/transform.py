@@ -1,8 +1,8 @@
 """``smp.transform``: a Hugging Face model becomes tensor-parallel in place.
 
-The object stays: its class, the names of its parameters, ``forward``, ``generate``, ``save_pretrained``. Parameters become
-DTensors on the tensor-parallel mesh, so ``fully_shard`` adds the data dimensions and ``state_dict()`` has Hugging Face's
-names and global shapes. Everything is decided (:mod:`smp.hf.plan`) before the first parameter is touched.
+The object stays: its class, the names of its parameters, ``forward``, ``generate``, ``save_pretrained``. Parameters
+become DTensors on the tensor-parallel mesh, so ``fully_shard`` adds the data dimensions and ``state_dict()`` has
+Hugging Face's names and global shapes. All is decided (:mod:`smp.hf.plan`) before the first parameter is touched.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def transform(
 ) -> Model:
     """Cut the parameters of ``model`` over the tensor-parallel ranks of ``smp.init``, in place; returns ``model``.
 
-    Every rank calls this with the same model, before ``fully_shard`` and before the optimizer is built. What was done is
-    printed by rank 0 and kept as ``model.smp_report``, a tuple of :class:`Done`.
+    Every rank calls this with the same model, before ``fully_shard`` and before the optimizer is built. What was done
+    is printed by rank 0 and kept as ``model.smp_report``, a tuple of :class:`Done`.
 
     Args:
         model: a transformers model with a tensor-parallel plan, or any module with ``rows``.
@@ -70,7 +70,7 @@ def transform(
         ConfigError: in one line with the module's name, before anything is changed, for a model that would not be equal
             to itself before. After a failed ``verify`` the model must not be used.
     """
-    tp, mesh = Group.of(state.tp_mesh), state.tp_mesh
+    tp = Group.of(state.tp_mesh)
     verify = bool(rows) if verify is None else verify
 
     def decide() -> Plan:
@@ -89,7 +89,7 @@ def transform(
     weights.install(model)
     model.smp_report = _report(model, plan)  # type: ignore[assignment]
     if state.rank == 0:
-        print(f"smp.transform: {type(model).__name__} over {mesh.size()} tensor-parallel ranks", flush=True)
+        print(f"smp.transform: {type(model).__name__} over {tp.size} tensor-parallel ranks", flush=True)
         print("\n".join(map(str, model.smp_report)), flush=True)  # type: ignore[arg-type]
     if expected is not None:
         expected.compare(model)
@@ -136,9 +136,8 @@ def _report(model: nn.Module, plan: Plan) -> tuple[Done, ...]:
 
 def _check_device(model: nn.Module, device: torch.device | str | None, from_rank0: bool) -> None:
     wanted = state.tp_mesh.device_type
-    if device is not None:
-        if torch.device(device).type != wanted:
-            raise ConfigError(f"transform(device={str(device)!r}): smp.init chose {wanted}")
+    if device is not None and torch.device(device).type != wanted:
+        raise ConfigError(f"transform(device={str(device)!r}): smp.init chose {wanted}")
     for name, parameter in model.named_parameters():
         if parameter.is_meta and from_rank0 and state.rank > 0:
             continue
@@ -148,7 +147,9 @@ def _check_device(model: nn.Module, device: torch.device | str | None, from_rank
                 "load_state_dict_from_rank0=True"
             )
         if device is None and parameter.device.type != wanted:
-            raise ConfigError(f"{name} is on {parameter.device.type}, smp.init chose {wanted}: transform(device={wanted!r})")
+            raise ConfigError(
+                f"{name} is on {parameter.device.type}, smp.init chose {wanted}: transform(device={wanted!r})"
+            )
 
 
 def _check_optimizers(model: nn.Module) -> None:

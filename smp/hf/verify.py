@@ -39,7 +39,10 @@ class Expected:
         Raises:
             ConfigError: on all ranks, with what differs most on any of them.
         """
-        errors = {"the output": _error(_run(model), self.output, 0.0)}
+        try:
+            errors = {"the output": _error(_run(model), self.output, 0.0)}
+        except (RuntimeError, ValueError) as wrong:  # shapes that do not fit, on every rank
+            raise ConfigError(f"the transformed {type(model).__name__} does not run: {wrong}") from wrong
         floor = 1e-3 * max((float(g.norm()) for g in self.gradients.values()), default=0.0)
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
@@ -54,8 +57,8 @@ class Expected:
         dtype = next(model.parameters()).dtype
         if not error <= _TOLERANCE.get(dtype, _COARSE):
             raise ConfigError(
-                f"the transformed {type(model).__name__} is not equal: {what} is off by {error:.1e}; a row is missing or "
-                "wrong, and this model object must not be used"
+                f"the transformed {type(model).__name__} is not equal: {what} is off by {error:.1e}; a row is missing "
+                "or wrong, and this model object must not be used"
             )
 
 
@@ -66,6 +69,8 @@ def _error(found: torch.Tensor, wanted: torch.Tensor, floor: float) -> float:
 
 def _run(model: Any) -> torch.Tensor:
     """Forward and backward over two sequences of eight ids, the same on every rank; no dropout, no cache."""
+    if not hasattr(model, "get_input_embeddings"):
+        raise ConfigError(f"{type(model).__name__} takes no input_ids that verify could make: verify=False")
     vocabulary = model.get_input_embeddings().num_embeddings
     device = next(model.parameters()).device
     ids = (torch.arange(16, device=device).view(2, 8) * 7919 + 3) % vocabulary

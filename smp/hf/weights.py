@@ -1,7 +1,7 @@
 """Weights of a transformed model: from all ranks or from rank 0, to and from whole tensors, and to a folder.
 
-``state_dict()`` needs nothing: it has Hugging Face's names and DTensors of global shapes. ``load_state_dict`` cuts whole
-tensors, and ``save_pretrained`` gathers them, one at a time, to rank 0, which writes what transformers writes.
+``state_dict()`` needs nothing: it has Hugging Face's names and DTensors of global shapes. ``load_state_dict`` cuts
+whole tensors, and ``save_pretrained`` gathers them, one at a time, to rank 0, which writes what transformers writes.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
 VOCAB, HIDDEN, LAYERS, HEADS = 96, 32, 2, 4
@@ -62,11 +61,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def build(family: str) -> Any:
     """A model with random weights, equal on every rank; biases and norms are not what they start with."""
+    import transformers
+
     config, values = FAMILIES[family]
     torch.manual_seed(5)
-    model = transformers.AutoModelForCausalLM.from_config(
-        getattr(transformers, config)(**values), attn_implementation="sdpa"
-    )
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**values))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
