@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import smp
 from tests.distributed import run_distributed
 from tests.hf.families import FAMILIES, batch, build, gradients, whole, worst
+from tests.hf.table import families_in
 
 pytest.importorskip("transformers")
 STEPS = 10
@@ -97,3 +99,8 @@ def test_families() -> None:
 @pytest.mark.slow
 def test_more_families() -> None:
     _all_equal([family for family in FAMILIES if family not in FAST])
+
+
+def test_the_page_has_every_family() -> None:
+    page = Path(__file__).parents[2] / "docs/transform.md"
+    assert families_in(page.read_text(encoding="utf-8")) == list(FAMILIES), "run: python -m tests.hf.table"

@@ -28,7 +28,7 @@ def tiny(config: str, **changes: object) -> nn.Module:
         ("LlamaConfig", {"intermediate_size": 66}, 4, None, "layers.0.mlp.gate_proj: 66 rows are not divisible by"),
         (
             "LlamaConfig",
-            {"num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 8},
+            {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 3},
             2,
             None,
             "k_proj: 3 key/value heads and tensor_parallel_degree 2: one must divide the other",
@@ -38,18 +38,17 @@ def tiny(config: str, **changes: object) -> nn.Module:
             {"attention_dropout": 0.1},
             2,
             None,
-            r"self_attn.attention_dropout is 0.1: dropout under tensor",
+            "self_attn.attention_dropout is 0.1: dropout under tensor",
         ),
         (
             "LlamaConfig",
             {},
             2,
-            {"model.layers.*.mlp.up": "colwise"},
-            "no module .* did you mean model.layers.*.mlp.up_",
+            {"model.layers.*.mlp.up_pro": "colwise"},
+            "did you mean model.layers.*.mlp.up_proj",
         ),
         ("LlamaConfig", {}, 2, {"model.layers.*.mlp.up_proj": "column"}, "no style column"),
         ("LlamaConfig", {}, 2, {"model.norm": "colwise"}, "model.norm: colwise is for nn.Linear, this is LlamaRMSNorm"),
-        ("LlamaConfig", {}, 2, {"model.layers.*.self_attn.head_dim": "divide"}, ""),
         ("LlamaConfig", {}, 2, {"model.layers.*.self_attn.heads": "divide"}, "self_attn.heads is None"),
         (
             "LlamaConfig",
@@ -63,11 +62,11 @@ def tiny(config: str, **changes: object) -> nn.Module:
             {"num_local_experts": 2},
             2,
             None,
-            "experts.gate_up_proj: smp.transform cannot cut a parameter of its own .packed_colwise.; "
+            "experts.gate_up_proj: smp.transform cannot cut a parameter of its own (packed_colwise); "
             'rows={"model.layers.*.mlp.experts": "replicate"} leaves it whole on every rank',
         ),
         ("MixtralConfig", {"num_local_experts": 2}, 2, REPLICATED, ""),
-        ("ApertusConfig", {}, 2, None, r"mlp.act_fn \(XIELUActivation\) has parameters beside columns that are cut"),
+        ("ApertusConfig", {}, 2, None, "mlp.act_fn (XIELUActivation) has parameters beside columns that are cut"),
         (
             "BloomConfig",
             {"n_head": 4},
@@ -83,9 +82,9 @@ def test_what_would_not_be_equal_is_refused(
     model = tiny(config, **changes)
     before = copy.deepcopy(model.state_dict())
     if message:
-        with pytest.raises(ConfigError, match=message.replace("*", r"\*").replace(r".\*", ".*", 1)) as caught:
+        with pytest.raises(ConfigError) as caught:
             make_plan(model, rows, tp, 0)
-        assert "\n" not in str(caught.value)
+        assert message in str(caught.value) and "\n" not in str(caught.value)
     else:
         make_plan(model, rows, tp, 0)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -110,4 +109,4 @@ def test_the_plan_names_every_parameter_once() -> None:
         plan = make_plan(model, None, 2, 0)
         planned = {f"{name}.{own}" for name, step in plan.steps.items() for own in step.cuts}
         assert planned == {name for name, _ in model.named_parameters(remove_duplicate=False)}, family
-        assert any(step.style == "colwise" for step in plan.steps.values())
+        assert any(step.style.startswith("colwise") for step in plan.steps.values())
