@@ -155,11 +155,20 @@ def _check_device(model: nn.Module, device: torch.device | str | None, from_rank
 def _check_optimizers(model: nn.Module) -> None:
     """An optimizer that has the parameters which are about to be replaced would train nothing, and say nothing."""
     ours = {id(parameter) for parameter in model.parameters()}
+    if _optimizer_with(ours):
+        gc.collect()  # a dropped optimizer lives on in reference cycles
+        if kind := _optimizer_with(ours):
+            raise ConfigError(
+                f"{kind} was built with this model's parameters, which transform replaces: build the optimizer after "
+                "transform and fully_shard"
+            )
+
+
+def _optimizer_with(parameters: set[int]) -> str:
+    """The class of a living optimizer that has one of them, or nothing."""
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.optim.Optimizer):
             for group in getattr(thing, "param_groups", ()):
-                if any(id(parameter) in ours for parameter in group["params"]):
-                    raise ConfigError(
-                        f"{type(thing).__name__} was built with this model's parameters, which transform replaces: "
-                        "build the optimizer after transform and fully_shard"
-                    )
+                if any(id(parameter) in parameters for parameter in group["params"]):
+                    return type(thing).__name__
+    return ""
