@@ -1,3 +1,27 @@
-"""smp: an open training stack for Llama/GPT-family language models."""
+"""smp: an open training stack for Llama/GPT-family language models.
+
+``smp.init``, ``smp.transform`` and their companions are looked up when they are used: ``import smp`` loads no torch.
+"""
+
+from importlib import import_module
+from typing import Any
 
 __version__ = "0.1.0"
+
+_WHERE = {
+    "clip_grad_norm_": "smp.hf.clip",
+    "init": "smp.hf.state",
+    "is_initialized": "smp.hf.state",
+    "state": "smp.hf.state",
+    "transform": "smp.hf.transform",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'smp' has no attribute {name!r}")
+    return getattr(import_module(_WHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_WHERE]

@@ -164,6 +164,9 @@ gather_features = _pair(_all_gather_columns, _own_columns)
 """All ranks' columns, (..., n) -> (..., n * size). Every rank must compute the same with the result: its gradient is
 cut, not summed."""
 
+split_features = _pair(_own_columns, _all_gather_columns)
+"""This rank's columns of a tensor that all ranks hold, (..., n) -> (..., n / size); gradients are gathered."""
+
 all_to_all = _pair(_all_to_all, _all_to_all)
 """Part i of dim 0 goes to rank i, (n, ...) -> (n, ...), where part i is from rank i; gradients go back."""
 

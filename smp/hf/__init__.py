@@ -1,0 +1,1 @@
+"""Hugging Face models made parallel behind their own interface: ``smp.init`` and ``smp.transform``."""

@@ -1,0 +1,30 @@
+"""``smp.clip_grad_norm_``: the norm of the whole gradient, whatever each rank holds of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from smp.config.schema import ConfigError
+from smp.hf.state import state
+from smp.optim.optimizer import clip_gradients
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
+    """Scale the gradients of ``model`` so that their L2 norm over all ranks is at most ``max_norm``.
+
+    Every rank calls this. Returns the norm before, 0-dim fp32, the same on each rank and in every layout.
+
+    Raises:
+        ConfigError: several data ranks, and nothing sums the gradients over them.
+    """
+    named = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
+    if state.dp_size > 1:
+        for name, parameter in named:
+            if isinstance(parameter, DTensor) and parameter.device_mesh == state.tp_mesh:
+                raise ConfigError(
+                    f"{name} is not sharded, so each of the {state.dp_size} data ranks has another gradient: "
+                    "fully_shard(model, mesh=smp.state.data_mesh) before the first step"
+                )
+    return clip_gradients([parameter for _, parameter in named], max_norm)

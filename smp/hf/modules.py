@@ -1,0 +1,158 @@
+"""Forward passes of transformed modules. Their classes and names stay; parameters rest as DTensors, products and
+collectives run on plain tensors.
+
+A linear layer's input gradient is a sum over the ranks. Layers beside each other that read the same tensor (query, key
+and value; gate and up) share one all-reduce for it: their parent's :class:`Boundary` knows the tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from smp.hf.plan import Plan, Step
+from smp.hf.rows import COLUMN, EMBEDDING, ROW, SUMMED
+from smp.layers.parameter import local
+from smp.parallel.collectives import Group, copy_to_group, gather_features, reduce_from_group, split_features
+
+
+@dataclass
+class Boundary:
+    """The inputs that a module's children have in common while its forward pass runs."""
+
+    active: bool = False
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def copied(self, x: torch.Tensor, group: Group) -> torch.Tensor:
+        """``x``, whose gradient is summed over the group, once for all that ask for it."""
+        if not self.active:
+            return copy_to_group(x, group)
+        for known, copy in self.seen:
+            if known is x:
+                return copy
+        copy = copy_to_group(x, group)
+        self.seen.append((x, copy))
+        return copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Boundary:
+        return memo.setdefault(id(self), Boundary())
+
+
+@dataclass
+class Cut:
+    """How one module computes.
+
+    Attributes:
+        step: of the plan.
+        group: the tensor-parallel ranks.
+        inside: the boundary that this module's input crosses.
+        around: the boundary that this module's own forward pass is.
+    """
+
+    step: Step
+    group: Group
+    inside: Boundary
+    around: Boundary | None = None
+
+
+def install(model: nn.Module, plan: Plan, group: Group) -> None:
+    """Give every module of ``plan`` its forward pass and its numbers."""
+    boundaries = {name: Boundary() for name in plan.boundaries}
+    for name in plan.steps.keys() | plan.boundaries:
+        step = plan.steps.get(name, Step("boundary", {}))
+        inside = boundaries.get(name.rpartition(".")[0]) or Boundary()
+        module: Any = model.get_submodule(name)
+        module.smp_cut = Cut(step, group, inside, boundaries.get(name))
+        module.forward = MethodType(_forward_of(step), module)
+    for name, numbers in plan.numbers.items():
+        for attribute, value in numbers.items():
+            setattr(model.get_submodule(name), attribute, value)
+
+
+def _forward_of(step: Step) -> Any:
+    if step.style in COLUMN:
+        return _column
+    if step.style in ROW:
+        return _row
+    return _embedding if step.style == EMBEDDING else _with_plain_parameters
+
+
+def _plain(module: nn.Module, name: str, summed_over: Group | None = None) -> torch.Tensor:
+    """This rank's part of an own parameter."""
+    parameter = module._parameters[name]
+    assert isinstance(parameter, DTensor), name
+    if parameter.device_mesh.ndim != 1:
+        raise RuntimeError(f"{type(module).__name__}.{name} is sharded by FSDP: call the model, not a part of it")
+    return local(parameter, summed_over=summed_over)
+
+
+def _weight_and_bias(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(out, in) and (out,), of the rows that this rank uses."""
+    step, group = module.smp_cut.step, module.smp_cut.group
+    summed_over = group if step.heads else None
+    weight = _plain(module, "weight", summed_over)
+    bias = _plain(module, "bias", summed_over) if "bias" in step.cuts else None
+    weight = weight.t() if step.transposed else weight
+    if step.heads:
+        weight, bias = weight.narrow(0, *step.heads), bias if bias is None else bias.narrow(0, *step.heads)
+    return weight, bias
+
+
+def _column(module: Any, input: torch.Tensor) -> torch.Tensor:
+    """(..., in) -> (..., out/tp), or (..., out) when the columns are gathered."""
+    cut: Cut = module.smp_cut
+    weight, bias = _weight_and_bias(module)
+    out = F.linear(cut.inside.copied(input, cut.group), weight, bias)
+    return out if cut.step.style == "colwise" else gather_features(out, cut.group)
+
+
+def _row(module: Any, input: torch.Tensor) -> torch.Tensor:
+    """(..., in/tp), or (..., in) that is split here -> (..., out)."""
+    cut: Cut = module.smp_cut
+    weight, bias = _weight_and_bias(module)
+    part = split_features(input, cut.group) if cut.step.style == "rowwise_split_input" else input
+    out = reduce_from_group(F.linear(part, weight), cut.group)
+    return out if bias is None else out + bias
+
+
+def _embedding(module: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """ids (...) -> (..., hidden). The class's own forward looks up the rows of this rank; others' become zero."""
+    group: Group = module.smp_cut.group
+    padding, vocabulary = module.padding_idx, module._parameters["weight"].shape[0]
+    rows = vocabulary // group.size
+    first = group.rank * rows
+    unknown = (input < 0) | (input >= vocabulary)  # row -1, an IndexError as without tensor parallelism
+    row = input - first
+    elsewhere = (row < 0) | (row >= rows)
+    row = row.masked_fill(elsewhere, 0).masked_fill(unknown, -1)
+    if padding is not None:
+        module.padding_idx = padding - first if first <= padding < first + rows else None
+    try:
+        part = _with_plain_parameters(module, row, *args, **kwargs)
+    finally:
+        module.padding_idx = padding
+    return reduce_from_group(part.masked_fill(elsewhere.unsqueeze(-1), 0.0), group)
+
+
+def _with_plain_parameters(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The class's own forward, in which its parameters are plain tensors."""
+    cut: Cut = module.smp_cut
+    summed_over = cut.group if cut.step.style == SUMMED else None
+    resting = {name: module._parameters[name] for name in cut.step.cuts}
+    if cut.around is not None:
+        cut.around.active = True
+    try:
+        for name in resting:
+            module._parameters[name] = _plain(module, name, summed_over)
+        return type(module).forward(module, *args, **kwargs)
+    finally:
+        module._parameters.update(resting)
+        if cut.around is not None:
+            cut.around.active = False
+            cut.around.seen.clear()

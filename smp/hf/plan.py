@@ -1,0 +1,258 @@
+"""What ``smp.transform`` will do to each module, decided before anything is touched; and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from smp.config.schema import ConfigError
+from smp.hf.rows import COLUMN, DIVIDE, EMBEDDING, REPLICATE, ROW, STYLES, SUMMED, pattern_of, rows_of
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is done to one module.
+
+    Attributes:
+        style: of its row.
+        cuts: for each of its own parameters the dimension that is cut, None where every rank has all of it.
+        transposed: the weight is stored (in, out), as GPT-2's ``Conv1D`` stores it.
+        heads: rows of the weight, (first, number), that this rank uses of key/value heads fewer than the ranks.
+        note: for the report.
+    """
+
+    style: str
+    cuts: Mapping[str, int | None]
+    transposed: bool = False
+    heads: tuple[int, int] | None = None
+    note: str = ""
+
+
+@dataclass
+class Plan:
+    """Steps by the module's name; numbers of modules to set; modules whose children share a collective."""
+
+    steps: dict[str, Step] = field(default_factory=dict)
+    numbers: dict[str, dict[str, int]] = field(default_factory=dict)
+    boundaries: set[str] = field(default_factory=set)
+
+
+def make_plan(model: nn.Module, given: Mapping[str, str] | None, tp_size: int, tp_rank: int) -> Plan:
+    """The plan of ``model`` for one rank of ``tp_size``.
+
+    Raises:
+        ConfigError: with the module's name, for what would not be equal to the model before.
+    """
+    rows = rows_of(model, given)
+    modules = dict(model.named_modules())
+    whole = _whole(modules, rows)
+    _check_parameters_named(model, rows, whole)
+    plan = Plan()
+    for name, module in modules.items():
+        style = REPLICATE if name in whole else rows.get(pattern_of(name), rows.get(name))
+        if style in (*COLUMN, *ROW):
+            plan.steps[name] = _linear(model, name, module, style, tp_size, tp_rank, plan)
+        elif style == EMBEDDING:
+            plan.steps[name] = _embedding(name, module, tp_size)
+        elif style is not None and style not in STYLES:
+            raise ConfigError(f"{name}: smp.transform has no style {style}; {_leave_whole(name)}")
+        elif own := _own(module):
+            plan.steps[name] = Step(style or REPLICATE, dict.fromkeys(own))
+    _numbers(modules, rows, tp_size, plan)
+    _check_regions(modules, rows, whole, plan)
+    _check_shared(modules, plan)
+    _check_dropout(modules)
+    return plan
+
+
+def _own(module: nn.Module) -> list[str]:
+    return [name for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)]
+
+
+def _whole(modules: Mapping[str, nn.Module], rows: Mapping[str, str]) -> set[str]:
+    """Modules that a row replicates, and all below them."""
+    tops = [name for name in modules if rows.get(pattern_of(name)) == REPLICATE]
+    return {name for name in modules for top in tops if name == top or name.startswith(top + ".")}
+
+
+def _leave_whole(name: str) -> str:
+    return f'rows={{"{pattern_of(name)}": "replicate"}} leaves it whole on every rank'
+
+
+def _check_parameters_named(model: nn.Module, rows: Mapping[str, str], whole: set[str]) -> None:
+    """transformers cuts some parameters that no linear layer holds (stacked experts, attention sinks) by rows of their
+    own."""
+    for name, _ in model.named_parameters():
+        style, owner = rows.get(pattern_of(name)), name.rpartition(".")[0]
+        if style not in (None, REPLICATE) and owner not in whole:
+            raise ConfigError(
+                f"{name}: smp.transform cannot cut a parameter of its own ({style}); {_leave_whole(owner)}"
+            )
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def _linear(model: nn.Module, name: str, module: nn.Module, style: str, tp_size: int, tp_rank: int, plan: Plan) -> Step:
+    transposed = _is_conv1d(module)
+    if type(module) is not nn.Linear and not transposed:
+        raise ConfigError(f"{name}: {style} is for nn.Linear, this is {type(module).__name__}; {_leave_whole(name)}")
+    weight = module.get_parameter("weight")
+    out_dim, in_dim = (1, 0) if transposed else (0, 1)
+    dim = out_dim if style in COLUMN else in_dim
+    has_bias = module._parameters.get("bias") is not None
+    if weight.shape[dim] % tp_size and name in _heads_of_vocabulary(model):
+        cuts: dict[str, int | None] = dict.fromkeys(_own(module))
+        return Step(REPLICATE, cuts, note=f"{weight.shape[dim]} rows are not divisible by {tp_size}")
+    parent = name.rpartition(".")[0]
+    heads = _shared_heads(model, name, weight.shape[dim], tp_size, tp_rank, plan) if style == "colwise" else None
+    if heads is not None:
+        plan.boundaries.add(parent)
+        note = f"{weight.shape[dim] // heads[1]} heads for {tp_size} ranks: all have them, each uses one"
+        return Step(style, dict.fromkeys(_own(module)), transposed, heads, note)
+    if weight.shape[dim] % tp_size:
+        raise ConfigError(
+            f"{name}: {weight.shape[dim]} {'columns' if style in ROW else 'rows'} are not divisible by "
+            f"tensor_parallel_degree {tp_size}"
+        )
+    cuts = {"weight": dim}
+    if has_bias:
+        cuts["bias"] = 0 if style in COLUMN else None
+    if style in COLUMN and parent:
+        plan.boundaries.add(parent)
+    return Step(style, cuts, transposed)
+
+
+def _shared_heads(
+    model: nn.Module, name: str, width: int, tp_size: int, tp_rank: int, plan: Plan
+) -> tuple[int, int] | None:
+    """The rows that this rank uses of a key or value projection with fewer heads than ranks; None when heads are cut.
+
+    Sets ``num_key_value_groups`` of the attention: query heads of this rank per key/value head of this rank.
+    """
+    parent_name, _, last = name.rpartition(".")
+    parent = model.get_submodule(parent_name)
+    size = getattr(parent, "head_dim", None) or getattr(parent, "head_size", None)
+    if not isinstance(size, int):
+        return None
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if config is not None else None
+    queries = getattr(text, "num_attention_heads", None)
+    if isinstance(queries, int) and queries % tp_size:
+        raise ConfigError(f"{parent_name}: {queries} heads are not divisible by tensor_parallel_degree {tp_size}")
+    if last not in ("k_proj", "v_proj") or width % size or not isinstance(queries, int):
+        return None
+    heads = width // size
+    if heads % tp_size == 0:
+        return None
+    groups = getattr(parent, "num_key_value_groups", None)
+    if tp_size % heads or not isinstance(groups, int):
+        raise ConfigError(
+            f"{name}: {heads} key/value heads and tensor_parallel_degree {tp_size}: one must divide the other"
+        )
+    plan.numbers.setdefault(parent_name, {})["num_key_value_groups"] = queries // tp_size
+    return tp_rank * heads // tp_size * size, size
+
+
+def _heads_of_vocabulary(model: Any) -> set[str]:
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return {name for name, module in model.named_modules() if module is head}
+
+
+def _embedding(name: str, module: nn.Module, tp_size: int) -> Step:
+    if not isinstance(module, nn.Embedding) or _own(module) != ["weight"]:
+        raise ConfigError(f"{name}: {EMBEDDING} is for nn.Embedding, this is {type(module).__name__}")
+    if module.max_norm is not None:
+        raise ConfigError(f"{name}: max_norm changes rows that other ranks hold; {_leave_whole(name)}")
+    rows = module.num_embeddings
+    if rows % tp_size:
+        return Step(REPLICATE, {"weight": None}, note=f"{rows} rows are not divisible by {tp_size}")
+    return Step(EMBEDDING, {"weight": 0})
+
+
+def _numbers(modules: Mapping[str, nn.Module], rows: Mapping[str, str], tp_size: int, plan: Plan) -> None:
+    """Rows that divide a number."""
+    for pattern, style in rows.items():
+        if style != DIVIDE:
+            continue
+        owner, _, attribute = pattern.rpartition(".")
+        for name, module in modules.items():
+            if pattern_of(name) != pattern_of(owner):
+                continue
+            value = getattr(module, attribute, None)
+            if not isinstance(value, int) or value % tp_size:
+                raise ConfigError(
+                    f"{name}.{attribute} is {value!r}: tensor_parallel_degree {tp_size} does not divide it"
+                )
+            plan.numbers.setdefault(name, {})[attribute] = value // tp_size
+
+
+def _check_regions(modules: Mapping[str, nn.Module], rows: Mapping[str, str], whole: set[str], plan: Plan) -> None:
+    """Beside a module whose output stays cut, every parameter needs a row: used on some heads or columns only, its
+    gradient would be a part of the sum, another on each rank, and nothing would say so."""
+    cut = {name.rpartition(".")[0] for name, step in plan.steps.items() if step.style == "colwise"}
+    for name in plan.steps:
+        inside = any(name == parent or name.startswith(parent + ".") for parent in cut)
+        if inside and pattern_of(name) not in rows and name not in whole:
+            raise ConfigError(
+                f"{name} ({type(modules[name]).__name__}) has parameters beside columns that are cut, and no row says "
+                f'how they are used: rows={{"{pattern_of(name)}": "{SUMMED}"}}, or "{REPLICATE}" if on whole columns'
+            )
+
+
+def _check_shared(modules: Mapping[str, nn.Module], plan: Plan) -> None:
+    """A parameter that two modules share (a tied head) is cut in one way."""
+    seen: dict[int, tuple[str, int | None]] = {}
+    for full, parameter, dim in _cuts(modules, plan):
+        other, before = seen.setdefault(id(parameter), (full, dim))
+        if before != dim:
+            raise ConfigError(f"{full} and {other} are one parameter and would be cut in two ways")
+
+
+def _cuts(modules: Mapping[str, nn.Module], plan: Plan) -> Iterator[tuple[str, nn.Parameter, int | None]]:
+    for name, step in plan.steps.items():
+        for own, dim in step.cuts.items():
+            yield f"{name}.{own}", modules[name].get_parameter(own), dim
+
+
+def _check_dropout(modules: Mapping[str, nn.Module]) -> None:
+    """Masks come from each rank's generator: heads of different ranks would get the same one, and a residual stream
+    another one on each rank."""
+    for name, module in modules.items():
+        found = {"p": module.p} if isinstance(module, nn.Dropout) else {}
+        found |= {key: value for key, value in vars(module).items() if "drop" in key and isinstance(value, float)}
+        for attribute, value in found.items():
+            if value > 0:
+                raise ConfigError(
+                    f"{name}.{attribute} is {value}: dropout under tensor parallelism would not equal one process; "
+                    "set the dropouts of the model's config to 0"
+                )
+
+
+def check_untouched(model: nn.Module) -> None:
+    """Nothing has cut, wrapped or trained ``model`` yet.
+
+    Raises:
+        ConfigError: with what did.
+    """
+    if hasattr(model, "smp_report"):
+        raise ConfigError(f"{type(model).__name__} was transformed already")
+    for name, module in model.named_modules():
+        if type(module).__name__ in ("FullyShardedDataParallel", "DistributedDataParallel"):
+            raise ConfigError(
+                f"{name or 'the model'} is wrapped in {type(module).__name__}: transform the model before"
+            )
+        if "forward" in vars(module):
+            raise ConfigError(f"{name or 'the model'}: something has replaced its forward: transform the model before")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ConfigError(f"{name} is a DTensor already: transform the model before fully_shard")
+        if parameter.grad is not None:
+            raise ConfigError(
+                f"{name} has a gradient, which would be lost: transform the model before the first backward"
+            )

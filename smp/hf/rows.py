@@ -1,0 +1,110 @@
+"""Rows: which module of a Hugging Face model is cut how. transformers' own, this project's, and the caller's.
+
+A row is a pattern of a module's name, ``*`` standing for numbers of layers, and a style:
+
+================================  =============================================================================
+style                             what the ranks do
+================================  =============================================================================
+colwise                           each computes some of the output columns and keeps them
+colwise_gather_output             ... and all get all columns
+rowwise                           each has some of the input columns; the results are summed
+rowwise_split_input               ... of an input that all have
+embedding_rowwise                 each has some rows of a table, the results are summed
+replicated_with_grad_allreduce    all have the weight and use it on their own heads: gradients are summed
+replicate                         all compute the same, in the module and all below it
+divide                            the pattern names a number that a module keeps (of heads): it is divided
+================================  =============================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from smp.config.fields import did_you_mean
+from smp.config.schema import ConfigError
+
+COLUMN = ("colwise", "colwise_gather_output")
+ROW = ("rowwise", "rowwise_split_input")
+EMBEDDING = "embedding_rowwise"
+SUMMED = "replicated_with_grad_allreduce"
+REPLICATE = "replicate"
+DIVIDE = "divide"
+STYLES = (*COLUMN, *ROW, EMBEDDING, SUMMED, REPLICATE, DIVIDE)
+_OLD_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
+
+# Families that transformers has no plan for. GPT-2's fused query, key and value lie in thirds, so each rank computes
+# some columns of the product and all compute the attention.
+OWN: dict[str, dict[str, str]] = {
+    "gpt2": {
+        "transformer.h.*.attn.c_attn": "colwise_gather_output",
+        "transformer.h.*.attn.c_proj": "rowwise_split_input",
+        "transformer.h.*.mlp.c_fc": "colwise",
+        "transformer.h.*.mlp.c_proj": "rowwise",
+    },
+    "opt": {
+        "model.decoder.layers.*.self_attn.q_proj": "colwise",
+        "model.decoder.layers.*.self_attn.k_proj": "colwise",
+        "model.decoder.layers.*.self_attn.v_proj": "colwise",
+        "model.decoder.layers.*.self_attn.out_proj": "rowwise",
+        "model.decoder.layers.*.self_attn.num_heads": "divide",
+        "model.decoder.layers.*.self_attn_layer_norm": "replicate",
+        "model.decoder.layers.*.fc1": "colwise",
+        "model.decoder.layers.*.fc2": "rowwise",
+        "model.decoder.layers.*.final_layer_norm": "replicate",
+    },
+}
+
+
+def pattern_of(name: str) -> str:
+    """``model.layers.3.mlp`` -> ``model.layers.*.mlp``."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def rows_of(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]:
+    """Style by pattern for ``model``: the caller's rows before transformers' before those of this file.
+
+    Raises:
+        ConfigError: an unknown style or a pattern of the caller's that nothing has; or there are no rows at all.
+    """
+    given = dict(given or {})
+    planned = {name: _OLD_NAMES.get(style, style) for name, style in (getattr(model, "_tp_plan", None) or {}).items()}
+    kind = getattr(getattr(model, "config", None), "model_type", "")
+    rows = OWN.get(kind, {}) | planned | given
+    if not rows:
+        raise ConfigError(
+            f"{type(model).__name__} has no tensor-parallel plan in transformers nor here: give transform(model, "
+            'rows={"layers.*.mlp.up": "colwise", ...}), see docs/transform.md'
+        )
+    _check_given(model, given)
+    table = _call(model, "get_input_embeddings")
+    if isinstance(table, nn.Embedding):
+        rows.setdefault(pattern_of(_name_of(model, table)), EMBEDDING)
+    head = _name_of(model, _call(model, "get_output_embeddings"))
+    if head:
+        rows.setdefault(pattern_of(head), "colwise_gather_output")
+    return rows
+
+
+def _check_given(model: nn.Module, given: Mapping[str, str]) -> None:
+    modules = {pattern_of(name) for name, _ in model.named_modules()}
+    for pattern, style in given.items():
+        if style not in STYLES:
+            raise ConfigError(f"rows: {pattern}: no style {style}{did_you_mean(style, STYLES)}; {', '.join(STYLES)}")
+        target = pattern.rpartition(".")[0] if style == DIVIDE else pattern
+        if pattern_of(target) not in modules:
+            raise ConfigError(f"rows: no module is named {target}{did_you_mean(target, modules)}")
+
+
+def _call(model: Any, method: str) -> nn.Module | None:
+    """What ``get_input_embeddings`` or its companion answers; models without one raise or lack it."""
+    try:
+        return getattr(model, method)()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _name_of(model: nn.Module, module: nn.Module | None) -> str:
+    return next((name for name, other in model.named_modules() if other is module), "")

@@ -1,0 +1,156 @@
+"""The keys of ``smp.init``: those of SMP v2, by their names and with their defaults. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from smp.config.fields import did_you_mean
+from smp.config.layout import Layout
+from smp.config.schema import ConfigError
+
+LAUNCHER = "SM_HP_MP_PARAMETERS"
+"""SageMaker's launcher puts the keys of its estimator into this environment variable, as JSON. They win."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What ``smp.init`` accepts. ``NO_EFFECT`` names the keys that change nothing here, and why."""
+
+    hybrid_shard_degree: int = 0
+    """Ranks that share weights, gradients and optimizer state: 0 all data ranks, 1 none of them, n groups of n."""
+    sm_activation_offloading: bool = True
+    """Has no effect."""
+    activation_loading_horizon: int = 2
+    """Has no effect."""
+    fsdp_cache_flush_warnings: bool = True
+    """Has no effect."""
+    allow_empty_shards: bool = False
+    """Has no effect."""
+    tensor_parallel_degree: int = 1
+    """Ranks that share every matrix after ``smp.transform``."""
+    context_parallel_degree: int = 1
+    """Only 1 works in a transformed model."""
+    expert_parallel_degree: int = 1
+    """Only 1 works in a transformed model."""
+    random_seed: int | None = None
+    """Has no effect."""
+
+
+NO_EFFECT = {
+    "sm_activation_offloading": "offload with torch.autograd.graph.save_on_cpu or torch's own wrappers",
+    "activation_loading_horizon": "there is no offloader of smp's in a transformed model",
+    "fsdp_cache_flush_warnings": "torch.cuda.memory_stats()['num_alloc_retries'] counts them",
+    "allow_empty_shards": "FSDP2 always allows empty shards",
+    "random_seed": "all ranks must be seeded alike, and smp.transform draws no numbers",
+}
+
+_PIPELINE = (
+    "a transformed model keeps Hugging Face's forward, which has no stages; "
+    "pretrain_gpt.py and finetune.py have --pipeline-model-parallel-size"
+)
+_SEQUENCE = "not in a transformed model yet; pretrain_gpt.py and finetune.py have --sequence-parallel"
+_REFUSED = {
+    "pipeline_parallel_degree": _PIPELINE,
+    "pipeline_model_parallel_size": _PIPELINE,
+    "pipeline": _PIPELINE,
+    "partitions": _PIPELINE,
+    "microbatches": _PIPELINE,
+    "sequence_parallel": _SEQUENCE,
+    "sequence_parallel_degree": _SEQUENCE,
+}
+_ONLY_ONE = {
+    "context_parallel_degree": "--context-parallel-size",
+    "expert_parallel_degree": None,
+}
+
+
+def read(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> tuple[Settings, list[str]]:
+    """The settings that ``config`` and the launcher's environment variable give, and which given keys change nothing.
+
+    Raises:
+        ConfigError: a file that is not there or no JSON object, an unknown key, a value that cannot work.
+    """
+    given = _keys(config)
+    launcher = os.environ.get(LAUNCHER)
+    if launcher:
+        given |= _object(launcher, LAUNCHER)
+    known = {field.name: field for field in fields(Settings)}
+    for key, value in given.items():
+        if key in _REFUSED:
+            raise ConfigError(f"{key}: {_REFUSED[key]}")
+        if key not in known:
+            raise ConfigError(f"smp.init knows no key {key}{did_you_mean(key, known, _listed(known))}")
+        _check_type(key, value)
+    settings = Settings(**given)
+    _check(settings)
+    return settings, [key for key in given if key in NO_EFFECT]
+
+
+def layout_of(settings: Settings, world_size: int) -> Layout:
+    """How ``world_size`` processes are divided.
+
+    Raises:
+        ConfigError: the degrees do not multiply to it.
+    """
+    tp, shard = settings.tensor_parallel_degree, settings.hybrid_shard_degree
+    if world_size % tp:
+        raise ConfigError(f"tensor_parallel_degree {tp} does not divide {world_size} processes")
+    data = world_size // tp
+    shard = shard or data
+    if data % shard:
+        raise ConfigError(
+            f"hybrid_shard_degree {shard} does not divide {data} data ranks ({world_size} processes / "
+            f"tensor_parallel_degree {tp})"
+        )
+    return Layout(dp_replicate=data // shard, dp_shard=shard, tp=tp)
+
+
+def _keys(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if isinstance(config, Mapping):
+        return dict(config)
+    try:
+        text = Path(config).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"smp.init: {error.strerror}: {config}") from None
+    return _object(text, str(config))
+
+
+def _object(text: str, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"smp.init: {where} is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"smp.init: {where} holds no JSON object")
+    return value
+
+
+def _listed(known: Mapping[str, Any]) -> str:
+    return f"; there are {', '.join(known)}"
+
+
+def _check_type(key: str, value: Any) -> None:
+    default = getattr(Settings(), key)
+    wanted = bool if isinstance(default, bool) else int
+    if key == "random_seed" and value is None:
+        return
+    if type(value) is not wanted:
+        raise ConfigError(f"{key} is a {wanted.__name__}, not {value!r}")
+
+
+def _check(settings: Settings) -> None:
+    for key, lowest in (("hybrid_shard_degree", 0), ("tensor_parallel_degree", 1), ("activation_loading_horizon", 1)):
+        if getattr(settings, key) < lowest:
+            raise ConfigError(f"{key} {getattr(settings, key)}: at least {lowest}")
+    for key, flag in _ONLY_ONE.items():
+        value = getattr(settings, key)
+        if value != 1:
+            elsewhere = f"; pretrain_gpt.py and finetune.py have {flag}" if flag else ""
+            raise ConfigError(f"{key} {value}: a transformed model works with 1 only{elsewhere}")

@@ -1,0 +1,193 @@
+"""``smp.init`` and ``smp.state``: which ranks share what, for a script that brings its own training loop.
+
+The one value of the process that is not passed in: SMP's interface is a module, so it is kept by the module. Nothing
+outside of ``smp/hf`` reads it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from smp.config.schema import ConfigError
+from smp.hf.settings import NO_EFFECT, Settings, layout_of, read
+from smp.parallel.context import ParallelContext, build_context
+
+
+class State:
+    """What ``smp.init`` decided. Reading it before is an error."""
+
+    def __init__(self) -> None:
+        self._made: tuple[Settings, ParallelContext] | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_"):
+            raise AttributeError(f"smp.state.{name} cannot be set: give the key to smp.init")
+        super().__setattr__(name, value)
+
+    def reset(self) -> None:
+        """Forget it: ``smp.init`` may be called again. Models that were transformed before keep their ranks."""
+        self._made = None
+
+    @property
+    def settings(self) -> Settings:
+        """The nine keys."""
+        return self._needed()[0]
+
+    @property
+    def context(self) -> ParallelContext:
+        """Meshes and groups, as the rooms below ask for them."""
+        return self._needed()[1]
+
+    def _needed(self) -> tuple[Settings, ParallelContext]:
+        if self._made is None:
+            raise ConfigError("call smp.init(...) first")
+        return self._made
+
+    @property
+    def device_type(self) -> str:
+        """``"cpu"`` or ``"cuda"``: where a model must be."""
+        return self.context.tp.device_type
+
+    def mean_over_data(self, value: torch.Tensor) -> torch.Tensor:
+        """The mean of a number over the data ranks, for a log; every rank calls this."""
+        return self.context.sum_loss(value.detach().clone()) / self.dp_size
+
+    @property
+    def rank(self) -> int:
+        """Of this process among all."""
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return dist.get_world_size()
+
+    @property
+    def tensor_parallel_degree(self) -> int:
+        """As given."""
+        return self.settings.tensor_parallel_degree
+
+    @property
+    def hybrid_shard_degree(self) -> int:
+        """Ranks that share one copy of weights and optimizer state beyond tensor parallelism; never 0."""
+        fsdp = self.context.fsdp
+        assert fsdp is not None
+        return fsdp.size(fsdp.ndim - 1)
+
+    @property
+    def context_parallel_degree(self) -> int:
+        """1."""
+        return self.settings.context_parallel_degree
+
+    @property
+    def expert_parallel_degree(self) -> int:
+        """1."""
+        return self.settings.expert_parallel_degree
+
+    @property
+    def tp_mesh(self) -> DeviceMesh:
+        """1-D, the ranks that share every matrix."""
+        return self.context.tp
+
+    @property
+    def data_mesh(self) -> DeviceMesh:
+        """What ``fully_shard(module, mesh=...)`` takes: 1-D, or with replicas 2-D ``(dp_replicate, dp_shard)``."""
+        fsdp = self.context.fsdp
+        assert fsdp is not None
+        return fsdp
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks that share every matrix."""
+        return self.context.tp.size()
+
+    @property
+    def tp_rank(self) -> int:
+        """This rank's place among them."""
+        return self.context.tp.get_local_rank()
+
+    @property
+    def tp_process_group(self) -> dist.ProcessGroup | None:
+        """Their group; None without tensor parallelism."""
+        return self.context.tp.get_group() if self.tp_size > 1 else None
+
+    @property
+    def rep_rank_process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same shards; None when no other rank does."""
+        mesh = self.data_mesh
+        return mesh.get_group(0) if mesh.ndim == 2 else None
+
+    @property
+    def dp_rank(self) -> int:
+        """Which share of every batch this rank reads. Ranks of one TP group read the same."""
+        return self.context.data_rank
+
+    @property
+    def dp_size(self) -> int:
+        """Number of shares of a batch."""
+        return self.context.data_size
+
+    @property
+    def cp_rank(self) -> int:
+        """0."""
+        return self.context.cp_rank
+
+    @property
+    def cp_size(self) -> int:
+        """1."""
+        return self.context.cp_size
+
+
+state = State()
+"""Of this process."""
+
+
+def is_initialized() -> bool:
+    """Whether ``smp.init`` was called."""
+    return state._made is not None
+
+
+def init(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> None:
+    """Decide which ranks share what. Every rank calls this, once, before ``smp.transform``.
+
+    Makes the default process group if the script has not (under ``torchrun``, or alone without it).
+
+    Args:
+        config: the keys of :class:`smp.hf.settings.Settings`, or the path of a JSON file with them. Those of
+            SageMaker's launcher (``SM_HP_MP_PARAMETERS``) override them.
+
+    Raises:
+        ConfigError: in one line, for an unknown key, a value that cannot work, or a second call.
+    """
+    if is_initialized():
+        raise ConfigError("smp.init was called already; smp.state.reset() forgets that")
+    settings, unused = read(config)
+    if not dist.is_initialized():
+        _make_process_group()
+    layout = layout_of(settings, dist.get_world_size())
+    device_type = "cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()) else "cpu"
+    state._made = settings, build_context(layout, device_type)
+    if dist.get_rank() == 0:
+        print(
+            f"smp.init: {dist.get_world_size()} processes = tensor_parallel_degree {layout.tp} x hybrid_shard_degree "
+            f"{layout.dp_shard} x {layout.dp_replicate} replicas, on {device_type}",
+            flush=True,
+        )
+        for key in unused:
+            print(f"smp.init: {key} changes nothing here: {NO_EFFECT[key]}", flush=True)
+
+
+def _make_process_group() -> None:
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if "RANK" in os.environ:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

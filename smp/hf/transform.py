@@ -1,0 +1,174 @@
+"""``smp.transform``: a Hugging Face model becomes tensor-parallel in place.
+
+The object stays: its class, the names of its parameters, ``forward``, ``generate``, ``save_pretrained``. Parameters
+become DTensors on the tensor-parallel mesh, so ``fully_shard`` adds the data dimensions and ``state_dict()`` has
+Hugging Face's names and global shapes. All is decided (:mod:`smp.hf.plan`) before the first parameter is touched.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from smp.config.schema import ConfigError
+from smp.hf import weights
+from smp.hf.modules import install
+from smp.hf.plan import Plan, Step, check_untouched, make_plan
+from smp.hf.rows import REPLICATE, pattern_of
+from smp.hf.state import state
+from smp.hf.verify import Expected
+from smp.parallel.agree import on_all_or_none
+from smp.parallel.collectives import Group
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class Done:
+    """A line of the report: what was done to the modules of one pattern."""
+
+    pattern: str
+    module: str
+    style: str
+    count: int
+    note: str
+
+    def __str__(self) -> str:
+        note = f"  ({self.note})" if self.note else ""
+        return f"  {self.pattern:<48} {self.module:<24} x {self.count:<4} {self.style}{note}"
+
+
+def transform(
+    model: Model,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    rows: Mapping[str, str] | None = None,
+    load_state_dict_from_rank0: bool = False,
+    verify: bool | None = None,
+) -> Model:
+    """Cut the parameters of ``model`` over the tensor-parallel ranks of ``smp.init``, in place; returns ``model``.
+
+    Every rank calls this with the same model, before ``fully_shard`` and before the optimizer is built. What was done
+    is printed by rank 0 and kept as ``model.smp_report``, a tuple of :class:`Done`.
+
+    Args:
+        model: a transformers model with a tensor-parallel plan, or any module with ``rows``.
+        device: where the parts go; by default they stay where the model is.
+        dtype: of floating-point parameters; by default each keeps its own.
+        rows: styles by pattern of module names (:mod:`smp.hf.rows`), before those that transformers has.
+        load_state_dict_from_rank0: only rank 0 has the weights, the others may be on the meta device. They are sent one
+            after the other.
+        verify: compare logits and every gradient of a small batch before and after; by default if ``rows`` are given.
+
+    Raises:
+        ConfigError: in one line with the module's name, before anything is changed, for a model that would not be equal
+            to itself before. After a failed ``verify`` the model must not be used.
+    """
+    tp = Group.of(state.tp_mesh)
+    verify = bool(rows) if verify is None else verify
+
+    def decide() -> Plan:
+        if verify and load_state_dict_from_rank0:
+            raise ConfigError("verify needs the weights on every rank: not with load_state_dict_from_rank0")
+        check_untouched(model)
+        _check_optimizers(model)
+        _check_device(model, device, load_state_dict_from_rank0)
+        return make_plan(model, rows, tp.size, tp.rank) if tp.size > 1 else Plan()
+
+    plan = on_all_or_none(decide, ConfigError, "smp.transform")
+    weights.check_alike(model, compare=not load_state_dict_from_rank0)
+    expected = Expected.of(model) if verify else None
+    _cut(model, plan, device, dtype, load_state_dict_from_rank0)
+    install(model, plan, tp)
+    weights.install(model)
+    model.smp_report = _report(model, plan)  # type: ignore[assignment]
+    if state.rank == 0:
+        print(f"smp.transform: {type(model).__name__} over {tp.size} tensor-parallel ranks", flush=True)
+        print("\n".join(map(str, model.smp_report)), flush=True)  # type: ignore[arg-type]
+    if expected is not None:
+        expected.compare(model)
+    return model
+
+
+def _cut(
+    model: nn.Module, plan: Plan, device: torch.device | str | None, dtype: torch.dtype | None, from_rank0: bool
+) -> None:
+    """Replace every parameter by this rank's part, one after the other; shared ones stay shared."""
+    source = weights.FromRankZero(state.tp_mesh.device_type) if from_rank0 else None
+    made: dict[int, nn.Parameter] = {}
+    for name, module in model.named_modules():
+        step = plan.steps.get(name, Step(REPLICATE, {}))
+        for own, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                whole = parameter.data if source is None else source.tensor(parameter.data)
+                made[id(parameter)] = weights.part_of(whole, parameter, step.cuts.get(own), device, dtype)
+                made[-id(parameter)] = parameter  # alive, or its number could be another one's
+            module._parameters[own] = made[id(parameter)]
+        for own, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                whole = buffer if source is None else source.tensor(buffer)
+                module._buffers[own] = whole if device is None else whole.to(device)
+
+
+def _report(model: nn.Module, plan: Plan) -> tuple[Done, ...]:
+    if state.tp_size == 1:
+        return (Done("", type(model).__name__, "tensor_parallel_degree 1: nothing is cut", 1, ""),)
+    counted: dict[tuple[str, str, str, str], int] = {}
+    for name, step in plan.steps.items():
+        kind = type(model.get_submodule(name)).__name__
+        key = (pattern_of(name), kind, step.style, step.note)
+        counted[key] = counted.get(key, 0) + 1
+    for name, numbers in plan.numbers.items():
+        kind = type(model.get_submodule(name)).__name__
+        text = ", ".join(f"{attribute} = {value}" for attribute, value in numbers.items())
+        key = (pattern_of(name), kind, text, "")
+        counted[key] = counted.get(key, 0) + 1
+    return tuple(Done(pattern, kind, style, n, note) for (pattern, kind, style, note), n in counted.items())
+
+
+def _check_device(model: nn.Module, device: torch.device | str | None, from_rank0: bool) -> None:
+    wanted = state.tp_mesh.device_type
+    if device is not None and torch.device(device).type != wanted:
+        raise ConfigError(f"transform(device={str(device)!r}): smp.init chose {wanted}")
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta and from_rank0 and state.rank > 0:
+            continue
+        if parameter.is_meta:
+            raise ConfigError(
+                f"{name} is on the meta device: load the weights on every rank, or on rank 0 with "
+                "load_state_dict_from_rank0=True"
+            )
+        if device is None and parameter.device.type != wanted:
+            raise ConfigError(
+                f"{name} is on {parameter.device.type}, smp.init chose {wanted}: transform(device={wanted!r})"
+            )
+
+
+def _check_optimizers(model: nn.Module) -> None:
+    """An optimizer that has the parameters which are about to be replaced would train nothing, and say nothing."""
+    ours = {id(parameter) for parameter in model.parameters()}
+    if _optimizer_with(ours):
+        gc.collect()  # a dropped optimizer lives on in reference cycles
+        if kind := _optimizer_with(ours):
+            raise ConfigError(
+                f"{kind} was built with this model's parameters, which transform replaces: build the optimizer after "
+                "transform and fully_shard"
+            )
+
+
+def _optimizer_with(parameters: set[int]) -> str:
+    """The class of a living optimizer that has one of them, or nothing."""
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.optim.Optimizer):
+            for group in getattr(thing, "param_groups", ()):
+                if any(id(parameter) in parameters for parameter in group["params"]):
+                    return type(thing).__name__
+    return ""

@@ -1,0 +1,112 @@
+"""What ``smp.transform`` refuses, in one line, before it touches anything."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from smp.config import ConfigError
+from smp.hf.plan import check_untouched, make_plan
+from tests.hf.families import FAMILIES, build
+
+transformers = pytest.importorskip("transformers")
+REPLICATED = {"model.layers.*.mlp.experts": "replicate"}
+
+
+def tiny(config: str, **changes: object) -> nn.Module:
+    values = {**FAMILIES["Llama"][1], **changes}
+    return transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**values))
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "tp", "rows", "message"),
+    [
+        ("LlamaConfig", {}, 3, None, "model.layers.0.self_attn: 4 heads are not divisible by tensor_parallel_degree 3"),
+        ("LlamaConfig", {"intermediate_size": 66}, 4, None, "layers.0.mlp.gate_proj: 66 rows are not divisible by"),
+        (
+            "LlamaConfig",
+            {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 3},
+            2,
+            None,
+            "k_proj: 3 key/value heads and tensor_parallel_degree 2: one must divide the other",
+        ),
+        (
+            "LlamaConfig",
+            {"attention_dropout": 0.1},
+            2,
+            None,
+            "self_attn.attention_dropout is 0.1: dropout under tensor",
+        ),
+        (
+            "LlamaConfig",
+            {},
+            2,
+            {"model.layers.*.mlp.up_pro": "colwise"},
+            "did you mean model.layers.*.mlp.up_proj",
+        ),
+        ("LlamaConfig", {}, 2, {"model.layers.*.mlp.up_proj": "column"}, "no style column"),
+        ("LlamaConfig", {}, 2, {"model.norm": "colwise"}, "model.norm: colwise is for nn.Linear, this is LlamaRMSNorm"),
+        ("LlamaConfig", {}, 2, {"model.layers.*.self_attn.heads": "divide"}, "self_attn.heads is None"),
+        (
+            "LlamaConfig",
+            {"tie_word_embeddings": True},
+            2,
+            {"lm_head": "replicate"},
+            "lm_head.weight and model.embed_tokens.weight are one parameter and would be cut in two ways",
+        ),
+        (
+            "MixtralConfig",
+            {"num_local_experts": 2},
+            2,
+            None,
+            "experts.gate_up_proj: smp.transform cannot cut a parameter of its own (packed_colwise); "
+            'rows={"model.layers.*.mlp.experts": "replicate"} leaves it whole on every rank',
+        ),
+        ("MixtralConfig", {"num_local_experts": 2}, 2, REPLICATED, ""),
+        ("ApertusConfig", {}, 2, None, "mlp.act_fn (XIELUActivation) has parameters beside columns that are cut"),
+        (
+            "BloomConfig",
+            {"n_head": 4},
+            2,
+            None,
+            "BloomForCausalLM has no tensor-parallel plan in transformers nor here",
+        ),
+    ],
+)
+def test_what_would_not_be_equal_is_refused(
+    config: str, changes: dict[str, object], tp: int, rows: dict[str, str] | None, message: str
+) -> None:
+    model = tiny(config, **changes)
+    before = copy.deepcopy(model.state_dict())
+    if message:
+        with pytest.raises(ConfigError) as caught:
+            make_plan(model, rows, tp, 0)
+        assert message in str(caught.value) and "\n" not in str(caught.value)
+    else:
+        make_plan(model, rows, tp, 0)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_model_that_something_has_touched_is_refused() -> None:
+    model = build("Llama")
+    check_untouched(model)
+    wrapped = copy.deepcopy(model)
+    wrapped.lm_head.forward = lambda x: x
+    with pytest.raises(ConfigError, match="lm_head: something has replaced its forward"):
+        check_untouched(wrapped)
+    model.lm_head.weight.grad = torch.zeros_like(model.lm_head.weight)
+    with pytest.raises(ConfigError, match=r"lm_head.weight has a gradient, which would be lost"):
+        check_untouched(model)
+
+
+def test_the_plan_names_every_parameter_once() -> None:
+    for family in FAMILIES:
+        model = build(family)
+        plan = make_plan(model, None, 2, 0)
+        planned = {f"{name}.{own}" for name, step in plan.steps.items() for own in step.cuts}
+        assert planned == {name for name, _ in model.named_parameters(remove_duplicate=False)}, family
+        assert any(step.style.startswith("colwise") for step in plan.steps.values())
