@@ -105,7 +105,8 @@ class MoEBlock(TransformerBlock):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As of :class:`TransformerBlock`, and what :class:`MoE` measures, fp32 (3,); ``loss_weights`` is fp32
         (tokens [/p],), of the tokens in ``x``."""
-        return self.run(x, layout, keys, loss_weights)
+        assert isinstance(self.mlp, MoE)
+        return self.mlp.experts(self.run, x, layout, keys, loss_weights)
 
     def _run(  # type: ignore[override]
         self, x: torch.Tensor, layout: TokenLayout, keys: torch.Tensor | None, loss_weights: torch.Tensor | None

@@ -22,7 +22,7 @@ from smp.config import ParallelConfig
 from smp.layers.block import MoEBlock, Run, TransformerBlock
 from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from smp.layers.head import VocabParallelHead
-from smp.layers.moe import Experts
+from smp.layers.moe import Experts, MoE
 from smp.layers.moe.experts import ExpertLinear
 from smp.parallel.context import ParallelContext
 
@@ -77,7 +77,6 @@ def parallelize(model: Model, context: ParallelContext, config: ParallelConfig) 
     shard(model, fsdp_units(), context.fsdp, bf16=config.bf16)
     if context.pp_size == 1:  # a pipeline's schedule says itself when weights are gathered
         prefetch(blocks)
-        _prefetch_experts(blocks)
         _gather_once(model)
         if config.data_parallel_sharding_strategy != "optim_grads_params":
             model.set_reshard_after_forward(False)  # type: ignore[operator]
@@ -112,21 +111,17 @@ def prefetch(units: Sequence[nn.Module]) -> None:
     """
     for unit, following in itertools.pairwise(units):
         assert isinstance(unit, FSDPModule) and isinstance(following, FSDPModule)
-        unit.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([unit])
+        unit.set_modules_to_forward_prefetch(with_experts(following))
+        following.set_modules_to_backward_prefetch(with_experts(unit))
+    for unit in units:
+        for experts in with_experts(unit)[1:]:  # they come with their block, and fetch nothing themselves
+            experts.set_modules_to_backward_prefetch([experts])
 
 
-def _prefetch_experts(blocks: Sequence[TransformerBlock]) -> None:
-    """Experts that are units of their own come with their block, in both directions. They fetch nothing themselves:
-    under recompute their hooks run again, in the backward pass."""
-    for i, block in enumerate(blocks):
-        if not isinstance(block, MoEBlock) or not isinstance(block.mlp.experts, FSDPModule):
-            continue
-        experts: Any = block.mlp.experts
-        unit: Any = block
-        unit.set_modules_to_forward_prefetch([experts, *blocks[i + 1 : i + 2]])
-        unit.set_modules_to_backward_prefetch([experts, *blocks[max(i - 1, 0) : i]])
-        experts.set_modules_to_backward_prefetch([experts])  # itself: gathered already, so nothing
+def with_experts(unit: nn.Module) -> list[Any]:
+    """A unit, and the block's experts in it where they are one of their own."""
+    experts = unit.mlp.experts if isinstance(unit, MoEBlock) and isinstance(unit.mlp, MoE) else None
+    return [unit, experts] if isinstance(experts, FSDPModule) else [unit]
 
 
 def _wrapped(run: Run, config: ParallelConfig) -> Run:

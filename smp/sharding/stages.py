@@ -19,16 +19,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from smp.layers.block import MoEBlock
 from smp.layers.linear import linear_layers
 from smp.layers.linear_functions import WeightGradients
 from smp.models.gpt import GPT
 from smp.models.part import ModelPart
 from smp.parallel.boxes import placed_like
+from smp.sharding.parallelize import with_experts
 
 
 class ShardedStages:
@@ -121,14 +120,8 @@ def _units(model: GPT, part: ModelPart) -> list[Any]:
     """FSDP2 units that hold parameters of ``part``, as ``parallelize`` made them, in the order of their use."""
     first = [model.embedding, model.positions] if part.embedding else []
     last = [model.final_norm, model.embedding if model.tied else None] if part.head else []  # the norm's is the head's
-    blocks = [module for i in part.layers for module in _of_block(model.layers[str(i)])]
+    blocks = [module for i in part.layers for module in with_experts(model.layers[str(i)])]
     return list(dict.fromkeys(module for module in (*first, *blocks, *last) if module is not None))
-
-
-def _of_block(block: nn.Module) -> list[nn.Module]:
-    """A block, and its experts where they are a unit of their own."""
-    experts = block.mlp.experts if isinstance(block, MoEBlock) else None
-    return [block, experts] if isinstance(experts, FSDPModule) else [block]
 
 
 def _groups(unit: FSDPModule) -> list[Any]:

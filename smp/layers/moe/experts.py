@@ -7,6 +7,9 @@ is left. So a checkpoint has one tensor per projection and layer, whatever the l
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -87,7 +90,12 @@ class Experts(nn.Module):
             num_experts, ffn_hidden_size, hidden_size, context, tp_dim=2, init_std=output_std
         )
 
-    def forward(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    def forward(self, run: Callable[..., Any], *arguments: Any) -> Any:
+        """``run(*arguments)``, in which :meth:`compute` is called. FSDP gathers and frees weights around ``forward``;
+        a block goes through here before recompute begins, which would otherwise meet FSDP's work in its replay."""
+        return run(*arguments)
+
+    def compute(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """(n, hidden) sorted by expert, ``counts`` of each of this rank's -> (n, hidden), on TP ranks parts of a
         sum."""
         gate, up = self.gate(rows, counts), self.up(rows, counts)  # (n, ffn/p) each

@@ -57,7 +57,7 @@ class MoE(nn.Module):
         tokens, weights = gather(x, self.group), gather(routing.weights, self.group)  # (tokens, ...)
         chosen = gather(routing.experts, self.group) if self.sequence_parallel else routing.experts
         dispatch = Dispatch.of(chosen, self.router.num_experts, self.ep)
-        rows = self.experts(dispatch.to_experts(tokens), dispatch.counts)
+        rows = self.experts.compute(dispatch.to_experts(tokens), dispatch.counts)
         y = dispatch.from_experts(rows, weights)
         reduce = reduce_scatter_tokens if self.sequence_parallel else reduce_from_group
         y = reduce(y, self.group)
