@@ -109,7 +109,8 @@ class ModelConfig:
     window_size: int | None = None
     """Sliding-window attention: a token sees itself and the window_size - 1 tokens before it. Default: all of them."""
     num_experts: int | None = None
-    """Mixture of experts: feed-forward networks of a layer, of which each token gets --moe-router-topk. Default: dense."""
+    """Mixture of experts: feed-forward networks of a layer, of which each token gets --moe-router-topk. Default: none,
+    layers are dense."""
     moe_router_topk: int = only_with(2, num_experts=GIVEN)
     """Experts of a token."""
     moe_ffn_hidden_size: int | None = only_with(None, num_experts=GIVEN)

@@ -4,12 +4,12 @@ Rows x (n, in) are sorted by expert, ``counts`` rows of each, and every expert h
 
     y[e] = x[e] W[e]^T      dx[e] = g[e] W[e]      dW[e] = g[e]^T x[e]
 
-An expert without rows costs nothing forward, and its dW is zero. The three are loops of matrix products into one result,
-so nothing is padded and nothing is stacked: 2 n in out FLOPs each, as one product of n rows.
+An expert without rows costs nothing forward, and its dW is zero. The three are loops of matrix products into one
+result, so nothing is padded and nothing is stacked: 2 n in out FLOPs each, as one product of n rows.
 
-A token t has k experts, so k rows. Row j of the sorted rows is the choice ``order[j]`` of tokens x k, and choice c lies in
-row ``inverse[c]``. Both ways, forward and backward, rows are gathered and never scattered: sums have one order, which
-knows no atomics and no layout.
+A token t has k experts, so k rows. Row j of the sorted rows is the choice ``order[j]`` of tokens x k, and choice c lies
+in row ``inverse[c]``. Both ways, forward and backward, rows are gathered and never scattered: sums have one order,
+which knows no atomics and no layout.
 """
 
 from __future__ import annotations

@@ -72,9 +72,7 @@ def forward_flops(model: ModelConfig, seq_length: int) -> ForwardFlops:
     attention = _pair_flops(model) * int(visible_pairs(seq_length, model.window_size)) / seq_length
     ends = inventory(model, [ModelPart(0, 0, embedding=True, head=True)])
     return ForwardFlops(
-        layers=tuple(
-            sum(p.flops for p in block_parameters(model, i)) + attention for i in range(model.num_layers)
-        ),
+        layers=tuple(sum(p.flops for p in block_parameters(model, i)) + attention for i in range(model.num_layers)),
         embedding=2 * model.hidden_size,
         head=sum(p.flops for p in ends),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -198,7 +199,7 @@ class GPT(nn.Module):
                 x = block(*arguments)
         beside = {} if token_weights is None else self._beside(balance)
         if not part.head:
-            return ModelOutput(hidden=x, **beside)
+            return ModelOutput(hidden=x)._replace(**beside)
         assert self.final_norm is not None and self.head is not None
         x = self.final_norm(x)
         if labels is None or weights is None:
@@ -207,7 +208,7 @@ class GPT(nn.Module):
         output = self.head(x, _flat(labels, padding), _flat(weights, padding), tied_weight, batch.preference)
         return output._replace(**beside) if beside else output
 
-    def _beside(self, balance: list[torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    def _beside(self, balance: list[torch.Tensor]) -> dict[str, Any]:
         """Auxiliary losses and metrics of some layers' routers, as a part of :class:`ModelOutput`."""
         if not balance:
             return {}

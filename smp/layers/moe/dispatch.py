@@ -2,8 +2,8 @@
 
     tokens (T, h) -> sorted by expert (T k, h) -> all-to-all over ep -> sorted by this rank's experts (n, h)
 
-With E experts on p ranks, rank i has experts i E/p to (i + 1) E/p - 1. Nothing is dropped: n is what the tokens of all p
-ranks chose, any number from 0 to T k p. Every rank sends its T k rows but for those that stay, (p - 1) / p of them on
+With E experts on p ranks, rank i has experts i E/p to (i + 1) E/p - 1. Nothing is dropped: n is what the tokens of all
+p ranks chose, any number from 0 to T k p. Every rank sends its T k rows but for those that stay, (p - 1) / p of them on
 average, and gets as many results back; the backward pass does the same, so a layer moves
 
     4 T k h (p - 1) / p elements per rank and step.

@@ -1,8 +1,8 @@
 """The experts: many SwiGLU networks of one shape, each projection of all of them one parameter.
 
 A parameter (experts, out, in) is cut by experts over the expert-parallel ranks and by its inner width over the
-tensor-parallel ones, which is Megatron's expert tensor parallelism of the size of the tensor parallelism. FSDP cuts what
-is left. So a checkpoint has one tensor per projection and layer, whatever the layout.
+tensor-parallel ones, which is Megatron's expert tensor parallelism of the size of the tensor parallelism. FSDP cuts
+what is left. So a checkpoint has one tensor per projection and layer, whatever the layout.
 """
 
 from __future__ import annotations
@@ -86,9 +86,7 @@ class Experts(nn.Module):
         inner = num_experts, hidden_size, ffn_hidden_size, context
         self.gate = ExpertLinear(*inner, tp_dim=1, init_std=init_std)
         self.up = ExpertLinear(*inner, tp_dim=1, init_std=init_std)
-        self.down = ExpertLinear(
-            num_experts, ffn_hidden_size, hidden_size, context, tp_dim=2, init_std=output_std
-        )
+        self.down = ExpertLinear(num_experts, ffn_hidden_size, hidden_size, context, tp_dim=2, init_std=output_std)
 
     def forward(self, run: Callable[..., Any], *arguments: Any) -> Any:
         """``run(*arguments)``, in which :meth:`compute` is called. FSDP gathers and frees weights around ``forward``;

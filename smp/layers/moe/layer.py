@@ -21,8 +21,8 @@ from smp.parallel.context import ParallelContext
 class MoE(nn.Module):
     """``y_t = sum over the chosen experts e of weight_te expert_e(x_t)``, plus shared experts, which every token gets.
 
-    Under sequence parallelism each TP rank routes its slice of the tokens; tokens, choices and weights are then gathered,
-    as in front of a dense MLP, because every TP rank has a part of each expert's width.
+    Under sequence parallelism each TP rank routes its slice of the tokens; tokens, choices and weights are then
+    gathered, as in front of a dense MLP, because every TP rank has a part of each expert's width.
 
     Args:
         router, experts: of the same context.
@@ -32,7 +32,9 @@ class MoE(nn.Module):
     Shapes: (tokens [/p], hidden) -> the same.
     """
 
-    def __init__(self, router: Router, experts: Experts, parallel: ParallelContext, *, shared: MLP | None = None) -> None:
+    def __init__(
+        self, router: Router, experts: Experts, parallel: ParallelContext, *, shared: MLP | None = None
+    ) -> None:
         super().__init__()
         self.router, self.experts, self.shared_experts = router, experts, shared
         self.sequence_parallel = parallel.sequence_parallel

@@ -3,17 +3,17 @@
 Logits are ``x W^T`` in fp32, (tokens, experts). With k = ``topk``, chosen experts C_t and scaling factor f:
 
     softmax              weights = f softmax(logits of C_t)                 (Mixtral, Qwen 3)
-    softmax, pre_softmax weights = f (softmax(logits) of C_t)               (sums to less than f; OLMoE, Qwen 2)
+    softmax, pre_softmax weights = f (softmax(logits) of C_t)               (sum below f; OLMoE, Qwen 2)
     sigmoid              weights = f s / (sum of s over C_t), s = sigmoid   (DeepSeek-V3; with k = 1 f s)
 
-The experts chosen are those with the k largest logits, and of equal ones those with the lowest numbers: the same on every
-device, whatever order a top-k leaves equal values in.
+The experts chosen are those with the k largest logits, and of equal ones those with the lowest numbers: the same on
+every device, whatever order a top-k leaves equal values in.
 
-Auxiliary losses, with p the scores of all experts (softmax, or sigmoids divided by their sum), w the loss weights of the
-tokens, and c the tokens that chose each expert:
+Auxiliary losses, with p the scores of all experts (softmax, or sigmoids divided by their sum), w the loss weights of
+the tokens, E experts, and c the tokens that chose each:
 
-    load balancing   sum_t w_t sum_e (E c_e / sum c) p_te     its minimum, at an even load, is the sum of w (Switch,
-                                                              arXiv 2101.03961, eq. 4, divided by k)
+    load balancing   sum_t w_t sum_e (E c_e / sum c) p_te     at an even load the sum of w
+                                                              (Switch, arXiv 2101.03961, eq. 4, divided by k)
     z                sum_t w_t logsumexp(logits_t)^2          (ST-MoE, arXiv 2202.08906)
 
 Both are sums over tokens in the one way in which the loss itself is, so ranks and micro-batches add up. c is counted over
