@@ -16,8 +16,9 @@ the tokens, E experts, and c the tokens that chose each:
                                                               (Switch, arXiv 2101.03961, eq. 4, divided by k)
     z                sum_t w_t logsumexp(logits_t)^2          (ST-MoE, arXiv 2202.08906)
 
-Both are sums over tokens in the one way in which the loss itself is, so ranks and micro-batches add up. c is counted over
-the micro-batches that all data-parallel ranks compute at the same time, tokens of weight 0 left out, and has no gradient.
+Both are sums over tokens in the one way in which the loss itself is, so ranks and micro-batches add up. c is counted
+over the micro-batches that all data-parallel ranks compute at the same time, tokens of weight 0 left out, and has no
+gradient.
 """
 
 from __future__ import annotations
