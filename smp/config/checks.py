@@ -7,6 +7,7 @@ from smp.config.blend import parse_split
 from smp.config.context_parallel import check_context_parallel
 from smp.config.fields import entry_point_of, given, require, said_without_effect, settings, without_effect
 from smp.config.layout import Layout
+from smp.config.moe import check_moe, check_moe_model
 from smp.config.positions import check_positions
 from smp.config.schema import (
     CheckpointConfig,
@@ -27,7 +28,7 @@ _FRACTIONS = {
 # ... and these: at least 0.
 _FROM_ZERO = {
     *("num_workers", "preview", "hybrid_shard_degree"),
-    *("lr_warmup_iters", "min_lr", "weight_decay", "clip_grad", "seed"),
+    *("lr_warmup_iters", "min_lr", "weight_decay", "clip_grad", "seed", "moe_aux_loss_coeff"),
 }
 # What random generators and timers can hold.
 _BELOW = {"seed": 2**63, "distributed_timeout_minutes": 10**6}
@@ -60,6 +61,7 @@ def check_combinations(config: Config, layout: Layout) -> None:
     _check_data_source(config.data, config.model, config.training)
     _check_batch(config.data, config.model, layout)
     check_context_parallel(config, layout)
+    check_moe(config, layout)
     _check_schedule(config.optim, config.training.train_iters)
     _check_training(config.training)
     if config.objective is None:
@@ -86,6 +88,7 @@ def check_model(model: ModelConfig) -> None:
     _check_heads_and_widths(model, tp=1)
     require(not (model.squared_relu and model.tanh_gelu), "--squared-relu and --tanh-gelu exclude each other; give one")
     check_positions(model)
+    check_moe_model(model)
 
 
 def _check_heads_and_widths(model: ModelConfig, tp: int) -> None:

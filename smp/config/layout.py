@@ -62,4 +62,12 @@ class Layout:
                 f"{names}) is impossible: {data} is not divisible by {shard}; change --hybrid-shard-degree or "
                 "--nproc-per-node"
             )
-        return Layout(pp=pp, dp_replicate=data // shard, dp_shard=shard, cp=cp, tp=tp)
+        ep = parallel.expert_model_parallel_size
+        if ep < 1 or shard * cp % ep:
+            factors = f"{shard} processes that shard weights"
+            factors += f" x --context-parallel-size {cp} = {shard * cp}" if cp > 1 else ""
+            raise ConfigError(
+                f"--expert-model-parallel-size {ep} has to divide the {factors}; change it, --hybrid-shard-degree or "
+                "--nproc-per-node"
+            )
+        return Layout(pp=pp, dp_replicate=data // shard, dp_shard=shard, cp=cp, tp=tp, ep=ep)

@@ -64,9 +64,11 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
         )
     # Megatron's rule: 8/3 keeps a three-matrix MLP the size of a two-matrix one; multiples of 64 fill tensor cores.
     ffn = max(64, 8 * hidden // 3 // 64 * 64) if model.swiglu else 4 * hidden
+    ffn = model.ffn_hidden_size or ffn
     filled = replace(
         model,
-        ffn_hidden_size=model.ffn_hidden_size or ffn,
+        ffn_hidden_size=ffn,
+        moe_ffn_hidden_size=None if model.num_experts is None else model.moe_ffn_hidden_size or ffn,
         kv_channels=model.kv_channels or hidden // heads,
         num_query_groups=model.num_query_groups or heads,
     )

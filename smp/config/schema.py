@@ -108,6 +108,32 @@ class ModelConfig:
     """Normalize queries and keys per head before RoPE (Qwen 3)."""
     window_size: int | None = None
     """Sliding-window attention: a token sees itself and the window_size - 1 tokens before it. Default: all of them."""
+    num_experts: int | None = None
+    """Mixture of experts: feed-forward networks of a layer, of which each token gets --moe-router-topk. Default: none,
+    layers are dense."""
+    moe_router_topk: int = only_with(2, num_experts=GIVEN)
+    """Experts of a token."""
+    moe_ffn_hidden_size: int | None = only_with(None, num_experts=GIVEN)
+    """Width of one expert. Default: --ffn-hidden-size."""
+    moe_shared_expert_intermediate_size: int | None = only_with(None, num_experts=GIVEN)
+    """Width of a further MLP in each layer with experts, which every token gets. Default: none."""
+    moe_layer_freq: str = only_with("1", num_experts=GIVEN)
+    """Which layers have experts: n for every n-th, from the first on, or Megatron's list of a 1 for each layer with
+    experts and a 0 for each dense one, such as [0]*1+[1]*3."""
+    moe_router_score_function: Literal["softmax", "sigmoid"] = only_with("softmax", num_experts=GIVEN)
+    """What makes the weights of a token's experts of its logits. sigmoid: each logit's, divided by their sum over the
+    token's experts (DeepSeek-V3)."""
+    moe_router_pre_softmax: bool = only_with(False, num_experts=GIVEN)
+    """Softmax over all experts, so that the weights of a token's sum to less than 1 (OLMoE, Qwen 2). Else over the
+    token's experts alone (Mixtral, Qwen 3)."""
+    moe_router_topk_scaling_factor: float | None = only_with(None, num_experts=GIVEN)
+    """The weights are multiplied by this. Default: they are not."""
+    moe_aux_loss_coeff: float = only_with(0.0, num_experts=GIVEN)
+    """Coefficient of the loss that keeps the experts' loads even (Switch), summed over layers. Loads are counted over
+    the micro-batches that the data-parallel processes compute at the same time."""
+    moe_z_loss_coeff: float | None = only_with(None, num_experts=GIVEN)
+    """Coefficient of the loss that keeps the router's logits small (ST-MoE), summed over layers. Default: there is
+    none."""
     parallel_residual: bool = False
     """Attention and MLP read the same input and are added together (GPT-NeoX)."""
     init_method_std: float = 0.02
@@ -153,6 +179,9 @@ class ParallelConfig:
     and p2p between them. auto: by a cost model, which is printed."""
     hierarchical_context_parallel_sizes: Words | None = None
     """Two numbers for a2a+p2p: processes of an a2a group, and of a ring. Their product is --context-parallel-size."""
+    expert_model_parallel_size: int = only_with(1, num_experts=GIVEN)
+    """Processes over which the experts of each layer are spread (EP), neighbours among those that shard weights: it has
+    to divide them (--hybrid-shard-degree x --context-parallel-size) and --num-experts."""
     hybrid_shard_degree: int = 0
     """Processes over which hybrid FSDP shards weights, gradients and optimizer state, times --context-parallel-size.
     0: all data-parallel ones; 1: none (replicas only); n: groups of n, replicated."""

@@ -252,4 +252,4 @@ REASONS: dict[str, str] = {
     "gptj": "interleaved rotary positions",
     "gpt_neo": "local attention layers",
 }
-"""Part of a ``model_type`` -> what of it smp's decoder does not have."""
+"""Part of a ``model_type`` -> what of it smp's decoder does not have, or cannot be converted."""

@@ -110,7 +110,7 @@ def family_of(content: Mapping[str, Any], where: str) -> Family:
     near = difflib.get_close_matches(name or kind, [*known, *FAMILIES], n=1, cutoff=0.0)[0]
     nearest = known[near].architecture if near in known else FAMILIES[near].architecture
     reason = next((text for part, text in REASONS.items() if part in f"{kind} {name}".lower()), "")
-    because = f" (it has {reason}, which do not exist here)" if reason else ""
+    because = f" (it has {reason}, which are not converted here)" if reason else ""
     raise ConfigError(f"{where}: {name or kind} is not supported{because}; the nearest that is: {nearest}")
 
 

@@ -83,10 +83,10 @@ def saved_config(manifest: Manifest, folder: Folder) -> ModelConfig:
         CheckpointError: it holds none.
     """
     saved = manifest.extra.get("config")
-    names = [f.name for f in fields(ModelConfig)]
-    if not isinstance(saved, dict) or not all(name in saved for name in names):
+    if not isinstance(saved, dict) or "num_layers" not in saved:
         raise CheckpointError(f"{folder}/{MANIFEST} holds no settings of a model: it is not of a training run")
-    return ModelConfig(**{name: saved[name] for name in names})
+    # a checkpoint of an older version lacks settings that came later: they are at their default
+    return ModelConfig(**{f.name: saved[f.name] for f in fields(ModelConfig) if f.name in saved})
 
 
 class SmpTarget:

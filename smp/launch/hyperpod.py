@@ -104,7 +104,8 @@ _MODULES = {
     "up_proj": "up",
     "down_proj": "down",
 }
-EXPERTS = "mixture of experts"
+EXPERTS = "mixture of experts under v1's keys"
+_OWN_KEYS = "experts are asked for by smp's own settings (num_experts, moe_router_topk), not by v1's keys yet"
 _DENSE: dict[str, dict[str, Any]] = {
     "llama_v3": {},
     "mistral": {},
@@ -347,10 +348,10 @@ _MODEL = {
     "context_parallel_degree": _awaits(
         "context_parallel_size", 1, "context parallelism", "take a shorter sequence or TP"
     ),
-    "expert_model_parallel_degree": _awaits("expert_model_parallel_size", 1, EXPERTS, "take 1"),
-    "moe": _awaits("num_experts", False, EXPERTS, "take a dense model"),
-    "num_local_experts": _awaits("num_experts", 1, EXPERTS, "take a dense model"),
-    "num_experts_per_tok": _awaits("moe_router_topk", 1, EXPERTS, "take a dense model"),
+    "expert_model_parallel_degree": _only((1,), _OWN_KEYS),
+    "moe": _only((False,), _OWN_KEYS),
+    "num_local_experts": _only((1,), _OWN_KEYS),
+    "num_experts_per_tok": _only((1,), _OWN_KEYS),
     "moe_load_balancing": _nothing("without experts there is no load to balance"),
     "moe_all_to_all_dispatcher": _nothing("without experts there is nothing to dispatch"),
     "global_token_shuffle": _nothing("without experts there is nothing to shuffle"),

@@ -7,7 +7,7 @@ from smp.kernels.rope import rotate as apply_rope
 from smp.kernels.sequence_cut import SequenceCut, cut_sequences
 from smp.kernels.token_layout import TokenLayout
 from smp.layers.attention import SelfAttention
-from smp.layers.block import TransformerBlock
+from smp.layers.block import MoEBlock, TransformerBlock
 from smp.layers.context_parallel import context_parallel_attention
 from smp.layers.cross_entropy import VocabShard, linear_cross_entropy, vocab_parallel_cross_entropy
 from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
@@ -15,6 +15,7 @@ from smp.layers.head import ModelOutput, VocabParallelHead
 from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from smp.layers.lora import Lora, adapters_off, add_adapters
 from smp.layers.mlp import MLP
+from smp.layers.moe import Experts, MoE, Router
 from smp.layers.norm import LayerNorm, RMSNorm
 from smp.layers.parameter import Constant, Normal, init_weights, local, tp_parameter
 from smp.layers.rope import LinearScaling, RopeScaling, YarnScaling, rope_frequencies, rope_table
@@ -27,15 +28,19 @@ __all__ = [
     "AttentionSpec",
     "ColumnParallelLinear",
     "Constant",
+    "Experts",
     "LayerNorm",
     "LinearScaling",
     "Lora",
+    "MoE",
+    "MoEBlock",
     "ModelOutput",
     "Normal",
     "ParallelContext",
     "PositionEmbedding",
     "RMSNorm",
     "RopeScaling",
+    "Router",
     "RowParallelLinear",
     "SelfAttention",
     "SequenceCut",

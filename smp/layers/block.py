@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,9 +12,11 @@ from smp.kernels.dropout import keyed_dropout
 from smp.kernels.token_layout import TokenLayout
 from smp.layers.attention import SelfAttention
 from smp.layers.mlp import MLP
+from smp.layers.moe.layer import MoE
 from smp.layers.norm import Norm
 
-Run = Callable[[torch.Tensor, TokenLayout, torch.Tensor | None], torch.Tensor]
+Run = Callable[..., Any]
+"""What ``forward`` of a block gets, to what it returns."""
 
 
 class TransformerBlock(nn.Module):
@@ -35,7 +38,7 @@ class TransformerBlock(nn.Module):
     def __init__(
         self,
         attention: SelfAttention,
-        mlp: MLP,
+        mlp: MLP | MoE,
         attention_norm: Norm,
         mlp_norm: Norm,
         *,
@@ -43,7 +46,7 @@ class TransformerBlock(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        parts: dict[str, SelfAttention | MLP | Norm] = {
+        parts: dict[str, SelfAttention | MLP | MoE | Norm] = {
             "attention": attention,
             "mlp": mlp,
             "attention_norm": attention_norm,
@@ -65,15 +68,18 @@ class TransformerBlock(nn.Module):
         return self.run(x, layout, keys)
 
     def _run(self, x: torch.Tensor, layout: TokenLayout, keys: torch.Tensor | None) -> torch.Tensor:
+        return self._computed(x, layout, keys, self.mlp)
+
+    def _computed(
+        self, x: torch.Tensor, layout: TokenLayout, keys: torch.Tensor | None, mlp: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
         attended = self.attention(self.attention_norm(x), layout, None if keys is None else keys[0])
         attended = self._drop(attended, layout, keys, 1)
+        index = layout.token_index, layout.local_token_index
         if self.parallel_residual:
-            return x + attended + self._drop(self._feed_forward(self.mlp_norm(x), layout), layout, keys, 2)
+            return x + attended + self._drop(mlp(self.mlp_norm(x), *index), layout, keys, 2)
         normed, x = self.mlp_norm.after_addition(x, attended)
-        return x + self._drop(self._feed_forward(normed, layout), layout, keys, 2)
-
-    def _feed_forward(self, x: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
-        return self.mlp(x, layout.token_index, layout.local_token_index)
+        return x + self._drop(mlp(normed, *index), layout, keys, 2)
 
     def _drop(self, x: torch.Tensor, layout: TokenLayout, keys: torch.Tensor | None, site: int) -> torch.Tensor:
         if self.dropout == 0.0 or not self.training:
@@ -85,3 +91,31 @@ class TransformerBlock(nn.Module):
                 "its masks are keyed by them"
             )
         return keyed_dropout(x, keys[site], index, self.dropout)
+
+
+class MoEBlock(TransformerBlock):
+    """A block whose MLP is a mixture of experts, which also measures how its loads are balanced."""
+
+    def forward(  # type: ignore[override]
+        self,
+        x: torch.Tensor,
+        layout: TokenLayout,
+        keys: torch.Tensor | None = None,
+        loss_weights: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As of :class:`TransformerBlock`, and what :class:`MoE` measures, fp32 (3,); ``loss_weights`` is fp32
+        (tokens [/p],), of the tokens in ``x``."""
+        assert isinstance(self.mlp, MoE)
+        return self.mlp.experts(self.run, x, layout, keys, loss_weights)
+
+    def _run(  # type: ignore[override]
+        self, x: torch.Tensor, layout: TokenLayout, keys: torch.Tensor | None, loss_weights: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        measured: list[torch.Tensor] = []
+
+        def mlp(x: torch.Tensor, *index: torch.Tensor | None) -> torch.Tensor:
+            y, found = self.mlp(x, *index, loss_weights)
+            measured.append(found)
+            return y
+
+        return self._computed(x, layout, keys, mlp), measured[0]

@@ -45,15 +45,25 @@ def tp_parameter(shape: tuple[int, ...], placement: Placement, mesh: DeviceMesh)
     Raises:
         ValueError: when the sharded dimension is not divisible by the mesh size.
     """
+    return placed_parameter(shape, (placement,), mesh)
+
+
+def placed_parameter(shape: tuple[int, ...], placements: tuple[Placement, ...], mesh: DeviceMesh) -> nn.Parameter:
+    """The same on a mesh of any number of dimensions, with a placement for each; two do not cut one dimension.
+
+    Raises:
+        ValueError: when a dimension is not divisible by the size of the mesh dimension that cuts it.
+    """
     local_shape = list(shape)
-    if isinstance(placement, Shard):
-        size = mesh.size()
-        if shape[placement.dim] % size:
-            raise ValueError(f"dimension {placement.dim} of {shape} is not divisible by tensor-parallel size {size}")
-        local_shape[placement.dim] //= size
+    for placement, size, name in zip(placements, mesh.shape, mesh.mesh_dim_names or ("tp",), strict=True):
+        if isinstance(placement, Shard):
+            if shape[placement.dim] % size:
+                kind = "expert-parallel" if name == "ep" else "tensor-parallel"
+                raise ValueError(f"dimension {placement.dim} of {shape} is not divisible by {kind} size {size}")
+            local_shape[placement.dim] //= size
     data = torch.full(local_shape, float("nan"))
     stride = torch.empty(shape, device="meta").stride()
-    whole = DTensor.from_local(data, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride)
+    whole = DTensor.from_local(data, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
     return nn.Parameter(whole)
 
 

@@ -18,7 +18,8 @@ class ParameterCount:
 
     embedding: int  # token embedding, learned positions and, unless it is tied, the output matrix
     non_embedding: int  # everything else: the blocks and the final norm
-    per_layer: int  # one block
+    per_layer: int  # the largest block: with experts, if some have them
+    active: int  # what a token uses: of experts those that it gets
 
     @property
     def total(self) -> int:
@@ -42,7 +43,8 @@ def count_parameters(model: ModelConfig, vocab_size: int) -> ParameterCount:
     return ParameterCount(
         embedding=embedding,
         non_embedding=sum(p.numel for p in parameters) - embedding,
-        per_layer=sum(p.numel for p in block_parameters(model, 0)),
+        per_layer=max(sum(p.numel for p in block_parameters(model, i)) for i in range(model.num_layers)),
+        active=sum(p.active for p in parameters),
     )
 
 
@@ -53,11 +55,16 @@ def count_part(model: ModelConfig, part: ModelPart) -> int:
 
 @dataclass(frozen=True)
 class ForwardFlops:
-    """FLOPs per token of a forward pass."""
+    """FLOPs per token of a forward pass. Of experts those count that a token gets."""
 
-    layer: float
+    layers: tuple[float, ...]
     embedding: float  # it copies and adds
     head: float  # with the loss
+
+    @property
+    def layer(self) -> float:
+        """Of a block, on average."""
+        return sum(self.layers) / len(self.layers)
 
 
 def forward_flops(model: ModelConfig, seq_length: int) -> ForwardFlops:
@@ -65,7 +72,7 @@ def forward_flops(model: ModelConfig, seq_length: int) -> ForwardFlops:
     attention = _pair_flops(model) * int(visible_pairs(seq_length, model.window_size)) / seq_length
     ends = inventory(model, [ModelPart(0, 0, embedding=True, head=True)])
     return ForwardFlops(
-        layer=sum(p.flops for p in block_parameters(model, 0)) + attention,
+        layers=tuple(sum(p.flops for p in block_parameters(model, i)) + attention for i in range(model.num_layers)),
         embedding=2 * model.hidden_size,
         head=sum(p.flops for p in ends),
     )
@@ -80,7 +87,8 @@ def _pair_flops(model: ModelConfig) -> int:
 def training_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: int) -> float:
     """Model FLOPs of one training step divided by its tokens; what MFU is measured in (PaLM, arXiv 2204.02311, app. B).
 
-    Forward per token: 2 x elements of all matrices (a multiply and an add), output matrix included, and per layer 4 q
+    Forward per token: 2 x elements of all matrices (a multiply and an add), output matrix included, of experts those
+    that a token gets, and per layer 4 q
     x tokens seen (scores, then the weighted sum; q is heads x head width). A causal token i sees min(i + 1, window)
     tokens, so (s + 1) / 2 on average without a window: half of what full attention computes. The backward pass is twice
     the forward. Norms, biases, activations, softmax and lookups are left out, and so is everything that is computed
@@ -95,7 +103,7 @@ def training_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: in
         ConfigError: the model's sizes do not fit together.
     """
     flops = forward_flops(resolve_model(replace(model, vocab_size=vocab_size)), seq_length)
-    return 3 * (model.num_layers * flops.layer + flops.head)
+    return 3 * (sum(flops.layers) + flops.head)
 
 
 def pair_training_flops(model: ModelConfig) -> int:

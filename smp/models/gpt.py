@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,14 +11,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from smp.config import ModelConfig
+from smp.config.moe import aux_losses, has_experts
 from smp.kernels import TORCH, Kernels
 from smp.kernels.dropout import keyed_dropout
 from smp.kernels.token_layout import TokenLayout
 from smp.layers.attention import SelfAttention
-from smp.layers.block import TransformerBlock
+from smp.layers.block import MoEBlock, TransformerBlock
 from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from smp.layers.head import ModelOutput, VocabParallelHead
 from smp.layers.mlp import MLP, Activation
+from smp.layers.moe import Experts, MoE, Router
 from smp.layers.norm import LayerNorm, Norm, RMSNorm
 from smp.layers.rope import rope_frequencies, rope_table
 from smp.models.micro_batch import MicroBatch
@@ -37,6 +40,16 @@ def activation_of(config: ModelConfig) -> Activation:
     if config.squared_relu:
         return "squared_relu"
     return "tanh_gelu" if config.tanh_gelu else "gelu"
+
+
+EXPERT_LOAD = "expert load max/mean"
+"""Of the experts of a layer the one with most tokens, relative to their mean; the mean over layers."""
+
+
+def beside_names(config: ModelConfig) -> tuple[str, ...]:
+    """What a model measures beside its loss in training: auxiliary losses and metrics of :class:`ModelOutput`, each a
+    part of a mean over the global batch."""
+    return () if config.num_experts is None else (*aux_losses(config), EXPERT_LOAD)
 
 
 class GPT(nn.Module):
@@ -102,7 +115,7 @@ class GPT(nn.Module):
                 compute_dtype=compute_dtype,
             )
         layers = [i for part in self.parts for i in part.layers]
-        blocks = {str(i): _block(config, context, kernels) for i in layers}
+        blocks = {str(i): _block(config, context, kernels, experts=has_experts(config, i)) for i in layers}
         self.attention_specs = tuple(dict.fromkeys(block.attention.spec for block in blocks.values()))
         self.layers = nn.ModuleDict(blocks)
         if last:
@@ -172,18 +185,38 @@ class GPT(nn.Module):
         if x is None:
             x = self._embed(_flat(batch.input_ids, padding), layout, keys, tied_weight)
         layout = self.attention.prepare(layout, self.attention_specs, x.dtype, x.device)  # for all layers
+        token_weights = None
+        if self.training and weights is not None and self.config.num_experts is not None:
+            token_weights = self._own(_flat(weights, padding))  # padding does not count
+        balance: list[torch.Tensor] = []
         for i in part.layers:
-            x = self.layers[str(i)](
-                x, layout, None if keys is None else keys[SITES_PER_BLOCK * i : SITES_PER_BLOCK * (i + 1)]
-            )
+            block, site = self.layers[str(i)], SITES_PER_BLOCK * i
+            arguments = x, layout, None if keys is None else keys[site : site + SITES_PER_BLOCK]
+            if isinstance(block, MoEBlock):
+                x, measured = block(*arguments, token_weights)
+                balance.append(measured)
+            else:
+                x = block(*arguments)
+        beside = {} if token_weights is None else self._beside(balance)
         if not part.head:
-            return ModelOutput(hidden=x)
+            return ModelOutput(hidden=x)._replace(**beside)
         assert self.final_norm is not None and self.head is not None
         x = self.final_norm(x)
         if labels is None or weights is None:
             output = self.head(x, tied_weight=tied_weight)
             return ModelOutput(logits=output.logits[: rows * length].view(rows, length, -1))
-        return self.head(x, _flat(labels, padding), _flat(weights, padding), tied_weight, batch.preference)
+        output = self.head(x, _flat(labels, padding), _flat(weights, padding), tied_weight, batch.preference)
+        return output._replace(**beside) if beside else output
+
+    def _beside(self, balance: list[torch.Tensor]) -> dict[str, Any]:
+        """Auxiliary losses and metrics of some layers' routers, as a part of :class:`ModelOutput`."""
+        if not balance:
+            return {}
+        total, coefficients = torch.stack(balance).sum(0), aux_losses(self.config)
+        kinds = ("load balancing loss", "z loss")
+        losses = {name: coefficients[name] * total[i] for i, name in enumerate(kinds) if name in coefficients}
+        layers = sum(has_experts(self.config, i) for i in range(self.config.num_layers))
+        return {"aux_losses": losses, "metrics": {EXPERT_LOAD: total[2].detach() / layers}}
 
     def hidden_shape(self, batch: int, length: int) -> tuple[int, int]:
         """(tokens [/p], hidden) of what one part hands to the next."""
@@ -268,11 +301,9 @@ def _norm(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> No
     return kind(config.hidden_size, context, eps=config.norm_epsilon, kernels=kernels)
 
 
-def _block(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> TransformerBlock:
-    assert config.ffn_hidden_size is not None
+def _block(config: ModelConfig, context: ParallelContext, kernels: Kernels, *, experts: bool) -> TransformerBlock:
     bias = not config.disable_bias_linear
-    std = config.init_method_std
-    output_std = std / (2 * config.num_layers) ** 0.5
+    std, output_std = _stds(config)
     attention = SelfAttention(
         config.hidden_size,
         config.num_attention_heads,
@@ -288,21 +319,59 @@ def _block(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> T
         output_std=output_std,
         kernels=kernels,
     )
-    mlp = MLP(
-        config.hidden_size,
-        config.ffn_hidden_size,
-        context,
-        activation=activation_of(config),
-        bias=bias,
-        init_std=std,
-        output_std=output_std,
-        kernels=kernels,
-    )
-    return TransformerBlock(
+    kind = MoEBlock if experts else TransformerBlock
+    return kind(
         attention,
-        mlp,
+        _moe(config, context, kernels) if experts else _mlp(config, config.ffn_hidden_size, context, kernels),
         _norm(config, context, kernels),
         _norm(config, context, kernels),
         parallel_residual=config.parallel_residual,
         dropout=config.hidden_dropout,
     )
+
+
+def _stds(config: ModelConfig) -> tuple[float, float]:
+    """Of initial weights, inner ones and those that write to the residual stream."""
+    return config.init_method_std, config.init_method_std / (2 * config.num_layers) ** 0.5
+
+
+def _mlp(config: ModelConfig, ffn_hidden_size: int | None, context: ParallelContext, kernels: Kernels) -> MLP:
+    assert ffn_hidden_size is not None, "resolved before"
+    std, output_std = _stds(config)
+    return MLP(
+        config.hidden_size,
+        ffn_hidden_size,
+        context,
+        activation=activation_of(config),
+        bias=not config.disable_bias_linear,
+        init_std=std,
+        output_std=output_std,
+        kernels=kernels,
+    )
+
+
+def _moe(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> MoE:
+    assert config.num_experts is not None and config.moe_ffn_hidden_size is not None, "resolved before"
+    std, output_std = _stds(config)
+    router = Router(
+        config.hidden_size,
+        config.num_experts,
+        config.moe_router_topk,
+        context,
+        score_function=config.moe_router_score_function,
+        pre_softmax=config.moe_router_pre_softmax,
+        scaling_factor=config.moe_router_topk_scaling_factor or 1.0,
+        init_std=std,
+    )
+    experts = Experts(
+        config.num_experts,
+        config.hidden_size,
+        config.moe_ffn_hidden_size,
+        context,
+        init_std=std,
+        output_std=output_std,
+        kernels=kernels,
+    )
+    width = config.moe_shared_expert_intermediate_size
+    shared = None if width is None else _mlp(config, width, context, kernels)
+    return MoE(router, experts, context, shared=shared)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from smp.config import Layout, ModelConfig
+from smp.config.moe import has_experts
 from smp.models.part import ModelPart, whole
 
 
@@ -27,6 +28,7 @@ class Parameter:
     pad_to: int = 1  # the rows of a rank are padded to a multiple of this (vocabulary)
     linear: bool = False  # the weight of a linear layer, which can have an adapter
     flops: int = 0  # per token, of its product in a forward pass; norms, biases and positions have none
+    chosen: int | None = None  # of experts, dimension 0, which ep cuts: how many a token gets; None: it is of no expert
 
     @property
     def module(self) -> str:
@@ -38,18 +40,24 @@ class Parameter:
         """Elements, without padding."""
         return math.prod(self.shape)
 
+    @property
+    def active(self) -> int:
+        """Elements that one token uses."""
+        return self.numel if self.chosen is None else self.numel // self.shape[0] * self.chosen
+
     def placement(self, layout: Layout) -> int | None:
         """The dimension that ``layout`` cuts; None: it is replicated."""
         replicated = self.heads is not None and self.heads < getattr(layout, self.group)
         return None if replicated else self.shard_dim
 
     def local_shape(self, layout: Layout) -> tuple[int, ...]:
-        """What one rank of ``group`` holds, padding included."""
-        dim = self.placement(layout)
-        if dim is None:
-            return self.shape
-        size = -(-self.shape[dim] // (self.pad_to * getattr(layout, self.group))) * self.pad_to
-        return (*self.shape[:dim], size, *self.shape[dim + 1 :])
+        """What one rank of ``group`` (and of ep) holds, padding included, before FSDP."""
+        dim, shape = self.placement(layout), list(self.shape)
+        if self.chosen is not None:
+            shape[0] //= layout.ep
+        if dim is not None:
+            shape[dim] = -(-shape[dim] // (self.pad_to * getattr(layout, self.group))) * self.pad_to
+        return tuple(shape)
 
 
 def inventory(model: ModelConfig, parts: Sequence[ModelPart] | None = None) -> Iterator[Parameter]:
@@ -95,10 +103,31 @@ def block_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
     yield from _linear(f"{attention}.key", hidden, kv, 0, qkv_bias, groups)
     yield from _linear(f"{attention}.value", hidden, kv, 0, qkv_bias, groups)
     yield from _linear(f"{attention}.output", q, hidden, 1, bias)
+    if not has_experts(model, layer):
+        yield from _mlp(model, mlp, ffn)
+        return
+    yield from _experts(model, mlp)
+    if model.moe_shared_expert_intermediate_size is not None:
+        yield from _mlp(model, f"{mlp}.shared_experts", model.moe_shared_expert_intermediate_size)
+
+
+def _mlp(model: ModelConfig, name: str, ffn: int) -> Iterator[Parameter]:
+    bias = not model.disable_bias_linear
     if model.swiglu:
-        yield from _linear(f"{mlp}.gate", hidden, ffn, 0, bias)
-    yield from _linear(f"{mlp}.up", hidden, ffn, 0, bias)
-    yield from _linear(f"{mlp}.down", ffn, hidden, 1, bias)
+        yield from _linear(f"{name}.gate", model.hidden_size, ffn, 0, bias)
+    yield from _linear(f"{name}.up", model.hidden_size, ffn, 0, bias)
+    yield from _linear(f"{name}.down", ffn, model.hidden_size, 1, bias)
+
+
+def _experts(model: ModelConfig, name: str) -> Iterator[Parameter]:
+    """The router, and each projection of all experts in one."""
+    count, k, hidden, ffn = model.num_experts, model.moe_router_topk, model.hidden_size, model.moe_ffn_hidden_size
+    assert count is not None and ffn is not None, "resolved before"
+    yield Parameter(f"{name}.router.weight", (count, hidden), flops=2 * count * hidden)
+    flops = 2 * k * hidden * ffn
+    for projection in ("gate", "up"):
+        yield Parameter(f"{name}.experts.{projection}.weight", (count, ffn, hidden), 1, flops=flops, chosen=k)
+    yield Parameter(f"{name}.experts.down.weight", (count, hidden, ffn), 2, flops=flops, chosen=k)
 
 
 def _norm(model: ModelConfig, name: str) -> Iterator[Parameter]:

@@ -21,7 +21,9 @@ from smp.parallel.boxes import local_part, placed_like
 _NONE: Mapping[torch.Tensor, int] = {}
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig, fsdp: DeviceMesh | None) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, config: OptimizerConfig, fsdp: DeviceMesh | None, expert_fsdp: DeviceMesh | None = None
+) -> torch.optim.Optimizer:
     """The optimizer that ``config`` names, over all trainable parameters of a parallelized model.
 
     Weight decay skips tensors with one dimension (biases, norms).
@@ -30,13 +32,14 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, fsdp: DeviceMesh 
         model: any module, after ``parallelize`` or ``shard``.
         config: of the optimizer.
         fsdp: the mesh that it has to be sharded over, ``ParallelContext.fsdp``; None, or one rank: it need not be.
+        expert_fsdp: that of experts which are spread over ranks, ``ParallelContext.expert_fsdp``.
 
     Raises:
         ConfigError: for ``apex-adam`` without apex or its CUDA extensions.
         ValueError: when a parameter is not the sharded one: FSDP would replace it, and it would not train. The first
             step looks again, and raises it when the model has other parameters by then.
     """
-    _check_sharded(model, fsdp)
+    _check_sharded(model, fsdp, expert_fsdp)
     optimizer = _optimizer_of([p for p in model.parameters() if p.requires_grad], config)
 
     looked = False
@@ -51,14 +54,16 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, fsdp: DeviceMesh 
     return optimizer
 
 
-def _check_sharded(model: nn.Module, fsdp: DeviceMesh | None) -> None:
+def _check_sharded(model: nn.Module, fsdp: DeviceMesh | None, expert_fsdp: DeviceMesh | None) -> None:
     """The model's parameters are those that it keeps: not of a model that FSDP has yet to take, nor gathered ones."""
     sharded = isinstance(model, FSDPModule)
     if fsdp is not None and fsdp.size() > 1 and not sharded:
         raise ValueError("build the optimizer after parallelize(): FSDP replaces the model's parameters")
     if sharded and fsdp is not None:
         # A forward outside of training may leave a unit gathered; its parameters are then replaced again.
-        gathered = [n for n, p in model.named_parameters() if p.requires_grad and not _is_sharded(p, fsdp)]
+        meshes = [fsdp, *([] if expert_fsdp is None else [expert_fsdp])]
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        gathered = [n for n, p in trained.items() if not any(_is_sharded(p, mesh) for mesh in meshes)]
         if gathered:
             raise ValueError(f"{gathered[0]} is gathered: reshard() the model before the optimizer is built")
 

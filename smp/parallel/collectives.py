@@ -10,12 +10,14 @@ functions return at once and ``wait`` finishes them: layers put a matrix product
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+
+from smp.kernels.registry import define
 
 _ops = torch.ops._c10d_functional
 
@@ -176,3 +178,39 @@ sum_gradient = _pair(_identity, _all_reduce_fp32)
 The same as ``copy_to_group`` except for the precision: a bf16 sum would round once per rank, and the ranks' number
 would show in the result.
 """
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, sent: list[int], received: list[int], group: Group) -> torch.Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _exchange_rows_op(x, sent, received, group.name)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _exchange_rows_op(grad, ctx.received, ctx.sent, ctx.group.name), None, None, None
+
+
+def exchange_rows(x: torch.Tensor, sent: list[int], received: list[int], group: Group) -> torch.Tensor:
+    """An all-to-all of parts of any sizes: the first ``sent[0]`` rows go to rank 0, the next ``sent[1]`` to rank 1, and
+    so on, (sum of sent, ...) -> (sum of received, ...) in the order of the ranks; gradients go back. An operator of its
+    own, so that selective recompute can keep its result."""
+    return x if group.size == 1 else _ExchangeRows.apply(x, sent, received, group)
+
+
+def sum_over(x: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
+    """The sum over the ranks of all groups, one after the other, without a gradient."""
+    for group in groups:
+        x = _all_reduce(x, group)
+    return x
+
+
+def _exchange_rows(x: torch.Tensor, sent: list[int], received: list[int], group: str) -> torch.Tensor:
+    return _ops.wait_tensor(_ops.all_to_all_single(x.contiguous(), received, sent, group))
+
+
+_exchange_rows_op = define(
+    "exchange_rows(Tensor x, int[] sent, int[] received, str group) -> Tensor",
+    lambda x, sent, received, group: x.new_empty(sum(received), *x.shape[1:]),
+    CompositeExplicitAutograd=_exchange_rows,
+)

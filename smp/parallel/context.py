@@ -9,6 +9,7 @@ field                ranks                                             who asks
 tp                   share every matrix                                layers
 cp                   hold slices of the same sequences                 attention, the cut of a batch
 ep, expert_fsdp      hold different experts; share the same ones       expert layers and their sharding
+ep_tp                hold parts of one copy of all experts             parameters of experts
 fsdp                 (dp_replicate,) dp_shard x cp                     hybrid FSDP of all other parameters
 pp                   hold consecutive layers                           the pipeline
 loss_meshes          compute different parts of one loss               the loss, metrics
@@ -47,7 +48,8 @@ class ParallelContext:
         cp_exchange: what attention exchanges over: ``cp``, or 2-D ``(p2p, a2a)`` of the same ranks, of which neighbours
             exchange heads and the others keys.
         ep: 1-D, the ranks that hold different experts; None: experts are sharded as all other parameters.
-        expert_fsdp: as ``fsdp``, of the parameters of experts, on a common root with ``ep``.
+        ep_tp: 2-D ``(ep, tp)``, over which the parameters of experts lie; None without ``ep``: they lie on ``tp``.
+        expert_fsdp: as ``fsdp``, of the parameters of experts, on a common root with ``ep_tp``.
         loss_meshes: 1-D meshes over which the parts of a loss are summed, one after the other.
         data_rank, data_size: index and number of the shares that a batch is cut into; equal over tp, cp and pp.
     """
@@ -59,6 +61,7 @@ class ParallelContext:
     cp: DeviceMesh | None = None
     cp_exchange: DeviceMesh | None = None
     ep: DeviceMesh | None = None
+    ep_tp: DeviceMesh | None = None
     expert_fsdp: DeviceMesh | None = None
     loss_meshes: tuple[DeviceMesh, ...] = ()
     data_rank: int = 0
@@ -90,6 +93,21 @@ class ParallelContext:
         """The group over which gradients of replicated weights (norms, biases behind a sum) are summed: under sequence
         parallelism that of ``tp``, whose ranks use them on different tokens; else None."""
         return self.tp_group if self.sequence_parallel else None
+
+    @property
+    def ep_group(self) -> Group | None:
+        """The group of ``ep``; None: every rank has all experts."""
+        return None if self.ep is None else Group.of(self.ep)
+
+    @property
+    def data_groups(self) -> tuple[Group, ...]:
+        """Groups that together hold the ranks of ``fsdp``: those with different tokens, but for the slices of sequence
+        parallelism. A sum over all of them is one over the micro-batches that these ranks compute at the same time."""
+        mesh = self.fsdp
+        if mesh is None:
+            return ()
+        dims = range(mesh.ndim)
+        return tuple(Group(mesh.get_group(i).group_name, mesh.size(i), mesh.get_local_rank(i)) for i in dims)
 
     @property
     def cp_group(self) -> Group | None:
@@ -157,13 +175,13 @@ def build_context(
     if 1 < heads_group < cp:
         groups = slices.view(-1, cp // heads_group, heads_group)
         exchange = _mesh(groups, ("slices", "p2p", "a2a"), device_type, timeout)["p2p", "a2a"]
-    ep = expert_fsdp = None
+    ep = ep_tp = expert_fsdp = None
     if layout.ep > 1:
         # Neighbours within dp_shard x cp hold different experts; what is left of that dimension shards each expert.
         shape = (pp, replicas, shard * cp // layout.ep, layout.ep, tp)
         names = ("pp", "dp_replicate", "expert_shard", "ep", "tp")
         expert = _mesh(ranks.view(shape), names, device_type, timeout)
-        ep, expert_fsdp = expert["ep"], _sharding(expert, "expert_shard")
+        ep, ep_tp, expert_fsdp = expert["ep"], expert["ep", "tp"], _sharding(expert, "expert_shard")
     return ParallelContext(
         tp=dense["tp"],
         sequence_parallel=sequence_parallel,
@@ -172,6 +190,7 @@ def build_context(
         cp=cp_mesh,
         cp_exchange=exchange,
         ep=ep,
+        ep_tp=ep_tp,
         expert_fsdp=expert_fsdp,
         loss_meshes=(dense["dp_shard"], dense["dp_replicate"], dense["pp"]),
         data_rank=dense.get_local_rank("dp_replicate") * shard + dense.get_local_rank("dp_shard") // cp,

@@ -84,8 +84,8 @@ def _place(model: ModelConfig, parallel: ParallelConfig, stages: int, seq_length
             "fewer"
         )
     flops, replays = forward_flops(model, seq_length), _replays(parallel)
-    layer = flops.layer * (1 + replays / 3)  # a step is 3 forward passes long, or 4
-    return balance([layer] * model.num_layers, stages, flops.embedding, flops.head)
+    layers = [layer * (1 + replays / 3) for layer in flops.layers]  # a step is 3 forward passes long, or 4
+    return balance(layers, stages, flops.embedding, flops.head)
 
 
 def _replays(parallel: ParallelConfig) -> int:
@@ -97,7 +97,7 @@ def _costs(part: ModelPart, config: Config, tokens: int) -> StageCosts:
     """A layer's forward pass costs as much as either part of its backward pass; the input part begins with the replay
     of the forward pass, if there is one. The output layer computes its gradients in its forward pass."""
     flops = forward_flops(config.model, config.data.seq_length or 1)
-    layers = part.count * flops.layer * tokens
+    layers = sum(flops.layers[i] for i in part.layers) * tokens
     both, head = layers + part.embedding * flops.embedding * tokens, part.head * flops.head * tokens
     return StageCosts(both + 3 * head, both + _replays(config.parallel) * layers, both)
 

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from smp.config import ParallelConfig
-from smp.layers.block import Run, TransformerBlock
+from smp.layers.block import MoEBlock, Run, TransformerBlock
 from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from smp.layers.head import VocabParallelHead
+from smp.layers.moe import Experts, MoE
+from smp.layers.moe.experts import ExpertLinear
 from smp.parallel.context import ParallelContext
 
 _aten = torch.ops.aten
@@ -35,6 +37,8 @@ _KEPT = {
     _aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.smp.column_parallel.default,
     torch.ops.smp.row_parallel.default,
+    torch.ops.smp.grouped_product.default,
+    torch.ops.smp.exchange_rows.default,
 }
 _VARLEN = "torch_attn._varlen_attn.default"
 """Also kept. By its name: it is not there until torch.nn.attention.varlen is imported."""
@@ -68,6 +72,8 @@ def parallelize(model: Model, context: ParallelContext, config: ParallelConfig) 
             _check_compute_dtype(model)
         return model
     fsdp_units: Any = getattr(model, "fsdp_units", lambda: blocks)
+    if context.expert_fsdp is not None:
+        _shard_experts(model, context.expert_fsdp, bf16=config.bf16)
     shard(model, fsdp_units(), context.fsdp, bf16=config.bf16)
     if context.pp_size == 1:  # a pipeline's schedule says itself when weights are gathered
         prefetch(blocks)
@@ -105,8 +111,17 @@ def prefetch(units: Sequence[nn.Module]) -> None:
     """
     for unit, following in itertools.pairwise(units):
         assert isinstance(unit, FSDPModule) and isinstance(following, FSDPModule)
-        unit.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([unit])
+        unit.set_modules_to_forward_prefetch(with_experts(following))
+        following.set_modules_to_backward_prefetch(with_experts(unit))
+    for unit in units:
+        for experts in with_experts(unit)[1:]:  # they come with their block, and fetch nothing themselves
+            experts.set_modules_to_backward_prefetch([experts])
+
+
+def with_experts(unit: nn.Module) -> list[Any]:
+    """A unit, and the block's experts in it where they are one of their own."""
+    experts = unit.mlp.experts if isinstance(unit, MoEBlock) and isinstance(unit.mlp, MoE) else None
+    return [unit, experts] if isinstance(experts, FSDPModule) else [unit]
 
 
 def _wrapped(run: Run, config: ParallelConfig) -> Run:
@@ -147,17 +162,48 @@ def shard(model: nn.Module, units: list[Any], mesh: DeviceMesh, *, bf16: bool = 
         ValueError: for an ordinary parameter beside parameters that are spread over several TP ranks.
     """
     _check_parameters(model)
-    precision = MixedPrecisionPolicy(
+    for unit in [*units, model]:
+        fully_shard(unit, mesh=mesh, mp_policy=_precision(bf16), shard_placement_fn=_expert_cut(model, mesh))
+    _sum_gradients([m for m in model.modules() if not isinstance(m, Experts)], mesh)
+    return model
+
+
+def _shard_experts(model: nn.Module, mesh: DeviceMesh, *, bf16: bool) -> None:
+    """Experts that are spread over ranks are units of their own, over the ranks that have the same ones. The rows that
+    a rank's experts get are of all ranks of the expert-parallel group, so that their gradients are sums over it
+    already; what is left to sum is over ``mesh``."""
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    for module in experts:
+        fully_shard(module, mesh=mesh, mp_policy=_precision(bf16), shard_placement_fn=_expert_cut(module, mesh))
+    _sum_gradients(experts, mesh)
+
+
+def _precision(bf16: bool) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    for unit in units:
-        fully_shard(unit, mesh=mesh, mp_policy=precision)
-    fully_shard(model, mesh=mesh, mp_policy=precision)
-    for module in model.modules() if mesh.size() > 1 else ():  # one rank would divide by 1.0: a pass for nothing
+
+
+def _sum_gradients(modules: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+    for module in modules if mesh.size() > 1 else ():  # one rank would divide by 1.0: a pass for nothing
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-    return model
+
+
+def _expert_cut(model: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
+    """FSDP cuts dimension 0, of experts' weights the experts. Where that leaves ranks with fewer than others and
+    another dimension does not, it cuts that one."""
+    experts = {module.weight for module in model.modules() if isinstance(module, ExpertLinear)}
+    ranks = mesh.size(mesh.ndim - 1)
+
+    def cut(parameter: nn.Parameter) -> Shard | None:
+        if parameter not in experts or not isinstance(parameter, DTensor):
+            return None
+        sizes = parameter.to_local().shape
+        return next((Shard(dim) for dim, size in enumerate(sizes) if size % ranks == 0), None)
+
+    return cut
 
 
 def _check_parameters(model: nn.Module) -> None:

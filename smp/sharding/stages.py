@@ -27,6 +27,7 @@ from smp.layers.linear_functions import WeightGradients
 from smp.models.gpt import GPT
 from smp.models.part import ModelPart
 from smp.parallel.boxes import placed_like
+from smp.sharding.parallelize import with_experts
 
 
 class ShardedStages:
@@ -119,8 +120,8 @@ def _units(model: GPT, part: ModelPart) -> list[Any]:
     """FSDP2 units that hold parameters of ``part``, as ``parallelize`` made them, in the order of their use."""
     first = [model.embedding, model.positions] if part.embedding else []
     last = [model.final_norm, model.embedding if model.tied else None] if part.head else []  # the norm's is the head's
-    modules = [*first, *(model.layers[str(i)] for i in part.layers), *last]
-    return list(dict.fromkeys(module for module in modules if module is not None))
+    blocks = [module for i in part.layers for module in with_experts(model.layers[str(i)])]
+    return list(dict.fromkeys(module for module in (*first, *blocks, *last) if module is not None))
 
 
 def _groups(unit: FSDPModule) -> list[Any]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from smp.config import Config, Layout, to_yaml
 from smp.config.checks import notes_on_effects
+from smp.config.moe import has_experts
 from smp.convert.adapters import TENSORS
 from smp.layers.context_parallel.cost import bytes_sent
 from smp.layers.head import CHUNK_BYTES
@@ -45,6 +46,7 @@ def describe(config: Config, world_size: int) -> str:
         f"mesh: {_mesh(layout)}",
         f"parameters: {count.total:,} (vocabulary and positions {count.embedding:,}, "
         f"{config.model.num_layers} blocks of {count.per_layer:,})",
+        *_experts(config, layout, count.active),
         *([] if plan is None else describe_plan(plan, config)),
         *_exchanges(config, layout),
         *notes_on_effects(config),
@@ -55,6 +57,21 @@ def describe(config: Config, world_size: int) -> str:
     return "\n".join([recipe, *(f"# {line}" for line in lines)])
 
 
+def _experts(config: Config, layout: Layout, active: int) -> list[str]:
+    """What a token uses of a model with experts, and what a process has of them."""
+    model = config.model
+    if model.num_experts is None:
+        return []
+    layers = [i for i in range(model.num_layers) if has_experts(model, i)]
+    some = "" if len(layers) == model.num_layers else f" in {len(layers)} of {model.num_layers} blocks"
+    return [
+        f"active parameters: {active:,} of a token, which gets {model.moe_router_topk} of {model.num_experts} experts"
+        f"{some}",
+        f"experts: {model.num_experts // layout.ep} of each layer on a process, shared by "
+        f"{layout.dp_shard * layout.cp // layout.ep} x tensor-parallel {layout.tp}",
+    ]
+
+
 def predicted_memory(config: Config, world_size: int) -> MemoryEstimate:
     """What the process that needs most memory needs, in bytes."""
     layout = Layout.from_config(config.parallel, world_size)
@@ -63,8 +80,8 @@ def predicted_memory(config: Config, world_size: int) -> MemoryEstimate:
 
 
 def _tried_steps(config: Config, layout: Layout, plan: Plan | None) -> list[StepMeasures] | None:
-    """A step of each pipeline rank on fake tensors; None for what takes too long, for fine-tuning, and where sequences
-    are cut."""
+    """A step of each pipeline rank on fake tensors; None for what takes too long, for fine-tuning, where sequences are
+    cut, and for experts, whose rows the host has to count."""
     # here, because it brings torch's tools for fake tensors, and with them triton, which only a dry run needs
     from smp.training.fake_step import MOST_MICRO_BATCHES, fake_step, gpu_kernels
 
@@ -72,7 +89,8 @@ def _tried_steps(config: Config, layout: Layout, plan: Plan | None) -> list[Step
     assert data.global_batch_size is not None, "resolved before"
     micro_batches = data.global_batch_size // (data.micro_batch_size * layout.data_parallel)
     passes = config.model.num_layers * (min(micro_batches, MOST_MICRO_BATCHES) if plan is None else micro_batches)
-    if config.objective is not None or layout.cp > 1 or passes > MOST_PASSES:
+    counted = config.model.num_experts is not None
+    if config.objective is not None or layout.cp > 1 or counted or passes > MOST_PASSES:
         return None
     arguments = config, layout, gpu_kernels(config), CHUNK_BYTES["cuda"], plan
     return [fake_step(*arguments, pp_rank=rank) for rank in range(layout.pp)]

@@ -119,7 +119,7 @@ def _measure(
 ) -> StepMeasures:
     model.to_empty(device=_CPU)
     parameters = meter.held
-    optimizer = build_optimizer(model, config.optim, context.fsdp)
+    optimizer = build_optimizer(model, config.optim, context.fsdp, context.expert_fsdp)
     # An update makes the optimizer's state; and a first use of an operation on DTensors tries it on tensors of global
     # shapes, which would count, so the sum of two gradients is used here.
     for parameter in model.parameters():

@@ -72,6 +72,22 @@ def total_loss(outputs: Sequence[ModelOutput], device: torch.device) -> torch.Te
     return sum(losses, torch.zeros((), device=device))
 
 
+def model_loss(outputs: Sequence[ModelOutput], device: torch.device) -> torch.Tensor:
+    """Sum of the losses without auxiliary ones, 0-dim fp32."""
+    losses = [output.loss for output in outputs if output.loss is not None]
+    return sum(losses, torch.zeros((), device=device))
+
+
+def total_beside(outputs: Sequence[ModelOutput], names: Sequence[str], device: torch.device) -> torch.Tensor:
+    """Sums of auxiliary losses, and of metrics that are parts of a mean already, fp32 (names,)."""
+    total = torch.zeros(len(names), device=device)
+    for output in outputs:
+        found = output.metrics | output.aux_losses
+        if found:  # a stage may have no layer that measures any
+            total += torch.stack([found[name] for name in names])
+    return total
+
+
 def total_metrics(outputs: Sequence[ModelOutput], names: Sequence[str], device: torch.device) -> torch.Tensor:
     """Sums of what was measured, fp64 (names,)."""
     total = torch.zeros(len(names), dtype=torch.float64, device=device)

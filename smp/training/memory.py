@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from smp.config import Config, Layout
+from smp.config.moe import has_experts
 from smp.models.inventory import Parameter, block_parameters, inventory, vocabulary_matrix
 from smp.models.part import ModelPart, whole
 from smp.pipeline.plan import Plan
@@ -109,28 +110,31 @@ def estimate_memory(
     shards = layout.dp_shard * layout.cp
     parts = parts or (whole(model.num_layers),)
     layers, last = sum(p.count for p in parts), any(p.head for p in parts)
-    n = _elements(inventory(model, parts), layout)
-    block = _elements(block_parameters(model, 0), layout)
+    n = _elements(inventory(model, parts), replace(layout, ep=1))  # ep takes from FSDP what it cuts
+    whole_n = _elements(inventory(model, parts), layout)
+    blocks = [_elements(block_parameters(model, i), layout) for part in parts for i in part.layers]
+    block = max(blocks, default=0)
     rows, hidden = vocabulary_matrix(model, "head", has_product=True).local_shape(layout)
     vocabulary = rows * hidden if last or any(p.embedding for p in parts) else 0
     adapters = tuned.adapters * layers // model.num_layers
     trained, frozen = (adapters, n * (tuned.copies + 1)) if adapters else (n, n * tuned.copies)
     largest = adapters // layers if adapters else max(block, vocabulary)
     if layout.pp == 1 and layout.data_parallel * layout.cp == 1:
-        kept = layers if parallel.recompute_granularity == "none" else 1  # a replay casts those of its block again
-        cast = 0 if b == 4 or tuned.adapters else kept * block + vocabulary
+        kept = sum(blocks) if parallel.recompute_granularity == "none" else block  # a replay casts its block's again
+        cast = 0 if b == 4 or tuned.adapters else kept + vocabulary
         gathered, reduced = cast, 4 if b == 4 else b + 4
     else:
         freed = strategy == "optim_grads_params" if layout.pp == 1 else parallel.pipeline_reshard
-        gathered = 2 * block + vocabulary if freed else n
+        gathered = 2 * block + vocabulary if freed else whole_n
         reduced = b + 4
-    one_block = _kept_per_token(config, layout, b, "none", fused=is_fused(config))
+    kinds = {has_experts(model, i) for part in parts for i in part.layers} or {False}
+    one_block = max(_kept_per_token(config, layout, b, "none", fused=is_fused(config), experts=kind) for kind in kinds)
     state = 8 if config.optim.optimizer != "sgd" else 4 * (config.optim.sgd_momentum > 0)
     chunk = min(tokens, max(1, chunk_bytes // (4 * rows))) * rows * b
     head = 0 if adapters else vocabulary * (b * losses + (4 if b < 4 else 0))
     return MemoryEstimate(
         parameters=(4 * trained + b * frozen) // shards,
-        gradients=4 * trained // (shards if layout.pp == 1 and strategy != "optim" else 1),
+        gradients=4 * trained // shards if layout.pp == 1 and strategy != "optim" else 4 * (adapters or whole_n),
         optimizer=state * trained // shards,
         gathered=b * gathered,
         reduced=reduced * largest,
@@ -168,12 +172,20 @@ def is_fused(config: Config) -> bool:
 def _activations_per_token(config: Config, layout: Layout, b: int, layers: float, head: bool) -> float:
     """Bytes per token of a micro-batch, of ``layers`` and the output layer."""
     hidden, split = config.model.hidden_size, layout.tp if config.parallel.sequence_parallel else 1
-    kept = _kept_per_token(config, layout, b, config.parallel.recompute_granularity, fused=is_fused(config))
-    return layers * kept + head * b * (2 * hidden // split + 2 * hidden)
+    model, recompute = config.model, config.parallel.recompute_granularity
+    kinds = [has_experts(model, i) for i in range(model.num_layers)]
+    kept = sum(_kept_per_token(config, layout, b, recompute, fused=is_fused(config), experts=kind) for kind in kinds)
+    return layers * kept / len(kinds) + head * b * (2 * hidden // split + 2 * hidden)
 
 
 def _kept_per_token(
-    config: Config, layout: Layout, b: int, recompute: Literal["none", "selective", "full"], *, fused: bool
+    config: Config,
+    layout: Layout,
+    b: int,
+    recompute: Literal["none", "selective", "full"],
+    *,
+    fused: bool,
+    experts: bool = False,
 ) -> int:
     """Bytes per token that one block keeps for its backward pass on one of ``layout.tp`` processes.
 
@@ -186,10 +198,16 @@ def _kept_per_token(
     - selective: input h_l; results of matrix products q + 2 k + (2 or 1) f + 2 h_l (the last after their reduction)
       and of attention q; log-sum-exp, or with attention dropout the scores in compute precision.
     - full: input h_l.
+
+    A layer with experts keeps for each of a token's k experts of width e, instead of the MLP: its row and its result
+    2 h, and 3 e or, not ``fused``, 4 e; selective: the result, with expert parallelism once more for each of both ways,
+    and 2 e. Loads are taken to be even. A shared expert is an MLP beside them.
     """
     model, length, tp = config.model, config.data.seq_length, layout.tp
     head_dim, groups, ffn = model.kv_channels, model.num_query_groups, model.ffn_hidden_size
     assert head_dim is not None and groups is not None and ffn is not None and length is not None, "resolved before"
+    if experts:
+        ffn = model.moe_shared_expert_intermediate_size or 0
     heads, f = model.num_attention_heads // tp, ffn // tp
     q, k = heads * head_dim, max(1, groups // tp) * head_dim
     h_l = model.hidden_size // tp if config.parallel.sequence_parallel else model.hidden_size
@@ -198,10 +216,16 @@ def _kept_per_token(
     if recompute == "selective":
         elements = 3 * h_l + 2 * q + 2 * k + (2 if model.swiglu else 1) * f
         per_position = b
+        wide, results = 2, 1 + 2 * (layout.ep > 1)
     else:
         mlp = 4 if model.swiglu and not fused else 2
         elements = 4 * h_l + 2 * q + 2 * k + mlp * f + (q + k if model.qk_layernorm else 0)
         per_position = 4 + 1 + b
+        wide, results = 3 if fused else 4, 2
+    if experts:
+        elements += model.moe_router_topk * (
+            results * model.hidden_size + wide * (model.moe_ffn_hidden_size or 0) // tp
+        )
     # auto may choose to exchange heads
     by_heads = layout.cp == 1 or config.parallel.cp_comm_type not in ("p2p", "all_gather")
     dropped = model.attention_dropout > 0 and by_heads

@@ -159,7 +159,7 @@ class Run:
 
     def _build_trainer(self) -> Trainer:
         model, forward_backward, objective = self.parts.trainable(self.place, self.say, self.watchdog.progress)
-        optimizer = build_optimizer(model, self.config.optim, self.context.fsdp)
+        optimizer = build_optimizer(model, self.config.optim, self.context.fsdp, self.context.expert_fsdp)
         progress = self.checkpoints.load(model, optimizer)
         train = self.datasets.train
         for line in train.resume(progress.data, progress.consumed_samples):

@@ -15,11 +15,12 @@ from smp.config import Config
 from smp.data.blend import Manifest
 from smp.data.loader import BatchLoader, RankBatch, Unreadable
 from smp.models.arithmetic import visible_pairs
+from smp.models.gpt import beside_names
 from smp.optim.optimizer import clip_gradients, set_learning_rate, step_if
 from smp.optim.schedule import learning_rate
 from smp.parallel.agree import any_rank, gather, sum_over_ranks
 from smp.parallel.context import ParallelContext
-from smp.training.forward_backward import ForwardBackward, total_loss, total_metrics
+from smp.training.forward_backward import ForwardBackward, model_loss, total_beside, total_metrics
 from smp.training.objective import Objective
 
 
@@ -44,7 +45,7 @@ class StepResult:
 
     Attributes:
         iteration: its number, from 1.
-        loss: mean loss per valid token (or pair) of the global batch, in nats.
+        loss: mean loss per valid token (or pair) of the global batch, in nats, without auxiliary losses.
         grad_norm: global L2 norm before clipping.
         learning_rate: the rate of this step.
         num_samples: consumed by all ranks.
@@ -54,7 +55,7 @@ class StepResult:
         skipped: loss or norm was not finite, so the weights were left alone.
         seconds: wall time from its start, or the end of the step before, to its end.
         waited: wall time before it in which its data were not there yet and the device had nothing to do.
-        metrics: what else the objective measures, by name.
+        metrics: what else the objective and the model measure, by name; auxiliary losses among them.
     """
 
     iteration: int
@@ -131,6 +132,7 @@ class Trainer:
         self.config, self.model, self.optimizer = config, model, optimizer
         self.forward_backward, self.objective = forward_backward, objective
         self.context, self.device, self.progress = context, device, progress
+        self.beside = beside_names(config.model)
         self.skipped_in_a_row = 0
         self._last_finished = 0.0
 
@@ -154,7 +156,7 @@ class Trainer:
         lr = learning_rate(self.config.optim, self.progress.iteration + 1)
         set_learning_rate(self.optimizer, lr)
         outputs = self.forward_backward.train(self.objective.micro_batches(batch, num_valid))
-        loss = self.context.sum_loss(total_loss(outputs, self.device))
+        loss = self.context.sum_loss(model_loss(outputs, self.device))
         norm = clip_gradients(
             self.model.parameters(),
             self.config.optim.clip_grad,
@@ -167,6 +169,8 @@ class Trainer:
         if names := self.objective.metrics:
             sums = self.context.sum_loss(total_metrics(outputs, names, self.device))
             measured = torch.cat((measured, sums / max(num_valid, 1)))
+        if self.beside:
+            measured = torch.cat((measured, self.context.sum_loss(total_beside(outputs, self.beside, self.device))))
         self.progress.iteration += 1
         self.progress.consumed_samples += num_samples
         return Step(
@@ -203,7 +207,7 @@ class Trainer:
             skipped=skipped,
             seconds=seconds,
             waited=waited,
-            metrics=dict(zip(self.objective.metrics, metrics, strict=True)),
+            metrics=dict(zip((*self.objective.metrics, *self.beside), metrics, strict=True)),
         )
 
     def _counts(self, batch: RankBatch | Unreadable) -> tuple[int, int, int]:
@@ -254,7 +258,7 @@ class Trainer:
             if num_valid == 0:  # on no rank: behind the last sample of fine-tuning's validation data
                 continue
             outputs = self.forward_backward.forward(self.objective.micro_batches(batch, num_valid))
-            total += self.context.sum_loss(total_loss(outputs, self.device)).double() * num_valid
+            total += self.context.sum_loss(model_loss(outputs, self.device)).double() * num_valid
             counted += num_valid
         self.model.train()
         return total.item() / max(counted, 1)

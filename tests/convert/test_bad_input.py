@@ -175,8 +175,8 @@ def test_hugging_face_folders(kind: str, whole: Path, tmp_path: Path, capsys: py
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "mixtral": (
         {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"},
-        "MixtralForCausalLM is not supported (it has mixture-of-experts layers, which do not exist here); the nearest "
-        "that is: MistralForCausalLM",
+        "MixtralForCausalLM is not supported (it has mixture-of-experts layers, which are not converted here); "
+        "the nearest that is: MistralForCausalLM",
     ),
     "qwen3 moe": ({"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}, "that is: Qwen3ForCausalLM"),
     "rope": ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "type 'longrope' is not supported"),

@@ -141,3 +141,19 @@ def test_parts_add_up_to_the_model(tied: bool) -> None:
     assert count_part(model, whole(5)) == whole_model
     flops = forward_flops(model, 32)
     assert 3 * (5 * flops.layer + flops.head) == training_flops_per_token(model, 32, 100)
+
+
+def test_of_experts_those_count_that_a_token_gets() -> None:
+    """Mixtral 8x7B, whose authors say 46.7 and 12.9 billion (arXiv 2401.04088)."""
+    sizes = {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8}
+    dense = ModelConfig(**sizes, ffn_hidden_size=14336)
+    mixtral = replace(dense, num_experts=8, moe_router_topk=2)
+    count, router = count_parameters(mixtral, 32000), 32 * 8 * 4096
+    assert (round(count.total / 1e8), round(count.active / 1e8)) == (467, 129)
+    assert count_parameters(dense, 32000).active == count_parameters(dense, 32000).total
+    twice = replace(dense, ffn_hidden_size=2 * 14336)
+    flops = [training_flops_per_token(model, 2048, 32000) for model in (mixtral, twice)]
+    assert flops[0] - flops[1] == 3 * 2 * router
+    every_second = count_parameters(replace(mixtral, moe_layer_freq="2"), 32000)
+    assert every_second.per_layer == count.per_layer
+    assert count.total - every_second.total == 16 * (7 * 3 * 4096 * 14336 + 8 * 4096)

@@ -43,6 +43,13 @@ MODELS = {name: shrunk(name) for name in PRESETS} | {
     "no positions, one key/value head": shrunk("gpt2", position_embedding_type="none", num_query_groups=1),
     "a vocabulary that is padded to other sizes": shrunk("gpt2", make_vocab_size_divisible_by=7),
 }
+EXPERTS = {
+    "experts": shrunk("llama3-8b", num_experts=4, moe_ffn_hidden_size=16),
+    "experts in some layers, and a shared one": shrunk(
+        "debug", num_experts=8, moe_shared_expert_intermediate_size=24, moe_layer_freq="[0]+[1]*2"
+    ),
+}
+MODELS |= EXPERTS
 PARTS = ([ModelPart(0, 1, embedding=True)], [ModelPart(1, 1)], [ModelPart(2, 1, head=True)])
 
 
@@ -66,6 +73,19 @@ def test_fewer_key_value_heads_than_ranks_are_replicated() -> None:
     placed = {p.name: [p.placement(layout) for layout in layouts] for p in inventory(MODELS["qwen2.5-7b"])}
     assert placed["layers.0.attention.query.weight"] == placed["layers.0.attention.query.bias"] == [0, 0]
     assert placed["layers.0.attention.key.weight"] == placed["layers.0.attention.value.bias"] == [0, None]
+
+
+@pytest.mark.parametrize("layout", [Layout(dp_shard=4, ep=4), Layout(dp_shard=2, ep=2, tp=4)], ids=str)
+def test_experts_are_spread_as_the_inventory_says(layout: Layout) -> None:
+    with fake_context(layout) as context:
+        for config in EXPERTS.values():
+            model = GPT(config, context)
+            for p in inventory(config):
+                built = model.get_parameter(p.name)
+                assert isinstance(built, DTensor) and tuple(built.shape[1:]) == p.shape[1:]
+                assert tuple(built.to_local().shape) == p.local_shape(layout), p.name
+                spread = built.device_mesh.mesh_dim_names == ("ep", "tp")
+                assert spread == (p.chosen is not None)
 
 
 Described = dict[str, tuple[tuple[int, ...], tuple[int, ...], Shard | Replicate, str, bool]]

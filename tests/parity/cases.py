@@ -39,6 +39,7 @@ class Problem:
         micro_batch: samples of one micro-batch in the layout that the problem was made for.
         micro_batches: their number over all ranks in one step.
         layers: number of blocks.
+        experts: layers with experts, see ``_EXPERTS``; "": dense ones.
         steps: of training. Gradients are compared at the first, from equal weights, and the last.
     """
 
@@ -56,6 +57,7 @@ class Problem:
     micro_batch: int = 1
     micro_batches: int = 1
     layers: int = 2
+    experts: str = ""
     steps: int = 10
 
     @property
@@ -86,6 +88,7 @@ class Spread:
     placement: str | None = None
     reshard: bool = False
     cp: int = 1
+    ep: int = 1
     exchange: str = "p2p"  # of context-parallel ranks; "a2a+p2p" in groups of two
     chunk_bytes: int | None = None  # of logits at a time; None: as users have it, more than these problems have
 
@@ -111,12 +114,18 @@ class Case:
     @property
     def one_rank(self) -> Case:
         """The run that this one is compared with: one process, one micro-batch, nothing recomputed or compiled."""
-        return Case(self.problem, Spread(bf16=self.spread.bf16))
+        return Case(self.problem, Spread(bf16=self.spread.bf16, accumulation=self._counted_together))
 
     @property
     def one_rank_fp32(self) -> Case:
         """The same in fp32."""
-        return Case(self.problem, Spread())
+        return Case(self.problem, Spread(accumulation=self._counted_together))
+
+    @property
+    def _counted_together(self) -> int:
+        """Micro-batches of a rank: loads of experts are counted over those that ranks compute at the same time, so one
+        process has as many, each of the rows of all of them."""
+        return self.spread.accumulation if self.problem.experts else 1
 
     def __str__(self) -> str:
         """Name of the test, every setting spelled out."""
@@ -124,7 +133,9 @@ class Case:
         words = [
             "" if s.pp == 1 else f"pp{s.pp}-{s.schedule}{'-reshard' if s.reshard else ''}",
             f"tp{s.tp}{'sp' if s.sp else ''}-shard{s.shard}-rep{s.replicate}-acc{s.accumulation}",
+            f"ep{s.ep}" if p.experts else "",
             "" if s.cp == 1 else f"cp{s.cp}-{s.exchange}",
+            p.experts,
             f"{p.style}-{p.extra}-{'tied' if p.tied else 'untied'}",
             f"vocab{p.vocab[0]}by{p.vocab[1]}-kv{p.kv_heads}of{p.heads}",
             f"{p.micro_batches}x{p.micro_batch}x{p.length}",
@@ -157,6 +168,20 @@ _EXTRAS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
+_LOSSES: dict[str, Any] = {"moe_aux_loss_coeff": 0.05, "moe_z_loss_coeff": 0.01}
+_EXPERTS: dict[str, dict[str, Any]] = {
+    "": {},
+    "mixtral": {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 12, **_LOSSES},
+    "pre-softmax": {"num_experts": 4, "moe_router_topk": 3, "moe_router_pre_softmax": True, **_LOSSES},
+    "sigmoid": {
+        **{"num_experts": 8, "moe_router_topk": 4, "moe_router_score_function": "sigmoid"},
+        **{"moe_router_topk_scaling_factor": 2.5, "moe_shared_expert_intermediate_size": 24},
+        **{"moe_ffn_hidden_size": 8, "moe_layer_freq": "2", **_LOSSES},
+    },
+    "top-1": {"num_experts": 4, "moe_router_topk": 1, "moe_router_pre_softmax": True, **_LOSSES},
+}
+
+
 def model_config(problem: Problem) -> ModelConfig:
     """Blocks 18 wide. Weights of std 0.1 let ten steps do something; larger ones make training chaotic."""
     return ModelConfig(
@@ -175,6 +200,7 @@ def model_config(problem: Problem) -> ModelConfig:
         attention_dropout=0.2 if problem.dropout else 0.0,
         **_STYLES[problem.style],
         **_EXTRAS[problem.extra][problem.style],
+        **_EXPERTS[problem.experts],
     )
 
 
@@ -192,6 +218,7 @@ def config_of(case: Case) -> Config:
             pipeline_reshard=spread.reshard,
             hybrid_shard_degree=spread.shard,
             context_parallel_size=spread.cp,
+            expert_model_parallel_size=spread.ep,
             cp_comm_type=spread.exchange if spread.cp > 1 else "auto",  # type: ignore[arg-type]
             hierarchical_context_parallel_sizes=f"2 {spread.cp // 2}" if spread.exchange == "a2a+p2p" else None,
             bf16=spread.bf16,

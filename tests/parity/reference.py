@@ -7,11 +7,13 @@ book does: parameter names, initial weights (an argument) and which element a dr
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from smp.config import ModelConfig
+from smp.config.moe import has_experts
 from smp.data.loader import RankBatch
 from smp.kernels.dropout import keyed_dropout
 from smp.parallel.rng import dropout_keys
@@ -117,7 +119,11 @@ def attention(
 
 def mlp(x: torch.Tensor, weights: Weights, layer: int, config: ModelConfig, dropout: Dropout) -> torch.Tensor:
     """SwiGLU, squared ReLU or GELU."""
-    name = f"layers.{layer}.mlp"
+    return dropout.of_stream(dense(x, weights, f"layers.{layer}.mlp", config), 3 * layer + 2)
+
+
+def dense(x: torch.Tensor, weights: Weights, name: str, config: ModelConfig) -> torch.Tensor:
+    """Without dropout."""
     up = linear(x, weights, f"{name}.up")
     if config.swiglu:
         inner = F.silu(linear(x, weights, f"{name}.gate")) * up
@@ -125,30 +131,63 @@ def mlp(x: torch.Tensor, weights: Weights, layer: int, config: ModelConfig, drop
         inner = F.relu(up) ** 2
     else:
         inner = F.gelu(up, approximate="tanh" if config.tanh_gelu else "none")
-    return dropout.of_stream(linear(inner, weights, f"{name}.down"), 3 * layer + 2)
+    return linear(inner, weights, f"{name}.down")
 
 
-def mean_loss(weights: Weights, config: ModelConfig, batch: RankBatch) -> torch.Tensor:
-    """Mean cross-entropy over the valid tokens of the global batch."""
+def experts(
+    x: torch.Tensor, weights: Weights, layer: int, config: ModelConfig, labels: torch.Tensor, micro_batches: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A loop over experts, each on all tokens; and the auxiliary losses by their definitions, which count loads in each
+    of ``micro_batches`` parts of the rows apart."""
+    name, k, count = f"layers.{layer}.mlp", config.moe_router_topk, config.num_experts or 0
+    logits = x @ weights[f"{name}.router.weight"].t()  # (batch, length, experts)
+    sigmoid = config.moe_router_score_function == "sigmoid"
+    scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
+    kept = scores >= scores.topk(k, dim=-1).values[..., -1:]
+    assert (kept.sum(-1) == k).all(), "a tie, which this reference does not decide"
+    gates = torch.where(kept, scores, 0.0)
+    if k > 1 and not config.moe_router_pre_softmax:
+        gates = gates / gates.sum(-1, keepdim=True)
+    gates = gates * (config.moe_router_topk_scaling_factor or 1.0)
+    y = torch.zeros_like(x)
+    for e in range(count):
+        gate, up, down = (weights[f"{name}.experts.{part}.weight"][e] for part in ("gate", "up", "down"))
+        y = y + gates[..., e, None] * ((F.silu(x @ gate.t()) * (x @ up.t())) @ down.t())
+    if config.moe_shared_expert_intermediate_size is not None:
+        y = y + dense(x, weights, f"{name}.shared_experts", config)
+    valid = (labels != -100).double()
+    weight, p = valid / valid.sum(), scores / scores.sum(-1, keepdim=True)
+    aux = (config.moe_z_loss_coeff or 0.0) * (weight * logits.logsumexp(-1) ** 2).sum()
+    for rows in torch.arange(len(x)).chunk(micro_batches):
+        if valid[rows].any():
+            chosen = (kept[rows] * valid[rows][..., None]).mean((0, 1))
+            load = count * chosen / chosen.sum()
+            aux = aux + config.moe_aux_loss_coeff * (weight[rows][..., None] * p[rows] * load).sum()
+    return y, aux
+
+
+def mean_loss(weights: Weights, config: ModelConfig, batch: RankBatch, micro_batches: int) -> tuple[Any, Any]:
+    """Mean cross-entropy over the valid tokens of the global batch, and the auxiliary losses."""
     tokens, labels = batch.input_ids[0], batch.labels[0]
     dropout, layout = Dropout(config, batch.sample_index[0], tokens.shape[1]), Layout(batch)
     x = weights["embedding.weight"][tokens]
     if config.position_embedding_type == "learned_absolute":
         x = x + weights["positions.weight"][layout.places]
-    x = dropout.of_stream(x, -1)
+    x, aux = dropout.of_stream(x, -1), torch.zeros((), dtype=torch.float64)
     for layer in range(config.num_layers):
         attended = attention(
             norm(x, weights, f"layers.{layer}.attention_norm", config), weights, layer, config, dropout, layout
         )
-        inner = x if config.parallel_residual else x + attended
-        x = (
-            x
-            + attended
-            + mlp(norm(inner, weights, f"layers.{layer}.mlp_norm", config), weights, layer, config, dropout)
-        )
+        inner = norm(x if config.parallel_residual else x + attended, weights, f"layers.{layer}.mlp_norm", config)
+        if has_experts(config, layer):
+            fed, more = experts(inner, weights, layer, config, labels, micro_batches)
+            aux, fed = aux + more, dropout.of_stream(fed, 3 * layer + 2)
+        else:
+            fed = mlp(inner, weights, layer, config, dropout)
+        x = x + attended + fed
     head = weights["head.weight"] if config.untie_embeddings_and_output_weights else weights["embedding.weight"]
     logits = norm(x, weights, "final_norm", config) @ head.t()
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())  # its default leaves out -100
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), aux  # its default leaves out -100
 
 
 def train(case: Case, initial: Weights) -> Result:
@@ -161,8 +200,9 @@ def train(case: Case, initial: Weights) -> Result:
     losses, norms, gradients = [], [], {}
     for step in range(case.problem.steps):
         optimizer.zero_grad()
-        loss = mean_loss(weights, config.model, global_batch(case.problem, step))
-        loss.backward()
+        batch = global_batch(case.problem, step)
+        loss, aux = mean_loss(weights, config.model, batch, case.one_rank_fp32.spread.accumulation)
+        (loss + aux).backward()
         if step in case.problem.recorded_steps:
             gradients[step] = {name: _gradient(w) for name, w in weights.items()}
         limit = config.optim.clip_grad or math.inf

@@ -92,7 +92,7 @@ def train(case: Case, contexts: Contexts, device: torch.device) -> dict[str, Any
     place = Workplace(context, device, kernels, plan)
     model = build_model(config, place)
     initial = _weights(model)
-    optimizer = build_optimizer(model, config.optim, context.fsdp)
+    optimizer = build_optimizer(model, config.optim, context.fsdp, context.expert_fsdp)
     recording = Recording(build_forward_backward(config, place, model), model, problem.recorded_steps)
     objective = NextToken(device, context.cp_group)
     trainer = Trainer(config, model, recording, objective, optimizer, context, device, Progress())

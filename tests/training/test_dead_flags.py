@@ -49,6 +49,7 @@ TEXTS = (
 )
 BASES: dict[str, tuple[EntryPoint, str]] = {
     "pretraining": (PRETRAIN, f"{TINY} {ALONE}"),
+    "pretraining with experts": (PRETRAIN, f"{TINY} {ALONE} --num-experts 4 --moe-aux-loss-coeff 0.01"),
     "pretraining on texts": (PRETRAIN, f"{TINY} {ALONE} {TEXTS}"),
     "pretraining on texts, no positions": (PRETRAIN, f"{TINY} {ALONE} {TEXTS} --position-embedding-type none"),
     "SFT": (FINETUNE, f"{TUNED} --data-path {{0}}/sft.jsonl"),

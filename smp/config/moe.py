@@ -1,0 +1,116 @@
+"""Mixture of experts: which layers have them, and what they ask of the other settings."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+
+from smp.config.fields import given, require
+from smp.config.layout import Layout
+from smp.config.schema import Config, ConfigError, ModelConfig
+
+_MOST_LAYERS = 10_000
+
+
+def has_experts(model: ModelConfig, layer: int) -> bool:
+    """Whether this layer's MLP is a mixture of experts."""
+    return model.num_experts is not None and _pattern(model.moe_layer_freq, model.num_layers)[layer]
+
+
+def aux_losses(model: ModelConfig) -> dict[str, float]:
+    """Losses of the routers beside the model's own, and their coefficients."""
+    if model.num_experts is None:
+        return {}
+    found = {"load balancing loss": model.moe_aux_loss_coeff, "z loss": model.moe_z_loss_coeff or 0.0}
+    return {name: coefficient for name, coefficient in found.items() if coefficient > 0}
+
+
+@cache
+def _pattern(text: str, num_layers: int) -> tuple[bool, ...]:
+    """Of all layers.
+
+    Raises:
+        ConfigError: it is neither a number nor a list of the right length.
+    """
+    try:
+        value = _value(ast.parse(text.strip(), mode="eval").body)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        raise ConfigError(
+            f"--moe-layer-freq {text}: expected a number, or a list of 0 and 1 such as [0]*1+[1]*3"
+        ) from None
+    if isinstance(value, int):
+        require(value > 0, f"--moe-layer-freq {text} must be above 0")
+        return tuple(layer % value == 0 for layer in range(num_layers))
+    require(set(value) <= {0, 1}, f"--moe-layer-freq {text}: a list is made of 0 and 1")
+    require(
+        len(value) == num_layers, f"--moe-layer-freq {text} names {len(value)} layers of {num_layers} (--num-layers)"
+    )
+    require(1 in value, f"--moe-layer-freq {text} leaves no layer with experts; leave out --num-experts")
+    return tuple(bool(kind) for kind in value)
+
+
+def _value(node: ast.expr) -> int | list[int]:
+    """Of whole numbers, lists of them, + of two lists, and a list times a number."""
+    match node:
+        case ast.Constant(value=int(number)) if not isinstance(node.value, bool):
+            return number
+        case ast.List(elts=elements):
+            numbers = [_value(element) for element in elements]
+            return [number for number in numbers if isinstance(number, int)]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            one, two = _value(left), _value(right)
+            if isinstance(one, list) and isinstance(two, list) and len(one) + len(two) <= _MOST_LAYERS:
+                return one + two
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            one, two = _value(left), _value(right)
+            if isinstance(one, list) and isinstance(two, int) and len(one) * two <= _MOST_LAYERS:
+                return one * two
+    raise ValueError
+
+
+def check_moe_model(model: ModelConfig) -> None:
+    """Check a model with its defaults filled in.
+
+    Raises:
+        ConfigError: one line that names the flag, and what works.
+    """
+    experts, k = model.num_experts, model.moe_router_topk
+    if experts is None:
+        return
+    require(k <= experts, f"--moe-router-topk {k} is above --num-experts {experts}; change one of them")
+    require(model.swiglu, "--num-experts: experts have SwiGLU; leave out --no-swiglu")
+    require(model.disable_bias_linear, "--num-experts: experts have no biases; leave out --no-disable-bias-linear")
+    sigmoid = model.moe_router_score_function == "sigmoid"
+    require(
+        not (sigmoid and model.moe_router_pre_softmax),
+        "--moe-router-pre-softmax has no effect with --moe-router-score-function sigmoid; leave it out",
+    )
+    has_experts(model, 0)
+
+
+def check_moe(config: Config, layout: Layout) -> None:
+    """Check the settings of a run with its defaults filled in; raises as :func:`check_moe_model`."""
+    model, parallel = config.model, config.parallel
+    if model.num_experts is None:
+        return
+    ep, tp = layout.ep, layout.tp
+    require(
+        model.num_experts % ep == 0,
+        f"--num-experts {model.num_experts} is not divisible by --expert-model-parallel-size {ep}; change one of them",
+    )
+    for flag, size in (
+        ("--moe-ffn-hidden-size", model.moe_ffn_hidden_size),
+        ("--moe-shared-expert-intermediate-size", model.moe_shared_expert_intermediate_size),
+    ):
+        require(
+            (size or 0) % tp == 0,
+            f"{flag} {size} is not divisible by --tensor-model-parallel-size {tp}; change one of them",
+        )
+    for flag in given(parallel, "compile"):
+        raise ConfigError(
+            f"{flag} cannot trace a mixture of experts, where each step has other sizes; leave it out, or --num-experts"
+        )
+    require(
+        config.objective is None,
+        f"--num-experts {model.num_experts}: finetune.py does not train mixtures of experts; pretrain_gpt.py does",
+    )

@@ -1,0 +1,143 @@
+"""Products and moves of rows that belong to experts, for layers in which each token has experts of its own.
+
+Rows x (n, in) are sorted by expert, ``counts`` rows of each, and every expert has a matrix, W (experts, out, in):
+
+    y[e] = x[e] W[e]^T      dx[e] = g[e] W[e]      dW[e] = g[e]^T x[e]
+
+An expert without rows costs nothing forward, and its dW is zero. The three are loops of matrix products into one
+result, so nothing is padded and nothing is stacked: 2 n in out FLOPs each, as one product of n rows.
+
+A token t has k experts, so k rows. Row j of the sorted rows is the choice ``order[j]`` of tokens x k, and choice c lies
+in row ``inverse[c]``. Both ways, forward and backward, rows are gathered and never scattered: sums have one order,
+which knows no atomics and no layout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from smp.kernels.registry import accumulation_dtype, define
+
+
+def grouped_product(x: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """(n, in) rows sorted by expert and weights (experts, out, in) -> (n, out). ``counts``: rows of each expert."""
+    return _Product.apply(x, weight, counts)
+
+
+def repeat_rows(x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, k: int) -> torch.Tensor:
+    """The rows of k choices of each token, sorted: (tokens, h) -> (tokens x k, h). Gradients of a token's rows are
+    summed in the order of its choices, in fp32."""
+    return _Repeat.apply(x, order, inverse, k)
+
+
+def permute_rows(x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """Row ``order[j]`` becomes row j; ``inverse`` is the way back, which gradients take."""
+    return _Repeat.apply(x, order, inverse, 1)
+
+
+def combine_rows(rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """The weighted sum of each token's rows: (tokens x k, h), weights fp32 (tokens, k) -> (tokens, h). Summed in the
+    order of the choices, in fp32, and rounded once."""
+    return _Combine.apply(rows, weights, order, inverse)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.counts = counts
+        return _forward_op(x, weight, counts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        grad = grad.contiguous()
+        dx = _input_gradient_op(grad, weight, ctx.counts) if ctx.needs_input_grad[0] else None
+        dw = _weight_gradient_op(grad, x, ctx.counts) if ctx.needs_input_grad[1] else None
+        return dx, dw, None
+
+
+class _Repeat(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, k: int) -> torch.Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.k = k
+        return x.index_select(0, order if k == 1 else order // k)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (inverse,) = ctx.saved_tensors
+        if ctx.k == 1:
+            return grad.index_select(0, inverse), None, None, None
+        choices = inverse.view(-1, ctx.k)
+        total = grad.index_select(0, choices[:, 0]).to(accumulation_dtype(grad.dtype))  # (tokens, h)
+        for i in range(1, ctx.k):
+            total += grad.index_select(0, choices[:, i])
+        return total.to(grad.dtype), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(rows, weights, order, inverse)
+        choices = inverse.view(weights.shape)
+        total = torch.zeros(len(weights), rows.shape[1], dtype=accumulation_dtype(rows.dtype), device=rows.device)
+        for i in range(weights.shape[1]):
+            total += weights[:, i, None] * rows.index_select(0, choices[:, i])
+        return total.to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        rows, weights, order, inverse = ctx.saved_tensors
+        k = weights.shape[1]
+        choices, wide = inverse.view(weights.shape), grad.to(accumulation_dtype(grad.dtype))
+        drows = (wide.index_select(0, order // k) * weights.flatten().index_select(0, order)[:, None]).to(rows.dtype)
+        dweights = [(wide * rows.index_select(0, choices[:, i])).sum(-1) for i in range(k)]
+        return drows, torch.stack(dweights, dim=1).to(weights.dtype), None, None
+
+
+def _forward(x: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    y, start = x.new_empty(x.shape[0], weight.shape[1]), 0
+    for expert, count in enumerate(counts):
+        if count:
+            torch.mm(x.narrow(0, start, count), weight[expert].t(), out=y.narrow(0, start, count))
+        start += count
+    return y
+
+
+def _input_gradient(grad: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    dx, start = grad.new_empty(grad.shape[0], weight.shape[2]), 0
+    for expert, count in enumerate(counts):
+        if count:
+            torch.mm(grad.narrow(0, start, count), weight[expert], out=dx.narrow(0, start, count))
+        start += count
+    return dx
+
+
+def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    dw, start = x.new_empty(len(counts), grad.shape[1], x.shape[1]), 0
+    for expert, count in enumerate(counts):
+        torch.mm(grad.narrow(0, start, count).t(), x.narrow(0, start, count), out=dw[expert])  # zero without rows
+        start += count
+    return dw
+
+
+_forward_op = define(
+    "grouped_product(Tensor x, Tensor weight, int[] counts) -> Tensor",
+    lambda x, weight, counts: x.new_empty(x.shape[0], weight.shape[1]),
+    CompositeExplicitAutograd=_forward,
+)
+_input_gradient_op = define(
+    "grouped_input_gradient(Tensor grad, Tensor weight, int[] counts) -> Tensor",
+    lambda grad, weight, counts: grad.new_empty(grad.shape[0], weight.shape[2]),
+    CompositeExplicitAutograd=_input_gradient,
+)
+_weight_gradient_op = define(
+    "grouped_weight_gradient(Tensor grad, Tensor x, int[] counts) -> Tensor",
+    lambda grad, x, counts: x.new_empty(len(counts), grad.shape[1], x.shape[1]),
+    CompositeExplicitAutograd=_weight_gradient,
+)

@@ -1,0 +1,13 @@
+"""Mixture of experts: a router gives each token some of many feed-forward networks, on whichever rank they are.
+
+router.py     scores, the choice of experts and their weights, and the auxiliary losses
+dispatch.py   rows of tokens to the ranks that have their experts, and back
+experts.py    the networks, one parameter for each projection of all of them
+layer.py      the layer that stands where a dense MLP would
+"""
+
+from smp.layers.moe.experts import Experts
+from smp.layers.moe.layer import MoE
+from smp.layers.moe.router import Router, Routing
+
+__all__ = ["Experts", "MoE", "Router", "Routing"]

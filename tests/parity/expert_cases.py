@@ -1,0 +1,120 @@
+"""Layouts of models with experts: expert parallelism beside every other way to split, for every kind of router."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+from smp.pipeline.schedules import SCHEDULES
+from tests.parity.cases import MAX_WORLD, Case, Problem, Spread, cost
+
+_Values = dict[str, Any]
+_Pair = tuple[tuple[str, Any], ...]
+
+_BESIDE: dict[str, _Values] = {
+    "alone": {},
+    "tp": {"tp": 2},
+    "tp and sp": {"tp": 2, "sp": True},
+    "cp": {"cp": 2},
+    "replicate": {"replicate": 2},
+    **{name: {"pp": 2, "schedule": name, "accumulation": 4} for name in SCHEDULES},
+}
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "ep": (1, 2, 4),
+    "shard": (1, 2, 4),
+    "beside": tuple(_BESIDE),
+    "experts": ("mixtral", "pre-softmax", "sigmoid", "top-1"),
+    "accumulation": (1, 3),
+    "recompute": ("none", "selective", "full"),
+}
+
+
+def fits(values: _Values) -> bool:
+    """Whether a (partial) choice of values is a layout: experts are spread over ranks that shard weights."""
+    beside = _BESIDE[values.get("beside", "alone")]
+    shard, size = values.get("shard", values.get("ep", 1)), 1
+    for degree in ("tp", "cp", "replicate", "pp"):
+        size *= beside.get(degree, 1)
+    return size * shard <= MAX_WORLD and shard * beside.get("cp", 1) % values.get("ep", 1) == 0
+
+
+def expert_case(values: _Values, **more: Any) -> Case:
+    """The case with these values of factors; ``more`` are fields of its layout or its problem."""
+    beside = {"accumulation": values.get("accumulation", 1)} | _BESIDE[values["beside"]]
+    in_problem = {name: value for name, value in more.items() if name in Problem.__dataclass_fields__}
+    spread = Spread(
+        ep=values["ep"],
+        shard=values["shard"],
+        recompute=values.get("recompute", "none"),
+        **beside,
+        **{name: value for name, value in more.items() if name not in in_problem},
+    )
+    problem: _Values = {"kv_heads": 2, "length": 16 if spread.cp > 1 else 15, "steps": 2, "layers": 2}
+    if spread.schedule in ("interleaved", "zb-v"):
+        problem["layers"] = 4
+    problem |= {"micro_batch": 2, "unequal": True, "experts": values["experts"]} | in_problem
+    return Case(Problem(micro_batches=spread.data_parallel * spread.accumulation, **problem), spread)
+
+
+def pairs_of(values: _Values) -> set[_Pair]:
+    """The pairs that a choice of values covers."""
+    return set(itertools.combinations([(name, values[name]) for name in FACTORS], 2))
+
+
+def all_values() -> list[_Values]:
+    """Every layout. A pipeline has its own number of micro-batches."""
+    chosen = (dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values()))
+    return [v for v in chosen if fits(v) and not ("pp" in _BESIDE[v["beside"]] and v["accumulation"] > 1)]
+
+
+def pairwise_values() -> list[_Values]:
+    """A small set in which every pair occurs that some layout has; greedy, cheap ones first, the same on every call."""
+    every, draw, made = all_values(), random.Random(5), list[_Values]()
+    left = set().union(*(pairs_of(values) for values in every))
+    price = {repr(values): cost(expert_case(values)) ** 0.3 for values in every}
+    while left:
+        best = max(every, key=lambda v: (len(pairs_of(v) & left) / price[repr(v)], draw.random()))
+        left -= pairs_of(best)
+        made.append(best)
+    return made
+
+
+def pairwise_cases() -> list[Case]:
+    """Of :func:`pairwise_values`."""
+    return [expert_case(values) for values in pairwise_values()]
+
+
+def _row(
+    ep: int,
+    shard: int,
+    experts: str,
+    beside: str = "alone",
+    recompute: str = "none",
+    accumulation: int = 1,
+    **more: Any,
+) -> Case:
+    values = {"ep": ep, "shard": shard, "experts": experts, "beside": beside, "recompute": recompute}
+    return expert_case(values | {"accumulation": accumulation}, **more)
+
+
+def fast_cases() -> list[Case]:
+    """A few that meet every kind of split and every kind of router."""
+    return [
+        _row(1, 1, "mixtral", "tp and sp"),
+        _row(2, 2, "mixtral", "tp and sp", "full", clip=True),
+        _row(2, 2, "sigmoid", "tp", accumulation=3),
+        _row(2, 4, "pre-softmax", "alone", "selective"),
+        _row(4, 4, "mixtral", "alone", accumulation=3, clip=True),
+        _row(2, 2, "sigmoid", "zb-h1"),
+        _row(2, 2, "mixtral", "replicate", dropout=True),
+        _row(2, 1, "top-1", "cp", "full"),
+    ]
+
+
+def bf16_cases() -> list[Case]:
+    """In bf16, where a rounding may send a token elsewhere: one step."""
+    return [
+        _row(2, 2, "mixtral", "tp and sp", bf16=True, steps=1),
+        _row(4, 4, "sigmoid", "alone", "full", bf16=True, steps=1),
+    ]
