@@ -140,7 +140,7 @@ def tables() -> dict[str, str]:
         "keys": "\n".join(["| Key of HyperPod v1 | becomes |", "|---|---|", *keys]),
         "environment": "\n".join(["| Variable | when | why | source |", "|---|---|---|---|", *environment]),
         "machines": "\n".join(
-            ["| Type | GPUs | GiB each | EFA | GPUDirect RDMA |", "|---|---|---|---|---|", *machines]
+            ["| Type | GPUs | GB each | EFA | GPUDirect RDMA |", "|---|---|---|---|---|", *machines]
         ),
     }
 
