@@ -28,8 +28,8 @@ HEAD = """\
 
 Every recipe of [recipes_collection](../recipes_collection/recipes), written by `python tools/recipes.py`. How they are
 run is in [launching.md](launching.md). Memory is predicted, per GPU, for the process that needs most; no recipe of
-several nodes has been run on GPUs yet. The arithmetic behind a layout: the least tensor, pipeline and context parallelism and
-the least recompute that leaves 15% of a GPU's memory free.
+several nodes has been run on GPUs yet. The arithmetic behind a layout: the least tensor, pipeline and context
+parallelism and the least recompute that leaves 15% of a GPU's memory free.
 
 | Recipe | Model | GPUs | Tokens per step | Tensor x pipeline x context | Sharded over | Recompute | GiB per GPU |
 |---|---|---|---|---|---|---|---|
@@ -139,9 +139,7 @@ def tables() -> dict[str, str]:
     return {
         "keys": "\n".join(["| Key of HyperPod v1 | becomes |", "|---|---|", *keys]),
         "environment": "\n".join(["| Variable | when | why | source |", "|---|---|---|---|", *environment]),
-        "machines": "\n".join(
-            ["| Type | GPUs | GB each | EFA | GPUDirect RDMA |", "|---|---|---|---|---|", *machines]
-        ),
+        "machines": "\n".join(["| Type | GPUs | GB each | EFA | GPUDirect RDMA |", "|---|---|---|---|---|", *machines]),
     }
 
 

@@ -11,9 +11,9 @@ starts it again. Anything else ("failed", or still "running" because it was kill
 when it left no newer checkpoint than the one before it; after MAX_TRIES lost ones in a row the job gives up. The count
 is kept in FOLDER/tries.json, so that it survives the node.
 
-``node`` exists because torchrun answers SIGTERM by giving its workers 30 seconds, and dies of SIGUSR1, which Slurm gives
-to every process of a step. So torchrun and its workers ignore SIGUSR1, and the workers get SIGTERM from here: each of
-them saves and ends, and torchrun with them.
+``node`` exists because torchrun answers SIGTERM by giving its workers 30 seconds, and dies of SIGUSR1, which Slurm
+gives to every process of a step. So torchrun and its workers ignore SIGUSR1, and the workers get SIGTERM from here:
+each of them saves and ends, and torchrun with them.
 """
 
 from __future__ import annotations
