@@ -28,10 +28,10 @@ HEAD = """\
 
 Every recipe of [recipes_collection](../recipes_collection/recipes), written by `python tools/recipes.py`. How they are
 run is in [launching.md](launching.md). Memory is predicted, per GPU, for the process that needs most; no recipe of
-several nodes has been run on GPUs yet. The arithmetic behind a layout: the least tensor and pipeline parallelism and
-the least recompute that leaves 15% of a GPU's memory free.
+several nodes has been run on GPUs yet. The arithmetic behind a layout: the least tensor, pipeline and context
+parallelism and the least recompute that leaves 15% of a GPU's memory free.
 
-| Recipe | Model | GPUs | Tokens per step | Tensor x pipeline | Sharded over | Recompute | GiB per GPU |
+| Recipe | Model | GPUs | Tokens per step | Tensor x pipeline x context | Sharded over | Recompute | GiB per GPU |
 |---|---|---|---|---|---|---|---|
 """
 SCRIPT = """\
@@ -76,10 +76,11 @@ def row(name: str, recipe: Recipe) -> str:
     parallel, data = config.parallel, config.data
     assert data.global_batch_size is not None and data.seq_length is not None
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    sharded = parallel.hybrid_shard_degree or recipe.world_size // (tensor * pipeline)
+    context = parallel.context_parallel_size
+    sharded = context * (parallel.hybrid_shard_degree or recipe.world_size // (tensor * pipeline * context))
     memory = predicted_memory(config, recipe.world_size).total / 2**30
     tokens = f"{data.global_batch_size * data.seq_length:,}"
-    degrees = f"{tensor} x {pipeline} | {sharded} | {parallel.recompute_granularity}"
+    degrees = f"{tensor} x {pipeline} x {context} | {sharded} | {parallel.recompute_granularity}"
     return f"| {link} | {model} | {recipe.world_size} | {tokens} | {degrees} | {memory:.1f} |"
 
 
@@ -129,8 +130,7 @@ def tables() -> dict[str, str]:
     """The generated parts of docs/launching.md."""
     keys = [f"| `{name}` | {key.text} |" for name, key in KEYS.items()]
     environment = [
-        f"| `{name}={value.value}` | {'with EFA' if value.efa else 'several nodes'} | {value.why} | {value.source} |"
-        for name, value in VARIABLES.items()
+        f"| `{name}={value.value}` | {value.when} | {value.why} | {value.source} |" for name, value in VARIABLES.items()
     ]
     machines = [
         f"| {kind.name} | {kind.devices} | {kind.memory_gib} | {kind.efa} | {'yes' if kind.rdma else 'no'} |"
@@ -139,9 +139,7 @@ def tables() -> dict[str, str]:
     return {
         "keys": "\n".join(["| Key of HyperPod v1 | becomes |", "|---|---|", *keys]),
         "environment": "\n".join(["| Variable | when | why | source |", "|---|---|---|---|", *environment]),
-        "machines": "\n".join(
-            ["| Type | GPUs | GiB each | EFA | GPUDirect RDMA |", "|---|---|---|---|---|", *machines]
-        ),
+        "machines": "\n".join(["| Type | GPUs | GB each | EFA | GPUDirect RDMA |", "|---|---|---|---|---|", *machines]),
     }
 
 

@@ -118,9 +118,13 @@ def prepare(words: list[str]) -> tuple[Job, Artifacts]:
         recipe = read_recipe(composed.tree["recipes"], composed.source.stem)
     except ConfigError as error:
         raise ConfigError(f"{composed.source}: {error}") from None
-    job = make_job(composed, recipe)
+    try:
+        job = make_job(composed, recipe)
+        artifacts = backend_of(job.backend).artifacts(job)
+    except ConfigError as error:
+        raise ConfigError(f"{composed.file_of(str(error))}: {error}") from None
     command = shlex.join(["python", "main.py", *map(_without_secret, words)])
-    return job, {**backend_of(job.backend).artifacts(job), "command.txt": command + "\n"}
+    return job, {**artifacts, "command.txt": command + "\n"}
 
 
 def _without_secret(word: str) -> str:
@@ -142,7 +146,8 @@ def describe(job: Job, artifacts: Artifacts) -> list[str]:
     nodes = f"{recipe.num_nodes} node{'s' if recipe.num_nodes > 1 else ''} x {recipe.devices}"
     lines = [f"{recipe.name}: {recipe.task} with cluster={job.backend} on {nodes} processes"]
     lines += [_layout(recipe.config, recipe.world_size)] if recipe.config is not None else []
-    lines += [f"environment: {' '.join(f'{key}={value}' for key, value in job.environment.items())}"]
+    lines += [f"environment: {_shown(job.environment)}"] if job.environment else []
+    lines += [f"environment, where a node does not have it: {_shown(job.defaults)}"] if job.defaults else []
     if recipe.notes:
         lines.append(f"{len(recipe.notes)} keys of the recipe change nothing here; notes.txt says why")
     if recipe.time_limit is not None and job.backend in ("local", "k8s"):
@@ -154,13 +159,18 @@ def describe(job: Job, artifacts: Artifacts) -> list[str]:
     return [*lines, f"{job.folder}/", *(branch + name for branch, name in zip(branches, names, strict=True))]
 
 
+def _shown(environment: dict[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in environment.items())
+
+
 def _layout(config: Config, world_size: int) -> str:
     layout = Layout.from_config(config.parallel, world_size)
     data = config.data
     assert data.global_batch_size is not None and data.seq_length is not None, "resolved"
     tokens = data.global_batch_size * data.seq_length
+    context = f"context {layout.cp}, " if layout.cp > 1 else ""
     return (
-        f"layout: tensor {layout.tp}, pipeline {layout.pp}, sharded over {layout.dp_shard}, "
+        f"layout: tensor {layout.tp}, pipeline {layout.pp}, {context}sharded over {layout.dp_shard * layout.cp}, "
         f"{layout.dp_replicate} replicas; {tokens:,} tokens per step"
     )
 

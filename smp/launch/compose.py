@@ -29,14 +29,23 @@ class Composed:
     Attributes:
         tree: config.yaml with the keys ``cluster`` and ``recipes``, everything resolved.
         backend: one of ``BACKENDS``.
-        recipe: name of the recipe.
-        source: its file.
+        source: the recipe's file.
+        cluster: the cluster's file.
+        base: config.yaml.
     """
 
     tree: dict[str, Any]
     backend: str
-    recipe: str
     source: Path
+    cluster: Path
+    base: Path
+
+    def file_of(self, message: str) -> Path:
+        """The file that has, or would have, the key that the message of an error begins with."""
+        section = re.split(r"[.:= ]", message, maxsplit=1)[0]
+        if section == "cluster":
+            return self.cluster
+        return self.base if section in self.tree else self.source
 
 
 def compose(words: list[str]) -> Composed:
@@ -69,7 +78,8 @@ def compose(words: list[str]) -> Composed:
     for section in ("cluster", "recipes"):
         if not isinstance(values[section], dict):
             raise ConfigError(f"{section} has become {values[section]!r}; expected keys and values")
-    return Composed(values, _backend(values["cluster"], cluster.stem, chosen.get("cluster_type")), recipe, source)
+    backend = _backend(values["cluster"], cluster.stem, chosen.get("cluster_type"))
+    return Composed(values, backend, source=source, cluster=cluster, base=base)
 
 
 def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -86,7 +96,7 @@ def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
         if key not in _CHOICES:
             overrides.append(word)
         elif key in chosen and chosen[key] != match["value"]:
-            raise ConfigError(f"{key}= is given twice: {chosen[key]} and {match['value']}")
+            raise ConfigError(f"{key}= is given twice: {chosen[key]!r} and {match['value']!r}")
         else:
             chosen[key] = match["value"]
     return chosen, overrides
@@ -147,6 +157,6 @@ def _backend(cluster: dict[str, Any], name: str, asked: str | None) -> str:
         raise ConfigError(f"cluster={name}: cluster_type in its file must be one of {', '.join(BACKENDS)}")
     if asked is not None and _ALIASES.get(asked, asked) != follows:
         raise ConfigError(
-            f"cluster_type={asked} contradicts cluster={name}, which is {follows}; leave cluster_type out"
+            f"cluster_type={asked!r} contradicts cluster={name}, which is {follows}; leave cluster_type out"
         )
     return str(follows)

@@ -1,11 +1,11 @@
-"""Kinds of machines, and the environment of runs on several of them. Both are data: a user adds machines by
-``instances`` and overrides variables by ``env_vars``."""
+"""Kinds of machines, and the environment of a run. Both are data: a user adds machines by ``instances`` and overrides
+variables by ``env_vars``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from smp.config import ConfigError
 from smp.config.fields import did_you_mean
@@ -31,18 +31,22 @@ class Instance:
     rdma: bool = False
 
 
+When = Literal["several nodes", "several nodes with EFA", "several processes on a node"]
+
+
 @dataclass(frozen=True)
 class Variable:
-    """One variable of the environment of a run on several nodes.
+    """One variable of the environment of a run.
 
     Attributes:
         value: what it is set to.
-        efa: only with EFA.
+        when: for which runs.
+        why: what happens without.
         source: where this is advised.
     """
 
     value: str
-    efa: bool
+    when: When
     why: str
     source: str
 
@@ -50,30 +54,41 @@ class Variable:
 VARIABLES: dict[str, Variable] = {
     "FI_PROVIDER": Variable(
         value="efa",
-        efa=True,
+        when="several nodes with EFA",
         why="libfabric takes EFA and nothing slower in silence",
         source="aws-ofi-nccl, README; awsome-distributed-training, EFA cheat sheet",
     ),
     "FI_EFA_USE_HUGE_PAGE": Variable(
         value="0",
-        efa=True,
+        when="several nodes with EFA",
         why="huge pages run out when data loaders fork, which ends in os.fork: cannot allocate memory",
         source="awsome-distributed-training, EFA cheat sheet",
     ),
     "NCCL_SOCKET_IFNAME": Variable(
         value="^lo,docker0,veth",
-        efa=False,
+        when="several nodes",
         why="bootstrap over a network that the other nodes are on",
         source="NCCL, environment variables",
     ),
+    "OMP_NUM_THREADS": Variable(
+        value="1",
+        when="several processes on a node",
+        why="what torchrun would set with a warning: processes that each take all cores wait for each other",
+        source="PyTorch, torch/distributed/run.py",
+    ),
 }
-"""What is set on several nodes. PyTorch's own defaults (asynchronous error handling) are left alone."""
+"""What is set where nobody has set it. PyTorch's own defaults (asynchronous error handling) are left alone."""
 
 
-def multi_node(instance: Instance | None) -> dict[str, str]:
-    """The environment of a run on several nodes of this kind."""
-    efa = instance is not None and instance.efa > 0
-    return {name: variable.value for name, variable in VARIABLES.items() if efa or not variable.efa}
+def variables(instance: Instance | None, num_nodes: int, devices: int) -> dict[str, str]:
+    """The environment of a run on nodes of this kind, each with ``devices`` processes."""
+    several = num_nodes > 1
+    given: dict[When, bool] = {
+        "several nodes": several,
+        "several nodes with EFA": several and instance is not None and instance.efa > 0,
+        "several processes on a node": devices > 1,
+    }
+    return {name: variable.value for name, variable in VARIABLES.items() if given[variable.when]}
 
 
 def known_instances() -> dict[str, Instance]:

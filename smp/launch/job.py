@@ -12,7 +12,7 @@ from typing import Any
 
 from smp.config import ConfigError
 from smp.launch.compose import Composed
-from smp.launch.environment import Instance, find_instance, multi_node
+from smp.launch.environment import Instance, find_instance, variables
 from smp.launch.library import CHECKOUT, HERE, PACKAGED
 from smp.launch.recipe import Recipe
 
@@ -54,11 +54,20 @@ class Job:
         return '"$run_dir/checkpoints"' if save is None else shlex.quote(save)
 
     @property
+    def defaults(self) -> dict[str, str]:
+        """Variables that are set where neither ``env_vars`` nor a node's own environment sets them."""
+        found = variables(self.instance, self.recipe.num_nodes, self.recipe.devices)
+        return {name: value for name, value in found.items() if name not in self._given}
+
+    @property
     def environment(self) -> dict[str, str]:
-        """Variables of every process; those of ``env_vars`` win."""
-        own = {str(key): _shown(value) for key, value in (self.tree.get("env_vars") or {}).items() if value is not None}
-        several = self.recipe.num_nodes > 1
-        return {**(multi_node(self.instance) if several and self.backend != "local" else {}), **own}
+        """Variables of every process that ``env_vars`` sets."""
+        return {name: value for name, value in self._given.items() if value is not None}
+
+    @property
+    def _given(self) -> dict[str, str | None]:
+        given = self.tree.get("env_vars") or {}
+        return {str(name): None if value is None else _shown(value) for name, value in given.items()}
 
 
 def make_job(composed: Composed, recipe: Recipe) -> Job:
@@ -123,6 +132,7 @@ def _train_script(job: Job, rendezvous: str, files: str, runner: str | None) -> 
         files=files,
         run_dir=str(job.folder),
         setup=job.tree.get("setup") or [],
+        defaults=job.defaults.items(),
         env=job.environment.items(),
         clone=clone,
         code=code,
@@ -178,6 +188,8 @@ def _clone(git: dict[str, Any]) -> dict[str, Any] | None:
     url = git.get("repo_url_or_path")
     if unknown := [key for key in git if key not in ("repo_url_or_path", "branch", "commit")]:
         raise ConfigError(f"git.{unknown[0]}: there is no such key")
+    if not isinstance(url, str | None):
+        raise ConfigError(f"git.repo_url_or_path: {url!r} is neither a folder nor a URL")
     if url is None or not ("://" in str(url) or str(url).startswith("git@")):
         if git.get("branch") or git.get("commit"):
             raise ConfigError("git.branch and git.commit go with a URL in git.repo_url_or_path")

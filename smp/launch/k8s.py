@@ -3,6 +3,7 @@ but Kubernetes; PyTorchJob (Kubeflow's training operator v1) and HyperPodPyTorch
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ CONFIG, PORT = "/config", 29500
 KINDS = ("Job", "PyTorchJob", "HyperPodPyTorchJob")
 _FILES = ("settings.yaml", "train.sh", "supervise.py")
 """What a pod needs of the job's folder."""
+_NAME = "app.kubernetes.io/name"
 _KUEUE = "kueue.x-k8s.io/queue-name"
 Object = dict[str, Any]
 
@@ -44,7 +46,12 @@ def artifacts(job: Job) -> Artifacts:
     files = {file: common[file] for file in _FILES if file in common}
     manifest = [_config_map(job, files), *_workload(job, kind)]
     facts = facts_artifact(
-        job, namespace=cluster["namespace"], context=cluster.get("kube_context"), resource=_resource(kind, name)
+        job,
+        namespace=cluster["namespace"],
+        context=cluster.get("kube_context"),
+        resource=_resource(kind, name),
+        pods=f"{_NAME}={_metadata(job)['labels'][_NAME]}",
+        nodes=job.recipe.num_nodes,
     )
     return {**common, "manifest.yaml": "---\n".join(map(to_yaml, manifest)), **facts}
 
@@ -91,7 +98,7 @@ def _mapping(job: Job, key: str) -> Object:
 
 
 def _metadata(job: Job, name: str | None = None) -> Object:
-    labels = {"app.kubernetes.io/name": job.recipe.name, **_mapping(job, "custom_labels")}
+    labels = {_NAME: job.recipe.name, **_mapping(job, "custom_labels")}
     if job.cluster.get("queue_name"):
         labels[_KUEUE] = job.cluster["queue_name"]
     return _set(
@@ -271,17 +278,25 @@ def _resource(kind: str, name: str) -> str:
     return f"{group.get(kind, 'hyperpodpytorchjob.sagemaker.amazonaws.com')}/{name}"
 
 
-def _kubectl(facts: Facts, *words: str) -> str:
+def _words(facts: Facts, *words: str) -> list[str]:
     where = [*(["--context", facts["context"]] if facts["context"] else []), "--namespace", facts["namespace"]]
-    return run(["kubectl", *where, *words], needed_for="cluster=k8s")
+    return ["kubectl", *where, *words]
+
+
+def _kubectl(facts: Facts, *words: str) -> str:
+    return run(_words(facts, *words), needed_for="cluster=k8s")
 
 
 def busy(folder: Path, facts: Facts) -> str | None:
-    """What is true of a job that has not ended."""
-    if not facts.get("id") or not _kubectl(facts, "get", facts["resource"], "-o", "name", "--ignore-not-found"):
+    """What is true of a job that has not ended; one that was cancelled ends when its pods are gone."""
+    if not facts.get("id") or not _there(facts):
         return None
     conditions = _conditions(facts)
     return None if {"Complete", "Failed", "Succeeded", "Completed"} & set(conditions) else "waiting or running"
+
+
+def _there(facts: Facts) -> bool:
+    return bool(_kubectl(facts, "get", facts["resource"], "-o", "name", "--ignore-not-found"))
 
 
 def _conditions(facts: Facts) -> list[str]:
@@ -291,26 +306,42 @@ def _conditions(facts: Facts) -> list[str]:
 
 def submit(folder: Path, facts: Facts) -> tuple[int, Facts]:
     """kubectl apply; what is left of a job of the same name goes first, because a finished Job cannot be changed."""
-    _kubectl(facts, "delete", facts["resource"], "--ignore-not-found")
+    _kubectl(facts, "delete", facts["resource"], "--ignore-not-found", "--cascade=foreground")
     print(_kubectl(facts, "apply", "-f", str(folder / "manifest.yaml")))
     return 0, {"id": facts["resource"]}
 
 
 def state(folder: Path, facts: Facts) -> str:
     """What Kubernetes says and, where the job's folder is seen from here, the run."""
-    conditions = ", ".join(_conditions(facts)) or "waiting or running"
+    if not facts.get("id"):
+        return "not submitted"
+    conditions = (", ".join(_conditions(facts)) or "waiting or running") if _there(facts) else "not there any more"
     return f"{conditions} ({facts['resource']}); the run says {said(folder)}"
 
 
 def logs(folder: Path, facts: Facts, more: bool) -> int:
-    """Show the first pod's log."""
-    print(_kubectl(facts, "logs", facts["resource"], "--tail=-1", *(["--follow"] if more else [])))
+    """Show the logs of all pods. By their label: kubectl knows no pods of the two operators' kinds."""
+    following = ["--follow", f"--max-log-requests={facts['nodes']}"] if more else []
+    words = [
+        "logs",
+        "--selector",
+        facts["pods"],
+        "--tail=-1",
+        *(["--prefix"] if facts["nodes"] > 1 else []),
+        *following,
+    ]
+    if more:
+        return subprocess.call(_words(facts, *words))
+    print(_kubectl(facts, *words))
     return 0
 
 
 def cancel(folder: Path, facts: Facts) -> None:
-    """Delete the job; its pods have cluster.termination_seconds to save."""
-    _kubectl(facts, "delete", facts["resource"], "--wait=false")
+    """Delete the job; its pods have cluster.termination_seconds to save. Until they are gone it keeps its name, so that
+    resume cannot start others beside them."""
+    if busy(folder, facts) is None:
+        raise ConfigError(f"{folder}: its job is not running")
+    _kubectl(facts, "delete", facts["resource"], "--cascade=foreground", "--wait=false")
 
 
 BACKEND = Backend(artifacts=artifacts, busy=busy, submit=submit, state=state, logs=logs, cancel=cancel)

@@ -45,7 +45,7 @@ def find_recipe(name: str) -> Path:
     if name.endswith((".yaml", ".yml")):
         if Path(name).is_file():
             return Path(name)
-        raise ConfigError(f"recipes={name}: there is no such file")
+        raise ConfigError(f"recipes={_one_line(name)}: there is no such file")
     return _find("recipes", name, list_recipes(), "--list names them all")
 
 
@@ -75,7 +75,12 @@ def load_yaml(path: Path) -> dict[str, Any]:
 def _find(kind: str, name: str, known: list[str], otherwise: str) -> Path:
     if name in known:
         return next(path for folder in folders() if (path := folder / kind / f"{name}.yaml").is_file())
-    raise ConfigError(f"{kind}={name}: there is none of this name" + did_you_mean(name, known, f" ({otherwise})"))
+    hint = did_you_mean(name, known, f" ({otherwise})")
+    raise ConfigError(f"{kind}={_one_line(name)}: there is none of this name{hint}")
+
+
+def _one_line(name: str) -> str:
+    return " ".join(name.split())
 
 
 def _names(folder: Path) -> list[str]:

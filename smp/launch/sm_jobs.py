@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from smp.launch.stages import only_training
 
 CHECKPOINTS, OUTPUT = "/opt/ml/checkpoints", "/opt/ml/output/data"
 _ACTIVE = ("InProgress", "Stopping")
+_LOGS = "/aws/sagemaker/TrainingJobs"
 _HINT = "cluster=sm_jobs needs boto3: pip install boto3"
 
 
@@ -91,7 +92,7 @@ def _request(job: Job, section: Mapping[str, Any]) -> dict[str, Any]:
         "CheckpointConfig": {"S3Uri": checkpoints, "LocalPath": CHECKPOINTS},
         "RetryStrategy": {"MaximumRetryAttempts": int(job.tree["max_tries"])},
         "RemoteDebugConfig": {"EnableRemoteDebug": bool(section.get("enable_remote_debug"))},
-        "Environment": job.environment,
+        "Environment": {**job.defaults, **job.environment},
     }
     channels = _channels(section)
     tensorboard = section.get("tensorboard_config") or {}
@@ -156,21 +157,21 @@ def _channels(section: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _client(facts: Facts) -> Any:
+def _client(facts: Facts, service: str) -> Any:
     try:
         import boto3
         from botocore.exceptions import BotoCoreError
     except ImportError:
         raise ConfigError(_HINT) from None
     try:
-        return boto3.client("sagemaker", region_name=facts["region"])
+        return boto3.client(service, region_name=facts["region"])
     except BotoCoreError as error:
         raise ConfigError(f"cluster=sm_jobs: {error}; cluster.sm_jobs_config.region gives the region") from None
 
 
-def _call(facts: Facts, action: str, **words: Any) -> Any:
+def _call(facts: Facts, action: str, service: str = "sagemaker", **words: Any) -> Any:
     """One request; what AWS refuses is one line."""
-    client = _client(facts)
+    client = _client(facts, service)
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
@@ -212,12 +213,42 @@ def state(folder: Path, facts: Facts) -> str:
 
 
 def logs(folder: Path, facts: Facts, more: bool) -> int:
-    """Say where they are: CloudWatch keeps them."""
-    _described(facts)
-    print(
-        f"aws logs tail /aws/sagemaker/TrainingJobs --log-stream-name-prefix {facts['id']}{' --follow' if more else ''}"
-    )
+    """Show what CloudWatch has of every node, and with ``more`` what comes until the job ends."""
+    places: dict[str, str] = {}
+    last = False
+    while not last:
+        last = not more or _described(facts)["TrainingJobStatus"] not in _ACTIVE
+        for line in _new_lines(facts, places):
+            print(line, flush=True)
+        if not last:
+            time.sleep(5)
+    if not places:
+        print(f"{facts['id']} is {_described(facts)['TrainingJobStatus']} and has written nothing yet")
     return 0
+
+
+def _new_lines(facts: Facts, places: dict[str, str]) -> Iterator[str]:
+    """Lines that nodes have written since ``places``: name of a node's stream -> token of where it was read up to."""
+    words = {"logGroupName": _LOGS, "logStreamNamePrefix": f"{facts['id']}/"}
+    answer = _call(facts, "describe_log_streams", "logs", **words)
+    streams = answer["logStreams"]
+    while "nextToken" in answer:
+        answer = _call(facts, "describe_log_streams", "logs", nextToken=answer["nextToken"], **words)
+        streams += answer["logStreams"]
+    for name in (stream["logStreamName"] for stream in streams):
+        node = name.partition("/")[2].partition("/")[0] or name
+        while True:
+            token = {"nextToken": places[name]} if name in places else {}
+            found = _call(
+                facts, "get_log_events", "logs", logGroupName=_LOGS, logStreamName=name, startFromHead=True, **token
+            )
+            yield from (
+                f"{node}: {event['message']}" if len(streams) > 1 else event["message"] for event in found["events"]
+            )
+            unchanged = places.get(name) == found["nextForwardToken"]  # CloudWatch's way of saying that this was all
+            places[name] = found["nextForwardToken"]
+            if unchanged:
+                break
 
 
 def cancel(folder: Path, facts: Facts) -> None:

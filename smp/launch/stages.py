@@ -64,5 +64,8 @@ def _command(job: Job, name: str) -> str:
 
 def only_training(job: Job) -> None:
     """Raise ConfigError when there are stages that this back-end would need a workflow engine for."""
-    if stage_names(job) != [TRAINING]:
-        raise ConfigError(f"stages: cluster={job.backend} runs one at a time; submit each as a job of its own")
+    if (names := stage_names(job)) != [TRAINING]:
+        raise ConfigError(
+            f"stages: [{', '.join(names)}] with cluster={job.backend}, which runs training alone; take cluster=slurm "
+            "or cluster=local, or submit each as a job of its own"
+        )

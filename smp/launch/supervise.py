@@ -11,8 +11,9 @@ starts it again. Anything else ("failed", or still "running" because it was kill
 when it left no newer checkpoint than the one before it; after MAX_TRIES lost ones in a row the job gives up. The count
 is kept in FOLDER/tries.json, so that it survives the node.
 
-``node`` exists because torchrun answers SIGTERM by giving its workers 30 seconds. The signal goes to the workers
-instead: each of them saves and ends, and torchrun with them.
+``node`` exists because torchrun answers SIGTERM by giving its workers 30 seconds, and dies of SIGUSR1, which Slurm
+gives to every process of a step. So torchrun and its workers ignore SIGUSR1, and the workers get SIGTERM from here:
+each of them saves and ends, and torchrun with them.
 """
 
 from __future__ import annotations
@@ -68,16 +69,19 @@ class Child:
     Args:
         command: words.
         pass_on: called with the process when a stop is asked for.
+        begin: called in the new process before it becomes the command.
     """
 
-    def __init__(self, command: list[str], pass_on: Callable[[Process], None]) -> None:
+    def __init__(
+        self, command: list[str], pass_on: Callable[[Process], None], begin: Callable[[], None] | None = None
+    ) -> None:
         self.asked: str | None = None
         self._pass_on = pass_on
         self._process: Process | None = None
         for number in STOP_SIGNALS:
             signal.signal(number, self._stop)
         # a session of its own: Ctrl-C would reach torchrun too, which would kill its workers while they save
-        self._process = subprocess.Popen(command, start_new_session=True)
+        self._process = subprocess.Popen(command, start_new_session=True, preexec_fn=begin)
         if self.asked is not None:
             pass_on(self._process)
 
@@ -116,6 +120,11 @@ def children(pid: int) -> list[int]:
         return [int(word) for word in found.stdout.split()]
 
 
+def ignore_usr1() -> None:
+    """Also for what this process becomes, and for its children."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
 def to_nodes(process: Process) -> None:
     """SIGUSR1 to srun, which hands it to every task (it answers SIGTERM with SIGKILL for all), or to the one node."""
     process.send_signal(signal.SIGUSR1)
@@ -123,7 +132,7 @@ def to_nodes(process: Process) -> None:
 
 def node(status_file: str, command: list[str]) -> int:
     """Run torchrun; the exit code says why the run ended, which torchrun's own does not."""
-    child = Child(command, to_workers)
+    child = Child(command, to_workers, begin=ignore_usr1)
     code = child.wait()
     said = read_json(status_file, {}).get("status")
     if said is None and child.asked is not None:
@@ -176,6 +185,8 @@ def job(folder: str, checkpoints: str, max_tries: int, requeue: bool, command: l
         say(f"another job is running in {folder}")
         return 2
     end_file, status_file = os.path.join(folder, "end.json"), os.path.join(folder, "status.json")
+    if os.path.exists(end_file):  # of a job that its scheduler stopped, and started again
+        os.remove(end_file)
     while count_try(folder, checkpoints) <= max_tries:
         if os.path.exists(status_file):
             os.remove(status_file)

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -148,30 +149,58 @@ def test_what_kubernetes_cannot_do_is_one_line(words: list[str], message: str) -
         artifacts("lora", "k8s", *words)
 
 
+@pytest.mark.parametrize("kind", ["Job", "PyTorchJob"])
 def test_a_job_of_kubernetes_is_submitted_watched_and_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """With a kubectl that writes down what it is told."""
-    (tmp_path / "kubectl").write_text(f'#!/bin/bash\necho "$*" >> {tmp_path}/told\ncat {tmp_path}/answer\n')
+    """With a kubectl that writes down what it is told, and says of the job what the test says."""
+    answers = (
+        "case \"$*\" in *'-o name'*) cat name ;; *jsonpath*) cat conditions ;; *' logs '*) echo iteration 1 ;; esac"
+    )
+    (tmp_path / "kubectl").write_text(f'#!/bin/bash\ncd {tmp_path}\necho "$*" >> told\n{answers}\n')
     (tmp_path / "kubectl").chmod(0o755)
-    (tmp_path / "answer").write_text("")
+    (tmp_path / "name").write_text("")
+    (tmp_path / "conditions").write_text("")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     claim = f"cluster.persistent_volume_claims=[{{claimName: fsx, mountPath: {tmp_path}}}]"
-    words = [*RECIPES["lora"], *BACKENDS["k8s"], claim, f"base_results_dir={tmp_path}", "cluster.kube_context=lab"]
-    assert main(words) == 0
+    words = [*RECIPES["lora"], *BACKENDS["k8s"], claim, f"base_results_dir={tmp_path}", f"cluster.kind={kind}"]
+    words.append("cluster.kube_context=lab")
     job = tmp_path / "llama-70b-8k-lora"
-    told = (tmp_path / "told").read_text().splitlines()
+    resource = {"Job": "job.batch", "PyTorchJob": "pytorchjob.kubeflow.org"}[kind] + "/llama-70b-8k-lora"
     where = "--context lab --namespace default"
-    assert told == [
-        f"{where} delete job.batch/llama-70b-8k-lora --ignore-not-found",
+    started = [
+        f"{where} delete {resource} --ignore-not-found --cascade=foreground",
         f"{where} apply -f {job}/manifest.yaml",
     ]
-    (tmp_path / "answer").write_text("job.batch/llama-70b-8k-lora\n")  # it is there and has no condition yet
-    assert main(words) == 2 and "its job is waiting or running" in capsys.readouterr().err
-    (tmp_path / "answer").write_text("Complete\n")
-    assert main(["status", str(job)]) == 0 and "Complete (job.batch/" in capsys.readouterr().out
-    assert main(["cancel", str(job)]) == 0
-    assert f"{where} delete job.batch/llama-70b-8k-lora --wait=false" in (tmp_path / "told").read_text()
+
+    def told() -> list[str]:
+        lines = (tmp_path / "told").read_text().splitlines()
+        (tmp_path / "told").unlink()
+        return lines
+
+    def says(code: int, *words: str) -> str:
+        assert main(list(words)) == code
+        return "".join(capfd.readouterr())
+
+    says(0, *words)
+    assert told() == started
+    assert "not there any more" in says(0, "status", str(job))
+    (tmp_path / "name").write_text(resource)  # it is there and has no condition yet
+    assert "its job is waiting or running" in says(2, *words)
+    assert "its job is waiting or running" in says(2, "resume", str(job))
+    assert "waiting or running (" in says(0, "status", str(job))
+    told()
+    assert "iteration 1" in says(0, "logs", str(job), "--follow") and "iteration 1" in says(0, "logs", str(job))
+    pods = "logs --selector app.kubernetes.io/name=llama-70b-8k-lora --tail=-1 --prefix"
+    assert told() == [f"{where} {pods} --follow --max-log-requests=2", f"{where} {pods}"]
+    says(0, "cancel", str(job))
+    assert f"{where} delete {resource} --cascade=foreground --wait=false" in told()
+    (tmp_path / "conditions").write_text("Complete\n")
+    assert "Complete (" in says(0, "status", str(job))
+    assert "its job is not running" in says(2, "cancel", str(job))
+    told()
+    says(0, "resume", str(job))
+    assert told()[-2:] == started
 
 
 @pytest.fixture
@@ -206,6 +235,42 @@ def test_the_request_arrives_at_sagemaker(recipe: str, aws: Any, tmp_path: Path)
     image = request["AlgorithmSpecification"]["TrainingImage"]
     assert arrived["AlgorithmSpecification"]["TrainingImage"] == image
     assert more["id"] in sm_jobs.state(tmp_path, {**facts, **more})
+
+
+def test_a_job_of_sagemaker_is_watched_stopped_and_resumed(
+    aws: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import boto3
+
+    words = [*RECIPES["pretrain"], *BACKENDS["sm_jobs"], f"base_results_dir={tmp_path}"]
+    assert main(words) == 0
+    job = tmp_path / "llama-8b-8k-16n"
+    first = json.loads((job / "job.json").read_text())["id"]
+    logs = boto3.client("logs", region_name="us-east-1")
+    logs.create_log_group(logGroupName="/aws/sagemaker/TrainingJobs")
+    capsys.readouterr()
+    assert main(["logs", str(job)]) == 0 and "has written nothing yet" in capsys.readouterr().out
+    for node in ("algo-1", "algo-2"):
+        where = {"logGroupName": "/aws/sagemaker/TrainingJobs", "logStreamName": f"{first}/{node}-1700000000"}
+        logs.create_log_stream(**where)
+        events = [{"timestamp": int(time.time() * 1000), "message": f"iteration {i}"} for i in range(3)]
+        logs.put_log_events(**where, logEvents=events)
+    assert main(["logs", str(job), "--follow"]) == 0  # moto's jobs are complete at once
+    shown = capsys.readouterr().out.splitlines()
+    assert shown == [f"{node}-1700000000: iteration {i}" for node in ("algo-1", "algo-2") for i in range(3)]
+    assert main(["status", str(job)]) == 0 and f"Completed ({first})" in capsys.readouterr().out
+    time.sleep(1)  # the name of a job has the second in which it is submitted
+    assert main(["resume", str(job)]) == 0
+    second = json.loads((job / "job.json").read_text())["id"]
+    places = [aws.describe_training_job(TrainingJobName=name)["CheckpointConfig"] for name in (first, second)]
+    assert first != second and places[0] == places[1]
+    call, stopped = sm_jobs._call, []
+
+    def without_stop(facts: Any, action: str, *place: str, **words: Any) -> Any:  # moto does not have it
+        return stopped.append(words) if action == "stop_training_job" else call(facts, action, *place, **words)
+
+    monkeypatch.setattr(sm_jobs, "_call", without_stop)
+    assert main(["cancel", str(job)]) == 0 and stopped == [{"TrainingJobName": second}]
 
 
 def test_what_sagemaker_refuses_is_one_line(aws: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

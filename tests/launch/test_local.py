@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 RUN = ["recipes=laptop/debug", "recipes.train_iters=12", "recipes.save_interval=2", "recipes.trainer.devices=2"]
 
@@ -99,6 +101,22 @@ def test_cancel_saves_and_resume_goes_on(tmp_path: Path) -> None:
     logs = launcher("logs", job)
     assert f"iteration {saved + 2:8}/{saved + 2:8}" in logs.stdout, logs.stdout
     assert f"iteration {saved:8}/" not in logs.stdout
+
+
+def test_a_crash_loop_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    (tmp_path / "script.py").write_text(
+        "import os; print('threads', os.environ['OMP_NUM_THREADS']); os.kill(os.getpid(), 9)"
+    )
+    run = "  run: {ntasks_per_node: 2}\n"
+    (tmp_path / "own.yaml").write_text(f"training_cfg:\n  entry_script: {tmp_path / 'script.py'}\n{run}")
+    done = launcher(f"recipes={tmp_path / 'own.yaml'}", f"base_results_dir={tmp_path}", "max_tries=2")
+    assert done.returncode == 1 and done.stdout.count("launcher: the run ended with") == 2, done.stdout
+    assert "giving up: 2 tries in a row left no newer checkpoint than none" in done.stdout
+    assert "gave up" in launcher("status", tmp_path / "own").stdout
+    # torchrun's banner about threads would come before the run's own lines
+    assert "environment, where a node does not have it: OMP_NUM_THREADS=1" in done.stdout and "threads 1" in done.stdout
+    assert "Setting OMP_NUM_THREADS" not in done.stdout + done.stderr
 
 
 def test_what_this_machine_cannot_do_is_one_line(tmp_path: Path) -> None:

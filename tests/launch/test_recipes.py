@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from smp.config import ConfigError
+from smp.config import ConfigError, Layout
 from smp.config.entry_points import FINETUNE, PRETRAIN
 from smp.config.fields import settings as settings_of
 from smp.launch import get_recipe, list_recipes
 from smp.launch.cli import main, prepare
 from smp.launch.compose import compose
-from smp.launch.hyperpod import KEYS, flatten, translate
+from smp.launch.hyperpod import KEYS, flatten, key, translate
 from smp.launch.job import Job
 from smp.launch.recipe import Recipe, read_recipe
 from smp.launch.yaml_text import load_text
@@ -104,6 +105,10 @@ def test_a_recipe_of_hyperpod_becomes_settings(v1: str) -> None:
         (["recipes.exp_manager.exp_dir=/fsx/exp"], {"save": "/fsx/exp/checkpoints/"}),
         (["+recipes.exp_manager.auto_checkpoint.enabled=true"], {"save_mtbf_hours": 24.0, "async_save": True}),
         (["recipes.model.sharding_strategy=full_shard"], {"hybrid_shard_degree": 0}),
+        (["recipes.model.sharding_strategy=null"], {"hybrid_shard_degree": 4}),
+        (["+recipes.model.context_parallel_degree=2"], {"context_parallel_size": 2, "hybrid_shard_degree": 2}),
+        (["+recipes.model.context_parallel_degree=4", "+recipes.cp_comm_type=all_gather"],
+         {"context_parallel_size": 4, "hybrid_shard_degree": 1, "cp_comm_type": "all_gather"}),
         (["+recipes.pipeline_model_parallel_size=2"], {"pipeline_model_parallel_size": 2}),
         (["recipes.model.train_batch_size=1", "+recipes.lr=1e-3"], {"micro_batch_size": 1, "lr": 1e-3}),
         (["+recipes.exp_manager.create_wandb_logger=true", "+recipes.exp_manager.name=x"],
@@ -134,6 +139,7 @@ def test_fine_tuning_takes_the_model_from_its_folder(v1: str) -> None:
         ("recipes.model.model_type=mixtral", "mixture of experts"),
         ("recipes.model.tensor_model_paralel_degree=2", "did you mean model.tensor_model_parallel_degree?"),
         ("recipes.model.shard_degree=3", "hybrid_shard_degree 3"),
+        ("+recipes.model.context_parallel_degree=8", "shard_degree 4 is not divisible by context_parallel_degree 8"),
         ("recipes.model.train_batch_size=x", "micro_batch_size: "),
         ("recipes.model.optim.betas=3", "model.optim.betas: 3 is not a value of this key"),
         ("+recipes.lrr=1", "lrr: there is no such key: did you mean lr?"),
@@ -173,15 +179,25 @@ def test_every_key_of_the_table_does_what_its_text_says(name: str) -> None:
         assert translate({name: "anything"}).notes[0].startswith(f"{name}: ")
 
 
-def test_a_feature_that_lands_is_translated(monkeypatch: pytest.MonkeyPatch) -> None:
-    import smp.launch.hyperpod as hyperpod
+def test_shards_of_context_parallelism_are_those_of_hyperpod(v1: str) -> None:
+    """Its degree counts the processes that a sequence is cut over: 4 x 2 replicas x TP 2 on 16, with any number."""
+    for degree in (1, 2, 4):
+        config = recipe(v1, f"+recipes.model.context_parallel_degree={degree}").config
+        assert config is not None
+        layout = Layout.from_config(config.parallel, 16)
+        assert (layout.cp, layout.dp_shard * layout.cp, layout.dp_replicate) == (degree, 4, 2)
+        assert config.data.global_batch_size == 2 * 8 // degree
+    with pytest.raises(ConfigError, match="no_shard with context_parallel_degree 2 cannot be had"):
+        recipe(v1, "+recipes.model.context_parallel_degree=2", "recipes.model.sharding_strategy=no_shard")
 
-    awaited = hyperpod._awaits("a_new_setting", 1, "a feature", "take 1")
+
+def test_a_feature_that_lands_is_translated(monkeypatch: pytest.MonkeyPatch) -> None:
+    awaited = key.awaits("a_new_setting", 1, "a feature", "take 1")
     with pytest.raises(ConfigError, match="2 needs a feature, which is not there yet; take 1"):
         awaited.convert(2, {}.get)
     assert awaited.convert(1, {}.get) == {}
-    monkeypatch.setattr(hyperpod, "settings", lambda entry: {"a_new_setting": None})
-    assert hyperpod._awaits("a_new_setting", 1, "a feature", "take 1").convert(2, {}.get) == {"a_new_setting": 2}
+    monkeypatch.setattr(key, "settings", lambda entry: {"a_new_setting": None})
+    assert key.awaits("a_new_setting", 1, "a feature", "take 1").convert(2, {}.get) == {"a_new_setting": 2}
 
 
 def test_the_cluster_says_its_type(tmp_path: Path, v1: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,6 +247,23 @@ def test_the_launcher_needs_no_torch() -> None:
     assert done.returncode in (1, 2) and done.stderr.startswith("error: /dev/null"), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "heavy"),
+    [
+        (["--help"], {"jinja2", "omegaconf", "numpy"}),
+        (["--list"], {"jinja2", "omegaconf", "numpy"}),
+        (["recipes=laptop/debug", "cluster=slurm", "dry_run=true", "base_results_dir=RESULTS"], {"numpy", "boto3"}),
+    ],
+)
+def test_what_a_command_does_not_need_is_not_imported(words: list[str], heavy: set[str], tmp_path: Path) -> None:
+    """What each command would wait for. A dry run takes a third of a second of processor time, --help a sixth."""
+    words = [word.replace("RESULTS", str(tmp_path)) for word in words]
+    code = f"import sys; sys.path.insert(0, '.'); from smp.launch.cli import main; code = main({words}); "
+    code += f"print(sorted({heavy | {'torch', 'kubernetes'}} & sys.modules.keys()), file=sys.stderr); sys.exit(code)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "[]\n")
+
+
 WORDS = st.sampled_from(
     ["null", "true", "false", "0", "1", "2", "-1", "3.5", "1e-4", "x", "[]", "[1, 2]", "{}", "{a: 1}", "''", "${.x}",
      "[", "a: b: c", "llama_v3", "lora", "7", "64", "100000000000000000000", "nan", ".inf", "5:30", "é\n#",
@@ -263,18 +296,47 @@ def _keys() -> list[str]:
 
 
 OVERRIDES = st.lists(st.tuples(st.sampled_from(["", "+"]), st.sampled_from(_keys()), WORDS), max_size=4)
+PLACES = {
+    "local": ["recipes.trainer.num_nodes=1", "recipes.trainer.devices=16", "recipes.hybrid_shard_degree=0"],
+    "slurm": ["+cluster.partition=gpu"],
+    "k8s": ["container=smp:1", "cluster.persistent_volume_claims=[{claimName: fsx, mountPath: /fsx}]"],
+    "sm_jobs": [
+        "container=smp:1",
+        "instance_type=p5.48xlarge",
+        "cluster.sm_jobs_config.role=arn:aws:iam::123456789012:role/training",
+        "cluster.sm_jobs_config.output_path=s3://bucket/out",
+    ],
+}
+"""What lets most recipes be launched there, so that random words are what is refused."""
 
 
-def check_random(name: str, cluster: str, overrides: list[tuple[str, str, str]]) -> None:
-    """Either a dry run, or one line."""
-    words = [f"recipes={name}", f"cluster={cluster}", *(f"{sign}{key}={value}" for sign, key, value in overrides)]
+def check_random(name: str, cluster: str, overrides: list[tuple[str, str, str]]) -> bool:
+    """Either a dry run, or one line that names a key, and the file or the word that it is in."""
+    given = [f"{sign}{key}={value}" for sign, key, value in overrides]
+    words = [f"recipes={name}", f"cluster={cluster}", "base_results_dir=/fsx", *PLACES[cluster], *given]
     try:
         prepare(words)
     except ConfigError as error:
-        assert str(error).strip() and "\n" not in str(error).strip(), words
+        line = str(error)
+        assert line.strip() and "\n" not in line, words
+        message = line.replace("-", "_")
+        assert ".yaml" in line or any(word.lstrip("+")[:20] in line for word in words) or "given twice" in line, (
+            words,
+            line,
+        )
+        assert any(re.search(rf"\b{leaf}\b", message) for leaf in LEAVES), (words, line)
+        return False
+    return True
 
 
+LEAVES = {key.rpartition(".")[2] for key in _keys()}
 CASES = (st.sampled_from(list_recipes()), st.sampled_from(["local", "slurm", "k8s", "sm_jobs"]), OVERRIDES)
+
+
+@pytest.mark.parametrize("cluster", PLACES)
+def test_random_overrides_start_from_what_can_be_launched(cluster: str) -> None:
+    launched = [name for name in list_recipes() if check_random(name, cluster, [])]
+    assert len(launched) > 10
 
 
 @settings(max_examples=150, suppress_health_check=list(HealthCheck))

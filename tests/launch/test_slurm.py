@@ -1,4 +1,4 @@
-"""Jobs on a real Slurm of two nodes on this machine.
+"""Jobs on a real Slurm of three nodes on this machine.
 
 Runs where slurmlab (a throwaway cluster: SMP_SLURMLAB, or on the PATH) and Slurm's packages are installed, else it is
 skipped and says so. ``make test-slurm`` prints what is missing.
@@ -6,13 +6,14 @@ skipped and says so. ``make test-slurm`` prints what is missing.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ COMMON = [
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     assert LAB is not None
     folder = tmp_path_factory.mktemp("slurm") / "lab"
-    started = subprocess.run([LAB, "start", str(folder), "--nodes", "2"], capture_output=True, text=True, timeout=120)
+    started = subprocess.run([LAB, "start", str(folder), "--nodes", "3"], capture_output=True, text=True, timeout=120)
     assert started.returncode == 0, started.stdout + started.stderr
     exported = dict(re.findall(r"export (\w+)=['\"]?([^'\"\n;]+)", started.stdout))
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -84,12 +85,39 @@ def end_of(job: Path, seconds: float = 280) -> Any:
     return json.loads((job / "end.json").read_text())["end"]
 
 
-def _is_back(cluster: dict[str, str]) -> bool:
-    """Whether the node can be used again. It may have come back by itself, and then Slurm refuses to resume it."""
-    words = ["scontrol", "update", "nodename=node2", "state=resume"]
-    subprocess.run(words, env=cluster, capture_output=True, check=False)
-    time.sleep(1)
-    return "down" not in slurm(cluster, "sinfo", "--noheader", "--nodes=node2", "--format=%T")
+def lose(cluster: dict[str, str], node: str) -> None:
+    """SIGKILL for a node's slurmd and, where nodes have a network of their own, for all that runs on it. Other clusters
+    may be on this machine: the daemon is known by its configuration."""
+    daemon = next(pid for pid in processes() if is_daemon(pid, cluster["SLURM_CONF"], node))
+    network = namespace(daemon)
+    alone = network != namespace(os.getpid())
+    for pid in [pid for pid in processes() if alone and namespace(pid) == network] or [daemon]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def processes() -> list[int]:
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+
+
+def namespace(pid: int) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net")
+    except OSError:  # it has ended
+        return ""
+
+
+def is_daemon(pid: int, configuration: str, node: str) -> bool:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return words[0] == b"slurmd" and node.encode() in words and f"SLURM_CONF={configuration}".encode() in environment
+
+
+def field(cluster: dict[str, str], job: Path, name: str) -> str:
+    return re.findall(rf"\b{name}=(\S+)", slurm(cluster, "scontrol", "show", "job", number(job)))[0]
 
 
 @pytest.mark.slow
@@ -98,6 +126,7 @@ def test_two_nodes_train_are_queued_again_and_lose_a_node(
     cluster: dict[str, str], launch: Launch, tmp_path: Path
 ) -> None:
     two = [*COMMON, f"base_results_dir={tmp_path}", "recipes.trainer.num_nodes=2", "recipes.train_iters=12"]
+    two.append("recipes.context_parallel_size=2")
     launch(*two, "recipes.run.name=whole")
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert end_of(whole) == "done", log(whole)
@@ -107,19 +136,23 @@ def test_two_nodes_train_are_queued_again_and_lose_a_node(
     wait_for(lambda: "iteration        3/" in log(broken), 280)
     slurm(cluster, "scancel", "--batch", "--signal=USR1", number(broken))
     wait_for(lambda: "queueing the job again" in log(broken), 100)
-    # A node is lost in the second start: Slurm itself queues the job again.
+    saved = int((broken / "checkpoints/latest").read_text().strip().removeprefix("iter_"))
+    assert "says requeue" in log(broken) and saved >= 3, log(broken)
+    # The second node is lost in the second start: Slurm queues the job again, and takes the third node.
     wait_for(lambda: re.search(r"iteration +(7|8|9)/", log(broken)), 280)
-    slurm(cluster, "scontrol", "update", "nodename=node2", "state=down", "reason=test")
-    wait_for(lambda: _is_back(cluster), 60)
-    wait_for(lambda: "done; the run says done" in launch("status", broken), 280)
-    assert int(re.findall(r"Restarts=(\d+)", slurm(cluster, "scontrol", "show", "job", number(broken)))[0]) >= 2
+    nodes = slurm(cluster, "scontrol", "show", "hostnames", field(cluster, broken, "NodeList")).split()
+    lose(cluster, nodes[1])
+    wait_for(lambda: int(field(cluster, broken, "Restarts")) >= 2, 280)
+    wait_for(lambda: "launcher: done" in log(broken), 280)
+    assert nodes[1] not in slurm(cluster, "scontrol", "show", "hostnames", field(cluster, broken, "NodeList")).split()
+    wait_for(lambda: "done; the run says done" in launch("status", broken), 60)
     assert records(broken) == records(whole)
     assert tensors(broken) and tensors(broken) == tensors(whole)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_cancel_saves_and_does_not_start_again(cluster: dict[str, str], launch: Launch, tmp_path: Path) -> None:
+def test_cancel_saves_and_resume_goes_on(cluster: dict[str, str], launch: Launch, tmp_path: Path) -> None:
     job = tmp_path / "debug"
     launch(*COMMON, f"base_results_dir={tmp_path}", "recipes.train_iters=100000", "recipes.save_interval=50000")
     wait_for(lambda: "iteration        3/" in log(job), 280)
@@ -127,23 +160,47 @@ def test_cancel_saves_and_does_not_start_again(cluster: dict[str, str], launch: 
     launch("resume", job, code=2)
     launch("cancel", job)
     assert end_of(job) == "cancelled", log(job)
-    assert int((job / "checkpoints/latest").read_text().strip().removeprefix("iter_")) >= 3
+    saved = int((job / "checkpoints/latest").read_text().strip().removeprefix("iter_"))
+    assert saved >= 3
     wait_for(lambda: "cancelled (job" in launch("status", job), 60)
 
+    launch("resume", job)
+    wait_for(lambda: f"iteration {saved + 2:8}/" in log(job), 280)
+    slurm(cluster, "scancel", "--batch", "--signal=TERM", number(job))  # it is the user's, so nothing is queued again
+    assert end_of(job) == "requeue", log(job)
+    assert int((job / "checkpoints/latest").read_text().strip().removeprefix("iter_")) >= saved + 2
+    shown = launch("logs", job)
+    assert f"iteration {saved + 2:8}/" in shown and len(re.findall(r"iteration +3/", shown)) == 1
 
-@pytest.mark.slow
+
+def own_recipe(folder: Path, script: str) -> list[str]:
+    (folder / "script.py").write_text(script)
+    recipe = folder / "own.yaml"
+    recipe.write_text(f"training_cfg:\n  entry_script: {folder / 'script.py'}\n  script_args: [{{--word: hello}}]\n")
+    return [f"recipes={recipe}", *COMMON[1:5], f"base_results_dir={folder}"]
+
+
 def test_stages_follow_each_other_and_an_array_has_a_folder_each(
     cluster: dict[str, str], launch: Launch, tmp_path: Path
 ) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import os, sys; open(os.environ['SMP_RUN_DIR'] + '/ran', 'w').write(sys.argv[1])")
-    recipe = tmp_path / "own.yaml"
-    recipe.write_text(f"training_cfg:\n  entry_script: {script}\n  script_args: [{{--word: hello}}]\n")
-    words = [f"recipes={recipe}", *COMMON[1:5], f"base_results_dir={tmp_path}", "+cluster.array=0-1"]
-    stages = ["stages=[prepare,training,export]", "+prepare.command=touch $run_dir/prepared"]
+    words = own_recipe(tmp_path, "import os, sys; open(os.environ['SMP_RUN_DIR'] + '/ran', 'w').write(sys.argv[1])")
+    stages = ["stages=[prepare,training,export]", "+prepare.command=touch $run_dir/prepared", "+cluster.array=0-1"]
     launch(*words, *stages, "+export.command=cp $run_dir/array-1/ran $run_dir/exported")
     wait_for(lambda: (tmp_path / "own/exported").exists(), 200)
     assert (tmp_path / "own/prepared").exists() and (tmp_path / "own/array-0/ran").read_text() == "--word"
+
+
+def test_a_crash_loop_ends_and_so_do_the_stages_after_it(
+    cluster: dict[str, str], launch: Launch, tmp_path: Path
+) -> None:
+    words = own_recipe(tmp_path, "import os; os.kill(os.getpid(), 9)")
+    launch(*words, "max_tries=2", "stages=[training,export]", "+export.command=touch $run_dir/exported")
+    job = tmp_path / "own"
+    assert end_of(job) == "gave up", log(job)
+    assert "giving up: 2 tries in a row left no newer checkpoint than none" in log(job)
+    wait_for(lambda: "gave up (job" in launch("status", job), 60)
+    wait_for(lambda: not slurm(cluster, "squeue", "--noheader").strip(), 60)
+    assert not (job / "exported").exists()
 
 
 def test_sbatch_takes_every_script(cluster: dict[str, str], launch: Launch, tmp_path: Path) -> None:

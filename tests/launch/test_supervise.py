@@ -69,6 +69,13 @@ def test_tries_are_counted_over_jobs(tmp_path: Path) -> None:
     assert starts(tmp_path) == 1
 
 
+def test_the_end_of_a_job_that_is_started_again_is_forgotten(tmp_path: Path) -> None:
+    """A node is lost: Slurm sends SIGTERM, this process notes "requeue", and Slurm starts the job again."""
+    (tmp_path / "end.json").write_text('{"end": "requeue"}')
+    done = run(tmp_path, "cat $RUN/end.json; " + says("done"))
+    assert "requeue" not in done.stdout and end(tmp_path) == "done"
+
+
 def test_a_script_that_says_nothing_ends_by_its_code(tmp_path: Path) -> None:
     assert run(tmp_path, "exit 0").returncode == 0
     assert end(tmp_path) == "done"
@@ -86,6 +93,11 @@ def test_slurm_is_asked_to_queue_it_again(tmp_path: Path) -> None:
     assert run(tmp_path, says("requeue"), "--requeue").returncode == 0
     assert (tmp_path / "scontrol.said").read_text() == "requeue 7\n"
     assert starts(tmp_path) == 1
+
+
+def descendants(pid: int) -> list[int]:
+    below = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return below + [lower for child in below for lower in descendants(child)]
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
@@ -107,7 +119,10 @@ def test_a_signal_reaches_the_workers_and_not_torchrun(tmp_path: Path, cancelled
         time.sleep(0.02)
     if cancelled:
         (tmp_path / "cancelled").touch()
+    below = descendants(process.pid)
     process.send_signal(signal.SIGUSR1)
+    for pid in below:  # as Slurm does with the processes of a step
+        os.kill(pid, signal.SIGUSR1)
     output, _ = process.communicate(timeout=30)
     assert (tmp_path / "saved").exists() and not (tmp_path / "torchrun-was-signalled").exists(), output
     assert (process.returncode, end(tmp_path)) == ((0, "cancelled") if cancelled else (75, "requeue")), output

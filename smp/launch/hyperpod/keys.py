@@ -1,0 +1,179 @@
+"""Every key of a recipe of HyperPod's, and what it becomes."""
+
+from __future__ import annotations
+
+from smp.config.entry_points import PRETRAIN
+from smp.config.fields import settings
+from smp.launch.hyperpod import values
+from smp.launch.hyperpod.key import Key, awaits, nothing, only, to
+
+
+def _dpo(name: str) -> Key:
+    return Key(f"`{name}`, with dpo.enabled", lambda value, get: {name: value} if get("model.dpo.enabled") else {})
+
+
+_RUN = {
+    "run.model_type": only(("hf",), "other trainers are closed or not this one"),
+    "run.results_dir": nothing("everything is in base_results_dir/run.name"),
+    "trainer.accelerator": only(("gpu", "cuda", "auto"), "for CPUs give env_vars.CUDA_VISIBLE_DEVICES=''"),
+    "trainer.precision": Key("`bf16`", values.precision),
+    "trainer.max_steps": to("train_iters"),
+    "trainer.log_every_n_steps": to("log_interval"),
+    "trainer.limit_val_batches": Key("`eval_iters`, `eval_interval`; 0: no validation", values.validation),
+    "trainer.val_check_interval": Key("`eval_interval`, with limit_val_batches", lambda value, get: {}),
+    "trainer.accumulate_grad_batches": Key("refused unless 1: give `global_batch_size`", values.accumulation),
+    "trainer.gradient_clip_val": nothing("model.grad_clip clips"),
+    "use_smp_model": nothing("all models are parallel models"),
+    "distributed_backend": only(("nccl", "gloo"), "GPUs speak NCCL, CPUs gloo"),
+}
+_EXP = {
+    "exp_dir": Key("where `save` is; null: the job's folder", lambda value, get: {}),
+    "name": Key("`wandb_exp_name`, with create_wandb_logger", lambda value, get: {}),
+    "create_tensorboard_logger": to("tensorboard"),
+    "summary_writer_kwargs.save_dir": nothing("TensorBoard events are in the job's folder"),
+    "create_mlflow_logger": only((False,), "take create_wandb_logger, or metrics.jsonl in the job's folder"),
+    "mlflow_logger_kwargs.tracking_uri": nothing("there is no MLflow logger"),
+    "create_wandb_logger": Key("`wandb_project`, `wandb_exp_name`", values.wandb),
+    "wandb_logger_kwargs.save_dir": nothing("W&B's files are where WANDB_DIR says"),
+    "wandb_logger_kwargs.project": Key("`wandb_project`", lambda value, get: {}),
+    "wandb_logger_kwargs.name": Key("`wandb_exp_name`", lambda value, get: {}),
+    "create_checkpoint_callback": Key("with false no `save_interval`; the end is saved", lambda value, get: {}),
+    "checkpoint_callback_params.save_top_k": Key(
+        "`keep_last_k` or `keep_best_k`; 0: only the end is saved", values.top_k
+    ),
+    "checkpoint_callback_params.every_n_train_steps": Key("`save_interval`, unless save_top_k is 0", values.interval),
+    "checkpoint_callback_params.monitor": Key("step: `keep_last_k`; a loss: `keep_best_k`", values.monitor),
+    "checkpoint_callback_params.mode": Key("with monitor", lambda value, get: {}),
+    "checkpoint_callback_params.save_last": nothing("the end of a run is saved in any case"),
+    "checkpoint_dir": Key("`save`, with exp_dir", values.checkpoint_folder),
+    "resume_from_checkpoint": to("load"),
+    "auto_checkpoint.enabled": Key(
+        "`save_mtbf_hours: 24`, `async_save`",
+        lambda value, get: {"save_mtbf_hours": 24, "async_save": True} if value else {},
+    ),
+    "export_full_model.every_n_train_steps": only(
+        (0,), "checkpoints are whole; tools/convert_checkpoint.py exports one"
+    ),
+    "export_full_model.save_last": nothing("checkpoints are whole; tools/convert_checkpoint.py exports the last"),
+}
+_SHAPE = {
+    "model_type": Key("the family: " + ", ".join(f"`{name}`" for name in values.DENSE), values.model_type, shape=True),
+    "max_position_embeddings": to("max_position_embeddings", shape=True),
+    "num_hidden_layers": to("num_layers", shape=True),
+    "hidden_size": to("hidden_size", shape=True),
+    "num_attention_heads": to("num_attention_heads", shape=True),
+    "num_key_value_heads": to("num_query_groups", shape=True),
+    "intermediate_size": to("ffn_hidden_size", shape=True),
+    "vocab_size": to("vocab_size", shape=True),
+    "initializer_range": to("init_method_std", shape=True),
+    "layernorm_epsilon": to("norm_epsilon", shape=True),
+    "rms_norm_eps": to("norm_epsilon", shape=True),
+    "rope_theta": to("rotary_base", shape=True),
+    "rope_scaling.rope_type": Key("`use_rope_scaling`", values.scaling, shape=True),
+    "rope_scaling.factor": to("rope_scaling_factor", shape=True),
+    "rope_scaling.high_freq_factor": to("rope_high_freq_factor", shape=True),
+    "rope_scaling.low_freq_factor": to("rope_low_freq_factor", shape=True),
+    "rope_scaling.original_max_position_embeddings": to("rope_original_max_position", shape=True),
+    "tie_word_embeddings": Key(
+        "`untie_embeddings_and_output_weights`",
+        lambda value, get: {"untie_embeddings_and_output_weights": not value},
+        shape=True,
+    ),
+    "sliding_window": Key(
+        "`window_size`, unless use_sliding_window is false",
+        lambda value, get: {} if get("model.use_sliding_window") is False else {"window_size": value},
+        shape=True,
+    ),
+    "use_sliding_window": Key("with sliding_window", lambda value, get: {}, shape=True),
+    "max_window_layers": Key("refused with use_sliding_window", values.window_layers, shape=True),
+}
+_MODEL = {
+    "train_batch_size": to("micro_batch_size"),
+    "val_batch_size": nothing("evaluation takes micro_batch_size"),
+    "seed": to("seed"),
+    "grad_clip": to("clip_grad"),
+    "log_reduced_training_loss": nothing("the logged loss is that of all processes"),
+    "precision": Key("`bf16`", values.precision),
+    "tensor_model_parallel_degree": Key(
+        "`tensor_model_parallel_size`, with `sequence_parallel` above 1",
+        lambda value, get: {"tensor_model_parallel_size": value, "sequence_parallel": value != 1},
+    ),
+    "context_parallel_degree": to("context_parallel_size"),
+    "expert_model_parallel_degree": only((1,), values.OWN_KEYS),
+    "moe": only((False,), values.OWN_KEYS),
+    "num_local_experts": only((1,), values.OWN_KEYS),
+    "num_experts_per_tok": only((1,), values.OWN_KEYS),
+    "moe_load_balancing": nothing("without experts there is no load to balance"),
+    "moe_all_to_all_dispatcher": nothing("without experts there is nothing to dispatch"),
+    "global_token_shuffle": nothing("without experts there is nothing to shuffle"),
+    "multi_modal": only((False,), "smp trains language models only"),
+    "activation_checkpointing": Key(
+        "`recompute_granularity` full or none",
+        lambda value, get: {"recompute_granularity": "full" if value else "none"},
+    ),
+    "activation_loading_horizon": nothing("it tunes offloaded activations"),
+    "offload_activations": awaits(
+        "cpu_offloading", False, "offload of activations", "take more processes, TP or a pipeline"
+    ),
+    "delayed_param": nothing("weights are always made where they rest"),
+    "sharding_strategy": Key(
+        "`hybrid_shard_degree`: shard_degree / context_parallel_degree, 0 for full_shard, 1 for no_shard", values.shard
+    ),
+    "shard_degree": Key("`hybrid_shard_degree`, with hybrid_shard", values.shard_degree),
+    "forward_prefetch": nothing("FSDP2 prefetches by itself"),
+    "backward_fetch_policy": nothing("FSDP2 prefetches by itself"),
+    "limit_all_gathers": nothing("FSDP2 bounds its memory by itself"),
+    "use_orig_param": nothing("FSDP2 keeps parameters as they are"),
+    "auto_wrap_policy": only(("transformer_auto_wrap_policy",), "a block is a unit"),
+    "fp8": Key(
+        "refused unless `false`, or `use_smp_model: false`, where HyperPod's trainer does not read it either: FP8 "
+        "(`fp8_format`) is not there yet"
+        if "fp8_format" not in settings(PRETRAIN)
+        else "`fp8_format`",
+        values.fp8,
+    ),
+    "fp8_amax_history_len": nothing("it tunes delayed scaling"),
+    "fp8_amax_compute_algo": nothing("it tunes delayed scaling"),
+    "use_flash_attention": Key(
+        "`attention_backend`: auto, or math with false",
+        lambda value, get: {} if value else {"attention_backend": "math"},
+    ),
+    "max_context_width": to("seq_length"),
+    "do_finetune": Key("`finetune.py`, else `pretrain_gpt.py`", lambda value, get: {}),
+    "hf_model_name_or_path": Key("`load`, with do_finetune", values.load),
+    "hf_access_token": nothing("models are loaded from a folder; download with `hf download` before"),
+    "peft.peft_type": Key("lora: `lora_rank`, `lora_alpha`, `lora_dropout`; QLoRA is not there yet", values.peft),
+    "peft.rank": Key("`lora_rank`, with peft_type", lambda value, get: {}),
+    "peft.alpha": Key("`lora_alpha`, with peft_type", lambda value, get: {}),
+    "peft.dropout": Key("`lora_dropout`, with peft_type", lambda value, get: {}),
+    "peft.target_modules": Key("`lora_target_modules`", values.targets),
+    "dpo.enabled": Key("`objective: dpo`", lambda value, get: {"objective": "dpo"} if value else {}),
+    "dpo.beta": _dpo("dpo_beta"),
+    "dpo.label_smoothing": _dpo("dpo_label_smoothing"),
+    "lr_decay_iters": to("lr_decay_iters"),
+    "optim.name": Key("`optimizer: adam`", lambda value, get: {"optimizer": {"adamw": "adam"}.get(value, value)}),
+    "optim.lr": to("lr"),
+    "optim.weight_decay": to("weight_decay"),
+    "optim.betas": Key(
+        "`adam_beta1`, `adam_beta2`", lambda value, get: dict(zip(("adam_beta1", "adam_beta2"), value, strict=True))
+    ),
+    "optim.sched.name": only(("CosineAnnealing",), "take it, or +recipes.lr_decay_style=linear, WSD or constant"),
+    "optim.sched.warmup_steps": to("lr_warmup_iters"),
+    "optim.sched.constant_steps": only((0,), "take +recipes.lr_decay_style=WSD"),
+    "optim.sched.min_lr": to("min_lr"),
+    "data.train_dir": Key("`train_data_path`; `data_path` of finetune.py", values.train_data),
+    "data.val_dir": Key("`valid_data_path`, with limit_val_batches", values.validation_data),
+    "data.dataset_type": only(("hf", "synthetic"), "take hf, with .bin/.idx, .jsonl or .parquet files"),
+    "data.use_synthetic_data": Key("`mock_data`", lambda value, get: {"mock_data": True} if value else {}),
+    "data.tokenizer_name": to("tokenizer_model"),
+    "data.zipped_data": nothing("compressed files are known by their names"),
+    "viztracer.enabled": only((False,), "take +recipes.profile=true"),
+}
+
+KEYS: dict[str, Key] = {
+    **_RUN,
+    **{f"exp_manager.{name}": key for name, key in _EXP.items()},
+    **{f"model.{name}": key for name, key in (_SHAPE | _MODEL).items()},
+}
+"""Every key of a v1 recipe except those that both dialects have: run.name, run.time_limit, trainer.devices and
+trainer.num_nodes."""

@@ -1,0 +1,191 @@
+"""Values of HyperPod's keys that are not copied: what they become, or why they cannot be had."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from smp.config import ConfigError
+from smp.config.fields import did_you_mean
+from smp.launch.hyperpod.key import Get, awaits
+
+_MODULES = {
+    "q_proj": "query",
+    "k_proj": "key",
+    "v_proj": "value",
+    "o_proj": "output",
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+}
+EXPERTS = "mixture of experts under v1's keys"
+OWN_KEYS = "experts are asked for by smp's own settings (num_experts, moe_router_topk), not by v1's keys yet"
+DENSE: dict[str, dict[str, Any]] = {
+    "llama_v3": {},
+    "mistral": {},
+    "deepseek_r1_llama_v3": {},
+    "deepseek_r1_qwen_v2": {"add_qkv_bias": True},
+    "qwen_v2": {"add_qkv_bias": True},
+}
+_MISSING_FAMILIES = {
+    "mixtral": EXPERTS,
+    "deepseek_r1": f"{EXPERTS} and latent attention",
+    "gpt_oss": f"{EXPERTS} and attention sinks",
+    "llama_v4": EXPERTS,
+    "falcon": "one normalization for attention and MLP together, as in Falcon",
+}
+
+
+def model_type(value: Any, get: Get) -> Mapping[str, Any]:
+    if get("model.multi_modal") or "Vision" in str(get("model.hf_model_name_or_path")):
+        raise ConfigError(f"{value} of this recipe sees images: smp trains language models only")
+    if value in _MISSING_FAMILIES:
+        raise ConfigError(f"{value} needs {_MISSING_FAMILIES[value]}, which is not there yet")
+    if value not in DENSE:
+        raise ConfigError(f"{value} is not known{did_you_mean(str(value), DENSE)}")
+    return DENSE[value]
+
+
+def shard(value: Any, get: Get) -> Mapping[str, Any]:
+    """HyperPod's degree counts context-parallel processes too; this project's is multiplied by theirs."""
+    degree, context = get("model.shard_degree") or 0, get("model.context_parallel_degree")
+    context = context if isinstance(context, int) and context > 0 else 1  # what else it may be, its own key refuses
+    if value == "full_shard" or (value == "hybrid_shard" and not degree):
+        return {"hybrid_shard_degree": 0}
+    if value == "no_shard":
+        if context > 1:
+            raise ConfigError(
+                f"{value} with context_parallel_degree {context} cannot be had: weights are sharded over those "
+                f"processes; take hybrid_shard with shard_degree {context}"
+            )
+        return {"hybrid_shard_degree": 1}
+    if value != "hybrid_shard":
+        raise ConfigError(
+            f"{value} cannot be had: weights, gradients and optimizer are sharded alike; take hybrid_shard"
+        )
+    if degree % context:
+        raise ConfigError(
+            f"shard_degree {degree} is not divisible by context_parallel_degree {context}, whose processes it counts"
+        )
+    return {"hybrid_shard_degree": degree // context}
+
+
+def shard_degree(value: Any, get: Get) -> Mapping[str, Any]:
+    """With a strategy, that one reads it; without, HyperPod's is hybrid_shard."""
+    return shard("hybrid_shard", get) if get("model.sharding_strategy") is None else {}
+
+
+def precision(value: Any, get: Get) -> Mapping[str, Any]:
+    if value in ("bf16", "bf16-mixed"):
+        return {"bf16": True}
+    if str(value) in ("32", "32-true"):
+        return {"bf16": False}
+    raise ConfigError(f"{value} cannot be had: take bf16 or 32")
+
+
+def fp8(value: Any, get: Get) -> Mapping[str, Any] | str:
+    if value and get("use_smp_model") is False:
+        return "HyperPod's trainer does not read it without use_smp_model either"
+    return awaits("fp8_format", False, "FP8", "take recipes.model.fp8=false", "hybrid").convert(value, get)
+
+
+def peft(value: Any, get: Get) -> Mapping[str, Any]:
+    if str(value).startswith("qlora"):
+        raise ConfigError(f"{value} needs 4-bit base weights (QLoRA), which are not there yet; take lora")
+    if value != "lora":
+        raise ConfigError(f"{value} cannot be had: take lora, or null to train all weights")
+    rank, alpha = get("model.peft.rank") or 32, get("model.peft.alpha") or 16
+    return {"lora_rank": rank, "lora_alpha": alpha, "lora_dropout": _or(get("model.peft.dropout"), 0.1)}
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def targets(value: Any, get: Get) -> Mapping[str, Any]:
+    names = [value] if isinstance(value, str) else list(value)
+    if get("model.peft.peft_type") is None or names == ["all-linear"]:
+        return {}
+    if unknown := [name for name in names if name not in _MODULES]:
+        raise ConfigError(f"{unknown[0]} is none of {', '.join(_MODULES)}")
+    return {"lora_target_modules": ",".join(_MODULES[name] for name in names)}
+
+
+def load(value: Any, get: Get) -> Mapping[str, Any]:
+    if not get("model.do_finetune"):
+        raise ConfigError(
+            f"{value} goes with model.do_finetune: pretraining takes the architecture from the recipe's keys"
+        )
+    return {"load": value}
+
+
+def train_data(value: Any, get: Get) -> Mapping[str, Any]:
+    words = value if isinstance(value, str) else " ".join(value)
+    return {"data_path": words} if get("model.do_finetune") else {"train_data_path": words}
+
+
+def validation_data(value: Any, get: Get) -> Mapping[str, Any]:
+    if not get("trainer.limit_val_batches"):
+        return {}
+    if get("model.do_finetune"):
+        raise ConfigError(f"{value} cannot be had: finetune.py splits its samples; give split, such as 95,5,0")
+    return {"valid_data_path": value if isinstance(value, str) else " ".join(value)}
+
+
+def validation(value: Any, get: Get) -> Mapping[str, Any]:
+    if not value:
+        return {}
+    if not isinstance(value, int):
+        raise ConfigError(f"{value} must be a number of batches; 0 switches validation off")
+    return {"eval_iters": value, "eval_interval": get("trainer.val_check_interval")}
+
+
+def interval(value: Any, get: Get) -> Mapping[str, Any]:
+    top = get("exp_manager.checkpoint_callback_params.save_top_k")
+    return {"save_interval": value} if value and top != 0 and get("exp_manager.create_checkpoint_callback") else {}
+
+
+def top_k(value: Any, get: Get) -> Mapping[str, Any]:
+    if not value or value < 0 or not get("exp_manager.create_checkpoint_callback"):
+        return {}
+    monitor = get("exp_manager.checkpoint_callback_params.monitor")
+    return {"keep_last_k": max(2, value)} if monitor in (None, "step") else {"keep_best_k": value}
+
+
+def monitor(value: Any, get: Get) -> Mapping[str, Any]:
+    mode = get("exp_manager.checkpoint_callback_params.mode")
+    if value != "step" and ("loss" not in str(value) or mode != "min"):
+        raise ConfigError(f"{value} with mode {mode} cannot be had: take step with max, or val_loss with min")
+    return {}
+
+
+def window_layers(value: Any, get: Get) -> Mapping[str, Any] | str:
+    if get("model.use_sliding_window"):
+        raise ConfigError(f"{value} with use_sliding_window cannot be had: all layers have the window or none")
+    return "there is no sliding window"
+
+
+def scaling(value: Any, get: Get) -> Mapping[str, Any]:
+    if value != "llama3":
+        raise ConfigError(f"{value} cannot be had: take llama3")
+    return {"use_rope_scaling": True}
+
+
+def checkpoint_folder(value: Any, get: Get) -> Mapping[str, Any]:
+    return {"save": value} if get("exp_manager.exp_dir") else {}
+
+
+def wandb(value: Any, get: Get) -> Mapping[str, Any]:
+    if not value:
+        return {}
+    given = "exp_manager.wandb_logger_kwargs."
+    return {
+        "wandb_project": get(given + "project") or "smp",
+        "wandb_exp_name": get(given + "name") or get("exp_manager.name"),
+    }
+
+
+def accumulation(value: Any, get: Get) -> Mapping[str, Any]:
+    if value in (1, None):
+        return {}
+    raise ConfigError(f"{value}: give the samples per step instead, +recipes.global_batch_size=N")
