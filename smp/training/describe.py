@@ -13,6 +13,7 @@ from smp.layers.context_parallel.cost import bytes_sent
 from smp.layers.head import CHUNK_BYTES
 from smp.layers.lora import matching
 from smp.models.arithmetic import count_parameters, training_flops_per_token
+from smp.models.in_words import in_words
 from smp.models.inventory import inventory
 from smp.parallel.context import MESH_DIMS
 from smp.pipeline.plan import Plan, describe_plan, plan_pipeline
@@ -43,6 +44,7 @@ def describe(config: Config, world_size: int) -> str:
     tflop = training_flops_per_token(config.model, length, vocab) / 1e12
     recipe = to_yaml(replace(config, training=replace(config.training, dry_run=False)))
     lines = [
+        in_words(config.model),
         f"mesh: {_mesh(layout)}",
         f"parameters: {count.total:,} (vocabulary and positions {count.embedding:,}, "
         f"{config.model.num_layers} blocks of {count.per_layer:,})",

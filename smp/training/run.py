@@ -23,6 +23,7 @@ from smp.data.loader import BatchLoader, ReadBatch
 from smp.data.sample import SampleDataset
 from smp.kernels import Kernels
 from smp.models.gpt import GPT
+from smp.models.in_words import in_words
 from smp.optim.optimizer import build_optimizer
 from smp.parallel.agree import on_all_or_none
 from smp.parallel.context import ParallelContext, build_context
@@ -100,7 +101,7 @@ class Run:
             self.watchdog = Watchdog(process, self.config.parallel.distributed_timeout_minutes)
             opened.callback(self.watchdog.close)
             self.context = self._build_context()
-            for line in notes_on_effects(self.config):
+            for line in [in_words(self.config.model), *notes_on_effects(self.config)]:
                 self.say(line)
             self.checkpoints = RunCheckpoints(self.config, self.say)  # before the data, whose indices may take minutes
             opened.callback(self.checkpoints.close)

@@ -22,6 +22,7 @@ from smp.checkpoint.recovery import clean, load_newest, load_step
 from smp.checkpoint.retention import publish
 from smp.config import CheckpointConfig, Config, ConfigError
 from smp.config.command import in_one_line
+from smp.config.resolve import first_start
 from smp.convert.hf_config import is_hf_folder
 from smp.convert.load import load_hf
 from smp.parallel.agree import on_rank_zero
@@ -133,7 +134,7 @@ class RunCheckpoints:
         found = load_newest(root, restore, may_rename=own, say=self.say)
         if found is None and load != "auto":
             if settings.exit_on_missing_checkpoint:
-                raise ConfigError(f"--load {load} holds no complete checkpoint")
+                raise ConfigError(f"--load {load} holds no complete checkpoint{first_start(self.config)}")
             self.say(f"WARNING: --load {load} holds no complete checkpoint: starting from nothing")
         return found
 

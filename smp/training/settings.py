@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from smp.config import Config, ConfigError, Layout, LoggingConfig, check_files, load_config, resolve
+from smp.config.cli import FROM_MEGATRON
 from smp.config.fields import flag_of
+from smp.config.megatron.translate import translate
 from smp.convert.describe import read_architecture
 from smp.convert.hf_config import architecture, is_hf_folder
 from smp.data.tokenizer_files import load_tokenizer
@@ -27,6 +29,21 @@ def read_settings(argv: list[str], presets: Mapping[str, Mapping[str, Any]], wor
     if layout.pp > 1:
         plans_by_size(config, layout)
     return config
+
+
+def in_own_flags(argv: list[str], world_size: int, rank: int) -> list[str]:
+    """``argv``, or with --from-megatron what it is in this project's flags; rank 0 tells on stderr what became of it,
+    so that what --dry-run prints stays a recipe.
+
+    Raises:
+        ConfigError: it asks for what does not exist.
+    """
+    if FROM_MEGATRON not in argv or {"--help", "-h"} & set(argv):
+        return argv
+    translation = translate(argv, world_size)
+    if rank == 0:
+        print("\n".join(translation.notes), file=sys.stderr, flush=True)
+    return translation.argv
 
 
 def _check_architecture(config: Config) -> None:
