@@ -50,10 +50,11 @@ def describe(config: Config, world_size: int) -> str:
         f"{config.model.num_layers} blocks of {count.per_layer:,})",
         *([] if plan is None else describe_plan(plan, config)),
         *_exchanges(config, layout),
-        *notes_on_effects(config),
+        *notes_on_effects(config, layout),
         *([] if config.objective is not None else [f"parameters per rank: {memory.parameters // 4:,}"]),
-        f"training: {tflop:.6f} TFLOP per token, {(config.data.global_batch_size or 0) * length:,} tokens per step",
-        *(_estimated(memory, plan) if steps is None else _measured(steps)),
+        f"model FLOPs, which MFU is measured in, without what is computed again: {tflop:.6f} TFLOP per token",
+        f"tokens per step: {(config.data.global_batch_size or 0) * length:,}",
+        *(_estimated(memory, plan) if steps is None else [*_measured(steps), *_left_out(config)]),
     ]
     return "\n".join([recipe, *(f"# {line}" for line in lines)])
 
@@ -91,13 +92,22 @@ def _measured(steps: list[StepMeasures]) -> list[str]:
     return [
         f"memory of {rank}, in a step of a GPU that was run on tensors without data:",
         *(f"  {name:18s}{size / 2**30:10.3f} GiB" for name, size in rows.items()),
-        f"work of it: {step.counts.flops / 1e12:.3f} TFLOP in {step.counts.kernels:,} operations; it sends",
+        f"work of it, with what is computed again and causal attention whole: {step.counts.flops / 1e12:.3f} TFLOP in "
+        f"{step.counts.kernels:,} operations; it sends",
         *(
             f"  {group:13s}{kind:15s}{entry.sent / 1e9:10.3f} GB in {entry.calls:,} calls"
             for (group, kind), entry in sorted(step.counts.traffic.items())
             if entry.calls
         ),
     ]
+
+
+def _left_out(config: Config) -> list[str]:
+    """What the step on tensors without data does not have."""
+    documents = config.data.reset_attention_mask or config.data.packing == "best-fit"
+    window = config.model.window_size is not None and config.parallel.attention_backend != "math"
+    lines = ["documents are left out of it: its attention is over whole sequences"] if documents else []
+    return lines + (["the window is left out of it: its attention is over all tokens before"] if window else [])
 
 
 def _estimated(memory: MemoryEstimate, plan: Plan | None) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from smp.config import Config, ConfigError, Layout, LoggingConfig, check_files, load_config, resolve
 from smp.config.cli import FROM_MEGATRON
-from smp.config.fields import flag_of
+from smp.config.fields import flag_of, given, require
 from smp.config.megatron.translate import translate
 from smp.convert.describe import read_architecture
 from smp.convert.hf_config import architecture, is_hf_folder
@@ -51,6 +51,8 @@ def _check_architecture(config: Config) -> None:
     load = config.checkpoint.load
     if load is None or not is_hf_folder(load):
         return
+    std = given(config.model, "init_method_std")
+    require(not std, f"{''.join(std)} has no effect beside --load {load}, whose weights are all read; leave it out")
     asked, found = architecture(config.model), read_architecture(load)
     assert found is not None
     for name, value in found.items():

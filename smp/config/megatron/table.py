@@ -29,6 +29,7 @@ DEFAULTS = {
     "sgd_momentum": "0.9",
     "eval_iters": "100",
     "log_interval": "100",
+    "log_format": "megatron",
     "profile_step_start": "10",
     "profile_step_end": "12",
 }

@@ -310,6 +310,7 @@ def _folders(line: Line) -> None:
         line.put("--load", start, "--finetune")
     elif load is not None:
         both = save is not None and os.path.realpath(load) == os.path.realpath(save)
+        both = both and "--exit-on-missing-checkpoint" not in line.given
         line.put("--load", "auto" if both else load)
     if "--use-checkpoint-args" in line.given and (load is None or line.says("load", "auto")):
         line.problems.append("--use-checkpoint-args needs a --load other than --save: else the flags say the sizes")
