@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 pretrain_gpt.py --model debug --mock-data --vocab-size 1000 --train-iters 20
 
-``--help`` lists every setting, ``--dry-run`` shows what a command line resolves to. The last line of defence against a
-wrong run is this order: settings are read and checked before torch is imported, and nothing is written until they fit
-together.
+``--help`` lists every setting, ``--dry-run`` shows what a command line resolves to, ``--from-megatron`` takes a line of
+Megatron-LM's. The last line of defence against a wrong run is this order: settings are read and checked before torch is
+imported, and nothing is written until they fit together.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from smp.config import Config, LoggingConfig
 from smp.models.presets import PRESETS
 from smp.training.entry import run_command
 from smp.training.process import Process
-from smp.training.settings import read_settings
+from smp.training.settings import in_own_flags, read_settings
 
 
 def read(argv: list[str], world_size: int) -> tuple[Config, LoggingConfig | None]:
     """Settings, and where logs of a run go."""
+    argv = in_own_flags(argv, world_size, Process.from_environment().rank)
     config = read_settings(argv, PRESETS, world_size)
     return config, None if config.training.dry_run else config.logging
 

@@ -41,8 +41,8 @@ def parser() -> CommandParser:
     out.add_argument(
         "--reference",
         type=Path,
-        help="Hugging Face folder, or checkpoint converted from one, that tokenizer, chat template and configuration "
-        "are taken from, when --load does not have them",
+        help="Hugging Face folder, folder with a tokenizer, or checkpoint converted from one, that tokenizer, chat "
+        "template and configuration are taken from, when --load does not have them",
     )
     out.add_argument("--dtype", choices=DTYPES, help="convert all weights to this (default: keep every bit)")
     out.add_argument("--vocab-size", type=int, help="token ids of a Megatron checkpoint, without its padding")
@@ -99,7 +99,11 @@ def convert(args: argparse.Namespace) -> None:
         dtype = None if args.dtype is None else DTYPES[args.dtype]
         target = make_target(kind, opened, dtype=dtype, shard_size=size, megatron_tp=args.megatron_tp or 1)
         if kind == "hf" and not set(TOKENIZERS) & set(companions(opened.reference)):
-            print("note: no tokenizer lies with --load: --reference takes one along", file=sys.stderr)
+            print(
+                f"note: no tokenizer lies with --load {args.load}, so {args.save} has none: --reference FOLDER takes "
+                f"along that of a folder with {', '.join(TOKENIZERS[:-1])} or {TOKENIZERS[-1]}",
+                file=sys.stderr,
+            )
         total = sum(tensor.stored.nbytes for tensors in target.files.values() for tensor in tensors)
         options = [kind, args.dtype, args.max_shard_size, args.megatron_tp, str(opened.reference)]
         started = time.perf_counter()

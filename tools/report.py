@@ -28,7 +28,7 @@ from smp.config.blend import parse_blend
 from smp.config.command import CommandParser, run_tool
 from smp.config.entry_points import FINETUNE, PRETRAIN
 from smp.config.fields import as_text, settings
-from smp.training.sinks import Curve, read_curve
+from smp.training.sinks import METRICS, Curve, read_curves
 
 CHARTS = (
     ("Loss", "nats per token", ("lm loss", "validation loss", "test loss")),
@@ -108,24 +108,26 @@ def pipeline_picture(trace: Path) -> str:
         return _element(output.read_text(encoding="utf-8"), "pipeline")
 
 
-def charts(metrics: Path) -> list[str]:
-    """One picture per entry of :data:`CHARTS` that has values."""
+def charts(metrics: Mapping[str, Curve], pairs: bool) -> list[str]:
+    """One picture per entry of :data:`CHARTS` that has values; ``pairs``: the loss is one of pairs of answers."""
     pictures: list[str] = []
     for title, unit, names in CHARTS:
-        curves = {name: curve for name in names if (curve := read_curve(metrics, name))[0]}
+        curves = {name: metrics[name] for name in names if name in metrics}
+        unit = "nats per pair" if pairs and unit == "nats per token" else unit
         if curves:
             pictures.append(_element(_svg(_chart(title, unit, curves)), f"chart{len(pictures)}"))
     return pictures
 
 
-def tiles(metrics: Path) -> list[tuple[str, str]]:
+def tiles(metrics: Mapping[str, Curve]) -> list[tuple[str, str]]:
     """The figures that are looked at first."""
-    iterations, losses = read_curve(metrics, "lm loss")
+    nothing: Curve = ([], [])
+    iterations, losses = metrics.get("lm loss", nothing)
     found = [("iterations", f"{iterations[-1]:,}"), ("last loss", f"{losses[-1]:.4f}")] if losses else []
-    _, validation = read_curve(metrics, "validation loss")
+    _, validation = metrics.get("validation loss", nothing)
     found += [("best validation loss", f"{min(validation):.4f}")] if validation else []
     for title, name, form in (("tokens/s, median", "tokens/s", ",.0f"), ("peak memory, GB", "peak memory (GB)", ".2f")):
-        _, values = read_curve(metrics, name)
+        _, values = metrics.get(name, nothing)
         if values:
             value = statistics.median(values) if "median" in title else max(values)
             found.append((title, format(value, form)))
@@ -159,12 +161,12 @@ def page(folder: Path) -> str:
         ValueError: the folder is no --log-dir of a run, or a file in it is damaged.
         ConfigError: matplotlib is not installed.
     """
-    starts, metrics = read_starts(folder), folder / "metrics.jsonl"
+    starts, metrics = read_starts(folder), read_curves(folder / METRICS)
     status_file, trace = folder / "status.json", folder / "pipeline_trace.json"
     status = json.loads(status_file.read_text(encoding="utf-8")) if status_file.exists() else {}
     values = starts[-1]["settings"]
     try:
-        pictures = charts(metrics)
+        pictures = charts(metrics, pairs=values.get("objective") == "dpo")
     except ImportError:
         raise ConfigError("pictures need matplotlib: pip install matplotlib") from None
     environment = Environment(autoescape=True)

@@ -1,4 +1,5 @@
-"""Write tables (settings, named sizes, predictions) into the documentation, from the root of the repository.
+"""Write tables (settings, named sizes, predictions, Megatron's flags) into the documentation, from the repository's
+root.
 
     python tools/write_docs.py
 
@@ -15,6 +16,8 @@ from smp.config import ModelConfig
 from smp.config.command import CommandParser, run_tool
 from smp.config.entry_points import FINETUNE, PRETRAIN, EntryPoint
 from smp.config.fields import Setting, as_text, settings, title_of
+from smp.config.megatron.rows import Row
+from smp.config.megatron.table import ROWS, TABLE, fate_of
 from smp.models.arithmetic import count_parameters
 from smp.models.presets import PRESETS
 from smp.planner.published import table as published_table
@@ -67,6 +70,36 @@ def _parameters(model: ModelConfig) -> str:
     return f"{count_parameters(model, 1).non_embedding:,} + embedding"
 
 
+def megatron_table() -> str:
+    """What becomes of each of Megatron's flags, those with one answer in a row."""
+    alike = [flag for flag in ROWS if fate_of(flag) == "same"]
+    titles = {
+        ("becomes", "derived"): "Other words here",
+        ("left out",): "Accepted by --from-megatron, and without an effect here",
+        ("refused",): "Refused, but for values that are named",
+    }
+    parts = [f"### The same\n\n{_flags(alike)}."]
+    for fates, title in titles.items():
+        rows = [
+            f"| {_flags(flags)} | {_escape(_becomes(row))} |"
+            for row in TABLE
+            if (flags := [flag for flag in row.arities if fate_of(flag) in fates])
+        ]
+        parts.append("\n".join([f"### {title}", "", "| Megatron | here |", "|---|---|", *rows]))
+    return "\n\n".join(parts)
+
+
+def _flags(flags: list[str]) -> str:
+    return ", ".join(f"`{flag}`" for flag in flags)
+
+
+def _becomes(row: Row) -> str:
+    """The answer, and the values that have one of their own."""
+    text = row.answer or f"`{row.words.format('N')}`"
+    taken = [f"`{value}` {f'is `{words}`' if words else 'is accepted'}" for value, words in row.values.items()]
+    return f"{text} ({', '.join(taken)})" if taken else text
+
+
 def tables() -> dict[Path, str]:
     """What each page is to hold."""
     return {
@@ -74,6 +107,7 @@ def tables() -> dict[Path, str]:
         Path("docs/finetuning.md"): settings_tables(FINETUNE),
         Path("docs/models.md"): presets_table(),
         Path("docs/planning.md"): "\n".join(published_table()),
+        Path("docs/differences-from-megatron.md"): megatron_table(),
     }
 
 

@@ -77,9 +77,15 @@ def check_effects(config: Config, *groups: str) -> None:
         raise ConfigError(f"{said_without_effect(config, idle)}; leave it out")
 
 
-def notes_on_effects(config: Config) -> list[str]:
-    """What to tell the user of settings that have no effect, and are not refused."""
-    return [f"note: {said_without_effect(config, [s])}" for s in without_effect(config) if s.noted]
+def notes_on_effects(config: Config, layout: Layout | None = None) -> list[str]:
+    """What to tell the user of settings that have no effect, some in this ``layout``, and are not refused."""
+    notes = [f"note: {said_without_effect(config, [s])}" for s in without_effect(config) if s.noted]
+    strategy = given(config.parallel, "data_parallel_sharding_strategy")
+    if strategy and layout is not None and layout.data_parallel * layout.cp == 1:
+        notes.append(
+            f"note: {strategy[0]} has no effect with one data-parallel process: there is nothing to shard over"
+        )
+    return notes
 
 
 def check_model(model: ModelConfig) -> None:
@@ -235,6 +241,11 @@ def _check_loading(checkpoint: CheckpointConfig) -> None:
     check_paths(checkpoint.load, checkpoint.save)
     load = checkpoint.load
     require(load != "auto" or checkpoint.save is not None, "--load auto resumes from --save: give --save")
+    require(
+        load != "auto" or checkpoint.exit_on_missing_checkpoint,
+        "--no-exit-on-missing-checkpoint has no effect with --load auto, which makes the first start anyway; leave it "
+        "out",
+    )
     for flag in given(checkpoint, "ckpt_step", "finetune", "load_optim"):
         require(load is not None, f"{flag} says how to load: give --load")
         require(

@@ -23,10 +23,15 @@ from smp.config.fields import (
     effective,
     entry_point_of,
     group_classes,
+    require,
     settings,
     title_of,
 )
+from smp.config.megatron.table import answer_of
 from smp.config.schema import Config, ConfigError
+
+FROM_MEGATRON = "--from-megatron"
+"""Says that a line is Megatron-LM's; see ``smp.config.megatron.translate``."""
 
 Presets = Mapping[str, Mapping[str, Any]]
 Describe = Callable[[str], dict[str, Any] | None]
@@ -57,6 +62,7 @@ def load_config(argv: Sequence[str], presets: Presets, described: Describe = lam
 
 def read_values(argv: Sequence[str], entry: EntryPoint, epilog: str) -> dict[str, Any]:
     """The settings that a command line of ``entry`` and its --config give, by name; errors as of ``load_config``."""
+    require(FROM_MEGATRON not in argv or "--help" in argv, f"{FROM_MEGATRON} is for pretrain_gpt.py")
     given, extras = _parser(entry, epilog).parse_known_args(argv)
     _refuse_extras(extras, entry)
     texts = vars(given)
@@ -105,6 +111,12 @@ def _parser(entry: EntryPoint, epilog: str) -> CommandParser:
     parser.add_argument(
         "--config", metavar="FILE", action="append", help="YAML file of settings, one 'name: value' a line"
     )
+    if entry is PRETRAIN:
+        parser.add_argument(
+            FROM_MEGATRON,
+            action="store_true",
+            help="take the rest as a line of Megatron-LM's, with Megatron's defaults, and print it in these flags",
+        )
     sections = {g: parser.add_argument_group(g, title_of(entry, g).replace("``", "")) for g in entry.groups}
     for setting in settings(entry).values():
         sections[setting.group].add_argument(setting.flag, help=_help(setting), **_argument(setting))
@@ -127,13 +139,25 @@ def _help(setting: Setting) -> str:
 
 
 def _refuse_extras(extras: Sequence[str], entry: EntryPoint) -> None:
-    """Name the first word that is no flag of this project. Switches take no value, so ``--bf16 true`` ends here."""
-    for word in extras[:1]:
-        if not word.startswith("-"):
-            raise ConfigError(f"unexpected {word!r}: a value follows its flag, and a switch (--x or --no-x) takes none")
-        flag, switches = word.split("=")[0], [s for s in settings(entry).values() if s.type is bool]
-        known = [s.flag for s in settings(entry).values()] + ["--config"] + ["--no" + s.flag[1:] for s in switches]
-        raise ConfigError(f"unknown flag {flag}{did_you_mean(flag, known, ' (--help lists them all)')}")
+    """Name all words that are no flags of this project. Switches take no value, so ``--bf16 true`` ends here."""
+    if not extras:
+        return
+    if not extras[0].startswith("-"):
+        raise ConfigError(
+            f"unexpected {extras[0]!r}: a value follows its flag, and a switch (--x or --no-x) takes none"
+        )
+    flags = list(dict.fromkeys(word.partition("=")[0] for word in extras if word.startswith("-")))
+    megatrons = {flag: answer for flag in flags if (answer := answer_of(flag)) is not None}
+    switches = [s for s in settings(entry).values() if s.type is bool]
+    known = [s.flag for s in settings(entry).values()] + ["--config"] + ["--no" + s.flag[1:] for s in switches]
+    clauses = [
+        f"{flag} is Megatron's: {megatrons[flag]}"
+        if flag in megatrons
+        else f"{flag}{did_you_mean(flag, known, ' (--help lists them all)')}"
+        for flag in flags
+    ]
+    whole = f"; {FROM_MEGATRON} takes a whole line of Megatron's" if megatrons and entry is PRETRAIN else ""
+    raise ConfigError(f"unknown flag{'s' if len(flags) > 1 else ''} {'; '.join(clauses)}{whole}")
 
 
 def read_yaml(path: str, entry: EntryPoint = PRETRAIN) -> dict[str, Any]:

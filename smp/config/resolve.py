@@ -140,7 +140,20 @@ def check_files(config: Config) -> None:
         raise ConfigError(f"--tokenizer-model {data.tokenizer_model}: there is no such file")
     must_exist = load is not None and load != "auto" and config.checkpoint.exit_on_missing_checkpoint
     if must_exist and "://" not in str(load) and not os.path.isdir(str(load)):
-        raise ConfigError(f"--load {load}: there is no such folder")
+        raise ConfigError(f"--load {load}: there is no such folder{first_start(config)}")
+    if os.path.isfile(os.path.join(str(load), "latest_checkpointed_iteration.txt")):
+        raise ConfigError(
+            f"--load {load} is a checkpoint of Megatron's: "
+            f"python tools/convert_checkpoint.py --load {load} --save FOLDER, then --load FOLDER --finetune"
+        )
+
+
+def first_start(config: Config) -> str:
+    """What to say besides when --load has no checkpoint: where it is --save as well, as in Megatron's scripts, a run
+    that goes on from itself is meant."""
+    load, save = config.checkpoint.load, config.checkpoint.save
+    same = load is not None and save is not None and os.path.realpath(load) == os.path.realpath(save)
+    return "; --load auto goes on from --save and also makes the first start" if same else ""
 
 
 def _check_data_files(flag: str, part: BlendPart) -> None:

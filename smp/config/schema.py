@@ -421,6 +421,9 @@ class LoggingConfig:
     TensorBoard events and profiles. tools/report.py makes a page of it."""
     log_interval: int = 10
     """Iterations between log lines and records."""
+    log_format: Literal["short", "megatron"] = "short"
+    """Log line of an iteration. short: at most 200 characters, with the epoch and the time that is left; megatron:
+    Megatron's, for scripts that parse it, then throughput and memory. metrics.jsonl holds all in any case."""
     tensorboard: bool = True
     """Write TensorBoard events to <log-dir>/tensorboard."""
     wandb_project: str | None = None

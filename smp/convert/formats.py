@@ -14,7 +14,7 @@ from smp.checkpoint.latest import LATEST
 from smp.checkpoint.manifest import MANIFEST
 from smp.config import ConfigError, ModelConfig
 from smp.convert.convert import Target
-from smp.convert.hf import HFTarget, carried, open_hf
+from smp.convert.hf import HFTarget, carried, companions, open_hf
 from smp.convert.hf_config import from_hf as config_from_hf
 from smp.convert.hf_config import is_hf_folder, read_hf_config
 from smp.convert.megatron_read import TRACKER, is_megatron_folder, open_megatron
@@ -97,7 +97,7 @@ def _companions(reference: Path | None) -> Path | None:
         return None
     if not reference.is_dir():
         raise ConfigError(f"--reference {reference}: there is no such folder")
-    return reference if is_hf_folder(reference) else carried(_own_folder(reference))
+    return reference if is_hf_folder(reference) or companions(reference) else carried(_own_folder(reference))
 
 
 def _own_folder(path: Path) -> Path:

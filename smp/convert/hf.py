@@ -41,7 +41,7 @@ COMPANIONS = (
 CARRIED = "hf"
 """Folder inside of a converted checkpoint with config.json, tokenizer and the like of the folder that it came from."""
 BESIDE = "model_files"
-"""The same beside the checkpoints of a fine-tuning run."""
+"""The same beside the checkpoints of a run."""
 
 
 def open_hf(folder: str | Path, *, allow_pickle: bool = False) -> LinkedWeights:
@@ -145,6 +145,6 @@ def carry(reference: Path | None, folder: Path) -> None:
 
 
 def carried(folder: Path) -> Path | None:
-    """What :func:`carry` left in a folder, or a fine-tuning run beside its checkpoints, if they did."""
+    """What :func:`carry` left in a folder, or a run beside its checkpoints, if they did."""
     run = folder.parent if ITERATION.fullmatch(folder.name) else folder
     return next((found for found in (folder / CARRIED, run / BESIDE) if found.is_dir()), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,11 @@ def read_adapters(folder: str | Path, config: ModelConfig, family: Family) -> tu
     modules, found = linear_modules(config, family), dict(_pairs(folder))
     if strange := sorted(found.keys() - modules.keys()):
         raise CheckpointError(f"{folder / TENSORS}: {strange[0]} is no linear layer of this model")
+    if missing := [module for module in _targets(content, modules, folder) if module not in found]:
+        raise CheckpointError(
+            f"{folder / TENSORS} has no adapter for {missing[0]}, which its target_modules choose: it belongs to "
+            "another model"
+        )
     adapters: dict[str, Adapter] = {}
     for module in (module for module in modules if module in found):
         a, b = found[module]
@@ -55,6 +60,21 @@ def read_adapters(folder: str | Path, config: ModelConfig, family: Family) -> tu
     if not 0 <= dropout < 1:
         raise CheckpointError(f"{folder / CONFIG}: lora_dropout {dropout} must be at least 0 and below 1")
     return adapters, dropout
+
+
+def _targets(content: Mapping[str, Any], modules: Collection[str], folder: Path) -> list[str]:
+    """Modules of this model that the adapter's were chosen as, by peft's rule; none where something else chose too."""
+    target = content.get("target_modules")
+    if content.get("layers_to_transform") is not None or content.get("exclude_modules"):
+        return []
+    try:
+        if isinstance(target, str):
+            return [module for module in modules if re.fullmatch(target, module)]
+    except re.error as error:
+        raise CheckpointError(f"{folder / CONFIG}: target_modules {_short(target)}: {error}") from None
+    names = tuple(name for name in target if isinstance(name, str)) if isinstance(target, list) else ()
+    ends = tuple(f".{name}" for name in names)
+    return [module for module in modules if module in names or (ends and module.endswith(ends))]
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -112,6 +112,7 @@ class HuggingFaceTokenizer:
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab_size: int = max(ids) + 1
         self.eod = self._end_of_document(Path(path))
+        self.end_of_document = str(self._tokenizer.id_to_token(self.eod))
 
     def _end_of_document(self, path: Path) -> int:
         config = _config_of(path)

@@ -1,7 +1,8 @@
-"""What a fine-tuning run leaves beside its checkpoints: adapters in peft's format, and what goes with the model."""
+"""What a run leaves beside its checkpoints: adapters in peft's format, and what goes with the model."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,13 +14,16 @@ from smp.checkpoint import CheckpointError, Manifest, find, read_manifest
 from smp.checkpoint.box import read_box_into
 from smp.checkpoint.folder import Folder, open_folder
 from smp.checkpoint.latest import iteration_name
-from smp.config import Config, ConfigError
+from smp.config import Config, ConfigError, ModelConfig
+from smp.config.fields import flag_of
 from smp.convert.adapters import Adapter, family_for, is_adapter_folder
+from smp.convert.describe import read_architecture
 from smp.convert.formats import Opened
 from smp.convert.hf import BESIDE, carried, copy_companions
-from smp.convert.hf_config import CONFIG, is_hf_folder, read_hf_config
+from smp.convert.hf_config import CONFIG, architecture, is_hf_folder, read_hf_config
 from smp.convert.peft_read import read_adapters
 from smp.convert.peft_write import write_adapters
+from smp.data.tokenizer_files import HuggingFaceTokenizer
 from smp.training.saved_run import SavedRun
 
 ADAPTER = "adapter"
@@ -52,7 +56,20 @@ def open_adapters(path: Path, model: Opened) -> Mapping[str, Adapter]:
         content = read_hf_config(reference) if reference is not None and is_hf_folder(reference) else None
         return read_adapters(path, config, family_for(config, content))[0]
     folder = open_folder(find(path))
+    _require_same_model(folder, config)
     return read_saved_adapters(folder, read_manifest(folder))
+
+
+def _require_same_model(folder: Folder, config: ModelConfig) -> None:
+    """Raise CheckpointError when a run's adapters are of another architecture: fewer layers of the same shapes would
+    fit as well."""
+    trained, model = read_architecture(str(folder)) or {}, architecture(config)
+    for name, value in trained.items():
+        if model[name] != value:
+            raise CheckpointError(
+                f"{folder} holds adapters of another model: one with {flag_of(name)} {value}, this one has "
+                f"{model[name]}"
+            )
 
 
 def read_saved_adapters(folder: Folder, manifest: Manifest) -> dict[str, Adapter]:
@@ -100,12 +117,15 @@ def publish_adapter(config: Config, iteration: int) -> str:
 
 def leave_companions(config: Config) -> None:
     """Put what goes with the model (tokenizer, chat template, config.json) beside the checkpoints, as this run uses it:
-    the export of the model, or another run, finds it there. On one rank; needs a --save on a file system. Raises
-    CheckpointError where it cannot be written."""
-    load, save, given = str(config.checkpoint.load), config.checkpoint.save, config.data.tokenizer_model
+    the export of the model, or another run, finds it there. A tiktoken file is no tokenizer that goes with a model. On
+    one rank; needs a --save on a file system. Raises CheckpointError where it cannot be written."""
+    load, save, given = config.checkpoint.load or "auto", config.checkpoint.save, config.data.tokenizer_model
     if save is None or (root := open_folder(save).local) is None:
         return
-    source = Path(load) if is_hf_folder(load) else (None if "://" in load else carried(Path(load)))
+    elsewhere = load == "auto" or "://" in load
+    source = None if elsewhere else Path(load) if is_hf_folder(load) else carried(Path(load))
+    if source is None and (given is None or config.data.tiktoken_pattern is not None):
+        return
     folder = root / BESIDE
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -113,12 +133,27 @@ def leave_companions(config: Config) -> None:
             shutil.copyfile(source / CONFIG, folder / CONFIG)
         if given is None or Path(given).is_dir():
             copy_companions(source if given is None else Path(given), folder)
-        else:
-            shutil.copyfile(given, folder / "tokenizer.model")
+        elif config.data.tiktoken_pattern is None:
+            _leave_tokenizer(Path(given), folder)
         if config.data.chat_template is not None:
             shutil.copyfile(config.data.chat_template, folder / "chat_template.jinja")
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written: {error}") from None
+
+
+def _leave_tokenizer(file: Path, folder: Path) -> None:
+    """The tokenizer of a file, under the name that programs look for, with its settings or such as say what it is."""
+    with file.open("rb") as head:
+        is_json = head.read(64).lstrip()[:1] == b"{"
+    if not is_json:
+        shutil.copyfile(file, folder / "tokenizer.model")
+        return
+    copy_companions(file.parent, folder)
+    shutil.copyfile(file, folder / "tokenizer.json")
+    settings = folder / "tokenizer_config.json"
+    if not settings.is_file():
+        end = HuggingFaceTokenizer(file).end_of_document
+        settings.write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}, indent=2))
 
 
 def companions_of(path: Path) -> Path | None:

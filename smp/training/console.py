@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import datetime, timedelta
+from types import MappingProxyType
 
 import torch
 from tqdm import tqdm
@@ -12,7 +13,7 @@ from smp.config import Config, Layout
 from smp.models.arithmetic import pair_training_flops, training_flops_per_token
 from smp.training.device_peak import peak_flops
 from smp.training.run_record import start_record
-from smp.training.sinks import open_sinks
+from smp.training.sinks import earlier_records, open_sinks
 from smp.training.trainer import Progress, StepResult
 
 
@@ -22,13 +23,21 @@ class Console:
     Args:
         iteration: where the run starts; records after it are left-overs of a lost part and dropped.
         work: FLOPs of a step, relative to pretraining on as many tokens.
+        epoch: samples of one; None: the data never repeat.
     """
 
     def __init__(
-        self, config: Config, layout: Layout, rank: int, device: torch.device, iteration: int, work: float = 1.0
+        self,
+        config: Config,
+        layout: Layout,
+        rank: int,
+        device: torch.device,
+        iteration: int,
+        work: float = 1.0,
+        epoch: int | None = None,
     ) -> None:
         self.config, self.layout, self.device = config, layout, device
-        self._speaks = rank == 0
+        self._speaks, self._epoch = rank == 0, epoch
         self._window: list[StepResult] = []
         self._progress = Progress()
         if not self._speaks:
@@ -38,6 +47,8 @@ class Console:
         self._pair_flops = pair_training_flops(config.model)
         alone = training_flops_per_token(config.model, 1, config.model.vocab_size)  # a token that sees itself
         self._token_flops = alone - self._pair_flops
+        for line in earlier_records(config, iteration):
+            tqdm.write(line)
         self._sinks = open_sinks(config.logging, iteration)
         record = start_record(config, layout, device, iteration)
         for sink in self._sinks:
@@ -101,8 +112,12 @@ class Console:
         }
         self._window.clear()
         self._log(last_step.iteration, record)
-        more = "".join(f" {name}: {value:.6f} |" for name, value in last_step.metrics.items())
-        self.say(log_line(self.config, last_step.iteration, record) + more)
+        if self.config.logging.log_format == "megatron":
+            more = "".join(f" {name}: {value:.6f} |" for name, value in last_step.metrics.items())
+            self.say(log_line(self.config, last_step.iteration, record) + more)
+        else:
+            epochs = None if self._epoch is None else last_step.consumed_samples / self._epoch
+            self.say(short_line(self.config, last_step.iteration, record, epochs, last_step.metrics))
 
     def _log(self, iteration: int, record: Mapping[str, float]) -> None:
         for sink in self._sinks:
@@ -166,6 +181,47 @@ def log_line(config: Config, iteration: int, record: Mapping[str, float]) -> str
     ]
     parts += [f"MFU: {record['MFU']:.3f}"] if "MFU" in record else []
     return " | ".join(parts) + " |"
+
+
+LONGEST = 200
+"""Characters of a short line."""
+
+
+def short_line(
+    config: Config,
+    iteration: int,
+    record: Mapping[str, float],
+    epochs: float | None = None,
+    metrics: Mapping[str, float] = MappingProxyType({}),
+) -> str:
+    """The line of an iteration for people: what matters most first, and no more than fits.
+
+    Args:
+        iteration, record: as of :func:`log_line`.
+        epochs: passes over the data so far; None: they never repeat.
+        metrics: what the objective measures besides.
+    """
+    last = config.training.train_iters or iteration
+    left = timedelta(seconds=round((last - iteration) * record["seconds per iteration"]))
+    parts = [
+        f" [{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {iteration}/{last}",
+        *([] if epochs is None else [f"epoch {epochs:.2f}"]),
+        f"lm loss: {record['lm loss']:.6E}",
+        f"grad norm: {record['grad norm']:.3f}",
+        f"learning rate: {record['learning rate']:.3E}",
+        *([f"skipped: {record['skipped iterations']:.0f}"] if record["skipped iterations"] else []),
+        f"left: {left}",
+        *(f"{name}: {value:.4f}" for name, value in metrics.items()),
+        f"tokens/s: {record['tokens/s']:.0f}",
+        f"peak memory (GB): {record['peak memory (GB)']:.2f}",
+        *([f"MFU: {record['MFU']:.3f}"] if "MFU" in record else []),
+    ]
+    line = parts[0]
+    for part in parts[1:]:
+        if len(line) + len(" | ") + len(part) + len(" |") > LONGEST:
+            break
+        line = f"{line} | {part}"
+    return line + " |"
 
 
 def _peak_resident_bytes() -> int:

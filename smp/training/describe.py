@@ -14,6 +14,7 @@ from smp.layers.context_parallel.cost import bytes_sent
 from smp.layers.head import CHUNK_BYTES
 from smp.layers.lora import matching
 from smp.models.arithmetic import count_parameters, training_flops_per_token
+from smp.models.in_words import in_words
 from smp.models.inventory import inventory
 from smp.parallel.context import MESH_DIMS
 from smp.pipeline.plan import Plan, describe_plan, plan_pipeline
@@ -43,16 +44,18 @@ def describe(config: Config, world_size: int) -> str:
     tflop = training_flops_per_token(config.model, length, vocab) / 1e12
     recipe = to_yaml(replace(config, training=replace(config.training, dry_run=False)))
     lines = [
+        in_words(config.model),
         f"mesh: {_mesh(layout)}",
         f"parameters: {count.total:,} (vocabulary and positions {count.embedding:,}, "
         f"{config.model.num_layers} blocks of {count.per_layer:,})",
         *_experts(config, layout, count.active),
         *([] if plan is None else describe_plan(plan, config)),
         *_exchanges(config, layout),
-        *notes_on_effects(config),
+        *notes_on_effects(config, layout),
         *([] if config.objective is not None else [f"parameters per rank: {memory.parameters // 4:,}"]),
-        f"training: {tflop:.6f} TFLOP per token, {(config.data.global_batch_size or 0) * length:,} tokens per step",
-        *(_estimated(memory, plan) if steps is None else _measured(steps)),
+        f"model FLOPs, which MFU is measured in, without what is computed again: {tflop:.6f} TFLOP per token",
+        f"tokens per step: {(config.data.global_batch_size or 0) * length:,}",
+        *(_estimated(memory, plan) if steps is None else [*_measured(steps), *_left_out(config)]),
     ]
     return "\n".join([recipe, *(f"# {line}" for line in lines)])
 
@@ -106,13 +109,22 @@ def _measured(steps: list[StepMeasures]) -> list[str]:
     return [
         f"memory of {rank}, in a step of a GPU that was run on tensors without data:",
         *(f"  {name:18s}{size / 2**30:10.3f} GiB" for name, size in rows.items()),
-        f"work of it: {step.counts.flops / 1e12:.3f} TFLOP in {step.counts.kernels:,} operations; it sends",
+        f"work of it, with what is computed again and causal attention whole: {step.counts.flops / 1e12:.3f} TFLOP in "
+        f"{step.counts.kernels:,} operations; it sends",
         *(
             f"  {group:13s}{kind:15s}{entry.sent / 1e9:10.3f} GB in {entry.calls:,} calls"
             for (group, kind), entry in sorted(step.counts.traffic.items())
             if entry.calls
         ),
     ]
+
+
+def _left_out(config: Config) -> list[str]:
+    """What the step on tensors without data does not have."""
+    documents = config.data.reset_attention_mask or config.data.packing == "best-fit"
+    window = config.model.window_size is not None and config.parallel.attention_backend != "math"
+    lines = ["documents are left out of it: its attention is over whole sequences"] if documents else []
+    return lines + (["the window is left out of it: its attention is over all tokens before"] if window else [])
 
 
 def _estimated(memory: MemoryEstimate, plan: Plan | None) -> list[str]:

@@ -103,8 +103,10 @@ class Meter(TorchDispatchMode):
         """Count peaks for ``name``; what autograd does inside, for "backward"."""
         self._phase = name
         self._note_peak()
-        yield
-        self._phase = None
+        try:
+            yield
+        finally:
+            self._phase = None
 
     @contextmanager
     def counting(self) -> Iterator[None]:

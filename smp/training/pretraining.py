@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
+from smp.checkpoint import CheckpointError
 from smp.config import Config, ConfigError
 from smp.config.command import in_one_line
 from smp.data.build import Datasets, build_datasets
+from smp.parallel.agree import on_rank_zero
+from smp.training.adapter_files import leave_companions
 from smp.training.build import Workplace, build_forward_backward, build_model, choose_backends
 from smp.training.objective import NextToken
 from smp.training.run import RunParts, Trainable
@@ -19,6 +22,7 @@ def pretraining(config: Config) -> RunParts:
         datasets=partial(_read, config),
         kernels=partial(choose_backends, config, documents=config.data.reset_attention_mask),
         trainable=lambda place, say, progress: _trainable(config, place),
+        before=lambda: on_rank_zero(lambda: leave_companions(config), CheckpointError),
     )
 
 

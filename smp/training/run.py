@@ -23,8 +23,9 @@ from smp.data.loader import BatchLoader, ReadBatch
 from smp.data.sample import SampleDataset
 from smp.kernels import Kernels
 from smp.models.gpt import GPT
+from smp.models.in_words import in_words
 from smp.optim.optimizer import build_optimizer
-from smp.parallel.agree import on_all_or_none
+from smp.parallel.agree import on_all_or_none, on_rank_zero
 from smp.parallel.context import ParallelContext, build_context
 from smp.pipeline.failure import naming
 from smp.pipeline.plan import describe_plan, plan_pipeline
@@ -38,6 +39,7 @@ from smp.training.process import Process, Status
 from smp.training.profiler import PipelineTrace, Profiler
 from smp.training.runtime import StopSignal, Watchdog, library_settings
 from smp.training.saving import RunCheckpoints
+from smp.training.sinks import refuse_log_dir_in_use
 from smp.training.stopping import StopRules, due
 from smp.training.trainer import Progress, Step, Trainer
 
@@ -100,7 +102,8 @@ class Run:
             self.watchdog = Watchdog(process, self.config.parallel.distributed_timeout_minutes)
             opened.callback(self.watchdog.close)
             self.context = self._build_context()
-            for line in notes_on_effects(self.config):
+            on_rank_zero(lambda: refuse_log_dir_in_use(self.config.logging), ConfigError)
+            for line in [in_words(self.config.model), *notes_on_effects(self.config, self.layout)]:
                 self.say(line)
             self.checkpoints = RunCheckpoints(self.config, self.say)  # before the data, whose indices may take minutes
             opened.callback(self.checkpoints.close)
@@ -112,8 +115,9 @@ class Run:
             self.batches = self._loader(self.datasets.train, progress.consumed_samples, sizes)
             opened.callback(self.batches.close)
             place = self.config, self.layout, process.rank, device, progress.iteration, parts.work
+            epoch = self.datasets.train.samples_per_epoch
             log_dir = self.config.logging.log_dir
-            self.console = on_all_or_none(lambda: Console(*place), ConfigError, f"--log-dir {log_dir}")
+            self.console = on_all_or_none(lambda: Console(*place, epoch), ConfigError, f"--log-dir {log_dir}")
             opened.callback(self.console.close)
             self._evaluated_at = progress.iteration
             self._opened = opened.pop_all()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -22,9 +23,10 @@ from smp.checkpoint.recovery import clean, load_newest, load_step
 from smp.checkpoint.retention import publish
 from smp.config import CheckpointConfig, Config, ConfigError
 from smp.config.command import in_one_line
+from smp.config.resolve import first_start
 from smp.convert.hf_config import is_hf_folder
 from smp.convert.load import load_hf
-from smp.parallel.agree import on_rank_zero
+from smp.parallel.agree import gather, on_rank_zero
 from smp.training.persistence import load_training, run_state
 from smp.training.stopping import SaveClock
 from smp.training.trainer import Progress
@@ -47,7 +49,7 @@ class RunCheckpoints:
         self._made_root = False
         self._saver: checkpoint.AsyncSaver | None = None
         self._clock = SaveClock(config.checkpoint)
-        self._failure, self._is_last = "", False
+        self._failure, self._is_last, self._told_size = "", False, False
         if self.root is None:
             return
         try:
@@ -133,7 +135,7 @@ class RunCheckpoints:
         found = load_newest(root, restore, may_rename=own, say=self.say)
         if found is None and load != "auto":
             if settings.exit_on_missing_checkpoint:
-                raise ConfigError(f"--load {load} holds no complete checkpoint")
+                raise ConfigError(f"--load {load} holds no complete checkpoint{first_start(self.config)}")
             self.say(f"WARNING: --load {load} holds no complete checkpoint: starting from nothing")
         return found
 
@@ -200,9 +202,20 @@ class RunCheckpoints:
         if (root := self.root) is None:
             return
         arguments, iteration = run_state(self.config, model, optimizer, progress, validation_loss), progress.iteration
+        self._tell_size(root, arguments["state"])
         started, self.saved_at = time.perf_counter(), iteration
         self._attempt(lambda: self._write(root, root.child(iteration_name(iteration)), arguments))
         self._clock.saved(time.perf_counter() - started)
+
+    def _tell_size(self, root: Folder, state: Mapping[str, torch.Tensor]) -> None:
+        """Before the first save: what a checkpoint takes, and what there is."""
+        if self._told_size:
+            return
+        self._told_size = True
+        own = {name: tensor.numel() * tensor.itemsize for name, tensor in state.items()}  # of a DTensor all of it
+        sizes = {name: size for part in gather(own) for name, size in part.items()}  # pipeline ranks hold parts
+        free = "" if root.local is None else f"; {shutil.disk_usage(root.local).free / 1e9:,.3f} GB are free there"
+        self.say(f"a checkpoint in {root} takes {sum(sizes.values()) / 1e9:,.3f} GB{free}")
 
     def finish(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress, validation_loss: float | None

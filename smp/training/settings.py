@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from smp.config import Config, ConfigError, Layout, LoggingConfig, check_files, load_config, resolve
-from smp.config.fields import flag_of
+from smp.config.cli import FROM_MEGATRON
+from smp.config.fields import flag_of, given, require
+from smp.config.megatron.translate import translate
 from smp.convert.describe import read_architecture
 from smp.convert.hf_config import architecture, is_hf_folder
 from smp.data.tokenizer_files import load_tokenizer
@@ -29,11 +31,28 @@ def read_settings(argv: list[str], presets: Mapping[str, Mapping[str, Any]], wor
     return config
 
 
+def in_own_flags(argv: list[str], world_size: int, rank: int) -> list[str]:
+    """``argv``, or with --from-megatron what it is in this project's flags; rank 0 tells on stderr what became of it,
+    so that what --dry-run prints stays a recipe.
+
+    Raises:
+        ConfigError: it asks for what does not exist.
+    """
+    if FROM_MEGATRON not in argv or {"--help", "-h"} & set(argv):
+        return argv
+    translation = translate(argv, world_size)
+    if rank == 0:
+        print("\n".join(translation.notes), file=sys.stderr, flush=True)
+    return translation.argv
+
+
 def _check_architecture(config: Config) -> None:
     """Refuse flags under which the weights of a Hugging Face folder would mean something else."""
     load = config.checkpoint.load
     if load is None or not is_hf_folder(load):
         return
+    std = given(config.model, "init_method_std")
+    require(not std, f"{''.join(std)} has no effect beside --load {load}, whose weights are all read; leave it out")
     asked, found = architecture(config.model), read_architecture(load)
     assert found is not None
     for name, value in found.items():

@@ -5,12 +5,17 @@ from __future__ import annotations
 import fcntl
 import json
 import math
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from smp.config import ConfigError, LoggingConfig
+from smp.config import Config, ConfigError, LoggingConfig
 from smp.training.run_record import STARTS
+
+METRICS = "metrics.jsonl"
+"""Name of the file of records in --log-dir."""
 
 Scalars = Mapping[str, float]
 Curve = tuple[list[int], list[float]]
@@ -45,7 +50,59 @@ def open_sinks(config: LoggingConfig, iteration: int) -> list[Sink]:
         sinks.append(WandbSink(folder, config.wandb_project, config.wandb_exp_name, iteration))
     if config.tensorboard:
         sinks.append(TensorBoardSink(folder / "tensorboard", iteration))
-    return [*sinks, JsonlSink(folder / "metrics.jsonl", iteration)]
+    return [*sinks, JsonlSink(folder / METRICS, iteration)]
+
+
+def refuse_log_dir_in_use(config: LoggingConfig) -> None:
+    """Look, before anything that takes long, whether another run writes to --log-dir; raises ConfigError. Nothing is
+    made: the run takes the folder when it begins to write there."""
+    path = Path(config.log_dir) / METRICS
+    with suppress(FileNotFoundError, NotADirectoryError), path.open("r+", encoding="utf-8") as file:
+        _lock(file, path)
+
+
+def _lock(file: IO[str], path: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the file is closed or the process ends
+    except BlockingIOError:
+        raise ConfigError(f"--log-dir {path.parent} is in use by another run; give another") from None
+
+
+def earlier_records(config: Config, iteration: int) -> list[str]:
+    """What to tell of records in --log-dir that are not of the part of this run before ``iteration``: they move, or
+    this run's come behind them."""
+    folder = Path(config.logging.log_dir)
+    path, starts = folder / METRICS, folder / STARTS
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    moved = sum(_iteration(line) > iteration for line in lines)
+    notes = []
+    if moved:
+        whose = "an earlier run, or of a part of this one that was lost" if iteration else "an earlier run"
+        notes.append(
+            f"note: --log-dir {folder} holds {moved} records of {whose}: they move to {_superseded(path).name}"
+        )
+    own = {os.path.realpath(path) for path in (config.checkpoint.save, config.checkpoint.load) if path}
+    other = _last_save(starts)
+    if moved < len(lines) and other is not None and os.path.realpath(other) not in own:
+        notes.append(
+            f"WARNING: --log-dir {folder} holds records of another run, with --save {other}: this run's come behind "
+            "them; give another --log-dir to keep them apart"
+        )
+    return notes
+
+
+def _last_save(starts: Path) -> str | None:
+    """--save of the last run that was started with these logs; None: it is not known."""
+    try:
+        return json.loads(starts.read_text(encoding="utf-8").splitlines()[-1])["settings"]["save"]
+    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        return None
+
+
+def _superseded(path: Path) -> Path:
+    return path.with_suffix(".superseded.jsonl")
 
 
 class JsonlSink:
@@ -65,11 +122,11 @@ class JsonlSink:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a+", encoding="utf-8")
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the file is closed or the process ends
-        except BlockingIOError:
+            _lock(self._file, path)
+        except ConfigError:
             self._file.close()
-            raise ConfigError(f"--log-dir {path.parent} is in use by another run; give another") from None
-        _set_aside(self._file, path.with_suffix(".superseded.jsonl"), iteration)
+            raise
+        _set_aside(self._file, _superseded(path), iteration)
         self._starts = path.parent / STARTS
 
     def start(self, record: Mapping[str, Any]) -> None:
@@ -91,19 +148,25 @@ def read_curve(path: Path, name: str) -> Curve:
     Raises:
         ValueError: a line is not a record.
     """
-    iterations: list[int] = []
-    values: list[float] = []
+    return read_curves(path).get(name, ([], []))
+
+
+def read_curves(path: Path) -> dict[str, Curve]:
+    """All curves of a ``metrics.jsonl`` by name, read once; errors as of :func:`read_curve`."""
+    curves: dict[str, Curve] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             record = json.loads(line)
-            iteration, value = int(record["iteration"]), record.get(name)
-            value = math.nan if value is None else float(value)
+            iteration = int(record["iteration"])
+            values = {name: math.nan if value is None else float(value) for name, value in record.items()}
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(f"{path}:{number} is not a record with an iteration: {line[:60]!r}") from None
-        if math.isfinite(value):
-            iterations.append(iteration)
-            values.append(value)
-    return iterations, values
+        for name, value in values.items():
+            if math.isfinite(value):
+                iterations, found = curves.setdefault(name, ([], []))
+                iterations.append(iteration)
+                found.append(value)
+    return curves
 
 
 def _set_aside(file: IO[str], beside: Path, iteration: int) -> None:

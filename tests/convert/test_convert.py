@@ -142,7 +142,7 @@ def test_the_command(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert code == 0 and "smp -> megatron" in out and (b / "release" / ".metadata").is_file()
     code, out, err = run("--load", b, "--to", "hf", "--save", c, "--dtype", "bf16", "--max-shard-size", "2e-5")
     assert code == 0 and "megatron -> hf" in out and "note: 29 rows" in err
-    assert "note: no tokenizer lies with --load: --reference takes one along" in err
+    assert "has none: --reference FOLDER takes along that of a folder with tokenizer.json" in err
     assert json.loads((c / "config.json").read_text())["dtype"] == "bfloat16"
     files = sorted(c.glob("model-*.safetensors"))
     assert len(files) > 1

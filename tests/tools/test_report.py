@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from smp.training.sinks import read_curves
 from tests.training.flag_runs import Run, Runs
-from tools.report import data_shares, main, settings_table
+from tools.report import data_shares, main, page, settings_table
 
 pytest.importorskip("matplotlib")
 
@@ -50,6 +51,21 @@ class Text(HTMLParser):
     def handle_data(self, data: str) -> None:
         if not self._skip and data.strip():
             self.words.append(data.strip())
+
+
+def test_the_unit_of_the_loss_is_that_of_the_objective(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And records are read once for all pictures."""
+    logs, units = run.folder / "logs", []
+    monkeypatch.setattr("tools.report._chart", lambda title, unit, curves: units.append(unit))
+    monkeypatch.setattr("tools.report._svg", lambda figure: "<svg></svg>")
+    reads = []
+    monkeypatch.setattr("tools.report.read_curves", lambda path: reads.append(path) or read_curves(path))
+    page(logs)
+    starts = [json.loads(line) for line in (logs / "starts.jsonl").read_text().splitlines()]
+    starts[-1]["settings"]["objective"] = "dpo"
+    monkeypatch.setattr("tools.report.read_starts", lambda folder: starts)
+    page(logs)
+    assert (units[0], units[len(units) // 2]) == ("nats per token", "nats per pair") and len(reads) == 2
 
 
 def test_the_page_shows_the_run_and_loads_nothing(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,142 @@
+"""Megatron's flags of parallelism, overlap, precision, recompute and memory."""
+
+from __future__ import annotations
+
+from smp.config.megatron.rows import Row, becomes, chosen, derived, left_out, refused, same
+
+_OVERLAP = "communication runs beside computation wherever it can"
+_FSDP = "hybrid FSDP has one implementation: --hybrid-shard-degree and --data-parallel-sharding-strategy"
+_FP8 = "8-bit and 4-bit arithmetic does not exist in this command; without it --bf16 computes"
+_FP16 = "there is no fp16, so there is no loss scale: --bf16 needs none"
+_GRAPHS = "CUDA graphs do not exist; --compile fuses operations"
+_OFFLOAD = "offloading does not exist; --hybrid-shard-degree 0 and --recompute-granularity save memory"
+
+PARALLEL: tuple[Row, ...] = (
+    same(
+        "--tensor-model-parallel-size:1 --sequence-parallel --pipeline-model-parallel-size:1 --context-parallel-size:1 "
+        "--pipeline-model-parallel-layout:1 --num-virtual-stages-per-pipeline-rank:1 --distributed-timeout-minutes:1 "
+        "--bf16 --deterministic-mode"
+    ),
+    derived(
+        "--num-layers-per-virtual-pipeline-stage:1", "--num-virtual-stages-per-pipeline-rank: layers / ranks / this"
+    ),
+    refused(
+        "--decoder-first-pipeline-num-layers:1 --decoder-last-pipeline-num-layers:1 "
+        "--pipeline-model-parallel-split-rank:1",
+        "layers are balanced by what they cost; --pipeline-model-parallel-layout places them by hand",
+    ),
+    left_out(
+        "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+        "layers are balanced by what they cost, the ends of the model included",
+    ),
+    left_out(
+        "--microbatch-group-size-per-virtual-pipeline-stage:1 --defer-embedding-wgrad-compute "
+        "--wgrad-deferral-limit:1 --no-align-grad-reduce --no-align-param-gather --align-grad-reduce "
+        "--align-param-gather --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush "
+        "--no-scatter-gather-tensors-in-pipeline --use-ring-exchange-p2p --batch-p2p-communication "
+        "--pipeline-model-parallel-comm-backend:1",
+        "the order of passes and messages is --pipeline-schedule's",
+    ),
+    derived("--cp-comm-type:+", "--cp-comm-type, one value for all layers"),
+    becomes(
+        "--hierarchical-context-parallel-sizes:+",
+        "--hierarchical-context-parallel-sizes {}",
+        "the same, beside a2a+p2p",
+    ),
+    refused(
+        "--hybrid-context-parallel --dynamic-context-parallel --min-hybrid-context-parallel-size:1 "
+        "--max-seqlen-per-dp-cp-rank:1 --sequence-packing-scheduler:1 --context-parallel-ulysses-degree:1",
+        "--context-parallel-size is one for all sequences",
+    ),
+    derived(
+        "--use-distributed-optimizer --use-torch-fsdp2 --use-megatron-fsdp --use-custom-fsdp "
+        "--data-parallel-sharding-strategy:1 --num-distributed-optimizer-instances:1 "
+        "--outer-dp-sharding-strategy:1",
+        "--hybrid-shard-degree (1: replicas) and --data-parallel-sharding-strategy, of which "
+        "--use-distributed-optimizer is optim",
+    ),
+    refused(
+        "--torch-fsdp2-no-reshard-after-forward --megatron-fsdp-version:1 --use-precision-aware-optimizer "
+        "--megatron-fsdp-main-params-dtype:1 --megatron-fsdp-main-grads-dtype:1 --megatron-fsdp-grad-comm-dtype:1 "
+        "--use-layer-wise-distributed-optimizer --tensor-parallel-num-weight-shards:1 "
+        "--optimizer-params-dtype:1 --use-nccl-ub --fsdp-manual-registration",
+        _FSDP,
+    ),
+    left_out(
+        "--overlap-grad-reduce --overlap-param-gather --overlap-param-gather-with-optimizer-step "
+        "--no-overlap-grad-reduce --no-overlap-param-gather --tp-comm-overlap --tp-comm-overlap-cfg:1 "
+        "--disable-tp-comm-overlap-ag --disable-tp-comm-overlap-rs --tp-comm-overlap-rs-dgrad "
+        "--disable-tp-comm-bulk-dgrad --disable-tp-comm-bulk-wgrad --disable-tp-comm-split-ag "
+        "--disable-tp-comm-split-rs --tp-comm-bootstrap-backend:1 --delay-grad-reduce --no-delay-grad-reduce "
+        "--ddp-bucket-size:1 --ddp-num-buckets:1 --ddp-average-in-collective --ddp-pad-buckets-for-high-nccl-busbw "
+        "--ddp-reduce-scatter-with-fp32-accumulation --suggested-communication-unit-size:1 "
+        "--fsdp-double-buffer --keep-fp8-transpose-cache --enable-full-sharding-in-hsdp "
+        "--gradient-reduce-div-fusion --no-gradient-reduce-div-fusion --no-scatter-gather "
+        "--no-async-tensor-model-parallel-allreduce --async-tensor-model-parallel-allreduce "
+        "--disable-symmetric-registration --nccl-ub --use-sharp --sharp-enabled-group:1 "
+        "--high-priority-stream-groups:+ "
+        "--nccl-communicator-config-path:1 --use-tp-pp-dp-mapping --create-all-gather-group "
+        "--use-nonuniform-tp --replication --replication-jump:1 --replication-factor:1",
+        _OVERLAP,
+    ),
+    chosen(
+        "--distributed-backend:1",
+        {"nccl": "", "gloo": ""},
+        "the device decides: gloo on a CPU, NCCL on CUDA",
+    ),
+    left_out(
+        "--init-model-with-meta-device --local-rank:1 --lazy-mpu-init:1 --no-use-gloo-process-groups "
+        "--enable-gloo-process-groups "
+        "--disable-gloo-process-groups --standalone-embedding-stage --flight-recorder-dump-path:1 "
+        "--distributed-timeout-seconds-after-init:1",
+        "the launcher says who is who, and --distributed-timeout-minutes is the one time-out",
+    ),
+    refused("--fake-process-group", "--dry-run tries a step of each rank on tensors without data"),
+    refused("--inprocess-restart", "main.py starts a job again that ended; --load auto resumes"),
+    becomes("--fp16", "--bf16", "--bf16: there is no fp16 with a loss scale"),
+    left_out("--loss-scale:1 --initial-loss-scale:1 --min-loss-scale:1 --loss-scale-window:1 --hysteresis:1", _FP16),
+    left_out("--fp16-lm-cross-entropy --fp32-lm-head", "logits and loss are in fp32 in chunks that fit a cache"),
+    left_out(
+        "--accumulate-allreduce-grads-in-fp32 --no-accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16 "
+        "--accumulate-bf16 --main-grads-dtype:1 --main-params-dtype:1 --reuse-grad-buf-for-mxfp8-param-ag",
+        "gradients are always reduced in fp32, and master weights are fp32",
+    ),
+    refused("--exp-avg-dtype:1 --exp-avg-sq-dtype:1", "the optimizer's moments are fp32", {"fp32": ""}),
+    refused(
+        "--fp8-format:1 --fp8-recipe:1 --fp8-margin:1 --fp8-interval:1 --fp8-amax-history-len:1 "
+        "--fp8-amax-compute-algo:1 --no-fp8-wgrad --fp8-param-gather --fp8-param --first-last-layers-bf16 "
+        "--num-layers-at-start-in-bf16:1 --num-layers-at-end-in-bf16:1 --fp8-quantizer-factory:1 --fp8-hybrid "
+        "--fp8-e4m3 --fp8-output-proj --fp8-dot-product-attention --fp8-multi-head-attention --fp4-format:1 "
+        "--fp4-recipe:1 "
+        "--fp4-param-gather --fp4-param --fp4-quantizer-factory:1 --te-precision-config-file:1 --te-rng-tracker "
+        "--kitchen-config-file:1 --kitchen-recipe-number:1 --use-kitchen-attention --kitchen-attention-backend:1 "
+        "--use-transformer-engine-op-fuser --quant-recipe:1",
+        _FP8,
+    ),
+    chosen(
+        "--recompute-granularity:1",
+        {"full": "--recompute-granularity full", "selective": "--recompute-granularity selective"},
+        "--recompute-granularity takes none, selective and full",
+    ),
+    becomes("--recompute-activations", "--recompute-granularity selective"),
+    left_out(
+        "--recompute-method:1 --recompute-num-layers:1 --recompute-modules:+ --distribute-saved-activations "
+        "--checkpoint-activations --checkpoint-num-layers:1",
+        "--recompute-granularity covers them: it repeats all blocks alike",
+    ),
+    refused(
+        "--cpu-offloading --cpu-offloading-num-layers:1 --optimizer-cpu-offload --optimizer-offload-fraction:1 "
+        "--use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads --no-pin-cpu-params "
+        "--pin-cpu-grads --pin-cpu-params --fine-grained-activation-offloading --offload-modules:+ "
+        "--min-offloaded-tensor-size:1 "
+        "--offload-optimizer-states",
+        _OFFLOAD,
+    ),
+    refused(
+        "--enable-cuda-graph --external-cuda-graph --cuda-graph-impl:1 --cuda-graph-scope:+ "
+        "--cuda-graph-warmup-steps:1 "
+        "--cuda-graph-modules:+ --optimizer-cuda-graph",
+        _GRAPHS,
+        {"none": ""},
+    ),
+)

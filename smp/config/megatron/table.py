@@ -1,0 +1,57 @@
+"""Megatron-LM's flags and what becomes of each here: data that the command line, its error messages and the page
+docs/differences-from-megatron.md read. Names are those of the groups of arguments of its training programs in 2026, and
+of older versions, which scripts still give; a name that the table lacks is told to be unknown."""
+
+from __future__ import annotations
+
+from smp.config.fields import settings
+from smp.config.megatron.model_rows import MODEL
+from smp.config.megatron.parallel_rows import PARALLEL
+from smp.config.megatron.rows import Fate, Row
+from smp.config.megatron.run_rows import CHECKPOINTS, DATA, LOGS, OTHERS, TRAINING
+
+TABLE: tuple[Row, ...] = (*MODEL, *PARALLEL, *TRAINING, *DATA, *CHECKPOINTS, *LOGS, *OTHERS)
+
+ROWS: dict[str, Row] = {flag: row for row in TABLE for flag in row.arities}
+"""By flag."""
+
+DEFAULTS = {
+    "position_embedding_type": "learned_absolute",
+    "normalization": "LayerNorm",
+    "swiglu": "false",
+    "untie_embeddings_and_output_weights": "false",
+    "disable_bias_linear": "false",
+    "hidden_dropout": "0.1",
+    "attention_dropout": "0.1",
+    "lr_decay_style": "linear",
+    "weight_decay": "0.01",
+    "adam_beta2": "0.999",
+    "sgd_momentum": "0.9",
+    "eval_iters": "100",
+    "log_interval": "100",
+    "log_format": "megatron",
+    "profile_step_start": "10",
+    "profile_step_end": "12",
+}
+"""Megatron's defaults that are others than this project's, by setting. A --load that holds nothing stays an error."""
+
+REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+"""Settings of the model that Megatron has no default for; it has none for --micro-batch-size and --lr either."""
+
+
+def fate_of(flag: str) -> Fate:
+    """What becomes of a flag of Megatron's. One that this project has by now is the same, whatever the table says."""
+    row = ROWS[flag]
+    known = settings()
+    name = flag.removeprefix("--").replace("-", "_")
+    return "same" if row.fate == "refused" and not row.values and name in known else row.fate
+
+
+def answer_of(flag: str) -> str | None:
+    """What to tell somebody who gives a flag of Megatron's that this project does not have; None: it is not one."""
+    row = ROWS.get(flag)
+    if row is None or row.fate == "same":
+        return None
+    if row.fate == "left out":
+        return f"leave it out: {row.answer}"
+    return row.answer or f"write {row.words.format('N')}"

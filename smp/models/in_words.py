@@ -1,0 +1,51 @@
+"""A model's architecture in words: what a run says of it first, so that nobody trains another one unawares."""
+
+from __future__ import annotations
+
+from smp.config import ModelConfig
+from smp.models.arithmetic import count_parameters
+
+
+def in_words(model: ModelConfig) -> str:
+    """One line about a resolved model: sizes, what its parts are, and the number of parameters."""
+    vocab, ffn, dropout = model.vocab_size, model.ffn_hidden_size, max(model.hidden_dropout, model.attention_dropout)
+    assert vocab is not None and ffn is not None, "resolved before"
+    parts = [
+        f"{model.num_layers} {'parallel ' if model.parallel_residual else ''}blocks of width {model.hidden_size:,}",
+        _heads(model),
+        model.normalization,
+        _positions(model),
+        f"{_activation(model)} MLP of {ffn:,}",
+        "no biases" if model.disable_bias_linear and not model.add_qkv_bias else _biases(model),
+        f"{'untied' if model.untie_embeddings_and_output_weights else 'tied'} embeddings of {vocab:,} token ids",
+        f"dropout {dropout}" if dropout else "no dropout",
+    ]
+    return f"model: {', '.join(parts)}: {count_parameters(model, vocab).total:,} parameters"
+
+
+def _heads(model: ModelConfig) -> str:
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    text = f"{heads} heads of {model.kv_channels}"
+    text += f" on {groups} of keys and values" if groups != heads else ""
+    text += ", each with a norm" if model.qk_layernorm else ""
+    return text + (f" that see {model.window_size:,} tokens" if model.window_size is not None else "")
+
+
+def _positions(model: ModelConfig) -> str:
+    if model.position_embedding_type == "learned_absolute":
+        return f"{model.max_position_embeddings:,} learned positions"
+    if model.position_embedding_type == "none":
+        return "no positions"
+    part = "" if model.rotary_percent == 1 else f" on {model.rotary_channels} channels"
+    scaling = f", {model.rope_scaling_type} scaling by {model.rope_scaling_factor:g}" if model.use_rope_scaling else ""
+    return f"RoPE{part} (base {model.rotary_base:g}{scaling})"
+
+
+def _activation(model: ModelConfig) -> str:
+    if model.swiglu:
+        return "SwiGLU"
+    return "squared-ReLU" if model.squared_relu else "tanh-GELU" if model.tanh_gelu else "GELU"
+
+
+def _biases(model: ModelConfig) -> str:
+    return "biases on queries, keys and values" if model.disable_bias_linear else "biases"

@@ -1,0 +1,332 @@
+"""--from-megatron: each flag of the table has an answer, and public lines become the model that Megatron trains."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from smp.config import Config, ConfigError, ModelConfig, load_config, resolve
+from smp.config.fields import settings
+from smp.config.megatron.table import DEFAULTS, ROWS, TABLE, answer_of, fate_of
+from smp.config.megatron.translate import translate
+from smp.convert.hf_config import architecture
+from smp.convert.megatron_table import from_args
+from smp.models.presets import PRESETS
+
+SIZES = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 64"
+BASE = f"{SIZES} --micro-batch-size 2 --lr 1e-4 --train-iters 10 --vocab-size 100 --mock-data"
+FLAGS = {setting.flag for setting in settings().values()}
+SWITCHES = {setting.flag for setting in settings().values() if setting.type is bool}
+
+
+def resolved(line: str, processes: int = 1) -> Config:
+    return resolve(load_config(translate(shlex.split(line), processes).argv, PRESETS), processes)
+
+
+def refusal(line: str, processes: int = 1) -> str:
+    with pytest.raises(ConfigError) as caught:
+        translate(shlex.split(line), processes)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def with_a_value(flag: str, value: str = "2") -> str:
+    return f"{flag} {value}" if ROWS[flag].arities[flag] else flag
+
+
+def test_every_flag_of_the_table_has_one_row_and_an_answer() -> None:
+    flags = [flag for row in TABLE for flag in row.arities]
+    assert len(flags) == len(set(flags)) > 700
+    assert all(answer_of(flag) for flag in flags if ROWS[flag].fate != "same")
+    assert answer_of("--hidden-size") is None and answer_of("--hiden-size") is None
+
+
+def test_what_flags_become_are_flags_of_this_project() -> None:
+    words = [word for row in TABLE for text in (row.words, *row.values.values()) for word in text.split()]
+    assert {word for word in words if word.startswith("--")} <= FLAGS
+    same = {flag for flag in ROWS if fate_of(flag) == "same"}
+    assert {flag for flag in same if flag not in FLAGS and "--" + flag.removeprefix("--no-") not in SWITCHES} == set()
+
+
+def test_all_that_is_refused_is_refused_at_once_with_its_answer() -> None:
+    flags = [flag for flag in ROWS if fate_of(flag) == "refused"]
+    message = refusal(f"{BASE} {' '.join(with_a_value(flag, 'strange') for flag in flags)}")
+    assert [flag for flag in flags if flag not in message or ROWS[flag].answer not in message] == []
+    assert len(flags) > 300
+
+
+def test_all_that_changes_nothing_is_left_out_with_one_note() -> None:
+    flags = [flag for flag in ROWS if fate_of(flag) == "left out"]
+    plain, line = translate(BASE.split(), 1), f"{BASE} {' '.join(map(with_a_value, flags))}"
+    translation = translate(line.split(), 1)
+    assert translation.argv == plain.argv
+    note, _ = translation.notes
+    assert note.startswith(f"note: {len(flags)} flags of Megatron's change nothing here and are left out: ")
+    assert all(flag in note for flag in flags)
+
+
+def values_of(flag: str) -> list[str]:
+    """Values to try: each that a row names, or some of the setting's type."""
+    row, setting = ROWS[flag], settings().get(flag.removeprefix("--").replace("-", "_"))
+    if not row.arities[flag] or row.values:
+        return list(row.values) or [""]
+    return [] if setting is None else [{int: "2", float: "0.5"}.get(setting.type, "".join(setting.choices[:1]) or "x")]
+
+
+@pytest.mark.parametrize(
+    "flag", [f for f, row in ROWS.items() if row.values or fate_of(f) in ("same", "becomes", "derived")]
+)
+def test_what_is_translated_or_kept_shows_in_the_line(flag: str, tmp_path: Path) -> None:
+    vocab = tmp_path / "vocab.json"
+    vocab.write_text(json.dumps({"a": 0, "b": 1}))
+    special = {
+        "--vocab-file": str(vocab),
+        "--tokenizer-type": "NullTokenizer",
+        "--window-size": "7,0",
+        "--batch-size": "4",
+    }
+    base = [*BASE.split(), *(["--position-embedding-type", "rope"] if flag.startswith("--rotary") else [])]
+    plain = translate(base, 1)
+    for value in [special[flag]] if flag in special else values_of(flag) or ["2"]:
+        try:
+            translation = translate([*base, flag, *([value] if value else [])], 1)
+        except ConfigError as error:
+            assert flag in str(error)  # it lacks something, such as --save
+            continue
+        left = any(flag in note for note in translation.notes[:-1])
+        changed = translation.argv != plain.argv
+        default = {"adam", "none", "auto", "linear", "learned_absolute", "no_shard"}
+        kept = flag in base or value in default or fate_of(flag) == "derived"
+        assert left or changed or kept, f"{flag} {value} is taken in silence"
+
+
+GPT_345M = (
+    "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--micro-batch-size 4 --global-batch-size 8 --lr 0.00015 --train-iters 500000 --lr-decay-iters 320000 "
+    "--lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 1e-2 --lr-warmup-fraction .01 --clip-grad 1.0 --fp16 "
+    "--data-path text_document --vocab-file {vocab} --merge-file merges.txt --split 949,50,1 --log-interval 100 "
+    "--save-interval 10000 --eval-interval 1000 --eval-iters 10 --distributed-backend nccl --save {run} --load {run}"
+)
+"""Megatron's public example of 345 million parameters, but for its sizes and paths."""
+
+PIPELINE = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+LLAMA_8B = (
+    "--use-mcore-models --num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 "
+    "--group-query-attention --num-query-groups 2 --kv-channels 16 --seq-length 64 --max-position-embeddings 64 "
+    "--position-embedding-type rope --rotary-base 1000000 --rotary-percent 1.0 --attention-dropout 0.0 "
+    "--hidden-dropout 0.0 --swiglu --init-method-std 0.0134 --attention-backend fused --normalization RMSNorm "
+    "--untie-embeddings-and-output-weights --disable-bias-linear --micro-batch-size 1 --global-batch-size 128 "
+    "--train-samples 1953125000 --lr-decay-samples 1949218748 --lr-warmup-samples 3906252 --lr 0.00015 "
+    "--min-lr 0.00001 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 "
+    "--bf16 --grad-reduce-in-bf16 --cross-entropy-loss-fusion --calculate-per-token-loss --manual-gc "
+    "--empty-unused-memory-level 1 --tensor-model-parallel-size 2 "
+    + PIPELINE
+    + "--context-parallel-size 1 --sequence-parallel "
+    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 128256 --data-cache-path cache --tiktoken-pattern v2 --split 99,1,0 "
+    "--no-create-attention-mask-in-dataloader --no-mmap-bin-files --num-workers 1 --log-interval 1 --eval-iters 32 "
+    "--eval-interval 100 --save-interval 1000 --log-throughput --profile --profile-step-start 4 --profile-step-end 6 "
+    "--ckpt-format torch_dist --distributed-timeout-minutes 60 --save {run} --load {run} --tensorboard-dir logs "
+)
+FP8 = "--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max --fp8-param-gather "
+DECOUPLED = "--decoupled-lr 5.0e-4 --decoupled-min-lr 4.5e-5 "
+
+TYPICAL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 128 "
+    "--use-rotary-position-embeddings --no-position-embedding --squared-relu --disable-bias-linear "
+    "--no-bias-gelu-fusion --no-masked-softmax-fusion --no-gradient-accumulation-fusion --attention-softmax-in-fp32 "
+    "--accumulate-allreduce-grads-in-fp32 --transformer-impl transformer_engine --use-flash-attn --bf16 "
+    "--micro-batch-size 2 --global-batch-size 4 --train-iters 10 --lr 3e-4 --lr-warmup-iters 2 --optimizer adam "
+    "--lr-decay-style constant --min-lr 1e-5 --lr-decay-iters 10 --recompute-granularity full "
+    "--recompute-method uniform --recompute-num-layers 1 --tokenizer-type NullTokenizer --vocab-size 97 --mock-data "
+    "--no-load-rng --no-save-rng --no-load-optim --exit-signal-handler --log-memory-to-tensorboard "
+    "--log-validation-ppl-to-tensorboard --timing-log-level 2 --no-check-for-nan-in-loss-and-grad --window-size (31,0)"
+)
+
+
+def megatron_says(**said: object) -> dict[str, object]:
+    """The model of a checkpoint that Megatron would save for a line with these arguments, as the converter reads it;
+    what is not given is Megatron's default."""
+    args = {
+        "position_embedding_type": "learned_absolute",
+        "normalization": "LayerNorm",
+        "swiglu": False,
+        "squared_relu": False,
+        "untie_embeddings_and_output_weights": False,
+        "add_bias_linear": True,
+        "bias_gelu_fusion": True,
+        "ffn_hidden_size": 256,
+        "kv_channels": 16,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "norm_epsilon": 1e-5,
+        "rotary_base": 10000,
+        "rotary_percent": 1.0,
+        **said,
+    }
+    return architecture(from_args(args, "args", 128256))
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> dict[str, str]:
+    (tmp_path / "vocab.json").write_text(json.dumps({str(i): i for i in range(50257)}))
+    return {"vocab": str(tmp_path / "vocab.json"), "run": str(tmp_path / "run")}
+
+
+def test_the_345m_line_is_megatrons_gpt(paths: dict[str, str]) -> None:
+    config = resolved(GPT_345M.format(**paths))
+    wanted = megatron_says(num_layers=3, max_position_embeddings=64, vocab_size=50257)
+    assert architecture(config.model) == wanted and config.model.tanh_gelu
+    assert (config.model.hidden_dropout, config.model.attention_dropout) == (0.1, 0.1)
+    assert config.checkpoint.load == "auto" and config.optim.adam_beta2 == 0.999 and config.parallel.bf16
+    notes = translate(GPT_345M.format(**paths).split(), 1).notes
+    assert "--distributed-backend nccl" in notes[0] and "--fp16 becomes --bf16" in notes[1] and len(notes) == 3
+
+
+def test_the_8b_line_with_tensor_and_pipeline_parallelism(paths: dict[str, str]) -> None:
+    config = resolved(LLAMA_8B.format(**paths), processes=8)
+    wanted = megatron_says(
+        num_layers=4, max_position_embeddings=64, vocab_size=128256, position_embedding_type="rope", swiglu=True,
+        normalization="RMSNorm", add_bias_linear=False, untie_embeddings_and_output_weights=True, ffn_hidden_size=128,
+        group_query_attention=True, num_query_groups=2, rotary_base=1000000,
+    )  # fmt: skip
+    assert architecture(config.model) == wanted
+    assert (config.parallel.num_virtual_stages_per_pipeline_rank, config.parallel.sequence_parallel) == (2, True)
+    assert config.training.train_iters == -(-1953125000 // 128)
+    assert (config.optim.lr_warmup_iters, config.optim.lr_decay_iters) == (30518, 15228271)
+    assert config.logging.log_dir == "logs"
+    alone = LLAMA_8B.replace(PIPELINE, "")
+    assert resolved(alone.format(**paths), 8).parallel.data_parallel_sharding_strategy == "optim"
+
+
+def test_fp8_and_decoupled_rates_are_refused_together(paths: dict[str, str]) -> None:
+    message = refusal(LLAMA_8B.format(**paths) + FP8 + DECOUPLED, processes=8)
+    assert (
+        "--fp8-format hybrid, --fp8-amax-history-len 1024, --fp8-amax-compute-algo max, --fp8-param-gather: " in message
+    )
+    assert "--decoupled-lr 5.0e-4, --decoupled-min-lr 4.5e-5: embedding and output layer have no" in message
+
+
+def test_a_typical_list_of_flags() -> None:
+    config = resolved(TYPICAL)
+    wanted = megatron_says(
+        num_layers=2, max_position_embeddings=128, vocab_size=97, position_embedding_type="rope", squared_relu=True,
+        add_bias_linear=False, bias_gelu_fusion=False, window_size=(31, 0),
+    )  # fmt: skip
+    assert architecture(config.model) == wanted
+    assert config.optim.lr_decay_style == "constant" and config.parallel.recompute_granularity == "full"
+    note = translate(TYPICAL.split(), 1).notes[0]
+    assert "--min-lr 1e-5 (without effect beside the rest)" in note and "--no-load-optim (without --load)" in note
+
+
+@pytest.mark.parametrize(
+    ("flags", "values"),
+    [
+        ("--num-query-groups 2", {"num_query_groups": 4}),
+        ("--num-query-groups 2 --group-query-attention", {"num_query_groups": 2}),
+        ("--group-query-attention", {"num_query_groups": 1}),
+        ("--no-position-embedding", {"position_embedding_type": "none"}),
+        ("--no-position-embedding --position-embedding-type rope", {"position_embedding_type": "rope"}),
+        ("--no-bias-gelu-fusion", {"tanh_gelu": False}),
+        ("--no-bias-gelu-fusion --openai-gelu", {"tanh_gelu": True}),
+        ("--disable-bias-linear", {"tanh_gelu": False, "disable_bias_linear": True}),
+        ("--swiglu", {"tanh_gelu": False, "swiglu": True}),
+        ("--window-size 127 0", {"window_size": 128}),
+        ("--window-size (-1,-1)", {"window_size": None}),
+        ("--seq-length=32", {"max_position_embeddings": 64}),
+        (
+            "--position-embedding-type rope --rotary-seq-len-interpolation-factor 4",
+            {"rope_scaling_type": "linear", "rope_scaling_factor": 4.0, "use_rope_scaling": True},
+        ),
+    ],
+)
+def test_flags_that_mean_something_together(flags: str, values: dict[str, object]) -> None:
+    model = resolved(f"{BASE} {flags}").model
+    assert {name: getattr(model, name) for name in values} == values
+
+
+@pytest.mark.parametrize(
+    ("flags", "degree", "strategy"),
+    [
+        ("", 1, "optim_grads_params"),
+        ("--use-distributed-optimizer", 0, "optim"),
+        ("--use-distributed-optimizer --num-distributed-optimizer-instances 2", 2, "optim"),
+        ("--use-torch-fsdp2", 0, "optim_grads_params"),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", 0, "optim_grads"),
+        ("--use-megatron-fsdp", 1, "optim_grads_params"),
+    ],
+)
+def test_how_far_is_sharded(flags: str, degree: int, strategy: str) -> None:
+    parallel = resolved(f"{BASE} {flags}", processes=4).parallel
+    assert (parallel.hybrid_shard_degree, parallel.data_parallel_sharding_strategy) == (degree, strategy)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--hiden-size 3 --fp8-format e4m3", "unknown flag --hiden-size: did you mean --hidden-size?"),
+        ("--bf16 true", "--bf16 takes no value, not 1"),
+        ("--lr", "--lr takes one value, not 0"),
+        ("--model llama3-8b", "--model: the sizes are Megatron's flags; leave it out"),
+        ("--config x.yaml", "--config: the sizes are Megatron's flags; leave it out"),
+        ("--optimizer muon", "--optimizer muon: --optimizer takes adam, apex-adam and sgd"),
+        ("--qk-layernorm", "give --normalization RMSNorm"),
+        ("--window-size (3,3)", "--window-size (3,3)"),
+        ("--cp-comm-type p2p a2a", "one value for all layers"),
+        ("--tokenizer-type BertWordPieceCase", "--tokenizer-type BertWordPieceCase"),
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model org/model", "org/model/tokenizer.json; the hub"),
+        ("--vocab-file none.json", "--vocab-file none.json: No such file"),
+        ("--load a --pretrained-checkpoint b", "--load b --finetune"),
+        ("--use-checkpoint-args", "needs a --load other than --save"),
+        ("--num-layers-per-virtual-pipeline-stage 3 --pipeline-model-parallel-size 2", "4 layers are not divisible"),
+        ("--rampup-batch-size 2 2 10 --lr-warmup-samples 5", "--lr-warmup-samples beside --rampup-batch-size"),
+        ("--outer-dp-sharding-strategy optim", "--outer-dp-sharding-strategy"),
+        ("--num-distributed-optimizer-instances 3", "--num-distributed-optimizer-instances 3"),
+    ],
+)
+def test_what_cannot_be_is_one_line(flags: str, message: str) -> None:
+    assert message in refusal(f"{BASE} {flags}")
+
+
+def test_what_megatron_requires_is_required_at_once() -> None:
+    message = refusal("--num-layers 2")
+    assert "--hidden-size, --num-attention-heads, --max-position-embeddings, --micro-batch-size, --lr" in message
+
+
+def test_a_line_without_data_trains_on_mock_data_and_says_so() -> None:
+    translation = translate(BASE.replace("--mock-data", "").split(), 1)
+    assert "--mock-data" in translation.argv and "mock data" in translation.notes[0]
+
+
+def test_flags_of_this_project_go_before_megatrons_defaults() -> None:
+    config = resolved(f"{BASE} --from-megatron --log-dir here --tanh-gelu --no-progress-bar --weight-decay 0.3")
+    assert (config.logging.log_dir, config.logging.progress_bar, config.optim.weight_decay) == ("here", False, 0.3)
+
+
+def test_the_printed_line_alone_is_the_same_run(paths: dict[str, str]) -> None:
+    line = translate(GPT_345M.format(**paths).split(), 1).notes[-1].removeprefix("in this project's flags: ")
+    assert resolve(load_config(shlex.split(line), PRESETS), 1) == resolved(GPT_345M.format(**paths))
+
+
+def test_the_defaults_are_other_values_of_settings() -> None:
+    assert set(DEFAULTS) <= set(settings())
+    assert all(settings()[name].parse(value, name) != settings()[name].default for name, value in DEFAULTS.items())
+    assert ModelConfig().swiglu
+
+
+def test_without_the_switch_all_unknown_flags_are_told_with_the_tables_answers() -> None:
+    line = "--hiden-size 3 --no-position-embedding --fp8-format hybrid --log-memory-to-tensorboard --qqqqqq"
+    with pytest.raises(ConfigError) as caught:
+        load_config(line.split(), PRESETS)
+    message = str(caught.value)
+    assert message.startswith("unknown flags --hiden-size: did you mean --hidden-size?; ")
+    assert "--no-position-embedding is Megatron's: --position-embedding-type none" in message
+    assert "--fp8-format is Megatron's: 8-bit" in message and "max-position-embeddings?" not in message
+    assert "--log-memory-to-tensorboard is Megatron's: leave it out: log lines" in message
+    assert "--qqqqqq (--help lists them all)" in message
+    assert message.endswith("--from-megatron takes a whole line of Megatron's")
+    with pytest.raises(ConfigError, match="--from-megatron is for pretrain_gpt.py"):
+        load_config(["--from-megatron"], PRESETS)
