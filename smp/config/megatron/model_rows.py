@@ -5,7 +5,7 @@ from __future__ import annotations
 from smp.config.megatron.rows import Row, becomes, chosen, derived, left_out, refused, same
 
 _KERNELS = "how operations are fused is --kernels' choice, printed at the start"
-_MOE = "mixtures of experts do not exist in this command"
+_MOE = "mixtures of experts have what --help lists under --moe-..., and drop no token"
 _NO = "this architecture does not exist; the decoder is --help's group model"
 
 MODEL: tuple[Row, ...] = (
@@ -133,24 +133,36 @@ MODEL: tuple[Row, ...] = (
         "--block-data-path:1 --embedding-path:1 --indexer-batch-size:1 --indexer-log-interval:1 --sample-rate:1",
         _NO,
     ),
+    same(
+        "--num-experts:1 --moe-router-topk:1 --moe-ffn-hidden-size:1 --moe-layer-freq:1 --moe-aux-loss-coeff:1 "
+        "--moe-z-loss-coeff:1 --moe-shared-expert-intermediate-size:1 --moe-router-score-function:1 "
+        "--moe-router-topk-scaling-factor:1 --moe-router-pre-softmax --expert-model-parallel-size:1"
+    ),
+    chosen(
+        "--moe-router-load-balancing-type:1",
+        {"aux_loss": ""},
+        "experts are balanced by --moe-aux-loss-coeff (aux_loss; 0 is none); seq_aux_loss, global_aux_loss and sinkhorn "
+        "do not exist",
+    ),
+    refused("--moe-router-dtype:1", "the router computes in fp32", {"fp32": ""}),
+    left_out(
+        "--moe-token-dispatcher-type:1 --moe-grouped-gemm --moe-use-legacy-grouped-gemm --moe-permute-fusion "
+        "--moe-router-fusion --moe-shared-expert-overlap --moe-per-layer-logging --overlap-moe-expert-parallel-comm",
+        "how experts are computed and tokens sent has one way here, which drops none",
+    ),
     refused(
-        "--num-experts:1 --moe-router-topk:1 --moe-ffn-hidden-size:1 --moe-layer-freq:1 --moe-aux-loss-coeff:+ "
-        "--moe-z-loss-coeff:1 --moe-router-load-balancing-type:+ --moe-token-dispatcher-type:1 --moe-grouped-gemm "
-        "--moe-use-legacy-grouped-gemm --moe-expert-capacity-factor:1 --moe-pad-expert-input-to-capacity "
+        "--moe-expert-capacity-factor:1 --moe-pad-expert-input-to-capacity "
         "--moe-pad-experts-for-cuda-graph-inference --moe-token-drop-policy:1 --moe-token-dropping "
-        "--moe-shared-expert-intermediate-size:1 --moe-shared-expert-gate --moe-shared-expert-overlap "
-        "--moe-router-dtype:1 --moe-router-score-function:1 --moe-router-num-groups:1 --moe-router-group-topk:1 "
-        "--moe-router-topk-scaling-factor:1 --moe-router-pre-softmax --moe-router-enable-expert-bias "
+        "--moe-shared-expert-gate --moe-router-num-groups:1 --moe-router-group-topk:1 --moe-router-enable-expert-bias "
         "--moe-router-bias-update-rate:1 --moe-router-force-load-balancing --moe-router-force-biased:1 "
-        "--moe-router-fusion --moe-router-padding-for-fp8 --moe-router-padding-for-quantization "
-        "--moe-router-topk-limited-devices:1 --moe-input-jitter-eps:1 --moe-permute-fusion --moe-per-layer-logging "
+        "--moe-router-padding-for-fp8 --moe-router-padding-for-quantization "
+        "--moe-router-topk-limited-devices:1 --moe-input-jitter-eps:1 "
         "--moe-layer-recompute --moe-extended-tp --moe-use-upcycling --moe-upcycling-granularity:1 "
         "--moe-enable-deepep --moe-deepep-num-sms:1 --moe-flex-dispatcher-backend:1 --moe-hybridep-num-sms:1 "
         "--moe-apply-probs-on-input --moe-mlp-glu-interleave-size:1 --moe-latent-size:1 --moe-paged-stash "
-        "--enable-routing-replay --delay-wgrad-compute --overlap-moe-expert-parallel-comm "
+        "--enable-routing-replay --delay-wgrad-compute "
         "--disable-moe-aux-loss-in-first-layers --use-tokens-per-expert-balance",
         _MOE,
-        {"0": ""},
     ),
-    refused("--expert-model-parallel-size:1 --expert-tensor-parallel-size:1", _MOE, {"1": ""}),
+    refused("--expert-tensor-parallel-size:1", "experts are cut over the tensor-parallel ranks as all of a layer"),
 )
