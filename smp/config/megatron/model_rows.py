@@ -141,8 +141,8 @@ MODEL: tuple[Row, ...] = (
     chosen(
         "--moe-router-load-balancing-type:1",
         {"aux_loss": ""},
-        "experts are balanced by --moe-aux-loss-coeff (aux_loss; 0 is none); seq_aux_loss, global_aux_loss and sinkhorn "
-        "do not exist",
+        "experts are balanced by --moe-aux-loss-coeff (aux_loss; 0 is none); seq_aux_loss, global_aux_loss and "
+        "sinkhorn do not exist",
     ),
     refused("--moe-router-dtype:1", "the router computes in fp32", {"fp32": ""}),
     left_out(
