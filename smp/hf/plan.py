@@ -12,6 +12,15 @@ from torch.distributed.tensor import DTensor
 from smp.config.schema import ConfigError
 from smp.hf.rows import COLUMN, DIVIDE, EMBEDDING, REPLICATE, ROW, STYLES, SUMMED, pattern_of, rows_of
 
+_DROPOUTS = (
+    "activation_dropout",
+    "attention_dropout",
+    "attention_probs_dropout_prob",
+    "dropout",
+    "hidden_dropout",
+    "hidden_dropout_prob",
+)
+
 
 @dataclass(frozen=True)
 class Step:
@@ -65,7 +74,7 @@ def make_plan(model: nn.Module, given: Mapping[str, str] | None, tp_size: int, t
     _numbers(modules, rows, tp_size, plan)
     _check_regions(modules, rows, whole, plan)
     _check_shared(modules, plan)
-    _check_dropout(modules)
+    _check_dropout(model, modules)
     return plan
 
 
@@ -220,18 +229,23 @@ def _cuts(modules: Mapping[str, nn.Module], plan: Plan) -> Iterator[tuple[str, n
             yield f"{name}.{own}", modules[name].get_parameter(own), dim
 
 
-def _check_dropout(modules: Mapping[str, nn.Module]) -> None:
+def _check_dropout(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
     """Masks come from each rank's generator: heads of different ranks would get the same one, and a residual stream
     another one on each rank."""
+    found: dict[str, float] = {}
     for name, module in modules.items():
-        found = {"p": module.p} if isinstance(module, nn.Dropout) else {}
-        found |= {key: value for key, value in vars(module).items() if "drop" in key and isinstance(value, float)}
-        for attribute, value in found.items():
-            if value > 0:
-                raise ConfigError(
-                    f"{name}.{attribute} is {value}: dropout under tensor parallelism would not equal one process; "
-                    "set the dropouts of the model's config to 0"
-                )
+        if isinstance(module, nn.Dropout):
+            found[f"{name}.p"] = module.p
+        numbers = {key: value for key, value in vars(module).items() if "drop" in key and isinstance(value, float)}
+        found |= {f"{name}.{key}": value for key, value in numbers.items()}
+    config = getattr(model, "config", None)
+    found |= {f"config.{key}": getattr(config, key, None) or 0.0 for key in _DROPOUTS}  # some read it in forward
+    for where, value in found.items():
+        if value > 0:
+            raise ConfigError(
+                f"{where} is {value}: dropout under tensor parallelism would not equal one process; set the dropouts "
+                "of the model's config to 0"
+            )
 
 
 def check_untouched(model: nn.Module) -> None:

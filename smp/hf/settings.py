@@ -142,7 +142,7 @@ def _check_type(key: str, value: Any) -> None:
     if key == "random_seed" and value is None:
         return
     if type(value) is not wanted:
-        raise ConfigError(f"{key} is a {wanted.__name__}, not {value!r}")
+        raise ConfigError(f"{key} is {'true or false' if wanted is bool else 'an integer'}, not {value!r}")
 
 
 def _check(settings: Settings) -> None:

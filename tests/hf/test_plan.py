@@ -67,6 +67,7 @@ def tiny(config: str, **changes: object) -> nn.Module:
         ),
         ("MixtralConfig", {"num_local_experts": 2}, 2, REPLICATED, ""),
         ("ApertusConfig", {}, 2, None, "mlp.act_fn (XIELUActivation) has parameters beside columns that are cut"),
+        ("LlamaConfig", {"activation_dropout": 0.2}, 2, None, "config.activation_dropout is 0.2"),
         (
             "BloomConfig",
             {"n_head": 4},

@@ -50,9 +50,9 @@ def test_keys_that_change_nothing_are_told() -> None:
     [
         ({"tensor_paralel_degree": 2}, "no key tensor_paralel_degree: did you mean tensor_parallel_degree"),
         ({"zzz": 2}, "no key zzz; there are hybrid_shard_degree"),
-        ({"tensor_parallel_degree": "2"}, "tensor_parallel_degree is a int, not '2'"),
-        ({"tensor_parallel_degree": True}, "tensor_parallel_degree is a int, not True"),
-        ({"allow_empty_shards": 1}, "allow_empty_shards is a bool, not 1"),
+        ({"tensor_parallel_degree": "2"}, "tensor_parallel_degree is an integer, not '2'"),
+        ({"tensor_parallel_degree": True}, "tensor_parallel_degree is an integer, not True"),
+        ({"allow_empty_shards": 1}, "allow_empty_shards is true or false, not 1"),
         ({"tensor_parallel_degree": 0}, "tensor_parallel_degree 0: at least 1"),
         ({"hybrid_shard_degree": -1}, "hybrid_shard_degree -1: at least 0"),
         ({"pipeline_parallel_degree": 1}, "which has no stages; .*--pipeline-model-parallel-size"),

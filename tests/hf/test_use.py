@@ -70,6 +70,8 @@ def _loops(rank: int, world_size: int, folder: str) -> list[tuple[Any, float, fl
         for tp, shard in LAYOUTS:
             _restart(tensor_parallel_degree=tp, hybrid_shard_degree=shard)
             model = _sharded(smp.transform(copy.deepcopy(fresh)))
+            if shard == 1:
+                model.gradient_checkpointing_enable()
             found = _train(model, _own_rows, smp.clip_grad_norm_)
             norm = max(abs(a - b) / b for a, b in zip(found, wanted, strict=True))
             results.append(((family, tp, shard), norm, worst(_whole(model), weights)[0]))
@@ -155,9 +157,10 @@ def _mistakes(rank: int, world_size: int) -> dict[str, Any]:
     assert all(p.grad is None for p in model.parameters())
     _refused("was transformed already", lambda: smp.transform(model))
     _refused("is a DTensor already", lambda: smp.transform(_sharded(build("Llama"))))
-    for transformed in (model, received):
+    for transformed in (model, received, copy.deepcopy(received)):
         assert worst(gradients(transformed, 4), wanted)[0] <= 1e-5
     _refused("is not sharded, so each of the 2 data ranks", lambda: smp.clip_grad_norm_(model, 1.0))
+    _in_16_bits(build("Llama"))
     groups = [smp.state.tp_process_group, smp.state.rep_rank_process_group]
     return {
         "ranks": [torch.distributed.get_process_group_ranks(group) for group in groups],
@@ -174,6 +177,15 @@ def _from_rank_zero(rank: int, model: Any) -> Any:
     if rank:
         mine = mine.to("meta")
     return smp.transform(mine, load_state_dict_from_rank0=True)
+
+
+def _in_16_bits(model: Any) -> None:
+    data = batch(2)
+    wanted = model(**data).logits
+    smp.transform(model, dtype=torch.bfloat16)
+    found = model(**data).logits
+    assert found.dtype == torch.bfloat16 and {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert 1e-5 < float((found - wanted).norm() / wanted.norm()) < 3e-2
 
 
 class _Counter(TorchDispatchMode):
