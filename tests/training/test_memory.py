@@ -174,7 +174,8 @@ def _measure(config: Config, tp: int, grouped: bool = False) -> float:
     keys = model._dropout_keys(layout, tokens.device)
     x = model._embed(tokens.flatten(), layout, keys)
     layout = model.attention.prepare(layout, model.attention_specs, x.dtype, x.device)
-    known = {t.untyped_storage().data_ptr() for t in _living()} - {x.untyped_storage().data_ptr()}
+    before = _living()  # kept, so that no new tensor gets the memory of an old one
+    known = {t.untyped_storage().data_ptr() for t in before} - {x.untyped_storage().data_ptr()}
     saved: list[torch.Tensor] = []
 
     def keep(t: torch.Tensor) -> torch.Tensor:
