@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,8 @@ def _options(cluster: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _option(key: str, value: Any) -> str:
-    return f"#SBATCH --{key}" if value is True else f"#SBATCH --{key}={value}"
+    """A line of sbatch's options, which it splits into words as a shell does."""
+    return f"#SBATCH --{key}" if value is True else f"#SBATCH --{key}={shlex.quote(str(value))}"
 
 
 def _seconds(job: Job) -> int:

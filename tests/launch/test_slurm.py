@@ -66,7 +66,9 @@ def launch(cluster: dict[str, str]) -> Launch:
 
 
 def slurm(cluster: dict[str, str], *words: str) -> str:
-    return subprocess.run(words, env=cluster, capture_output=True, text=True, check=True, timeout=60).stdout
+    done = subprocess.run(words, env=cluster, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def log(job: Path) -> str:
@@ -212,7 +214,9 @@ def test_sbatch_takes_every_script(cluster: dict[str, str], launch: Launch, tmp_
             "recipes.trainer.num_nodes=2",
             "dry_run=true",
         ]
-        launch(f"recipes={recipe}", "cluster=slurm", *place, *words, "cluster.mem=null", "+cluster.comment=a test")
+        launch(
+            f"recipes={recipe}", "cluster=slurm", *place, *words, "cluster.mem=null", "+cluster.comment=it's a test #1"
+        )
         slurm(cluster, "sbatch", "--test-only", str(tmp_path / name / "submit.sbatch"))
         for script in (tmp_path / name).glob("*.s*"):
             subprocess.run(["bash", "-n", str(script)], check=True)
