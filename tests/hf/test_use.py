@@ -67,7 +67,7 @@ def _loops(rank: int, world_size: int, folder: str) -> list[tuple[Any, float, fl
         fresh = copy.deepcopy(reference)
         wanted = _train(reference, lambda ids: ids, _clip_alone)
         weights = {name: p.detach().clone() for name, p in reference.named_parameters()}
-        for tp, shard in LAYOUTS:
+        for tp, shard in LAYOUTS if family == "Qwen3" else LAYOUTS[:1]:
             _restart(tensor_parallel_degree=tp, hybrid_shard_degree=shard)
             model = _sharded(smp.transform(copy.deepcopy(fresh)))
             if shard == 1:
@@ -113,7 +113,7 @@ def _saved_like(model: Any, reference: Any, weights: dict[str, torch.Tensor], fo
 
 def test_a_loop_of_ones_own_trains_alike_in_every_layout(tmp_path: Path) -> None:
     for results in run_distributed(_loops, 4, str(tmp_path)):
-        assert len(results) == 2 * len(LAYOUTS)
+        assert len(results) == len(LAYOUTS) + 1
         assert all(norm <= 1e-5 and weights <= 1e-5 for _, norm, weights in results), results
 
 
