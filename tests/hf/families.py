@@ -59,11 +59,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+NEEDS_ROWS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Mixtral": ("MixtralConfig", {**_KV, "num_local_experts": 2}),
+}
+
+
 def build(family: str) -> Any:
     """A model with random weights, equal on every rank; biases and norms are not what they start with."""
     import transformers
 
-    config, values = FAMILIES[family]
+    config, values = (FAMILIES | NEEDS_ROWS)[family]
     torch.manual_seed(5)
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**values))
     with torch.no_grad():

@@ -19,8 +19,6 @@ STEPS = 10
 FAST = [
     "Llama, one key/value head, tied",
     "Llama, vocabulary of 97",
-    "Mistral, sliding window",
-    "Qwen2",
     "Qwen3",
     "Gemma 3",
     "OLMo 2",
