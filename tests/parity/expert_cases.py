@@ -113,8 +113,7 @@ def fast_cases() -> list[Case]:
 
 
 def bf16_cases() -> list[Case]:
-    """In bf16, where a rounding may send a token elsewhere: one step."""
+    """In bf16, where no token of this problem has logits so nearly equal that another rounding sends it elsewhere."""
     return [
-        _row(2, 2, "mixtral", "tp and sp", bf16=True, steps=1),
-        _row(4, 4, "sigmoid", "alone", "full", bf16=True, steps=1),
+        _row(4, 4, "sigmoid", "alone", "full", bf16=True),
     ]
