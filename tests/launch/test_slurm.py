@@ -135,7 +135,7 @@ def test_two_nodes_train_are_queued_again_and_lose_a_node(
 
     # What the time limit does: USR1 to the batch script. The run saves, and the same job starts again.
     launch(*two, "recipes.run.name=broken")
-    wait_for(lambda: "iteration        3/" in log(broken), 280)
+    wait_for(lambda: "iteration 3/" in log(broken), 280)
     slurm(cluster, "scancel", "--batch", "--signal=USR1", number(broken))
     wait_for(lambda: "queueing the job again" in log(broken), 100)
     saved = int((broken / "checkpoints/latest").read_text().strip().removeprefix("iter_"))
@@ -157,7 +157,7 @@ def test_two_nodes_train_are_queued_again_and_lose_a_node(
 def test_cancel_saves_and_resume_goes_on(cluster: dict[str, str], launch: Launch, tmp_path: Path) -> None:
     job = tmp_path / "debug"
     launch(*COMMON, f"base_results_dir={tmp_path}", "recipes.train_iters=100000", "recipes.save_interval=50000")
-    wait_for(lambda: "iteration        3/" in log(job), 280)
+    wait_for(lambda: "iteration 3/" in log(job), 280)
     assert "RUNNING" in launch("status", job)
     launch("resume", job, code=2)
     launch("cancel", job)
