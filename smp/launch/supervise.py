@@ -215,7 +215,7 @@ def job(folder: str, checkpoints: str, max_tries: int, requeue: bool, command: l
 
 
 def taken_back() -> bool:
-    """Whether Slurm has queued this job again, or ended it, while its script still runs. A try would only be refused."""
+    """Whether Slurm has queued this job again, or ended it, while its script still runs: a try would be refused."""
     number = os.environ.get("SLURM_JOB_ID", "")
     words = ["squeue", "--noheader", "--format=%A %T", "--jobs", number]
     try:
