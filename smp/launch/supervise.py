@@ -196,6 +196,10 @@ def job(folder: str, checkpoints: str, max_tries: int, requeue: bool, command: l
         said = status.get("status", "nothing")
         say(f"the run ended with {code} and says {said}: {status.get('reason', '')}")
         end = decide(said, code, child.asked, os.path.exists(os.path.join(folder, "cancelled")))
+        if end in ("again", "requeue") and taken_back():
+            say("Slurm has taken the job back: a node is lost, or somebody requeued it")
+            write_json(end_file, {"end": "requeue"})
+            return EXIT_REQUEUE
         if end == "again" or (end == "requeue" and child.asked is None and not requeue):
             time.sleep(1)
             continue
@@ -208,6 +212,20 @@ def job(folder: str, checkpoints: str, max_tries: int, requeue: bool, command: l
     say(f"giving up: {max_tries} tries in a row left no newer checkpoint than {progress(folder, checkpoints)}")
     write_json(end_file, {"end": "gave up"})
     return 1
+
+
+def taken_back() -> bool:
+    """Whether Slurm has queued this job again, or ended it, while its script still runs: a try would be refused."""
+    number = os.environ.get("SLURM_JOB_ID", "")
+    words = ["squeue", "--noheader", "--format=%A %T", "--jobs", number]
+    try:
+        asked = (
+            subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False) if number else None
+        )
+    except OSError:  # no squeue here
+        return False
+    lines = asked.stdout.decode().splitlines() if asked is not None and asked.returncode == 0 else []
+    return any(line.split()[0] == number and line.split()[1] != "RUNNING" for line in lines)
 
 
 def decide(said: str, code: int, asked: str | None, cancelled: bool) -> str:

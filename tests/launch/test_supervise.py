@@ -76,6 +76,16 @@ def test_the_end_of_a_job_that_is_started_again_is_forgotten(tmp_path: Path) -> 
     assert "requeue" not in done.stdout and end(tmp_path) == "done"
 
 
+@pytest.mark.parametrize(("state", "tried"), [("RUNNING", 3), ("PENDING", 1), ("COMPLETING", 1)])
+def test_no_try_is_lost_on_a_job_that_slurm_has_taken_back(tmp_path: Path, state: str, tried: int) -> None:
+    """After the loss of a node srun ends before the batch script is told, and would be refused at once three times."""
+    (tmp_path / "squeue").write_text(f"#!/bin/bash\necho 6 PENDING; echo 7 {state}\n")
+    (tmp_path / "squeue").chmod(0o755)
+    done = run(tmp_path, says("failed") + "exit 1", "--requeue")
+    assert starts(tmp_path) == tried, done.stdout
+    assert (done.returncode, end(tmp_path)) == ((1, "gave up") if tried == 3 else (75, "requeue"))
+
+
 def test_a_script_that_says_nothing_ends_by_its_code(tmp_path: Path) -> None:
     assert run(tmp_path, "exit 0").returncode == 0
     assert end(tmp_path) == "done"
