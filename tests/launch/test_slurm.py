@@ -147,7 +147,8 @@ def test_two_nodes_train_are_queued_again_and_lose_a_node(
     wait_for(lambda: int(field(cluster, broken, "Restarts")) >= 2, 280)
     wait_for(lambda: "launcher: done" in log(broken), 280)
     assert nodes[1] not in slurm(cluster, "scontrol", "show", "hostnames", field(cluster, broken, "NodeList")).split()
-    wait_for(lambda: "done; the run says done" in launch("status", broken), 60)
+    # Slurm itself may call the job COMPLETING for as long as it waits for the lost node.
+    assert "the run says done at iteration 12" in launch("status", broken)
     assert records(broken) == records(whole)
     assert tensors(broken) and tensors(broken) == tensors(whole)
 
