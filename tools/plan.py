@@ -63,6 +63,11 @@ def device_of(given: Any) -> Device:
 def asked_for(flags: Sequence[str], gpus: int) -> Config:
     """Settings that were decided: bf16 always, and without a batch size four samples on each GPU."""
     config = load_config([*flags, "--bf16", "--dry-run"], PRESETS)
+    if config.model.num_experts is not None:
+        raise ConfigError(
+            "--num-experts: steps of mixtures of experts are not predicted yet; pretrain_gpt.py --dry-run estimates "
+            "their memory"
+        )
     if config.data.global_batch_size is None:
         config = replace(config, data=replace(config.data, global_batch_size=4 * gpus))
     if config.data.data_path is None and not config.data.mock_data:

@@ -85,6 +85,11 @@ def check_moe_model(model: ModelConfig) -> None:
         not (sigmoid and model.moe_router_pre_softmax),
         "--moe-router-pre-softmax has no effect with --moe-router-score-function sigmoid; leave it out",
     )
+    require(
+        k > 1 or sigmoid or model.moe_router_pre_softmax,
+        "--moe-router-topk 1: the softmax over one expert is 1, so the router gets no gradient; give "
+        "--moe-router-pre-softmax or --moe-router-score-function sigmoid",
+    )
     has_experts(model, 0)
 
 

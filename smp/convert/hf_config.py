@@ -18,7 +18,10 @@ CONFIG = "config.json"
 _CONTRADICTIONS = {"use_rope_scaling", "squared_relu", "tanh_gelu"}
 """Settings that a file may not give where they have no effect: the model would lack what it asks for. Numbers of a part
 that the model does not have mean nothing, and other programs always write them."""
-FREE = {"model", "hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"}
+FREE = {
+    *("model", "hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"),
+    *("moe_aux_loss_coeff", "moe_z_loss_coeff"),
+}
 """Settings that do not belong to the architecture: the same weights mean the same whatever they are."""
 
 

@@ -188,6 +188,8 @@ def to_args(config: ModelConfig, tp: int) -> Namespace:
         "pipeline_model_parallel_size": 1,
         "seq_length": c.max_position_embeddings,
     }
+    if c.num_experts is not None:
+        raise ConfigError(f"--num-experts {c.num_experts}: mixtures of experts are not written for Megatron yet")
     assert architecture(from_args(values, "", values["padded_vocab_size"])) == architecture(c), "a table is one-sided"
     return Namespace(**values)
 

@@ -162,9 +162,12 @@ def shard(model: nn.Module, units: list[Any], mesh: DeviceMesh, *, bf16: bool = 
         ValueError: for an ordinary parameter beside parameters that are spread over several TP ranks.
     """
     _check_parameters(model)
+    elsewhere = {
+        module for module in model.modules() if isinstance(module, FSDPModule)
+    }  # experts, over their own ranks
     for unit in [*units, model]:
         fully_shard(unit, mesh=mesh, mp_policy=_precision(bf16), shard_placement_fn=_expert_cut(model, mesh))
-    _sum_gradients([m for m in model.modules() if not isinstance(m, Experts)], mesh)
+    _sum_gradients([module for module in model.modules() if module not in elsewhere], mesh)
     return model
 
 

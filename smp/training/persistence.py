@@ -44,7 +44,7 @@ _ORDER = ("seed", "split", "seq_length", "packing", "data_path", "mock_data")
 _COURSE = (
     *(field.name for field in fields(OptimizerConfig)),
     *("hidden_dropout", "attention_dropout", "bf16", "reset_attention_mask", "reset_position_ids", "eod_mask_loss"),
-    "rampup_batch_size",
+    *("rampup_batch_size", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
 )
 """Settings that may change on a resume, but what is trained from there on is another thing."""
 

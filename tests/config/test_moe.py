@@ -46,6 +46,7 @@ def test_which_layers_have_experts(text: str, layers: list[int]) -> None:
         ("--num-experts none --expert-model-parallel-size 2", 2, "has no effect without --num-experts"),
         ("--num-experts none --moe-router-topk 4", 1, "has no effect without --num-experts"),
         ("--moe-router-topk 9", 1, "--moe-router-topk 9 is above --num-experts 8"),
+        ("--moe-router-topk 1", 1, "the router gets no gradient"),
         ("--moe-ffn-hidden-size 6 --tensor-model-parallel-size 4", 4, "--moe-ffn-hidden-size 6 is not divisible"),
         ("--no-swiglu", 1, "leave out --no-swiglu"),
         ("--no-disable-bias-linear", 1, "leave out --no-disable-bias-linear"),

@@ -225,3 +225,9 @@ def test_pieces_that_overlap_leave_a_hole(tmp_path: Path) -> None:
     bad = pieces(((0, 0), (2, 4)), ((1, 1), (2, 2)), ((2, 2), (2, 2)))
     with pytest.raises(CheckpointError, match=r"the 3 parts of tensor t do not make up its shape \[4, 4\]"):
         PieceStore(OpenFiles(tmp_path), {"t": bad}, {"t": (4, 4)})
+
+
+def test_experts_are_not_written() -> None:
+    config = resolved(**LLAMA, num_experts=4, swiglu=True, disable_bias_linear=True)
+    with pytest.raises(ConfigError, match="mixtures of experts are not written for Megatron yet"):
+        to_args(config, 1)

@@ -103,6 +103,11 @@ def test_what_does_not_fit_says_what_it_needs(capsys: pytest.CaptureFixture[str]
     assert error.startswith("error: none of") and "80 GB of 1 GPUs; the least needs" in error
 
 
+def test_experts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*EIGHT.split(), "--num-experts", "8"]) == 2
+    assert "mixtures of experts are not predicted" in capsys.readouterr().err
+
+
 def test_a_slow_network_keeps_tensor_parallelism_inside_of_a_node() -> None:
     asked = config_of("--global-batch-size 64")
     device = replace(DEVICES["h100"], devices_per_node=2)

@@ -18,7 +18,7 @@ from smp.training.run import Run as TrainingRun
 from smp.training.runtime import StopSignal
 from smp.training.settings import read_settings
 from tests.distributed import run_distributed
-from tests.training.flag_runs import TINY, Run, Runs, proves
+from tests.training.flag_runs import TINY, Run, Runs, proves, run_here
 
 Check = Callable[[Run, Run], object]
 MOE = "--num-experts 4 "
@@ -99,6 +99,14 @@ def test_validation_has_no_auxiliary_loss(runs: Runs) -> None:
     still = MOE + "--optimizer sgd --lr 1e-30 --weight-decay 0 --eval-interval 3 --eval-iters 1 "
     plain, pushed = runs(still), runs(still + "--moe-aux-loss-coeff 0.5")
     assert plain.records("validation loss") == pushed.records("validation loss")
+
+
+def test_a_coefficient_may_change_on_a_resume(tmp_path: Path) -> None:
+    first = run_here(tmp_path, f"{MOE} --save {tmp_path}/saved --moe-aux-loss-coeff 0.01")
+    changed = f"{MOE} --load {tmp_path}/saved --train-iters 4 --moe-aux-loss-coeff 0.1"
+    second = run_here(tmp_path, changed)
+    assert (first.code, second.code) == (0, 0), second.err
+    assert "moe_aux_loss_coeff was 0.01 in the checkpoint and is 0.1 now" in second.out
 
 
 LAYOUTS = [

@@ -29,6 +29,11 @@ LAYOUTS = {
         "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --global-batch-size 4 "
         "--pipeline-schedule zb-v --pipeline-reshard",
     ),
+    "experts": (
+        4,
+        "--num-experts 4 --moe-aux-loss-coeff 0.01 --expert-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+        "--global-batch-size 4 --pipeline-schedule zb-v --recompute-granularity full",
+    ),
 }
 
 

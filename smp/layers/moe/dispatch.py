@@ -6,7 +6,7 @@ With E experts on p ranks, rank i has experts i E/p to (i + 1) E/p - 1. Nothing 
 p ranks chose, any number from 0 to T k p. Every rank sends its T k rows but for those that stay, (p - 1) / p of them on
 average, and gets as many results back; the backward pass does the same, so a layer moves
 
-    4 T k h (p - 1) / p elements per rank and step.
+    4 T k h (p - 1) / p elements per rank and micro-batch, and half of that again under full recompute.
 
 How many rows go where has to be known to the host, which waits for it once per layer: E integers from every rank.
 """

@@ -52,9 +52,6 @@ class MoE(nn.Module):
         ``token_index`` and ``local_token_index`` are as in :class:`MLP`; ``loss_weights`` is fp32 (tokens [/p],).
         """
         routing = self.router(x)
-        measured = torch.zeros(3, device=x.device)
-        if loss_weights is not None:
-            measured = self.router.balance(routing, loss_weights)
         gather = gather_tokens if self.sequence_parallel else copy_to_group
         tokens, weights = gather(x, self.group), gather(routing.weights, self.group)  # (tokens, ...)
         chosen = gather(routing.experts, self.group) if self.sequence_parallel else routing.experts
@@ -63,6 +60,9 @@ class MoE(nn.Module):
         y = dispatch.from_experts(rows, weights)
         reduce = reduce_scatter_tokens if self.sequence_parallel else reduce_from_group
         y = reduce(y, self.group)
+        measured = torch.zeros(3, device=x.device)
+        if loss_weights is not None:  # last: the host waits for the counts above, not for this collective
+            measured = self.router.balance(routing, loss_weights)
         if self.shared_experts is not None:
             y = y + self.shared_experts(x, token_index, local_token_index)
         return y, measured
