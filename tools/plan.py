@@ -18,7 +18,9 @@ from dataclasses import replace
 from typing import Any
 
 from smp.config import Config, ConfigError, load_config
+from smp.config.cli import read_values
 from smp.config.command import CommandParser, run_tool
+from smp.config.entry_points import PRETRAIN
 from smp.models.arithmetic import training_flops_per_token
 from smp.models.presets import PRESETS
 from smp.planner.devices import DEVICES, GB, Device
@@ -63,6 +65,7 @@ def device_of(given: Any) -> Device:
 def asked_for(flags: Sequence[str], gpus: int) -> Config:
     """Settings that were decided: bf16 always, and without a batch size four samples on each GPU."""
     config = load_config([*flags, "--bf16", "--dry-run"], PRESETS)
+    data = config.data
     if config.model.num_experts is not None:
         raise ConfigError(
             "--num-experts: steps of mixtures of experts are not predicted yet; pretrain_gpt.py --dry-run estimates "
@@ -70,7 +73,7 @@ def asked_for(flags: Sequence[str], gpus: int) -> Config:
         )
     if config.data.global_batch_size is None:
         config = replace(config, data=replace(config.data, global_batch_size=4 * gpus))
-    if config.data.data_path is None and not config.data.mock_data:
+    if not (data.mock_data or data.data_path or data.data_args_path or data.train_data_path):
         config = replace(config, data=replace(config.data, mock_data=True))
     return config
 
@@ -125,16 +128,27 @@ def draw(best: Sequence[Candidate], path: str) -> None:
     figure.savefig(path, dpi=150)
 
 
+def _check(given: Any) -> None:
+    for flag, value in (("gpus", given.gpus), ("top", given.top), ("gpus-per-node", given.gpus_per_node)):
+        if value is not None and value < 1:
+            raise ConfigError(f"--{flag} {value} has to be at least 1")
+    if given.node_bandwidth is not None and given.node_bandwidth <= 0:
+        raise ConfigError(f"--node-bandwidth {given.node_bandwidth} has to be above 0")
+    each = device_of(given).devices_per_node
+    if given.gpus > each and given.gpus % each:
+        raise ConfigError(f"--gpus {given.gpus} is no number of whole nodes of {each}; see --gpus-per-node")
+
+
 def plan(argv: Sequence[str] | None) -> None:
     """Print the table, and the first line as a command."""
     given, flags = read_arguments(argv)
-    if given.gpus < 1 or given.top < 1:
-        raise ConfigError(f"--gpus {given.gpus} and --top {given.top} have to be at least 1")
-    device, asked = device_of(given), asked_for(flags, given.gpus)
-    found = list(candidates(asked, given.gpus, device))
+    _check(given)
+    device, asked, why = device_of(given), asked_for(flags, given.gpus), list[str]()
+    decided = read_values(flags, PRETRAIN, "").keys()
+    found = list(candidates(asked, given.gpus, device, decided, why))
     fitting = ranked(found)
     if not found:
-        raise ConfigError(f"no layout of {given.gpus} GPUs can train this: --dry-run of pretrain_gpt.py says why")
+        raise ConfigError(f"no layout of {given.gpus} GPUs can train this: {Counter(why).most_common(1)[0][0]}")
     if not fitting:
         least = min(found, key=lambda one: one.memory.total)
         raise ConfigError(
@@ -144,10 +158,11 @@ def plan(argv: Sequence[str] | None) -> None:
     best = fitting[: given.top]
     print(f"{len(fitting)} of {len(found)} layouts fit; predicted, not measured:\n{table(best, device)}")
     nodes, each = -(-given.gpus // device.devices_per_node), min(given.gpus, device.devices_per_node)
-    start = f"torchrun --nnodes {nodes} --nproc-per-node {each}" if nodes > 1 else f"torchrun --nproc-per-node {each}"
+    several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if nodes > 1 else ""
+    start = f"torchrun {several}--nproc-per-node {each}"
     batch = f"--global-batch-size {asked.data.global_batch_size}"
     chosen = " ".join([*flags, *([] if "--global-batch-size" in flags else [batch]), "--bf16", best[0].flags])
-    print(f"\n{start} pretrain_gpt.py {chosen}".rstrip())
+    print(f"\nThe first one, without data and --train-iters:\n{start} pretrain_gpt.py {chosen}".rstrip())
     if given.output:
         draw(best, given.output)
 

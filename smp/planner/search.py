@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -50,22 +50,26 @@ class Candidate:
         return data.global_batch_size * data.seq_length / self.time.total / self.layout.world_size
 
 
-def candidates(asked: Config, world_size: int, device: Device) -> Iterator[Candidate]:
+def candidates(
+    asked: Config, world_size: int, device: Device, decided: Collection[str] = (), why: list[str] | None = None
+) -> Iterator[Candidate]:
     """Every layout that works with what was asked for, those that do not fit into memory without a time.
-
-    What was given stays: a tensor-parallel size other than 1, a recompute other than none, and so on.
 
     Args:
         asked: unresolved.
         world_size: number of devices.
         device: what they are.
+        decided: names of settings that stay as they are.
+        why: gets the reason why a combination does not work, of each that does not.
     """
-    for config in _configs(asked, world_size, device):
+    for config in _configs(asked, world_size, device, decided):
         try:
             resolved = resolve(config, world_size)
             layout = Layout.from_config(resolved.parallel, world_size)
             plan = plan_pipeline(short_plan(resolved, layout), layout) if layout.pp > 1 else None
-        except ConfigError:
+        except ConfigError as error:
+            if why is not None:
+                why.append(str(error))
             continue
         memory = largest_memory(resolved, layout, CHUNK_BYTES["cuda"], plan)
         fits = memory.total <= device.memory * (1 - FREE)
@@ -86,53 +90,62 @@ def short_plan(config: Config, layout: Layout) -> Config:
     return replace(config, data=replace(data, global_batch_size=min(data.global_batch_size, 3 * layout.pp * each)))
 
 
-def _configs(asked: Config, world_size: int, device: Device) -> Iterator[Config]:
+class _Given:
+    """What was decided, or all options where nothing was."""
+
+    def __init__(self, decided: Collection[str]) -> None:
+        self._decided = decided
+
+    def __call__(self, name: str, value: Any, options: Sequence[Any]) -> Sequence[Any]:
+        return [value] if name in self._decided else options
+
+
+def _configs(asked: Config, world_size: int, device: Device, decided: Collection[str]) -> Iterator[Config]:
     """Combinations, unresolved; what cannot work among them is found out later."""
-    parallel = asked.parallel
-    within_node = [n for n in _divisors(world_size) if n <= device.devices_per_node]
-    tensor = _given(parallel.tensor_model_parallel_size, 1, within_node)
+    parallel, given = asked.parallel, _Given(decided)
+    within_node = [n for n in _divisors(world_size) if device.devices_per_node % n == 0]
+    tensor = given("tensor_model_parallel_size", parallel.tensor_model_parallel_size, within_node)
     stages = [n for n in _divisors(world_size) if n <= min(asked.model.num_layers, LONGEST_PIPELINE)]
-    pipeline = _given(parallel.pipeline_model_parallel_size, 1, stages)
+    pipeline = given("pipeline_model_parallel_size", parallel.pipeline_model_parallel_size, stages)
     is_long = (asked.data.seq_length or 0) >= LONG_SEQUENCE
-    context = _given(parallel.context_parallel_size, 1, [1, 2, 4, 8] if is_long else [1])
-    recompute = _given(parallel.recompute_granularity, "none", RECOMPUTE)
-    rows = _given(asked.data.micro_batch_size, 1, [1, 2, 4, 8])
+    context = given("context_parallel_size", parallel.context_parallel_size, [1, 2, 4, 8] if is_long else [1])
+    recompute = given("recompute_granularity", parallel.recompute_granularity, RECOMPUTE)
+    rows = given("micro_batch_size", asked.data.micro_batch_size, [1, 2, 4, 8])
     for tp, pp, cp, again, row in product(tensor, pipeline, context, recompute, rows):
-        if world_size % (tp * pp * cp):
-            continue
         degrees = replace(
             parallel,
             tensor_model_parallel_size=tp,
-            sequence_parallel=tp > 1,
+            sequence_parallel=parallel.sequence_parallel if "sequence_parallel" in decided else tp > 1,
             pipeline_model_parallel_size=pp,
             context_parallel_size=cp,
             recompute_granularity=again,
         )
         data = replace(asked.data, micro_batch_size=row)
-        options = _schedules(degrees) if pp > 1 else _sharding(degrees, world_size // (tp * cp), device, tp * cp)
+        options = (
+            _schedules(degrees, given)
+            if pp > 1
+            else _sharding(degrees, world_size // (tp * cp), device, tp * cp, given)
+        )
         for option in options:
             yield replace(asked, parallel=option, data=data)
 
 
-def _schedules(parallel: ParallelConfig) -> Iterator[ParallelConfig]:
-    for name, chunks in SCHEDULES if parallel.pipeline_schedule is None else [(parallel.pipeline_schedule, None)]:
-        given = parallel.num_virtual_stages_per_pipeline_rank
-        yield replace(parallel, pipeline_schedule=name, num_virtual_stages_per_pipeline_rank=given or chunks)
+def _schedules(parallel: ParallelConfig, given: _Given) -> Iterator[ParallelConfig]:
+    for name, chunks in given("pipeline_schedule", (parallel.pipeline_schedule, None), SCHEDULES):
+        stages = parallel.num_virtual_stages_per_pipeline_rank or chunks
+        yield replace(parallel, pipeline_schedule=name, num_virtual_stages_per_pipeline_rank=stages)
 
 
-def _sharding(parallel: ParallelConfig, data_ranks: int, device: Device, stride: int) -> Iterator[ParallelConfig]:
+def _sharding(
+    parallel: ParallelConfig, data_ranks: int, device: Device, stride: int, given: _Given
+) -> Iterator[ParallelConfig]:
     """Over all data-parallel ranks or those of a node; gathered for each micro-batch, or once per step."""
     inside = device.devices_per_node // stride
     degrees = [0, *([inside] if 1 < inside < data_ranks else [])]
-    for degree in _given(parallel.hybrid_shard_degree, 0, degrees):
+    for degree in given("hybrid_shard_degree", parallel.hybrid_shard_degree, degrees):
         strategies = ["optim_grads_params", *(["optim_grads", "optim"] if data_ranks > 1 else [])]
-        for strategy in _given(parallel.data_parallel_sharding_strategy, "optim_grads_params", strategies):
+        for strategy in given("data_parallel_sharding_strategy", parallel.data_parallel_sharding_strategy, strategies):
             yield replace(parallel, hybrid_shard_degree=degree, data_parallel_sharding_strategy=strategy)
-
-
-def _given(value: Any, default: Any, options: Sequence[Any]) -> Sequence[Any]:
-    """What was asked for, or all options where nothing was."""
-    return options if value == default else [value]
 
 
 def _divisors(n: int) -> list[int]:
@@ -146,7 +159,7 @@ def _flags(config: Config, asked: Config) -> str:
         for name in names:
             value = getattr(getattr(config, group), name)
             if value != getattr(getattr(asked, group), name):
-                words.append(flag_of(name) if value is True else f"{flag_of(name)} {value}")
+                words.append(flag_of(name) if value is True else f"{flag_of(name)} {value}")  # switches: only on
     return " ".join(words)
 
 

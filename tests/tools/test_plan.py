@@ -62,7 +62,7 @@ def test_what_was_decided_stays() -> None:
         ["--model", "llama3-8b", "--mock-data", "--tensor-model-parallel-size", "2", "--bf16", "--dry-run"], PRESETS
     )
     asked = replace(asked, data=replace(asked.data, global_batch_size=32))
-    found = list(candidates(asked, 8, DEVICES["h100"]))
+    found = list(candidates(asked, 8, DEVICES["h100"], {"tensor_model_parallel_size"}))
     assert {c.layout.tp for c in found} == {2} and len({c.layout.pp for c in found}) > 2
     times = [c.time.total for c in ranked(found) if c.time]
     assert times == sorted(times) and 1 < len(times) < len(found)
@@ -101,6 +101,33 @@ def test_what_does_not_fit_says_what_it_needs(capsys: pytest.CaptureFixture[str]
     assert main(["--gpus", "1", "--gpu", "a100", "--model", "llama3-70b", "--top", "1"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: none of") and "80 GB of 1 GPUs; the least needs" in error
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --recompute-granularity none",
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --no-sequence-parallel",
+    ],
+)
+def test_a_decision_for_the_default_stays(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*EIGHT.split(), *flags.split(), "--micro-batch-size", "1"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "tokens/s" not in line and " GB  " in line]
+    assert lines and not any(word in line for line in lines for word in ("tensor", "pipeline", "sequence"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--gpus 12 --gpu h100", "--gpus 12 is no number of whole nodes of 8"),
+        ("--gpus 8 --gpu h100 --gpus-per-node 0", "--gpus-per-node 0 has to be at least 1"),
+        ("--gpus 8 --gpu h100 --node-bandwidth 0", "--node-bandwidth 0.0 has to be above 0"),
+        ("--gpus 8 --gpu h100 --tensor-model-parallel-size 3", "8 is not divisible by 3"),
+    ],
+)
+def test_what_cannot_be_planned(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*flags.split(), "--model", "llama3.2-1b"]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_experts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

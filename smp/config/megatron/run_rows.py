@@ -30,7 +30,7 @@ TRAINING: tuple[Row, ...] = (
         {style: f"--lr-decay-style {style}" for style in ("cosine", "linear", "WSD", "constant")},
         "--lr-decay-style takes cosine, linear, WSD and constant",
     ),
-    chosen("--lr-wsd-decay-style:1", {"linear": ""}, "the final decay of WSD is linear"),
+    chosen("--lr-wsd-decay-style:1", {"exponential": ""}, "the final decay of WSD is exponential"),
     chosen(
         "--optimizer:1",
         {"adam": "--optimizer adam", "sgd": "--optimizer sgd"},
@@ -61,18 +61,26 @@ TRAINING: tuple[Row, ...] = (
     left_out("--calculate-per-token-loss", "the loss is always a sum over tokens / valid tokens of the global batch"),
     left_out(
         "--check-for-nan-in-loss-and-grad --no-check-for-nan-in-loss-and-grad --check-for-spiky-loss "
-        "--check-for-large-grads --grad-norm-skip-threshold:1 --num-zeros-in-grad-skip-threshold:1",
-        "steps that are not finite are skipped, see --max-skipped-steps; no other is",
+        "--check-for-large-grads",
+        "steps that are not finite are skipped, see --max-skipped-steps",
     ),
+    refused(
+        "--grad-norm-skip-threshold:1 --num-zeros-in-grad-skip-threshold:1",
+        "no steps are skipped but those that are not finite, see --max-skipped-steps",
+        {"inf": ""},
+    ),
+    refused("--iterations-to-skip:+", "no iterations are skipped"),
+    refused("--data-parallel-random-init", "initial weights are a function of --seed, the same in every layout"),
+    refused("--decrease-batch-size-if-needed", "the batch does not change on its own"),
     left_out(
         "--exit-signal-handler --exit-signal:1 --exit-signal-handler-for-dataloader --manual-gc --manual-gc-interval:1 "
         "--no-manual-gc-eval --empty-unused-memory-level:1 --check-weight-hash-across-dp-replicas-interval:1 "
-        "--train-sync-interval:1 --disable-bf16-reduced-precision-matmul --data-parallel-random-init "
+        "--train-sync-interval:1 --disable-bf16-reduced-precision-matmul "
         "--adlr-autoresume --adlr-autoresume-interval:1 --reset-tokens-seen --config-logger-dir:1 "
-        "--result-rejected-tracker-filename:1 --decrease-batch-size-if-needed --use-pytorch-profiler "
+        "--result-rejected-tracker-filename:1 --use-pytorch-profiler "
         "--use-persistent-ckpt-worker --enable-experimental --profile-ranks:+ --record-memory-history "
         "--memory-snapshot-path:1 --nvtx-ranges --no-nvtx-ranges --pytorch-profiler-collect-shapes "
-        "--pytorch-profiler-collect-callstack --pytorch-profiler-collect-chakra --iterations-to-skip:+",
+        "--pytorch-profiler-collect-callstack --pytorch-profiler-collect-chakra",
         "nothing to switch on: signals save and stop, one profiler records (--profile)",
     ),
     refused(
