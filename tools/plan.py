@@ -148,7 +148,7 @@ def plan(argv: Sequence[str] | None) -> None:
     found = list(candidates(asked, given.gpus, device, decided, why))
     fitting = ranked(found)
     if not found:
-        raise ConfigError(f"no layout of {given.gpus} GPUs can train this: {Counter(why).most_common(1)[0][0]}")
+        raise ConfigError(f"no layout of {given.gpus} GPUs can train this: {why[0]}")
     if not fitting:
         least = min(found, key=lambda one: one.memory.total)
         raise ConfigError(
