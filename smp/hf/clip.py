@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from smp.config.schema import ConfigError
 from smp.hf.state import state
@@ -17,12 +18,16 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     Every rank calls this. Returns the norm before, 0-dim fp32, the same on each rank and in every layout.
 
     Raises:
-        ConfigError: several data ranks, and nothing sums the gradients over them.
+        ConfigError: ``max_norm`` is not above 0; or several data ranks, and nothing sums the gradients over them.
     """
+    if not max_norm > 0:
+        raise ConfigError(f"clip_grad_norm_: max_norm {max_norm}: give a number above 0; float('inf') only measures")
     named = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
-    if state.dp_size > 1:
+    if state.dp_size > 1 and not isinstance(model, DistributedDataParallel):
+        wanted = set(state.data_mesh.mesh_dim_names or ())
         for name, parameter in named:
-            if isinstance(parameter, DTensor) and parameter.device_mesh == state.tp_mesh:
+            mesh = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
+            if not wanted <= set(mesh or ()):
                 raise ConfigError(
                     f"{name} is not sharded, so each of the {state.dp_size} data ranks has another gradient: "
                     "fully_shard(model, mesh=smp.state.data_mesh) before the first step"

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.dropout import _DropoutNd
 
 from smp.config.schema import ConfigError
 from smp.hf.rows import COLUMN, DIVIDE, EMBEDDING, REPLICATE, ROW, STYLES, SUMMED, pattern_of, rows_of
@@ -234,7 +235,7 @@ def _check_dropout(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
     another one on each rank."""
     found: dict[str, float] = {}
     for name, module in modules.items():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, _DropoutNd):
             found[f"{name}.p"] = module.p
         numbers = {key: value for key, value in vars(module).items() if "drop" in key and isinstance(value, float)}
         found |= {f"{name}.{key}": value for key, value in numbers.items()}

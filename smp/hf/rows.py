@@ -67,18 +67,20 @@ def rows_of(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]
     """Style by pattern for ``model``: the caller's rows before transformers' before those of this file.
 
     Raises:
-        ConfigError: an unknown style or a pattern of the caller's that nothing has; or there are no rows at all.
+        ConfigError: a row of the caller's that is wrong or does nothing; no rows at all, or none that fits the names.
     """
     given = dict(given or {})
     planned = {name: _OLD_NAMES.get(style, style) for name, style in (getattr(model, "_tp_plan", None) or {}).items()}
     kind = getattr(getattr(model, "config", None), "model_type", "")
-    rows = OWN.get(kind, {}) | planned | given
+    known = OWN.get(kind, {}) | planned
+    rows = known | given
     if not rows:
         raise ConfigError(
             f"{type(model).__name__} has no tensor-parallel plan in transformers nor here: give transform(model, "
             'rows={"layers.*.mlp.up": "colwise", ...}), see docs/transform.md'
         )
-    _check_given(model, given)
+    _check_known(model, known)
+    check_given(model, given, rows)
     table = _call(model, "get_input_embeddings")
     if isinstance(table, nn.Embedding):
         rows.setdefault(pattern_of(_name_of(model, table)), EMBEDDING)
@@ -88,14 +90,46 @@ def rows_of(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]
     return rows
 
 
-def _check_given(model: nn.Module, given: Mapping[str, str]) -> None:
-    modules = {pattern_of(name) for name, _ in model.named_modules()}
+def _check_known(model: nn.Module, known: Mapping[str, str]) -> None:
+    """A wrapper that renames modules (peft) would leave the model whole, and nothing would say so."""
+    if known and known.keys().isdisjoint(pattern_of(name) for name, _ in model.named_modules()):
+        raise ConfigError(
+            f"{type(model).__name__} has no module {next(iter(known))} nor any other of its tensor-parallel plan: "
+            "transform the model before peft or another wrapper renames its modules"
+        )
+
+
+def check_given(model: nn.Module, given: Mapping[str, str], rows: Mapping[str, str]) -> None:
+    """Every row of the caller's is right and does something.
+
+    Args:
+        model: not transformed yet.
+        given: the caller's rows.
+        rows: all rows.
+
+    Raises:
+        ConfigError: with the first that does not.
+    """
+    modules: dict[str, list[nn.Module]] = {}
+    for name, module in model.named_modules():
+        modules.setdefault(pattern_of(name), []).append(module)
     for pattern, style in given.items():
         if style not in STYLES:
             raise ConfigError(f"rows: {pattern}: no style {style}{did_you_mean(style, STYLES)}; {', '.join(STYLES)}")
-        target = pattern.rpartition(".")[0] if style == DIVIDE else pattern
-        if pattern_of(target) not in modules:
+        if pattern != pattern_of(pattern):
+            raise ConfigError(f"rows: {pattern}: a row is for all layers: write {pattern_of(pattern)}")
+        target, _, attribute = pattern.rpartition(".") if style == DIVIDE else (pattern, "", "")
+        if target not in modules:
             raise ConfigError(f"rows: no module is named {target}{did_you_mean(target, modules)}")
+        above = [top for top, other in rows.items() if other == REPLICATE and f"{pattern}.".startswith(f"{top}.")]
+        if above := [top for top in above if top != pattern and top in modules]:
+            raise ConfigError(f"rows: {pattern} does nothing, {above[0]} is replicated: leave one of the two out")
+        if style == DIVIDE:
+            value = getattr(modules[target][0], attribute, None)
+            if not isinstance(value, int):
+                raise ConfigError(f"rows: {pattern} is {value!r}, no number that could be divided")
+        elif not any(True for module in modules[target] for _ in module.parameters(recurse=style == REPLICATE)):
+            raise ConfigError(f"rows: {pattern}: {style} does nothing: the module has no parameters of its own")
 
 
 def _call(model: Any, method: str) -> nn.Module | None:

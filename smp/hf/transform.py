@@ -19,7 +19,7 @@ from smp.config.schema import ConfigError
 from smp.hf import weights
 from smp.hf.modules import install
 from smp.hf.plan import Plan, Step, check_untouched, make_plan
-from smp.hf.rows import REPLICATE, pattern_of
+from smp.hf.rows import REPLICATE, check_given, pattern_of
 from smp.hf.state import state
 from smp.hf.verify import Expected
 from smp.parallel.agree import on_all_or_none
@@ -79,7 +79,10 @@ def transform(
         check_untouched(model)
         _check_optimizers(model)
         _check_device(model, device, load_state_dict_from_rank0)
-        return make_plan(model, rows, tp.size, tp.rank) if tp.size > 1 else Plan()
+        if tp.size > 1:
+            return make_plan(model, rows, tp.size, tp.rank)
+        check_given(model, rows or {}, rows or {})
+        return Plan()
 
     plan = on_all_or_none(decide, ConfigError, "smp.transform")
     weights.check_alike(model, compare=not load_state_dict_from_rank0)

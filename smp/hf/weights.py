@@ -133,7 +133,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 def _save_pretrained(self: Any, save_directory: str | os.PathLike[str], **options: Any) -> None:
     """As the class's own ``save_pretrained``; every rank calls it and rank 0 writes."""
     for key in ("state_dict", "is_main_process", "distributed_checkpoint"):
-        if options.pop(key, None):
+        if key in options:  # whatever its value: one rank's may differ, and all must stop
             raise ConfigError(f"save_pretrained of a transformed model gathers the weights itself: leave out {key}")
     whole = whole_state_dict(self)
     on_rank_zero(lambda: type(self).save_pretrained(self, save_directory, state_dict=whole, **options), RuntimeError)

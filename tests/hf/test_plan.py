@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from smp.config import ConfigError
 from smp.hf.plan import check_untouched, make_plan
+from smp.hf.rows import SUMMED
 from tests.hf.families import FAMILIES, build
 
 transformers = pytest.importorskip("transformers")
@@ -48,6 +50,15 @@ def tiny(config: str, **changes: object) -> nn.Module:
             "did you mean model.layers.*.mlp.up_proj",
         ),
         ("LlamaConfig", {}, 2, {"model.layers.*.mlp.up_proj": "column"}, "no style column"),
+        ("LlamaConfig", {}, 2, {"model.layers.0.mlp": "replicate"}, "is for all layers: write model.layers.*.mlp"),
+        ("LlamaConfig", {}, 2, {"model.layers.*.mlp": SUMMED}, "does nothing: the module has no parameters of its own"),
+        (
+            "LlamaConfig",
+            {},
+            2,
+            {"model.layers.*.mlp": "replicate", "model.layers.*.mlp.up_proj": "colwise"},
+            "mlp.up_proj does nothing, model.layers.*.mlp is replicated: leave one of the two out",
+        ),
         ("LlamaConfig", {}, 2, {"model.norm": "colwise"}, "model.norm: colwise is for nn.Linear, this is LlamaRMSNorm"),
         ("LlamaConfig", {}, 2, {"model.layers.*.self_attn.heads": "divide"}, "self_attn.heads is None"),
         (
@@ -102,6 +113,21 @@ def test_a_model_that_something_has_touched_is_refused() -> None:
     model.lm_head.weight.grad = torch.zeros_like(model.lm_head.weight)
     with pytest.raises(ConfigError, match=r"lm_head.weight has a gradient, which would be lost"):
         check_untouched(model)
+
+
+def test_a_model_whose_modules_a_wrapper_renamed_is_refused() -> None:
+    model: Any = nn.Sequential(build("Llama"))  # as peft: other names, the same plan
+    model.config, model._tp_plan = model[0].config, model[0]._tp_plan
+    with pytest.raises(ConfigError, match="transform the model before peft"):
+        make_plan(model, None, 2, 0)
+
+
+def test_every_kind_of_dropout_is_refused() -> None:
+    for kind in (nn.AlphaDropout, nn.Dropout1d):
+        model = build("Llama")
+        model.model.layers[0].mlp.act_fn = kind(0.1)
+        with pytest.raises(ConfigError, match=r"layers.0.mlp.act_fn.p is 0.1: dropout under tensor"):
+            make_plan(model, None, 2, 0)
 
 
 def test_the_plan_names_every_parameter_once() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import smp
@@ -170,6 +171,34 @@ def _mistakes(rank: int, world_size: int) -> dict[str, Any]:
         "collectives": _count(received),
         "vocabulary": _out_of_range(received),
     }
+
+
+def _two_data_ranks(rank: int, world_size: int, folder: str) -> list[float]:
+    """Without tensor parallelism: the norm under DistributedDataParallel and fully_shard."""
+    smp.init({})
+
+    def with_gradients(wrap: Callable[[Any], Any]) -> Any:
+        torch.manual_seed(0)
+        model = wrap(torch.nn.Linear(4, 4))
+        model(torch.full((2, 4), rank + 1.0)).square().mean().backward()
+        return model
+
+    plain = with_gradients(lambda model: model)
+    _refused("weight is not sharded, so each of the 2 data ranks", lambda: smp.clip_grad_norm_(plain, 1.0))
+    _refused("max_norm 0.0: give a number above 0", lambda: smp.clip_grad_norm_(plain, 0.0))
+    model = smp.transform(build("Llama"))
+    for options in ({"is_main_process": rank == 0}, {"state_dict": {} if rank == 0 else None}):
+        _refused("leave out " + next(iter(options)), lambda options=options: model.save_pretrained(folder, **options))
+    whole_rows = [{"model.layers.0.mlp": "replicate"}, {"model.layers.*.mlp": "replicated_with_grad_allreduce"}]
+    for rows, message in zip(whole_rows, ("write model.layers.*.mlp", "no parameters of its own"), strict=True):
+        _refused(message, lambda rows=rows: smp.transform(build("Llama"), rows=rows))
+    wraps = [DistributedDataParallel, lambda model: fully_shard(model, mesh=smp.state.data_mesh)]
+    return [float(smp.clip_grad_norm_(with_gradients(wrap), 1.0)) for wrap in wraps]
+
+
+def test_two_data_ranks_without_tensor_parallelism(tmp_path: Path) -> None:
+    results = run_distributed(_two_data_ranks, 2, str(tmp_path))
+    assert results[0] == results[1] and results[0][0] == pytest.approx(results[0][1], rel=1e-5)
 
 
 def _from_rank_zero(rank: int, model: Any) -> Any:
