@@ -118,7 +118,7 @@ def test_a_model_that_something_has_touched_is_refused() -> None:
 def test_a_model_whose_modules_a_wrapper_renamed_is_refused() -> None:
     model: Any = nn.Sequential(build("Llama"))  # as peft: other names, the same plan
     model.config, model._tp_plan = model[0].config, model[0]._tp_plan
-    with pytest.raises(ConfigError, match="transform the model before peft"):
+    with pytest.raises(ConfigError, match="transform the model before a wrapper renames"):
         make_plan(model, None, 2, 0)
 
 
