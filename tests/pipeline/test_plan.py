@@ -8,6 +8,7 @@ import pytest
 
 from smp.config import Config, ConfigError, DataConfig, Layout, ModelConfig, ParallelConfig, TrainingConfig, resolve
 from smp.models.arithmetic import forward_flops
+from smp.pipeline import plan as planning
 from smp.pipeline.actions import Schedule
 from smp.pipeline.plan import describe_plan, plan_pipeline
 from smp.pipeline.schedules import build_schedule
@@ -101,6 +102,7 @@ def test_a_schedule_that_is_wrong_is_not_planned(monkeypatch: pytest.MonkeyPatch
         return replace(schedule, actions=(schedule.actions[0][:-1], *schedule.actions[1:]))
 
     monkeypatch.setattr("smp.pipeline.plan.build_schedule", without_its_last_action)
+    monkeypatch.setattr("smp.pipeline.plan._schedule", planning._schedule.__wrapped__)  # without what it remembers
     with pytest.raises(ScheduleError, match="stage 0 is still unsharded"):
         plan_pipeline(resolved(), Layout(pp=2, dp_shard=2))
 

@@ -123,7 +123,7 @@ def _peak(config: Config, rank: int, world: int) -> int:
     states = [t for state in run.trainer.optimizer.state.values() for t in state.values()]
     local = [t.to_local() if hasattr(t, "to_local") else t for t in (*run.trainer.model.parameters(), *states)]
     held = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}.values())
-    peaks = [_peak_of_a_step(run) for _ in range(1 if world == 1 else 12)]
+    peaks = [_peak_of_a_step(run) for _ in range(4 if world == 1 else 12)]
     run.close()
     return held + min(peaks)
 
@@ -158,7 +158,7 @@ def compare(layouts: dict[int, list[str]], folder: Path) -> list[float]:
 
 def test_the_memory_of_one_process_and_of_pipelines(tmp_path: Path) -> None:
     exact = {1: LAYOUTS[1], 2: [flags for flags in LAYOUTS[2] if PIPE in flags]}
-    assert max(map(abs, compare(exact, tmp_path))) < 0.001
+    assert max(map(abs, compare(exact, tmp_path))) < 0.003
 
 
 @pytest.mark.slow

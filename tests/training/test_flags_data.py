@@ -134,7 +134,7 @@ def test_the_global_batch_is_what_a_step_consumes(runs: Runs) -> None:
     assert run.records("consumed samples") == [8, 16, 24] and len(run.tokens) == 3 * 4
     assert runs().records("consumed samples") == [4, 8, 12]
     assert torch.equal(torch.cat(run.tokens[:6]), torch.cat(runs().tokens))  # the same samples in the same order
-    assert "global batch size:     8 |" in run.out
+    assert "global batch size:     8 |" in runs("--global-batch-size 8 --log-format megatron").out
 
 
 @pytest.fixture(scope="module")
