@@ -71,7 +71,9 @@ def asked_for(flags: Sequence[str], gpus: int) -> Config:
             "--num-experts: steps of mixtures of experts are not predicted yet; pretrain_gpt.py --dry-run estimates "
             "their memory"
         )
-    if config.data.global_batch_size is None:
+    if config.model.vocab_size is None:
+        raise ConfigError("the size of the vocabulary is missing: give --vocab-size")
+    if data.global_batch_size is None:
         config = replace(config, data=replace(config.data, global_batch_size=4 * gpus))
     if not (data.mock_data or data.data_path or data.data_args_path or data.train_data_path):
         config = replace(config, data=replace(config.data, mock_data=True))

@@ -10,7 +10,7 @@ from smp.models.arithmetic import training_flops_per_token
 from smp.models.presets import PRESETS
 from smp.pipeline.plan import plan_pipeline
 from smp.planner.devices import DEVICES
-from smp.planner.search import short_plan
+from smp.planner.search import shortened
 from smp.planner.step_time import StepModel
 
 
@@ -59,7 +59,7 @@ class Published:
         """Measured and predicted TFLOP/s of a GPU."""
         config = self.config()
         layout = Layout.from_config(config.parallel, self.gpus)
-        plan = plan_pipeline(short_plan(config, layout), layout) if layout.pp > 1 else None
+        plan = plan_pipeline(shortened(config, layout), layout) if layout.pp > 1 else None
         step = StepModel(config, layout, DEVICES[self.gpu], plan).predict()
         data = config.data
         assert data.global_batch_size is not None and data.seq_length is not None

@@ -66,7 +66,7 @@ def candidates(
         try:
             resolved = resolve(config, world_size)
             layout = Layout.from_config(resolved.parallel, world_size)
-            plan = plan_pipeline(short_plan(resolved, layout), layout) if layout.pp > 1 else None
+            plan = plan_pipeline(shortened(resolved, layout), layout) if layout.pp > 1 else None
         except ConfigError as error:
             if why is not None:
                 why.append(str(error))
@@ -83,7 +83,7 @@ def ranked(found: list[Candidate]) -> list[Candidate]:
     return [found[i] for _, _, i in sorted(fitting)]
 
 
-def short_plan(config: Config, layout: Layout) -> Config:
+def shortened(config: Config, layout: Layout) -> Config:
     """With as many micro-batches as it takes until each more costs the same, which is quickly simulated."""
     each, data = config.data.micro_batch_size * layout.data_parallel, config.data
     assert data.global_batch_size is not None, "resolved before"

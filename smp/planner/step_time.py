@@ -128,15 +128,14 @@ class StepModel:
             back += _Pass(elementwise=elementwise)
         return ahead, back
 
-    def _product(self, parameter: Parameter, tokens: int | None = None) -> float:
+    def _product(self, parameter: Parameter) -> float:
         """Seconds of a linear layer's forward product on one rank: of whole waves of tiles."""
         if not parameter.flops:
             return 0.0
-        tokens = self.tokens if tokens is None else tokens
         rows, inner = parameter.local_shape(self.layout)
-        flops = 2 * tokens * rows * inner
-        tiles = math.ceil(tokens / TILE[0]) * math.ceil(rows / TILE[1])
-        filled = tokens * rows / (TILE[0] * TILE[1]) / (math.ceil(tiles / self.device.tiles) * self.device.tiles)
+        flops = 2 * self.tokens * rows * inner
+        tiles = math.ceil(self.tokens / TILE[0]) * math.ceil(rows / TILE[1])
+        filled = self.tokens * rows / (TILE[0] * TILE[1]) / (math.ceil(tiles / self.device.tiles) * self.device.tiles)
         # smaller tiles, or a product that is split along its inner dimension, fill a wave in part at most half empty
         return flops / (self.peak * self.device.product_share * max(filled, 0.5))
 

@@ -130,6 +130,11 @@ def test_what_cannot_be_planned(flags: str, message: str, capsys: pytest.Capture
     assert message in capsys.readouterr().err
 
 
+def test_a_model_without_a_vocabulary_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--gpus", "2", "--gpu", "h100", "--model", "debug"]) == 2
+    assert "give --vocab-size" in capsys.readouterr().err
+
+
 def test_experts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*EIGHT.split(), "--num-experts", "8"]) == 2
     assert "mixtures of experts are not predicted" in capsys.readouterr().err
