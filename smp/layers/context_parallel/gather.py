@@ -20,41 +20,39 @@ from typing import Any
 import torch
 
 from smp.kernels.attention_core import AttentionSpec, BlockCore, Pair
+from smp.kernels.sequence_cut import SequenceCut
 from smp.kernels.token_layout import TokenLayout
 from smp.kernels.transfer import to_device
 from smp.layers.context_parallel.auto import heads_at_once
 from smp.layers.context_parallel.blocks import Call, Planner, runs_of
+from smp.layers.context_parallel.core import CutAttention
 from smp.layers.context_parallel.partial import Layer, finished
-from smp.layers.context_parallel.plan import kind_of, required_plan
+from smp.layers.context_parallel.plan import Kind, kind_of
 from smp.parallel.collectives import Group, start_all_gather, start_reduce_scatter, wait
 
 
 @dataclass(frozen=True)
-class AllGatherAttention:
+class AllGatherAttention(CutAttention):
     """An attention core over sequences that are cut over ``group``; see :mod:`smp.kernels.attention_core`.
 
     Attributes:
         core: computes blocks.
-        group: the ranks that hold parts of the same sequences.
     """
 
     core: BlockCore
-    group: Group
-
-    @property
-    def name(self) -> str:
-        return self.core.name
 
     def __str__(self) -> str:
         return f"{self.core}, keys and values gathered from {self.group.size} ranks"
 
-    def prepare(
-        self, layout: TokenLayout, specs: Iterable[AttentionSpec], dtype: torch.dtype, device: torch.device
-    ) -> TokenLayout:
+    def plan(
+        self,
+        layout: TokenLayout,
+        cut: SequenceCut,
+        specs: Iterable[AttentionSpec],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> dict[Kind, tuple[Call, ...]]:
         """The layout with the calls of each pattern of layers."""
-        cut = layout.cut
-        if cut is None:
-            return self.core.prepare(layout, specs, dtype, device)
         planner = Planner(self.core, dtype, device, layout.token_index)
         queries, keys = runs_of(cut, self.group.rank), runs_of(cut, None)
         order = to_device(cut.together(cut.cp).argsort(), device)
@@ -63,20 +61,19 @@ class AllGatherAttention:
             calls = planner.calls(queries, keys, kind)
             placed = (replace(call, keys=order if call.keys is None else order[call.keys]) for call in calls)
             plan[kind] = tuple(placed)
-        return replace(layout, plan=plan)
+        return plan
 
-    def __call__(
+    def exchange(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         layout: TokenLayout,
         spec: AttentionSpec,
-        dropout_key: torch.Tensor | None = None,
+        dropout_key: torch.Tensor | None,
     ) -> Pair:
-        if layout.cut is None:
-            return self.core(q, k, v, layout, spec, dropout_key)
-        calls = required_plan(self, layout, spec, q)
+        assert layout.cut is not None, "whole sequences do not come here"
+        calls = layout.plan[kind_of(spec, layout.cut)]
         rows, count = q.shape[0], layout.num_queries
         layer = Layer(self.core, spec, dropout_key)
         out, lse = _Gathered.apply(q[:count], k[:count], v[:count], calls, layer, self.group)

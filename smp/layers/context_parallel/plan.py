@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-
-from smp.kernels.attention_core import AttentionCore, AttentionSpec
+from smp.kernels.attention_core import AttentionSpec
 from smp.kernels.sequence_cut import SequenceCut
-from smp.kernels.token_layout import Pattern, TokenLayout
+from smp.kernels.token_layout import Pattern
 
 Kind = tuple[Pattern, bool]
 """What layers share that have the same plan: the pattern, and whether probabilities are dropped."""
@@ -18,12 +14,3 @@ def kind_of(spec: AttentionSpec, cut: SequenceCut) -> Kind:
     """Of a layer. A window that reaches to the first token of a sequence is none."""
     hides = spec.window is not None and spec.window < cut.length
     return (spec.causal, spec.window if hides else None), spec.dropout > 0.0
-
-
-def required_plan(core: AttentionCore, layout: TokenLayout, spec: AttentionSpec, q: torch.Tensor) -> Any:
-    """What ``core`` planned for layers like this one, or plans now."""
-    cut = layout.cut
-    assert cut is not None
-    if layout.plan is None:
-        layout = core.prepare(layout, [spec], q.dtype, q.device)
-    return layout.plan[kind_of(spec, cut)]

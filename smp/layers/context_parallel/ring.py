@@ -17,47 +17,46 @@ backward pass.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from smp.kernels.attention_core import AttentionSpec, BlockCore, Pair
+from smp.kernels.sequence_cut import SequenceCut
 from smp.kernels.token_layout import TokenLayout
 from smp.layers.context_parallel.blocks import Call, Planner, last_step, runs_of
+from smp.layers.context_parallel.core import CutAttention
 from smp.layers.context_parallel.partial import Layer, finished
-from smp.layers.context_parallel.plan import kind_of, required_plan
+from smp.layers.context_parallel.plan import Kind, kind_of
 from smp.parallel.collectives import Group, start_shift, wait
 
 Steps = tuple[tuple[Call, ...], ...]
 
 
 @dataclass(frozen=True)
-class RingAttention:
+class RingAttention(CutAttention):
     """An attention core over sequences that are cut over ``group``; see :mod:`smp.kernels.attention_core`.
 
     Attributes:
         core: computes blocks.
-        group: the ranks that hold parts of the same sequences.
     """
 
     core: BlockCore
-    group: Group
-
-    @property
-    def name(self) -> str:
-        return self.core.name
 
     def __str__(self) -> str:
         return f"{self.core}, keys and values in a ring of {self.group.size} ranks"
 
-    def prepare(
-        self, layout: TokenLayout, specs: Iterable[AttentionSpec], dtype: torch.dtype, device: torch.device
-    ) -> TokenLayout:
+    def plan(
+        self,
+        layout: TokenLayout,
+        cut: SequenceCut,
+        specs: Iterable[AttentionSpec],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> dict[Kind, Steps]:
         """The layout with the calls of each step, for each kind of layers."""
-        cut, group = layout.cut, self.group
-        if cut is None:
-            return self.core.prepare(layout, specs, dtype, device)
+        group = self.group
         planner, runs = Planner(self.core, dtype, device, layout.token_index), {}
         for rank in range(group.size):
             runs[rank] = runs_of(cut, rank)
@@ -65,20 +64,19 @@ class RingAttention:
         for kind in dict.fromkeys(kind_of(spec, cut) for spec in specs):
             sources = [(group.rank - step) % group.size for step in range(last_step(runs, kind[0]) + 1)]
             plan[kind] = tuple(planner.calls(runs[group.rank], runs[source], kind) for source in sources)
-        return replace(layout, plan=plan)
+        return plan
 
-    def __call__(
+    def exchange(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         layout: TokenLayout,
         spec: AttentionSpec,
-        dropout_key: torch.Tensor | None = None,
+        dropout_key: torch.Tensor | None,
     ) -> Pair:
-        if layout.cut is None:
-            return self.core(q, k, v, layout, spec, dropout_key)
-        steps = required_plan(self, layout, spec, q)
+        assert layout.cut is not None, "whole sequences do not come here"
+        steps = layout.plan[kind_of(spec, layout.cut)]
         rows, count, layer = q.shape[0], layout.num_queries, Layer(self.core, spec, dropout_key)
         return finished(_Ring.apply(q[:count], k[:count], v[:count], steps, layer, self.group), q, rows)
 

@@ -20,9 +20,11 @@ from typing import Any
 import torch
 
 from smp.config import ConfigError
-from smp.kernels.attention_core import AttentionCore, AttentionSpec, Pair, pad_rows
+from smp.kernels.attention_core import AttentionSpec, Pair, pad_rows
+from smp.kernels.sequence_cut import SequenceCut
 from smp.kernels.token_layout import TokenLayout
 from smp.kernels.transfer import to_device
+from smp.layers.context_parallel.core import CutAttention
 from smp.layers.context_parallel.cost import key_copies
 from smp.parallel.collectives import Group, all_to_all, start_all_gather, start_all_to_all, wait
 
@@ -43,7 +45,7 @@ class HeadsPlan:
 
 
 @dataclass(frozen=True)
-class UlyssesAttention:
+class UlyssesAttention(CutAttention):
     """An attention core over sequences that are cut over ``group``; see :mod:`smp.kernels.attention_core`.
 
     Attributes:
@@ -52,25 +54,22 @@ class UlyssesAttention:
         rest, part: number of such groups, and which one this is; above 1 ``core`` exchanges keys between them.
     """
 
-    core: AttentionCore
-    group: Group
     rest: int = 1
     part: int = 0
-
-    @property
-    def name(self) -> str:
-        return self.core.name
 
     def __str__(self) -> str:
         return f"{self.core}, heads exchanged for tokens between {self.group.size} ranks"
 
-    def prepare(
-        self, layout: TokenLayout, specs: Iterable[AttentionSpec], dtype: torch.dtype, device: torch.device
-    ) -> TokenLayout:
+    def plan(
+        self,
+        layout: TokenLayout,
+        cut: SequenceCut,
+        specs: Iterable[AttentionSpec],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> HeadsPlan:
         """The layout with that of all the group's tokens. With dropout ranks tell each other their numbers."""
-        cut, group = layout.cut, self.group
-        if cut is None:
-            return self.core.prepare(layout, specs, dtype, device)
+        group = self.group
         merged = cut.merged(group.size)
         back = cut.together(group.size, self.part)
         order = to_device(back.argsort(), device)
@@ -86,21 +85,17 @@ class UlyssesAttention:
             cut=None if alone else merged,
         )
         whole = self.core.prepare(whole, specs, dtype, device)
-        return replace(layout, plan=HeadsPlan(whole, order, to_device(back, device)))
+        return HeadsPlan(whole, order, to_device(back, device))
 
-    def __call__(
+    def exchange(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         layout: TokenLayout,
         spec: AttentionSpec,
-        dropout_key: torch.Tensor | None = None,
+        dropout_key: torch.Tensor | None,
     ) -> Pair:
-        if layout.cut is None:
-            return self.core(q, k, v, layout, spec, dropout_key)
-        if layout.plan is None:
-            layout = self.prepare(layout, [spec], q.dtype, q.device)
         plan, size, rows, count = layout.plan, self.group.size, q.shape[0], layout.num_queries
         heads, copies = q.shape[1] // size, repeats_of_keys(q.shape[1], k.shape[1], size)
         spec = replace(spec, first_head=spec.first_head + self.group.rank * heads)
