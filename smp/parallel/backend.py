@@ -1,0 +1,209 @@
+"""A backend of torch.distributed whose large collectives know nodes: ``init_process_group("smp")``.
+
+    import smp.parallel.backend
+    torch.distributed.init_process_group("smp")          # or new_group(ranks, backend="smp")
+
+All-reduce, all-gather and reduce-scatter of CPU tensors (sums and averages, 64 KiB and more, where several ranks are on
+one of several nodes) run by the schedules of ``smp.parallel.network``; everything else, and all of CUDA's, is what gloo
+and NCCL do: every call that this class does not have goes to the backend that it registers for the tensor's device. A
+group counts what it ran itself and what it left to gloo: ``group.counts``.
+
+Nodes are found by hostname when a group is made, or from the file that SMP_NETWORK_TOPOLOGY names
+(docs/collectives.md). The name ``smddp``, of SageMaker's library, is taken too, with a note.
+
+torch cannot subclass a ``Backend`` in Python, and a ``ProcessGroup`` without registered backends
+lacks what is not overridden, so this is one that registers them. Methods have the names of torch 2.11 and of 2.13.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
+
+from smp.parallel.network.choose import SMALLEST
+from smp.parallel.network.cost import Policy
+from smp.parallel.network.group import CollectiveWork, NetworkGroup
+from smp.parallel.network.topology import Topology, read_topology
+
+NAME = "smp"
+"""What init_process_group and new_group take, once this module is imported."""
+TOPOLOGY = "SMP_NETWORK_TOPOLOGY"
+"""Environment variable: a file as of --network-topology. Its ranks are those of the default group."""
+_ADDED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+_ProcessGroup: Any = dist.ProcessGroup  # its methods have other names in torch 2.11 than in 2.13
+
+
+class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
+    """The group that ``init_process_group("smp")`` makes; see this module."""
+
+    def __init__(self, options: Any) -> None:
+        rank, size = options.group_rank, options.group_size
+        super().__init__(rank, size)
+        timeout: timedelta = options.timeout
+        self.counts: Counter[str] = Counter()
+        self._gloo = _gloo(options)
+        kind = dist.ProcessGroup.BackendType
+        self._set_default_backend(kind.GLOO)
+        self._register_backend(torch.device("cpu"), kind.GLOO, self._gloo)
+        if torch.cuda.is_available() and dist.is_nccl_available():
+            self._register_backend(torch.device("cuda"), kind.NCCL, _nccl(options))
+        topology, links = _topology(options)
+        smallest = SMALLEST if links is None else 0
+        policy = Policy(topology, links, hierarchical=topology.several_levels, smallest=smallest)
+        ranks = list(options.global_ranks_in_group) or list(range(size))
+        self.network = NetworkGroup(ranks, rank, self._gloo, policy, timeout)
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """What torch asks for."""
+        return NAME
+
+    def name(self) -> str:
+        """The same in newer versions."""
+        return NAME
+
+    def allreduce(self, tensors: Any, opts: Any = None, **more: Any) -> Any:
+        """In place; a sum or an average of one tensor is hierarchical."""
+        opts = _options(dist.AllreduceOptions, opts, more)
+        given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        way = self.network.way("all-reduce", given[0])
+        if way.route is None or len(given) > 1 or not _adds(given[0], opts.reduceOp) or not given[0].is_contiguous():
+            return self._left("all-reduce").allreduce(given, opts)
+        self.counts["hierarchical all-reduce"] += 1
+        return self._run(self.network.all_reduce(given[0], way), given[0], opts, list(given))
+
+    def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None, **more: Any) -> Any:
+        """(n) of every rank -> (n x ranks)."""
+        way = self.network.way("all-gather", output)
+        if way.route is None or not _plain(output, given):
+            opts = _options(AllgatherOptions, opts, more)
+            return self._left("all-gather")._allgather_base(output, given, opts)
+        self.counts["hierarchical all-gather"] += 1
+        running = self.network.all_gather(output.view(-1), given.view(-1), way)
+        return running.work([output])
+
+    def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None, **more: Any) -> Any:
+        """(n x ranks) of every rank -> (n) of the sum."""
+        opts = _options(dist.ReduceScatterOptions, opts, more)
+        way = self.network.way("reduce-scatter", given)
+        if way.route is None or not _plain(output, given) or not _adds(given, opts.reduceOp):
+            return self._left("reduce-scatter")._reduce_scatter_base(output, given, opts)
+        self.counts["hierarchical reduce-scatter"] += 1
+        return self._run(self.network.reduce_scatter(output.view(-1), given.view(-1), way), output, opts, [output])
+
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None, **more: Any) -> Any:
+        """Several, one after the other; functional collectives and DTensor call this with one."""
+        opts = _options(AllgatherOptions, opts, more)
+        works = [self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
+        return _all_of(works, list(outputs))
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None, **more: Any) -> Any:
+        """Likewise."""
+        opts = _options(dist.ReduceScatterOptions, opts, more)
+        works = [self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
+        return _all_of(works, list(outputs))
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _run(self, running: Any, result: torch.Tensor, opts: Any, tensors: list[torch.Tensor]) -> CollectiveWork:
+        average = opts.reduceOp == dist.ReduceOp.AVG
+        return running.work(tensors, (lambda: result.div_(self.size())) if average else (lambda: None))
+
+    def _left(self, what: str) -> Any:
+        self.counts[f"gloo {what}"] += 1
+        return self._gloo
+
+
+def _gloo(options: Any) -> Any:
+    store = dist.PrefixStore("smp/cpu", options.store)
+    made = dist.ProcessGroupGloo(store, options.group_rank, options.group_size, timeout=options.timeout)
+    made.options.global_ranks_in_group = options.global_ranks_in_group
+    made.options.group_name = options.group_id
+    return made
+
+
+def _nccl(options: Any) -> Any:
+    chosen = dist.ProcessGroupNCCL.Options()
+    chosen._timeout = options.timeout
+    chosen.global_ranks_in_group, chosen.group_name = options.global_ranks_in_group, options.group_id
+    store = dist.PrefixStore("smp/cuda", options.store)
+    return dist.ProcessGroupNCCL(store, options.group_rank, options.group_size, chosen)
+
+
+def _topology(options: Any) -> tuple[Topology, Any]:
+    """Of a group, and links where the file has them. Ranks tell each other their nodes through the store."""
+    size, file = options.group_size, os.environ.get(TOPOLOGY)
+    links, place = None, socket.gethostname()
+    if file is not None:
+        ranks = list(options.global_ranks_in_group) or list(range(size))
+        world = dist.get_world_size() if dist.is_initialized() else size
+        nodes, links = read_topology(file, world)
+        if nodes is not None:
+            place = nodes.name_of(ranks[options.group_rank])
+    store = dist.PrefixStore("smp/nodes", options.store)
+    store.set(str(options.group_rank), place)
+    return Topology.of([store.get(str(rank)).decode() for rank in range(size)]), links
+
+
+def _options(kind: Any, opts: Any, more: dict[str, Any]) -> Any:
+    """Callers pass options, or in their place an operation and a timeout."""
+    if isinstance(opts, kind):
+        return opts
+    made = kind()
+    op = more.get("op", opts)
+    if op is not None:
+        made.reduceOp = op
+    if more.get("timeout") is not None:
+        made.timeout = more["timeout"]
+    return made
+
+
+def _adds(tensor: torch.Tensor, op: Any) -> bool:
+    """Whether a schedule can do it: sums of anything, averages of what can be divided."""
+    return (op == dist.ReduceOp.SUM and tensor.dtype is not torch.bool) or (
+        op == dist.ReduceOp.AVG and tensor.dtype in _ADDED
+    )
+
+
+def _plain(*tensors: torch.Tensor) -> bool:
+    return all(tensor.is_contiguous() and tensor.device.type == "cpu" for tensor in tensors)
+
+
+def _all_of(works: Sequence[Any], result: list[torch.Tensor]) -> Any:
+    """One handle for several."""
+    if len(works) == 1:
+        return works[0]
+    for work in works:
+        work.wait()
+    done = CollectiveWork(result)
+    done.end(None)
+    return done
+
+
+def _create(options: Any, _: Any = None) -> NetworkProcessGroup:
+    return NetworkProcessGroup(options)
+
+
+def _create_smddp(options: Any, _: Any = None) -> NetworkProcessGroup:
+    if options.group_rank == 0:
+        print("note: the backend smddp is smp's here; write smp", file=sys.stderr)
+    return NetworkProcessGroup(options)
+
+
+for _name, _creator in ((NAME, _create), ("smddp", _create_smddp)):
+    if _name not in dist.Backend.backend_list:
+        dist.Backend.register_backend(_name, _creator, extended_api=True, devices=["cpu", "cuda"])

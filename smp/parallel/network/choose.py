@@ -1,0 +1,167 @@
+"""--data-parallel-collectives: which collectives of FSDP run by schedules, decided once at the start and said aloud."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Literal
+
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
+
+from smp.config import ConfigError
+from smp.parallel.agree import gather, on_rank_zero
+from smp.parallel.network.cost import FLAT, Policy
+from smp.parallel.network.group import NetworkGroup
+from smp.parallel.network.measure import measure_links
+from smp.parallel.network.schedule import Kind
+from smp.parallel.network.topology import Links, Topology, read_topology
+
+Setting = Literal["auto", "flat", "hierarchical"]
+SHOWN = 16 << 20
+"""Bytes of the collective whose predicted time is printed."""
+SMALLEST = 64 << 10
+"""Bytes below which collectives stay flat where no links are known: messages of the posting process show."""
+
+
+@dataclass(frozen=True)
+class NetworkCollectives:
+    """What a run's data-parallel groups do.
+
+    Attributes:
+        groups: by the name of a process group; what is not here is flat.
+        lines: what was picked for each group and why, to be printed.
+    """
+
+    groups: Mapping[str, NetworkGroup] = field(default_factory=dict)
+    lines: tuple[str, ...] = ()
+
+    def of(self, group: dist.ProcessGroup) -> NetworkGroup | None:
+        """Of one process group; None: flat."""
+        return self.groups.get(group.group_name)
+
+
+def choose_collectives(
+    meshes: Mapping[str, DeviceMesh | None],
+    setting: Setting,
+    timeout: timedelta = default_pg_timeout,
+    topology_file: str | None = None,
+) -> NetworkCollectives:
+    """Decide for the groups of some meshes; every rank of the default group calls this.
+
+    Gathers have the bits of flat ones whatever is picked; sums are taken in another order. ``auto`` measures, so that
+    it may pick otherwise when a run is started again: links in ``topology_file`` make the choice repeatable.
+
+    Args:
+        meshes: what FSDP shards or replicates over, by what is said of them: 1-D ``(shard)`` or 2-D ``(replicate,
+            shard)``. Sums over replicas are hierarchical where their group has the backend ``smp``.
+        setting: ``flat``, ``hierarchical``, or ``auto``: by predicted time, for each size.
+        timeout: of a collective.
+        topology_file: see :func:`read_topology`; by default ranks with one hostname are on one node, and ``auto``
+            measures the links.
+
+    Raises:
+        ConfigError: ``hierarchical`` where no group has several ranks on one of several nodes, or on GPUs. (Without any
+            group, of one data-parallel process, the setting has no effect, which its checks say.)
+    """
+    groups = _groups(meshes)
+    if setting == "flat" or not any(gather(bool(groups))):
+        return NetworkCollectives()
+    if any(mesh is not None and mesh.device_type != "cpu" for mesh in meshes.values()):
+        return _on_gpus(setting)
+    network, links = _network(topology_file)
+    parts = {name: network.part(dist.get_process_group_ranks(group)) for name, group in groups.items()}
+    useful = any(gather(any(part.several_levels for part in parts.values())))
+    where = "--network-topology" if topology_file else "hostnames"
+    if not useful:
+        why = f"by {where}, no data-parallel group has several ranks on one of several nodes"
+        if setting == "hierarchical":
+            raise ConfigError(
+                f"--data-parallel-collectives hierarchical: {why}; auto and flat work, and "
+                "--network-topology FILE says which ranks are on a node"
+            )
+        for name, group in groups.items():
+            _bound(group, Policy(parts[name], hierarchical=False), timeout)
+        return NetworkCollectives(lines=(f"data-parallel collectives: flat: {why}",))
+    source = f"links of {topology_file}"
+    if links is None and setting == "auto":
+        started = time.perf_counter()
+        links = measure_links(network)
+        source = f"links measured in {max(gather(time.perf_counter() - started)):.1f} s"
+    made: dict[str, NetworkGroup] = {}
+    lines = []
+    for name, group in groups.items():
+        policy = _policy(parts[name], links, setting)
+        lines.append(_said(name, policy, source))
+        made[group.group_name] = _bound(group, policy, timeout)
+    return NetworkCollectives(made, tuple(lines))
+
+
+def _groups(meshes: Mapping[str, DeviceMesh | None]) -> dict[str, dist.ProcessGroup]:
+    """By what they do: shards first, replicas of two ranks and more behind."""
+    found = {}
+    for name, mesh in meshes.items():
+        if mesh is None:
+            continue
+        last = mesh.ndim - 1
+        if mesh.size(last) > 1:
+            found[f"{name}, sharded"] = mesh.get_group(last)
+        if last and mesh.size(0) > 1:
+            found[f"{name}, replicated"] = mesh.get_group(0)
+    return found
+
+
+def _on_gpus(setting: Setting) -> NetworkCollectives:
+    if setting == "hierarchical":
+        raise ConfigError(
+            "--data-parallel-collectives hierarchical runs over gloo, on CPUs; on GPUs auto and flat work, which leave "
+            "collectives to NCCL"
+        )
+    return NetworkCollectives(lines=("data-parallel collectives: flat: on GPUs they are left to NCCL",))
+
+
+def _network(topology_file: str | None) -> tuple[Topology, Links | None]:
+    """Of the default group; what a file says comes from rank 0."""
+    nodes, links = None, None
+    if topology_file is not None:
+        nodes, links = on_rank_zero(lambda: read_topology(topology_file, dist.get_world_size()), ConfigError)
+    return nodes or Topology.of(gather(socket.gethostname())), links
+
+
+def _policy(topology: Topology, links: Links | None, setting: Setting) -> Policy:
+    policy = Policy(topology, links, allow_flat=setting == "auto", hierarchical=topology.several_levels)
+    return replace(policy, smallest=SMALLEST) if links is None else policy
+
+
+def _bound(group: dist.ProcessGroup, policy: Policy, timeout: timedelta) -> NetworkGroup:
+    """A group of the backend ``smp`` uses the policy itself."""
+    if hasattr(group, "network"):
+        group.network.policy = policy
+        return group.network
+    return NetworkGroup.of(group, policy, timeout)
+
+
+def _said(name: str, policy: Policy, source: str) -> str:
+    """What was picked for one group, and why."""
+    begin = f"data-parallel collectives of {name} over {policy.topology}:"
+    if not policy.hierarchical:
+        level = "one node" if len(policy.topology.nodes) == 1 else "one rank on each node"
+        return f"{begin} flat: {level} has one kind of link"
+    if policy.links is None:
+        return f"{begin} hierarchical from {SMALLEST >> 10} KiB on, as asked for"
+    kinds: Sequence[Kind] = ["all-reduce"] if name.endswith("replicated") else ["all-gather", "reduce-scatter"]
+    picked = []
+    for kind in kinds:
+        way = policy.way(kind, SHOWN)
+        times = {w: 1e3 * policy.seconds(kind, SHOWN, w) for w in dict.fromkeys((way, FLAT))}
+        flat = "" if way == FLAT else f", flat {times[FLAT]:.3g} ms"
+        picked.append(f"{kind} of {SHOWN >> 20} MiB {way} {times[way]:.3g} ms{flat}")
+    rates = " and ".join(
+        f"{text} {link.rate * 8e-9:.3g} Gbit/s, {link.latency * 1e6:.3g} us"
+        for text, link in (("between nodes", policy.links.between), ("inside", policy.links.inside))
+    )
+    return f"{begin} {'; '.join(picked)} (predicted; {source}: {rates})"

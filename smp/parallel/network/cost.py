@@ -1,0 +1,164 @@
+"""What a collective takes by formula, and which way of running it takes least. No torch, any number of nodes.
+
+n nodes of P ranks, N ranks, S bytes of the whole buffer, B an uplink's rate, L a rank's inside of its node:
+
+    flat gather     a ring in the order of ranks, N - 1 steps       (N - 1)/N S / min(B, L) and all hops' latencies
+    flat reduce-scatter and all-reduce of gloo                      twice that
+    between nodes   one chunk of k            A = hops x latency + (n - 1)/n S / (k B)
+    inside          one chunk                 I = (P - 1) x latency + (P - 1)/P S / (k L)
+    two levels                                T = k max(A, I) + min(A, I), and calls and sums of the busiest process
+    all-reduce      the sum of both
+
+With unequal nodes the busiest counts. What a ring's link carries when ranks of a node are not neighbours is counted,
+too. Groups of up to ``SIMULATED`` ranks are simulated instead, message by message: on unequal nodes, or where both
+kinds of links are about as fast, the formulas are off by up to a half.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from smp.parallel.network.schedule import Kind, Route, even_sizes
+from smp.parallel.network.schedules import schedule_of
+from smp.parallel.network.simulate import simulate
+from smp.parallel.network.topology import Links, Topology
+
+CHUNKS = (1, 2, 4, 8, 16)
+"""Numbers of chunks that are tried."""
+SIMULATED = 12
+"""Ranks of a group whose collectives are simulated, in milliseconds each."""
+LEAST_CHUNK = 64 << 10
+"""Bytes below which a piece is not cut any further: posting messages would show."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a collective runs.
+
+    Attributes:
+        route: between nodes; None: flat, as the process group does it.
+        chunks: of each piece.
+    """
+
+    route: Route | None = None
+    chunks: int = 1
+
+    def __str__(self) -> str:
+        return "flat" if self.route is None else f"hierarchical by {self.route}, {self.chunks} chunks"
+
+
+FLAT = Way()
+
+
+def flat_ring(kind: Kind, topology: Topology, links: Links, size: int, *, gloo: bool = True) -> float:
+    """Seconds of a ring over all ranks that knows no nodes.
+
+    Args:
+        size: bytes of the whole buffer.
+        gloo: a reduce-scatter is an all-reduce of which most is thrown away. NCCL's is not.
+    """
+    nodes, ranks = topology.nodes, topology.size
+    if ranks == 1:
+        return 0.0
+    inside = any(len(node) > 1 for node in nodes)
+    rate = min([links.between.rate / max(1, topology.crossings)] * (len(nodes) > 1) + [links.inside.rate] * inside)
+    hops = (ranks - len(nodes)) * links.inside.latency + (len(nodes) - 1) * links.between.latency
+    once = hops + 2 * (ranks - 1) * links.call + (ranks - 1) / ranks * size / rate
+    twice = kind == "all-reduce" or (kind == "reduce-scatter" and gloo)
+    return once * (2 if twice else 1)
+
+
+def two_levels(kind: Kind, topology: Topology, links: Links, size: int, way: Way) -> float:
+    """Seconds of a hierarchical collective over equal pieces; ``size``: bytes of the whole buffer."""
+    if kind == "all-reduce":
+        halves: tuple[Kind, Kind] = ("all-gather", "reduce-scatter")
+        return sum(two_levels(half, topology, links, size, way) for half in halves)
+    nodes, chunks = [len(node) for node in topology.nodes], way.chunks
+    ranks, count, most = topology.size, len(nodes), max(len(node) for node in topology.nodes)
+    piece = size / ranks
+    crossing, hops = 0.0, 0
+    if count > 1:
+        following = [*nodes[1:], nodes[0]]
+        out = [ranks - n if way.route == "ring" else (count - 1) * m for n, m in zip(following, nodes, strict=True)]
+        crossing = max(max(o, ranks - m) for o, m in zip(out, nodes, strict=True)) * piece
+        hops = count - 1 if way.route == "ring" else 1
+    # pieces that the busiest rank handles; each goes to all others of its node, or comes from them
+    others = Counter(nodes)
+    handled = max(sum(-(-other // mine) * times for other, times in others.items()) for mine in others)
+    between = hops * links.between.latency + crossing / chunks / links.between.rate
+    inside = (most > 1) * (links.inside.latency + handled * (most - 1) * piece / chunks / links.inside.rate)
+    messages = chunks * (2 * handled * (most - 1) + 2 * (count - 1))
+    adding = 0.0 if kind == "all-gather" else handled * (most - 1) + count - 1
+    own = messages * links.call + adding * piece / links.add
+    return max(chunks * max(between, inside) + min(between, inside), own)
+
+
+def ways(topology: Topology, piece: int) -> Iterable[Way]:
+    """Hierarchical ones that may be good for pieces of so many bytes."""
+    for chunks in CHUNKS:
+        if chunks == 1 or piece // chunks >= LEAST_CHUNK:
+            yield Way("mesh", chunks)
+            if len(topology.nodes) > 2:
+                yield Way("ring", chunks)
+
+
+def least_chunks(piece: int) -> Way:
+    """A good way where links are not known: straight, pieces of so many bytes in chunks of 256 KiB."""
+    return Way("mesh", max(1, min(CHUNKS[-1], piece // (256 << 10))))
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Which way each collective of a group goes: a function of kind and bytes, the same on all ranks.
+
+    Attributes:
+        topology: of the group.
+        links: None: not known, the way depends on sizes alone.
+        allow_flat: else it is always hierarchical.
+        hierarchical: else it is always flat.
+        smallest: bytes below which it is flat.
+        gloo: flat reduce-scatters are gloo's.
+    """
+
+    topology: Topology
+    links: Links | None = None
+    allow_flat: bool = True
+    hierarchical: bool = True
+    smallest: int = 0
+    gloo: bool = True
+    _known: dict[tuple[Kind, int], Way] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def way(self, kind: Kind, size: int) -> Way:
+        """For a whole buffer of ``size`` bytes."""
+        if not self.hierarchical or size < self.smallest:
+            return FLAT
+        if (kind, size) not in self._known:
+            self._known[kind, size] = self._decide(kind, size)
+        return self._known[kind, size]
+
+    def _decide(self, kind: Kind, size: int) -> Way:
+        piece = size // self.topology.size
+        if self.links is None:
+            return least_chunks(piece)
+        tried = list(ways(self.topology, piece))
+        return min([FLAT, *tried] if self.allow_flat else tried, key=lambda way: self.seconds(kind, size, way))
+
+    def seconds(self, kind: Kind, size: int, way: Way) -> float:
+        """Predicted."""
+        assert self.links is not None, "nothing is predicted without links"
+        if self.topology.size <= SIMULATED:
+            return simulated(kind, self.topology, self.links, size, way, gloo=self.gloo)
+        if way.route is None:
+            return flat_ring(kind, self.topology, self.links, size, gloo=self.gloo)
+        return two_levels(kind, self.topology, self.links, size, way)
+
+
+def simulated(kind: Kind, topology: Topology, links: Links, size: int, way: Way, *, gloo: bool = True) -> float:
+    """Seconds by the simulator; see :func:`flat_ring` and :func:`two_levels`."""
+    sizes, chunks = even_sizes(size, topology.size), [way.chunks] * topology.size
+    if way.route is not None:
+        return simulate(schedule_of(kind, topology, chunks, way.route), sizes, links).end
+    kind = "all-reduce" if kind == "reduce-scatter" and gloo else kind
+    return simulate(schedule_of(kind, topology.each_alone(), chunks, "ring"), sizes, links, topology).end

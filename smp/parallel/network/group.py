@@ -1,0 +1,226 @@
+"""Hierarchical collectives of one process group on a CPU: its own point-to-point messages, run by schedules.
+
+Messages go through the gloo backend of the group itself, so there are no inner groups with a timeout of their own. Each
+collective has a tag: one that a thread runs while the caller computes does not meet another one's messages.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from smp.parallel.network.cost import Policy, Way
+from smp.parallel.network.run import Execution, pieces_of
+from smp.parallel.network.schedule import Action, Kind, Message, even_sizes
+from smp.parallel.network.schedules import actions_of
+
+_TAGS = 1 << 14
+_FIRST_TAG = 1 << 16  # above what callers of send and recv use
+
+
+class CollectiveError(RuntimeError):
+    """A collective did not end: a rank is gone or late. The text names it and its node."""
+
+
+class NetworkGroup:
+    """What a process group needs to run collectives by schedules.
+
+    Args:
+        group: as messages for errors name it, its ranks in the default group.
+        backend: the gloo backend of the group, or anything with ``send`` and ``recv`` as it has.
+        policy: which way a collective goes, by kind and size.
+        timeout: of a whole collective.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int, backend: Any, policy: Policy, timeout: timedelta) -> None:
+        self.ranks, self.rank, self.policy, self.timeout = list(ranks), rank, policy, timeout
+        self.hierarchical_calls = 0
+        self._backend, self._tags = backend, itertools.count()
+        self._actions = functools.lru_cache(maxsize=64)(self._actions_of)
+        self._failure: CollectiveError | None = None
+        self._jobs: queue.SimpleQueue[Callable[[], None]] | None = None
+
+    @staticmethod
+    def of(group: dist.ProcessGroup, policy: Policy, timeout: timedelta) -> NetworkGroup:
+        """Of a group whose tensors on a CPU go through gloo."""
+        backend = group._get_backend(torch.device("cpu"))
+        return NetworkGroup(dist.get_process_group_ranks(group), group.rank(), backend, policy, timeout)
+
+    def way(self, kind: Kind, tensor: torch.Tensor) -> Way:
+        """How a collective with this whole buffer is to run; see :class:`Way` for flat ones, which callers run."""
+        return self.policy.way(kind, tensor.numel() * tensor.element_size())
+
+    def all_gather(self, output: torch.Tensor, given: torch.Tensor, way: Way) -> Running:
+        """All ranks' ``given`` into ``output``, in the order of ranks, 1 / ranks of it each; it may be its own part."""
+        sizes = [given.numel()] * len(self.ranks)
+        pieces = pieces_of(output, sizes)
+        own = pieces[self.rank]
+        if own.data_ptr() != given.data_ptr():
+            own.copy_(given.reshape(-1))
+        return self._start("all-gather", pieces, way)
+
+    def reduce_scatter(self, output: torch.Tensor, given: torch.Tensor, way: Way) -> Running:
+        """This rank's part of the sum of ``given``, which stays as it is, into ``output``."""
+        pieces = pieces_of(given, [output.numel()] * len(self.ranks))
+        return self._start("reduce-scatter", pieces, way, pieces_of(output, [output.numel()])[0])
+
+    def all_reduce(self, tensor: torch.Tensor, way: Way) -> Running:
+        """The sum over all ranks, in place."""
+        sizes = even_sizes(tensor.numel(), len(self.ranks))
+        return self._start("all-reduce", pieces_of(tensor, sizes), way)
+
+    def in_background(self, job: Callable[[], None]) -> None:
+        """Run a job on this group's thread, after those before it."""
+        if self._jobs is None:
+            self._jobs = queue.SimpleQueue()
+            threading.Thread(target=_work, args=(self._jobs,), name="collectives", daemon=True).start()
+        self._jobs.put(job)
+
+    def _start(self, kind: Kind, pieces: list[torch.Tensor], way: Way, own: torch.Tensor | None = None) -> Running:
+        if self._failure is not None:
+            raise CollectiveError(f"an earlier collective of this group failed: {self._failure}")
+        assert way.route is not None, "flat collectives are the process group's own"
+        self.hierarchical_calls += 1
+        chunks = tuple(min(way.chunks, piece.numel()) for piece in pieces)
+        actions = self._actions(kind, way.route, chunks)
+        messages = _Messages(self._backend, _FIRST_TAG + next(self._tags) % _TAGS)
+        execution = Execution(kind, chunks, actions, self.rank, pieces, messages, own)
+        return Running(self, kind, execution, sum(piece.nbytes for piece in pieces))
+
+    def _actions_of(self, kind: Kind, route: Any, chunks: tuple[int, ...]) -> tuple[Action, ...]:
+        return actions_of(kind, self.policy.topology, chunks, route, self.rank)
+
+    def failed(self, kind: Kind, size: int, message: Message, seconds: float, error: RuntimeError) -> CollectiveError:
+        """Remember that a message did not come, or did not go: nothing of this group is in order now."""
+        source, destination, piece, _ = message
+        other = source if destination == self.rank else destination
+        did = "has not sent" if other == source else "has not taken"
+        whose = f" (rank {self.ranks[piece]}'s part)" if piece != other else ""
+        name = self.policy.topology.name_of
+        text = (
+            f"{kind} of {size:,} bytes over {self.policy.topology} failed after {seconds:.1f} s on rank "
+            f"{self.ranks[self.rank]} ({name(self.rank)}): rank {self.ranks[other]} on {name(other)} {did} what is "
+            f"due{whose}; it is lost or late, or waits for one that is: {str(error).strip().splitlines()[0]}"
+        )
+        self._failure = CollectiveError(text)
+        return self._failure
+
+
+def _work(jobs: queue.SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        jobs.get()()
+
+
+class _Messages:
+    """Point-to-point messages of one collective."""
+
+    def __init__(self, backend: Any, tag: int) -> None:
+        self._backend, self._tag = backend, tag
+
+    def send(self, tensor: torch.Tensor, to: int) -> Any:
+        return self._backend.send([tensor], to, self._tag)
+
+    def receive(self, into: torch.Tensor, source: int) -> Any:
+        return self._backend.recv([into], source, self._tag)
+
+
+class Running:
+    """A collective that has been started on this rank; :meth:`finish` or :meth:`work` runs it."""
+
+    def __init__(self, group: NetworkGroup, kind: Kind, execution: Execution, size: int) -> None:
+        self._group, self._kind, self._execution, self._size = group, kind, execution, size
+
+    def finish(self) -> None:
+        """Run it here, to its end.
+
+        Raises:
+            CollectiveError: a rank is gone or late.
+        """
+        started = time.monotonic()
+        limit = self._group.timeout.total_seconds()
+        for message, posted in self._execution.steps():
+            left = max(started + limit - time.monotonic(), 1e-3)
+            try:
+                posted.wait(timedelta(seconds=left))
+            except RuntimeError as error:
+                passed = time.monotonic() - started
+                raise self._group.failed(self._kind, self._size, message, passed, error) from error
+
+    def work(self, result: Any, then: Callable[[], object] = lambda: None) -> CollectiveWork:
+        """Run it on the group's thread, and ``then``."""
+        work = CollectiveWork(result)
+
+        def job() -> None:
+            try:
+                self.finish()
+                then()
+            except BaseException as error:
+                work.end(error)
+            else:
+                work.end(None)
+
+        self._group.in_background(job)
+        return work
+
+
+class CollectiveWork(dist.Work):
+    """A handle as torch.distributed's own: FSDP, functional collectives and DDP wait for it where they use the result.
+
+    It has to be a ``dist.Work``: torch never waits for any other object.
+    """
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self._result, self._done = result, threading.Event()
+        self._error: BaseException | None = None
+        self._future: torch.futures.Future[Any] = torch.futures.Future()
+
+    def end(self, error: BaseException | None) -> None:
+        """Let those that wait go on, with an error where there is one."""
+        self._error = error
+        self._done.set()
+        if error is None:
+            self._future.set_result(self._result)
+        else:
+            self._future.set_exception(error)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Until the result is there. The collective has its own timeout; a shorter one may be given here.
+
+        Raises:
+            CollectiveError: a rank is gone or late.
+        """
+        if not self._done.wait(timeout.total_seconds() or None):
+            raise CollectiveError(f"no result within {timeout.total_seconds():g} s")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the result, or an error, is there."""
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        """Whether the result is there."""
+        return self._done.is_set() and self._error is None
+
+    def exception(self) -> Any:
+        """The error, where there is one."""
+        return self._error
+
+    def result(self) -> Any:
+        """The tensors."""
+        return self._result
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Of the result."""
+        return self._future

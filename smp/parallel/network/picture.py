@@ -1,0 +1,99 @@
+"""Draw schedules of collectives as text, also into the documentation: ``python -m smp.parallel.network.picture`` from
+the repository's root."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from smp.parallel.network.schedule import Schedule
+from smp.parallel.network.schedules import all_gather, reduce_scatter
+from smp.parallel.network.simulate import simulate
+from smp.parallel.network.topology import Link, Links, Topology
+
+EXAMPLE = Links(between=Link(0.0, 1.0), inside=Link(0.0, 4.0), call=0.0, add=1e30)
+"""Links of the pictures: a message between nodes takes four times as long as one inside."""
+
+LONGEST = 64.0
+"""Seconds of a line, with pieces of 16 bytes."""
+
+
+def messages(schedule: Schedule) -> str:
+    """A line for each message and sum, in the order of their starts."""
+    timeline = simulate(schedule, [16] * schedule.size, EXAMPLE)
+    places = schedule.topology.places
+    lines = []
+    for span in sorted(timeline.spans, key=lambda s: (s.start, s.source, s.destination, s.piece)):
+        if span.source == span.destination:
+            lines.append(f"{span.start:5.1f}  rank {span.source}        adds up piece {span.piece}, chunk {span.chunk}")
+            continue
+        crosses = places[span.source][0] != places[span.destination][0]
+        way = "between nodes" if crosses else "inside"
+        what = f"piece {span.piece}, chunk {span.chunk}"
+        lines.append(f"{span.start:5.1f}  rank {span.source} -> rank {span.destination}  {what}  {way}")
+    return "\n".join(lines)
+
+
+def links_over_time(schedule: Schedule, network: Topology | None = None, width: int = 64) -> str:
+    """A line for each link: the number of the piece that it carries, to the right the time.
+
+    Args:
+        network: where the ranks really are; by default what the schedule was made for.
+    """
+    network = network or schedule.topology
+    timeline = simulate(schedule, [16] * schedule.size, EXAMPLE, network)
+    places = network.places
+    rows: dict[str, list[str]] = {}
+    for node, _ in enumerate(network.nodes):
+        rows[f"uplink of node {node}"] = ["."] * width
+    for rank in range(schedule.size):
+        rows[f"rank {rank} inside"] = ["."] * width
+    for span in timeline.spans:
+        if span.source == span.destination:
+            continue
+        node, other = places[span.source][0], places[span.destination][0]
+        name = f"uplink of node {node}" if node != other else f"rank {span.source} inside"
+        first, last = (round(moment / LONGEST * width) for moment in (span.start, span.end))
+        for column in range(first, max(last, first + 1)):
+            rows[name][min(column, width - 1)] = str(span.piece)
+    return "\n".join(f"{name:<17} {''.join(row)}" for name, row in rows.items())
+
+
+PAGE = Path("docs/collectives.md")
+BEGIN = "<!-- pictures: written by python -m smp.parallel.network.picture -->"
+END = "<!-- end of pictures -->"
+
+
+def pictures() -> str:
+    """Those of docs/collectives.md, as Markdown."""
+    nodes = Topology.even(2, 2)
+    parts = [
+        (
+            "All-gather of 4 ranks on 2 nodes, 4 chunks: what each link carries (digits are pieces, named by their "
+            "owners; time runs to the right):",
+            links_over_time(all_gather(nodes, [4] * 4)),
+        ),
+        (
+            "The same as a flat ring, which crosses each uplink with 3 pieces of 4:",
+            links_over_time(all_gather(nodes.each_alone(), [4] * 4, "ring"), nodes),
+        ),
+        (
+            "Reduce-scatter, 4 chunks: parts meet inside of a node first, one sum crosses:",
+            links_over_time(reduce_scatter(nodes, [4] * 4)),
+        ),
+        ("Reduce-scatter in one chunk, every message and sum:", messages(reduce_scatter(nodes, [1] * 4))),
+    ]
+    return "\n\n".join(f"{title}\n\n```\n{picture}\n```" for title, picture in parts)
+
+
+def with_pictures(page: str) -> str:
+    """``page`` with everything between its two markers replaced by today's pictures."""
+    head, rest = page.split(BEGIN)
+    return f"{head}{BEGIN}\n\n{pictures()}\n\n{END}{rest.split(END)[1]}"
+
+
+def main() -> None:
+    PAGE.write_text(with_pictures(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""The backend ``smp``: every collective of torch.distributed as on gloo, on four ranks that stand for two nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.distributed import run_distributed
+
+N = 40_001
+"""Elements: above the size from which collectives are hierarchical, and divisible by nothing."""
+
+
+def numbers(rank: int, count: int = N, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Whole numbers: sums have the same bits in any order."""
+    return (torch.arange(count) % 7 + rank).to(dtype)
+
+
+def each_collective(rank: int, world: int, group: Any) -> dict[str, Any]:
+    """What every collective gives, by name."""
+    out: dict[str, Any] = {}
+    ops = dist.ReduceOp
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8):
+        x = numbers(rank, dtype=dtype)
+        for op in (ops.SUM, ops.MAX, ops.MIN, ops.PRODUCT):
+            y = x.clone()
+            dist.all_reduce(y, op, group=group)
+            out[f"all_reduce {op} {dtype}"] = y
+        gathered = torch.empty(N * world, dtype=dtype)
+        dist.all_gather_into_tensor(gathered, x, group=group)
+        out[f"all_gather_into_tensor {dtype}"] = gathered
+        part = torch.empty(N, dtype=dtype)
+        dist.reduce_scatter_tensor(part, x.repeat(world), group=group)
+        out[f"reduce_scatter_tensor {dtype}"] = part
+    for shape in ((0,), (1,), (3, 5), (N, 2)):
+        y = torch.full(shape, float(rank))
+        dist.all_reduce(y, group=group)
+        whole = torch.empty(shape[0] * world, *shape[1:])
+        dist.all_gather_into_tensor(whole, torch.full(shape, float(rank)), group=group)
+        out[f"shape {shape}"] = (y, whole)
+    out |= lists_and_objects(rank, world, group)
+    work = dist.all_reduce(x := numbers(rank), group=group, async_op=True)
+    assert work is not None and work.wait()
+    out["async all_reduce"] = x
+    works = [
+        dist.all_gather_into_tensor(o := torch.empty(N * world), numbers(rank + i), group=group, async_op=True)
+        for i in range(2)
+    ]
+    assert all(work is not None and work.wait() for work in works)
+    out["async all_gather"] = o
+    strided = numbers(rank, 2 * N)[::2].clone().view(1, -1).t()
+    dist.all_reduce(strided, group=group)
+    out["strided"] = strided
+    return out
+
+
+def lists_and_objects(rank: int, world: int, group: Any) -> dict[str, Any]:
+    """What is left to gloo."""
+    out: dict[str, Any] = {}
+    x = numbers(rank)
+    listed = [torch.empty(N) for _ in range(world)]
+    dist.all_gather(listed, x, group=group)
+    out["all_gather"] = listed
+    y = numbers(rank)
+    dist.broadcast(y, 1, group=group)
+    dist.reduce(z := numbers(rank), 2, group=group)
+    out["broadcast, reduce"] = (y, z if rank == 2 else None)
+    part = torch.empty(N)
+    dist.scatter(part, [numbers(i) for i in range(world)] if rank == 0 else None, 0, group=group)
+    collected = [torch.empty(N) for _ in range(world)] if rank == 3 else None
+    dist.gather(x, collected, 3, group=group)
+    out["scatter, gather"] = (part, collected)
+    swapped = torch.empty(4 * world)
+    dist.all_to_all_single(swapped, numbers(rank, 4 * world), group=group)
+    out["all_to_all_single"] = swapped
+    got: list[Any] = [None] * world
+    dist.all_gather_object(got, {"rank": rank}, group=group)
+    said = [rank]
+    dist.broadcast_object_list(said, 2, group=group)
+    out["objects"] = (got, said)
+    dist.barrier(group=group)
+    into = torch.empty(N)
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, x, (rank + 1) % world, group), dist.P2POp(dist.irecv, into, (rank - 1) % world, group)]
+    )
+    for work in works:
+        work.wait()
+    out["batch_isend_irecv"] = into
+    return out
+
+
+def libraries(rank: int, world: int, group: Any) -> dict[str, Any]:
+    """DTensor, functional collectives, a compiled graph, FSDP1, FSDP2 and DDP on top."""
+    import torch.distributed._functional_collectives as functional
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+    out: dict[str, Any] = {}
+    mesh = DeviceMesh.from_group(group, "cpu")
+    whole = numbers(0, 64 * 1024).view(256, 256)
+    out["S->R"] = distribute_tensor(whole, mesh, [Shard(0)]).redistribute(mesh, [Replicate()]).to_local()
+    partial = torch.distributed.tensor.DTensor.from_local(whole + rank, mesh, [Partial()])
+    out["P->R"] = partial.redistribute(mesh, [Replicate()]).to_local()
+    out["P->S"] = partial.redistribute(mesh, [Shard(0)]).to_local()
+    out["functional"] = functional.all_reduce(whole + rank, "sum", group) + 1
+    compiled = torch.compile(lambda x: functional.all_reduce(x, "sum", group) * 2, fullgraph=True, backend="eager")
+    out["compiled"] = compiled(whole + rank)
+
+    def train(wrap: Callable[[nn.Module], nn.Module]) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = wrap(nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            draw = torch.Generator().manual_seed(10 * step + rank)
+            model(torch.randn(4, 256, generator=draw)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        result = model(torch.ones(1, 256)).detach()
+        return result
+
+    def sharded(model: nn.Module) -> nn.Module:
+        return fully_shard(model, mesh=mesh)  # type: ignore[return-value]
+
+    out["DDP"] = train(lambda model: nn.parallel.DistributedDataParallel(model, process_group=group))
+    out["FSDP1"] = train(
+        lambda model: FullyShardedDataParallel(model, process_group=group, device_id=torch.device("cpu"))
+    )
+    out["FSDP2"] = train(sharded)
+    return out
+
+
+def compare(rank: int, world: int, topology: str) -> dict[str, Any]:
+    """Everything on gloo and on smp, which is the default group in the end."""
+    import smp.parallel.backend  # noqa: F401
+
+    warnings.simplefilter("ignore")
+    os.environ["SMP_NETWORK_TOPOLOGY"] = topology
+    torch.set_num_threads(1)
+    gloo, group = dist.new_group(), dist.new_group(backend="smp")
+    pairs = each_collective(rank, world, gloo), each_collective(rank, world, group)
+    wrong = [name for name in pairs[0] if not same(pairs[0][name], pairs[1][name])]
+    counted = dict(group.counts)
+    built = libraries(rank, world, gloo), libraries(rank, world, group)
+    exact = ("S->R", "P->R", "P->S", "functional", "compiled")
+    wrong += [name for name in exact if not same(built[0][name], built[1][name])]
+    wrong += [
+        name for name in ("DDP", "FSDP1", "FSDP2") if not torch.allclose(built[0][name], built[1][name], rtol=1e-5)
+    ]
+    mean = torch.full((N,), float(rank))
+    dist.all_reduce(mean, dist.ReduceOp.AVG, group=group)
+    part = torch.empty(N)
+    dist.reduce_scatter_tensor(part, torch.full((N * world,), float(rank)), dist.ReduceOp.AVG, group=group)
+    random = torch.randn(N, generator=torch.Generator().manual_seed(rank))
+    sums = []
+    for _ in range(2):
+        dist.all_reduce(sum_ := random.clone(), group=group)
+        sums.append(sum_)
+    pieces = [random.clone() for _ in range(world)]
+    dist.all_gather(pieces, random)
+    return {
+        "wrong": wrong,
+        "counted": counted,
+        "later": {name: group.counts[name] - counted.get(name, 0) for name in group.counts},
+        "means": (set(mean.tolist()), set(part.tolist())),
+        "repeats": torch.equal(*sums),
+        "error": (sums[0].double() - torch.stack(pieces).double().sum(0)).abs().max().item(),
+        "default": default_group(rank, world, topology),
+    }
+
+
+def default_group(rank: int, world: int, topology: str) -> Any:
+    """The same as the backend of a whole program, by both names, and its subgroups."""
+    store = dist.FileStore(f"{topology}.store", world)
+    out = []
+    for name in ("smp", "smddp"):
+        dist.destroy_process_group()
+        dist.init_process_group(
+            name, store=dist.PrefixStore(name, store), rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        )
+        dist.all_reduce(x := numbers(rank))
+        pair = dist.new_group([0, 3])
+        y = numbers(rank)
+        if rank in (0, 3):
+            dist.all_reduce(y, group=pair)
+        mesh = dist.init_device_mesh("cpu", (2, 2))
+        dist.all_reduce(z := numbers(rank), group=mesh.get_group(0))
+        dist.barrier()
+        out.append((dist.get_backend(), x[0].item(), y[0].item(), z[0].item(), type(pair).__name__))
+    return out
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b) and a.dtype == b.dtype
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    path = tmp_path_factory.mktemp("backend") / "nodes.json"
+    path.write_text(json.dumps({"nodes": [[0, 2], [1, 3]]}))
+    return run_distributed(compare, 4, str(path))
+
+
+def test_everything_is_as_on_gloo(found: list[dict[str, Any]]) -> None:
+    assert [of["wrong"] for of in found] == [[]] * 4
+
+
+def test_large_sums_and_gathers_are_hierarchical_and_the_rest_is_counted(found: list[dict[str, Any]]) -> None:
+    counted, later = found[0]["counted"], found[0]["later"]
+    assert counted["hierarchical all-reduce"] == 4 + 3, "sums in 4 dtypes (uint8 is small), of a shape, async, strided"
+    assert counted["hierarchical all-gather"] >= 6 and counted["hierarchical reduce-scatter"] == 5
+    assert counted["gloo all-reduce"] >= 15, "maxima, minima, products, small ones"
+    assert all(later[f"hierarchical {kind}"] > 0 for kind in ("all-reduce", "all-gather", "reduce-scatter"))
+
+
+def test_averages_and_bits_of_sums(found: list[dict[str, Any]]) -> None:
+    for of in found:
+        assert of["means"] == ({1.5}, {1.5})
+        assert of["repeats"] and of["error"] < 4 * 4 * 2**-24 * 4
+
+
+def test_it_is_a_backend_of_a_whole_program(found: list[dict[str, Any]]) -> None:
+    assert found[0]["default"] == [(name, 6.0, 3.0, 2.0, "NetworkProcessGroup") for name in ("smp", "smddp")]

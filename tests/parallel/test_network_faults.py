@@ -1,0 +1,110 @@
+"""A rank that is dead or late ends a hierarchical collective on the others in time, with its number and node named."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from smp.parallel.network.cost import Policy
+from smp.parallel.network.group import CollectiveError, NetworkGroup
+from smp.parallel.network.topology import Topology
+from tests.distributed import run_distributed
+
+NODES = Topology.of(["left", "left", "right", "right"])
+LIMIT = 3.0
+
+
+def lose(rank: int, world: int, folder: str, killed: bool) -> None:
+    """Rank 3 takes no part in the second gather; the others write down when they end, and what they say."""
+    group = dist.new_group(timeout=timedelta(seconds=60))
+    network = NetworkGroup.of(group, Policy(NODES), timedelta(seconds=LIMIT))
+    given, output = torch.full((100_000,), float(rank)), torch.empty(400_000)
+    way = network.way("all-gather", output)
+    network.all_gather(output, given, way).finish()
+    assert output[::100_000].tolist() == [0.0, 1.0, 2.0, 3.0]
+    if rank == 3:
+        time.sleep(0.5)  # the others are in the middle of it
+        if killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(2 * LIMIT)
+        return
+    started = time.monotonic()
+    running = network.all_gather(output, given, way)
+    with pytest.raises(CollectiveError) as caught:
+        if rank == 0:
+            running.work(output).wait()  # the error of the thread comes back here
+        else:
+            running.finish()
+    taken = time.monotonic() - started
+    with pytest.raises(CollectiveError, match="an earlier collective of this group failed"):
+        network.all_gather(output, given, way)
+    Path(folder, str(rank)).write_text(json.dumps([taken, str(caught.value)]))
+    time.sleep(1.0)  # an exit would be one more lost rank
+    if killed:
+        os._exit(0)  # without waiting for the lost rank in the end of the default group
+
+
+@pytest.mark.parametrize("killed", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_all_ranks_end_and_say_where(killed: bool, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="ranks without an answer") if killed else contextlib.nullcontext():
+        run_distributed(lose, 4, str(tmp_path), killed, timeout=60.0)
+    said = {rank: json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)}
+    for taken, text in said.values():
+        assert taken < LIMIT + 5.0, "a busy machine; the groups' own timeout is 60 s"
+        assert text.startswith("all-gather of 1,600,000 bytes over 2 nodes of 2 ranks failed after ")
+    for rank in (1, 2):  # those that rank 3 sends to, or takes from
+        assert f"on rank {rank} ({NODES.name_of(rank)}): rank 3 on right has not" in said[rank][1]
+
+
+DIES = """
+import os, signal, sys
+import pretrain_gpt
+from smp.parallel.network.group import NetworkGroup
+
+start, left = NetworkGroup._start, [None] * int(os.environ["LIVES"])
+
+def dying(*args, **options):
+    if os.environ["RANK"] == "3" and left:
+        left.pop() if len(left) > 1 else os.kill(os.getpid(), signal.SIGKILL)
+    return start(*args, **options)
+
+NetworkGroup._start = dying
+sys.exit(pretrain_gpt.main(sys.argv[1:]))
+"""
+FLAGS = (
+    "--num-layers 2 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 4 --seq-length 16 --vocab-size 1000 "
+    "--mock-data --micro-batch-size 1 --train-iters 6 --log-interval 1 --no-tensorboard --no-progress-bar --log-dir l "
+    "--data-parallel-collectives hierarchical --network-topology nodes.json --distributed-timeout-minutes 0.3 "
+    "--save saved --save-interval 1 --load auto"
+)
+
+
+@pytest.mark.slow
+def test_a_run_ends_with_the_place_and_goes_on(tmp_path: Path) -> None:
+    """A rank is killed in its third step; the others say where, and a new start resumes."""
+    (tmp_path / "dies.py").write_text(DIES)
+    (tmp_path / "nodes.json").write_text('{"nodes": [[0, 1], [2, 3]]}')
+    root = Path(__file__).resolve().parents[2]
+    launcher = "-m torch.distributed.run --standalone --nproc-per-node 4 --redirects 3 --log-dir ranks"
+    words = [sys.executable, *launcher.split(), "dies.py", *FLAGS.split()]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "LIVES": "25"}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=140)
+    assert done.returncode == 1 and "SIGKILL" in done.stderr, done.stderr
+    logs = sorted(tmp_path.glob("ranks/*/attempt_0/*/stderr.log"))
+    errors = [line for log in logs for line in log.read_text().splitlines() if line.startswith("error: ")]
+    assert any("over 2 nodes of 2 ranks failed after" in line and "rank 3 on node1" in line for line in errors), errors
+    assert not any("Traceback" in log.read_text() for log in logs[:3])
+    environment["LIVES"] = "0"
+    again = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=140)
+    assert again.returncode == 0, again.stderr

@@ -1,0 +1,58 @@
+"""tools/plan_collectives.py: its table, and that its formula is near the simulator where both can be used."""
+
+from __future__ import annotations
+
+import pytest
+
+from smp.models.presets import PRESETS
+from smp.parallel.network.cost import Way, flat_ring, simulated, two_levels
+from smp.parallel.network.schedule import Kind
+from smp.parallel.network.topology import Link, Links, Topology
+from tools.plan_collectives import main, units_of
+
+LINKS = Links(between=Link(1e-4, 12.5e6), inside=Link(2e-5, 500e6), call=2e-5, add=3e9)
+KINDS: tuple[Kind, ...] = ("all-gather", "reduce-scatter", "all-reduce")
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "llama3-8b", "--between-gbit", "400", "--inside-gbit", "1840", "--nodes", "2", "16", "4096"]
+    assert main(flags) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.split("|")[0].strip().isdecimal()]
+    assert [row.split("|")[0].strip() for row in rows] == ["2", "16", "4096"]
+    cells = rows[0].split("|")
+    sent = 8 * 8_030_261_248 / 1e9  # two gathers in bf16, one reduction in fp32
+    assert float(cells[2].split()[1]) == pytest.approx(sent * 15 / 16, abs=0.01)
+    assert float(cells[3].split()[1]) == pytest.approx(sent / 2, abs=0.01)
+    assert float(cells[2].split()[0]) > float(cells[3].split()[0])
+
+
+def test_units_are_those_of_each_layer() -> None:
+    """Dense layers in front of those with experts are smaller than these."""
+    for name in ("llama3-8b", "glm-4.5-air", "qwen3-30b-a3b"):
+        units = units_of(name)
+        assert min(units) > 0 and len(units) == PRESETS[name]["num_layers"] + 1
+    first, second, *_ = units_of("glm-4.5-air")
+    assert first < second / 5
+
+
+def test_wrong_numbers_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "llama3-8b", "--between-gbit", "0", "--inside-gbit", "1"]) == 2
+    assert main(["--model", "llama3-8b", "--between-gbit", "1", "--inside-gbit", "nan"]) == 2
+    assert main(["--model", "llama9", "--between-gbit", "1", "--inside-gbit", "1"]) == 2
+    errors = capsys.readouterr().err
+    assert "rates have to be above 0" in errors and "--model llama9: give one of" in errors
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("nodes, local", [(2, 2), (2, 4), (4, 2), (3, 3)])
+def test_formulas_are_near_the_simulator(kind: Kind, nodes: int, local: int) -> None:
+    """Where the uplink is the slower link: within 15 % from 1 MiB on."""
+    network = Topology.even(nodes, local)
+    for size in (1 << 20, 16 << 20):
+        assert flat_ring(kind, network, LINKS, size) == pytest.approx(
+            simulated(kind, network, LINKS, size, Way()), rel=0.15
+        )
+        for way in (Way("mesh", 8), Way("mesh", 1)):
+            assert two_levels(kind, network, LINKS, size, way) == pytest.approx(
+                simulated(kind, network, LINKS, size, way), rel=0.15
+            )

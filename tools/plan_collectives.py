@@ -1,0 +1,163 @@
+"""What the data-parallel collectives of a training step take on 2 to 4,096 nodes, predicted.
+
+    python tools/plan_collectives.py --model llama3-8b --ranks-per-node 8 --between-gbit 400 --inside-gbit 1600
+    python tools/plan_collectives.py --model llama3-70b --between-gbit 3200 --inside-gbit 2800 --nodes 2 16 512
+
+For each number of nodes: bytes that cross a node's uplink and seconds of all gathers of weights (bf16, for the forward
+and for the backward pass) and reductions of gradients (fp32) of one micro-batch. Full sharding by flat rings, by
+hierarchical collectives (the best way for each size, which --data-parallel-collectives auto takes), and hybrid sharding
+within nodes with a sum over replicas. A unit is a layer, or embedding and output layer. Nothing is overlapped with
+computation here. It is the model of docs/collectives.md; nothing is run.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from smp.config import ConfigError, ModelConfig
+from smp.config.command import CommandParser, run_tool
+from smp.config.resolve import resolve_model
+from smp.models.arithmetic import count_parameters
+from smp.models.inventory import block_parameters
+from smp.models.presets import PRESETS
+from smp.parallel.network.cost import Way, flat_ring, two_levels, ways
+from smp.parallel.network.schedule import Kind
+from smp.parallel.network.topology import Link, Links, Topology
+
+NODES = tuple(2**i for i in range(1, 13))
+BF16, FP32 = 2, 4
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Of all collectives of one micro-batch.
+
+    Attributes:
+        seconds: one after the other.
+        uplink: bytes that a node sends.
+    """
+
+    seconds: float
+    uplink: float
+
+
+def calls(units: Sequence[int]) -> list[tuple[Kind, int]]:
+    """The collectives of a fully sharded step: kind and bytes of the whole buffer."""
+    gathers: list[tuple[Kind, int]] = [("all-gather", BF16 * unit) for unit in units] * 2
+    return [*gathers, *(("reduce-scatter", FP32 * unit) for unit in units)]
+
+
+def flat(units: Sequence[int], network: Topology, links: Links, gloo: bool) -> Predicted:
+    """Rings over all ranks, in the order of nodes."""
+    ranks = network.size
+    seconds = _total(calls(units), lambda kind, size: flat_ring(kind, network, links, size, gloo=gloo))
+    rounds = {"all-gather": 1, "reduce-scatter": 1 + gloo}
+    return Predicted(seconds, sum(rounds[kind] * size * (ranks - 1) / ranks for kind, size in calls(units)))
+
+
+def hierarchical(units: Sequence[int], network: Topology, links: Links) -> tuple[Predicted, Way]:
+    """Each size by its best way; also which that is for the largest gather."""
+    nodes = len(network.nodes)
+
+    def best(kind: Kind, size: int) -> tuple[float, Way]:
+        tried = [(two_levels(kind, network, links, size, way), way) for way in ways(network, size // network.size)]
+        return min(tried, key=lambda pair: pair[0])
+
+    seconds = _total(calls(units), lambda kind, size: best(kind, size)[0])
+    sent = sum(size * (nodes - 1) / nodes for _, size in calls(units))
+    return Predicted(seconds, sent), best("all-gather", BF16 * max(units))[1]
+
+
+def _total(of: Sequence[tuple[Kind, int]], seconds: Callable[[Kind, int], float]) -> float:
+    """Of collectives, most of which are alike."""
+    return sum(times * seconds(*call) for call, times in Counter(of).items())
+
+
+def hybrid(units: Sequence[int], network: Topology, links: Links, gloo: bool) -> Predicted:
+    """Sharded within a node; then each rank's shard is summed over nodes, all of a node's ranks at the same time."""
+    nodes, local = len(network.nodes), len(network.nodes[0])
+    node = Topology.even(1, local)
+    inside = _total(calls(units), lambda kind, size: flat_ring(kind, node, links, size, gloo=gloo))
+    shared = replace(links, between=Link(links.between.latency, links.between.rate / local))
+    replicas = Topology.even(nodes, 1)
+    sums = _total(
+        [("all-reduce", FP32 * unit // local) for unit in units],
+        lambda kind, size: flat_ring(kind, replicas, shared, size),
+    )
+    return Predicted(inside + sums, 2 * (nodes - 1) / nodes * FP32 * sum(units))
+
+
+def units_of(model: str) -> list[int]:
+    """Parameters of what is gathered together."""
+    if model not in PRESETS:
+        raise ConfigError(f"--model {model}: give one of {', '.join(PRESETS)}")
+    config = resolve_model(ModelConfig(model=model, **PRESETS[model]))
+    if config.vocab_size is None:
+        raise ConfigError(f"--model {model} has no vocabulary of its own; give another one")
+    count = count_parameters(config, config.vocab_size)
+    layers = [sum(p.numel for p in block_parameters(config, layer)) for layer in range(config.num_layers)]
+    return [*layers, count.total - sum(layers)]
+
+
+def table(given: Any) -> str:
+    """Rows by number of nodes."""
+    units = units_of(given.model)
+    links = Links(
+        between=Link(given.between_latency_us * 1e-6, given.between_gbit * 1e9 / 8),
+        inside=Link(given.inside_latency_us * 1e-6, given.inside_gbit * 1e9 / 8),
+        call=given.call_us * 1e-6,
+        add=given.add_gb * 1e9,
+    )
+    gloo, local = given.flat == "gloo", given.ranks_per_node
+    lines = [
+        f"{given.model}, {sum(units):,} parameters; nodes of {local} ranks, uplink {given.between_gbit:g} Gbit/s, "
+        f"inside {given.inside_gbit:g} Gbit/s of a rank; seconds of a micro-batch, GB that a node sends",
+        "",
+        "nodes | ranks  | flat s    GB    | hierarchical s    GB    gain  largest gather           | hybrid s    GB",
+    ]
+    for nodes in given.nodes:
+        network = Topology.even(nodes, local)
+        ring, (best, way) = flat(units, network, links, gloo), hierarchical(units, network, links)
+        inside = hybrid(units, network, links, gloo)
+        lines.append(
+            f"{nodes:>5} | {network.size:>6} | {ring.seconds:>6.3f} {ring.uplink / 1e9:>7.2f} | "
+            f"{best.seconds:>14.3f} {best.uplink / 1e9:>7.2f} {ring.seconds / best.seconds:>6.2f}  {way!s:<24.24} | "
+            f"{inside.seconds:>8.3f} {inside.uplink / 1e9:>6.2f}"
+        )
+    return "\n".join(lines)
+
+
+def plan(argv: Sequence[str] | None) -> int:
+    """Read the command line and print the table."""
+    parser = CommandParser(description=__doc__)
+    parser.add_argument("--model", required=True, help="named size")
+    parser.add_argument("--nodes", type=int, nargs="+", default=list(NODES), help="numbers of nodes")
+    parser.add_argument("--ranks-per-node", type=int, default=8)
+    parser.add_argument("--between-gbit", type=float, required=True, help="Gbit/s of a node's uplink")
+    parser.add_argument("--between-latency-us", type=float, default=15.0)
+    parser.add_argument("--inside-gbit", type=float, required=True, help="Gbit/s of one rank inside of its node")
+    parser.add_argument("--inside-latency-us", type=float, default=3.0)
+    parser.add_argument("--call-us", type=float, default=2.0, help="of a process, to post one message")
+    parser.add_argument("--add-gb", type=float, default=500.0, help="GB/s that a rank adds up")
+    parser.add_argument("--flat", choices=("nccl", "gloo"), default="nccl", help="whose rings are compared with")
+    given = parser.parse_args(argv)
+    numbers = (*given.nodes, given.ranks_per_node, given.between_gbit, given.inside_gbit, given.add_gb)
+    latencies = (given.between_latency_us, given.inside_latency_us, given.call_us)
+    if not all(0 < n < math.inf for n in numbers) or not all(0 <= n < math.inf for n in latencies):
+        raise ConfigError("numbers of nodes and ranks and rates have to be above 0, latencies at least 0, all finite")
+    print(table(given))
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; returns the exit code."""
+    return run_tool(lambda: plan(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
