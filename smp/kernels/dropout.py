@@ -22,6 +22,21 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ (x >> 15)
 
 
+def keyed_bits(key: torch.Tensor, rows: torch.Tensor, columns: int, first_column: int = 0) -> torch.Tensor:
+    """32 random bits for each element of (len(rows), columns), in int64: a function of (key, row, column) alone.
+
+    Args:
+        key: 0-dim int64 below 2^32, also on the host: then nothing goes to the device.
+        rows: int64 (n,), global numbers.
+        columns: how many; column c is column first_column + c of every layout.
+        first_column: of the columns that this rank holds.
+    """
+    hashed = _mix((rows & _MASK) ^ key)
+    hashed = _mix(hashed ^ ((rows >> 32) & _MASK) ^ 0x5BF03635)
+    channels = _mix(torch.arange(first_column, first_column + columns, device=rows.device) + 0x9E3779B9)
+    return _mix(hashed[:, None] ^ channels[None, :])  # (n, columns)
+
+
 def keyed_keep_mask(
     key: torch.Tensor, tokens: torch.Tensor, channels: int, p: float, first_channel: int = 0
 ) -> torch.Tensor:
@@ -34,11 +49,7 @@ def keyed_keep_mask(
         p: probability of False, in [0, 1).
         first_channel: of the columns that this rank holds.
     """
-    rows = _mix((tokens & _MASK) ^ key)
-    rows = _mix(rows ^ ((tokens >> 32) & _MASK) ^ 0x5BF03635)
-    columns = _mix(torch.arange(first_channel, first_channel + channels, device=tokens.device) + 0x9E3779B9)
-    bits = _mix(rows[:, None] ^ columns[None, :])  # (n, channels)
-    return bits >= int(p * 2**32)
+    return keyed_bits(key, tokens, channels, first_channel) >= int(p * 2**32)
 
 
 def keyed_dropout(

@@ -5,35 +5,55 @@ With x (n, in), W (out, in) and the output's gradient g (n, out) a linear layer 
     y = x W^T      dx = g W      dW = g^T x
 
 A layer names its product, and the functions of ``smp.layers.linear_functions`` look it up by that name: an operator
-that graphs see takes no objects. Another precision is another entry of ``PRODUCTS``. (A product that has a state, such
-as a history of scales, gets it as tensors.)
+that graphs see takes no objects. Another precision is another entry of ``PRODUCTS``. Operands of a product in FP8 are
+quantised before it, by what knows the scales (``smp.layers.fp8``).
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 
+from smp.kernels.fp8 import (
+    E4M3,
+    E5M2,
+    Quantised,
+    inverse_scale,
+    largest_of_blocks,
+    quantise,
+    scaled_product,
+    transposed,
+)
+from smp.kernels.nf4 import Nf4
+
+Format = Literal["hybrid", "e4m3"]
+Granularity = Literal["tensor", "row", "block"]
+
 
 class Product(Protocol):
-    """The three products of a linear layer, on plain tensors of this rank.
+    """The three products of a linear layer, on operands of this rank: tensors, or :class:`Quantised`.
 
     Attributes:
         differentiable: autograd's own backward pass of ``forward`` is the other two.
     """
 
-    differentiable: bool
+    @property
+    def differentiable(self) -> bool: ...
 
-    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Any, weight: Any) -> torch.Tensor:
         """(..., in) -> (..., out)."""
 
-    def input_gradient(self, grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def input_gradient(self, grad: Any, weight: Any) -> torch.Tensor:
         """(..., out) -> (..., in)."""
 
-    def weight_gradient(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def weight_gradient(self, grad: Any, x: Any) -> torch.Tensor:
         """(..., out) and (..., in) -> (out, in)."""
+
+    def in_features(self, weight: torch.Tensor) -> int:
+        """Elements of a row of the matrix that ``weight`` holds."""
 
 
 class Dense:
@@ -50,6 +70,78 @@ class Dense:
     def weight_gradient(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
+    def in_features(self, weight: torch.Tensor) -> int:
+        return weight.shape[1]
 
-PRODUCTS: dict[str, Product] = {"dense": Dense()}
+
+def gradient_dtype(fp8_format: Format) -> torch.dtype:
+    """Of gradients: hybrid gives them more range and less precision than inputs and weights, which are e4m3."""
+    return E5M2 if fp8_format == "hybrid" else E4M3
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """In FP8, of operands (n, in) that are quantised, with results of ``dtype``.
+
+    Attributes:
+        granularity: numbers that share a scale. A weight's gradient is a sum over tokens: with one scale it takes the
+            same operands as the other products; with a scale for each row (a token) it takes the tensors themselves,
+            and stays in ``dtype``; with blocks it quantises them again, in blocks of 128 tokens.
+        fp8_format: of gradients.
+        dtype: of results.
+        emulate: see :func:`scaled_product`.
+    """
+
+    granularity: Granularity
+    fp8_format: Format
+    dtype: torch.dtype
+    emulate: bool
+
+    differentiable = False
+
+    @property
+    def name(self) -> str:
+        """In :data:`PRODUCTS`."""
+        how = "emulated" if self.emulate else "scaled"
+        return f"fp8:{self.granularity}:{self.fp8_format}:{self.dtype}:{how}"
+
+    def forward(self, x: Quantised, weight: Quantised) -> torch.Tensor:
+        return scaled_product(x, weight, self.dtype, emulate=self.emulate, fast=True)
+
+    def input_gradient(self, grad: Quantised, weight: Quantised) -> torch.Tensor:
+        return scaled_product(grad, transposed(weight), self.dtype, emulate=self.emulate)
+
+    def weight_gradient(self, grad: Any, x: Any) -> torch.Tensor:
+        if self.granularity == "row":
+            return DENSE.weight_gradient(grad, x)
+        if self.granularity == "block":
+            of_grad, of_x = _along_tokens(grad, gradient_dtype(self.fp8_format)), _along_tokens(x, E4M3)
+        else:
+            of_grad, of_x = transposed(grad), transposed(x)
+        return scaled_product(of_grad, of_x, self.dtype, emulate=self.emulate)
+
+    def in_features(self, weight: torch.Tensor) -> int:
+        return weight.shape[1]
+
+
+def _along_tokens(x: torch.Tensor, dtype: torch.dtype) -> Quantised:
+    """(tokens, width) -> (width, tokens) in blocks of 128 tokens."""
+    turned = x.t()
+    return quantise(turned, inverse_scale(largest_of_blocks(turned), dtype), dtype)
+
+
+DENSE = Dense()
+_FP8 = [
+    Scaled(granularity, fp8_format, dtype, emulate)
+    for granularity in ("tensor", "row", "block")
+    for fp8_format in ("hybrid", "e4m3")
+    for dtype in (torch.bfloat16, torch.float32, torch.float64)
+    for emulate in (True, False)
+]
+PRODUCTS: dict[str, Product] = {
+    "dense": DENSE,
+    "nf4": Nf4(double=False),
+    "nf4-double": Nf4(double=True),
+    **{product.name: product for product in _FP8},
+}
 """By the name that a layer gives."""

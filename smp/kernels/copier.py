@@ -1,0 +1,141 @@
+"""Copies between the memory of a device and that of the host, beside what the device computes.
+
+The order is said with events, in the order of the device's work: a copy begins when all that was issued before it is
+computed, and what is issued after :meth:`Copier.wait` begins when the copy is there. The host waits for neither.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+Event = Any
+"""What :meth:`Copier.wait` takes; only the copier that made it looks inside."""
+
+
+class Copier(ABC):
+    """Copies of one device.
+
+    Attributes:
+        bytes_out, bytes_back: copied to the host and back so far.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_out, self.bytes_back = 0, 0
+
+    def out(self, source: torch.Tensor, target: torch.Tensor, after: Event = None) -> Event:
+        """Begin to copy ``source`` of the device to ``target`` on the host, both contiguous, when also ``after`` has
+        happened. ``source`` stays as it is, and both stay alive, until the returned event."""
+        self.bytes_out += source.nbytes
+        return self._copy("out", source, target, after)
+
+    def back(self, source: torch.Tensor, target: torch.Tensor, after: Event = None) -> Event:
+        """The same the other way. ``target`` was allocated in the order of the device's work."""
+        self.bytes_back += source.nbytes
+        return self._copy("back", source, target, after)
+
+    @abstractmethod
+    def host(self, nbytes: int, *, copied: bool = True) -> torch.Tensor:
+        """Memory of the host, uint8 (nbytes,). What is ``copied`` to or from a device is pinned, which costs time and
+        takes it from everything else on the machine."""
+
+    @abstractmethod
+    def wait(self, event: Event) -> None:
+        """Let the device begin what is issued from now on after ``event``."""
+
+    @abstractmethod
+    def host_wait(self, event: Event) -> None:
+        """Wait on the host for ``event``."""
+
+    @abstractmethod
+    def _copy(self, way: str, source: torch.Tensor, target: torch.Tensor, after: Event) -> Event: ...
+
+
+class HostCopier(Copier):
+    """Of a CPU, whose memory is the host's: copies are made where they are asked for, and nothing is ever waited
+    for. It saves no memory, and shows that a program with copies computes what it computes without."""
+
+    def host(self, nbytes: int, *, copied: bool = True) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def wait(self, event: Event) -> None:
+        pass
+
+    def host_wait(self, event: Event) -> None:
+        pass
+
+    @torch.no_grad()
+    def _copy(self, way: str, source: torch.Tensor, target: torch.Tensor, after: Event) -> Event:
+        target.copy_(source)
+
+
+class CudaCopier(Copier):
+    """Of a GPU: one stream for each direction, which the link has both, and pinned memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self._streams = {"out": torch.cuda.Stream(device), "back": torch.cuda.Stream(device)}
+
+    def host(self, nbytes: int, *, copied: bool = True) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=copied)
+
+    def wait(self, event: Event) -> None:
+        torch.cuda.current_stream(self.device).wait_event(event)
+
+    def host_wait(self, event: Event) -> None:
+        event.synchronize()
+
+    @torch.no_grad()
+    def _copy(self, way: str, source: torch.Tensor, target: torch.Tensor, after: Event) -> Event:
+        # The current stream is asked for each time: FSDP2 and autograd change it.
+        stream, event = self._streams[way], torch.cuda.Event()
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        if after is not None:
+            stream.wait_event(after)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            event.record(stream)
+        return event
+
+
+def copier_of(device: torch.device) -> Copier:
+    """What copies beside ``device``."""
+    return CudaCopier(device) if device.type == "cuda" else HostCopier()
+
+
+class HostPool:
+    """Memory of the host that is used again: as many buffers as there ever were at once. Pinned memory is slow to get,
+    and getting it makes the device wait.
+
+    Attributes:
+        nbytes: of all buffers.
+    """
+
+    def __init__(self, copier: Copier) -> None:
+        self.copier, self.nbytes = copier, 0
+        self._free: list[tuple[torch.Tensor, Event]] = []
+
+    def take(self, nbytes: int) -> tuple[torch.Tensor, Event]:
+        """(a buffer of at least ``nbytes``, the event after which it may be written)."""
+        fitting = [i for i, (buffer, _) in enumerate(self._free) if buffer.nbytes >= nbytes]
+        if fitting:
+            return self._free.pop(min(fitting, key=lambda i: self._free[i][0].nbytes))
+        if self._free:  # a larger one takes the place of one that is too small, so that their number does not grow
+            small = max(range(len(self._free)), key=lambda i: self._free[i][0].nbytes)
+            self.nbytes -= self._free.pop(small)[0].nbytes
+        buffer = self.copier.host(_rounded(nbytes))
+        self.nbytes += buffer.nbytes
+        return buffer, None
+
+    def give(self, buffer: torch.Tensor, after: Event) -> None:
+        """Put a buffer back, to be written after ``after``."""
+        self._free.append((buffer, after))
+
+
+def _rounded(nbytes: int) -> int:
+    """Up to an eighth of a power of two, so that lengths that differ a little share buffers."""
+    step = max(16, 1 << max(nbytes.bit_length() - 4, 0))
+    return -(-nbytes // step) * step

@@ -1,0 +1,132 @@
+"""8-bit floating point: rounding under power-of-two scales, and matrix products of what was rounded.
+
+A tensor is stored as 8-bit numbers q and scales s, x ~ q s, with one s for all of it, for each row, or for each block:
+
+    s = 2^k, the smallest with max|x| / s <= the largest number of the format      q = round(x / s)
+
+e4m3 has 3 bits of mantissa and ends at 448, e5m2 has 2 and ends at 57,344. A scale that is a power of two costs a
+floating-point format no precision, at most one of its 15 (e5m2: 31) binades at the lower end; quantising and
+dequantising are then exact but for the one rounding, and a maximum that another order of a sum moves in its last bit
+almost never moves a scale.
+
+Products run on tensor cores (``torch._scaled_mm``, Hopper and later), or are emulated anywhere: the same 8-bit numbers,
+multiplied as fp32 and summed in fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from smp.kernels.registry import accumulation_dtype
+
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+"""The largest finite number of each format."""
+BLOCK = 128
+"""Numbers that share a scale in blockwise scaling: of a row, or in both directions."""
+ALIGNED = 16
+"""Tensor cores take multiples of this many 8-bit numbers."""
+_SMALLEST = 2.0**-100
+
+
+class Quantised(NamedTuple):
+    """A matrix as 8-bit numbers, ``data`` (rows, width) times ``inverse``: fp32, 0-dim, or (rows, 1), (1, width), or
+    with one number for each block."""
+
+    data: torch.Tensor
+    inverse: torch.Tensor
+
+
+Operand = torch.Tensor | Quantised
+"""What a product takes."""
+
+
+def largest(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """max |x|, fp32: 0-dim, or along ``dim``, which stays with size 1. NaN counts as infinity, which survives a maximum
+    over ranks."""
+    found = torch.linalg.vector_norm(x.detach(), math.inf, dim=dim, keepdim=dim is not None).float()
+    return found.nan_to_num(nan=math.inf, posinf=math.inf)
+
+
+def largest_of_blocks(x: torch.Tensor, *, square: bool = False) -> torch.Tensor:
+    """max |x| of each 1 x 128 block, fp32 (rows, width / 128), or of each 128 x 128 block, (rows / 128, width / 128).
+
+    Raises:
+        ValueError: 128 does not divide a dimension.
+    """
+    if x.shape[1] % BLOCK or (square and x.shape[0] % BLOCK):
+        raise ValueError(f"blockwise scaling of {tuple(x.shape)}: a dimension is not a multiple of {BLOCK}")
+    blocks = x.detach().abs().unflatten(1, (-1, BLOCK)).amax(2)
+    blocks = blocks.unflatten(0, (-1, BLOCK)).amax(1) if square else blocks
+    return blocks.float().nan_to_num(nan=math.inf, posinf=math.inf)
+
+
+def inverse_scale(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The s of this file's header for each maximum, fp32; 1 for a maximum of 0, NaN for an infinite one, so that it
+    shows in all that follows."""
+    ratio = LARGEST[dtype] / amax.clamp(min=_SMALLEST)
+    exponent = ratio.view(torch.int32).bitwise_right_shift(23)  # of fp32, with its bias of 127
+    inverse = (254 - exponent).bitwise_left_shift(23).view(torch.float32)
+    inverse = torch.where(amax == 0, 1.0, inverse)
+    return torch.where(amax.isfinite(), inverse, math.nan)
+
+
+def quantise(x: torch.Tensor, inverse: torch.Tensor, dtype: torch.dtype) -> Quantised:
+    """Round a matrix (rows, width) to ``dtype`` under scales from :func:`inverse_scale`.
+
+    What is too large becomes the largest number (casts of torch before 2.12 would make it NaN).
+    """
+    scale = _expanded(inverse.reciprocal(), x.shape).to(x.dtype)  # a power of two: exact in bf16 too
+    end = LARGEST[dtype]
+    return Quantised((x.detach() * scale).clamp_(-end, end).to(dtype), inverse)
+
+
+def dequantise(q: Quantised, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The numbers that ``q`` stands for, (rows, width)."""
+    return q.data.to(dtype) * _expanded(q.inverse, q.data.shape).to(dtype)
+
+
+def transposed(q: Quantised) -> Quantised:
+    """(rows, width) -> (width, rows)."""
+    return Quantised(q.data.t(), q.inverse.t() if q.inverse.ndim else q.inverse)
+
+
+def scaled_product(
+    a: Quantised, b: Quantised, dtype: torch.dtype, *, emulate: bool, fast: bool = False
+) -> torch.Tensor:
+    """a b^T, (m, k) and (n, k) -> (m, n) of ``dtype``.
+
+    Args:
+        a, b: both with one scale, or both with one for each row; emulated also with blocks.
+        emulate: multiply the dequantised numbers in fp32 (fp64 for fp64).
+        fast: let tensor cores sum in fewer bits ("fast accumulation"), as forward passes do.
+    """
+    if emulate:
+        wide = accumulation_dtype(dtype)
+        return (dequantise(a, wide) @ dequantise(b, wide).t()).to(dtype)
+    left, right = _aligned(a.data), _aligned(b.data)
+    by_rows = a.inverse.ndim > 0
+    scales = (a.inverse, b.inverse.t()) if by_rows else (a.inverse, b.inverse)
+    scale_a, scale_b = (scale.contiguous() for scale in scales)  # (m, 1) and (1, n)
+    return torch._scaled_mm(left, right.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast)
+
+
+def _aligned(data: torch.Tensor) -> torch.Tensor:
+    """(rows, k) in the order of its rows, with zeros up to an aligned k: of a weight's gradient k is the tokens."""
+    missing = -data.shape[1] % ALIGNED
+    if not missing:
+        return data.contiguous()
+    return F.pad(data.contiguous().view(torch.uint8), (0, missing)).view(data.dtype)
+
+
+def _expanded(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Scales of blocks repeated over their blocks; others broadcast as they are."""
+    for dim in range(scales.ndim):
+        if 1 < scales.shape[dim] < shape[dim]:
+            scales = scales.repeat_interleave(shape[dim] // scales.shape[dim], dim)
+    return scales
