@@ -96,6 +96,7 @@ EXTRAS = {
         *S3,
         "moto[server]",
         *SAGEMAKER,
+        "jsonschema",
         "kubernetes>=37",  # its models of the API are what manifests are checked against
         *GIGATOKEN,
         # the builder that our files are compared with, and checkpoints that we read; it imports psutil without asking

@@ -4,6 +4,7 @@
     python tools/convert_checkpoint.py --load run --save exported --dtype bf16               # smp to Hugging Face
     python tools/convert_checkpoint.py --load run --to megatron --save megatron --megatron-tp 8
     python tools/convert_checkpoint.py --load megatron --to hf --save exported --reference Llama-3.2-1B
+    python tools/convert_checkpoint.py --load Llama-3.2-1B --save experts --upcycle 8        # a mixture of 8 experts
 
 A tensor at a time, so memory does not grow with the model. The target appears under its name when it is complete; the
 same command goes on where an interrupted one stopped. Exit code 0: done; 1: something is damaged or cannot be written;
@@ -17,6 +18,7 @@ import math
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,6 +29,7 @@ from smp.config.command import CommandParser, run_tool
 from smp.convert.convert import ERRORS, write
 from smp.convert.formats import FORMATS, Format, detect, make_target, open_checkpoint
 from smp.convert.hf import TOKENIZERS, companions
+from smp.convert.upcycle import Upcycled
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -49,6 +52,8 @@ def parser() -> CommandParser:
     out.add_argument(
         "--megatron-tp", type=int, help="TP size that Megatron's padded vocabulary is to suit (default: 1)"
     )
+    out.add_argument("--upcycle", type=int, help="make a mixture of this many experts of a dense model, each its MLP")
+    out.add_argument("--moe-router-topk", type=int, help="with --upcycle: experts of a token (default: 2)")
     out.add_argument("--max-shard-size", type=float, help="largest file in GB (default: hf 5, megatron 2, smp 1)")
     out.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1), help="files read and written at once")
     out.add_argument(
@@ -59,9 +64,12 @@ def parser() -> CommandParser:
 
 def check_values(args: argparse.Namespace) -> None:
     """Raise ConfigError for the value of a flag that cannot be."""
-    for name, value in (("workers", args.workers), ("megatron-tp", args.megatron_tp), ("vocab-size", args.vocab_size)):
+    for name in ("workers", "megatron_tp", "vocab_size", "upcycle", "moe_router_topk"):
+        value = getattr(args, name)
         if value is not None and value < 1:
-            raise ConfigError(f"--{name} {value} must be above 0")
+            raise ConfigError(f"--{name.replace('_', '-')} {value} must be above 0")
+    if args.moe_router_topk is not None and args.upcycle is None:
+        raise ConfigError(f"--moe-router-topk {args.moe_router_topk} is for --upcycle; leave it out")
     size = args.max_shard_size
     if size is not None and not (math.isfinite(size) and size > 0):
         raise ConfigError(f"--max-shard-size {size} must be above 0")
@@ -92,6 +100,8 @@ def convert(args: argparse.Namespace) -> None:
     opened = open_checkpoint(
         args.load, source, reference=args.reference, vocab_size=args.vocab_size, allow_pickle=args.allow_pickle
     )
+    if args.upcycle is not None:
+        opened = replace(opened, weights=Upcycled(opened.weights, args.upcycle, args.moe_router_topk or 2))
     with opened.weights as weights:
         for note in weights.notes:
             print(f"note: {note}", file=sys.stderr)
@@ -105,7 +115,7 @@ def convert(args: argparse.Namespace) -> None:
                 file=sys.stderr,
             )
         total = sum(tensor.stored.nbytes for tensors in target.files.values() for tensor in tensors)
-        options = [kind, args.dtype, args.max_shard_size, args.megatron_tp, str(opened.reference)]
+        options = [kind, args.dtype, args.max_shard_size, args.megatron_tp, str(opened.reference), args.upcycle]
         started = time.perf_counter()
         with tqdm(total=total, desc=f"{source} -> {kind}", unit="B", unit_scale=True, disable=None) as bar:
             kept = write(

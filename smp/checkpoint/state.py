@@ -15,6 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import SGD, Adam, Optimizer
 
 from smp.checkpoint.entries import CheckpointError
+from smp.optim.host import HostAdamW
+from smp.optim.low_precision import MOMENTS, LowPrecisionAdamW
+from smp.optim.muon import Muon
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -33,7 +36,8 @@ def training_state(
     """
     names = {name: p for name, p in _parameter_names(model).items() if frozen or p.requires_grad}
     tensors: dict[str, torch.Tensor] = {f"model.{name}": parameter for name, parameter in names.items()}
-    tensors |= {f"model.{name}": buffer for name, buffer in _persistent_buffers(model).items()}
+    if frozen:
+        tensors |= {f"model.{name}": buffer for name, buffer in _persistent_buffers(model).items()}
     if optimizer is None:
         return tensors, {}
     materialize_optimizer_state(optimizer)
@@ -75,7 +79,8 @@ def restore_optimizer_scalars(model: nn.Module, optimizer: Optimizer, scalars: M
 def materialize_optimizer_state(optimizer: Optimizer) -> None:
     """Create state that the first step would create, as zeros. Weights and existing state stay as they are.
 
-    Known are torch's Adam, AdamW and SGD, and apex's FusedAdam. Frozen parameters get no state.
+    Known are torch's Adam, AdamW and SGD, apex's FusedAdam, Muon, and AdamW with moments in few bits. Frozen
+    parameters get no state.
 
     Raises:
         CheckpointError: for another optimizer, or SGD with dampening (its first step ignores it: zeros are not equal).
@@ -88,16 +93,31 @@ def materialize_optimizer_state(optimizer: Optimizer) -> None:
             state = optimizer.state[parameter] if moments and parameter.requires_grad else None
             if state is None or len(state):
                 continue
-            if isinstance(optimizer, Adam):
-                state["step"] = _new_step(parameter, group)
+            if isinstance(optimizer, LowPrecisionAdamW) or (isinstance(optimizer, Muon) and group["use_muon"]):
+                state.update(optimizer.new_state(parameter))
+                continue
+            if isinstance(optimizer, Adam | Muon):
+                on_host = isinstance(optimizer, HostAdamW)
+                state["step"] = torch.zeros(()) if on_host else _new_step(parameter, group)
             for key in moments:
-                zeros = torch.zeros_like(parameter, memory_format=torch.preserve_format, requires_grad=False)
-                state[key] = zeros.float() if _is_fused_adam(optimizer) else zeros
+                state[key] = _new_moment(optimizer, parameter)
+
+
+def _new_moment(optimizer: Optimizer, parameter: torch.Tensor) -> torch.Tensor:
+    """Where and as what the optimizer would make it."""
+    if isinstance(optimizer, HostAdamW):
+        return optimizer.zeros_like(parameter)
+    zeros = torch.zeros_like(parameter, memory_format=torch.preserve_format, requires_grad=False)
+    return zeros.float() if _is_fused_adam(optimizer) else zeros
 
 
 def _moments(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[str, ...]:
-    """Keys of the per-element state of a parameter in ``group``."""
-    if isinstance(optimizer, Adam):  # torch's AdamW is one
+    """Keys of the per-element state of a parameter in ``group``; not all of its parameters have each of them."""
+    if isinstance(optimizer, LowPrecisionAdamW):
+        return tuple(f"{moment}{what}" for moment in MOMENTS for what in ("", "_scale"))
+    if isinstance(optimizer, Muon) and group["use_muon"]:
+        return ("momentum_buffer",)
+    if isinstance(optimizer, Adam | Muon):  # torch's AdamW is one, and beside Muon
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
     if _is_fused_adam(optimizer):
         return ("exp_avg", "exp_avg_sq")
@@ -143,7 +163,8 @@ def collect_logical_rows(
         materialize_optimizer_state(optimizer)
         for name, parameter, group in _optimized(model, optimizer):
             if f"model.{name}" in rows and parameter in optimizer.state:
-                rows |= {f"optim.{key}.{name}": rows[f"model.{name}"] for key in _moments(optimizer, group)}
+                keys = [key for key in _moments(optimizer, group) if key in optimizer.state[parameter]]
+                rows |= {f"optim.{key}.{name}": rows[f"model.{name}"] for key in keys}
     return rows
 
 

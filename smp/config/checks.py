@@ -6,9 +6,12 @@ from smp.config.batch import BatchSizes
 from smp.config.blend import parse_split
 from smp.config.context_parallel import check_context_parallel
 from smp.config.fields import entry_point_of, given, require, said_without_effect, settings, without_effect
+from smp.config.fp8 import check_fp8
 from smp.config.layout import Layout
 from smp.config.moe import check_moe, check_moe_model
+from smp.config.offload import check_offload
 from smp.config.positions import check_positions
+from smp.config.qlora import check_qlora
 from smp.config.schema import (
     CheckpointConfig,
     Config,
@@ -23,12 +26,15 @@ from smp.config.schema import (
 # Every number is above zero, except these: at least 0 and below 1 ...
 _FRACTIONS = {
     *("hidden_dropout", "attention_dropout"),
-    *("lr_warmup_fraction", "adam_beta1", "adam_beta2", "sgd_momentum", "lora_dropout"),
+    *("lr_warmup_fraction", "adam_beta1", "adam_beta2", "sgd_momentum", "muon_momentum"),
+    "lora_dropout",
 }
 # ... and these: at least 0.
 _FROM_ZERO = {
     *("num_workers", "preview", "hybrid_shard_degree"),
     *("lr_warmup_iters", "min_lr", "weight_decay", "clip_grad", "seed", "moe_aux_loss_coeff"),
+    "moe_router_bias_update_rate",
+    *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
 }
 # What random generators and timers can hold.
 _BELOW = {"seed": 2**63, "distributed_timeout_minutes": 10**6}
@@ -62,6 +68,14 @@ def check_combinations(config: Config, layout: Layout) -> None:
     _check_batch(config.data, config.model, layout)
     check_context_parallel(config, layout)
     check_moe(config, layout)
+    check_fp8(config, layout)
+    check_offload(config)
+    check_qlora(config, layout)
+    require(
+        not (config.training.deterministic_mode and config.parallel.data_parallel_collectives == "auto"),
+        "--deterministic-mode and --data-parallel-collectives auto exclude each other: what is measured at the start "
+        "decides in which order gradients are summed; flat and hierarchical work",
+    )
     _check_schedule(config.optim, config.training.train_iters)
     _check_training(config.training)
     if config.objective is None:
@@ -80,11 +94,11 @@ def check_effects(config: Config, *groups: str) -> None:
 def notes_on_effects(config: Config, layout: Layout | None = None) -> list[str]:
     """What to tell the user of settings that have no effect, some in this ``layout``, and are not refused."""
     notes = [f"note: {said_without_effect(config, [s])}" for s in without_effect(config) if s.noted]
-    strategy = given(config.parallel, "data_parallel_sharding_strategy")
-    if strategy and layout is not None and layout.data_parallel * layout.cp == 1:
-        notes.append(
-            f"note: {strategy[0]} has no effect with one data-parallel process: there is nothing to shard over"
-        )
+    if layout is not None and layout.data_parallel * layout.cp == 1:
+        for flag in given(config.parallel, "data_parallel_sharding_strategy"):
+            notes.append(f"note: {flag} has no effect with one data-parallel process: there is nothing to shard over")
+        for flag in given(config.parallel, "data_parallel_collectives", "network_topology"):
+            notes.append(f"note: {flag} has no effect with one data-parallel process: there is nobody to exchange with")
     return notes
 
 
@@ -103,6 +117,11 @@ def _check_heads_and_widths(model: ModelConfig, tp: int) -> None:
     require(
         heads % groups == 0,
         f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}; change one of them",
+    )
+    require(
+        groups % tp == 0 or not model.qk_layernorm_across_heads,
+        f"--qk-layernorm-across-heads: --num-query-groups {groups} is not divisible by --tensor-model-parallel-size "
+        f"{tp}; change one of them",
     )
     for flag, size in (("--num-attention-heads", heads), ("--ffn-hidden-size", ffn)):
         require(

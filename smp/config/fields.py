@@ -136,8 +136,12 @@ def without_effect(config: Config, *groups: str) -> list[Setting]:
 
 
 def has_effect(config: Config, setting: Setting) -> bool:
-    """Whether one of the things is there that ``setting`` needs."""
-    return not setting.needs or any(_holds(config, name, wanted) for name, wanted in setting.needs)
+    """Whether one of the things is there that ``setting`` needs, and has an effect itself."""
+    known = settings(entry_point_of(config))
+    return not setting.needs or any(
+        _holds(config, name, wanted) and (name not in known or has_effect(config, known[name]))
+        for name, wanted in setting.needs
+    )
 
 
 def _holds(config: Config, name: str, wanted: Any) -> bool:

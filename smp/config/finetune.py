@@ -66,12 +66,12 @@ def _check_lora(lora: LoraConfig) -> None:
     if lora.load_adapter is not None:
         require(not brought, f"{', '.join(brought)}: --load-adapter {lora.load_adapter} brings it; leave it out")
     elif lora.lora_rank is None:
-        alone = brought + given(lora, "lora_dropout")
+        alone = brought + given(lora, "lora_dropout", "load_in_4bit")
         require(not alone, f"{', '.join(alone)}: there are no adapters; give --lora-rank or --load-adapter")
 
 
 def _check_objective(config: Config, objective: ObjectiveConfig) -> None:
-    check_effects(config, "objective")
+    check_effects(config, "objective", "lora")
     if objective.objective == "sft":
         return
     data, name = config.data, objective.objective

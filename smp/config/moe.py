@@ -90,7 +90,40 @@ def check_moe_model(model: ModelConfig) -> None:
         "--moe-router-topk 1: the softmax over one expert is 1, so the router gets no gradient; give "
         "--moe-router-pre-softmax or --moe-router-score-function sigmoid",
     )
+    _check_groups(model)
+    _check_balancing(model)
     has_experts(model, 0)
+
+
+def _check_groups(model: ModelConfig) -> None:
+    groups, best = model.moe_router_num_groups, model.moe_router_group_topk
+    experts, k = model.num_experts, model.moe_router_topk
+    if groups is None:
+        return
+    assert experts is not None, "it has no effect without"
+    require(best is not None, f"--moe-router-num-groups {groups}: give --moe-router-group-topk, how many of them count")
+    assert best is not None
+    require(experts % groups == 0, f"--num-experts {experts} is not divisible by --moe-router-num-groups {groups}")
+    require(best <= groups, f"--moe-router-group-topk {best} is above --moe-router-num-groups {groups}")
+    require(k % best == 0, f"--moe-router-topk {k} is not divisible by --moe-router-group-topk {best}")
+    size = experts // groups
+    require(
+        k // best <= size,
+        f"--moe-router-topk {k}: of {best} groups (--moe-router-group-topk) of {size} experts each {k // best} "
+        f"would be needed; give at most {best * size}",
+    )
+
+
+def _check_balancing(model: ModelConfig) -> None:
+    kind, coefficient = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
+    require(
+        kind != "none" or coefficient == 0,
+        f"--moe-aux-loss-coeff {coefficient} has no effect with --moe-router-load-balancing-type none; leave it out",
+    )
+    require(
+        kind in ("aux_loss", "none") or coefficient > 0,
+        f"--moe-router-load-balancing-type {kind} has no effect without --moe-aux-loss-coeff; give it",
+    )
 
 
 def check_moe(config: Config, layout: Layout) -> None:
@@ -115,7 +148,21 @@ def check_moe(config: Config, layout: Layout) -> None:
         raise ConfigError(
             f"{flag} cannot trace a mixture of experts, where each step has other sizes; leave it out, or --num-experts"
         )
+    _check_finetuning(config)
+
+
+def _check_finetuning(config: Config) -> None:
+    """Losses of pairs are no sums over tokens, so routers are not measured with them."""
+    losses = given(config.model, "moe_aux_loss_coeff", "moe_z_loss_coeff")
+    moves = given(config.model, "moe_router_bias_update_rate")
+    if config.objective is None:
+        return
     require(
-        config.objective is None,
-        f"--num-experts {model.num_experts}: finetune.py does not train mixtures of experts; pretrain_gpt.py does",
+        not (config.has_pairs and losses + moves),
+        f"{', '.join(losses + moves)}: pairs of answers (--objective {config.objective.objective}) train without "
+        "balancing experts; leave it out",
+    )
+    require(
+        not (config.has_adapters and moves),
+        f"{', '.join(moves)} has no effect with adapters: the rest of the model stays as it is; leave it out",
     )

@@ -106,6 +106,8 @@ class ModelConfig:
     """Bias on the query, key and value projections even when other biases are off (Qwen 2.5)."""
     qk_layernorm: bool = False
     """Normalize queries and keys per head before RoPE (Qwen 3)."""
+    qk_layernorm_across_heads: bool = only_with(False, qk_layernorm=True)
+    """Normalize queries, and keys, of all heads together instead of each head (OLMoE)."""
     window_size: int | None = None
     """Sliding-window attention: a token sees itself and the window_size - 1 tokens before it. Default: all of them."""
     num_experts: int | None = None
@@ -128,9 +130,26 @@ class ModelConfig:
     token's experts alone (Mixtral, Qwen 3)."""
     moe_router_topk_scaling_factor: float | None = only_with(None, num_experts=GIVEN)
     """The weights are multiplied by this. Default: they are not."""
+    moe_router_num_groups: int | None = only_with(None, num_experts=GIVEN)
+    """Groups of neighbouring experts; a token's experts are of its --moe-router-group-topk best ones. Default: none."""
+    moe_router_group_topk: int | None = only_with(None, moe_router_num_groups=GIVEN)
+    """Groups that a token's experts are of. Of a group its topk / this largest scores are added up (DeepSeek-V3)."""
+    moe_router_enable_expert_bias: bool = only_with(False, moe_router_score_function="sigmoid")
+    """Add a bias to each expert's score when experts are chosen, not to their weights. After each step it grows for
+    experts with fewer tokens than the mean and falls for the others: balance without a loss (DeepSeek-V3)."""
+    moe_router_bias_update_rate: float = only_with(1e-3, moe_router_enable_expert_bias=True)
+    """How much the expert bias changes after a step. 0: it stays."""
+    moe_shared_expert_gate: bool = only_with(False, moe_shared_expert_intermediate_size=GIVEN)
+    """Multiply what the shared MLP gives by the sigmoid of one more logit of each token (Qwen 2)."""
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"] = only_with(
+        "aux_loss", num_experts=GIVEN
+    )
+    """What loads are counted over in the loss of --moe-aux-loss-coeff. aux_loss: the micro-batches that the
+    data-parallel processes compute at the same time; global_aux_loss: those and the step's before; seq_aux_loss: each
+    sequence; none: there is no such loss."""
     moe_aux_loss_coeff: float = only_with(0.0, num_experts=GIVEN)
-    """Coefficient of the loss that keeps the experts' loads even (Switch), summed over layers. Loads are counted over
-    the micro-batches that the data-parallel processes compute at the same time."""
+    """Coefficient of the loss that keeps the experts' loads even (Switch), summed over layers; see
+    --moe-router-load-balancing-type."""
     moe_z_loss_coeff: float | None = only_with(None, num_experts=GIVEN)
     """Coefficient of the loss that keeps the router's logits small (ST-MoE), summed over layers. Default: there is
     none."""
@@ -189,12 +208,48 @@ class ParallelConfig:
     """What is sharded over data-parallel processes between the micro-batches of a step. Without params, weights are
     gathered once per step; without grads, too, gradients are reduced once per step: more memory, less communication. A
     pipeline does both, see --pipeline-reshard."""
+    data_parallel_collectives: Literal["auto", "flat", "hierarchical"] = "flat"
+    """How weights are gathered and gradients summed over data-parallel processes. flat: as gloo and NCCL do;
+    hierarchical: once over each node's uplink, then inside of nodes (CPUs only, where a node has several of the
+    processes); auto: by predicted time for each size, from links measured at the start. The choice is printed. Sums are
+    taken in another order than flat ones."""
+    network_topology: str | None = only_with(None, data_parallel_collectives=("auto", "hierarchical"))
+    """JSON file that says which processes are on one node, what links carry, or both. Default: hostnames say it, and
+    auto measures links."""
     bf16: bool = False
     """Compute in bfloat16; master weights, gradient reduction and optimizer stay in fp32. Without it all is fp32, on
     CUDA with matrix products in TF32."""
+    fp8_format: Literal["hybrid", "e4m3"] | None = None
+    """Compute the linear layers of blocks in FP8. hybrid: inputs and weights in e4m3, gradients in e5m2, which has more
+    range; e4m3: all of them. What stays as it is is printed. Default: no FP8."""
+    fp8_recipe: Literal["delayed", "tensorwise", "rowwise", "blockwise"] = only_with("delayed", fp8_format=GIVEN)
+    """Which numbers share a scale, a power of two. delayed: a tensor, by its maxima in past steps; tensorwise: a
+    tensor of a micro-batch; rowwise: a token or a row of a weight, weight gradients are not in FP8; blockwise: 128
+    numbers of a token, 128 x 128 of a weight. All but tensorwise do not depend on micro-batches."""
+    fp8_amax_history_len: int = only_with(1024, fp8_recipe="delayed")
+    """Delayed scaling: steps whose maxima count."""
+    fp8_amax_compute_algo: Literal["max", "most_recent"] = only_with("max", fp8_recipe="delayed")
+    """Delayed scaling: the scale is that of the largest maximum of these steps, or of the last step's."""
+    fp8_emulate: bool = only_with(False, fp8_format=GIVEN)
+    """Compute the same 8-bit numbers without tensor cores, on any device: products of what was rounded, in fp32. For
+    tests and to try what FP8 does to a loss; it is slower than no FP8."""
+    first_last_layers_bf16: bool = only_with(False, fp8_format=GIVEN)
+    """FP8: leave the first and the last layers as they are without it."""
+    num_layers_at_start_in_bf16: int = only_with(1, first_last_layers_bf16=True)
+    """FP8: how many first layers."""
+    num_layers_at_end_in_bf16: int = only_with(1, first_last_layers_bf16=True)
+    """FP8: how many last layers."""
     recompute_granularity: Literal["none", "selective", "full"] = "none"
     """Activations to recompute in the backward pass. selective keeps matrix products, attention and communication
     results; full keeps only each block's input."""
+    offload_activations: bool = False
+    """Keep in the host's memory what blocks save for their backward pass: with --recompute-granularity full their
+    inputs, with none all that their operations save. Copies run beside the computation and change no result."""
+    activation_loading_horizon: int = only_with(2, offload_activations=True)
+    """Blocks that have such activations on the device at most, at any moment. Those of the next backward passes come
+    back ahead; with 1 each waits for its copy."""
+    min_offloaded_tensor_size: int = only_with(1048576, offload_activations=True)
+    """Elements from which on a saved tensor leaves the device, with --recompute-granularity none."""
     compile: bool = False
     """Compile each block with torch.compile."""
     kernels: Literal["auto", "torch", "triton", "cuda", "apex"] = "auto"
@@ -279,6 +334,11 @@ class LoraConfig:
     lora_target_modules: str | None = None
     """Linear layers that get an adapter: shell patterns with commas in between, of whole names or of their last part
     (query, key, value, output, gate, up, down). Default: all of them."""
+    load_in_4bit: bool = False
+    """Keep the frozen weights of linear layers in 4 bits, NF4 of bitsandbytes (QLoRA); embedding, output matrix and
+    experts stay as they are. Needs adapters."""
+    bnb_4bit_use_double_quant: bool = only_with(True, load_in_4bit=True)
+    """Quantize the scales of 4-bit weights, too."""
     load_adapter: str | None = None
     """Start from the adapter in this folder of peft's format, which brings rank, alpha and target modules."""
 
@@ -308,8 +368,9 @@ class ObjectiveConfig:
 class OptimizerConfig:
     """Optimizer, learning-rate schedule and clipping."""
 
-    optimizer: Literal["adam", "apex-adam", "sgd"] = "adam"
-    """adam is torch's fused AdamW, apex-adam is apex's FusedAdam (must be installed)."""
+    optimizer: Literal["adam", "apex-adam", "sgd", "muon"] = "adam"
+    """adam is torch's fused AdamW, apex-adam is apex's FusedAdam (must be installed). muon orthogonalizes the updates
+    of the matrices of blocks; embeddings, the output matrix, norms and biases get AdamW beside it."""
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr: float = only_with(0.0, lr_decay_style=("cosine", "linear", "WSD"))
@@ -326,14 +387,33 @@ class OptimizerConfig:
     """WSD: length of the final decay. Default: a tenth of the decay iterations."""
     weight_decay: float = 0.1
     """Weight decay, decoupled with Adam, added to the gradient with sgd; never on biases and norms (one dimension)."""
-    adam_beta1: float = only_with(0.9, optimizer=("adam", "apex-adam"))
+    adam_beta1: float = only_with(0.9, optimizer=("adam", "apex-adam", "muon"))
     """Decay rate of Adam's first moment."""
-    adam_beta2: float = only_with(0.95, optimizer=("adam", "apex-adam"))
+    adam_beta2: float = only_with(0.95, optimizer=("adam", "apex-adam", "muon"))
     """Decay rate of Adam's second moment."""
-    adam_eps: float = only_with(1e-8, optimizer=("adam", "apex-adam"))
+    adam_eps: float = only_with(1e-8, optimizer=("adam", "apex-adam", "muon"))
     """Added to Adam's denominator."""
+    exp_avg_dtype: Literal["fp32", "bf16", "fp8"] = only_with("fp32", optimizer="adam")
+    """What Adam's first moment rests in; below fp32 it is rounded stochastically. fp8 has a scale for each 128 elements
+    of a row. Of biases and norms it stays fp32."""
+    exp_avg_sq_dtype: Literal["fp32", "bf16", "fp8"] = only_with("fp32", optimizer="adam")
+    """The same of Adam's second moment, of which fp8 holds the square root."""
     sgd_momentum: float = only_with(0.0, optimizer="sgd")
     """Momentum of --optimizer sgd."""
+    optimizer_cpu_offload: bool = only_with(False, optimizer="adam")
+    """Keep Adam's moments in the host's memory and compute its steps there, after the backward pass: gradients are
+    copied out and new weights back, while the steps of other parameters are computed."""
+    muon_momentum: float = only_with(0.95, optimizer="muon")
+    """Decay rate of Muon's momentum."""
+    muon_use_nesterov: bool = only_with(True, optimizer="muon")
+    """Nesterov's momentum in Muon; --no-muon-use-nesterov takes the plain one."""
+    muon_num_ns_steps: int = only_with(5, optimizer="muon")
+    """Newton-Schulz steps of Muon's orthogonalization."""
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = only_with("spectral", optimizer="muon")
+    """What Muon's update of a matrix (out, in) is scaled by, times --muon-extra-scale-factor. spectral: sqrt(max(out,
+    in)); unit_rms_norm: sqrt(out / in); shape_scaling: sqrt(max(1, out / in))."""
+    muon_extra_scale_factor: float = only_with(0.2, optimizer="muon")
+    """See --muon-scale-mode. With spectral, 0.2 makes updates as large as AdamW's, so that its learning rate fits."""
     clip_grad: float = 1.0
     """Largest global L2 norm of the gradient; 0 switches clipping off."""
 
@@ -372,6 +452,8 @@ class TrainingConfig:
     Chrome trace that tools/plot_pipeline.py draws."""
     dry_run: bool = False
     """Print the resolved settings, the mesh, parameters per rank and a memory estimate, then exit."""
+    suggest: float | None = only_with(None, dry_run=True)
+    """Also print which flags that save memory make the run fit into so many GiB on each device, the cheapest first."""
     train_epochs: int | None = None
     """Passes over the training samples, instead of --train-iters and --train-samples."""
 

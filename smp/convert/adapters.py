@@ -74,8 +74,9 @@ def family_for(config: ModelConfig, reference: Mapping[str, Any] | None) -> Fami
 def linear_modules(config: ModelConfig, family: Family) -> dict[str, dict[str, Link]]:
     """Linear layers by the name of Hugging Face's module, and where the matrix of each lies in it."""
     out: dict[str, dict[str, Link]] = {}
-    for name, link in links(family.table, config).items():
-        if name.startswith("layers.") and len(link.shape) == 2:
+    for link in links(family.table, config):
+        name = link.smp_name
+        if name.startswith("layers.") and len(link.shape) == 2 and link.entry is None:
             module = out.setdefault(link.external_name.removesuffix(".weight"), {})
             module[name.removesuffix(".weight")] = link
     return out

@@ -9,9 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from smp.convert.layout import Fused, Table
+
+
+@dataclass(frozen=True)
+class ExpertKeys:
+    """How a config.json speaks of experts, see ``hf_experts``.
+
+    Attributes:
+        count: key of their number.
+        dense: which layers have none: ``none``; by ``decoder_sparse_step`` and ``mlp_only_layers``; by
+            ``first_k_dense_replace``.
+        shared: an MLP beside them: ``none``; of a width, with a gate; of ``n_shared_experts`` times the experts' width.
+        router: ``softmax``; one that ``norm_topk_prob`` decides about; or DeepSeek-V3's ``sigmoid``.
+        own_width: they have a width of their own, ``moe_intermediate_size``.
+    """
+
+    count: str
+    dense: Literal["none", "sparse_step", "first_k"] = "none"
+    shared: Literal["none", "gated", "multiple"] = "none"
+    router: Literal["softmax", "norm_topk_prob", "sigmoid"] = "softmax"
+    own_width: bool = False
 
 
 @dataclass(frozen=True)
@@ -31,6 +51,8 @@ class Family:
         ignored: ends of names of tensors that hold no weights (tables that old versions saved).
         renamed: modules that have another name in some files.
         aliases: keys of config.json and the other name that transformers takes for them.
+        experts: its keys about experts; None: its layers are dense.
+        predicts: files may have layers behind the last that predict further tokens.
     """
 
     architecture: str
@@ -47,6 +69,8 @@ class Family:
     ignored: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
+    experts: ExpertKeys | None = None
+    predicts: bool = False
 
 
 _LLAMA_MODULES: dict[str, str | Fused] = {
@@ -63,7 +87,54 @@ _LLAMA_MODULES: dict[str, str | Fused] = {
 _QK_NORMS = {"attention.query_norm": "self_attn.q_norm", "attention.key_norm": "self_attn.k_norm"}
 _LLAMA_ENDS = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
 _LLAMA = Table("model.layers.{}.", _LLAMA_MODULES, _LLAMA_ENDS)
-_QWEN3 = Table("model.layers.{}.", _LLAMA_MODULES | _QK_NORMS, _LLAMA_ENDS)
+_QK_MODULES = _LLAMA_MODULES | _QK_NORMS
+_QWEN3 = Table("model.layers.{}.", _QK_MODULES, _LLAMA_ENDS)
+_EXPERTS: dict[str, str | Fused] = {
+    "mlp.router": "mlp.gate",
+    "mlp.experts.gate": "mlp.experts.{}.gate_proj",
+    "mlp.experts.up": "mlp.experts.{}.up_proj",
+    "mlp.experts.down": "mlp.experts.{}.down_proj",
+}
+_STACKED_EXPERTS: dict[str, str | Fused] = {
+    "mlp.router": "mlp.gate",
+    "mlp.experts.gate": Fused("mlp.experts.gate_up_proj", "halves", "gate"),
+    "mlp.experts.up": Fused("mlp.experts.gate_up_proj", "halves", "up"),
+    "mlp.experts.down": "mlp.experts.down_proj",
+}
+
+
+def _shared_experts(name: str) -> dict[str, str | Fused]:
+    return {f"mlp.shared_experts.{part}": f"mlp.{name}.{part}_proj" for part in ("gate", "up", "down")}
+
+
+_MIXTRAL = Table(
+    "model.layers.{}.",
+    _LLAMA_MODULES
+    | {
+        "mlp.router": "block_sparse_moe.gate",
+        "mlp.experts.gate": "block_sparse_moe.experts.{}.w1",
+        "mlp.experts.up": "block_sparse_moe.experts.{}.w3",
+        "mlp.experts.down": "block_sparse_moe.experts.{}.w2",
+    },
+    _LLAMA_ENDS,
+    stacked=_STACKED_EXPERTS,
+)
+_QWEN2_MOE = Table(
+    "model.layers.{}.",
+    _LLAMA_MODULES | _EXPERTS | _shared_experts("shared_expert") | {"mlp.shared_expert_gate": "mlp.shared_expert_gate"},
+    _LLAMA_ENDS,
+    stacked=_STACKED_EXPERTS,
+)
+_QWEN3_MOE = Table("model.layers.{}.", _QK_MODULES | _EXPERTS, _LLAMA_ENDS, stacked=_STACKED_EXPERTS)
+_GLM4_MOE = Table(
+    "model.layers.{}.",
+    _QK_MODULES
+    | _EXPERTS
+    | _shared_experts("shared_experts")
+    | {"mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"},
+    _LLAMA_ENDS,
+    stacked=_STACKED_EXPERTS,
+)
 _GPT2 = Table(
     "transformer.h.{}.",
     {
@@ -152,6 +223,7 @@ _WINDOWED = replace(_LLAMA_FAMILY, fields=_LLAMA_FIELDS, window_key="sliding_win
 _WINDOW_DEFAULTS = _LLAMA_DEFAULTS | {
     **{"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096},
 }
+_SPARSE_STEP: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": None}
 _FAMILIES = (
     _LLAMA_FAMILY,
     replace(
@@ -177,6 +249,76 @@ _FAMILIES = (
         fixed=_LLAMA_FIXED | _NO_BIAS | {"qk_layernorm": True},
         required={"attention_bias": False},
         ignored=(),
+    ),
+    replace(
+        _WINDOWED,
+        architecture="MixtralForCausalLM",
+        model_type="mixtral",
+        table=_MIXTRAL,
+        defaults=_LLAMA_DEFAULTS
+        | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
+        | {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+        fixed=_LLAMA_FIXED | _NO_BIAS | {"qk_layernorm": False},
+        aliases={"num_local_experts": "num_experts"},
+        experts=ExpertKeys("num_local_experts"),
+    ),
+    replace(
+        _LLAMA_FAMILY,
+        architecture="Qwen2MoeForCausalLM",
+        model_type="qwen2_moe",
+        table=_QWEN2_MOE,
+        fields=_LLAMA_FIELDS | {"qkv_bias": "add_qkv_bias"},
+        defaults=_LLAMA_DEFAULTS
+        | {"num_key_value_heads": 16, "max_position_embeddings": 32768, "qkv_bias": True}
+        | {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "norm_topk_prob": False}
+        | {"shared_expert_intermediate_size": 5632, **_SPARSE_STEP},
+        fixed=_LLAMA_FIXED | {"disable_bias_linear": True, "qk_layernorm": False, "window_size": None},
+        required={"use_sliding_window": False},
+        experts=ExpertKeys("num_experts", "sparse_step", "gated", "norm_topk_prob", own_width=True),
+    ),
+    replace(
+        _LLAMA_FAMILY,
+        architecture="Qwen3MoeForCausalLM",
+        model_type="qwen3_moe",
+        table=_QWEN3_MOE,
+        fields=_LLAMA_FIELDS,
+        defaults=_LLAMA_DEFAULTS
+        | {"num_key_value_heads": 4, "max_position_embeddings": 32768, "norm_topk_prob": False}
+        | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, **_SPARSE_STEP},
+        fixed=_LLAMA_FIXED | _NO_BIAS | {"qk_layernorm": True, "window_size": None},
+        required={"use_sliding_window": False, "attention_bias": False},
+        aliases={"num_experts": "num_local_experts"},
+        experts=ExpertKeys("num_experts", "sparse_step", router="norm_topk_prob", own_width=True),
+    ),
+    replace(
+        _LLAMA_FAMILY,
+        architecture="OlmoeForCausalLM",
+        model_type="olmoe",
+        table=_QWEN3_MOE,
+        fields=_LLAMA_FIELDS,
+        defaults=_LLAMA_DEFAULTS
+        | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "norm_topk_prob": False}
+        | {"num_experts": 64, "num_experts_per_tok": 8},
+        fixed=_LLAMA_FIXED | _NO_BIAS | {"qk_layernorm": True, "qk_layernorm_across_heads": True, "window_size": None},
+        required={"attention_bias": False, "clip_qkv": None},
+        aliases={"num_experts": "num_local_experts"},
+        experts=ExpertKeys("num_experts", router="norm_topk_prob"),
+    ),
+    replace(
+        _LLAMA_FAMILY,
+        architecture="Glm4MoeForCausalLM",
+        model_type="glm4_moe",
+        table=_GLM4_MOE,
+        fields=_LLAMA_FIELDS | {"attention_bias": "add_qkv_bias", "use_qk_norm": "qk_layernorm"},
+        defaults=_LLAMA_DEFAULTS
+        | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "use_qk_norm": False}
+        | {"partial_rotary_factor": 0.5, "num_experts_per_tok": 8, "moe_intermediate_size": 1408}
+        | {"n_routed_experts": 128, "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0}
+        | {"n_group": 1, "topk_group": 1, "norm_topk_prob": True},
+        fixed=_LLAMA_FIXED | {"disable_bias_linear": True, "window_size": None},
+        aliases={"n_routed_experts": "num_local_experts"},
+        experts=ExpertKeys("n_routed_experts", "first_k", "multiple", "sigmoid", own_width=True),
+        predicts=True,
     ),
     Family(
         architecture="GPT2LMHeadModel",
@@ -235,9 +377,8 @@ FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES
 """By ``model_type``."""
 
 REASONS: dict[str, str] = {
-    "mixtral": "mixture-of-experts layers",
-    "moe": "mixture-of-experts layers",
-    "deepseek": "latent attention and mixture-of-experts layers",
+    "moe": "a router or layers beside its experts of its own",
+    "deepseek": "latent attention",
     "gemma": "norm weights counted from 1, scaled embeddings and norms behind its layers",
     "phi": "fused and partly rotated layers of its own",
     "falcon": "fused multi-query layers of its own",
@@ -248,7 +389,7 @@ REASONS: dict[str, str] = {
     "bert": "encoder layers",
     "mamba": "state-space layers",
     "vl": "layers for images",
-    "gpt_oss": "mixture-of-experts layers and attention sinks",
+    "gpt_oss": "attention sinks, and biases in its experts",
     "gptj": "interleaved rotary positions",
     "gpt_neo": "local attention layers",
 }

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from smp.checkpoint.latest import ITERATION
 from smp.checkpoint.local import LocalFolder
 from smp.checkpoint.tensor_file import lay_out, write_file
+from smp.config import ModelConfig
 from smp.convert.families import Family
 from smp.convert.hf_config import CONFIG, family_of, from_hf, is_hf_folder, read_hf_config, to_hf
 from smp.convert.hf_store import INDEX, SINGLE, open_store
@@ -21,6 +23,7 @@ from smp.convert.layout import Link, by_external_name, links
 from smp.convert.pieces import Feed, Planned, in_files, plan
 from smp.convert.store import PieceStore
 from smp.convert.weights import LinkedWeights, Weights
+from smp.models.inventory import EXPERT_BIAS
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """Files of which one makes a tokenizer."""
@@ -59,14 +62,31 @@ def open_hf(folder: str | Path, *, allow_pickle: bool = False) -> LinkedWeights:
     content, where = read_hf_config(folder), str(folder / CONFIG)
     family, config = family_of(content, where), from_hf(content, where)
     store = open_store(folder, allow_pickle)
-    found = _spelled(links(family.table, config), store, family)
-    weights, embedding = LinkedWeights(store, found, config), found["embedding.weight"].external_name
-    copies = weights.refuse_extra(embedding, ("lm_head.weight", "embed_out.weight"), family.ignored)
+    stacked = any(name.endswith(_STACKED) for name in store.tensors)
+    found = _spelled(links(family.table, config, stacked=stacked), store, family)
+    weights = LinkedWeights(store, found, config)
+    embedding = weights.links["embedding.weight"][0].external_name
+    predicting = _further_layers(store, config)
+    copies = weights.refuse_extra(
+        embedding, ("lm_head.weight", "embed_out.weight"), (*family.ignored, *(predicting if family.predicts else ()))
+    )
     weights.notes += [f"{name} is left out: it is {embedding} again" for name in copies]
+    if predicting and family.predicts:
+        weights.notes.append(f"{len(predicting)} tensors of layers that predict further tokens are left out")
     return weights
 
 
-def _spelled(wanted: Mapping[str, Link], store: PieceStore, family: Family) -> dict[str, Link]:
+_STACKED = ".mlp.experts.down_proj"
+"""The end of a name in files in which all experts of a layer lie in one tensor."""
+
+
+def _further_layers(store: PieceStore, config: ModelConfig) -> tuple[str, ...]:
+    """Tensors of layers behind the last (multi-token prediction), which the model's own computation does not use."""
+    numbers = ((name, re.match(r"(?:model\.)?layers\.(\d+)\.", name)) for name in store.tensors)
+    return tuple(name for name, found in numbers if found is not None and int(found[1]) >= config.num_layers)
+
+
+def _spelled(wanted: Iterable[Link], store: PieceStore, family: Family) -> list[Link]:
     """Links as this folder spells them: base models leave out the first word, and some names changed over time."""
     first = family.table.block.split(".")[0] + "."
     bare = not any(name.startswith(first) for name in store.tensors)
@@ -79,7 +99,7 @@ def _spelled(wanted: Mapping[str, Link], store: PieceStore, family: Family) -> d
                 return new + name.removeprefix(old)
         return name
 
-    return {name: replace(link, external_name=rename(link.external_name)) for name, link in wanted.items()}
+    return [replace(link, external_name=rename(link.external_name)) for link in wanted]
 
 
 class HFTarget:
@@ -90,7 +110,8 @@ class HFTarget:
     ) -> None:
         self.reference = reference
         base = read_hf_config(reference) if reference is not None and is_hf_folder(reference) else None
-        kinds = sorted({str(dtype or t.dtype).removeprefix("torch.") for t in weights.tensors.values()})
+        tensors_of = {n: t for n, t in weights.tensors.items() if not n.endswith(f".{EXPERT_BIAS}")}
+        kinds = sorted({str(dtype or t.dtype).removeprefix("torch.") for t in tensors_of.values()})
         self.content = to_hf(weights.config, kinds[0] if len(kinds) == 1 else "float32", base)
         family = family_of(self.content, CONFIG)
         fused = by_external_name(links(family.table, weights.config))

@@ -12,7 +12,8 @@ from smp.config import Config, ConfigError, ModelConfig, TrainingConfig, resolve
 from smp.config.command import DamageError
 from smp.config.fields import effective
 from smp.convert.families import FAMILIES, REASONS, Family
-from smp.convert.hf_reader import SCALINGS, Reader
+from smp.convert.hf_experts import canonical, read_experts, write_experts
+from smp.convert.hf_reader import SCALINGS, WINDOW_IN_ALL, Reader
 
 CONFIG = "config.json"
 _CONTRADICTIONS = {"use_rope_scaling", "squared_relu", "tanh_gelu"}
@@ -20,7 +21,7 @@ _CONTRADICTIONS = {"use_rope_scaling", "squared_relu", "tanh_gelu"}
 that the model does not have mean nothing, and other programs always write them."""
 FREE = {
     *("model", "hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"),
-    *("moe_aux_loss_coeff", "moe_z_loss_coeff"),
+    *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type", "moe_router_bias_update_rate"),
 }
 """Settings that do not belong to the architecture: the same weights mean the same whatever they are."""
 
@@ -61,7 +62,7 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
 
 def architecture(config: ModelConfig) -> dict[str, Any]:
     """The settings that decide what weights mean, by name. What has no effect beside the others is at its default."""
-    return {name: value for name, value in vars(effective(config)).items() if name not in FREE}
+    return canonical({name: value for name, value in vars(effective(config)).items() if name not in FREE}, config)
 
 
 def resolved(**values: Any) -> ModelConfig:
@@ -113,7 +114,7 @@ def family_of(content: Mapping[str, Any], where: str) -> Family:
     near = difflib.get_close_matches(name or kind, [*known, *FAMILIES], n=1, cutoff=0.0)[0]
     nearest = known[near].architecture if near in known else FAMILIES[near].architecture
     reason = next((text for part, text in REASONS.items() if part in f"{kind} {name}".lower()), "")
-    because = f" (it has {reason}, which are not converted here)" if reason else ""
+    because = f" (it has {reason}, not converted here)" if reason else ""
     raise ConfigError(f"{where}: {name or kind} is not supported{because}; the nearest that is: {nearest}")
 
 
@@ -141,6 +142,8 @@ def from_hf(content: Mapping[str, Any], where: str = CONFIG) -> ModelConfig:
         values |= reader.rope()
     if family.window_key is not None:
         values["window_size"] = reader.window(values["num_layers"])
+    if family.experts is not None:
+        values |= read_experts(reader, family.experts, values["num_layers"])
     return resolved_external(values, where)
 
 
@@ -226,6 +229,8 @@ def _written(config: ModelConfig, family: Family) -> dict[str, Any]:
             out["rope_scaling"] = {"rope_type": kind} | known
     if family.window_key is not None:
         out[family.window_key] = config.window_size
-        if family.model_type != "mistral":
+        if family.model_type not in WINDOW_IN_ALL:
             out |= {"use_sliding_window": config.window_size is not None, "max_window_layers": 0}
+    if family.experts is not None:
+        out |= write_experts(config, family.experts)
     return out

@@ -19,6 +19,10 @@ SCALINGS: dict[str, dict[str, str]] = {
     "yarn": _FACTOR | _ORIGINAL | {name: f"yarn_{name}" for name in _YARN},
 }
 """Scalings of RoPE by --rope-scaling-type, which has Hugging Face's names: their key -> setting."""
+WINDOW_IN_ALL = ("mistral", "mixtral")
+"""Families whose sliding window is in all layers or none."""
+_BOOLEANS = ("parallel_residual", "add_qkv_bias", "qk_layernorm")
+"""Settings that are true or false in both."""
 _REQUIRED = object()
 _LARGEST = 1 << 63  # no number of a model; nor is NaN below it
 _KINDS = {int: "an integer", float: "a number", bool: "true or false"}
@@ -59,7 +63,7 @@ class Reader:
                     f"{self.where}: attention_bias and mlp_bias differ: here linear layers have all a bias or none"
                 )
             return {"disable_bias_linear": not value}
-        expected = float if name == "norm_epsilon" else bool if name == "parallel_residual" else int
+        expected = float if name == "norm_epsilon" else bool if name in _BOOLEANS else int
         if value is not None:
             self.check_number(key, value, expected)
         return {name: value}
@@ -91,7 +95,7 @@ class Reader:
         self.check_number(base_key, base)
         self.check_number(fraction_key, fraction)
         values: dict[str, Any] = {"rotary_base": float(base), "rotary_percent": float(fraction)}
-        if values["rotary_percent"] != 1.0 and fraction_key == "partial_rotary_factor":
+        if values["rotary_percent"] != 1.0 and fraction_key not in self.family.defaults:
             raise ConfigError(f"{self.where}: {fraction_key} is not a setting of {self.family.architecture}")
         kind = given.get("rope_type", given.get("type", "default"))
         if kind == "default":
@@ -132,7 +136,7 @@ class Reader:
         window = self.get(self.family.window_key)
         if window is not None:
             self.check_number(self.family.window_key, window, int)
-        if self.family.model_type == "mistral":
+        if self.family.model_type in WINDOW_IN_ALL:
             return window
         if not self.content.get("use_sliding_window", False) or window is None:
             return None

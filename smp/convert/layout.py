@@ -1,18 +1,19 @@
 """Which rows of another program's tensors are which of this project's. Tables of families are written in these words.
 
-Three things happen to a matrix on its way: several lie in one (fused query, key and value; gate and up), its dimensions
-are swapped (GPT-2), or all layers lie in one tensor (Megatron's stacked checkpoints). Values are never changed.
+Four things happen to a matrix on its way: several lie in one (fused query, key and value; gate and up), its dimensions
+are swapped (GPT-2), all layers or all experts lie in one tensor (Megatron's stacked checkpoints; transformers 5), or
+each expert has a tensor of its own, where this project has one for all of them. Values are never changed.
 ``smp_name`` is this project's name of a tensor, ``external_name`` Hugging Face's or Megatron's. No torch here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from smp.config import ModelConfig
-from smp.models.inventory import inventory
+from smp.models.inventory import weights_of
 
 Fusion = Literal["per_group", "thirds", "halves"]
 """How matrices lie in a fused one, by rows:
@@ -38,15 +39,18 @@ class Table:
 
     Attributes:
         block: the external prefix of a block's modules; ``{}`` is the number of the layer.
-        modules: of a block, without the prefix.
+        modules: of a block, without the prefix. ``{}`` is the number of an expert, which has a tensor of its own.
+            The name of a single tensor, with what follows the module, comes first.
         ends: outside of blocks.
         transposed: matrices of blocks are (in, out) there.
+        stacked: what is called otherwise in files in which all experts of a layer lie in one tensor.
     """
 
     block: str
     modules: Mapping[str, str | Fused]
     ends: Mapping[str, str]
     transposed: bool = False
+    stacked: Mapping[str, str | Fused] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -93,10 +97,11 @@ class Link:
 
     Attributes:
         smp_name, external_name: of the two tensors.
-        shape: of this project's.
+        shape: of this project's, without a leading dimension that ``entry`` is of.
         rows: which external rows, counted before a transposition.
         transposed: the external tensor is (columns, rows).
-        layer: index in its leading dimension of ``layers`` entries; None: there is no such dimension.
+        leading: index and size of its leading dimensions, of layers and of experts, if it has them.
+        entry: index in the leading dimension of this project's tensor, of an expert; None: the link is of all of it.
         padded: its rows, when it is padded at the end.
     """
 
@@ -105,8 +110,8 @@ class Link:
     shape: tuple[int, ...]
     rows: Rows
     transposed: bool = False
-    layer: int | None = None
-    layers: int = 0
+    leading: tuple[tuple[int, int], ...] = ()
+    entry: int | None = None
     padded: int | None = None
 
     @property
@@ -115,28 +120,53 @@ class Link:
         shape: tuple[int, ...] = (self.padded or self.rows.external_rows, *self.shape[1:])
         if self.transposed:
             shape = shape[::-1]
-        return shape if self.layer is None else (self.layers, *shape)
+        return (*(size for _, size in self.leading), *shape)
 
 
-def links(table: Table, config: ModelConfig) -> dict[str, Link]:
-    """Where each of this project's tensors is, by its name.
+def links(table: Table, config: ModelConfig, *, stacked: bool = False) -> list[Link]:
+    """Where each of this project's tensors is; an expert's matrix is a link of its own.
+
+    Args:
+        table: of the family.
+        config: of the model.
+        stacked: the files have all experts of a layer in one tensor.
 
     Raises:
         KeyError: the family does not have such a module.
     """
-    return {p.name: _link(table, config, p.name, p.shape) for p in inventory(config)}
+    if stacked:
+        table = replace(table, modules={**table.modules, **table.stacked})
+    return [link for p in weights_of(config) for link in _links(table, config, p.name, p.shape)]
 
 
-def _link(table: Table, config: ModelConfig, name: str, shape: tuple[int, ...]) -> Link:
+def _links(table: Table, config: ModelConfig, name: str, shape: tuple[int, ...]) -> list[Link]:
     module, part = name.rsplit(".", 1)
     if not module.startswith("layers."):
-        return Link(name, f"{table.ends[module]}.{part}", shape, all_rows(shape))
+        return [Link(name, f"{table.ends[module]}.{part}", shape, all_rows(shape))]
     _, number, module = module.split(".", 2)
+    front, whole = table.block.format(number), table.modules.get(f"{module}.{part}")
+    if isinstance(whole, str):
+        return [Link(name, front + whole, shape, all_rows(shape))]
+    if len(shape) == 3:
+        return [_expert_link(front, table.modules[module], config, name, shape, e) for e in range(shape[0])]
     target, rows = table.modules[module], all_rows(shape)
     if isinstance(target, Fused):
-        rows, target = _fused_rows(target, config), target.external_name
-    external = f"{table.block.format(number)}{target}{'' if target.endswith('_') else '.'}{part}"
-    return Link(name, external, shape, rows, transposed=table.transposed and len(shape) == 2)
+        rows, target = _fused_rows(target, config, shape), target.external_name
+    external = f"{front}{target}{'' if target.endswith('_') else '.'}{part}"
+    return [Link(name, external, shape, rows, transposed=table.transposed and len(shape) == 2)]
+
+
+def _expert_link(
+    front: str, target: str | Fused, config: ModelConfig, name: str, shape: tuple[int, ...], expert: int
+) -> Link:
+    """Of one expert of a tensor (experts, out, in). A stacked external tensor is no module's: it has no ending."""
+    count, inner = shape[0], shape[1:]
+    rows = all_rows(inner)
+    if isinstance(target, Fused):
+        rows, target = _fused_rows(target, config, inner), target.external_name
+    if "{}" in target:
+        return Link(name, f"{front}{target.format(expert)}.weight", inner, rows, entry=expert)
+    return Link(name, front + target, inner, rows, leading=((expert, count),), entry=expert)
 
 
 def all_rows(shape: tuple[int, ...]) -> Rows:
@@ -144,12 +174,12 @@ def all_rows(shape: tuple[int, ...]) -> Rows:
     return Rows(blocks=1, slots=1, start=0, count=1, unit=shape[0])
 
 
-def _fused_rows(fused: Fused, config: ModelConfig) -> Rows:
+def _fused_rows(fused: Fused, config: ModelConfig, shape: tuple[int, ...]) -> Rows:
     heads, groups, width = config.num_attention_heads, config.num_query_groups, config.kv_channels
-    assert groups and width and config.ffn_hidden_size, "resolved before"
+    assert groups and width, "resolved before"
     if fused.kind == "halves":
         start = ("gate", "up").index(fused.member)
-        return Rows(blocks=1, slots=2, start=start, count=1, unit=config.ffn_hidden_size)
+        return Rows(blocks=1, slots=2, start=start, count=1, unit=shape[0])
     if fused.kind == "thirds":
         assert heads == groups, "checked with the configuration"
         start = ("query", "key", "value").index(fused.member)
@@ -159,9 +189,9 @@ def _fused_rows(fused: Fused, config: ModelConfig) -> Rows:
     return Rows(blocks=groups, slots=queries + 2, start=start, count=count, unit=width)
 
 
-def by_external_name(found: Mapping[str, Link]) -> dict[str, list[Link]]:
+def by_external_name(found: Iterable[Link]) -> dict[str, list[Link]]:
     """External tensors by name, and what lies in each."""
     grouped: dict[str, list[Link]] = {}
-    for link in found.values():
+    for link in found:
         grouped.setdefault(link.external_name, []).append(link)
     return grouped

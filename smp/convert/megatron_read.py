@@ -102,7 +102,7 @@ def _weights(folder: Path, store: PieceStore, config: ModelConfig, padded: int) 
     vocab = config.vocab_size or 0
     if vocab > padded:
         raise ConfigError(f"{folder}: the embedding has {padded} rows for {vocab} token ids")
-    found = {n: _placed(link, config, store) for n, link in megatron_links(config, padded).items()}
+    found = [_placed(link, config, store) for link in megatron_links(config, padded)]
     weights = LinkedWeights(store, found, config)
     weights.refuse_extra(_EMBEDDING, (_HEAD,), ("_extra_state",))  # the last pipeline stage has a copy of a tied one
     if padded > vocab:
@@ -117,11 +117,12 @@ def _placed(link: Link, config: ModelConfig, store: PieceStore) -> Link:
     if match is None:
         return link
     number, rest = int(match[1]), match[2]
-    for name in (rest, *(rest.replace(te, local) for te, local in RENAMED.items())):
+    others = [rest.replace(*pair) for te, local in RENAMED.items() for pair in ((te, local), (local, te))]
+    for name in (rest, *others):
         if (single := f"decoder.layers.{number}.{name}") in store.tensors:
             return replace(link, external_name=single)
         if (stacked := f"decoder.layers.{name}") in store.tensors:
-            return replace(link, external_name=stacked, layer=number, layers=config.num_layers)
+            return replace(link, external_name=stacked, leading=((number, config.num_layers), *link.leading))
     return link
 
 

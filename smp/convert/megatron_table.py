@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from smp.config import ConfigError, ModelConfig
+from smp.config.moe import has_experts
 from smp.convert.hf_config import architecture, resolved_external
 from smp.convert.layout import Fused, Link, Table, links
 
@@ -37,6 +38,17 @@ _GATED: dict[str, str | Fused] = {
     "mlp.gate": Fused("mlp.linear_fc1", "halves", "gate"),
     "mlp.up": Fused("mlp.linear_fc1", "halves", "up"),
 }
+_EXPERTS: dict[str, str | Fused] = {
+    "mlp_norm": "pre_mlp_layernorm",
+    "mlp.router": "mlp.router",
+    "mlp.experts.gate": Fused("mlp.experts.experts.linear_fc1.weight", "halves", "gate"),
+    "mlp.experts.up": Fused("mlp.experts.experts.linear_fc1.weight", "halves", "up"),
+    "mlp.experts.down": "mlp.experts.experts.linear_fc2.weight",
+    "mlp.shared_experts.gate": Fused("mlp.shared_experts.linear_fc1", "halves", "gate"),
+    "mlp.shared_experts.up": Fused("mlp.shared_experts.linear_fc1", "halves", "up"),
+    "mlp.shared_experts.down": "mlp.shared_experts.linear_fc2",
+    "mlp.shared_expert_gate.weight": "mlp.shared_experts.gate_weight",
+}
 RENAMED = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
@@ -44,12 +56,13 @@ RENAMED = {
 """Norms by Transformer Engine's names, which the table has, and by those of the local layers."""
 
 
-def megatron_links(config: ModelConfig, padded: int) -> dict[str, Link]:
+def megatron_links(config: ModelConfig, padded: int) -> list[Link]:
     """Where each of a model's tensors lies, whose vocabulary has ``padded`` rows there."""
-    table = Table("decoder.layers.{}.", _BLOCK | (_GATED if config.swiglu else _PLAIN), _ENDS)
+    kind = _EXPERTS if config.num_experts is not None else _GATED if config.swiglu else _PLAIN
+    table = Table("decoder.layers.{}.", _BLOCK | kind, _ENDS)
     vocabulary = ("embedding.weight", "head.weight")
-    found = links(table, config).items()
-    return {name: replace(link, padded=padded) if name in vocabulary else link for name, link in found}
+    found = links(table, config)
+    return [replace(link, padded=padded) if link.smp_name in vocabulary else link for link in found]
 
 
 _NEEDED = (
@@ -68,8 +81,24 @@ _OPTIONAL: dict[str, Any] = {
     "rope_scaling_factor": 8.0,
 }
 """The same, with Megatron's default for arguments that a version does not have yet."""
+_OF_EXPERTS: dict[str, Any] = {
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": None,
+    "moe_shared_expert_intermediate_size": None,
+    "moe_shared_expert_gate": False,
+    "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": False,
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_enable_expert_bias": False,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+}
+"""The same of a model with experts."""
 _MUST_BE: dict[str, tuple[Any, ...]] = {
-    "num_experts": (0,),
+    "moe_expert_capacity_factor": (),
+    "moe_apply_probs_on_input": (False,),
+    "moe_latent_size": (),
+    "moe_router_topk_limited_devices": (),
     "multi_latent_attention": (False,),
     "apply_layernorm_1p": (False,),
     "rotary_interleaved": (False,),
@@ -117,6 +146,7 @@ def from_args(args: Mapping[str, Any], where: str, padded_vocab: int, vocab_size
         raise ConfigError(f"{where}: its arguments do not say {', '.join(missing)}")
     values = {name: args[name] for name in _NEEDED}
     values |= {name: args.get(name, default) for name, default in _OPTIONAL.items()}
+    values |= _experts_of(args, where)
     bias = bool(args.get("add_bias_linear", True))
     plain = not values["swiglu"] and not values["squared_relu"]
     linear = args.get("rotary_seq_len_interpolation_factor") or 1
@@ -141,6 +171,19 @@ def from_args(args: Mapping[str, Any], where: str, padded_vocab: int, vocab_size
     return resolved_external(values, where)
 
 
+def _experts_of(args: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if not args.get("num_experts"):
+        return {}
+    balancing, layers = args.get("moe_router_load_balancing_type"), args.get("moe_layer_freq", 1)
+    if "sinkhorn" in (balancing if isinstance(balancing, list) else [balancing]):
+        raise ConfigError(f"{where}: a router balanced by sinkhorn is not supported")
+    if layers != 1 and not (isinstance(layers, list) and all(layer == 1 for layer in layers)):
+        raise ConfigError(
+            f"{where}: a model with moe_layer_freq {layers} is not supported, only experts in every layer"
+        )
+    return {"num_experts": args["num_experts"]} | {name: args.get(name, value) for name, value in _OF_EXPERTS.items()}
+
+
 def said_vocab_size(args: Mapping[str, Any]) -> int | None:
     """Token ids that the arguments tell. Those of the NullTokenizer are one more or as many as they say, by version."""
     size = args.get("vocab_size")
@@ -154,7 +197,7 @@ def to_args(config: ModelConfig, tp: int) -> Namespace:
         ConfigError: Megatron's GPT does not compute what this model does.
     """
     c, default = config, ModelConfig()
-    refused: dict[str, Any] = {"parallel_residual": False}
+    refused: dict[str, Any] = {"parallel_residual": False, "qk_layernorm_across_heads": False}
     if c.qk_layernorm:
         refused["normalization"] = "RMSNorm"  # there the norm of queries and keys is of the same kind as the others
     linear = c.use_rope_scaling and c.rope_scaling_type == "linear"
@@ -189,7 +232,11 @@ def to_args(config: ModelConfig, tp: int) -> Namespace:
         "seq_length": c.max_position_embeddings,
     }
     if c.num_experts is not None:
-        raise ConfigError(f"--num-experts {c.num_experts}: mixtures of experts are not written for Megatron yet")
+        if not all(has_experts(c, layer) for layer in range(c.num_layers)):
+            raise ConfigError(
+                f"--moe-layer-freq {c.moe_layer_freq}: only models with experts in every layer are written"
+            )
+        values |= {name: getattr(c, name) for name in ("num_experts", *_OF_EXPERTS)} | {"moe_layer_freq": 1}
     assert architecture(from_args(values, "", values["padded_vocab_size"])) == architecture(c), "a table is one-sided"
     return Namespace(**values)
 

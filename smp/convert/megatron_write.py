@@ -38,10 +38,10 @@ RELEASE = "release"
 """The name that Megatron gives to a checkpoint of weights alone."""
 _BACKENDS = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _BACKENDS |= {"common_backend": "torch", "common_backend_version": 1}
-_MODULES = (
-    *("self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention"),
-    *("mlp.linear_fc1", "mlp.linear_fc2"),
-)
+_ATTENTION = ("self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention")
+_MLP = ("mlp.linear_fc1", "mlp.linear_fc2")
+_SHARED = ("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2")
+_EXPERTS = ("mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2")
 _NORMS = ("self_attention.q_layernorm", "self_attention.k_layernorm")
 
 
@@ -84,9 +84,16 @@ class MegatronTarget:
 
     def _extra_states(self) -> list[str]:
         """Names of the objects that Transformer Engine keeps beside weights, empty here: Megatron asks for them."""
-        layers = self.config.num_layers
-        modules = (*_MODULES, *(_NORMS if self.config.qk_layernorm else ()))
+        layers, experts = self.config.num_layers, self.config.num_experts
+        mlp = _MLP if experts is None else _SHARED if self.config.moe_shared_expert_intermediate_size else ()
+        modules = (*_ATTENTION, *mlp, *(_NORMS if self.config.qk_layernorm else ()))
         names = [f"decoder.layers.{m}._extra_state/shard_{i}_{layers}" for m in modules for i in range(layers)]
+        names += [
+            f"decoder.layers.{m}._extra_state/shard_{i}.{e}_{layers}.{experts}"
+            for m in _EXPERTS
+            for i in range(layers)
+            for e in range(experts or 0)
+        ]
         return [*names, "decoder.final_layernorm._extra_state/shard_0_1", "output_layer._extra_state/shard_0_1"]
 
     def finish(self, folder: Path, records: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from smp.checkpoint.tensor_file import raw_bytes
 from smp.convert.layout import Link
 from smp.convert.store import Stored
 from smp.convert.weights import Weights
+from smp.models.inventory import EXPERT_BIAS
 
 CHUNK = 1 << 23
 """Bytes that are converted, and written, at a time."""
@@ -38,7 +39,8 @@ class Planned:
     def straight(self) -> bool:
         """Whether its rows are those of one tensor, as they are."""
         first = self.parts[0]
-        return len(self.parts) == 1 and first.rows.whole and not first.transposed and first.padded is None
+        as_it_is = first.rows.whole and not first.transposed and first.padded is None and not first.leading
+        return len(self.parts) == 1 and as_it_is
 
 
 def plan(weights: Weights, name: str, parts: Sequence[Link], dtype: torch.dtype | None) -> Planned:
@@ -47,6 +49,8 @@ def plan(weights: Weights, name: str, parts: Sequence[Link], dtype: torch.dtype 
     Raises:
         CheckpointError: parts of different dtypes.
     """
+    if all(part.smp_name.endswith(f".{EXPERT_BIAS}") for part in parts):
+        dtype = None
     different = {weights.tensors[part.smp_name].dtype for part in parts}
     if dtype is None and len(different) != 1:
         names = ", ".join(part.smp_name for part in parts)
@@ -128,11 +132,11 @@ class Feed:
 
     def rows(self, planned: Planned, first: int, count: int) -> Iterator[memoryview]:
         """The bytes of some rows of a straight tensor. Their memory is used again."""
-        name, shape = planned.parts[0].smp_name, (count, *planned.stored.shape[1:])
-        dtype = self.weights.tensors[name].dtype
+        part, shape = planned.parts[0], (count, *planned.stored.shape[1:])
+        dtype = self.weights.tensors[part.smp_name].dtype
         with self._room.block(math.prod(shape) * dtype.itemsize) as block:
             rows = block.view(dtype).view(shape)
-            self.weights.read_into(name, (first, *(0 for _ in shape[1:])), rows)
+            self._read(part, (first, *(0 for _ in shape[1:])), rows)
             yield from self._bytes(planned, rows)
 
     @contextmanager
@@ -146,7 +150,7 @@ class Feed:
     def _assembled(self, planned: Planned) -> Iterator[torch.Tensor]:
         """The tensor, in one block with room for a part that is not read in place. Padding of the vocabulary is 0."""
         size, kind = planned.stored.nbytes, planned.stored.dtype
-        sizes = (self.weights.tensors[p.smp_name].nbytes for p in planned.parts if not self._in_place(planned, p))
+        sizes = (self._part(p).nbytes for p in planned.parts if not self._in_place(planned, p))
         aligned = -(-size // 8) * 8
         with self._room.block(aligned + max(sizes, default=0)) as block:
             out, spare = block[:size].view(kind).view(planned.stored.shape), block[aligned:]
@@ -164,18 +168,31 @@ class Feed:
 
     def _put(self, planned: Planned, part: Link, out: torch.Tensor, spare: torch.Tensor) -> None:
         """Read a part into its rows of ``out``, where necessary by ``spare``."""
-        stored, zeros = self.weights.tensors[part.smp_name], (0,) * len(part.shape)
+        stored, zeros = self._part(part), (0,) * len(part.shape)
+        for index, _ in part.leading:
+            out = out[index]
         if self._in_place(planned, part):
-            self.weights.read_into(part.smp_name, zeros, out[: part.rows.smp_rows])
+            self._read(part, zeros, out[: part.rows.smp_rows])
             return
         tensor = spare[: stored.nbytes].view(stored.dtype).view(stored.shape)
-        self.weights.read_into(part.smp_name, zeros, tensor)
+        self._read(part, zeros, tensor)
         out = out.t() if part.transposed else out
         step = max(1, CHUNK // max(1, tensor[0].nbytes))
         for row, at, count in part.rows.runs(0, part.rows.smp_rows):
             targets = out[row : row + count].split(step)
             for target, rows in zip(targets, tensor[at : at + count].split(step), strict=True):
                 target.copy_(_cast(rows, planned))
+
+    def _part(self, part: Link) -> Stored:
+        """What a link is of."""
+        return Stored(part.shape, self.weights.tensors[part.smp_name].dtype)
+
+    def _read(self, part: Link, offsets: Sequence[int], out: torch.Tensor) -> None:
+        """Fill ``out`` with a box of what a link is of."""
+        if part.entry is None:
+            self.weights.read_into(part.smp_name, offsets, out)
+        else:
+            self.weights.read_into(part.smp_name, (part.entry, *offsets), out.unsqueeze(0))
 
     def _bytes(self, planned: Planned, tensor: torch.Tensor) -> Iterator[memoryview]:
         """A tensor as it is to be written, some megabytes at a time."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,10 @@ from smp.checkpoint.storage import commit
 from smp.config import ModelConfig
 from smp.convert.hf import carry
 from smp.convert.layout import Link, all_rows
-from smp.convert.pieces import Feed, Planned, in_files
+from smp.convert.pieces import Feed, in_files, plan
 from smp.convert.store import Stored
 from smp.convert.weights import Weights
-from smp.models.inventory import inventory
+from smp.models.inventory import weights_of
 
 _MODEL = "model."
 
@@ -55,7 +55,7 @@ class SmpWeights(Weights):
             raise CheckpointError(
                 f"{self.folder} holds adapters without their model: tools/merge_lora.py adds them to it"
             )
-        wanted = {p.name: p.shape for p in inventory(self.config)}
+        wanted = {p.name: p.shape for p in weights_of(self.config)}
         for name in [*wanted, *entries]:
             there, should = entries[name].shape if name in entries else None, wanted.get(name)
             if there != should:
@@ -97,7 +97,7 @@ class SmpTarget:
     ) -> None:
         self.weights, self.reference = weights, reference
         tensors = [
-            Planned(_MODEL + name, Stored(t.shape, dtype or t.dtype), (Link(name, name, t.shape, all_rows(t.shape)),))
+            replace(plan(weights, name, [Link(name, name, t.shape, all_rows(t.shape))], dtype), name=_MODEL + name)
             for name, t in weights.tensors.items()
         ]
         grouped = in_files(tensors, shard_size)

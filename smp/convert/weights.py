@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -64,8 +64,11 @@ class LinkedWeights(Weights):
         CheckpointError: a tensor is missing or of another shape; the message names it and its file.
     """
 
-    def __init__(self, store: PieceStore, found: Mapping[str, Link], config: ModelConfig) -> None:
-        self.store, self.links, self.config, self.notes = store, dict(found), config, []
+    def __init__(self, store: PieceStore, found: Sequence[Link], config: ModelConfig) -> None:
+        self.store, self.config, self.notes = store, config, []
+        self.links: dict[str, list[Link]] = {}  # of experts, by their numbers
+        for link in found:
+            self.links.setdefault(link.smp_name, []).append(link)
         for external, parts in by_external_name(found).items():
             stored, wanted = store.tensors.get(external), parts[0].external_shape
             if stored is None:
@@ -73,16 +76,31 @@ class LinkedWeights(Weights):
             if stored.shape != wanted:
                 said = f"tensor {external} has shape {list(stored.shape)}, the configuration says {list(wanted)}"
                 raise CheckpointError(f"{store.where(external)}: {said}")
-        self.tensors = {name: Stored(k.shape, store.tensors[k.external_name].dtype) for name, k in found.items()}
+        self.tensors = {name: self._stored(parts) for name, parts in self.links.items()}
+
+    def _stored(self, parts: Sequence[Link]) -> Stored:
+        kinds = {self.store.tensors[link.external_name].dtype for link in parts}
+        if len(kinds) != 1:
+            where = self.store.where(parts[0].external_name)
+            raise CheckpointError(f"{where}: the tensors of {parts[0].smp_name} have different dtypes")
+        shape = parts[0].shape if parts[0].entry is None else (len(parts), *parts[0].shape)
+        return Stored(shape, kinds.pop())
 
     def read_into(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> None:
-        link = self.links[name]
+        parts = self.links[name]
+        if parts[0].entry is None:
+            self._read(parts[0], offsets, out)
+            return
+        for link, target in zip(parts[offsets[0] :], out, strict=False):
+            self._read(link, offsets[1:], target)
+
+    def _read(self, link: Link, offsets: Sequence[int], out: torch.Tensor) -> None:
         for row, at, count in link.rows.runs(offsets[0], out.shape[0]):
             start, target = (row, *offsets[1:]), out[at : at + count]
             if link.transposed:
                 start, target = start[::-1], target.t()
-            if link.layer is not None:
-                start, target = (link.layer, *start), target.unsqueeze(0)
+            for index, _ in reversed(link.leading):
+                start, target = (index, *start), target.unsqueeze(0)
             self.store.read_into(link.external_name, start, target)
 
     def fingerprint(self) -> Any:
@@ -105,7 +123,7 @@ class LinkedWeights(Weights):
         Raises:
             CheckpointError: there is such a tensor.
         """
-        used = {link.external_name for link in self.links.values()}
+        used = {link.external_name for parts in self.links.values() for link in parts}
         extra = [name for name in self.store.tensors if name not in used and not name.endswith(tuple(ignored))]
         tied = not self.config.untie_embeddings_and_output_weights
         copies = [name for name in extra if tied and name in tied_heads]

@@ -42,8 +42,8 @@ class Settings:
 
 
 NO_EFFECT = {
-    "sm_activation_offloading": "offload with torch.autograd.graph.save_on_cpu or torch's own wrappers",
-    "activation_loading_horizon": "there is no offloader of smp's in a transformed model",
+    "sm_activation_offloading": "call smp.sharding.offload_activations(layers)",
+    "activation_loading_horizon": "give horizon to smp.sharding.offload_activations",
     "fsdp_cache_flush_warnings": "torch.cuda.memory_stats()['num_alloc_retries'] counts them",
     "allow_empty_shards": "FSDP2 always allows empty shards",
     "random_seed": "all ranks must be seeded alike, and smp.transform draws no numbers",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
@@ -74,10 +75,21 @@ def said(folder: Path) -> str:
     try:
         status = json.loads((folder / "status.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return "the run has not said anything yet"
-    return f"{status['status']} at iteration {status['iteration']}" + (
-        f": {status['reason']}" if status["reason"] else ""
-    )
+        return "nothing yet"
+    iteration = status["iteration"]
+    if status["status"] == "running":  # the status file says where it began
+        iteration = max(iteration, _last_iteration(folder / "metrics.jsonl"))
+    return f"{status['status']} at iteration {iteration}" + (f": {status['reason']}" if status["reason"] else "")
+
+
+def _last_iteration(metrics: Path) -> int:
+    """The last one that a run has logged; 0: none. A line may just be written."""
+    found = 0
+    with contextlib.suppress(OSError):
+        for line in metrics.read_text(encoding="utf-8").splitlines()[-3:]:
+            with contextlib.suppress(ValueError):
+                found = int(json.loads(line).get("iteration", found))
+    return found
 
 
 def ended(folder: Path) -> str | None:

@@ -13,7 +13,7 @@ from smp.kernels.attention_core import AttentionSpec
 from smp.kernels.rope import rope
 from smp.kernels.token_layout import TokenLayout
 from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
-from smp.layers.norm import RMSNorm
+from smp.layers.norm import RMSNorm, SplitRMSNorm
 from smp.parallel.context import ParallelContext
 
 
@@ -64,6 +64,7 @@ class SelfAttention(nn.Module):
             split along dim 0.
         bias, qkv_bias: bias on the output projection, on the others.
         qk_norm_eps: when given, RMS-normalize queries and keys per head with this epsilon before RoPE.
+        qk_norm_across_heads: all heads together instead.
         window: a token sees itself and the window - 1 tokens before it; None: all before it.
         causal: a token does not see later ones.
         dropout: on attention probabilities; above 0 they are materialised.
@@ -87,6 +88,7 @@ class SelfAttention(nn.Module):
         bias: bool = False,
         qkv_bias: bool = False,
         qk_norm_eps: float | None = None,
+        qk_norm_across_heads: bool = False,
         window: int | None = None,
         causal: bool = True,
         dropout: float = 0.0,
@@ -113,8 +115,13 @@ class SelfAttention(nn.Module):
             for _ in range(2)
         )
         self.output = RowParallelLinear(width, hidden_size, context, bias=bias, init_std=output_std)
-        self.query_norm = self.key_norm = None
-        if qk_norm_eps is not None:
+        self.query_norm: RMSNorm | SplitRMSNorm | None = None
+        self.key_norm: RMSNorm | SplitRMSNorm | None = None
+        if qk_norm_eps is not None and qk_norm_across_heads:
+            self.query_norm, self.key_norm = (
+                SplitRMSNorm(features, context, eps=qk_norm_eps) for features in (width, kv_width)
+            )
+        elif qk_norm_eps is not None:
             # each rank has its own heads, as elsewhere its own tokens
             self.query_norm, self.key_norm = (
                 RMSNorm(self.head_dim, context, eps=qk_norm_eps, split_input=True, kernels=kernels) for _ in range(2)
@@ -129,7 +136,9 @@ class SelfAttention(nn.Module):
         q, k, v = outputs  # (tokens, heads/p x head_dim)
         in_place = self.kernels.rope_in_place
         if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(self._heads(q)), self.key_norm(self._heads(k))
+            if isinstance(self.query_norm, RMSNorm):
+                q, k = self._heads(q), self._heads(k)
+            q, k = self.query_norm(q), self.key_norm(k)
             in_place = False  # a norm's output may be a view, which cannot be written over
         if layout.rope is not None:
             q, k = rope(q, k, *layout.rope, self.head_dim, self.kernels.rope, in_place=in_place)

@@ -13,6 +13,7 @@ from smp.kernels.token_layout import TokenLayout
 from smp.layers.attention import SelfAttention
 from smp.layers.mlp import MLP
 from smp.layers.moe.layer import MoE
+from smp.layers.moe.router import Balance, Counted
 from smp.layers.norm import Norm
 
 Run = Callable[..., Any]
@@ -101,20 +102,20 @@ class MoEBlock(TransformerBlock):
         x: torch.Tensor,
         layout: TokenLayout,
         keys: torch.Tensor | None = None,
-        loss_weights: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As of :class:`TransformerBlock`, and what :class:`MoE` measures, fp32 (3,); ``loss_weights`` is fp32
-        (tokens [/p],), of the tokens in ``x``."""
+        counted: Counted | None = None,
+    ) -> tuple[torch.Tensor, Balance | None]:
+        """As of :class:`TransformerBlock`, and what :class:`MoE` measures of ``counted``, which is known of the tokens
+        in ``x``."""
         assert isinstance(self.mlp, MoE)
-        return self.mlp.experts(self.run, x, layout, keys, loss_weights)
+        return self.mlp.experts(self.run, x, layout, keys, counted)
 
     def _run(  # type: ignore[override]
-        self, x: torch.Tensor, layout: TokenLayout, keys: torch.Tensor | None, loss_weights: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        measured: list[torch.Tensor] = []
+        self, x: torch.Tensor, layout: TokenLayout, keys: torch.Tensor | None, counted: Counted | None
+    ) -> tuple[torch.Tensor, Balance | None]:
+        measured: list[Balance | None] = []
 
         def mlp(x: torch.Tensor, *index: torch.Tensor | None) -> torch.Tensor:
-            y, found = self.mlp(x, *index, loss_weights)
+            y, found = self.mlp(x, *index, counted)
             measured.append(found)
             return y
 

@@ -12,7 +12,7 @@ The layers own parameters; ``smp.layers.linear_functions`` has the products and 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -31,6 +31,9 @@ from smp.layers.parameter import (
     tp_parameter,
 )
 from smp.parallel.context import ParallelContext
+
+if TYPE_CHECKING:
+    from smp.layers.fp8.apply import LayerScaling
 
 
 class ColumnParallelLinear(nn.Module):
@@ -53,6 +56,7 @@ class ColumnParallelLinear(nn.Module):
 
     Attributes:
         product: which matrix product runs, see ``smp.kernels.product``.
+        scaling: in FP8 where scales come from, and thereby the product, see ``smp.layers.fp8``.
         sink: who computes weight gradients later; None: the backward pass does.
     """
 
@@ -83,6 +87,7 @@ class ColumnParallelLinear(nn.Module):
         shared_by = self.group.size // parts if self.replicated and parts else 1
         self._first_row = (self.group.rank // shared_by) * self.part_features
         self.product = "dense"
+        self.scaling: LayerScaling | None = None
         self.sink: Sink | None = None
 
     def own_rows(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -111,10 +116,11 @@ def column_parallel(
         ValueError: when the layers differ in their group, in ``sequence_parallel``, in their product or in their sink.
     """
     first = layers[0]
-    linear = Linear(first.group, first.sequence_parallel, first.product)
+    linear = _call([first], x.dtype)
     for m in layers[1:]:
-        if Linear(m.group, m.sequence_parallel, m.product) != linear or m.sink != first.sink:
+        if _call([m], x.dtype) != linear or m.sink != first.sink:
             raise ValueError("layers with one input differ in their group, sequence_parallel, product or sink")
+    linear = _call(layers, x.dtype)
     weights = [layer.own_rows(layer.weight, x.dtype) for layer in layers]
     outputs = list(column_parallel_function(x, weights, linear, first.sink, layers if first.sink else ()))
     add_low_rank = next((m.add_low_rank for m in layers if m.add_low_rank is not None), None)
@@ -137,7 +143,7 @@ class RowParallelLinear(nn.Module):
     Shapes: (tokens, ..., in / p) -> (tokens, ..., out), or (tokens / p, ..., out) under sequence parallelism.
 
     Attributes:
-        product, sink: as of :class:`ColumnParallelLinear`.
+        product, scaling, sink: as of :class:`ColumnParallelLinear`.
     """
 
     add_low_rank: ClassVar[Callable[..., torch.Tensor] | None] = None
@@ -160,6 +166,7 @@ class RowParallelLinear(nn.Module):
         self.bias = tp_parameter((out_features,), REPLICATE, context.tp) if bias else None
         self.initializers: dict[str, Initializer] = {"weight": Normal(init_std), "bias": Constant(0.0)}
         self.product = "dense"
+        self.scaling: LayerScaling | None = None
         self.sink: Sink | None = None
 
     def forward(
@@ -177,11 +184,20 @@ class RowParallelLinear(nn.Module):
                 an adapter, which needs the result too.
         """
         weight = local(self.weight, inputs[0].dtype)
-        linear = Linear(self.group, self.sequence_parallel, self.product)
+        linear = _call([self], weight.dtype)
         y = row_parallel_function(inputs, weight, linear, activation, self.sink, self if self.sink else None)
         if self.add_low_rank is not None:
             y = self.add_low_rank(inputs[0], y, token_index)
         return y if self.bias is None else y + local(self.bias, y.dtype, summed_over=self.shared_by)
+
+
+def _call(layers: Sequence[Any], dtype: torch.dtype) -> Linear:
+    """What a call of layers that share an input is, beside its tensors, with results of ``dtype``."""
+    first = layers[0]
+    if first.scaling is None:
+        return Linear(first.group, first.sequence_parallel, first.product)
+    scaling = first.scaling.of_call([layer.scaling for layer in layers])
+    return Linear(first.group, first.sequence_parallel, scaling.product(dtype), scaling)
 
 
 def linear_layers(model: nn.Module) -> dict[str, Any]:

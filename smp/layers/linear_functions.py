@@ -9,19 +9,24 @@ Product and collective are one operator for graphs. torch.compile would otherwis
 backward pass and wait for a reduction too early, and selective recompute would keep both the partial products and their
 sum, or repeat the collective. Operators take no objects, so a group comes as its fields. One rank needs no operator:
 its products stay visible to the compiler.
+
+In FP8 tensors are quantised before they are gathered and multiplied (``smp.layers.fp8``): an operand is then 8-bit
+numbers and their scales, and so are what is kept and what an all-gather moves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from smp.kernels.product import PRODUCTS, Product
+from smp.kernels.fp8 import Operand, Quantised
+from smp.kernels.product import PRODUCTS, Product, Scaled
 from smp.kernels.registry import define
 from smp.kernels.swiglu import FusedSwiglu
+from smp.layers.fp8.scaling import Operands, Scaling
 from smp.parallel.collectives import Group, start_all_gather, start_all_reduce, start_reduce_scatter, wait
 
 WeightGradients = Callable[[], list[tuple[Any, torch.Tensor]]]
@@ -39,11 +44,13 @@ class Linear:
         group: the tensor-parallel ranks.
         sequence_parallel: tokens are split over them outside of the layer.
         product: a name in ``PRODUCTS``.
+        scaling: in FP8, makes operands of tensors; None: tensors are operands.
     """
 
     group: Group
     sequence_parallel: bool
     product: str = "dense"
+    scaling: Scaling | None = field(default=None, compare=False)
 
     @property
     def key(self) -> str:
@@ -65,11 +72,42 @@ class Linear:
     def is_plain(self) -> bool:
         """Whether autograd's own product will do: nothing to communicate. It saves its inputs before it computes, so
         that a replay for recompute ends before the last product of a block, where a Function would run it."""
-        return self.group.size == 1 and self.run.differentiable
+        return self.group.size == 1 and self.run.differentiable and self.scaling is None
 
-    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+    def operands(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Operands:
+        """Of a forward pass."""
+        return Operands(x, x, list(weights), []) if self.scaling is None else self.scaling.forward(x, weights)
+
+    def again(self, weights: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> list[Operand]:
+        """The weights, for the input's gradient."""
+        return list(weights) if self.scaling is None else self.scaling.weights(weights, scales)
+
+    def gradients(self, grads: Sequence[torch.Tensor]) -> list[tuple[Operand, Operand]]:
+        """Of the output of each weight: for the input's gradient and for the weight's."""
+        return [(grad, grad) for grad in grads] if self.scaling is None else self.scaling.gradients(grads)
+
+    def start_gather(self, x: Operand) -> Operand:
+        """Begin to gather an operand, (tokens [/p], ...) -> (tokens, ...). Of a quantised one the 8-bit numbers travel,
+        as bytes, and scales of its rows."""
+        if not self.sequence_parallel:
+            return x
+        if isinstance(x, torch.Tensor):
+            return start_all_gather(x, self.group)
+        scales = start_all_gather(x.inverse, self.group) if x.inverse.ndim else x.inverse
+        return Quantised(start_all_gather(x.data.view(torch.uint8), self.group), scales)
+
+    def wait(self, x: Operand, like: Operand) -> Operand:
+        """The end of :meth:`start_gather` of ``like``."""
+        if not self.sequence_parallel:
+            return x
+        if isinstance(x, torch.Tensor) or isinstance(like, torch.Tensor):
+            return wait(x, self.group)  # type: ignore[arg-type]
+        scales = wait(x.inverse, self.group) if x.inverse.ndim else x.inverse
+        return Quantised(wait(x.data, self.group).view(like.data.dtype), scales)
+
+    def gathered(self, x: Operand) -> Operand:
         """(tokens [/p], ...) -> (tokens, ...)."""
-        return wait(start_all_gather(x, self.group), self.group) if self.sequence_parallel else x
+        return self.wait(self.start_gather(x), x)
 
     def start_reduce(self, partial: torch.Tensor) -> torch.Tensor:
         """Begin the sum of what each rank computed, (tokens, ...) -> (tokens [/p], ...)."""
@@ -134,40 +172,64 @@ class _Column(torch.autograd.Function):
         """x, linear, sink, layers, weights. (Were the first four parameters of their own, torch 2.13's compiler would
         take two weights without a gradient for a call that has no ``ctx``: it compares counts.)"""
         x, ctx.linear, ctx.sink, ctx.layers, *weights = inputs
-        trained = any(ctx.needs_input_grad[4:])
-        ctx.save_for_backward(x if trained else x.new_empty(0), *weights)
-        if ctx.linear.group.size == 1:
-            return tuple(_column_products(x, weights, ctx.linear))
-        return tuple(_column_op(x, weights, ctx.linear.key))
+        linear: Linear = ctx.linear
+        made = linear.operands(x, weights)
+        kept = _parts(made.kept) if any(ctx.needs_input_grad[4:]) else [x.new_empty(0)]
+        ctx.kept = len(kept)
+        ctx.save_for_backward(*kept, *weights, *made.scales)
+        if linear.group.size == 1:
+            return tuple(_column_products(made.x, made.weights, linear))
+        if isinstance(made.x, Quantised):
+            return tuple(_scaled_column_op(_parts(made.x, *made.weights), linear.key))
+        return tuple(_column_op(x, weights, linear.key))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
+        linear: Linear = ctx.linear
         trained = list(ctx.needs_input_grad[4:])
+        tensors, end = list(ctx.saved_tensors), ctx.kept + len(trained)
+        x, weights = _operand(tensors[: ctx.kept]), tensors[ctx.kept : end]
+        pairs = linear.gradients(grads)
         now = trained
         if ctx.sink is not None:
             now = [wanted and layer.replicated for layer, wanted in zip(ctx.layers, trained, strict=True)]
-            later = [(m, g) for m, g, t, n in zip(ctx.layers, grads, trained, now, strict=True) if t and not n]
-            linear = ctx.linear
+            owners = zip(ctx.layers, pairs, trained, now, strict=True)
+            later = [(layer, grad) for layer, (_, grad), t, n in owners if t and not n]
             ctx.sink(lambda: _later_gradients(x, later, linear))
         wanted, last_first = [ctx.needs_input_grad[0], *now], ctx.sink is not None
-        if ctx.linear.group.size == 1:  # nothing to hide from the compiler
-            found = iter(_column_gradients(list(grads), x, weights, wanted, last_first, ctx.linear))
+        if linear.group.size == 1 or linear.scaling is not None:  # nothing to hide from the compiler, or there is none
+            used = linear.again(weights, tensors[end:]) if wanted[0] else []
+            found = iter(_column_gradients(pairs, x, used, wanted, last_first, linear))
         else:
-            found = iter(_column_gradients_op(list(grads), x, weights, wanted, last_first, ctx.linear.key))
+            found = iter(_column_gradients_op(list(grads), x, weights, wanted, last_first, linear.key))
         dx, *dws = (next(found) if want else None for want in wanted)
         return dx, None, None, None, *dws
 
 
-def _column_products(x: torch.Tensor, weights: list[torch.Tensor], linear: Linear) -> list[torch.Tensor]:
+def _parts(*operands: Operand) -> list[torch.Tensor]:
+    """As operators and autograd take operands."""
+    return [part for operand in operands for part in ([operand] if isinstance(operand, torch.Tensor) else operand)]
+
+
+def _operand(parts: Sequence[torch.Tensor]) -> Operand:
+    """From its parts."""
+    return parts[0] if len(parts) == 1 else Quantised(*parts)
+
+
+def _quantised(parts: Sequence[torch.Tensor]) -> list[Operand]:
+    """Quantised operands from all their parts."""
+    return [_operand(parts[i : i + 2]) for i in range(0, len(parts), 2)]
+
+
+def _column_products(x: Operand, weights: Sequence[Operand], linear: Linear) -> list[torch.Tensor]:
     full = linear.gathered(x)
     return [linear.run.forward(full, weight) for weight in weights]
 
 
 def _column_gradients(
-    grads: list[torch.Tensor],
-    x: torch.Tensor,
-    weights: list[torch.Tensor],
+    grads: list[tuple[Operand, Operand]],
+    x: Operand,
+    weights: Sequence[Operand],
     wanted: list[bool],
     last_first: bool,
     linear: Linear,
@@ -178,22 +240,33 @@ def _column_gradients(
     product, the reduction of the input gradient under the weight-gradient products.
     """
     gathers = linear.sequence_parallel and any(wanted[1:])
-    gathering = start_all_gather(x, linear.group) if gathers else x
+    gathering = linear.start_gather(x) if gathers else x
     dx = None
     if wanted[0]:
-        pairs = list(zip(grads, weights, strict=True))
+        pairs = [(grad, weight) for (grad, _), weight in zip(grads, weights, strict=True)]
         # Sums round by their order. One rank and split backward passes keep autograd's, which begins with the last use.
         first, *others = pairs[::-1] if last_first or linear.group.size == 1 else pairs
         dx = linear.run.input_gradient(*first)  # (tokens, ..., in), this rank's part of the sum
         for pair in others:
             dx = dx + linear.run.input_gradient(*pair)
-    full = wait(gathering, linear.group) if gathers else x
+    full = linear.wait(gathering, x) if gathers else x
     reducing = [] if dx is None else [linear.start_reduce(dx)]
-    dws = [linear.run.weight_gradient(grad, full) for grad, want in zip(grads, wanted[1:], strict=True) if want]
+    dws = [linear.run.weight_gradient(grad, full) for (_, grad), want in zip(grads, wanted[1:], strict=True) if want]
     return [*(wait(r, linear.group) for r in reducing), *dws]
 
 
-def _later_gradients(x: torch.Tensor, pairs: list[tuple[Any, torch.Tensor]], linear: Linear) -> list[tuple[Any, Any]]:
+def _dense_column_gradients(
+    grads: list[torch.Tensor],
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    wanted: list[bool],
+    last_first: bool,
+    linear: Linear,
+) -> list[torch.Tensor]:
+    return _column_gradients(linear.gradients(grads), x, weights, wanted, last_first, linear)
+
+
+def _later_gradients(x: Operand, pairs: list[tuple[Any, Operand]], linear: Linear) -> list[tuple[Any, Any]]:
     """What a sink computes: (layer, gradient of its local weight)."""
     full = linear.gathered(x)
     return [(layer, linear.run.weight_gradient(grad, full)) for layer, grad in pairs]
@@ -204,32 +277,61 @@ class _Row(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
         """linear, activation, sink, layer, weight, inputs."""
         ctx.linear, ctx.activation, ctx.sink, ctx.layer, weight, *inputs = arguments
-        # an activation is differentiated by its inputs; without one they serve the weight's gradient alone
-        kept = ctx.activation is not None or ctx.needs_input_grad[4]
-        ctx.save_for_backward(weight, *(inputs if kept else [inputs[0].new_empty(0)]))
+        linear: Linear = ctx.linear
         x = inputs[0] if ctx.activation is None else ctx.activation.forward(*inputs)  # (tokens, ..., in/p)
-        return _row_product(x, weight, ctx.linear) if ctx.linear.group.size == 1 else _row_op(x, weight, ctx.linear.key)
+        made = linear.operands(x, [weight])
+        # an activation is differentiated by its inputs; without one they serve the weight's gradient alone
+        kept = inputs if ctx.activation is not None else _parts(made.kept)
+        if ctx.activation is None and not ctx.needs_input_grad[4]:
+            kept = [x.new_empty(0)]
+        ctx.kept = len(kept)
+        ctx.save_for_backward(weight, *kept, *made.scales)
+        if linear.group.size == 1:
+            return _row_product(made.x, made.weights[0], linear)
+        if isinstance(made.x, Quantised):
+            return _scaled_row_op(_parts(made.x, *made.weights), linear.key)
+        return _row_op(x, weight, linear.key)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        weight, *inputs = ctx.saved_tensors
-        linear, trained, x = ctx.linear, ctx.needs_input_grad[4], inputs[0]
-        full = linear.gathered(grad)  # (tokens, ..., out)
-        dinputs: list[torch.Tensor | None] = [None] * len(inputs)
+        weight, *tensors = ctx.saved_tensors
+        kept, scales = tensors[: ctx.kept], tensors[ctx.kept :]
+        linear, trained = ctx.linear, ctx.needs_input_grad[4]
+        used, full, own = _row_gradients(grad, linear)
+        dinputs: list[torch.Tensor | None] = [None] * (len(ctx.needs_input_grad) - 5)
+        x: Operand = _operand(kept)
         if ctx.activation is not None:
-            *dinputs, x = ctx.activation.backward(linear.run.input_gradient(full, weight), *inputs, again=trained)
+            (operand,) = linear.again([weight], scales)
+            dx = linear.run.input_gradient(used, operand)
+            *dinputs, made = ctx.activation.backward(dx, *kept, again=trained)
+            if trained:
+                x = made if linear.scaling is None else linear.scaling.kept(made, scales)
         elif ctx.needs_input_grad[5]:
-            dinputs = [linear.run.input_gradient(full, weight)]
+            (operand,) = linear.again([weight], scales)
+            dinputs = [linear.run.input_gradient(used, operand)]
         dweight = None
         if trained and ctx.sink is None:
             dweight = linear.run.weight_gradient(full, x)
         elif trained:
             layer = ctx.layer  # what waits is this rank's slice of the gradient; it is gathered once more then
-            ctx.sink(lambda: [(layer, linear.run.weight_gradient(linear.gathered(grad), x))])
+            ctx.sink(lambda: [(layer, linear.run.weight_gradient(linear.gathered(own), x))])
         return None, None, None, None, dweight, *dinputs
 
 
-def _row_product(x: torch.Tensor, weight: torch.Tensor, linear: Linear) -> torch.Tensor:
+def _row_gradients(grad: torch.Tensor, linear: Linear) -> tuple[Operand, Operand, Operand]:
+    """Gradient of a row-parallel output (tokens [/p], ...): all of it for the input's and for the weight's gradient,
+    and for the latter this rank's slice, which is to be gathered."""
+    if linear.scaling is not None and linear.scaling.gathers_first:
+        full = linear.gathered(grad)
+        assert isinstance(full, torch.Tensor)
+        ((used, kept),) = linear.gradients([full])
+        return used, kept, grad
+    ((own, _),) = linear.gradients([grad])
+    full = linear.gathered(own)
+    return full, full, own
+
+
+def _row_product(x: Operand, weight: Operand, linear: Linear) -> torch.Tensor:
     """(tokens, ..., in/p) -> the sum over the ranks, (tokens [/p], ..., out)."""
     return wait(linear.start_reduce(linear.run.forward(x, weight)), linear.group)
 
@@ -245,7 +347,7 @@ def _column_gradients_fake(
 ) -> list[torch.Tensor]:
     call = Linear.of(linear)
     tokens = grads[0].shape[0] // (call.group.size if call.sequence_parallel else 1)
-    dx = [grads[0].new_empty(tokens, *grads[0].shape[1:-1], weights[0].shape[1])] if wanted[0] else []
+    dx = [grads[0].new_empty(tokens, *grads[0].shape[1:-1], call.run.in_features(weights[0]))] if wanted[0] else []
     return [*dx, *(w.new_empty(w.shape) for w, want in zip(weights, wanted[1:], strict=True) if want)]
 
 
@@ -253,6 +355,30 @@ def _row_fake(x: torch.Tensor, weight: torch.Tensor, linear: str) -> torch.Tenso
     call = Linear.of(linear)
     tokens = x.shape[0] // (call.group.size if call.sequence_parallel else 1)
     return x.new_empty(tokens, *x.shape[1:-1], weight.shape[0])
+
+
+def _scaled_column(operands: list[torch.Tensor], linear: Linear) -> list[torch.Tensor]:
+    x, *weights = _quantised(operands)
+    return _column_products(x, weights, linear)
+
+
+def _scaled_column_fake(operands: list[torch.Tensor], linear: str) -> list[torch.Tensor]:
+    return _column_fake(_like_results(operands[0], linear), operands[2::2], linear)
+
+
+def _scaled_row(operands: list[torch.Tensor], linear: Linear) -> torch.Tensor:
+    x, weight = _quantised(operands)
+    return _row_product(x, weight, linear)
+
+
+def _scaled_row_fake(operands: list[torch.Tensor], linear: str) -> torch.Tensor:
+    return _row_fake(_like_results(operands[0], linear), operands[2], linear)
+
+
+def _like_results(x: torch.Tensor, linear: str) -> torch.Tensor:
+    product = Linear.of(linear).run
+    assert isinstance(product, Scaled)
+    return x.new_empty(x.shape, dtype=product.dtype)
 
 
 def _operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -266,7 +392,13 @@ _column_op = _operator(
 _column_gradients_op = _operator(
     "column_parallel_backward(Tensor[] grads, Tensor x, Tensor[] weights, bool[] wanted, bool last_first, str linear)"
     " -> Tensor[]",
-    _column_gradients,
+    _dense_column_gradients,
     _column_gradients_fake,
 )
 _row_op = _operator("row_parallel(Tensor x, Tensor weight, str linear) -> Tensor", _row_product, _row_fake)
+_scaled_column_op = _operator(
+    "scaled_column_parallel(Tensor[] operands, str linear) -> Tensor[]", _scaled_column, _scaled_column_fake
+)
+_scaled_row_op = _operator(
+    "scaled_row_parallel(Tensor[] operands, str linear) -> Tensor", _scaled_row, _scaled_row_fake
+)

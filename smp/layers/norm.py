@@ -10,7 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from smp.kernels import TORCH, Kernels
 from smp.kernels.norm import add_norm, norm
-from smp.layers.parameter import REPLICATE, Constant, Initializer, local, tp_parameter
+from smp.kernels.registry import accumulation_dtype
+from smp.layers.parameter import REPLICATE, SHARD_ROWS, Constant, Initializer, local, tp_parameter
+from smp.parallel.collectives import copy_to_group, reduce_from_group
 from smp.parallel.context import ParallelContext
 
 
@@ -63,6 +65,32 @@ class Norm(nn.Module):
 
 class RMSNorm(Norm):
     """``x / sqrt(mean(x^2) + eps) * weight`` (Zhang & Sennrich 2019), (..., features) -> (..., features)."""
+
+
+class SplitRMSNorm(nn.Module):
+    """:class:`RMSNorm` of features that are split over the TP ranks: (..., features/p) -> the same. What crosses links
+    is a float for each row, there and in the backward pass.
+
+    Args:
+        features: of all ranks, which have to divide them.
+        parallel: a context, or a plain 1-D tensor-parallel mesh.
+        eps: added to the mean square.
+    """
+
+    def __init__(self, features: int, parallel: ParallelContext | DeviceMesh, *, eps: float = 1e-5) -> None:
+        super().__init__()
+        context = ParallelContext.of(parallel)
+        self.features, self.eps, self.group = features, eps, context.tp_group
+        self.weight = tp_parameter((features,), SHARD_ROWS, context.tp)
+        self.initializers: dict[str, Initializer] = {"weight": Constant(1.0)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalize the last dimension over all ranks; the arithmetic is fp32 inside."""
+        wide = x.to(accumulation_dtype(x.dtype))
+        squares = reduce_from_group(wide.square().sum(-1, keepdim=True), self.group)
+        squares = copy_to_group(squares, self.group)  # every rank divides its own features by it
+        normed = wide * torch.rsqrt(squares / self.features + self.eps)
+        return (normed * local(self.weight, x.dtype)).to(x.dtype)
 
 
 class LayerNorm(Norm):

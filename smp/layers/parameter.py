@@ -88,7 +88,7 @@ def local(
 
 
 def init_weights(model: nn.Module, seed: int, *, only: str | None = None) -> None:
-    """Fill every parameter of ``model``, in place, from (seed, parameter name) alone.
+    """Fill every parameter of ``model``, and every buffer that has an initializer, in place, from (seed, name) alone.
 
     Works before and after ``fully_shard`` and after ``to_empty``; every layout gets the same bits. Modules state their
     first values in an attribute ``initializers`` (parameter name -> :class:`Normal` or :class:`Constant`); another
@@ -118,6 +118,10 @@ def init_weights(model: nn.Module, seed: int, *, only: str | None = None) -> Non
                 )
             rows = getattr(module, "logical_rows", {}).get(name, parameter.shape[0])
             _fill(parameter, full_name, initializer, seed, rows)
+        for name, buffer in module.named_buffers(prefix=prefix, recurse=False):
+            initializer = getattr(module, "initializers", {}).get(name.rpartition(".")[2])
+            if initializer is not None:
+                _fill(buffer, name, initializer, seed, buffer.shape[0])
 
 
 @torch.no_grad()

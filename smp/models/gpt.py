@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,8 @@ from smp.layers.block import MoEBlock, TransformerBlock
 from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from smp.layers.head import ModelOutput, VocabParallelHead
 from smp.layers.mlp import MLP, Activation
-from smp.layers.moe import Experts, MoE, Router
+from smp.layers.moe import Counted, Experts, MoE, Router, SharedExpertGate
+from smp.layers.moe.router import Balancing
 from smp.layers.norm import LayerNorm, Norm, RMSNorm
 from smp.layers.rope import rope_frequencies, rope_table
 from smp.models.micro_batch import MicroBatch
@@ -44,12 +45,14 @@ def activation_of(config: ModelConfig) -> Activation:
 
 EXPERT_LOAD = "expert load max/mean"
 """Of the experts of a layer the one with most tokens, relative to their mean; the mean over layers."""
+ROUTER_ENTROPY = "router entropy"
+"""Of the scores of a token's experts in nats, at most ln(experts); the mean over tokens and layers."""
 
 
 def beside_names(config: ModelConfig) -> tuple[str, ...]:
     """What a model measures beside its loss in training: auxiliary losses and metrics of :class:`ModelOutput`, each a
     part of a mean over the global batch."""
-    return () if config.num_experts is None else (*aux_losses(config), EXPERT_LOAD)
+    return () if config.num_experts is None else (*aux_losses(config), EXPERT_LOAD, ROUTER_ENTROPY)
 
 
 class GPT(nn.Module):
@@ -84,6 +87,7 @@ class GPT(nn.Module):
         self.config, self.seed, self.attention = config, seed, kernels.attention
         self.parts = tuple(parts) if parts is not None else (whole(config.num_layers),)
         self.group, self.sequence_parallel = context.tp_group, context.sequence_parallel
+        self.seen: dict[int, torch.Tensor] = {}  # by layer, tokens of each expert in this step so far
         with torch.device(device):
             self._build(context, kernels, compute_dtype)
 
@@ -185,19 +189,21 @@ class GPT(nn.Module):
         if x is None:
             x = self._embed(_flat(batch.input_ids, padding), layout, keys, tied_weight)
         layout = self.attention.prepare(layout, self.attention_specs, x.dtype, x.device)  # for all layers
-        token_weights = None
-        if self.training and weights is not None and self.config.num_experts is not None:
-            token_weights = self._own(_flat(weights, padding))  # padding does not count
+        measures = self.training and weights is not None and batch.preference is None
+        counted = self._counted(weights, padding) if measures and weights is not None else None
         balance: list[torch.Tensor] = []
         for i in part.layers:
             block, site = self.layers[str(i)], SITES_PER_BLOCK * i
             arguments = x, layout, None if keys is None else keys[site : site + SITES_PER_BLOCK]
             if isinstance(block, MoEBlock):
-                x, measured = block(*arguments, token_weights)
-                balance.append(measured)
+                seen = None if counted is None else counted._replace(seen=self.seen.get(i, counted.seen))
+                x, measured = block(*arguments, seen)
+                if measured is not None:
+                    balance.append(measured.measures)
+                    self.seen[i] = measured.seen
             else:
                 x = block(*arguments)
-        beside = {} if token_weights is None else self._beside(balance)
+        beside = self._beside(balance)
         if not part.head:
             return ModelOutput(hidden=x)._replace(**beside)
         assert self.final_norm is not None and self.head is not None
@@ -216,7 +222,31 @@ class GPT(nn.Module):
         kinds = ("load balancing loss", "z loss")
         losses = {name: coefficients[name] * total[i] for i, name in enumerate(kinds) if name in coefficients}
         layers = sum(has_experts(self.config, i) for i in range(self.config.num_layers))
-        return {"aux_losses": losses, "metrics": {EXPERT_LOAD: total[2].detach() / layers}}
+        means = total.detach() / layers
+        return {"aux_losses": losses, "metrics": {EXPERT_LOAD: means[2], ROUTER_ENTROPY: means[3]}}
+
+    def _counted(self, weights: torch.Tensor, padding: int) -> Counted | None:
+        """What routers measure their balance with, of loss weights (batch, length); padding does not count."""
+        count = self.config.num_experts
+        if count is None:
+            return None
+        seen = torch.zeros(count, dtype=torch.int64, device=weights.device)
+        counted = Counted(self._own(_flat(weights, padding)), seen)
+        if self.config.moe_router_load_balancing_type != "seq_aux_loss":
+            return counted
+        rows = torch.arange(len(weights), device=weights.device)[:, None].expand_as(weights)
+        return counted._replace(sequences=self._own(_flat(rows, padding)), num_sequences=len(weights))
+
+    def end_step(self, applied: torch.Tensor) -> None:
+        """After an optimizer step: move the expert biases by the tokens that each expert got in it, unless it was
+        skipped (``applied``, 0-dim), and count from 0 again."""
+        for layer, seen in self.seen.items():
+            mlp = cast(TransformerBlock, self.layers[str(layer)]).mlp
+            assert isinstance(mlp, MoE), "only they count"
+            router = mlp.router
+            if router.expert_bias is not None and router.weight.requires_grad:
+                router.update_bias(seen, applied)
+        self.seen.clear()
 
     def hidden_shape(self, batch: int, length: int) -> tuple[int, int]:
         """(tokens [/p], hidden) of what one part hands to the next."""
@@ -313,6 +343,7 @@ def _block(config: ModelConfig, context: ParallelContext, kernels: Kernels, *, e
         bias=bias,
         qkv_bias=bias or config.add_qkv_bias,
         qk_norm_eps=config.norm_epsilon if config.qk_layernorm else None,
+        qk_norm_across_heads=config.qk_layernorm_across_heads,
         window=config.window_size,
         dropout=config.attention_dropout,
         init_std=std,
@@ -353,6 +384,8 @@ def _mlp(config: ModelConfig, ffn_hidden_size: int | None, context: ParallelCont
 def _moe(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> MoE:
     assert config.num_experts is not None and config.moe_ffn_hidden_size is not None, "resolved before"
     std, output_std = _stds(config)
+    kind = config.moe_router_load_balancing_type
+    balancing: Balancing = "aux_loss" if kind == "none" else kind
     router = Router(
         config.hidden_size,
         config.num_experts,
@@ -361,6 +394,10 @@ def _moe(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> MoE
         score_function=config.moe_router_score_function,
         pre_softmax=config.moe_router_pre_softmax,
         scaling_factor=config.moe_router_topk_scaling_factor or 1.0,
+        bias_update_rate=config.moe_router_bias_update_rate if config.moe_router_enable_expert_bias else None,
+        num_groups=config.moe_router_num_groups,
+        group_topk=config.moe_router_group_topk,
+        balancing=balancing,
         init_std=std,
     )
     experts = Experts(
@@ -374,4 +411,5 @@ def _moe(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> MoE
     )
     width = config.moe_shared_expert_intermediate_size
     shared = None if width is None else _mlp(config, width, context, kernels)
-    return MoE(router, experts, context, shared=shared)
+    gate = SharedExpertGate(config.hidden_size, context, init_std=std) if config.moe_shared_expert_gate else None
+    return MoE(router, experts, context, shared=shared, gate=gate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from smp.config import ModelConfig
+from smp.config.moe import has_experts
 from smp.models.arithmetic import count_parameters
 
 
@@ -15,7 +16,8 @@ def in_words(model: ModelConfig) -> str:
         _heads(model),
         model.normalization,
         _positions(model),
-        f"{_activation(model)} MLP of {ffn:,}",
+        f"{_activation(model)} MLP of {ffn:,}" if _has_dense(model) else _experts(model),
+        *([_experts(model)] if _has_dense(model) and model.num_experts is not None else []),
         "no biases" if model.disable_bias_linear and not model.add_qkv_bias else _biases(model),
         f"{'untied' if model.untie_embeddings_and_output_weights else 'tied'} embeddings of {vocab:,} token ids",
         f"dropout {dropout}" if dropout else "no dropout",
@@ -27,8 +29,19 @@ def _heads(model: ModelConfig) -> str:
     heads, groups = model.num_attention_heads, model.num_query_groups
     text = f"{heads} heads of {model.kv_channels}"
     text += f" on {groups} of keys and values" if groups != heads else ""
-    text += ", each with a norm" if model.qk_layernorm else ""
+    if model.qk_layernorm:
+        text += ", with a norm over all" if model.qk_layernorm_across_heads else ", each with a norm"
     return text + (f" that see {model.window_size:,} tokens" if model.window_size is not None else "")
+
+
+def _has_dense(model: ModelConfig) -> bool:
+    return not all(has_experts(model, layer) for layer in range(model.num_layers))
+
+
+def _experts(model: ModelConfig) -> str:
+    shared = model.moe_shared_expert_intermediate_size
+    beside = "" if shared is None else f" and a shared one of {shared:,}"
+    return f"{model.moe_router_topk} of {model.num_experts} experts of {model.moe_ffn_hidden_size:,}{beside}"
 
 
 def _positions(model: ModelConfig) -> str:

@@ -15,6 +15,9 @@ from smp.config import Layout, ModelConfig
 from smp.config.moe import has_experts
 from smp.models.part import ModelPart, whole
 
+EXPERT_BIAS = "expert_bias"
+"""Last name of a router's buffer that stays as it is, whatever weights are converted to: small differences decide."""
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -79,6 +82,16 @@ def inventory(model: ModelConfig, parts: Sequence[ModelPart] | None = None) -> I
         yield vocabulary_matrix(model, "head", has_product=True)
 
 
+def weights_of(model: ModelConfig) -> Iterator[Parameter]:
+    """Everything that a model computes with: its parameters, and the expert biases, which no gradient trains."""
+    yield from inventory(model)
+    if model.moe_router_enable_expert_bias:
+        assert model.num_experts is not None, "checked before"
+        for layer in range(model.num_layers):
+            if has_experts(model, layer):
+                yield Parameter(f"layers.{layer}.mlp.router.{EXPERT_BIAS}", (model.num_experts,))
+
+
 def vocabulary_matrix(model: ModelConfig, module: str, has_product: bool) -> Parameter:
     """Token embedding or output matrix; a lookup is no product."""
     rows, hidden, pad_to = model.vocab_size, model.hidden_size, model.make_vocab_size_divisible_by
@@ -95,7 +108,10 @@ def block_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
     qkv_bias = bias or model.add_qkv_bias
     attention, mlp = f"layers.{layer}.attention", f"layers.{layer}.mlp"
     yield from _norm(model, f"{attention}_norm")
-    if model.qk_layernorm:
+    if model.qk_layernorm_across_heads:
+        yield Parameter(f"{attention}.query_norm.weight", (q,), 0)
+        yield Parameter(f"{attention}.key_norm.weight", (kv,), 0)
+    elif model.qk_layernorm:
         yield Parameter(f"{attention}.query_norm.weight", (head_dim,))
         yield Parameter(f"{attention}.key_norm.weight", (head_dim,))
     yield from _norm(model, f"{mlp}_norm")
@@ -109,6 +125,8 @@ def block_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
     yield from _experts(model, mlp)
     if model.moe_shared_expert_intermediate_size is not None:
         yield from _mlp(model, f"{mlp}.shared_experts", model.moe_shared_expert_intermediate_size)
+        if model.moe_shared_expert_gate:
+            yield Parameter(f"{mlp}.shared_expert_gate.weight", (1, hidden), flops=2 * hidden)
 
 
 def _mlp(model: ModelConfig, name: str, ffn: int) -> Iterator[Parameter]:

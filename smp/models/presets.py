@@ -73,6 +73,32 @@ _QWEN3: Preset = {
     "qk_layernorm": True,
 }
 
+
+def _experts(count: int, topk: int, width: int, **more: Any) -> Preset:
+    return {"num_experts": count, "moe_router_topk": topk, "moe_ffn_hidden_size": width, **more}
+
+
+def _shared(width: int) -> Preset:
+    return {"moe_shared_expert_intermediate_size": width}
+
+
+_MIXTRAL: Preset = _LLAMA2 | {"rotary_base": 1000000.0, "max_position_embeddings": 32768}
+_QWEN2_MOE: Preset = _QWEN25 | {
+    "vocab_size": 151936,
+    "moe_router_pre_softmax": True,
+    "moe_shared_expert_gate": True,
+}
+_GLM45: Preset = {
+    "vocab_size": 151552,
+    "max_position_embeddings": 131072,
+    "rotary_base": 1000000.0,
+    "rotary_percent": 0.5,
+    "kv_channels": 128,
+    "add_qkv_bias": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
+
 #                          layers, hidden, heads, kv heads, ffn
 PRESETS: dict[str, Preset] = {
     "debug": _size(4, 128, 4, 2, 384) | {"max_position_embeddings": 2048},
@@ -106,5 +132,28 @@ PRESETS: dict[str, Preset] = {
     "qwen3-8b": _QWEN3 | _size(36, 4096, 32, 8, 12288),
     "qwen3-14b": _QWEN3 | _size(40, 5120, 40, 8, 17408),
     "qwen3-32b": _QWEN3 | _size(64, 5120, 64, 8, 25600),
+    #                                                              experts, of a token, their width
+    "mixtral-8x7b": _MIXTRAL | _size(32, 4096, 32, 8, 14336) | _experts(8, 2, 14336),
+    "mixtral-8x22b": _MIXTRAL
+    | _size(56, 6144, 48, 8, 16384)
+    | _experts(8, 2, 16384)
+    | {"max_position_embeddings": 65536},
+    "qwen1.5-moe-a2.7b": _QWEN2_MOE
+    | _size(24, 2048, 16, 16, 5632)
+    | _experts(60, 4, 1408, **_shared(5632))
+    | {"max_position_embeddings": 8192},
+    "qwen3-30b-a3b": _QWEN3 | _size(48, 2048, 32, 4, 6144) | _experts(128, 8, 768),
+    "qwen3-235b-a22b": _QWEN3 | _size(94, 4096, 64, 4, 12288) | _experts(128, 8, 1536),
+    "olmoe-1b-7b": _size(16, 2048, 16, 16, 1024)
+    | _experts(64, 8, 1024, moe_router_pre_softmax=True)
+    | {"vocab_size": 50304, "max_position_embeddings": 4096, "norm_epsilon": 1e-5}
+    | {"qk_layernorm": True, "qk_layernorm_across_heads": True},
+    "glm-4.5-air": _GLM45
+    | _size(46, 4096, 96, 8, 10944)
+    | _experts(128, 8, 1408, moe_layer_freq="[0]*1+[1]*45", **_shared(1408)),
+    "glm-4.5": _GLM45
+    | _size(92, 5120, 96, 8, 12288)
+    | _experts(160, 8, 1536, moe_layer_freq="[0]*3+[1]*89", **_shared(1536))
+    | {"qk_layernorm": True, "moe_router_topk_scaling_factor": 2.5},
 }
 """``--model`` name -> ``ModelConfig`` field -> value. ``debug`` leaves the vocabulary to the tokenizer."""

@@ -16,13 +16,23 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from smp.config import ConfigError, OptimizerConfig
+from smp.kernels.copier import Copier, copier_of
+from smp.optim.host import HostAdamW
+from smp.optim.low_precision import LowPrecisionAdamW
+from smp.optim.muon import Muon, matrices_of
 from smp.parallel.boxes import local_part, placed_like
 
 _NONE: Mapping[torch.Tensor, int] = {}
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimizerConfig, fsdp: DeviceMesh | None, expert_fsdp: DeviceMesh | None = None
+    model: nn.Module,
+    config: OptimizerConfig,
+    fsdp: DeviceMesh | None,
+    expert_fsdp: DeviceMesh | None = None,
+    *,
+    copier: Copier | None = None,
+    seed: int = 0,
 ) -> torch.optim.Optimizer:
     """The optimizer that ``config`` names, over all trainable parameters of a parallelized model.
 
@@ -33,14 +43,17 @@ def build_optimizer(
         config: of the optimizer.
         fsdp: the mesh that it has to be sharded over, ``ParallelContext.fsdp``; None, or one rank: it need not be.
         expert_fsdp: that of experts which are spread over ranks, ``ParallelContext.expert_fsdp``.
+        copier: of --optimizer-cpu-offload; by default made for the parameters' device.
+        seed: of stochastic rounding, where moments are in bf16 or fp8.
 
     Raises:
-        ConfigError: for ``apex-adam`` without apex or its CUDA extensions.
+        ConfigError: for ``apex-adam`` without apex or its CUDA extensions; for moments in fp8 that the layout cuts
+            within a block.
         ValueError: when a parameter is not the sharded one: FSDP would replace it, and it would not train. The first
             step looks again, and raises it when the model has other parameters by then.
     """
     _check_sharded(model, fsdp, expert_fsdp)
-    optimizer = _optimizer_of([p for p in model.parameters() if p.requires_grad], config)
+    optimizer = _optimizer_of(model, config, copier, seed)
 
     looked = False
 
@@ -79,14 +92,24 @@ def _check_trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise ValueError(f"the optimizer has {len(gone)} parameters that the model no longer trains")
 
 
-def _optimizer_of(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
+def _optimizer_of(model: nn.Module, config: OptimizerConfig, copier: Copier | None, seed: int) -> torch.optim.Optimizer:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    matrices = matrices_of(model) if config.optimizer == "muon" else set()
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if p.ndim > 1 and p not in matrices], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
+    if config.optimizer == "muon":
+        by_muon = {"params": [p for p in parameters if p in matrices], "weight_decay": config.weight_decay}
+        groups = [by_muon | {"use_muon": True}, *(group | {"use_muon": False} for group in groups)]
     groups = [g for g in groups if g["params"]] or groups[:1]  # an empty pipeline stage has none
+    if config.optimizer == "muon":
+        return Muon(groups, config)
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.sgd_momentum)
+    if (config.exp_avg_dtype, config.exp_avg_sq_dtype) != ("fp32", "fp32"):
+        names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        return LowPrecisionAdamW(groups, config, names, seed)
     options: dict[str, Any] = {
         "lr": config.lr,
         "betas": (config.adam_beta1, config.adam_beta2),
@@ -94,6 +117,9 @@ def _optimizer_of(parameters: list[nn.Parameter], config: OptimizerConfig) -> to
     }
     if config.optimizer == "apex-adam":
         return _apex_adam(groups, options)
+    if config.optimizer_cpu_offload:
+        device = parameters[0].device if parameters else torch.device("cpu")
+        return HostAdamW(groups, copier or copier_of(device), **options)
     return torch.optim.AdamW(groups, fused=True, **options)
 
 

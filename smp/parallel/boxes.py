@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,32 +30,58 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
     return start, min(rows, size - start)
 
 
-def local_box(tensor: torch.Tensor) -> Box:
-    """The box of the global tensor that this rank's local part covers.
+@dataclass(frozen=True)
+class Cut:
+    """One cut of a tensor: its dimension ``dim`` over the ranks of dimension ``mesh_dim`` of its mesh."""
+
+    mesh_dim: int
+    dim: int
+
+
+def cuts_of(tensor: DTensor) -> list[Cut]:
+    """The cuts that made this tensor's parts, in the order in which they were made.
 
     FSDP2 cuts the local rows of a tensor that TP has cut before, and notes that as ``_StridedShard``: its mesh
-    dimension stands to the left of TP's, but was applied after it. torch's own offset arithmetic assumes even shards
-    there; this one repeats the cuts in the order in which they were made, so uneven and empty shards come out right.
+    dimension stands to the left of TP's, but was applied after it.
+
+    Raises:
+        ValueError: for a placement that is neither a shard nor a replica.
+    """
+    plain, strided = [], []
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if isinstance(placement, _StridedShard):
+            strided.append(Cut(mesh_dim, placement.dim))
+        elif isinstance(placement, Shard):
+            plain.append(Cut(mesh_dim, placement.dim))
+        elif not isinstance(placement, Replicate):
+            raise ValueError(f"placement {placement} has no box")
+    return plain + strided
+
+
+def box_at(shape: Sequence[int], cuts: Sequence[Cut], sizes: Sequence[int], coordinate: Sequence[int]) -> Box:
+    """The box of a tensor of ``shape`` that the rank at ``coordinate`` of a mesh of ``sizes`` has after ``cuts``.
+
+    torch's own offset arithmetic assumes even shards where two cuts meet; this one repeats the cuts in the order in
+    which they were made, so uneven and empty shards come out right.
+    """
+    offsets, lengths = [0] * len(shape), list(shape)
+    for cut in cuts:
+        start, lengths[cut.dim] = chunk(lengths[cut.dim], sizes[cut.mesh_dim], coordinate[cut.mesh_dim])
+        offsets[cut.dim] += start
+    return Box(tuple(offsets), tuple(lengths))
+
+
+def local_box(tensor: torch.Tensor) -> Box:
+    """The box of the global tensor that this rank's local part covers.
 
     Raises:
         ValueError: for a placement that is neither a shard nor a replica.
     """
     if not isinstance(tensor, DTensor):
         return Box((0,) * tensor.ndim, tuple(tensor.shape))
-    offsets, sizes = [0] * tensor.ndim, list(tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "this rank is not part of the tensor's mesh"
-    cuts = list(zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True))
-    plain = [c for c in cuts if not isinstance(c[0], _StridedShard)]
-    strided = [c for c in cuts if isinstance(c[0], _StridedShard)]
-    for placement, parts, index in plain + strided:
-        if isinstance(placement, Replicate):
-            continue
-        if not isinstance(placement, Shard | _StridedShard):
-            raise ValueError(f"placement {placement} has no box")
-        start, sizes[placement.dim] = chunk(sizes[placement.dim], parts, index)
-        offsets[placement.dim] += start
-    return Box(tuple(offsets), tuple(sizes))
+    return box_at(tensor.shape, cuts_of(tensor), tensor.device_mesh.shape, coordinate)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,11 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from smp.kernels.registry import define
 
 _ops = torch.ops._c10d_functional
+all_gather_flat: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""torch.distributed's gather of equal 1-D parts, by its name in torch 2.13, where that of 2.11 is deprecated."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +205,13 @@ def sum_over(x: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
     """The sum over the ranks of all groups, one after the other, without a gradient."""
     for group in groups:
         x = _all_reduce(x, group)
+    return x
+
+
+def max_over(x: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
+    """The largest over the ranks of all groups, one after the other, without a gradient."""
+    for group in groups:
+        x = x if group.size == 1 else wait(_ops.all_reduce(x.contiguous(), "max", group.name), group)
     return x
 
 

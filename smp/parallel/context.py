@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from smp.config import Layout
 from smp.parallel.collectives import Group
+from smp.parallel.network.choose import NetworkCollectives
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Dimensions of the ranks, slowest first."""
@@ -51,6 +52,7 @@ class ParallelContext:
         ep_tp: 2-D ``(ep, tp)``, over which the parameters of experts lie; None without ``ep``: they lie on ``tp``.
         expert_fsdp: as ``fsdp``, of the parameters of experts, on a common root with ``ep_tp``.
         loss_meshes: 1-D meshes over which the parts of a loss are summed, one after the other.
+        collectives: how FSDP's gathers and sums over ``fsdp`` and ``expert_fsdp`` run; None: flat.
         data_rank, data_size: index and number of the shares that a batch is cut into; equal over tp, cp and pp.
     """
 
@@ -64,6 +66,7 @@ class ParallelContext:
     ep_tp: DeviceMesh | None = None
     expert_fsdp: DeviceMesh | None = None
     loss_meshes: tuple[DeviceMesh, ...] = ()
+    collectives: NetworkCollectives | None = None
     data_rank: int = 0
     data_size: int = 1
 
@@ -154,6 +157,7 @@ def build_context(
     *,
     sequence_parallel: bool = False,
     heads_group: int = 1,
+    replica_backend: str | None = None,
 ) -> ParallelContext:
     """The context of this rank for ``layout`` over all ranks of the default process group.
 
@@ -169,7 +173,7 @@ def build_context(
     pp, replicas, shard, cp, tp = sizes
     ranks = torch.arange(math.prod(sizes))
     names: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "tp")
-    dense = _mesh(ranks.view(pp, replicas, shard * cp, tp), names, device_type, timeout)
+    dense = _mesh(ranks.view(pp, replicas, shard * cp, tp), names, device_type, timeout, replica_backend)
     slices = ranks.view(-1, cp, tp).movedim(-1, 0).reshape(-1, cp)  # a row: ranks with the same sequences
     cp_mesh = exchange = _mesh(slices, ("slices", "cp"), device_type, timeout)["cp"] if cp > 1 else None
     if 1 < heads_group < cp:
@@ -180,7 +184,7 @@ def build_context(
         # Neighbours within dp_shard x cp hold different experts; what is left of that dimension shards each expert.
         shape = (pp, replicas, shard * cp // layout.ep, layout.ep, tp)
         names = ("pp", "dp_replicate", "expert_shard", "ep", "tp")
-        expert = _mesh(ranks.view(shape), names, device_type, timeout)
+        expert = _mesh(ranks.view(shape), names, device_type, timeout, replica_backend)
         ep, ep_tp, expert_fsdp = expert["ep"], expert["ep", "tp"], _sharding(expert, "expert_shard")
     return ParallelContext(
         tp=dense["tp"],
@@ -203,13 +207,24 @@ def _sharding(mesh: DeviceMesh, shard: str) -> DeviceMesh:
     return mesh[shard] if mesh["dp_replicate"].size() == 1 else mesh["dp_replicate", shard]
 
 
-def _mesh(ranks: torch.Tensor, names: tuple[str, ...], device_type: str, timeout: timedelta | None) -> DeviceMesh:
-    groups = [_make_group(ranks, dim, timeout) for dim in range(ranks.ndim)]
+def _mesh(
+    ranks: torch.Tensor,
+    names: tuple[str, ...],
+    device_type: str,
+    timeout: timedelta | None,
+    replica_backend: str | None = None,
+) -> DeviceMesh:
+    groups = []
+    for dim, name in enumerate(names):
+        sums_replicas = name == "dp_replicate" and ranks.size(dim) > 1
+        groups.append(_make_group(ranks, dim, timeout, replica_backend if sums_replicas else None))
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
 
 
-def _make_group(ranks: torch.Tensor, dim: int, timeout: timedelta | None) -> dist.ProcessGroup:
+def _make_group(
+    ranks: torch.Tensor, dim: int, timeout: timedelta | None, backend: str | None = None
+) -> dist.ProcessGroup:
     """Make the groups of ranks that differ in ``dim`` only; returns this rank's."""
     members = ranks.movedim(dim, -1).flatten(0, -2).tolist()
-    group, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout)
+    group, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout, backend=backend)
     return group

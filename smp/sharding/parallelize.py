@@ -1,6 +1,7 @@
 """From a model to a trainable, sharded one, in one order.
 
-TP and SP come with the layers, and a pipeline's rank builds its parts only -> recompute and compile -> hybrid FSDP.
+TP and SP come with the layers, and a pipeline's rank builds its parts only -> recompute, offload and compile -> hybrid
+FSDP.
 FSDP comes last, so that its hooks stay outside of both and a replay finds the weights already gathered.
 """
 
@@ -25,6 +26,9 @@ from smp.layers.head import VocabParallelHead
 from smp.layers.moe import Experts, MoE
 from smp.layers.moe.experts import ExpertLinear
 from smp.parallel.context import ParallelContext
+from smp.parallel.network.choose import NetworkCollectives
+from smp.sharding.network import communicate_by
+from smp.sharding.offload import Offload
 
 _aten = torch.ops.aten
 _KEPT = {
@@ -37,6 +41,9 @@ _KEPT = {
     _aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.smp.column_parallel.default,
     torch.ops.smp.row_parallel.default,
+    _aten._scaled_mm.default,
+    torch.ops.smp.scaled_column_parallel.default,
+    torch.ops.smp.scaled_row_parallel.default,
     torch.ops.smp.grouped_product.default,
     torch.ops.smp.exchange_rows.default,
 }
@@ -48,8 +55,10 @@ Strategy = Literal["optim_grads_params", "optim_grads", "optim"]
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def parallelize(model: Model, context: ParallelContext, config: ParallelConfig) -> Model:
-    """Apply recompute, compile and hybrid FSDP to ``model`` (built on the meta device or not), in place.
+def parallelize(
+    model: Model, context: ParallelContext, config: ParallelConfig, offload: Offload | None = None
+) -> Model:
+    """Apply recompute, offload, compile and hybrid FSDP to ``model`` (built on the meta device or not), in place.
 
     Build the optimizer afterwards: FSDP replaces the parameters.
 
@@ -62,10 +71,18 @@ def parallelize(model: Model, context: ParallelContext, config: ParallelConfig) 
             them, FSDP gathers and frees together; by default each block is a unit, and the rest is one.
         context: of the run.
         config: recompute, compile and precision.
+        offload: what :func:`smp.sharding.offload.offload_of` made, where ``config`` asks for it.
+
+    Raises:
+        ValueError: ``config`` asks for offload, and it is not given.
     """
+    if config.offload_activations and offload is None:
+        raise ValueError("offload_activations: give what offload_of(config, device) makes")
     blocks = [module for module in model.modules() if isinstance(module, TransformerBlock)]
     for block in blocks:
         block.run = _wrapped(block.run, config)
+        if offload is not None:
+            block.run = offload.around(block, block.run)
     _check_parameters(model)
     if context.fsdp is None or (context.fsdp.size() == 1 and context.pp_size == 1):
         if config.bf16:
@@ -73,8 +90,8 @@ def parallelize(model: Model, context: ParallelContext, config: ParallelConfig) 
         return model
     fsdp_units: Any = getattr(model, "fsdp_units", lambda: blocks)
     if context.expert_fsdp is not None:
-        _shard_experts(model, context.expert_fsdp, bf16=config.bf16)
-    shard(model, fsdp_units(), context.fsdp, bf16=config.bf16)
+        _shard_experts(model, context.expert_fsdp, context.collectives, bf16=config.bf16)
+    shard(model, fsdp_units(), context.fsdp, bf16=config.bf16, collectives=context.collectives)
     if context.pp_size == 1:  # a pipeline's schedule says itself when weights are gathered
         prefetch(blocks)
         _gather_once(model)
@@ -146,7 +163,14 @@ def _keep_expensive(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointP
     return CheckpointPolicy.MUST_SAVE if op in _KEPT or str(op) == _VARLEN else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def shard(model: nn.Module, units: list[Any], mesh: DeviceMesh, *, bf16: bool = False) -> nn.Module:
+def shard(
+    model: nn.Module,
+    units: list[Any],
+    mesh: DeviceMesh,
+    *,
+    bf16: bool = False,
+    collectives: NetworkCollectives | None = None,
+) -> nn.Module:
     """Hybrid FSDP (FSDP2) over ``mesh``: shard within ``dp_shard``, replicate over ``dp_replicate`` if it is there.
 
     Gradients are summed, never averaged: the loss is already divided by the global number of valid tokens.
@@ -157,6 +181,7 @@ def shard(model: nn.Module, units: list[Any], mesh: DeviceMesh, *, bf16: bool = 
         units: submodules (or lists of them) that are gathered and freed together; the rest of ``model`` is one more.
         mesh: 1-D ``dp_shard`` or 2-D ``(dp_replicate, dp_shard)``, see ``ParallelContext.fsdp``.
         bf16: compute in bfloat16 with fp32 master weights; gradients are reduced in fp32.
+        collectives: how weights are gathered and gradients reduced, of ``choose_collectives``; by default flat.
 
     Raises:
         ValueError: for an ordinary parameter beside parameters that are spread over several TP ranks.
@@ -167,11 +192,13 @@ def shard(model: nn.Module, units: list[Any], mesh: DeviceMesh, *, bf16: bool = 
     }  # experts, over their own ranks
     for unit in [*units, model]:
         fully_shard(unit, mesh=mesh, mp_policy=_precision(bf16), shard_placement_fn=_expert_cut(model, mesh))
-    _sum_gradients([module for module in model.modules() if module not in elsewhere], mesh)
+    here = [module for module in model.modules() if module not in elsewhere]
+    _sum_gradients(here, mesh)
+    communicate_by(here, mesh, collectives or NetworkCollectives())
     return model
 
 
-def _shard_experts(model: nn.Module, mesh: DeviceMesh, *, bf16: bool) -> None:
+def _shard_experts(model: nn.Module, mesh: DeviceMesh, collectives: NetworkCollectives | None, *, bf16: bool) -> None:
     """Experts that are spread over ranks are units of their own, over the ranks that have the same ones. The rows that
     a rank's experts get are of all ranks of the expert-parallel group, so that their gradients are sums over it
     already; what is left to sum is over ``mesh``."""
@@ -179,6 +206,7 @@ def _shard_experts(model: nn.Module, mesh: DeviceMesh, *, bf16: bool) -> None:
     for module in experts:
         fully_shard(module, mesh=mesh, mp_policy=_precision(bf16), shard_placement_fn=_expert_cut(module, mesh))
     _sum_gradients(experts, mesh)
+    communicate_by(experts, mesh, collectives or NetworkCollectives())
 
 
 def _precision(bf16: bool) -> MixedPrecisionPolicy:

@@ -15,10 +15,13 @@ from smp.kernels.attention_core import AttentionCore
 from smp.kernels.dispatch import Kernels, choose_kernels, describe_kernels
 from smp.layers import init_weights
 from smp.layers.context_parallel import context_parallel_attention
+from smp.layers.fp8.apply import use_fp8
 from smp.models.gpt import GPT
 from smp.parallel.context import ParallelContext
 from smp.pipeline.plan import Plan
+from smp.sharding.offload import Offload
 from smp.sharding.parallelize import parallelize
+from smp.training.eight_bit import choose_fp8, fp8_of, layers_without_fp8
 from smp.training.exchange import exchange_of
 from smp.training.forward_backward import Accumulation, ForwardBackward
 from smp.training.pipelined import Pipelined
@@ -34,8 +37,8 @@ def choose_backends(
 ) -> tuple[Kernels, list[str]]:
     """(what computes attention and the operations that have fused kernels, what the user should hear of the choice).
 
-    It is what --kernels, --attention-backend and --cp-comm-type mean for this run; see ``smp.kernels`` and
-    ``smp.layers.context_parallel``.
+    It is what --kernels, --attention-backend, --cp-comm-type and --fp8-format mean for this run; see ``smp.kernels``,
+    ``smp.layers.context_parallel`` and ``smp.layers.fp8``.
 
     Args:
         config: resolved settings.
@@ -80,6 +83,7 @@ def choose_backends(
         lines += [*exchange.lines, f"context parallelism: {core}"]
     if model.attention_dropout > 0.0:
         lines.append("attention: in training probabilities are materialised instead, for --attention-dropout")
+    lines += choose_fp8(config, device)
     return replace(kernels, attention=core), lines
 
 
@@ -92,19 +96,21 @@ class Workplace:
         device: of the model.
         kernels: what computes attention and the operations that have fused kernels.
         plan: of the pipeline; None: every rank has the whole model.
+        offload: where activations of all models wait; None: on the device.
     """
 
     context: ParallelContext
     device: torch.device
     kernels: Kernels
     plan: Plan | None = None
+    offload: Offload | None = None
 
 
 def build_model(config: Config, place: Workplace) -> GPT:
     """A model with initial weights. Built without memory, sharded, and only then filled: no rank ever holds more than
     its part."""
     model = assemble(config, place)
-    parallelize(model, place.context, config.parallel)
+    parallelize(model, place.context, config.parallel, place.offload)
     model.to_empty(device=place.device)
     init_weights(model, config.training.seed)
     return model
@@ -113,7 +119,7 @@ def build_model(config: Config, place: Workplace) -> GPT:
 def assemble(config: Config, place: Workplace) -> GPT:
     """This rank's parts of the model, without memory and not yet sharded."""
     context, plan = place.context, place.plan
-    return GPT(
+    model = GPT(
         config.model,
         context,
         seed=config.training.seed,
@@ -121,13 +127,16 @@ def assemble(config: Config, place: Workplace) -> GPT:
         parts=None if plan is None else list(plan.stages_of(context.pp_rank).values()),
         kernels=place.kernels,
     )
+    if (fp8 := fp8_of(config)) is not None:
+        use_fp8(model, fp8, context, place.device, leave=layers_without_fp8(config, model))
+    return model
 
 
 def build_forward_backward(config: Config, place: Workplace, model: GPT) -> ForwardBackward:
     """Through the pipeline, or without one by accumulation."""
     if place.plan is None:
         return Accumulation(model, config.parallel.data_parallel_sharding_strategy)
-    return Pipelined(config, place.plan, model, place.context, place.device)
+    return Pipelined(config, place.plan, model, place.context, place.device, place.offload)
 
 
 def batch_loader(

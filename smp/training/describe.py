@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,9 +18,14 @@ from smp.models.arithmetic import count_parameters, training_flops_per_token
 from smp.models.in_words import in_words
 from smp.models.inventory import inventory
 from smp.parallel.context import MESH_DIMS
+from smp.parallel.network.topology import read_topology
 from smp.pipeline.plan import Plan, describe_plan, plan_pipeline
+from smp.pipeline.validate import peak_activations
+from smp.training.eight_bit import describe_fp8
 from smp.training.exchange import exchange_of, exchanged
 from smp.training.memory import MemoryEstimate, Tuned, largest_memory
+from smp.training.offload import describe_savings, trained_parameters
+from smp.training.suggest import describe_suggestions
 
 if TYPE_CHECKING:
     from smp.training.fake_step import StepMeasures
@@ -35,6 +41,8 @@ def describe(config: Config, world_size: int) -> str:
     Text that --config reads back: what is no setting is a comment, and the recipe trains.
     """
     layout = Layout.from_config(config.parallel, world_size)
+    if config.parallel.network_topology is not None:
+        read_topology(config.parallel.network_topology, world_size)  # or it would fail on the cluster
     vocab, length = config.model.vocab_size, config.data.seq_length
     assert vocab is not None and length is not None
     count = count_parameters(config.model, vocab)
@@ -42,7 +50,7 @@ def describe(config: Config, world_size: int) -> str:
     tuned = _tuned(config, layout)
     memory, steps = largest_memory(config, layout, CHUNK_BYTES["cuda"], plan, tuned), _tried_steps(config, layout, plan)
     tflop = training_flops_per_token(config.model, length, vocab) / 1e12
-    recipe = to_yaml(replace(config, training=replace(config.training, dry_run=False)))
+    recipe = to_yaml(replace(config, training=replace(config.training, dry_run=False, suggest=None)))
     lines = [
         in_words(config.model),
         f"mesh: {_mesh(layout)}",
@@ -51,12 +59,16 @@ def describe(config: Config, world_size: int) -> str:
         *_experts(config, layout, count.active),
         *([] if plan is None else describe_plan(plan, config)),
         *_exchanges(config, layout),
+        *describe_fp8(config),
         *notes_on_effects(config, layout),
         *([] if config.objective is not None else [f"parameters per rank: {memory.parameters // 4:,}"]),
         f"model FLOPs, which MFU is measured in, without what is computed again: {tflop:.6f} TFLOP per token",
         f"tokens per step: {(config.data.global_batch_size or 0) * length:,}",
         *(_estimated(memory, plan) if steps is None else [*_measured(steps), *_left_out(config)]),
+        *_offload(config, layout, plan, tuned, memory),
     ]
+    if config.training.suggest is not None:
+        lines += describe_suggestions(config, world_size, tuned, partial(predicted_memory, world_size=world_size))
     return "\n".join([recipe, *(f"# {line}" for line in lines)])
 
 
@@ -106,6 +118,8 @@ def _measured(steps: list[StepMeasures]) -> list[str]:
     held = {"parameters": step.parameters, "optimizer": step.optimizer, "gradients": step.gradients}
     peaks = {f"peak in {phase}": peak for phase, peak in step.peaks.items()}
     rows = {**held, **peaks, "total": step.peak}
+    if step.host:
+        rows["on the host"] = step.host
     return [
         f"memory of {rank}, in a step of a GPU that was run on tensors without data:",
         *(f"  {name:18s}{size / 2**30:10.3f} GiB" for name, size in rows.items()),
@@ -153,6 +167,14 @@ def _exchanges(config: Config, layout: Layout) -> list[str]:
     return lines
 
 
+def _offload(config: Config, layout: Layout, plan: Plan | None, tuned: Tuned, memory: MemoryEstimate) -> list[str]:
+    """Of a pipeline, on the rank that holds most micro-batches."""
+    under_way = 1.0
+    if plan is not None:
+        under_way = max(peak_activations(plan.training)) * layout.pp / plan.training.stages
+    return describe_savings(config, layout, tuned, trained_parameters(config, layout, tuned, memory), under_way)
+
+
 def _mesh(layout: Layout) -> str:
     """The dimensions that there are; neighbours in the last one have neighbouring ranks."""
     sizes = [f"{name} {size}" for name in MESH_DIMS if (size := getattr(layout, name)) > 1]
@@ -162,7 +184,10 @@ def _mesh(layout: Layout) -> str:
 
 def _tuned(config: Config, layout: Layout) -> Tuned:
     copies = config.objective is not None and config.objective.dpo_reference == "copy"
-    return Tuned(adapter_elements(config, layout), rows=1 + config.has_pairs, copies=int(copies))
+    in_4_bits = None
+    if config.lora is not None and config.lora.load_in_4bit:
+        in_4_bits = config.lora.bnb_4bit_use_double_quant
+    return Tuned(adapter_elements(config, layout), in_4_bits, rows=1 + config.has_pairs, copies=int(copies))
 
 
 def adapter_elements(config: Config, layout: Layout) -> int:

@@ -20,12 +20,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from smp.config import Config, Layout
 from smp.kernels import Kernels
 from smp.kernels.attention_core import FusedAttention, MathAttention
+from smp.kernels.copier import Copier, HostCopier
 from smp.kernels.dispatch import LONGEST_ROW
+from smp.layers.fp8.apply import fp8_history
 from smp.models.gpt import GPT
 from smp.models.micro_batch import MicroBatch
 from smp.optim.optimizer import build_optimizer, clip_gradients
 from smp.parallel.context import ParallelContext, build_context
 from smp.pipeline.plan import Plan
+from smp.sharding.offload import offload_of
 from smp.sharding.parallelize import parallelize
 from smp.training.build import Workplace, assemble, build_forward_backward
 from smp.training.forward_backward import ForwardBackward
@@ -44,6 +47,8 @@ class StepMeasures:
         parameters, optimizer, gradients: bytes that are there between steps, and after the backward pass.
         peaks: most bytes at once by phase: forward, backward, clipping, optimizer.
         counts: work and traffic of the step.
+        host: bytes of the host's memory that activations and the optimizer have.
+        copied: bytes to the host and back, in the micro-batches that were run.
     """
 
     parameters: int
@@ -51,6 +56,8 @@ class StepMeasures:
     gradients: int
     peaks: dict[str, int]
     counts: Counts
+    host: int = 0
+    copied: tuple[int, int] = (0, 0)
 
     @property
     def peak(self) -> int:
@@ -95,15 +102,30 @@ def fake_step(
     config = _plain(config)
     with _fake_group(layout, pp_rank * layout.world_size // layout.pp):
         context = build_context(layout, "cpu", sequence_parallel=config.parallel.sequence_parallel)
-        place = Workplace(context, _CPU, kernels, plan)
+        meter = Meter(_names(context))
+        copier = _Uncounted(meter)
+        place = Workplace(context, _CPU, kernels, plan, offload_of(config.parallel, copier))
         model = assemble(config, place)
         if model.head is not None:
             model.head.chunk_bytes = chunk_bytes
-        parallelize(model, context, config.parallel)
+        parallelize(model, context, config.parallel, place.offload)
+        if (history := fp8_history(model)) is not None:
+            history.is_empty = False  # as after a step
         passes = build_forward_backward(config, place, model)
-        meter = Meter(_names(context))
         with FakeTensorMode(allow_non_fake_inputs=True), meter.counting():
-            return _measure(config, context, model, passes, meter)
+            return _measure(config, context, model, passes, meter, copier)
+
+
+class _Uncounted(HostCopier):
+    """Its memory of the host is not the device's."""
+
+    def __init__(self, meter: Meter) -> None:
+        super().__init__()
+        self._meter = meter
+
+    def host(self, nbytes: int, *, copied: bool = True) -> torch.Tensor:
+        with self._meter.elsewhere():
+            return super().host(nbytes, copied=copied)
 
 
 def _plain(config: Config) -> Config:
@@ -115,11 +137,11 @@ def _plain(config: Config) -> Config:
 
 
 def _measure(
-    config: Config, context: ParallelContext, model: GPT, passes: ForwardBackward, meter: Meter
+    config: Config, context: ParallelContext, model: GPT, passes: ForwardBackward, meter: Meter, copier: Copier
 ) -> StepMeasures:
     model.to_empty(device=_CPU)
     parameters = meter.held
-    optimizer = build_optimizer(model, config.optim, context.fsdp, context.expert_fsdp)
+    optimizer = build_optimizer(model, config.optim, context.fsdp, context.expert_fsdp, copier=copier)
     # An update makes the optimizer's state; and a first use of an operation on DTensors tries it on tensors of global
     # shapes, which would count, so the sum of two gradients is used here.
     for parameter in model.parameters():
@@ -127,7 +149,7 @@ def _measure(
     clip_gradients(model.parameters(), config.optim.clip_grad, device=_CPU)
     optimizer.step()
     optimizer.zero_grad()
-    resting = meter.held
+    resting, copied = meter.held, (copier.bytes_out, copier.bytes_back)
     meter.start()
     count, counted = _count(config, context), _Snapshots(meter)
     with meter.phase("forward"):
@@ -139,12 +161,15 @@ def _measure(
         optimizer.step()
     again = max(count - MOST_MICRO_BATCHES, 0) if context.pp_size == 1 else 0
     total = meter.counts.plus(counted.second(), again) if again else meter.counts
+    out, back = copier.bytes_out - copied[0], copier.bytes_back - copied[1]
     return StepMeasures(
         parameters=parameters,
         optimizer=resting - parameters,
         gradients=gradients,
         peaks=meter.peaks,
         counts=total,
+        host=meter.elsewhere_held,
+        copied=(out, back),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -10,7 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from smp.checkpoint import CheckpointError
 from smp.checkpoint.latest import find, iteration_name
+from smp.checkpoint.together import together
 from smp.config import Config, ConfigError
 from smp.config.finetune import ALL_LINEAR
 from smp.config.schema import LoraConfig
@@ -23,6 +26,7 @@ from smp.convert.weights import Weights
 from smp.layers import init_weights
 from smp.layers.linear import linear_layers
 from smp.layers.lora import adapters_of, attach, choose
+from smp.layers.quantized import Blocks, fill, quantize_layers, quantized_layers, read_blocks, whole_shape
 from smp.models.gpt import GPT
 from smp.parallel.agree import gather
 from smp.parallel.boxes import local_box
@@ -63,17 +67,50 @@ def build_finetune_model(
         _add_adapters(model, config, start)
     if not trainable:
         model.requires_grad_(False)
+    in_4_bits = config.lora is not None and config.lora.load_in_4bit
+    if in_4_bits:
+        assert config.lora is not None
+        quantize_layers(model, double=config.lora.bnb_4bit_use_double_quant)
     if config.parallel.bf16:
         _keep_in_bf16(model)
-    parallelize(model, place.context, config.parallel)
+    parallelize(model, place.context, config.parallel, place.offload)
     model.to_empty(device=place.device)
     if config.has_adapters:
         init_weights(model, config.training.seed, only="lora")
     of_adapters = {f"{layer}.lora.{name}" for layer in adapters_of(model) for name in ("a", "b")}
-    notes = load_weights(model, lambda: open_base(config), leave=of_adapters)
+    elsewhere = of_adapters | {f"{layer}.weight" for layer in quantized_layers(model)}
+    notes = load_weights(model, lambda: open_base(config), leave=elsewhere)
+    if in_4_bits:
+        _load_in_4_bits(model, config)
     if start is not None:
         _fill_adapters(model, start)
+    if config.has_adapters and config.model.num_experts is not None:
+        notes.append("note: experts and routers have no adapters: they stay as they are")
+        if in_4_bits:
+            notes.append(
+                "WARNING: --load-in-4bit: attention, dense MLPs and shared experts are in 4 bits, experts are not"
+            )
     return model, notes
+
+
+def _load_in_4_bits(model: GPT, config: Config) -> None:
+    """Fill the weights that rest in 4 bits. Each rank reads and rounds its own part, some rows at a time; only then,
+    when no rank can fail alone any more, ranks exchange scales."""
+    layers = quantized_layers(model)
+    found: dict[str, Blocks] = {}
+
+    def read() -> None:
+        with open_base(config) as weights:
+            for name, layer in layers.items():
+                weight, shape = f"{name}.weight", whole_shape(layer)
+                stored = weights.tensors.get(weight)
+                if stored is None or tuple(stored.shape) != shape:
+                    raise CheckpointError(f"tensor {weight} of shape {list(shape)} is not in the files")
+                found[name] = read_blocks(layer, partial(weights.read_into, weight), stored.dtype)
+
+    together("", read, lambda _: None)
+    for name, layer in layers.items():
+        fill(layer, found.pop(name))
 
 
 def _add_adapters(model: GPT, config: Config, start: Mapping[str, Adapter] | None) -> None:

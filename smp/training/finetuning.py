@@ -73,8 +73,9 @@ def _read_adapters(config: Config) -> tuple[Config, Adapters | None]:
 
 def _trims(config: Config) -> bool:
     """Whether padding at the end of micro-batches is cut off: not where messages of a pipeline or compiled code want
-    one shape for all of them."""
-    return config.parallel.pipeline_model_parallel_size == 1 and not config.parallel.compile
+    one shape for all of them, or scales in FP8 would depend on which samples share a micro-batch."""
+    parallel = config.parallel
+    return parallel.pipeline_model_parallel_size == 1 and not parallel.compile and parallel.fp8_format is None
 
 
 def _dataset(

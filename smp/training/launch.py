@@ -12,6 +12,7 @@ from smp.checkpoint import CheckpointError
 from smp.config import Config, ConfigError
 from smp.config.command import DamageError, exit_code, lacks_memory
 from smp.parallel.agree import on_all_or_none
+from smp.parallel.network.group import CollectiveError
 from smp.pipeline.failure import PipelineError
 from smp.training.describe import describe
 from smp.training.process import Process, ended, leave_status, status_path, write_status
@@ -43,7 +44,7 @@ def launch(config: Config, process: Process, make_parts: Callable[[], RunParts],
         running = (lambda: write_status(path, "running", "", iteration)) if process.rank == 0 else (lambda: None)
         on_all_or_none(running, ConfigError, f"--status-file {path}")
         outcome = run.run()
-    except PipelineError as error:
+    except (PipelineError, CollectiveError) as error:
         report_own(str(error), process.rank)
         outcome = Outcome("failed", str(error), _iteration(run))
         _write_outcome(config, process, outcome, started=run is not None, instead=True)

@@ -13,6 +13,8 @@ from typing import Literal
 
 from smp.config import Config, Layout
 from smp.config.moe import has_experts
+from smp.config.qlora import packed_row_bytes
+from smp.config.schema import OptimizerConfig, ParallelConfig
 from smp.models.inventory import Parameter, block_parameters, inventory, vocabulary_matrix
 from smp.models.part import ModelPart, whole
 from smp.pipeline.plan import Plan
@@ -52,6 +54,7 @@ class Tuned:
     """What is different when a model is fine-tuned."""
 
     adapters: int = 0  # elements of all adapters on one of the tensor-parallel processes; 0: all weights are trained
+    in_4_bits: bool | None = None  # frozen weights of linear layers are; True: with double quantization
     rows: int = 1  # sequences of a sample: 2 when it is a pair
     copies: int = 0  # of the model, frozen
 
@@ -71,13 +74,16 @@ def estimate_memory(
     With n = parameters on one of tp processes (vocabulary padding included) and d = ``layout.dp_shard`` x cp:
 
     - parameters 4 n / d and gradients 4 n / d: fp32 masters, sharded by FSDP.
-    - optimizer 8 n / d for Adam's two moments, 4 n / d for SGD with momentum, 0 without.
+    - optimizer 8 n / d for Adam's two moments, less with --exp-avg-dtype and --exp-avg-sq-dtype (with
+      --optimizer-cpu-offload they are on the host), 4 n / d for SGD with momentum and for the matrices that Muon
+      trains, 0 for SGD without.
     - gathered: weights in compute precision that FSDP holds unsharded: two blocks (one in use, one on its way) and the
       vocabulary matrix at the loss. Without FSDP (one data-parallel rank, no pipeline and no context parallelism) in
       bf16 runs the cast weights, which layers keep for the backward pass (under recompute those of one block).
     - reduced: the gradient of the largest unit, in compute precision and as the fp32 input of its reduction; without
       FSDP on its way to the sum.
     - activations: layers x what a block keeps (``_kept_per_token`` x T), and what the output layer takes and gives.
+      With --offload-activations of --activation-loading-horizon layers only; cast weights leave with them.
     - backward: as much as one whole block for the gradients in flight, under recompute one more for the replayed block.
     - logits: one chunk, whose gradient replaces it; logits of all tokens never exist. The output matrix's gradient,
       summed over chunks in fp32 and kept in compute precision from the forward pass, where the loss computes it: one
@@ -87,7 +93,8 @@ def estimate_memory(
     weights are gathered for the whole step (without --pipeline-reshard), as --data-parallel-sharding-strategy may have
     it without a pipeline. Activations are there ``held`` times for an
     average part. Frozen weights (the model under adapters, and copies of it) take b bytes instead of 4, and have no
-    gradients and no optimizer state. What layers keep is counted as if they were trained: with adapters it is less.
+    gradients and no optimizer state; those of linear layers in 4 bits take about 0.52, and one at a time is widened.
+    What layers keep is counted as if they were trained: with adapters it is less.
 
     Attention is taken to take key/value heads as they are; where it does not, as behind a window, a block keeps
     2 b (q - k) per token more without recompute. Left out: the CUDA context, NCCL's buffers, fragmentation, RoPE
@@ -110,7 +117,8 @@ def estimate_memory(
     shards = layout.dp_shard * layout.cp
     parts = parts or (whole(model.num_layers),)
     layers, last = sum(p.count for p in parts), any(p.head for p in parts)
-    n = _elements(inventory(model, parts), replace(layout, ep=1))  # ep takes from FSDP what it cuts
+    mine, before_ep = list(inventory(model, parts)), replace(layout, ep=1)  # ep takes from FSDP what it cuts
+    n = _elements(mine, before_ep)
     whole_n = _elements(inventory(model, parts), layout)
     blocks = [_elements(block_parameters(model, i), layout) for part in parts for i in part.layers]
     block = max(blocks, default=0)
@@ -120,25 +128,31 @@ def estimate_memory(
     trained, frozen = (adapters, n * (tuned.copies + 1)) if adapters else (n, n * tuned.copies)
     largest = adapters // layers if adapters else max(block, vocabulary)
     if layout.pp == 1 and layout.data_parallel * layout.cp == 1:
-        kept = sum(blocks) if parallel.recompute_granularity == "none" else block  # a replay casts its block's again
-        cast = 0 if b == 4 or tuned.adapters else kept + vocabulary
-        gathered, reduced = cast, 4 if b == 4 else b + 4
+        gathered = 0 if b == 4 or tuned.adapters else _cast(parallel, blocks) + vocabulary
+        reduced = 4 if b == 4 else b + 4
     else:
         freed = strategy == "optim_grads_params" if layout.pp == 1 else parallel.pipeline_reshard
         gathered = 2 * block + vocabulary if freed else whole_n
         reduced = b + 4
     kinds = {has_experts(model, i) for part in parts for i in part.layers} or {False}
     one_block = max(_kept_per_token(config, layout, b, "none", fused=is_fused(config), experts=kind) for kind in kinds)
-    state = 8 if config.optim.optimizer != "sgd" else 4 * (config.optim.sgd_momentum > 0)
+    state = sum(_state_bytes(config.optim, p) * math.prod(p.local_shape(before_ep)) for p in mine)
+    frozen_bytes: float = b * frozen
+    if adapters:
+        state = _state_bytes(config.optim, Parameter("layers.0.lora.a", (1, 1))) * adapters
+        frozen_bytes = (tuned.copies + 1) * sum(_frozen_bytes(p, layout, tuned, b) for p in mine)
+    at_once = layers * held / len(parts)
+    if parallel.offload_activations:
+        at_once = min(at_once, parallel.activation_loading_horizon)
     chunk = min(tokens, max(1, chunk_bytes // (4 * rows))) * rows * b
     head = 0 if adapters else vocabulary * (b * losses + (4 if b < 4 else 0))
     return MemoryEstimate(
-        parameters=(4 * trained + b * frozen) // shards,
+        parameters=int(4 * trained + frozen_bytes) // shards,
         gradients=4 * trained // shards if layout.pp == 1 and strategy != "optim" else 4 * (adapters or whole_n),
-        optimizer=state * trained // shards,
-        gathered=b * gathered,
+        optimizer=int(state / shards),
+        gathered=b * gathered if tuned.in_4_bits is None else _gathered_in_4_bits(config, layout, parts, tuned),
         reduced=reduced * largest,
-        activations=int(tokens * _activations_per_token(config, layout, b, layers * held / len(parts), last)),
+        activations=int(tokens * _activations_per_token(config, layout, b, at_once, last)),
         backward=tokens * one_block * (1 if parallel.recompute_granularity == "none" else 2),
         logits=last * (chunk + head),
         accumulates=layout.pp > 1 or (data.global_batch_size or 1) > data.micro_batch_size * layout.data_parallel,
@@ -164,9 +178,70 @@ def _elements(parameters: Iterable[Parameter], layout: Layout) -> int:
     return sum(math.prod(p.local_shape(layout)) for p in parameters)
 
 
+def _cast(parallel: ParallelConfig, blocks: Sequence[int]) -> int:
+    """Of weights of blocks, without FSDP in bf16, what layers keep in it for the backward pass."""
+    block = max(blocks, default=0)
+    kept = sum(blocks) if parallel.recompute_granularity == "none" else block  # a replay casts its block's again
+    return min(kept, parallel.activation_loading_horizon * block) if parallel.offload_activations else kept
+
+
+def _state_bytes(optim: OptimizerConfig, parameter: Parameter) -> float:
+    """Bytes of the optimizer's state for each element, on the device."""
+    if optim.optimizer_cpu_offload:
+        return 0
+    matrix = len(parameter.shape) > 1
+    if optim.optimizer == "sgd":
+        return 4 * (optim.sgd_momentum > 0)
+    if optim.optimizer == "muon" and matrix and parameter.module.startswith("layers."):
+        return 4
+    kinds = (optim.exp_avg_dtype, optim.exp_avg_sq_dtype) if matrix else ("fp32", "fp32")
+    return sum({"fp32": 4.0, "bf16": 2.0, "fp8": 1 + 4 / 128}[kind] for kind in kinds)
+
+
+def _frozen_bytes(parameter: Parameter, layout: Layout, tuned: Tuned, b: int) -> int:
+    """Of a frozen parameter, before FSDP."""
+    shape = parameter.local_shape(layout)
+    if tuned.in_4_bits is None or not parameter.linear:
+        return b * math.prod(shape)
+    return shape[0] * packed_row_bytes(shape[1], double=tuned.in_4_bits)
+
+
+def _gathered_in_4_bits(config: Config, layout: Layout, parts: Sequence[ModelPart], tuned: Tuned) -> int:
+    """What is gathered of weights in 4 bits, as of others, and the largest matrix of a block, which is widened."""
+    model, parallel = config.model, config.parallel
+    b = 2 if parallel.bf16 else 4
+    blocks = [list(block_parameters(model, layer)) for part in parts for layer in part.layers]
+    sizes = [sum(_frozen_bytes(p, layout, tuned, b) for p in block) for block in blocks]
+    widened = max((b * math.prod(p.local_shape(layout)) for block in blocks for p in block if p.linear), default=0)
+    if layout.pp == 1 and layout.data_parallel * layout.cp == 1:
+        return widened
+    ends = [p for p in inventory(model, parts) if not p.name.startswith("layers.")]
+    freed = parallel.data_parallel_sharding_strategy == "optim_grads_params"
+    if layout.pp > 1:
+        freed = parallel.pipeline_reshard
+    outside = [_frozen_bytes(p, layout, tuned, b) for p in ends]
+    if freed:
+        return widened + 2 * max(sizes, default=0) + max(outside, default=0)
+    return widened + sum(sizes) + sum(outside)
+
+
 def is_fused(config: Config) -> bool:
     """Whether a GPU runs SwiGLU in a kernel of its own, which computes again what it could keep."""
     return config.parallel.kernels != "torch" and not config.parallel.compile
+
+
+def kept_by_block(config: Config, layout: Layout, tuned: Tuned = Tuned()) -> int:
+    """Bytes that a block keeps of a micro-batch for its backward pass, which --offload-activations takes to the host:
+    of that kind of block which keeps more; without FSDP in bf16 its cast weights, too, if they are trained."""
+    model, data, parallel = config.model, config.data, config.parallel
+    assert data.seq_length is not None, "resolved before"
+    b, recompute, fused = 2 if parallel.bf16 else 4, parallel.recompute_granularity, is_fused(config)
+    kinds = {has_experts(model, i) for i in range(model.num_layers)}
+    kept = max(_kept_per_token(config, layout, b, recompute, fused=fused, experts=kind) for kind in kinds)
+    alone = layout.pp == 1 and layout.data_parallel * layout.cp == 1
+    weights = max(_elements(block_parameters(model, i), layout) for i in range(model.num_layers))
+    cast = b * weights if alone and parallel.bf16 and recompute == "none" and not tuned.adapters else 0
+    return tuned.rows * data.micro_batch_size * data.seq_length // layout.cp * kept + cast
 
 
 def _activations_per_token(config: Config, layout: Layout, b: int, layers: float, head: bool) -> float:

@@ -31,7 +31,7 @@ _KINDS = (
     dict.fromkeys(_GATHER, "all-gather")
     | dict.fromkeys(_SCATTER, "reduce-scatter")
     | dict.fromkeys(_REDUCE, "all-reduce")
-    | {"send": "send"}
+    | {"send": "send", "alltoall_base_": "all-to-all"}
 )
 _FUSED = ("triton", "cuda", "apex")
 _FREE = {"view", "t", "transpose", "detach", "permute", "as_strided", "slice", "alias", "expand", "unsqueeze", "split"}
@@ -83,6 +83,7 @@ class Meter(TorchDispatchMode):
         held: bytes of all storages that were made while it was entered and are still there.
         peaks: most bytes at once, by phase.
         counts: work and traffic since :meth:`start`.
+        elsewhere_held: bytes that were made inside of :meth:`elsewhere`.
     """
 
     def __init__(self, groups: Mapping[str, str]) -> None:
@@ -92,6 +93,7 @@ class Meter(TorchDispatchMode):
         self.counts = Counts()
         self._sizes: dict[int, int] = {}
         self._phase: str | None = None
+        self.elsewhere_held, self._is_elsewhere = 0, False
 
     def start(self) -> None:
         """Count anew; what is held stays."""
@@ -107,6 +109,15 @@ class Meter(TorchDispatchMode):
             yield
         finally:
             self._phase = None
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """What is made inside is not memory of the device."""
+        self._is_elsewhere = True
+        try:
+            yield
+        finally:
+            self._is_elsewhere = False
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -149,6 +160,10 @@ class Meter(TorchDispatchMode):
         if key in self._sizes:
             return
         self._sizes[key] = 0
+        if self._is_elsewhere:
+            self.elsewhere_held += storage.nbytes()
+            weakref.finalize(storage, self._freed_elsewhere, key, storage.nbytes())
+            return
         weakref.finalize(storage, self._freed, key)
         self._resized(storage)
 
@@ -161,6 +176,10 @@ class Meter(TorchDispatchMode):
 
     def _freed(self, key: int) -> None:
         self.held -= self._sizes.pop(key)
+
+    def _freed_elsewhere(self, key: int, size: int) -> None:
+        self.elsewhere_held -= size
+        del self._sizes[key]
 
     def _note_peak(self) -> None:
         if self._phase is not None:

@@ -24,6 +24,8 @@ from smp.config.schema import LoraConfig, ObjectiveConfig
 from smp.convert.hf_config import FREE
 from smp.convert.load import load_weights
 from smp.convert.smp_format import SmpWeights
+from smp.layers.fp8.apply import fp8_history
+from smp.layers.fp8.history import HISTORY
 from smp.layers.lora import adapters_of
 from smp.parallel.agree import gather
 from smp.training.saved_run import SavedRun
@@ -45,6 +47,9 @@ _COURSE = (
     *(field.name for field in fields(OptimizerConfig)),
     *("hidden_dropout", "attention_dropout", "bf16", "reset_attention_mask", "reset_position_ids", "eod_mask_loss"),
     *("rampup_batch_size", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
+    *("moe_router_load_balancing_type", "moe_router_bias_update_rate"),
+    *("fp8_format", "fp8_recipe", "fp8_amax_compute_algo", "fp8_emulate", "first_last_layers_bf16"),
+    *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
 )
 """Settings that may change on a resume, but what is trained from there on is another thing."""
 
@@ -60,6 +65,8 @@ def run_state(
     is that of exactly these weights, if it was measured."""
     frozen = not config.has_adapters  # they are saved without the model that they belong to
     tensors, own_steps = checkpoint.training_state(model, optimizer, frozen=frozen)
+    if (history := fp8_history(model)) is not None:
+        tensors |= history.state()
     steps = {name: step for part in gather(own_steps) for name, step in part.items()}  # pipeline ranks hold parts
     extra = {
         "progress": asdict(progress),
@@ -114,7 +121,12 @@ def load_training(
         return Progress(), [*loading, *at]
     _check_history(folder, manifest, saved, model, finetuning=_FINETUNE in noted)
     notes = [f"WARNING: {line}" for line in [misnamed(folder, manifest.extra)] if line is not None] + notes
+    scales, without = _known_scales(manifest, model)
+    notes = [*notes, *without]
     if not config.checkpoint.load_optim and saved.progress is not None:
+        if (history := fp8_history(model)) is not None:  # of layers, not of the optimizer
+            load_from(folder, manifest, scales, allow_unread=True)
+            history.restored()
         return saved.progress, [*notes, *load_weights(model, lambda: SmpWeights(folder, manifest, config.model))]
     if saved.progress is None or saved.optimizer_steps is None:
         raise ConfigError(f"{folder} holds weights only, nothing to resume: give --finetune")
@@ -123,10 +135,29 @@ def load_training(
     frozen = not config.has_adapters
     tensors, _ = checkpoint.training_state(model, optimizer, frozen=frozen)
     rows = checkpoint.collect_logical_rows(model, optimizer, frozen=frozen)
-    load_from(folder, manifest, tensors, logical_rows=rows)
+    load_from(folder, manifest, tensors | scales, logical_rows=rows, allow_unread=HISTORY)
+    if (history := fp8_history(model)) is not None:
+        history.restored()
     checkpoint.restore_optimizer_scalars(model, optimizer, saved.optimizer_steps)
     before, now = manifest.extra.get(_FINETUNE), noted.get(_FINETUNE, {})
     return saved.progress, [*notes, *_changed(before if isinstance(before, dict) else {}, now, now)]
+
+
+def _known_scales(manifest: Manifest, model: nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """(this run's history of scales, to be loaded, what to tell the user). One that the checkpoint does not have, or
+    of another length, is left empty: it fills again. Every rank calls it."""
+    history = fp8_history(model)
+    if history is None:
+        return {}, []
+    state = history.state()
+    fits = all(n in manifest.tensors and manifest.tensors[n].shape == tuple(t.shape) for n, t in state.items())
+    if all(gather(fits)):
+        return state, []
+    if any(name.startswith(HISTORY) for name in manifest.tensors):
+        why = "the checkpoint's history of FP8 scales has another length (--fp8-amax-history-len), or lacks layers"
+    else:
+        why = "the checkpoint was saved without a history of FP8 scales"
+    return {}, [f"note: {why}: it begins anew, with a step without FP8"]
 
 
 def _changed(saved: Mapping[str, Any], settings: Mapping[str, Any], names: Iterable[str]) -> list[str]:
@@ -208,6 +239,10 @@ def _check_optimizer(saved: Mapping[str, Any], settings: Mapping[str, Any], reme
 
 
 def _state_kind(settings: Mapping[str, Any]) -> str:
+    if settings.get("optimizer") == "muon":
+        return "--optimizer muon"
     if settings.get("optimizer") != "sgd":
-        return "--optimizer adam"  # torch's and apex's have the same
+        flags = {name: settings.get(name) or "fp32" for name in ("exp_avg_dtype", "exp_avg_sq_dtype")}
+        narrow = [f" {flag_of(name)} {value}" for name, value in flags.items() if value != "fp32"]
+        return "--optimizer adam" + "".join(narrow)  # torch's and apex's have the same
     return "--optimizer sgd with" + ("" if settings.get("sgd_momentum") else "out") + " --sgd-momentum"

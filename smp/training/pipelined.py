@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 
@@ -14,25 +17,35 @@ from smp.models.gpt import GPT
 from smp.models.part import ModelPart
 from smp.parallel.context import ParallelContext
 from smp.parallel.links import Channel, Links
-from smp.pipeline.actions import SEND
+from smp.pipeline.actions import SEND, Op
 from smp.pipeline.plan import Plan, plans_by_size
 from smp.pipeline.recorder import Recorder
 from smp.pipeline.run import Runner
 from smp.pipeline.timeline import Timeline
+from smp.sharding.offload import Offload
 from smp.sharding.stages import ShardedStages
 from smp.sharding.tied import TiedMatrix
 from smp.training.forward_backward import detached
 from smp.training.micro_batches import MicroBatches
 
 _Key = tuple[int, int]  # stage, micro-batch
+_BACKWARD = (Op.BACKWARD, Op.BACKWARD_INPUT)
 
 
 class Pipelined:
     """Forward and backward passes in the order of a schedule, over the ranks of ``context.pp``. ``plan`` is that of
     the full batch, and ``model`` has this rank's parts."""
 
-    def __init__(self, config: Config, plan: Plan, model: GPT, context: ParallelContext, device: torch.device) -> None:
-        self.plan, self.model, self.device = plan, model, device
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        model: GPT,
+        context: ParallelContext,
+        device: torch.device,
+        offload: Offload | None = None,
+    ) -> None:
+        self.plan, self.model, self.device, self.offload = plan, model, device, offload
         pp = context.pp
         assert pp is not None and config.data.seq_length is not None, "a pipeline has ranks"
         world_size = context.data_size * context.cp_size * context.tp.size() * pp.size()
@@ -62,8 +75,12 @@ class Pipelined:
         return {} if self._tied is None else self._tied.copies
 
     def train(self, micro_batches: MicroBatches) -> list[ModelOutput]:
-        stages = _Stages(self.model, self._parts, self._sharded, micro_batches)
-        self._runner.run(self._plans[len(micro_batches)].training, stages, self._recorder)
+        stages = _Stages(self.model, self._parts, self._sharded, micro_batches, self.offload)
+        schedule = self._plans[len(micro_batches)].training
+        if self.offload is not None:
+            own = schedule.actions[self._runner.links.rank]
+            self.offload.plan([(action.stage, action.micro_batch) for action in own if action.op in _BACKWARD])
+        self._runner.run(schedule, stages, self._recorder)
         self._sharded.finish()
         if self._tied is not None:
             self._tied.sum_gradients()
@@ -100,41 +117,85 @@ def message_channels(plans: Iterable[Plan], tied_ends: Channel | None) -> set[Ch
     return sends if tied_ends is None else sends | {tied_ends, tied_ends[::-1]}
 
 
+@dataclass(eq=False)
+class _Gradients:
+    """What comes to the ends of a stage's graph."""
+
+    of_input: torch.Tensor | None = None
+    of_output: torch.Tensor | None = None
+
+
+class _Entry(torch.autograd.Function):
+    """The beginning of a stage's graph. A leaf would hold the hidden states as long as the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, hidden: torch.Tensor, ends: _Gradients) -> torch.Tensor:
+        ctx.ends = ends
+        return hidden.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
+        ctx.ends.of_input = gradient
+        return None, None, None
+
+
+class _Exit(torch.autograd.Function):
+    """The end of a stage's graph, without the hidden states that were handed on."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, ends: _Gradients) -> torch.Tensor:
+        ctx.ends = ends
+        return hidden.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        return ctx.ends.of_output, None
+
+
 class _Stages:
     """This rank's stages in one step: what ``smp.pipeline.run`` calls."""
 
     def __init__(
-        self, model: GPT, parts: dict[int, ModelPart], sharded: ShardedStages, micro_batches: MicroBatches
+        self,
+        model: GPT,
+        parts: dict[int, ModelPart],
+        sharded: ShardedStages,
+        micro_batches: MicroBatches,
+        offload: Offload | None = None,
     ) -> None:
         self.model, self.parts, self.sharded, self.micro_batches = model, parts, sharded, micro_batches
         self.outputs: dict[_Key, ModelOutput] = {}  # what is not handed on
         self.unshard, self.reshard, self.reduce = sharded.unshard, sharded.reshard, sharded.reduce
-        self._kept: dict[_Key, tuple[torch.Tensor | None, ModelOutput]] = {}
+        self._offload = offload
+        self._kept: dict[_Key, tuple[_Gradients, list[torch.Tensor | None]]] = {}
         self._pending: dict[_Key, list[WeightGradients]] = {}
 
     def forward(self, stage: int, micro_batch: int, hidden: torch.Tensor | None) -> torch.Tensor | None:
-        """Graphs end at stages: the input is a leaf, and the gradient that it gets is the message back."""
-        training = torch.is_grad_enabled()
+        """Graphs end at stages: the gradient that comes to the input is the message back."""
+        training, key = torch.is_grad_enabled(), (stage, micro_batch)
         self.sharded.gathered(stage)
+        ends = _Gradients()
         if hidden is not None and training:
-            hidden.requires_grad_()
-        output: ModelOutput = self.model(self.micro_batches[micro_batch], hidden=hidden, part=self.parts[stage])
+            hidden = _Entry.apply(torch.empty(0, requires_grad=True), hidden, ends)
+        with nullcontext() if self._offload is None else self._offload.of_pass(key):
+            output: ModelOutput = self.model(self.micro_batches[micro_batch], hidden=hidden, part=self.parts[stage])
         if training:
-            self._kept[stage, micro_batch] = hidden, output
-        self.outputs[stage, micro_batch] = detached(output)
+            root = None if output.hidden is None else _Exit.apply(output.hidden, ends)
+            self._kept[key] = ends, [output.total, root]
+        self.outputs[key] = detached(output)
         return None if output.hidden is None else output.hidden.detach()
 
     def backward_input(self, stage: int, micro_batch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """From the gradient of what was handed on, and from the losses of this stage."""
-        hidden, output = self._kept.pop((stage, micro_batch))
+        ends, roots = self._kept.pop((stage, micro_batch))
         self.sharded.gathered(stage)
-        roots = [(output.total, None), (output.hidden, gradient)]
+        ends.of_output = gradient
         # a first stage without anything to train has no graph
-        used = [(tensor, grad) for tensor, grad in roots if tensor is not None and tensor.requires_grad]
+        used = [tensor for tensor in roots if tensor is not None and tensor.requires_grad]
         if used:
-            torch.autograd.backward([tensor for tensor, _ in used], [grad for _, grad in used])
+            torch.autograd.backward(used)
         self._pending[stage, micro_batch] = self.sharded.take_pending()
-        return None if hidden is None else hidden.grad
+        return ends.of_input
 
     def backward_weight(self, stage: int, micro_batch: int) -> None:
         self.sharded.gathered(stage)

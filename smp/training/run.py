@@ -22,18 +22,23 @@ from smp.data.build import Datasets
 from smp.data.loader import BatchLoader, ReadBatch
 from smp.data.sample import SampleDataset
 from smp.kernels import Kernels
+from smp.kernels.copier import copier_of
 from smp.models.gpt import GPT
 from smp.models.in_words import in_words
 from smp.optim.optimizer import build_optimizer
+from smp.parallel import backend
 from smp.parallel.agree import on_all_or_none, on_rank_zero
 from smp.parallel.context import ParallelContext, build_context
+from smp.parallel.network.choose import choose_collectives
 from smp.pipeline.failure import naming
 from smp.pipeline.plan import describe_plan, plan_pipeline
+from smp.sharding.offload import offload_of
 from smp.training.build import Workplace, batch_loader
 from smp.training.console import Console
 from smp.training.exchange import exchange_of
 from smp.training.forward_backward import ForwardBackward
 from smp.training.objective import Objective
+from smp.training.offload import describe_offload, offload_at_work
 from smp.training.pipelined import Pipelined
 from smp.training.process import Process, Status
 from smp.training.profiler import PipelineTrace, Profiler
@@ -103,7 +108,9 @@ class Run:
             opened.callback(self.watchdog.close)
             self.context = self._build_context()
             on_rank_zero(lambda: refuse_log_dir_in_use(self.config.logging), ConfigError)
-            for line in [in_words(self.config.model), *notes_on_effects(self.config, self.layout)]:
+            collectives = self.context.collectives
+            notes = [*notes_on_effects(self.config, self.layout), *(collectives.lines if collectives else ())]
+            for line in [in_words(self.config.model), *notes]:
                 self.say(line)
             self.checkpoints = RunCheckpoints(self.config, self.say)  # before the data, whose indices may take minutes
             opened.callback(self.checkpoints.close)
@@ -130,13 +137,18 @@ class Run:
     def _build_context(self) -> ParallelContext:
         parallel = self.config.parallel
         timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
-        return build_context(
+        setting, knows_nodes = parallel.data_parallel_collectives, self.device.type == "cpu"
+        context = build_context(
             self.layout,
             self.device.type,
             timeout,
             sequence_parallel=parallel.sequence_parallel,
             heads_group=exchange_of(self.config, self.device.type).heads_group,
+            replica_backend=backend.NAME if setting != "flat" and knows_nodes else None,
         )
+        meshes = {"parameters": context.fsdp, "experts": context.expert_fsdp}
+        collectives = choose_collectives(meshes, setting, timeout, parallel.network_topology)
+        return dataclasses.replace(context, collectives=collectives)
 
     def _read_data(self) -> Datasets:
         """What to train on, once the user has heard of all of it."""
@@ -159,11 +171,20 @@ class Run:
             self.say(library_settings())
         if device.type == "cuda" and not config.parallel.bf16:
             self.say("fp32: matrix products as TF32, which rounds their inputs to 10 bits of mantissa")
-        return Workplace(self.context, device, kernels, plan)
+        offload = offload_of(config.parallel, copier_of(device))
+        for line in describe_offload(config, device.type):
+            self.say(line)
+        return Workplace(self.context, device, kernels, plan, offload)
 
     def _build_trainer(self) -> Trainer:
         model, forward_backward, objective = self.parts.trainable(self.place, self.say, self.watchdog.progress)
-        optimizer = build_optimizer(model, self.config.optim, self.context.fsdp, self.context.expert_fsdp)
+        optimizer = build_optimizer(
+            model,
+            self.config.optim,
+            self.context.fsdp,
+            self.context.expert_fsdp,
+            seed=self.config.training.seed,
+        )
         progress = self.checkpoints.load(model, optimizer)
         train = self.datasets.train
         for line in train.resume(progress.data, progress.consumed_samples):
@@ -210,7 +231,7 @@ class Run:
         if self.iteration >= last:
             return Outcome("done", f"nothing left to train: at iteration {self.iteration} of {last}", self.iteration)
         trace = PipelineTrace(self.config, self.pipeline, self.say)
-        profiler = Profiler(training, Path(self.config.logging.log_dir), self.process.rank)
+        profiler, first = Profiler(training, Path(self.config.logging.log_dir), self.process.rank), self.iteration + 1
         with contextlib.closing(profiler):
             while self.iteration < last:
                 profiler.step(self.iteration + 1)
@@ -220,6 +241,9 @@ class Run:
                 with trace.of(self.iteration + 1):
                     self._steps.append(self.trainer.start_step(batch, waited))
                 self._finish_steps(keep=1)
+                if self.iteration == first and self.place.offload is not None:
+                    for line in offload_at_work(self.place.offload):
+                        self.say(line)
                 if due(self.iteration, training.eval_interval):
                     self.evaluate()
                 self.checkpoints.poll()

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import nn
 
 from smp.config import Config
 from smp.data.blend import Manifest
 from smp.data.loader import BatchLoader, RankBatch, Unreadable
+from smp.layers.fp8.apply import fp8_history
 from smp.models.arithmetic import visible_pairs
-from smp.models.gpt import beside_names
+from smp.models.gpt import GPT, beside_names
 from smp.optim.optimizer import clip_gradients, set_learning_rate, step_if
 from smp.optim.schedule import learning_rate
 from smp.parallel.agree import any_rank, gather, sum_over_ranks
@@ -26,6 +26,11 @@ from smp.training.objective import Objective
 
 class TrainingError(RuntimeError):
     """Training cannot go on; the message says why in one line."""
+
+
+SATURATED = "fp8 saturated tensors"
+"""Delayed scaling: tensors of a step (an input, a weight or a gradient of a layer) whose largest number was too large
+for the scale of the steps before, and became the largest that fits."""
 
 
 @dataclass
@@ -121,7 +126,7 @@ class Trainer:
     def __init__(
         self,
         config: Config,
-        model: nn.Module,
+        model: GPT,
         forward_backward: ForwardBackward,
         objective: Objective,
         optimizer: torch.optim.Optimizer,
@@ -132,7 +137,8 @@ class Trainer:
         self.config, self.model, self.optimizer = config, model, optimizer
         self.forward_backward, self.objective = forward_backward, objective
         self.context, self.device, self.progress = context, device, progress
-        self.beside = beside_names(config.model)
+        self.beside = () if config.has_pairs else beside_names(config.model)
+        self.history = fp8_history(model)
         self.skipped_in_a_row = 0
         self._last_finished = 0.0
 
@@ -163,14 +169,21 @@ class Trainer:
             copies=self.forward_backward.copies,
             device=self.device,
         )
+        if self.history is not None:
+            norm = self.history.checked(norm)
         measured = torch.stack((loss, norm))
-        step_if(measured.isfinite().all(), self.optimizer)
+        finite = measured.isfinite().all()
+        step_if(finite, self.optimizer)
         self.optimizer.zero_grad()
+        self.model.end_step(finite)
         if names := self.objective.metrics:
             sums = self.context.sum_loss(total_metrics(outputs, names, self.device))
             measured = torch.cat((measured, sums / max(num_valid, 1)))
         if self.beside:
             measured = torch.cat((measured, self.context.sum_loss(total_beside(outputs, self.beside, self.device))))
+        if self.history is not None:
+            measured = torch.cat((measured, self.history.saturated().view(1)))
+            self.history.advance(finite)
         self.progress.iteration += 1
         self.progress.consumed_samples += num_samples
         return Step(
@@ -207,8 +220,14 @@ class Trainer:
             skipped=skipped,
             seconds=seconds,
             waited=waited,
-            metrics=dict(zip((*self.objective.metrics, *self.beside), metrics, strict=True)),
+            metrics=dict(zip(self._metrics, metrics, strict=True)),
         )
+
+    @property
+    def _metrics(self) -> tuple[str, ...]:
+        """Names of what a step measures beside loss and norm, in order."""
+        saturated = () if self.history is None else (SATURATED,)
+        return (*self.objective.metrics, *self.beside, *saturated)
 
     def _counts(self, batch: RankBatch | Unreadable) -> tuple[int, int, int]:
         """What the loss is averaged over (tokens that count, or pairs of answers), all tokens but padding, and pairs of

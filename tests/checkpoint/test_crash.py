@@ -153,10 +153,8 @@ def writer_of(trainer: int) -> int | None:
 
 MOMENTS = [
     ("writer:0", ["--async-save"], 24),
-    ("writer:1", ["--async-save"], 8),
     ("trainer:0", ["--async-save"], 14),
     ("trainer:1", [], 6),
-    ("trainer:0", [], 20),
 ]
 
 

@@ -202,12 +202,22 @@ def test_the_8b_line_with_tensor_and_pipeline_parallelism(paths: dict[str, str])
     assert resolved(alone.format(**paths), 8).parallel.data_parallel_sharding_strategy == "optim"
 
 
-def test_fp8_and_decoupled_rates_are_refused_together(paths: dict[str, str]) -> None:
+def test_a_gather_in_fp8_and_decoupled_rates_are_refused_together(paths: dict[str, str]) -> None:
     message = refusal(LLAMA_8B.format(**paths) + FP8 + DECOUPLED, processes=8)
-    assert (
-        "--fp8-format hybrid, --fp8-amax-history-len 1024, --fp8-amax-compute-algo max, --fp8-param-gather: " in message
-    )
+    assert "--fp8-param-gather: weights are gathered as --bf16 has them" in message
+    assert "--fp8-format" not in message
     assert "--decoupled-lr 5.0e-4, --decoupled-min-lr 4.5e-5: embedding and output layer have no" in message
+
+
+def test_fp8_has_megatrons_defaults(paths: dict[str, str]) -> None:
+    line = LLAMA_8B.format(**paths) + "--fp8-format hybrid "
+    found = resolved(line, 8).parallel
+    assert (found.fp8_recipe, found.fp8_amax_history_len, found.fp8_amax_compute_algo) == ("delayed", 1, "most_recent")
+    given = resolved(line + "--fp8-recipe tensorwise --first-last-layers-bf16 --fp8-margin 0", 8).parallel
+    assert given.fp8_recipe == "tensorwise" and given.first_last_layers_bf16
+    assert resolved(LLAMA_8B.format(**paths) + "--fp8-hybrid ", 8).parallel.fp8_format == "hybrid"
+    assert "--fp8-margin 3: scales are the powers of two" in refusal(line + "--fp8-margin 3 ", processes=8)
+    assert "--fp8-recipe mxfp8: --fp8-recipe takes" in refusal(line + "--fp8-recipe mxfp8 ", processes=8)
 
 
 def test_a_typical_list_of_flags() -> None:
@@ -267,12 +277,13 @@ def test_how_far_is_sharded(flags: str, degree: int, strategy: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--hiden-size 3 --fp8-format e4m3", "unknown flag --hiden-size: did you mean --hidden-size?"),
+        ("--hiden-size 3 --fp4-format e2m1", "unknown flag --hiden-size: did you mean --hidden-size?"),
         ("--bf16 true", "--bf16 takes no value, not 1"),
         ("--lr", "--lr takes one value, not 0"),
         ("--model llama3-8b", "--model: the sizes are Megatron's flags; leave it out"),
         ("--config x.yaml", "--config: the sizes are Megatron's flags; leave it out"),
-        ("--optimizer muon", "--optimizer muon: --optimizer takes adam, apex-adam and sgd"),
+        ("--optimizer lion", "--optimizer lion: --optimizer takes adam, apex-adam, sgd and muon"),
+        ("--optimizer muon --muon-tp-mode blockwise", "Muon orthogonalizes whole matrices"),
         ("--qk-layernorm", "give --normalization RMSNorm"),
         ("--window-size (3,3)", "--window-size (3,3)"),
         ("--cp-comm-type p2p a2a", "one value for all layers"),
@@ -318,13 +329,13 @@ def test_the_defaults_are_other_values_of_settings() -> None:
 
 
 def test_without_the_switch_all_unknown_flags_are_told_with_the_tables_answers() -> None:
-    line = "--hiden-size 3 --no-position-embedding --fp8-format hybrid --log-memory-to-tensorboard --qqqqqq"
+    line = "--hiden-size 3 --no-position-embedding --fp4-format e2m1 --log-memory-to-tensorboard --qqqqqq"
     with pytest.raises(ConfigError) as caught:
         load_config(line.split(), PRESETS)
     message = str(caught.value)
     assert message.startswith("unknown flags --hiden-size: did you mean --hidden-size?; ")
     assert "--no-position-embedding is Megatron's: --position-embedding-type none" in message
-    assert "--fp8-format is Megatron's: 8-bit" in message and "max-position-embeddings?" not in message
+    assert "--fp4-format is Megatron's: of 8-bit" in message and "max-position-embeddings?" not in message
     assert "--log-memory-to-tensorboard is Megatron's: leave it out: log lines" in message
     assert "--qqqqqq (--help lists them all)" in message
     assert message.endswith("--from-megatron takes a whole line of Megatron's")

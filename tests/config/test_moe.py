@@ -52,6 +52,22 @@ def test_which_layers_have_experts(text: str, layers: list[int]) -> None:
         ("--no-disable-bias-linear", 1, "leave out --no-disable-bias-linear"),
         ("--compile", 1, "--compile cannot trace a mixture of experts"),
         ("--moe-router-score-function sigmoid --moe-router-pre-softmax", 1, "--moe-router-pre-softmax has no effect"),
+        ("--moe-router-num-groups 3 --moe-router-group-topk 1", 1, "is not divisible by --moe-router-num-groups 3"),
+        ("--moe-router-num-groups 4", 1, "give --moe-router-group-topk"),
+        ("--moe-router-num-groups 4 --moe-router-group-topk 5", 1, "--moe-router-group-topk 5 is above"),
+        ("--moe-router-num-groups 8 --moe-router-group-topk 1", 1, "give at most 1"),
+        ("--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk 3", 1, "--moe-router-topk 3 is not"),
+        ("--moe-router-group-topk 2", 1, "has no effect without --moe-router-num-groups"),
+        ("--moe-router-enable-expert-bias", 1, "has no effect without --moe-router-score-function sigmoid"),
+        ("--moe-shared-expert-gate", 1, "has no effect without --moe-shared-expert-intermediate-size"),
+        ("--moe-router-load-balancing-type seq_aux_loss", 1, "has no effect without --moe-aux-loss-coeff"),
+        ("--moe-router-load-balancing-type none --moe-aux-loss-coeff 1", 1, "--moe-aux-loss-coeff 1.0 has no effect"),
+        ("--qk-layernorm-across-heads", 1, "has no effect without --qk-layernorm"),
+        (
+            "--qk-layernorm --qk-layernorm-across-heads --num-query-groups 1 --tensor-model-parallel-size 2",
+            2,
+            "--num-query-groups 1 is not divisible by --tensor-model-parallel-size 2",
+        ),
         ("--moe-layer-freq often", 1, "--moe-layer-freq often: expected a number, or a list"),
         ("--moe-layer-freq __import__('os')", 1, "expected a number, or a list"),
         ("--moe-layer-freq [1]*9999999999", 1, "expected a number, or a list"),
@@ -66,8 +82,20 @@ def test_what_cannot_work(flags: str, world_size: int, message: str) -> None:
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_finetuning_experts_is_refused() -> None:
-    config = load_config([*RUN.split()], {})
-    config.objective, config.lora = ObjectiveConfig(), LoraConfig()
-    with pytest.raises(ConfigError, match="finetune.py does not train mixtures of experts"):
+@pytest.mark.parametrize(
+    ("flags", "objective", "lora", "message"),
+    [
+        ("--moe-aux-loss-coeff 0.1", "dpo", None, "pairs of answers .--objective dpo. train without balancing"),
+        (
+            "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1",
+            "sft",
+            4,
+            "--moe-router-bias-update-rate 0.1 has no effect with adapters",
+        ),
+    ],
+)
+def test_what_fine_tuning_does_not_balance(flags: str, objective: str, lora: int | None, message: str) -> None:
+    config = load_config([*RUN.split(), *flags.split()], {})
+    config.objective, config.lora = ObjectiveConfig(objective=objective), LoraConfig(lora_rank=lora)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=message):
         resolve(config, 1)

@@ -23,6 +23,11 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTH = 24
+_OF_EXPERTS = (
+    *("moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
+    *("moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
+    *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias"),
+)
 
 
 def run(jobs: list[dict[str, Any]], tp: int, folder: Path) -> None:
@@ -80,6 +85,10 @@ def build(c: dict[str, Any], padded: int, tp: int) -> Any:
 
     linear = c["rope_scaling_factor"] if c["use_rope_scaling"] and c["rope_scaling_type"] == "linear" else None
     gelu = functools.partial(torch.nn.functional.gelu, approximate="tanh" if c["tanh_gelu"] else "none")
+    experts: dict[str, Any] = {}
+    if c["num_experts"]:
+        experts = {name: c[name] for name in _OF_EXPERTS} | {"num_moe_experts": c["num_experts"]}
+        experts |= {"moe_token_dispatcher_type": "allgather", "moe_router_load_balancing_type": "none"}
     config = TransformerConfig(
         num_layers=c["num_layers"],
         hidden_size=c["hidden_size"],
@@ -105,14 +114,21 @@ def build(c: dict[str, Any], padded: int, tp: int) -> Any:
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
+        **experts,
     )
     return GPTModel(
         config,
-        get_gpt_layer_local_spec(normalization=c["normalization"], qk_layernorm=c["qk_layernorm"]),
+        get_gpt_layer_local_spec(
+            num_experts=c["num_experts"],
+            moe_grouped_gemm=False,
+            normalization=c["normalization"],
+            qk_layernorm=c["qk_layernorm"],
+        ),
         vocab_size=padded,
         max_sequence_length=c["max_position_embeddings"],
         position_embedding_type=c["position_embedding_type"],
         rotary_base=c["rotary_base"],
+        rotary_percent=c["rotary_percent"],
         rope_scaling=c["use_rope_scaling"] and not linear,
         seq_len_interpolation_factor=linear,
         rope_scaling_factor=c["rope_scaling_factor"],
@@ -129,6 +145,9 @@ def draw(model: Any, rank: int) -> None:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {own}".encode()))
         norm = parameter.ndim == 1 and name.endswith("weight")
         parameter.normal_(mean=1.0 if norm else 0.0, std=0.3, generator=generator)
+    for name, buffer in model.named_buffers():
+        if name.endswith("expert_bias"):
+            buffer.normal_(std=0.1, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
 
 
 @torch.no_grad()
@@ -147,7 +166,7 @@ def arguments(c: dict[str, Any], padded: int) -> argparse.Namespace:
     names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
     names += ("max_position_embeddings", "position_embedding_type", "normalization", "norm_epsilon", "swiglu")
     names += ("squared_relu", "untie_embeddings_and_output_weights", "add_qkv_bias", "qk_layernorm", "rotary_base")
-    names += ("rotary_percent", "use_rope_scaling", "rope_scaling_factor", "vocab_size")
+    names += ("rotary_percent", "use_rope_scaling", "rope_scaling_factor", "vocab_size", "num_experts", *_OF_EXPERTS)
     linear = c["use_rope_scaling"] and c["rope_scaling_type"] == "linear"
     rope = {"use_rope_scaling": False, "rotary_seq_len_interpolation_factor": int(c["rope_scaling_factor"])}
     return argparse.Namespace(
@@ -159,7 +178,6 @@ def arguments(c: dict[str, Any], padded: int) -> argparse.Namespace:
         model_type=ModelType.encoder_or_decoder,
         attention_backend=AttnBackend.auto,
         params_dtype=torch.float32,
-        num_experts=None,
     )
 
 
@@ -169,6 +187,9 @@ def work(job: dict[str, Any], rank: int, tp: int) -> None:
 
     model, folder = build(job["settings"], job["padded"], tp), job["checkpoint"]
     if job["action"] == "load":
+        if job["settings"]["num_experts"]:  # Transformer Engine's layers have a norm of their own in front of experts
+            for layer in model.decoder.layers:
+                layer.submodules_config.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
         state = model.sharded_state_dict()
         loaded = dist_checkpointing.load({"model": state}, folder)
         model.load_state_dict(loaded["model"])
@@ -193,7 +214,9 @@ def main(path: str, rank: int, world: int, store: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
 
+    moe_utils.te_general_gemm = None  # a name that is not there without Transformer Engine
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
     random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED = NoTracker(), True
     for job in json.loads(Path(path).read_text()):

@@ -173,12 +173,11 @@ def test_hugging_face_folders(kind: str, whole: Path, tmp_path: Path, capsys: py
 
 
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
-    "mixtral": (
-        {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"},
-        "MixtralForCausalLM is not supported (it has mixture-of-experts layers, which are not converted here); "
-        "the nearest that is: MistralForCausalLM",
+    "deepseek": (
+        {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"},
+        "DeepseekV3ForCausalLM is not supported (it has latent attention, not converted here); ",
     ),
-    "qwen3 moe": ({"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}, "that is: Qwen3ForCausalLM"),
+    "phi moe": ({"architectures": ["PhimoeForCausalLM"], "model_type": "phimoe"}, "it has a router or layers beside"),
     "rope": ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "type 'longrope' is not supported"),
     "one bias": ({"attention_bias": True}, "attention_bias and mlp_bias differ"),
     "activation": ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported, only silu"),
@@ -297,7 +296,10 @@ def test_megatron_files(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     broken("data", lambda f: _garble(f / "__0_0.distcp"), "__0_0.distcp is not a zip archive", "tensor ")
     broken("tracker", lambda f: f.rename(f.with_name("iter_5")), "latest_checkpointed_iteration.txt names 'release'")
     broken("link", lambda f: _point_out(f / ".metadata"), "'../../../secret': that is no file", ".metadata: tensor")
-    broken("arguments", lambda f: _arguments(f / "common.pt", num_experts=8), "a model with num_experts 8")
+    wanted = {"num_experts": 8, "moe_expert_capacity_factor": 1.5}
+    message = "a model with moe_expert_capacity_factor 1.5"
+    broken("arguments", lambda f: _arguments(f / "common.pt", **wanted), message)
+    broken("experts", lambda f: _arguments(f / "common.pt", num_experts=8), "mlp.router.weight is missing")
     broken("layers", lambda f: _arguments(f / "common.pt", num_layers=3), "linear_qkv", "has shape [2, ")
 
 

@@ -69,7 +69,20 @@ def test_the_commands_run(tmp_path: Path) -> None:
 
 
 def test_every_family_and_every_link_is_there() -> None:
-    for family, name in zip(FAMILIES, ("Llama", "Mistral", "Qwen 2", "Qwen 3", "GPT-2", "GPT-NeoX"), strict=True):
+    names = (
+        "Llama",
+        "Mistral",
+        "Qwen 2",
+        "Qwen 3",
+        "Mixtral",
+        "Qwen 2 MoE",
+        "Qwen 3 MoE",
+        "OLMoE",
+        "GLM-4.5",
+        "GPT-2",
+        "GPT-NeoX",
+    )
+    for family, name in zip(FAMILIES, names, strict=True):
         rows = [line for line in PAGE.splitlines() if line.startswith(f"| {name}")]
         assert rows and all("(../tests/convert/test_logits.py)" in row and "/test_hf.py)" in row for row in rows), (
             family

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from smp.convert.convert import write
 from smp.convert.hf import HFTarget, open_hf
 from smp.convert.hf_config import read_hf_config
 from smp.convert.smp_format import SmpTarget, SmpWeights
-from tests.convert.tiny import TINY, save_theirs
+from tests.convert.tiny import EXPERTS, TINY, save_theirs, their_model
 
 pytest.importorskip("transformers")
 
@@ -97,3 +97,34 @@ def test_without_their_configuration_an_equivalent_one_is_written(kind: str, tmp
     assert (index["model_type"], index["architectures"]) == tuple(
         read_hf_config(back)[key] for key in ("model_type", "architectures")
     )
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts_that_lie_in_one_tensor_are_the_same(kind: str, tmp_path: Path) -> None:
+    """Transformers 5 can save its own layout, all experts of a layer in one tensor."""
+    theirs = save_theirs(kind, tmp_path / "theirs")
+    their_model(kind).save_pretrained(tmp_path / "stacked", save_original_format=False)
+    assert any(name.endswith("mlp.experts.gate_up_proj") for name in tensors_of(tmp_path / "stacked"))
+    ours = [to_smp(folder, tmp_path / f"{folder.name}-ours") for folder in (theirs, tmp_path / "stacked")]
+    a, b = (SmpWeights(folder) for folder in ours)
+    assert a.tensors == b.tensors
+    for name in a.tensors:
+        assert torch.equal(a.read(name), b.read(name)), name
+
+
+def test_layers_that_predict_further_tokens_are_left_out_and_said(tmp_path: Path) -> None:
+    theirs = save_theirs("glm4-moe", tmp_path / "theirs")
+    tensors = load_file(theirs / "model.safetensors") | {"model.layers.2.eh_proj.weight": torch.ones(32, 64)}
+    save_file(tensors, theirs / "model.safetensors")
+    with open_hf(theirs) as weights:
+        assert "1 tensors of layers that predict further tokens are left out" in weights.notes
+
+
+def test_an_expert_bias_keeps_its_dtype(tmp_path: Path) -> None:
+    theirs = save_theirs("glm4-moe", tmp_path / "theirs")
+    weights = SmpWeights(to_smp(theirs, tmp_path / "ours"))
+    write(weights, HFTarget(weights, torch.bfloat16, theirs), tmp_path / "back", options={}, workers=1)
+    kinds = {name: tensor.dtype for name, tensor in tensors_of(tmp_path / "back").items()}
+    assert kinds.pop("model.layers.1.mlp.gate.e_score_correction_bias") == torch.float32
+    assert set(kinds.values()) == {torch.bfloat16}
+    assert read_hf_config(tmp_path / "back")["dtype"] == "bfloat16"

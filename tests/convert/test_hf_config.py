@@ -32,6 +32,7 @@ def test_named_sizes_there_and_back(name: str) -> None:
     content = to_hf(config, "bfloat16")
     assert architecture(from_hf(content)) == architecture(config)
     family = {"gpt": "GPT2LMHeadModel", "lla": "Llama", "mis": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+    family |= {"mix": "Mixtral", "qwen1.5-moe": "Qwen2Moe", "olmoe": "Olmoe", "glm": "Glm4Moe"}
     expected = next(value for key, value in family.items() if name.startswith(key))
     assert content["architectures"][0].startswith(expected)
 
@@ -184,3 +185,40 @@ def test_a_configuration_that_still_fits_is_kept() -> None:
 def test_models_that_no_family_computes_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"no Hugging Face architecture of the table .* {message}"):
         to_hf(resolved(**{**PRESETS["llama3-8b"], **changes}), "float32")
+
+
+GLM = {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "vocab_size": 9, "hidden_size": 8}
+GLM |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"norm_topk_prob": False}, "norm_topk_prob false is not supported with a router of sigmoids"),
+        ({"num_experts_per_tok": 1}, "norm_topk_prob true is not supported with a router of sigmoids"),
+        ({"n_group": 8, "topk_group": 2}, "topk_group 2 of n_group 8 is not supported with num_experts_per_tok 8"),
+        ({"scoring_func": "softmax"}, "a router that scores by 'softmax' is not supported, only 'sigmoid'"),
+        ({"n_routed_experts": "many"}, "n_routed_experts 'many' is not an integer"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok 0 is not supported, only 1 and more"),
+        ({"num_experts_per_tok": 200}, "--moe-router-topk 200 is above --num-experts 128"),
+        ({"first_k_dense_replace": 2}, "leaves no layer with experts"),
+    ],
+)
+def test_a_router_that_there_is_not_is_refused(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        from_hf(GLM | more)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_one_expert_of_a_router_of_sigmoids_keeps_its_score() -> None:
+    """Normalised it would be 1, whatever the score."""
+    one = {"num_experts_per_tok": 1, "norm_topk_prob": False}
+    model = from_hf(GLM | one)
+    assert model.moe_router_topk == 1
+    written = to_hf(resolved(**PRESETS["glm-4.5-air"] | {"moe_router_topk": 1}), "float32")
+    assert {key: written[key] for key in one} == one
+
+
+def test_groups_that_are_all_kept_are_none() -> None:
+    model = from_hf(GLM | {"n_group": 4, "topk_group": 4})
+    assert model.moe_router_num_groups is None and model.moe_layer_freq == "[0,1]" and model.rotary_percent == 0.5

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.convert.tiny import TINY, VOCAB, save_theirs, their_model
+from tests.convert.tiny import EXPERTS, TINY, VOCAB, save_theirs, their_model
 from tests.distributed import run_distributed
 
 pytest.importorskip("transformers")
@@ -42,6 +42,13 @@ def _their_logits(folder: Path, dtype: torch.dtype, inputs: torch.Tensor) -> tor
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()(inputs).logits.float()
 
 
+def distance(kind: str, got: torch.Tensor, exact: torch.Tensor) -> float:
+    """Relative. Where a token's logits are nearly equal, rounding sends it to another expert, in theirs and in ours:
+    with experts it is the median over the tokens."""
+    off = (got - exact).norm(dim=-1) / exact.norm(dim=-1)
+    return off.median().item() if kind in EXPERTS else ((got - exact).norm() / exact.norm()).item()
+
+
 @torch.no_grad()
 def differences(rank: int, world: int, root: str) -> dict[str, tuple[float, float, float, float, float]]:
     """By family: largest difference of the logits and largest logit in fp32, relative difference of the loss; distances
@@ -72,8 +79,8 @@ def differences(rank: int, world: int, root: str) -> dict[str, tuple[float, floa
             (logits["fp32"] - want).abs().max().item(),
             want.abs().max().item(),
             abs(loss.item() / reference.item() - 1),
-            ((logits["bf16"].float() - exact).norm() / exact.norm()).item(),
-            ((bf16 - exact).norm() / exact.norm()).item(),
+            distance(kind, logits["bf16"].float(), exact),
+            distance(kind, bf16, exact),
         )
     return out
 
@@ -99,3 +106,30 @@ def test_bf16_logits_are_as_near_to_exact_ones_as_theirs(
     for rank in measured:
         ours, theirs = rank[kind][3:]
         assert 0 < ours <= 1.5 * theirs
+
+
+@torch.no_grad()
+def spread(rank: int, world: int, root: str) -> dict[str, float]:
+    """By family with experts: largest difference of the logits when its experts lie on ``world`` processes."""
+    from smp.config import Layout
+    from smp.convert.describe import read_architecture
+    from smp.convert.hf_config import resolved
+    from smp.convert.load import load_hf
+    from smp.models.gpt import GPT
+    from smp.models.micro_batch import MicroBatch
+    from smp.parallel.context import build_context
+
+    context, out = build_context(Layout(dp_shard=world, ep=world), "cpu"), {}
+    for kind in EXPERTS:
+        folder = f"{root}/{kind}/fp32"
+        ours = GPT(resolved(**(read_architecture(folder) or {})), context, device="cpu").eval()
+        load_hf(ours, folder)
+        want = torch.load(f"{root}/{kind}/logits.pt")[0]
+        out[kind] = (ours(MicroBatch(tokens()[0])).logits - want).abs().max().item()
+    return out
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_spread_experts_give_their_logits(folders: Path, world: int) -> None:
+    for rank in run_distributed(spread, world, str(folders)):
+        assert rank.keys() == set(EXPERTS) and max(rank.values()) <= 1e-4

@@ -16,14 +16,16 @@ from smp.convert.hf_config import architecture
 from smp.convert.megatron_table import padded_vocab
 from tests.convert import megatron_core
 from tests.convert.test_hf import assert_same_tensors
-from tests.convert.tiny import TINY, save_theirs
+from tests.convert.tiny import EXPERTS, TINY, save_theirs
 from tests.distributed import run_distributed
 
 pytest.importorskip("transformers")
 pytest.importorskip("megatron.core")
 REFUSED = ("llama3.1", "qwen2-yarn", "qwen3-yarn", "neox", "neox-linear", "neox-serial")
-KINDS = [kind for kind in TINY if kind not in REFUSED]
-COMPARED = [kind for kind in KINDS if kind not in ("mistral", "llama-bias", "llama-mqa")]
+WRITABLE_EXPERTS = ("mixtral", "qwen2-moe", "glm4-moe-groups")
+"""Those with experts in every layer, and a norm of each head if they have one."""
+KINDS = [kind for kind in TINY if kind not in REFUSED and (kind not in EXPERTS or kind in WRITABLE_EXPERTS)]
+COMPARED = [kind for kind in KINDS if kind not in ("mistral", "llama-bias", "llama-mqa", *WRITABLE_EXPERTS)]
 """megatron-core's layers without Transformer Engine have no sliding window, and its ranks share no key/value head;
 llama-bias is near qwen2 and gpt2."""
 
@@ -135,6 +137,44 @@ def test_we_load_what_megatron_core_writes(theirs: Theirs) -> None:
     for found in run_distributed(our_logits, 3 - theirs.tp, [job["checkpoint"] for job in theirs.saved]):
         for job, ours in zip(theirs.saved, found, strict=True):
             wanted = torch.load(job["logits"])[..., :99]
+            assert ours.abs().max() > 1
+            assert (wanted - ours).abs().max() <= 1e-4, job["checkpoint"]
+
+
+EXPERTS_WRITTEN: dict[str, dict[str, Any]] = {
+    "mixtral": {},
+    "qwen2-moe": {
+        **{"moe_router_pre_softmax": True, "moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True},
+        **{"add_qkv_bias": True},
+    },
+    "deepseek": {
+        **{"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_num_groups": 2},
+        **{"moe_router_group_topk": 1, "moe_router_topk_scaling_factor": 2.5, "moe_shared_expert_intermediate_size": 8},
+    },
+}
+
+
+@pytest.mark.slow
+def test_megatron_core_and_experts(tmp_path: Path) -> None:
+    """It loads ours and computes the same, and we load what it writes."""
+    jobs, sources = [], []
+    for name, more in EXPERTS_WRITTEN.items():
+        settings = asdict(ModelConfig(**LLAMA, num_experts=4, moe_ffn_hidden_size=24, **more))
+        job = {"action": "save", "settings": settings, "padded": 128, "args": True}
+        job |= {"metadata": {"non_homogeneous_layers": False}}
+        jobs.append(job | {"checkpoint": str(tmp_path / name), "logits": str(tmp_path / f"{name}.pt")})
+    for kind in ("qwen2-moe", "glm4-moe-groups"):
+        source = save_theirs(kind, tmp_path / f"hf-{kind}")
+        config = open_checkpoint(source).weights.config
+        release = convert(source, tmp_path / f"{kind}-written", "megatron") / "release"
+        job = {"action": "load", "settings": asdict(config), "padded": padded_vocab(config, 1)}
+        jobs.append(job | {"checkpoint": str(release), "logits": str(tmp_path / f"{kind}-written.pt")})
+        sources.append(str(source))
+    megatron_core.run(jobs, 1, tmp_path / "run")
+    folders = [*(job["checkpoint"] for job in jobs[: len(EXPERTS_WRITTEN)]), *sources]
+    for found in run_distributed(our_logits, 2, folders):
+        for job, ours in zip(jobs, found, strict=True):
+            wanted = torch.load(job["logits"])[..., : ours.shape[-1]]
             assert ours.abs().max() > 1
             assert (wanted - ours).abs().max() <= 1e-4, job["checkpoint"]
 

@@ -52,7 +52,10 @@ def written(folder: Path, **settings: Any) -> Path:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("num_experts", 8),
+        ("moe_expert_capacity_factor", 1.25),
+        ("moe_apply_probs_on_input", True),
+        ("moe_latent_size", 64),
+        ("moe_router_topk_limited_devices", 2),
         ("multi_latent_attention", True),
         ("apply_layernorm_1p", True),
         ("rotary_interleaved", True),
@@ -227,7 +230,20 @@ def test_pieces_that_overlap_leave_a_hole(tmp_path: Path) -> None:
         PieceStore(OpenFiles(tmp_path), {"t": bad}, {"t": (4, 4)})
 
 
-def test_experts_are_not_written() -> None:
-    config = resolved(**LLAMA, num_experts=4, swiglu=True, disable_bias_linear=True)
-    with pytest.raises(ConfigError, match="mixtures of experts are not written for Megatron yet"):
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "a router balanced by sinkhorn is not supported"),
+        ({"moe_layer_freq": [0, 1, 1]}, r"moe_layer_freq \[0, 1, 1\] is not supported, only experts in every layer"),
+    ],
+)
+def test_experts_that_cannot_be_read(changes: dict[str, Any], message: str) -> None:
+    args = vars(to_args(resolved(**LLAMA, num_experts=4, swiglu=True, disable_bias_linear=True), 1))
+    with pytest.raises(ConfigError, match=message):
+        from_args(args | changes, "there", 128)
+
+
+def test_dense_layers_between_experts_are_not_written() -> None:
+    config = resolved(**LLAMA, num_experts=4, swiglu=True, disable_bias_linear=True, moe_layer_freq="[0]+[1]")
+    with pytest.raises(ConfigError, match="only models with experts in every layer are written"):
         to_args(config, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ def _rope(kind: str = "default", theta: float = 500.0, **more: Any) -> dict[str,
     return {"rope_parameters": {"rope_theta": theta, "rope_type": kind, **more}}
 
 
+_MOE = {**_LLAMA, **_rope(), "num_experts": 8, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
+_MOE |= {"tie_word_embeddings": False}
+_GLM4_MOE: dict[str, Any] = {"n_routed_experts": 8, "n_shared_experts": 2, "routed_scaling_factor": 2.5}
+_GLM4_MOE |= {"use_qk_norm": True, "first_k_dense_replace": 1, "head_dim": 16}
 _LLAMA32 = _rope("llama3", 500_000.0, **{**_LLAMA3, "factor": 32.0, "original_max_position_embeddings": 8192})
 
 
@@ -53,6 +58,16 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {**_LLAMA, **_rope(), "head_dim": 16, "tie_word_embeddings": True}),
     "qwen2-yarn": ("Qwen2", {**_LLAMA, **_rope("yarn", **_YARN), "tie_word_embeddings": False}),
     "qwen3-yarn": ("Qwen3", {**_LLAMA, **_rope("yarn", **_DEEPSEEK), "head_dim": 16, "tie_word_embeddings": True}),
+    "mixtral": ("Mixtral", {**_LLAMA, **_rope(), "num_local_experts": 4, "sliding_window": 7}),
+    "qwen2-moe": ("Qwen2Moe", {**_MOE, "shared_expert_intermediate_size": 20, "num_experts_per_tok": 3}),
+    "qwen3-moe": ("Qwen3Moe", {**_MOE, "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [0]}),
+    "olmoe": ("Olmoe", {**_MOE, "num_experts_per_tok": 3}),
+    "glm4-moe": ("Glm4Moe", {**_MOE, **_GLM4_MOE}),
+    "glm4-moe-groups": (
+        "Glm4Moe",
+        {**_MOE, **_GLM4_MOE, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "attention_bias": True}
+        | {"first_k_dense_replace": 0},
+    ),
     "gpt2": ("GPT2", {"vocab_size": VOCAB, "n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 4, **_IDS}),
     "gpt2-untied": (
         "GPT2",
@@ -78,6 +93,8 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Name -> (their class without its ending, its configuration)."""
+EXPERTS = [kind for kind in TINY if kind == "mixtral" or "moe" in kind]
+"""Those with experts."""
 
 
 def their_model(kind: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -85,13 +102,16 @@ def their_model(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     import transformers
 
     name, settings = TINY[kind]
-    config = getattr(transformers, f"{name}Config")(**settings)
+    config = getattr(transformers, f"{name}Config")(**deepcopy(settings))  # some are changed there
     model = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             norm = parameter.ndim == 1 and parameter_name.endswith("weight")
             parameter.normal_(mean=1.0 if norm else 0.0, std=0.3, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.1, generator=generator)
     return model.to(dtype)
 
 

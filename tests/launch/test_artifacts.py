@@ -21,6 +21,7 @@ from smp.launch import in_sagemaker, sm_jobs
 from smp.launch.backend import write_artifacts
 from smp.launch.cli import main, prepare
 from smp.launch.yaml_text import load_text
+from tests.launch.operators import OPERATORS
 
 GOLDEN = Path(__file__).parent / "golden"
 ROLE = "arn:aws:iam::123456789012:role/training"
@@ -105,13 +106,15 @@ KINDS = {"ConfigMap": "V1ConfigMap", "Service": "V1Service", "Job": "V1Job"}
 @pytest.mark.parametrize("kind", ["Job", "PyTorchJob", "HyperPodPyTorchJob"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_manifests_are_objects_of_kubernetes(recipe: str, kind: str) -> None:
-    """By the models of its client, which refuse what the API does not know."""
+    """By the models of its client, which refuse what the API does not know, and by the schema of the operators."""
     models = pytest.importorskip("kubernetes.client.models")
+    jsonschema = pytest.importorskip("jsonschema")
     text = artifacts(recipe, "k8s", f"cluster.kind={kind}")["manifest.yaml"]
     for manifest in map(load_text, text.split("---\n")):
         if manifest["kind"] in KINDS:
             getattr(models, KINDS[manifest["kind"]]).model_validate(manifest)
             continue
+        jsonschema.validate(manifest, OPERATORS[kind])
         spec = manifest["spec"]
         replicas = spec.get("replicaSpecs") or list(spec["pytorchReplicaSpecs"].values())
         for replica in replicas:
@@ -125,6 +128,19 @@ def test_those_models_refuse_what_is_wrong() -> None:
     job["spec"]["template"]["spec"]["containers"][0]["imagePolicy"] = "Always"
     with pytest.raises(ValueError, match="imagePolicy"):
         models.V1Job.model_validate(job)
+
+
+@pytest.mark.parametrize("kind", OPERATORS)
+def test_a_field_that_an_operator_would_drop_is_an_error(kind: str) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    text = artifacts("lora", "k8s", f"cluster.kind={kind}", "cluster.cleanPodPolicy=Running")["manifest.yaml"]
+    manifest = load_text(text.split("---\n")[1])
+    jsonschema.validate(manifest, OPERATORS[kind])
+    other = {"PyTorchJob": "jobMaxRetryCount", "HyperPodPyTorchJob": "backoffLimit"}[kind]
+    for wrong in ({other: 3}, {"cleanPodPolicy": "Sometimes"}):
+        spec = manifest["spec"] | {"runPolicy": manifest["spec"]["runPolicy"] | wrong}
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(manifest | {"spec": spec}, OPERATORS[kind])
 
 
 def test_pods_ask_for_the_network_of_their_machine_and_for_no_privilege() -> None:

@@ -18,7 +18,7 @@ from smp.config.fields import settings as settings_of
 from smp.launch import get_recipe, list_recipes
 from smp.launch.cli import main, prepare
 from smp.launch.compose import compose
-from smp.launch.hyperpod import KEYS, flatten, key, translate
+from smp.launch.hyperpod import KEYS, flatten, translate
 from smp.launch.job import Job
 from smp.launch.recipe import Recipe, read_recipe
 from smp.launch.yaml_text import load_text
@@ -110,6 +110,11 @@ def test_a_recipe_of_hyperpod_becomes_settings(v1: str) -> None:
         (["+recipes.model.context_parallel_degree=4", "+recipes.cp_comm_type=all_gather"],
          {"context_parallel_size": 4, "hybrid_shard_degree": 1, "cp_comm_type": "all_gather"}),
         (["+recipes.pipeline_model_parallel_size=2"], {"pipeline_model_parallel_size": 2}),
+        (["recipes.model.model_type=mixtral", "recipes.model.moe=true", "+recipes.model.num_local_experts=8",
+          "+recipes.model.num_experts_per_tok=2", "+recipes.model.moe_load_balancing=sinkhorn",
+          "+recipes.model.moe_all_to_all_dispatcher=true", "recipes.model.expert_model_parallel_degree=2"],
+         {"num_experts": 8, "moe_router_topk": 2, "moe_aux_loss_coeff": 1e-3, "moe_z_loss_coeff": 1e-3,
+          "expert_model_parallel_size": 2}),
         (["recipes.model.train_batch_size=1", "+recipes.lr=1e-3"], {"micro_batch_size": 1, "lr": 1e-3}),
         (["+recipes.exp_manager.create_wandb_logger=true", "+recipes.exp_manager.name=x"],
          {"wandb_project": "smp", "wandb_exp_name": "x"}),
@@ -132,11 +137,21 @@ def test_fine_tuning_takes_the_model_from_its_folder(v1: str) -> None:
     assert found.config is not None and found.config.model.rotary_base == 500000.0
 
 
+def test_qlora_is_lora_on_weights_in_4_bits(v1: str) -> None:
+    words = ["recipes.model.do_finetune=true", "recipes.model.hf_model_name_or_path=/models/x"]
+    found = recipe(v1, *words, "recipes.model.peft={peft_type: qlora_4bit, rank: 16}")
+    assert found.settings["load_in_4bit"] is True and found.settings["lora_rank"] == 16
+    assert found.config is not None and found.config.lora is not None and found.config.lora.bnb_4bit_use_double_quant
+    with pytest.raises(ConfigError, match="take lora or qlora_4bit"):
+        recipe(v1, *words, "recipes.model.peft={peft_type: qlora_8bit}")
+
+
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("recipes.model.fp8=true", "model.fp8: True needs FP8, which is not there yet; take recipes.model.fp8=false"),
-        ("recipes.model.model_type=mixtral", "mixture of experts"),
+        ("recipes.model.num_attention_heads=3", "not divisible by --num-attention-heads 3"),
+        ("recipes.model.model_type=deepseek_r1", "latent attention"),
+        ("recipes.model.moe=true", "needs num_local_experts beside it"),
         ("recipes.model.tensor_model_paralel_degree=2", "did you mean model.tensor_model_parallel_degree?"),
         ("recipes.model.shard_degree=3", "hybrid_shard_degree 3"),
         ("+recipes.model.context_parallel_degree=8", "shard_degree 4 is not divisible by context_parallel_degree 8"),
@@ -158,6 +173,14 @@ def test_a_mistake_is_one_line(v1: str, word: str, message: str, capsys: pytest.
     assert main([v1, "cluster=slurm", word]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and message in error
+
+
+def test_fp8_is_delayed_scaling(v1: str) -> None:
+    found = recipe(v1, "recipes.model.fp8=true", "+recipes.model.fp8_amax_history_len=32")
+    expected = {"fp8_format": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 32}
+    assert expected.items() <= found.settings.items()
+    without = recipe(v1, "recipes.model.fp8=false", "+recipes.model.fp8_amax_history_len=32")
+    assert not expected.keys() & without.settings.keys()
 
 
 def test_what_changes_nothing_is_said(v1: str) -> None:
@@ -189,15 +212,6 @@ def test_shards_of_context_parallelism_are_those_of_hyperpod(v1: str) -> None:
         assert config.data.global_batch_size == 2 * 8 // degree
     with pytest.raises(ConfigError, match="no_shard with context_parallel_degree 2 cannot be had"):
         recipe(v1, "+recipes.model.context_parallel_degree=2", "recipes.model.sharding_strategy=no_shard")
-
-
-def test_a_feature_that_lands_is_translated(monkeypatch: pytest.MonkeyPatch) -> None:
-    awaited = key.awaits("a_new_setting", 1, "a feature", "take 1")
-    with pytest.raises(ConfigError, match="2 needs a feature, which is not there yet; take 1"):
-        awaited.convert(2, {}.get)
-    assert awaited.convert(1, {}.get) == {}
-    monkeypatch.setattr(key, "settings", lambda entry: {"a_new_setting": None})
-    assert key.awaits("a_new_setting", 1, "a feature", "take 1").convert(2, {}.get) == {"a_new_setting": 2}
 
 
 def test_the_cluster_says_its_type(tmp_path: Path, v1: str, monkeypatch: pytest.MonkeyPatch) -> None:

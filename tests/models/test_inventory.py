@@ -27,11 +27,13 @@ def shrunk(name: str, **changes: object) -> ModelConfig:
         "hidden_size": 32,
         "num_attention_heads": 8,
         "num_query_groups": 2 if grouped else 8,
-        "kv_channels": 6 if model.kv_channels else None,
+        "kv_channels": (6 if model.rotary_percent == 1 else 8) if model.kv_channels else None,
         "ffn_hidden_size": 48,
         "max_position_embeddings": 16,
         "vocab_size": 301,
     }
+    if model.moe_layer_freq.startswith("["):
+        small["moe_layer_freq"] = "[0]*1+[1]*2"
     return resolve_model(replace(model, **(small | changes)))  # type: ignore[arg-type]
 
 
@@ -39,6 +41,7 @@ MODELS = {name: shrunk(name) for name in PRESETS} | {
     "parallel residual, LayerNorm, biases, untied": shrunk(
         "debug", parallel_residual=True, normalization="LayerNorm", disable_bias_linear=False, swiglu=False
     ),
+    "norms over all heads": shrunk("debug", num_query_groups=8, qk_layernorm=True, qk_layernorm_across_heads=True),
     "a bias everywhere, norms of queries and keys": shrunk("debug", disable_bias_linear=False, qk_layernorm=True),
     "no positions, one key/value head": shrunk("gpt2", position_embedding_type="none", num_query_groups=1),
     "a vocabulary that is padded to other sizes": shrunk("gpt2", make_vocab_size_divisible_by=7),

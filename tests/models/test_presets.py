@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from smp.config import Config, ModelConfig, TrainingConfig, load_config, resolve
+from smp.convert.hf_config import to_hf
 from smp.models.arithmetic import count_parameters
 from smp.models.presets import PRESETS
 
@@ -38,6 +39,12 @@ PUBLISHED = {  # parameters as the authors' checkpoints hold them, a tied matrix
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "olmoe-1b-7b": 6_919_161_856,
 }
 
 
@@ -49,7 +56,8 @@ def preset(name: str) -> ModelConfig:
 
 
 def test_every_published_size_is_checked() -> None:
-    assert set(PRESETS) - set(PUBLISHED) == {"debug", "gpt3-175b"}  # OpenAI published no exact number for GPT-3
+    # OpenAI published no exact number for GPT-3; GLM's files also hold layers that predict further tokens
+    assert set(PRESETS) - set(PUBLISHED) == {"debug", "gpt3-175b", "glm-4.5", "glm-4.5-air"}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -90,7 +98,21 @@ def hugging_face(model: ModelConfig, layers: int) -> int:
         return sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(config).parameters())
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [name for name in PRESETS if "num_experts" in PRESETS[name]])
+def test_parameters_with_experts_are_those_of_the_transformers_model(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    model = preset(name)
+    content = to_hf(model, "float32")
+    config = transformers.AutoConfig.for_model(content.pop("model_type"), **content)
+    with torch.device("meta"):
+        built = transformers.AutoModelForCausalLM.from_config(config)
+    assert model.vocab_size is not None
+    assert count_parameters(model, model.vocab_size).total == sum(p.numel() for p in built.parameters())
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if "num_experts" not in PRESETS[name]])
 def test_parameters_are_those_of_the_transformers_model(name: str) -> None:
     model = preset(name)
     assert model.vocab_size is not None

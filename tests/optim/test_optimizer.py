@@ -18,8 +18,10 @@ from smp.config import ConfigError, Layout, ModelConfig, OptimizerConfig, Parall
 from smp.layers import init_weights
 from smp.models.gpt import GPT
 from smp.optim import optimizer as optimizer_module
+from smp.optim.low_precision import MOMENTS, LowPrecisionAdamW, _rows
+from smp.optim.muon import matrices_of
 from smp.optim.optimizer import build_optimizer, clip_gradients, set_learning_rate
-from smp.parallel.boxes import local_box
+from smp.parallel.boxes import local_box, local_part
 from smp.parallel.context import build_context
 from smp.sharding.parallelize import parallelize
 from tests.distributed import run_distributed
@@ -327,3 +329,41 @@ def test_apex_without_its_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sys.modules["apex.optimizers"].FusedAdam, "__init__", refuse)
     with fake_context() as context, pytest.raises(ConfigError, match="apex-adam: FusedAdam requires cuda extensions"):
         build_optimizer(build(context, Layout()), OPTIMIZERS["apex-adam"], context.fsdp)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_a_skipped_step_leaves_moments_in_few_bits_alone(kind: str) -> None:
+    """What is widened and rounded back keeps its value, also by other random bits; a real step changes all."""
+    config = replace(ADAM, exp_avg_dtype=kind, exp_avg_sq_dtype=kind)
+    with fake_context() as context:
+        model = build(context, Layout())
+        optimizer = build_optimizer(model, config, context.fsdp, seed=3)
+        set_gradients(model, whole_gradients(model, 0))
+        optimizer.step()
+
+        def state() -> list[torch.Tensor]:
+            assert isinstance(optimizer, LowPrecisionAdamW)
+            values = [s["step"].clone() for s in optimizer.state.values()]
+            for p, s in optimizer.state.items():  # a value may have two forms: 448 x 1 is 224 x 2
+                parts = {key: _rows(local_part(t)) for key, t in s.items() if key != "step"}
+                values += [optimizer._widened(p, name, parts, slice(None)).clone() for name in MOMENTS]
+            return [*values, *(whole(p) for p in model.parameters())]
+
+        before = state()
+        set_gradients(model, whole_gradients(model, 1))
+        optimizer_module.step_on_device_if(torch.tensor(False), optimizer)
+        assert all(torch.equal(a, b) for a, b in zip(state(), before, strict=True))
+        optimizer_module.step_on_device_if(torch.tensor(True), optimizer)
+        assert not any(torch.equal(a, b) for a, b in zip(state()[-4:], before[-4:], strict=True))
+
+
+def test_muon_leaves_the_output_matrix_of_a_hugging_face_model_alone() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config)
+    chosen = matrices_of(model)
+    assert model.lm_head.weight not in chosen and model.model.embed_tokens.weight not in chosen
+    assert model.model.layers[0].mlp.up_proj.weight in chosen
+    assert matrices_of(model.model) == chosen, "without an output matrix"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -40,7 +40,9 @@ class Problem:
         micro_batches: their number over all ranks in one step.
         layers: number of blocks.
         experts: layers with experts, see ``_EXPERTS``; "": dense ones.
+        fp8: recipe of its linear layers' scales, emulated, in a model that is fp64 otherwise; "": no FP8.
         steps: of training. Gradients are compared at the first, from equal weights, and the last.
+        optimizer: as --optimizer says it. Adam amplifies noise, so bits are compared after it or nothing.
     """
 
     style: str = "llama"
@@ -58,7 +60,9 @@ class Problem:
     micro_batches: int = 1
     layers: int = 2
     experts: str = ""
+    fp8: str = ""
     steps: int = 10
+    optimizer: str = "sgd"
 
     @property
     def recorded_steps(self) -> tuple[int, int]:
@@ -90,6 +94,8 @@ class Spread:
     cp: int = 1
     ep: int = 1
     exchange: str = "p2p"  # of context-parallel ranks; "a2a+p2p" in groups of two
+    host_steps: bool = False  # of the optimizer, on the host
+    horizon: int = 0  # blocks with activations on the device, the others' are offloaded; 0: all are on the device
     chunk_bytes: int | None = None  # of logits at a time; None: as users have it, more than these problems have
 
     @property
@@ -123,9 +129,10 @@ class Case:
 
     @property
     def _counted_together(self) -> int:
-        """Micro-batches of a rank: loads of experts are counted over those that ranks compute at the same time, so one
-        process has as many, each of the rows of all of them."""
-        return self.spread.accumulation if self.problem.experts else 1
+        """Micro-batches of a rank: loads of experts are counted over those that ranks compute at the same time, and so
+        are maxima of tensorwise scales. One process has as many then, each of the rows of all of them."""
+        together = self.problem.experts or self.problem.fp8 == "tensorwise"
+        return self.spread.accumulation if together else 1
 
     def __str__(self) -> str:
         """Name of the test, every setting spelled out."""
@@ -136,10 +143,13 @@ class Case:
             f"ep{s.ep}" if p.experts else "",
             "" if s.cp == 1 else f"cp{s.cp}-{s.exchange}",
             p.experts,
+            p.fp8,
             f"{p.style}-{p.extra}-{'tied' if p.tied else 'untied'}",
             f"vocab{p.vocab[0]}by{p.vocab[1]}-kv{p.kv_heads}of{p.heads}",
             f"{p.micro_batches}x{p.micro_batch}x{p.length}",
             "" if s.recompute == "none" else s.recompute,
+            f"horizon{s.horizon}" if s.horizon else "",
+            "host-steps" if s.host_steps else "",
             *(name for name in ("dropout", "unequal", "clip", "packed") if getattr(p, name)),
             *(name for name in ("bf16", "compile") if getattr(s, name)),
             "" if s.chunk_bytes is None else f"chunks{s.chunk_bytes}",
@@ -172,25 +182,41 @@ _LOSSES: dict[str, Any] = {"moe_aux_loss_coeff": 0.05, "moe_z_loss_coeff": 0.01}
 _EXPERTS: dict[str, dict[str, Any]] = {
     "": {},
     "mixtral": {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 12, **_LOSSES},
-    "pre-softmax": {"num_experts": 4, "moe_router_topk": 3, "moe_router_pre_softmax": True, **_LOSSES},
+    "pre-softmax": {
+        **{"num_experts": 4, "moe_router_topk": 3, "moe_router_pre_softmax": True, **_LOSSES},
+        **{"qk_layernorm": True, "qk_layernorm_across_heads": True},
+    },
     "sigmoid": {
         **{"num_experts": 8, "moe_router_topk": 4, "moe_router_score_function": "sigmoid"},
         **{"moe_router_topk_scaling_factor": 2.5, "moe_shared_expert_intermediate_size": 24},
         **{"moe_ffn_hidden_size": 8, "moe_layer_freq": "2", **_LOSSES},
     },
     "top-1": {"num_experts": 4, "moe_router_topk": 1, "moe_router_pre_softmax": True, **_LOSSES},
+    "deepseek": {
+        **{"num_experts": 8, "moe_router_topk": 4, "moe_router_score_function": "sigmoid", "moe_ffn_hidden_size": 8},
+        **{"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.02, "moe_layer_freq": "2"},
+        **{"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_shared_expert_intermediate_size": 8},
+        **{"moe_router_load_balancing_type": "seq_aux_loss", **_LOSSES},
+    },
+    "qwen2": {
+        **{"num_experts": 4, "moe_router_topk": 2, "moe_router_pre_softmax": True, "moe_shared_expert_gate": True},
+        **{"moe_shared_expert_intermediate_size": 8, "moe_ffn_hidden_size": 8},
+        **{"moe_router_load_balancing_type": "global_aux_loss", **_LOSSES},
+    },
 }
 
 
 def model_config(problem: Problem) -> ModelConfig:
-    """Blocks 18 wide. Weights of std 0.1 let ten steps do something; larger ones make training chaotic."""
+    """Blocks 18 wide, or of blocks of 128. Weights of std 0.1 let ten steps do something; larger ones make training
+    chaotic."""
+    blocks = problem.fp8 == "blockwise"
     return ModelConfig(
         num_layers=problem.layers,
-        hidden_size=18,
-        ffn_hidden_size=36 if problem.heads % 3 else 72,
+        hidden_size=128 if blocks else 18,
+        ffn_hidden_size=256 if blocks else 36 if problem.heads % 3 else 72,
         num_attention_heads=problem.heads,
         num_query_groups=problem.kv_heads,
-        kv_channels=8,
+        kv_channels=256 // problem.kv_heads if blocks else 8,
         max_position_embeddings=problem.length + 2,
         vocab_size=problem.vocab[0],
         make_vocab_size_divisible_by=problem.vocab[1],
@@ -224,6 +250,11 @@ def config_of(case: Case) -> Config:
             bf16=spread.bf16,
             recompute_granularity=spread.recompute,  # type: ignore[arg-type]
             compile=spread.compile,
+            fp8_format="hybrid" if problem.fp8 else None,
+            fp8_recipe=problem.fp8 or "delayed",  # type: ignore[arg-type]
+            fp8_emulate=bool(problem.fp8),
+            **({"offload_activations": True, "activation_loading_horizon": spread.horizon} if spread.horizon else {}),
+            **({"min_offloaded_tensor_size": 1} if spread.horizon and spread.recompute == "none" else {}),
         ),
         data=DataConfig(
             mock_data=True,
@@ -232,7 +263,8 @@ def config_of(case: Case) -> Config:
             global_batch_size=problem.global_batch,
         ),
         optim=OptimizerConfig(
-            optimizer="sgd",
+            optimizer=problem.optimizer,  # type: ignore[arg-type]
+            optimizer_cpu_offload=spread.host_steps,
             lr=0.1,
             lr_decay_style="constant",
             weight_decay=0.1,
@@ -314,6 +346,29 @@ def pairwise_cases() -> list[Case]:
         left -= pairs_of(values)
         cases.append(case_of(values))
     return cases
+
+
+def short(case: Case, steps: int = 4) -> Case:
+    """The same with fewer steps, for the fast suite; ``make parity`` and the slow suite train on."""
+    return replace(case, problem=replace(case.problem, steps=steps))
+
+
+def cover(
+    every: list[dict[str, Any]],
+    pairs_of: Callable[[dict[str, Any]], set[Any]],
+    case_of: Callable[[dict[str, Any]], Case],
+    seed: int,
+) -> list[dict[str, Any]]:
+    """Of all choices of values a small set in which every pair occurs that one of them has; greedy, cheap ones first,
+    the same on every call."""
+    draw, made = random.Random(seed), list[dict[str, Any]]()
+    left = set().union(*(pairs_of(values) for values in every))
+    price = {repr(values): cost(case_of(values)) ** 0.3 for values in every}
+    while left:
+        best = max(every, key=lambda v: (len(pairs_of(v) & left) / price[repr(v)], draw.random()))
+        left -= pairs_of(best)
+        made.append(best)
+    return made
 
 
 def cost(case: Case) -> float:

@@ -4,12 +4,11 @@ split, for every kind of attention."""
 from __future__ import annotations
 
 import itertools
-import random
 from dataclasses import replace
 from typing import Any
 
 from smp.pipeline.schedules import SCHEDULES
-from tests.parity.cases import MAX_WORLD, Case, Problem, Spread, cost
+from tests.parity.cases import MAX_WORLD, Case, Problem, Spread, cover
 
 _Values = dict[str, Any]
 _Pair = tuple[tuple[str, Any], ...]
@@ -88,15 +87,8 @@ def all_values() -> list[_Values]:
 
 
 def pairwise_values() -> list[_Values]:
-    """A small set in which every pair occurs that some layout has; greedy, cheap ones first, the same on every call."""
-    every, draw, made = all_values(), random.Random(3), list[_Values]()
-    left = set().union(*(pairs_of(values) for values in every))
-    price = {repr(values): cost(context_case(values)) ** 0.3 for values in every}
-    while left:
-        best = max(every, key=lambda v: (len(pairs_of(v) & left) / price[repr(v)], draw.random()))
-        left -= pairs_of(best)
-        made.append(best)
-    return made
+    """A small set in which every pair occurs that some layout has."""
+    return cover(all_values(), pairs_of, context_case, seed=3)
 
 
 def pairwise_cases() -> list[Case]:

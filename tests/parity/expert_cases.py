@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import random
 from typing import Any
 
 from smp.pipeline.schedules import SCHEDULES
-from tests.parity.cases import MAX_WORLD, Case, Problem, Spread, cost
+from tests.parity.cases import MAX_WORLD, Case, Problem, Spread, cover
 
 _Values = dict[str, Any]
 _Pair = tuple[tuple[str, Any], ...]
@@ -24,7 +23,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "ep": (1, 2, 4),
     "shard": (1, 2, 4),
     "beside": tuple(_BESIDE),
-    "experts": ("mixtral", "pre-softmax", "sigmoid", "top-1"),
+    "experts": ("mixtral", "pre-softmax", "sigmoid", "top-1", "deepseek", "qwen2"),
     "accumulation": (1, 3),
     "recompute": ("none", "selective", "full"),
 }
@@ -69,15 +68,8 @@ def all_values() -> list[_Values]:
 
 
 def pairwise_values() -> list[_Values]:
-    """A small set in which every pair occurs that some layout has; greedy, cheap ones first, the same on every call."""
-    every, draw, made = all_values(), random.Random(5), list[_Values]()
-    left = set().union(*(pairs_of(values) for values in every))
-    price = {repr(values): cost(expert_case(values)) ** 0.3 for values in every}
-    while left:
-        best = max(every, key=lambda v: (len(pairs_of(v) & left) / price[repr(v)], draw.random()))
-        left -= pairs_of(best)
-        made.append(best)
-    return made
+    """A small set in which every pair occurs that some layout has."""
+    return cover(all_values(), pairs_of, expert_case, seed=5)
 
 
 def pairwise_cases() -> list[Case]:
@@ -101,7 +93,7 @@ def _row(
 def fast_cases() -> list[Case]:
     """A few that meet every kind of split and every kind of router."""
     return [
-        _row(1, 1, "mixtral", "tp and sp"),
+        _row(1, 1, "pre-softmax", "tp and sp"),
         _row(2, 2, "mixtral", "tp and sp", "full", clip=True),
         _row(2, 2, "sigmoid", "tp", accumulation=3),
         _row(2, 4, "pre-softmax", "alone", "selective"),
@@ -109,6 +101,10 @@ def fast_cases() -> list[Case]:
         _row(2, 2, "sigmoid", "zb-h1"),
         _row(2, 2, "mixtral", "replicate", dropout=True),
         _row(2, 1, "top-1", "cp", "full"),
+        _row(2, 2, "deepseek", "tp and sp", "full"),
+        _row(2, 1, "deepseek", "cp"),
+        _row(2, 2, "qwen2", "tp and sp", "selective", accumulation=3),
+        _row(1, 1, "qwen2", "1f1b"),
     ]
 
 

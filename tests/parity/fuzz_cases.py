@@ -19,7 +19,11 @@ from smp.training.finetune_settings import read_finetune_settings
 from smp.training.settings import read_settings
 from tests.training.tiny_hf import WORDS, write_model, write_samples, write_tokenizer
 
-DEGREES = {"--tensor-model-parallel-size": (1, 1, 2, 4), "--pipeline-model-parallel-size": (1, 1, 2, 4)}
+DEGREES = {
+    "--tensor-model-parallel-size": (1, 1, 2, 4),
+    "--pipeline-model-parallel-size": (1, 1, 2, 4),
+    "--context-parallel-size": (1, 1, 2, 4),
+}
 """Ways to split a model, and by how much; data-parallel ranks take what is left."""
 BATCH, STEPS = 8, 4
 KINDS = ("pretrain", "pretrain", "pretrain", "sft", "lora", "dpo", "dpo lora")
@@ -34,6 +38,12 @@ LLAMA = (
 )
 GPT2 = "--normalization LayerNorm --no-swiglu --position-embedding-type learned_absolute --no-disable-bias-linear"
 GPT2_MORE = ("", "--tanh-gelu", "--window-size 3", "--qk-layernorm", "--parallel-residual --squared-relu")
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24",
+    "--num-experts 8 --moe-router-topk 2 --moe-router-score-function sigmoid --moe-layer-freq 2 --moe-z-loss-coeff .01",
+    "--num-experts 4 --moe-router-topk 1 --moe-router-pre-softmax --moe-shared-expert-intermediate-size 16",
+)
+"""Without the balancing loss, which docs/moe.md says depends on the size of a micro-batch."""
 SCHEDULES = (
     "--lr-decay-style constant",
     "--lr-decay-style cosine --min-lr 1e-3",
@@ -45,6 +55,13 @@ OPTIMIZERS = (
     "--optimizer sgd --lr 0.02 --sgd-momentum 0.9",
     "--optimizer adam --lr 0.01 --adam-eps 0.01",  # with a small one it makes as much of rounding as of gradients
 )
+GENTLE = (
+    "--optimizer sgd --lr 2e-3",
+    "--optimizer sgd --lr 2e-3 --sgd-momentum 0.9",
+    "--optimizer adam --lr 1e-3 --adam-eps 0.01",
+)
+"""For pairs. Once a pair is told apart, its loss and gradient are about exp(-margin): their relative error is the
+margin's absolute one, and the margin is a difference of sums of about a hundred log-probabilities (1e-5 in fp32)."""
 
 
 @dataclass(frozen=True)
@@ -123,12 +140,12 @@ def _chain(rng: random.Random, problem: Problem, worlds: tuple[int, ...]) -> tup
 
 def _layouts(rng: random.Random, problem: Problem, world: int, until: int) -> Iterator[Layout]:
     while True:
-        layout = Layout(world, " ".join(_layout(rng, world)), until)
+        layout = Layout(world, " ".join(_layout(rng, world, "--num-experts" in problem.flags)), until)
         if _fits(problem, layout):
             yield layout
 
 
-def _layout(rng: random.Random, world: int) -> Iterator[str]:
+def _layout(rng: random.Random, world: int, experts: bool) -> Iterator[str]:
     degrees = {flag: rng.choice(sizes) for flag, sizes in DEGREES.items()}
     yield from (f"{flag} {size}" for flag, size in degrees.items() if size > 1)
     data = max(world // math.prod(degrees.values()), 1)
@@ -138,6 +155,10 @@ def _layout(rng: random.Random, world: int) -> Iterator[str]:
     if pipeline > 1:
         yield rng.choice(["", "--pipeline-schedule " + rng.choice(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])])
         yield rng.choice(["", "", "--pipeline-reshard"])
+    if degrees["--context-parallel-size"] > 1:
+        yield rng.choice(["", "--cp-comm-type " + rng.choice(["p2p", "all_gather", "a2a", "a2a+p2p"])])
+    if experts:
+        yield f"--expert-model-parallel-size {rng.choice([1, 2, 4])}"
     if data > 1:
         yield rng.choice(["", f"--hybrid-shard-degree {rng.choice([d for d in (1, 2, 4) if data % d == 0])}"])
     yield f"--micro-batch-size {rng.choice([m for m in (1, 2, 4, 8) if BATCH % (m * data) == 0] or [1])}"
@@ -152,9 +173,10 @@ def _pretraining(rng: random.Random, inputs: Path) -> Iterator[str]:
     yield f"--num-layers {rng.choice([2, 4, 4, 8])} --hidden-size {rng.choice([16, 18, 32])} --kv-channels 8"
     yield f"--num-attention-heads {heads} --num-query-groups {groups} --ffn-hidden-size {rng.choice([36, 64])}"
     yield rng.choice(LLAMA) if llama else f"{GPT2} {rng.choice(GPT2_MORE)}"
+    yield rng.choice(["", "", *EXPERTS]) if llama else ""
     yield rng.choice(["", "--no-untie-embeddings-and-output-weights"])
     yield f"--init-method-std 0.1 --seq-length {length} --max-position-embeddings {length + 2}"
-    yield from _course(rng)
+    yield from _course(rng, OPTIMIZERS)
     if rng.random() < 0.5:
         yield f"--mock-data --vocab-size {rng.choice([33, 97])}"
     else:
@@ -169,7 +191,7 @@ def _tuning(rng: random.Random, kind: str, inputs: Path) -> Iterator[str]:
     pairs = kind.startswith("dpo")
     model = rng.choice(["llama", "tied", "gpt2"])
     yield f"--load {inputs}/{model} --data-path {inputs}/{'dpo' if pairs else 'sft'}.jsonl --seq-length 48"
-    yield from _course(rng)
+    yield from _course(rng, GENTLE if pairs else OPTIMIZERS)
     if "lora" in kind:
         yield f"--lora-rank {rng.choice([1, 4])}"
         yield rng.choice(["", "--lora-dropout 0.25"])
@@ -182,8 +204,8 @@ def _tuning(rng: random.Random, kind: str, inputs: Path) -> Iterator[str]:
         yield rng.choice(["", "--packing off", "--no-mask-prompt"])
 
 
-def _course(rng: random.Random) -> Iterator[str]:
-    yield rng.choice(OPTIMIZERS)
+def _course(rng: random.Random, optimizers: tuple[str, ...]) -> Iterator[str]:
+    yield rng.choice(optimizers)
     yield rng.choice(SCHEDULES)
     yield f"--clip-grad {rng.choice([0, 0.2, 1])} --weight-decay {rng.choice([0, 0.1])}"
     yield rng.choice(["", "", "--hidden-dropout 0.1", "--attention-dropout 0.2"])

@@ -65,12 +65,12 @@ class Lab:
 
 
 def _group(cases: Iterable[Case]) -> list[list[Case]]:
-    """Cases that can share a start: same world size, and not too many. What is compiled is slow and goes apart."""
+    """Cases that can share a start: same world size, and not too many. What is compiled is slow and goes alone."""
     groups: dict[tuple[int, bool], list[Case]] = defaultdict(list)
     for case in dict.fromkeys(cases):
         groups[case.spread.world_size, case.spread.compile].append(case)
     starts = []
     for (world_size, compiled), group in sorted(groups.items()):
-        size = 2 if compiled else CASES_PER_START.get(world_size, 8)
+        size = 1 if compiled else CASES_PER_START.get(world_size, 8)
         starts += [group[i : i + size] for i in range(0, len(group), size)]
     return starts

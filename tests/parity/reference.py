@@ -7,7 +7,6 @@ book does: parameter names, initial weights (an argument) and which element a dr
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -101,10 +100,13 @@ def attention(
     name, heads = f"layers.{layer}.attention", config.num_attention_heads
 
     def split(part: str) -> torch.Tensor:
-        return linear(x, weights, f"{name}.{part}").view(batch, length, -1, config.kv_channels or 0).transpose(1, 2)
+        y = linear(x, weights, f"{name}.{part}")
+        if config.qk_layernorm_across_heads and part != "value":
+            y = norm(y, weights, f"{name}.{part}_norm", config)
+        return y.view(batch, length, -1, config.kv_channels or 0).transpose(1, 2)
 
     q, k, v = split("query"), split("key"), split("value")
-    if config.qk_layernorm:
+    if config.qk_layernorm and not config.qk_layernorm_across_heads:
         q, k = norm(q, weights, f"{name}.query_norm", config), norm(k, weights, f"{name}.key_norm", config)
     if config.position_embedding_type == "rope":
         q, k = (rotate(y, frequencies(config), layout.places) for y in (q, k))
@@ -136,14 +138,21 @@ def dense(x: torch.Tensor, weights: Weights, name: str, config: ModelConfig) -> 
 
 def experts(
     x: torch.Tensor, weights: Weights, layer: int, config: ModelConfig, labels: torch.Tensor, micro_batches: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A loop over experts, each on all tokens; and the auxiliary losses by their definitions, which count loads in each
-    of ``micro_batches`` parts of the rows apart."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A loop over experts, each on all tokens; the auxiliary losses by their definitions, which count loads in each
+    of ``micro_batches`` parts of the rows apart, or in each row; and the tokens of each expert."""
     name, k, count = f"layers.{layer}.mlp", config.moe_router_topk, config.num_experts or 0
     logits = x @ weights[f"{name}.router.weight"].t()  # (batch, length, experts)
     sigmoid = config.moe_router_score_function == "sigmoid"
     scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
-    kept = scores >= scores.topk(k, dim=-1).values[..., -1:]
+    values = scores + weights.get(f"{name}.router.expert_bias", torch.zeros(())).detach()
+    if config.moe_router_num_groups is not None:
+        best = config.moe_router_group_topk or 0
+        grouped = values.unflatten(-1, (config.moe_router_num_groups, -1))
+        worth = grouped.sort(-1, descending=True).values[..., : k // best].sum(-1)
+        far = worth < worth.topk(best, dim=-1).values[..., -1:]
+        values = torch.where(far[..., None], -1.0, grouped).flatten(-2)
+    kept = values >= values.topk(k, dim=-1).values[..., -1:]
     assert (kept.sum(-1) == k).all(), "a tie, which this reference does not decide"
     gates = torch.where(kept, scores, 0.0)
     if k > 1 and not config.moe_router_pre_softmax:
@@ -154,20 +163,28 @@ def experts(
         gate, up, down = (weights[f"{name}.experts.{part}.weight"][e] for part in ("gate", "up", "down"))
         y = y + gates[..., e, None] * ((F.silu(x @ gate.t()) * (x @ up.t())) @ down.t())
     if config.moe_shared_expert_intermediate_size is not None:
-        y = y + dense(x, weights, f"{name}.shared_experts", config)
+        shared = dense(x, weights, f"{name}.shared_experts", config)
+        gate = (x @ weights[f"{name}.shared_expert_gate.weight"].t()).sigmoid() if config.moe_shared_expert_gate else 1
+        y = y + gate * shared
     valid = (labels != -100).double()
     weight, p = valid / valid.sum(), scores / scores.sum(-1, keepdim=True)
     aux = (config.moe_z_loss_coeff or 0.0) * (weight * logits.logsumexp(-1) ** 2).sum()
-    for rows in torch.arange(len(x)).chunk(micro_batches):
+    kind, per_row = config.moe_router_load_balancing_type, (kept * valid[..., None]).sum(1)  # (batch, experts)
+    together = len(x) if kind == "seq_aux_loss" else micro_batches
+    for rows in torch.arange(len(x)).chunk(together):
+        chosen = (per_row[: rows[-1] + 1] if kind == "global_aux_loss" else per_row[rows]).sum(0)
         if valid[rows].any():
-            chosen = (kept[rows] * valid[rows][..., None]).mean((0, 1))
             load = count * chosen / chosen.sum()
             aux = aux + config.moe_aux_loss_coeff * (weight[rows][..., None] * p[rows] * load).sum()
-    return y, aux
+    return y, aux, per_row.sum(0)
 
 
-def mean_loss(weights: Weights, config: ModelConfig, batch: RankBatch, micro_batches: int) -> tuple[Any, Any]:
-    """Mean cross-entropy over the valid tokens of the global batch, and the auxiliary losses."""
+def mean_loss(
+    weights: Weights, config: ModelConfig, batch: RankBatch, micro_batches: int
+) -> tuple[torch.Tensor, torch.Tensor, Weights]:
+    """Mean cross-entropy over the valid tokens of the global batch, the auxiliary losses, and the tokens of each expert
+    by the name of its layer's bias."""
+    seen: Weights = {}
     tokens, labels = batch.input_ids[0], batch.labels[0]
     dropout, layout = Dropout(config, batch.sample_index[0], tokens.shape[1]), Layout(batch)
     x = weights["embedding.weight"][tokens]
@@ -180,39 +197,43 @@ def mean_loss(weights: Weights, config: ModelConfig, batch: RankBatch, micro_bat
         )
         inner = norm(x if config.parallel_residual else x + attended, weights, f"layers.{layer}.mlp_norm", config)
         if has_experts(config, layer):
-            fed, more = experts(inner, weights, layer, config, labels, micro_batches)
+            bias = f"layers.{layer}.mlp.router.expert_bias"
+            fed, more, seen[bias] = experts(inner, weights, layer, config, labels, micro_batches)
             aux, fed = aux + more, dropout.of_stream(fed, 3 * layer + 2)
         else:
             fed = mlp(inner, weights, layer, config, dropout)
         x = x + attended + fed
     head = weights["head.weight"] if config.untie_embeddings_and_output_weights else weights["embedding.weight"]
     logits = norm(x, weights, "final_norm", config) @ head.t()
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), aux  # its default leaves out -100
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), aux, seen  # its default leaves out -100
 
 
 def train(case: Case, initial: Weights) -> Result:
     """Steps of SGD with weight decay and clipping, starting from ``initial``."""
     config = config_of(case.one_rank_fp32)
     weights = {name: w.double().requires_grad_() for name, w in initial.items()}
-    matrices, vectors = ([w for w in weights.values() if (w.ndim > 1) == wanted] for wanted in (True, False))
+    trained = [w for name, w in weights.items() if not name.endswith(".expert_bias")]
+    matrices, vectors = ([w for w in trained if (w.ndim > 1) == wanted] for wanted in (True, False))
     decayed = [{"params": matrices, "weight_decay": config.optim.weight_decay}, {"params": vectors}]
     optimizer = torch.optim.SGD(decayed, lr=config.optim.lr)
     losses, norms, gradients = [], [], {}
     for step in range(case.problem.steps):
         optimizer.zero_grad()
         batch = global_batch(case.problem, step)
-        loss, aux = mean_loss(weights, config.model, batch, case.one_rank_fp32.spread.accumulation)
+        loss, aux, seen = mean_loss(weights, config.model, batch, case.one_rank_fp32.spread.accumulation)
         (loss + aux).backward()
         if step in case.problem.recorded_steps:
             gradients[step] = {name: _gradient(w) for name, w in weights.items()}
         limit = config.optim.clip_grad or math.inf
-        norms.append(torch.nn.utils.clip_grad_norm_(list(weights.values()), limit).item())
+        norms.append(torch.nn.utils.clip_grad_norm_(trained, limit).item())
         losses.append(loss.item())
         optimizer.step()
+        for name in seen.keys() & weights.keys():
+            with torch.no_grad():
+                weights[name] += config.model.moe_router_bias_update_rate * (seen[name].mean() - seen[name]).sign()
     final = {name: w.detach() for name, w in weights.items()}
     return Result(losses, norms, initial, gradients, final)
 
 
 def _gradient(weight: torch.Tensor) -> torch.Tensor:
-    assert weight.grad is not None
-    return weight.grad.clone()
+    return torch.zeros_like(weight) if weight.grad is None else weight.grad.clone()

@@ -131,7 +131,8 @@ def _whole(parts: list[Tensors], ranks: list[dict[str, Any]]) -> Tensors:
     """Whole tensors from the ranks' parts, which ``boxes`` locates."""
     out = {}
     for name, (shape, rows) in {name: size for rank in ranks for name, size in rank["shapes"].items()}.items():
-        tensor = torch.full(shape, float("nan"))
+        dtype = next(part[name].dtype for part in parts if name in part)
+        tensor = torch.full(shape, float("nan"), dtype=dtype)
         for part, rank in zip(parts, ranks, strict=True):
             if name not in rank["boxes"]:  # another pipeline rank's
                 continue

@@ -5,21 +5,16 @@ from __future__ import annotations
 import pytest
 
 from tests.parity import context_cases as cases
-from tests.parity.cases import MAX_WORLD, Case
+from tests.parity.cases import MAX_WORLD, Case, short
 from tests.parity.lab import Lab
 from tests.parity.result import TOLERANCE, compare
-from tests.parity.test_matrix import errors, within_rounding
+from tests.parity.test_matrix import errors, lab_of, within_rounding
 
-FAST = cases.fast_cases()
-SABOTAGED = cases.sabotaged_cases()
+FAST = [short(case) for case in cases.fast_cases()]
+SABOTAGED = [(short(case), error) for case, error in cases.sabotaged_cases()]
 PAIRWISE = cases.pairwise_cases()
 BF16 = cases.bf16_cases()
 COMPILED = cases.compiled_cases()
-
-
-def lab_of(layouts: list[Case], folder: object) -> Lab:
-    one_rank = [single for case in layouts for single in (case.one_rank, case.one_rank_fp32)]
-    return Lab([*layouts, *one_rank], folder)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

@@ -5,19 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tests.parity import expert_cases as cases
-from tests.parity.cases import MAX_WORLD, Case
+from tests.parity.cases import MAX_WORLD, Case, short
 from tests.parity.lab import Lab
 from tests.parity.result import TOLERANCE, compare
-from tests.parity.test_matrix import errors
+from tests.parity.test_matrix import errors, lab_of, within_rounding
 
-FAST = cases.fast_cases()
+FAST = [short(case) for case in cases.fast_cases()]
 PAIRWISE = cases.pairwise_cases()
 BF16 = cases.bf16_cases()
-
-
-def lab_of(layouts: list[Case], folder: object) -> Lab:
-    one_rank = [single for case in layouts for single in (case.one_rank, case.one_rank_fp32)]
-    return Lab([*layouts, *one_rank], folder)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -57,5 +52,4 @@ def test_every_pair_trains_like_one_rank(slow_lab: Lab, case: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", BF16, ids=str)
 def test_bf16_is_as_close_as_rounding_allows(slow_lab: Lab, case: Case) -> None:
-    found, own = errors(slow_lab, case), compare(slow_lab.result(case.one_rank), slow_lab.result(case.one_rank_fp32))
-    assert 0 < found.gradient <= 2 * own.gradient, (found, own)
+    within_rounding(slow_lab, case, BF16)

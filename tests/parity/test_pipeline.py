@@ -6,15 +6,18 @@ import pytest
 import torch
 
 from tests.parity import pipeline_cases as cases
-from tests.parity.cases import Case
+from tests.parity.cases import Case, short
 from tests.parity.lab import Lab
 from tests.parity.result import TOLERANCE
-from tests.parity.test_matrix import errors, within_rounding
+from tests.parity.test_matrix import errors, some_slow, within_rounding
 
-PIPELINES = [*cases.pipeline_cases(), *cases.special_cases()]
+STEPS = 3  # of the fast suite
+ALL = [short(case, STEPS) for case in [*cases.pipeline_cases(), *cases.special_cases()]]
+COMPILED = [case for case in ALL if case.spread.compile]
+PIPELINES = [case for case in ALL if not case.spread.compile]
 BF16 = cases.bf16_cases()
-EXACT = cases.exact_cases()
-SABOTAGED = cases.sabotaged_cases()
+EXACT = [(short(case, STEPS), short(one_rank, STEPS)) for case, one_rank in cases.exact_cases()]
+SABOTAGED = [(short(case, STEPS), error) for case, error in cases.sabotaged_cases()]
 PRODUCT = list(dict.fromkeys(cases.product_cases()))
 
 
@@ -26,7 +29,7 @@ def slow_lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     exact = [case for pair in EXACT for case in pair]
-    layouts = [*PIPELINES, *BF16, *(case for case, _ in SABOTAGED)]
+    layouts = [*PIPELINES, *COMPILED, *BF16, *(case for case, _ in SABOTAGED)]
     one_rank = [single for case in layouts for single in (case.one_rank, case.one_rank_fp32)]
     return Lab([*layouts, *exact, *one_rank], tmp_path_factory.mktemp("pipeline"))
 
@@ -42,7 +45,7 @@ def test_the_set_covers_every_pair_and_half_of_the_triples() -> None:
     assert {s.recompute for s in split} == {"none", "selective", "full"} and {s.reshard for s in split} == {False, True}
 
 
-@pytest.mark.parametrize("case", PIPELINES, ids=str)
+@pytest.mark.parametrize("case", [*some_slow(PIPELINES, len(PIPELINES)), *some_slow(COMPILED, 1)])
 def test_a_pipeline_equals_one_rank(lab: Lab, case: Case) -> None:
     assert errors(lab, case).worst <= TOLERANCE, errors(lab, case)
 

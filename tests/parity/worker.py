@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from smp.config import Layout
 from smp.data.loader import RankBatch
 from smp.data.sample import IGNORE_INDEX
+from smp.kernels.copier import copier_of
+from smp.layers.fp8 import history, scaling
 from smp.layers.head import CHUNK_BYTES, ModelOutput
 from smp.models.gpt import GPT
 from smp.optim import optimizer as optimizer_module
@@ -28,6 +30,7 @@ from smp.parallel.context import ParallelContext, build_context
 from smp.pipeline.actions import Action, Op, Schedule
 from smp.pipeline.plan import plan_pipeline
 from smp.pipeline.run import Runner
+from smp.sharding import parallelize
 from smp.sharding.stages import ShardedStages
 from smp.sharding.tied import TiedMatrix
 from smp.training import objective as objective_module
@@ -40,6 +43,7 @@ from smp.training.trainer import Progress, Trainer
 from tests.parity.cases import Case, config_of
 from tests.parity.communication import Recorder
 from tests.parity.data import share
+from tests.parity.offload_cases import CountingOffload
 from tests.parity.result import Tensors
 
 Contexts = dict[tuple[Layout, int], ParallelContext]
@@ -54,7 +58,8 @@ def run_cases(rank: int, world_size: int, cases: list[Case], folder: str, device
                 patch.setitem(CHUNK_BYTES, "cpu", case.spread.chunk_bytes)
             if case.sabotage:
                 SABOTAGE[case.sabotage](patch)
-            record = train(case, contexts, torch.device(f"cuda:{rank}" if device == "cuda" else device))
+            with fp64() if case.problem.fp8 else nullcontext():
+                record = train(case, contexts, torch.device(f"cuda:{rank}" if device == "cuda" else device))
         part = Path(folder) / f"{number}.{rank}.part"
         torch.save(record, part)
         part.rename(part.with_suffix(""))  # a file under its final name is whole
@@ -71,7 +76,8 @@ class Recording:
         outputs = self.inner.train(micro_batches)
         if self.step in self.recorded:
             grads = {name: p.grad for name, p in self.model.named_parameters()}
-            self.gradients.append({name: _local(g) for name, g in grads.items() if g is not None})
+            biases = {name: torch.zeros_like(b) for name, b in self.model.named_buffers()}
+            self.gradients.append({name: _local(g) for name, g in (grads | biases).items() if g is not None})
         self.step += 1
         return outputs
 
@@ -89,7 +95,8 @@ def train(case: Case, contexts: Contexts, device: torch.device) -> dict[str, Any
     context = replace(contexts[key], sequence_parallel=config.parallel.sequence_parallel)
     plan = plan_pipeline(config, layout) if spread.pp > 1 else None
     kernels, _ = choose_backends(config, context, device, documents=config.data.reset_attention_mask)
-    place = Workplace(context, device, kernels, plan)
+    offload = CountingOffload(config.parallel, copier_of(device)) if spread.horizon else None
+    place = Workplace(context, device, kernels, plan, offload)
     model = build_model(config, place)
     initial = _weights(model)
     optimizer = build_optimizer(model, config.optim, context.fsdp, context.expert_fsdp)
@@ -97,19 +104,49 @@ def train(case: Case, contexts: Contexts, device: torch.device) -> dict[str, Any
     objective = NextToken(device, context.cp_group)
     trainer = Trainer(config, model, recording, objective, optimizer, context, device, Progress())
     recorder = Recorder()
-    with nullcontext() if spread.compile else recorder:  # torch does not compile where operations are watched
-        steps = [trainer.train_step(share(problem, spread, context.data_rank, step)) for step in range(problem.steps)]
+    steps = []
+    for step in range(problem.steps):
+        # The first step sets up, the second is like all others. Torch does not compile where operations are watched.
+        with recorder if step < 2 and not spread.compile else nullcontext():
+            steps.append(trainer.train_step(share(problem, spread, context.data_rank, step)))
     if spread.compile:
         torch._dynamo.reset()
+    if offload is not None:
+        offload.check(first=context.pp_rank == 0)
     return {
         "recorded": problem.recorded_steps,
         "communication": recorder.log,
         "losses": [s.loss for s in steps],
         "norms": [s.grad_norm for s in steps],
         "tensors": [initial, *recording.gradients, _weights(model)],
-        "shapes": {name: (tuple(p.shape), _logical_rows(model, name)) for name, p in model.named_parameters()},
-        "boxes": {name: _box(p) for name, p in model.named_parameters()},
+        "shapes": {name: (tuple(p.shape), _logical_rows(model, name)) for name, p in _tensors(model).items()},
+        "boxes": {name: _box(p) for name, p in _tensors(model).items()},
     }
+
+
+@contextmanager
+def fp64() -> Iterator[None]:
+    """Weights, activations, messages and reductions in fp64. A number that two layouts compute with an error of eps is
+    rounded to another one of 8 bits with a probability of about 16 eps: in fp32 some are, in fp64 none."""
+    whole, make, before = Runner.__init__, objective_module.token_micro_batch, torch.get_default_dtype()
+
+    def with_wide_weights(*args: Any, **named: Any) -> Any:
+        batch = make(*args, **named)
+        assert batch.loss_weights is not None
+        return replace(batch, loss_weights=batch.loss_weights.double())
+
+    def wide(self: Runner, links: Any, shape: Any, dtype: torch.dtype, device: torch.device) -> None:
+        whole(self, links, shape, torch.float64, device)
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Runner, "__init__", wide)
+            patch.setattr(objective_module, "token_micro_batch", with_wide_weights)
+            patch.setattr(parallelize, "_precision", lambda bf16: MixedPrecisionPolicy(cast_forward_inputs=False))
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -118,7 +155,12 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(model: GPT) -> Tensors:
-    return {name: _local(p) for name, p in model.named_parameters()}
+    return {name: _local(p) for name, p in _tensors(model).items()}
+
+
+def _tensors(model: GPT) -> Tensors:
+    """Parameters, and expert biases, whose gradient is zero."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def _box(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -128,9 +170,7 @@ def _box(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def _logical_rows(model: GPT, name: str) -> int:
     """Rows of a parameter without the vocabulary padding."""
-    return (
-        model.config.vocab_size if name in ("embedding.weight", "head.weight") else model.get_parameter(name).shape[0]
-    )  # type: ignore[return-value]
+    return model.config.vocab_size if name in ("embedding.weight", "head.weight") else _tensors(model)[name].shape[0]  # type: ignore[return-value]
 
 
 def _function(name: str) -> Any:
@@ -227,6 +267,48 @@ def _number_tokens_per_rank(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GPT, "_own", lambda self, x: x[: x.shape[0] // self.group.size])
 
 
+def _scale_by_own_maximum(patch: pytest.MonkeyPatch) -> None:
+    """Every rank takes the maximum of its own part of a tensor."""
+    patch.setattr(scaling, "max_over", lambda x, groups: x)
+
+
+def _scale_of_the_first_rank(patch: pytest.MonkeyPatch) -> None:
+    """Every rank takes the maximum of the first one's part."""
+
+    def of_first(x: torch.Tensor, groups: Sequence[collectives.Group]) -> torch.Tensor:
+        return collectives.max_over(x if all(group.rank == 0 for group in groups) else torch.zeros_like(x), groups)
+
+    patch.setattr(scaling, "max_over", of_first)
+
+
+def _stale_scale(patch: pytest.MonkeyPatch) -> None:
+    """Tensors have the maxima that others had before them."""
+    before: dict[torch.Size, torch.Tensor] = {}
+
+    def stale(x: torch.Tensor, groups: Sequence[collectives.Group]) -> torch.Tensor:
+        now = collectives.max_over(x, groups)
+        then, before[x.shape] = before.get(x.shape, now), now
+        return then
+
+    patch.setattr(scaling, "max_over", stale)
+
+
+def _history_of_own_rank(patch: pytest.MonkeyPatch) -> None:
+    """The maxima of a step stay those of each rank."""
+    patch.setattr(history, "max_over", lambda x, groups: x)
+
+
+def _stale_history(patch: pytest.MonkeyPatch) -> None:
+    """Scales stay those of the first step."""
+    whole = history.AmaxHistory._set_scales
+
+    def once(self: Any) -> None:
+        if bool((self.inverse == 1).all()):
+            whole(self)
+
+    patch.setattr(history.AmaxHistory, "_set_scales", once)
+
+
 SABOTAGE: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "sum_gradient": _break_adjoint("sum_gradient"),
     "copy_to_group": _break_adjoint("copy_to_group"),
@@ -242,5 +324,10 @@ SABOTAGE: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "swap_sends": _swap_two_sends,
     "count_all_parts": _count_on_every_part,
     "local_positions": _place_tokens_per_rank,
+    "own_maximum": _scale_by_own_maximum,
+    "first_maximum": _scale_of_the_first_rank,
+    "stale_scale": _stale_scale,
+    "own_history": _history_of_own_rank,
+    "stale_history": _stale_history,
 }
 """Bugs of the negative control, by name: each is one that parallel training programs have had."""

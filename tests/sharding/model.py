@@ -11,6 +11,7 @@ from smp.config import ModelConfig, ParallelConfig
 from smp.layers import init_weights
 from smp.models.gpt import GPT
 from smp.models.micro_batch import MicroBatch
+from smp.sharding.offload import Offload
 from smp.sharding.parallelize import parallelize
 
 MODEL = ModelConfig(
@@ -27,14 +28,14 @@ MODEL = ModelConfig(
 LENGTH, BATCH = 12, 4
 
 
-def build(context: Any, config: ModelConfig, parallel: ParallelConfig) -> GPT:
+def build(context: Any, config: ModelConfig, parallel: ParallelConfig, offload: Offload | None = None) -> GPT:
     model = GPT(
         config,
         replace(context, sequence_parallel=parallel.sequence_parallel),
         seed=1,
         compute_dtype=torch.bfloat16 if parallel.bf16 else None,
     )
-    parallelize(model, context, parallel)
+    parallelize(model, context, parallel, offload)
     model.to_empty(device="cpu")
     init_weights(model, seed=0)
     return model

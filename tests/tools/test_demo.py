@@ -51,10 +51,11 @@ def test_a_failed_step_ends_the_demo(capfd: pytest.CaptureFixture[str]) -> None:
     assert shown[1].startswith("$ ") and shown[2] == "so far"
 
 
-def test_demo_twice_from_corpus_to_sample(tmp_path: Path) -> None:
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_demo_from_corpus_to_sample(tmp_path: Path, times: int) -> None:
     pytest.importorskip("matplotlib")
     small = ["--train-iters", "3", "--eval-iters", "1", "--num-layers", "1", "--seq-length", "32"]
-    for _ in range(2):  # the second replaces the first
+    for _ in range(times):  # the second replaces the first
         done = subprocess.run(
             [sys.executable, str(ROOT / "tools" / "demo.py"), "--folder", str(tmp_path), *small],
             cwd=tmp_path,

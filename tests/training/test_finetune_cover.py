@@ -22,8 +22,9 @@ OBJECTIVES = {
     },
 }
 TRAINED = {"all weights": "", "LoRA": "--lora-rank 4"}
-MODELS = ("llama", "tied llama", "gpt2")
-LAYOUTS = {"shard 2": (2, ""), "replicas 2": (2, "--hybrid-shard-degree 1")}
+LAYOUTS = {"alone": "", "shard 2": "", "replicas 2": "--hybrid-shard-degree 1"}
+MODELS = {"llama": ("shard 2",), "tied llama": ("shard 2", "replicas 2"), "gpt2": ("shard 2",)}
+"""And the layouts of two processes that each is trained in."""
 STEPS = (
     "--train-iters 2 --seq-length 48 --micro-batch-size 2 --global-batch-size 8 --lr 0.02 --optimizer sgd "
     "--weight-decay 0"  # a decay changes what has no gradient
@@ -48,10 +49,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         write_model(place, model.split()[-1], layers=2, tied=model.startswith("tied"))
     out: Runs = {}
     for world in (1, 2):
-        here = {"alone": ""} if world == 1 else {name: flags for name, (_, flags) in LAYOUTS.items()}
-        cases = [(layout, model, *method) for layout in here for model in MODELS for method in METHODS]
+        here = {model: ("alone",) if world == 1 else layouts for model, layouts in MODELS.items()}
+        cases = [(layout, model, *method) for model in MODELS for layout in here[model] for method in METHODS]
         flags = [
-            f"--load {folder / model.replace(' ', '-')} --log-dir {folder}/logs {STEPS} {here[layout]} "
+            f"--load {folder / model.replace(' ', '-')} --log-dir {folder}/logs {STEPS} {LAYOUTS[layout]} "
             f"{OBJECTIVES[objective].format(folder)} {TRAINED[trained]}"
             for layout, model, objective, trained in cases
         ]
@@ -61,8 +62,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @pytest.mark.parametrize(("objective", "trained"), METHODS)
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("model", "layout"), [(model, layout) for model in MODELS for layout in MODELS[model]])
 def test_data_parallel_ranks_train_like_one(runs: Runs, layout: str, model: str, objective: str, trained: str) -> None:
     got, want = runs[layout, model, objective, trained], runs["alone", model, objective, trained]
     for loss, other in zip(got["losses"], want["losses"], strict=True):
@@ -71,17 +71,18 @@ def test_data_parallel_ranks_train_like_one(runs: Runs, layout: str, model: str,
         assert max(tensor_errors(got["gradients"][step], gradients, gradients).values()) <= TOLERANCE
 
 
-@pytest.mark.parametrize("case", [(m, *method) for m in MODELS for method in METHODS], ids=", ".join)
-@pytest.mark.parametrize("layout", ["alone", *LAYOUTS])
+@pytest.mark.parametrize(("objective", "trained"), METHODS)
+@pytest.mark.parametrize(
+    ("model", "layout"), [(model, layout) for model in MODELS for layout in ("alone", *MODELS[model])]
+)
 def test_a_step_changes_every_parameter_that_requires_a_gradient(
-    runs: Runs, layout: str, case: tuple[str, str, str]
+    runs: Runs, model: str, layout: str, objective: str, trained: str
 ) -> None:
-    run = runs[layout, *case]
-    tied = case[0] != "llama"
-    assert ("head.weight" not in run["initial"]) == (tied or case[2] == "LoRA")
+    run = runs[layout, model, objective, trained]
+    assert ("head.weight" not in run["initial"]) == (model != "llama" or trained == "LoRA")
     for step, moved in enumerate(run["moved"]):
         still = run["initial"].keys() - moved
-        assert {name for name in still if not without_gradient(name, step, case[0])} == set()
+        assert {name for name in still if not without_gradient(name, step, model)} == set()
 
 
 def without_gradient(name: str, step: int, model: str) -> bool:

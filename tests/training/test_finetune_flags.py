@@ -34,6 +34,9 @@ RUNS = {
     "dropout": f"{LORA} --lora-dropout 0.5",
     "targets": f"{LORA} --lora-target-modules up",
     "adapter": "--load-adapter {0}/theirs --train-iters 2 --lr 0.05",
+    "plain": f"{LORA} --load {{0}}/wide",
+    "4 bits": f"{LORA} --load {{0}}/wide --load-in-4bit",
+    "4 bits, plain scales": f"{LORA} --load {{0}}/wide --load-in-4bit --no-bnb-4bit-use-double-quant",
     "dpo": DPO,
     "beta": f"{DPO} --dpo-beta 0.5",
     "smoothing": f"{DPO} --dpo-label-smoothing 0.2",
@@ -54,13 +57,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tokenizer(path)
     write_model(path)
     write_samples(path)
+    write_tokenizer(path / "wide")
+    write_model(path / "wide", layers=1, hidden=64)
     write_adapter(path, path / "theirs", r=3, lora_alpha=10, target_modules=["q_proj"])
     return path
 
 
 def flags(folder: Path, more: str) -> str:
-    common = "--load {0} --data-path {0}/sft.jsonl --log-dir {0}/logs --seq-length 48 --global-batch-size 4"
-    return f"{common} {more}".format(folder)
+    common = "--data-path {0}/sft.jsonl --log-dir {0}/logs --seq-length 48 --global-batch-size 4"
+    return f"{'' if '--load ' in more else '--load {0}'} {common} {more}".format(folder)
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +87,15 @@ def test_adapters(runs: dict[str, dict[str, Any]]) -> None:
     assert runs["dropout"]["losses"][1] != lora[1], "--lora-dropout"
     assert {name.split(".")[-3] for name in runs["targets"]["initial"]} == {"up"}, "--lora-target-modules"
     assert runs["adapter"]["losses"][0] != pytest.approx(base[0], rel=1e-3), "--load-adapter"
+
+
+@proves("load_in_4bit", "bnb_4bit_use_double_quant")
+def test_weights_in_4_bits(runs: dict[str, dict[str, Any]]) -> None:
+    plain, double, single = (runs[name] for name in ("plain", "4 bits", "4 bits, plain scales"))
+    assert len({run["losses"][0] for run in (plain, double, single)}) == 3
+    assert double["losses"][0] == pytest.approx(plain["losses"][0], rel=0.05)
+    assert single["losses"][0] == pytest.approx(double["losses"][0], rel=0.01)
+    assert double["held"] < plain["held"]
 
 
 @proves("objective", "dpo_loss_type", "dpo_beta", "dpo_label_smoothing", "dpo_reference", "orpo_beta")

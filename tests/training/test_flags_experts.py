@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,10 @@ from tests.training.flag_runs import TINY, Run, Runs, proves, run_here
 Check = Callable[[Run, Run], object]
 MOE = "--num-experts 4 "
 SIGMOID = MOE + "--moe-router-score-function sigmoid "
+BIAS = SIGMOID + "--moe-router-enable-expert-bias "
+GROUPS = "--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 1 "
+SHARED = MOE + "--moe-shared-expert-intermediate-size 24 "
+BALANCED = MOE + "--global-batch-size 8 --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type "
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +70,25 @@ def shared(got: Run, base: Run) -> None:
     shapes({"shared_experts.up": (24, 32), "shared_experts.down": (32, 24), "experts.up": (4, 64, 32)})(got, base)
 
 
+def moves_the_bias(got: Run, base: Run) -> None:
+    """Choices are the same in the first step; then another expert is taken here and there."""
+    assert got.losses[0] == base.losses[0] and got.losses[1:] != base.losses[1:]
+
+
+def gated(got: Run, base: Run) -> None:
+    shapes({"shared_expert_gate": (1, 32), "shared_experts.up": (24, 32)})(got, base)
+
+
+def other_balance(got: Run, base: Run) -> None:
+    name = "load balancing loss"
+    assert got.records(name)[0] > 0 and got.records(name) != base.records(name)
+    assert got.losses[0] == base.losses[0] and got.losses[-1] != base.losses[-1]
+
+
+def as_before(got: Run, base: Run) -> None:
+    assert got.losses == base.losses and "load balancing loss" not in got.out
+
+
 TABLE: list[tuple[str, str, str, Check]] = [
     (
         "num_experts",
@@ -79,13 +103,21 @@ TABLE: list[tuple[str, str, str, Check]] = [
     ("moe_router_score_function", SIGMOID, MOE, other_math),
     ("moe_router_pre_softmax", MOE + "--moe-router-pre-softmax", MOE, other_math),
     ("moe_router_topk_scaling_factor", MOE + "--moe-router-topk-scaling-factor 2.5", MOE, other_math),
+    ("moe_router_num_groups", GROUPS, "--num-experts 8 ", other_math),
+    ("moe_router_group_topk", GROUPS.replace("topk 1", "topk 2"), GROUPS, other_math),
+    ("moe_router_enable_expert_bias", BIAS + "--moe-router-bias-update-rate 0.5", SIGMOID, moves_the_bias),
+    ("moe_router_bias_update_rate", BIAS + "--moe-router-bias-update-rate 0.5", BIAS, moves_the_bias),
+    ("moe_shared_expert_gate", SHARED + "--moe-shared-expert-gate", SHARED, gated),
+    ("moe_router_load_balancing_type", BALANCED + "seq_aux_loss", BALANCED + "aux_loss", other_balance),
+    ("moe_router_load_balancing_type", BALANCED + "global_aux_loss", BALANCED + "aux_loss", other_balance),
+    ("moe_router_load_balancing_type", MOE + "--moe-router-load-balancing-type none", MOE, as_before),
     ("moe_aux_loss_coeff", MOE + "--moe-aux-loss-coeff 0.1", MOE, minimises("load balancing loss", 0.1)),
     ("moe_z_loss_coeff", MOE + "--moe-z-loss-coeff 0.1", MOE, minimises("z loss", 0.1)),
 ]
 
 
 @proves(*{row[0] for row in TABLE})
-@pytest.mark.parametrize(("name", "flags", "base", "check"), TABLE, ids=[row[0] for row in TABLE])
+@pytest.mark.parametrize(("name", "flags", "base", "check"), TABLE, ids=[row[1] for row in TABLE])
 def test_a_setting_of_experts(runs: Runs, name: str, flags: str, base: str, check: Check) -> None:
     check(runs(flags), runs(base))
 
@@ -93,6 +125,8 @@ def test_a_setting_of_experts(runs: Runs, name: str, flags: str, base: str, chec
 def test_the_load_is_reported(runs: Runs) -> None:
     loads = runs(MOE).records("expert load max/mean")
     assert len(loads) == 3 and all(1 <= load <= 4 for load in loads)
+    entropies = runs(MOE).records("router entropy")
+    assert len(entropies) == 3 and all(0 < entropy <= math.log(4) for entropy in entropies)
 
 
 def test_validation_has_no_auxiliary_loss(runs: Runs) -> None:
@@ -122,7 +156,8 @@ def step_and_save(rank: int, world: int, folder: str, number: int) -> tuple[int,
     and the last loss."""
     os.chdir(folder)
     _, flags, _ = LAYOUTS[number]
-    said = f"--num-experts 8 --seq-length 16 {flags} --save {number} --moe-aux-loss-coeff 0.01 --micro-batch-size 1"
+    said = f"--num-experts 8 --seq-length 16 {flags} --save {number} --moe-aux-loss-coeff 0.01 --micro-batch-size 1 "
+    said += "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
     said += f" --load {number - 1}" if number else ""
     config = read_settings([*TINY.split(), *said.split()], PRESETS, world)
     run = TrainingRun(pretraining(config), Process(rank, world, rank), torch.device("cpu"), StopSignal())
@@ -146,7 +181,7 @@ def tensors(run: Path) -> dict[str, torch.Tensor]:
 
 @proves("expert_model_parallel_size")
 def test_experts_move_between_processes(tmp_path: Path) -> None:
-    """ep 4 -> 1 -> 2 (with TP): weights and optimizer to the bit, and the next loss."""
+    """ep 4 -> 1 -> 2 (with TP): weights, expert biases and optimizer to the bit, and the next loss."""
     losses = []
     for number, (world, _, experts) in enumerate(LAYOUTS):
         found = run_distributed(step_and_save, world, str(tmp_path), number)
@@ -154,6 +189,7 @@ def test_experts_move_between_processes(tmp_path: Path) -> None:
         losses.append(found[0][1])
     first, *others = (tensors(tmp_path / str(number)) for number in range(len(LAYOUTS)))
     assert first["optim.exp_avg.layers.0.mlp.experts.down.weight"].abs().sum(dim=(1, 2)).min() > 0
+    assert first["model.layers.0.mlp.router.expert_bias"].abs().max() > 0
     for other in others:
         assert other.keys() == first.keys()
         assert [name for name in first if not torch.equal(first[name], other[name])] == []

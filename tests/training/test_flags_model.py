@@ -149,6 +149,12 @@ TABLE: list[tuple[str, str, str, Check]] = [
     ("disable_bias_linear", "--no-disable-bias-linear", "", with_suffix(ALL_BIASES)),
     ("add_qkv_bias", "--add-qkv-bias", "", with_suffix(QKV_BIAS)),
     ("qk_layernorm", "--qk-layernorm", "", with_suffix({"query_norm.weight": (8,), "key_norm.weight": (8,)})),
+    (
+        "qk_layernorm_across_heads",
+        "--qk-layernorm --qk-layernorm-across-heads --num-query-groups 2",
+        "--qk-layernorm --num-query-groups 2",
+        with_suffix({"query_norm.weight": (32,), "key_norm.weight": (16,)}),
+    ),
     ("window_size", "--window-size 4", "", other_math),
     ("window_size", "--window-size 17", "", same_run),
     ("parallel_residual", "--parallel-residual", "", other_math),

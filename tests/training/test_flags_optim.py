@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -44,6 +44,26 @@ def sgd_by_hand(run: Run, momentum: float) -> Tensors:
     return out
 
 
+def muon_by_hand(run: Run, momentum: float, nesterov: bool, steps: int, scale: Callable[[int, int], float]) -> Tensors:
+    """Final weights in float64: singular values go through the quintic (Jordan et al. 2024), no matrix does."""
+    out = adamw_by_hand(run, 0.9, 0.95, 1e-8, 0.1)
+    for name, start in run.initial.items():
+        if not name.startswith("layers.") or start.ndim == 1:
+            continue
+        w, buffer = start.double(), torch.zeros(())
+        for grads, lr in zip(run.grads, run.rates, strict=True):
+            g = grads[name].double()
+            buffer = momentum * buffer + (1 - momentum) * g
+            update = momentum * buffer + (1 - momentum) * g if nesterov else buffer
+            left, sizes, right = torch.linalg.svd(update, full_matrices=False)
+            sizes = sizes / sizes.norm(dim=-1, keepdim=True)
+            for _ in range(steps):
+                sizes = 3.4445 * sizes - 4.7750 * sizes**3 + 2.0315 * sizes**5
+            w = w * (1 - lr * 0.1) - lr * scale(*w.shape[-2:]) * (left * sizes.unsqueeze(-2)) @ right
+        out[name] = w
+    return out
+
+
 def distance(got: Tensors, want: Tensors) -> float:
     """Largest difference of any weight."""
     return max((got[name].double() - w).abs().max().item() for name, w in want.items())
@@ -76,6 +96,58 @@ def test_sgd_is_what_its_settings_say(runs: Runs, momentum: float) -> None:
     assert distance(run.final, sgd_by_hand(run, 0.9 - momentum)) > 1e-4
     assert set(run.state) == ({"momentum_buffer"} if momentum else set())
     assert set(runs().state) == {"exp_avg", "exp_avg_sq", "step"}
+
+
+def spectral(rows: int, columns: int) -> float:
+    return 0.2 * max(rows, columns) ** 0.5
+
+
+# setting -> flags and what they mean; the baseline's are 0.95, Nesterov, 5 steps, 0.2 x sqrt(largest side)
+MUON: dict[str, tuple[str, tuple[float, bool, int, Callable[[int, int], float]]]] = {
+    "baseline": ("", (0.95, True, 5, spectral)),
+    "experts": ("--num-experts 4", (0.95, True, 5, spectral)),
+    "muon_momentum": ("--muon-momentum 0.5", (0.5, True, 5, spectral)),
+    "muon_use_nesterov": ("--no-muon-use-nesterov", (0.95, False, 5, spectral)),
+    "muon_num_ns_steps": ("--muon-num-ns-steps 2", (0.95, True, 2, spectral)),
+    "muon_scale_mode": (
+        "--muon-scale-mode shape_scaling",
+        (0.95, True, 5, lambda rows, columns: 0.2 * max(1, rows / columns) ** 0.5),
+    ),
+    "unit_rms_norm": (
+        "--muon-scale-mode unit_rms_norm",
+        (0.95, True, 5, lambda rows, columns: 0.2 * (rows / columns) ** 0.5),
+    ),
+    "muon_extra_scale_factor": (
+        "--muon-extra-scale-factor 0.5",
+        (0.95, True, 5, lambda rows, columns: 2.5 * spectral(rows, columns)),
+    ),
+}
+
+
+@proves("optimizer", *MUON.keys() - {"baseline", "experts", "unit_rms_norm"})
+@pytest.mark.parametrize("name", MUON)
+def test_muon_is_what_its_settings_say(runs: Runs, name: str) -> None:
+    flags, values = MUON[name]
+    run = runs(f"--optimizer muon --save ck {flags}")
+    assert distance(run.final, muon_by_hand(run, *values)) < 5e-6
+    if name not in ("baseline", "experts"):
+        assert distance(run.final, muon_by_hand(run, *MUON["baseline"][1])) > 1e-3
+    matrices = set(run.state["momentum_buffer"])
+    assert matrices == {n for n, w in run.initial.items() if n.startswith("layers.") and w.ndim > 1}
+    assert set(run.state["exp_avg"]) == set(run.initial) - matrices
+
+
+@proves("exp_avg_dtype", "exp_avg_sq_dtype")
+def test_moments_rest_in_what_was_asked_for(runs: Runs) -> None:
+    base = adamw_by_hand(runs("--save ck"), 0.9, 0.95, 1e-8, 0.1)
+    for flag, moment in (("--exp-avg-dtype", "exp_avg"), ("--exp-avg-sq-dtype", "exp_avg_sq")):
+        for name, dtype in (("bf16", torch.bfloat16), ("fp8", torch.float8_e4m3fn)):
+            run = runs(f"{flag} {name} --save ck")
+            assert {t.dtype for t in run.state[moment].values() if t.ndim > 1} == {dtype}
+            assert {t.dtype for t in run.state[moment].values() if t.ndim == 1} == {torch.float32}
+            other = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}[moment]
+            assert {t.dtype for t in run.state[other].values()} == {torch.float32}
+            assert 1e-6 < distance(run.final, base) < 0.02  # of a learning rate of 0.01
 
 
 def test_apex_adam_without_apex_is_refused(runs: Runs) -> None:

@@ -2,10 +2,12 @@ import gc
 import time
 import warnings
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from smp.checkpoint.state import materialize_optimizer_state
 from smp.config import Config, DataConfig, Layout, ModelConfig, OptimizerConfig, ParallelConfig, resolve
 from smp.config.schema import TrainingConfig
 from smp.kernels import Kernels
@@ -15,11 +17,14 @@ from smp.models.arithmetic import count_parameters
 from smp.models.gpt import GPT
 from smp.models.micro_batch import MicroBatch
 from smp.models.part import ModelPart
+from smp.optim.optimizer import build_optimizer
+from smp.parallel.boxes import local_part
 from smp.parallel.collectives import Group
 from smp.parallel.context import build_context
 from smp.sharding.parallelize import _wrapped
 from smp.training.memory import MemoryEstimate, Tuned, _kept_per_token, estimate_memory
 from tests.distributed import run_distributed
+from tests.fake_group import fake_context
 from tests.models.test_arithmetic import GPT2_LIKE, SMALL
 
 
@@ -49,6 +54,29 @@ def test_memory_by_hand() -> None:
     assert estimate.logits == 10 * 128 * 4 + vocabulary * 4
     always = estimate.parameters + estimate.optimizer
     assert estimate.total == always + estimate.activations + estimate.backward + estimate.reduced
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": "muon"},
+        {"exp_avg_dtype": "bf16"},
+        {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "bf16"},
+        {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"},
+        {"optimizer": "sgd", "sgd_momentum": 0.9},
+    ],
+    ids=str,
+)
+def test_the_state_of_an_optimizer_has_the_bytes_of_the_formula(options: dict[str, Any]) -> None:
+    model = replace(SMALL, hidden_size=128, kv_channels=32, ffn_hidden_size=256)  # rows of whole blocks
+    config = replace(_config(model), optim=OptimizerConfig(**options))
+    with fake_context() as context:
+        gpt = GPT(config.model, context, device="cpu")
+        optimizer = build_optimizer(gpt, config.optim, None)
+        materialize_optimizer_state(optimizer)
+        states = [t for state in optimizer.state.values() for t in state.values() if t.ndim]
+        held = sum(local_part(t).nbytes for t in states)
+    assert estimate_memory(config, Layout(), 1 << 20).optimizer == held > 0
 
 
 def test_parts_that_do_not_peak_at_once_are_not_added() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,6 +118,8 @@ def test_a_resume_continues_all_of_them(runs: Runs, wandb: list[FakeRun], tmp_pa
     folder = tmp_path / "resumed"
     run_here(folder, EVERYWHERE + "--save ck --exit-interval 2")
     run_here(folder, EVERYWHERE + "--load ck --save lost --exit-interval 3")
+    # TensorBoard reads files in the order of their names: the second, then a counter of the process as text
+    time.sleep(1)
     last = run_here(folder, EVERYWHERE + "--load ck")
     assert last.losses == whole.losses
     assert [step for step, _ in scalars(folder)["lm loss"]] == [1, 2, 3, 4]

@@ -34,7 +34,7 @@ def write_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def write_model(folder: Path, kind: str = "llama", layers: int = 4, *, tied: bool = False) -> None:
+def write_model(folder: Path, kind: str = "llama", layers: int = 4, *, tied: bool = False, hidden: int = 32) -> None:
     """Random weights, large enough that every part of the model shows in the loss."""
     import transformers
 
@@ -45,10 +45,19 @@ def write_model(folder: Path, kind: str = "llama", layers: int = 4, *, tied: boo
             n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=2, **sizes
         )
         model: Any = transformers.GPT2LMHeadModel(config)
+    elif kind == "qwen2-moe":
+        config = transformers.Qwen2MoeConfig(
+            **{"hidden_size": 32, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 16},
+            **{"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": False, "intermediate_size": 64},
+            **{"num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2},
+            **{"max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 2},
+            **sizes,
+        )
+        model = transformers.Qwen2MoeForCausalLM(config)
     else:
         config = transformers.LlamaConfig(
-            hidden_size=32,
-            intermediate_size=64,
+            hidden_size=hidden,
+            intermediate_size=2 * hidden,
             num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=2,

@@ -136,13 +136,19 @@ MODEL: tuple[Row, ...] = (
     same(
         "--num-experts:1 --moe-router-topk:1 --moe-ffn-hidden-size:1 --moe-layer-freq:1 --moe-aux-loss-coeff:1 "
         "--moe-z-loss-coeff:1 --moe-shared-expert-intermediate-size:1 --moe-router-score-function:1 "
-        "--moe-router-topk-scaling-factor:1 --moe-router-pre-softmax --expert-model-parallel-size:1"
+        "--moe-router-topk-scaling-factor:1 --moe-router-pre-softmax --expert-model-parallel-size:1 "
+        "--moe-router-num-groups:1 --moe-router-group-topk:1 --moe-router-enable-expert-bias "
+        "--moe-router-bias-update-rate:1 --moe-shared-expert-gate"
     ),
     chosen(
         "--moe-router-load-balancing-type:1",
-        {"aux_loss": ""},
-        "experts are balanced by --moe-aux-loss-coeff (aux_loss; 0 is none); seq_aux_loss, global_aux_loss and "
-        "sinkhorn do not exist",
+        {
+            "aux_loss": "",
+            "seq_aux_loss": "--moe-router-load-balancing-type seq_aux_loss",
+            "global_aux_loss": "--moe-router-load-balancing-type global_aux_loss",
+            "none": "--moe-router-load-balancing-type none",
+        },
+        "take aux_loss, seq_aux_loss, global_aux_loss or none: sinkhorn and several at once do not exist",
     ),
     refused("--moe-router-dtype:1", "the router computes in fp32", {"fp32": ""}),
     left_out(
@@ -153,8 +159,7 @@ MODEL: tuple[Row, ...] = (
     refused(
         "--moe-expert-capacity-factor:1 --moe-pad-expert-input-to-capacity "
         "--moe-pad-experts-for-cuda-graph-inference --moe-token-drop-policy:1 --moe-token-dropping "
-        "--moe-shared-expert-gate --moe-router-num-groups:1 --moe-router-group-topk:1 --moe-router-enable-expert-bias "
-        "--moe-router-bias-update-rate:1 --moe-router-force-load-balancing --moe-router-force-biased:1 "
+        "--moe-router-force-load-balancing --moe-router-force-biased:1 "
         "--moe-router-padding-for-fp8 --moe-router-padding-for-quantization "
         "--moe-router-topk-limited-devices:1 --moe-input-jitter-eps:1 "
         "--moe-layer-recompute --moe-extended-tp --moe-use-upcycling --moe-upcycling-granularity:1 "

@@ -6,10 +6,10 @@ from smp.config.megatron.rows import Row, becomes, chosen, derived, left_out, re
 
 _OVERLAP = "communication runs beside computation wherever it can"
 _FSDP = "hybrid FSDP has one implementation: --hybrid-shard-degree and --data-parallel-sharding-strategy"
-_FP8 = "8-bit and 4-bit arithmetic does not exist in this command; without it --bf16 computes"
+_FP8 = "of 8-bit and 4-bit arithmetic there is --fp8-format, in the linear layers of blocks, and no more"
 _FP16 = "there is no fp16, so there is no loss scale: --bf16 needs none"
 _GRAPHS = "CUDA graphs do not exist; --compile fuses operations"
-_OFFLOAD = "offloading does not exist; --hybrid-shard-degree 0 and --recompute-granularity save memory"
+_OFFLOAD = "--offload-activations offloads what all modules of a block save, those of --min-offloaded-tensor-size"
 
 PARALLEL: tuple[Row, ...] = (
     same(
@@ -56,7 +56,7 @@ PARALLEL: tuple[Row, ...] = (
         "--use-distributed-optimizer is optim",
     ),
     refused(
-        "--torch-fsdp2-no-reshard-after-forward --megatron-fsdp-version:1 --use-precision-aware-optimizer "
+        "--torch-fsdp2-no-reshard-after-forward --megatron-fsdp-version:1 "
         "--megatron-fsdp-main-params-dtype:1 --megatron-fsdp-main-grads-dtype:1 --megatron-fsdp-grad-comm-dtype:1 "
         "--use-layer-wise-distributed-optimizer --tensor-parallel-num-weight-shards:1 "
         "--optimizer-params-dtype:1 --use-nccl-ub --fsdp-manual-registration",
@@ -101,13 +101,24 @@ PARALLEL: tuple[Row, ...] = (
         "--accumulate-bf16 --main-grads-dtype:1 --main-params-dtype:1 --reuse-grad-buf-for-mxfp8-param-ag",
         "gradients are always reduced in fp32, and master weights are fp32",
     ),
-    refused("--exp-avg-dtype:1 --exp-avg-sq-dtype:1", "the optimizer's moments are fp32", {"fp32": ""}),
+    same(
+        "--fp8-format:1 --fp8-amax-history-len:1 --fp8-amax-compute-algo:1 --first-last-layers-bf16 "
+        "--num-layers-at-start-in-bf16:1 --num-layers-at-end-in-bf16:1"
+    ),
+    chosen(
+        "--fp8-recipe:1",
+        {name: f"--fp8-recipe {name}" for name in ("delayed", "tensorwise", "blockwise")},
+        "--fp8-recipe takes delayed, tensorwise, rowwise and blockwise",
+    ),
+    becomes("--fp8-hybrid", "--fp8-format hybrid"),
+    becomes("--fp8-e4m3", "--fp8-format e4m3"),
+    refused("--fp8-margin:1", "scales are the powers of two that fit, without a margin", {"0": ""}),
+    left_out("--fp8-interval:1", "scales are those of every step"),
+    refused("--no-fp8-wgrad", "--fp8-recipe rowwise keeps gradients of weights out of FP8"),
+    refused("--fp8-param-gather --fp8-param", "weights are gathered as --bf16 has them, and rounded then"),
     refused(
-        "--fp8-format:1 --fp8-recipe:1 --fp8-margin:1 --fp8-interval:1 --fp8-amax-history-len:1 "
-        "--fp8-amax-compute-algo:1 --no-fp8-wgrad --fp8-param-gather --fp8-param --first-last-layers-bf16 "
-        "--num-layers-at-start-in-bf16:1 --num-layers-at-end-in-bf16:1 --fp8-quantizer-factory:1 --fp8-hybrid "
-        "--fp8-e4m3 --fp8-output-proj --fp8-dot-product-attention --fp8-multi-head-attention --fp4-format:1 "
-        "--fp4-recipe:1 "
+        "--fp8-quantizer-factory:1 --fp8-output-proj --fp8-dot-product-attention --fp8-multi-head-attention "
+        "--fp4-format:1 --fp4-recipe:1 "
         "--fp4-param-gather --fp4-param --fp4-quantizer-factory:1 --te-precision-config-file:1 --te-rng-tracker "
         "--kitchen-config-file:1 --kitchen-recipe-number:1 --use-kitchen-attention --kitchen-attention-backend:1 "
         "--use-transformer-engine-op-fuser --quant-recipe:1",
@@ -124,14 +135,20 @@ PARALLEL: tuple[Row, ...] = (
         "--checkpoint-activations --checkpoint-num-layers:1",
         "--recompute-granularity covers them: it repeats all blocks alike",
     ),
-    refused(
-        "--cpu-offloading --cpu-offloading-num-layers:1 --optimizer-cpu-offload --optimizer-offload-fraction:1 "
-        "--use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads --no-pin-cpu-params "
-        "--pin-cpu-grads --pin-cpu-params --fine-grained-activation-offloading --offload-modules:+ "
-        "--min-offloaded-tensor-size:1 "
-        "--offload-optimizer-states",
-        _OFFLOAD,
+    same("--optimizer-cpu-offload --min-offloaded-tensor-size:1"),
+    becomes("--cpu-offloading", "--offload-activations", "--offload-activations: of all layers but the last ones"),
+    becomes("--fine-grained-activation-offloading", "--offload-activations"),
+    left_out(
+        "--cpu-offloading-num-layers:1", "--activation-loading-horizon says how many layers' activations stay instead"
     ),
+    refused("--offload-modules:+", _OFFLOAD),
+    refused("--optimizer-offload-fraction:1", "--optimizer-cpu-offload is for all parameters", {"1": "", "1.0": ""}),
+    left_out(
+        "--use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads --no-pin-cpu-params "
+        "--pin-cpu-grads --pin-cpu-params",
+        "--optimizer-cpu-offload copies beside the host's steps, in pinned memory",
+    ),
+    refused("--offload-optimizer-states", "--optimizer-cpu-offload keeps them on the host, where steps are computed"),
     refused(
         "--enable-cuda-graph --external-cuda-graph --cuda-graph-impl:1 --cuda-graph-scope:+ "
         "--cuda-graph-warmup-steps:1 "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from smp.config.megatron.rows import Row, becomes, chosen, derived, left_out, refused, same
 
+_OPTIMIZERS = "--optimizer takes adam, apex-adam, sgd and muon"
 _LOGS = "log lines and --log-dir's records always hold what there is"
 _CHECKPOINTS = "checkpoints have one format, which every layout reads: docs/checkpoints.md"
 _ORDER = "the order of samples has one definition, and indices are built once per node: --data-cache-path"
@@ -17,7 +18,8 @@ TRAINING: tuple[Row, ...] = (
         "--eval-interval:1 --eval-iters:1 --exit-interval:1 --exit-duration-in-mins:1 --profile --profile-step-start:1 "
         "--profile-step-end:1 --lr:1 --min-lr:1 --lr-decay-iters:1 --lr-warmup-iters:1 --lr-warmup-fraction:1 "
         "--lr-wsd-decay-iters:1 --weight-decay:1 --adam-beta1:1 --adam-beta2:1 --adam-eps:1 --sgd-momentum:1 "
-        "--clip-grad:1"
+        "--clip-grad:1 --exp-avg-dtype:1 --exp-avg-sq-dtype:1 --muon-momentum:1 --muon-use-nesterov "
+        "--muon-scale-mode:1 --muon-num-ns-steps:1 --muon-extra-scale-factor:1"
     ),
     becomes("--batch-size:1", "--micro-batch-size {}"),
     becomes("--warmup:1", "--lr-warmup-fraction {}"),
@@ -33,9 +35,18 @@ TRAINING: tuple[Row, ...] = (
     chosen("--lr-wsd-decay-style:1", {"exponential": ""}, "the final decay of WSD is exponential"),
     chosen(
         "--optimizer:1",
-        {"adam": "--optimizer adam", "sgd": "--optimizer sgd"},
-        "--optimizer takes adam, apex-adam and sgd",
+        {"adam": "--optimizer adam", "sgd": "--optimizer sgd", "muon": "--optimizer muon"},
+        _OPTIMIZERS,
     ),
+    left_out("--muon-split-qkv", "query, key and value are matrices of their own"),
+    refused("--no-muon-split-qkv --muon-no-split-qkv", "query, key and value are matrices of their own"),
+    left_out("--muon-fp32-matmul-prec:1", "Muon orthogonalizes in fp32, on CUDA with products in TF32"),
+    refused(
+        "--muon-tp-mode:1",
+        "Muon orthogonalizes whole matrices, whatever the layout, as Megatron does with duplicated and distributed",
+        {"duplicated": "", "distributed": ""},
+    ),
+    left_out("--use-precision-aware-optimizer", "--exp-avg-dtype and --exp-avg-sq-dtype need nothing else"),
     refused("--lr-warmup-init:1", "the warm-up begins at 0", {"0": "", "0.0": ""}),
     refused(
         "--decoupled-lr:1 --decoupled-min-lr:1 --embedding-lr:1 --output-lr:1",
@@ -48,10 +59,8 @@ TRAINING: tuple[Row, ...] = (
     ),
     refused("--apply-wd-to-qk-layernorm", "norms have no weight decay"),
     refused(
-        "--muon-momentum:1 --muon-use-nesterov --muon-scale-mode:1 --muon-fp32-matmul-prec:1 --muon-num-ns-steps:1 "
-        "--muon-tp-mode:1 --muon-extra-scale-factor:1 --muon-split-qkv --no-muon-split-qkv --muon-no-split-qkv "
         "--lion-beta1:1 --lion-beta2:1 --soap-beta1:1 --soap-beta2:1 --use-emerging-optimizers",
-        "--optimizer takes adam, apex-adam and sgd",
+        _OPTIMIZERS,
     ),
     refused(
         "--decoupled-weight-decay --no-decoupled-weight-decay", "weight decay is decoupled with Adam: leave it out"

@@ -27,11 +27,16 @@ DEFAULTS = {
     "weight_decay": "0.01",
     "adam_beta2": "0.999",
     "sgd_momentum": "0.9",
+    "muon_momentum": "0.9",
+    "muon_use_nesterov": "false",
+    "muon_extra_scale_factor": "1.0",
     "eval_iters": "100",
     "log_interval": "100",
     "log_format": "megatron",
     "profile_step_start": "10",
     "profile_step_end": "12",
+    "fp8_amax_history_len": "1",
+    "fp8_amax_compute_algo": "most_recent",
 }
 """Megatron's defaults that are others than this project's, by setting. A --load that holds nothing stays an error."""
 

@@ -1,8 +1,4 @@
-"""Kinds of keys of a recipe of HyperPod's.
-
-A key of a feature that smp does not have yet is written with the setting that the feature is going to bring. While the
-schema has no such setting, only the key's neutral value passes; from the day that it has, the key is translated.
-"""
+"""Kinds of keys of a recipe of HyperPod's."""
 
 from __future__ import annotations
 
@@ -11,8 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from smp.config import ConfigError
-from smp.config.entry_points import PRETRAIN
-from smp.config.fields import settings
 
 Get = Callable[[str], Any]
 Convert = Callable[[Any, Get], Mapping[str, Any] | str]
@@ -37,21 +31,6 @@ class Key:
 def to(name: str, shape: bool = False, scale: Callable[[Any], Any] = lambda value: value) -> Key:
     """A key that is the setting ``name``."""
     return Key(f"`{name}`", lambda value, get: {name: scale(value)}, shape=shape)
-
-
-def awaits(name: str, neutral: Any, feature: str, nearest: str, value: Any = ...) -> Key:
-    """A key of a feature whose setting ``name`` may not be there yet."""
-
-    def convert(given: Any, get: Get) -> Mapping[str, Any] | str:
-        if given == neutral:
-            return {}
-        if name in settings(PRETRAIN):
-            return {name: given if value is ... else value}
-        raise ConfigError(f"{given} needs {feature}, which is not there yet; {nearest}")
-
-    if name in settings(PRETRAIN):
-        return Key(f"`{name}`", convert)
-    return Key(f"refused unless {_shown(neutral)}: {feature} (`{name}`) is not there yet; {nearest}", convert)
 
 
 def only(values: tuple[Any, ...], why: str) -> Key:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from smp.config.entry_points import PRETRAIN
-from smp.config.fields import settings
 from smp.launch.hyperpod import values
-from smp.launch.hyperpod.key import Key, awaits, nothing, only, to
+from smp.launch.hyperpod.key import Key, nothing, only, to
 
 
 def _dpo(name: str) -> Key:
@@ -57,7 +55,9 @@ _EXP = {
     "export_full_model.save_last": nothing("checkpoints are whole; tools/convert_checkpoint.py exports the last"),
 }
 _SHAPE = {
-    "model_type": Key("the family: " + ", ".join(f"`{name}`" for name in values.DENSE), values.model_type, shape=True),
+    "model_type": Key(
+        "the family: " + ", ".join(f"`{name}`" for name in values.FAMILIES), values.model_type, shape=True
+    ),
     "max_position_embeddings": to("max_position_embeddings", shape=True),
     "num_hidden_layers": to("num_layers", shape=True),
     "hidden_size": to("hidden_size", shape=True),
@@ -99,21 +99,31 @@ _MODEL = {
         lambda value, get: {"tensor_model_parallel_size": value, "sequence_parallel": value != 1},
     ),
     "context_parallel_degree": to("context_parallel_size"),
-    "expert_model_parallel_degree": only((1,), values.OWN_KEYS),
-    "moe": only((False,), values.OWN_KEYS),
-    "num_local_experts": only((1,), values.OWN_KEYS),
-    "num_experts_per_tok": only((1,), values.OWN_KEYS),
-    "moe_load_balancing": nothing("without experts there is no load to balance"),
-    "moe_all_to_all_dispatcher": nothing("without experts there is nothing to dispatch"),
-    "global_token_shuffle": nothing("without experts there is nothing to shuffle"),
+    "expert_model_parallel_degree": Key(
+        "`expert_model_parallel_size`",
+        lambda value, get: {} if value == 1 else {"expert_model_parallel_size": value},
+    ),
+    "moe": Key(
+        "with num_local_experts; `moe_z_loss_coeff` and, unless moe_load_balancing is none, `moe_aux_loss_coeff` of "
+        "SMP v2, 0.001",
+        values.moe,
+    ),
+    "num_local_experts": Key("`num_experts`, with moe", values.with_experts("num_experts"), shape=True),
+    "num_experts_per_tok": Key("`moe_router_topk`, with moe", values.with_experts("moe_router_topk"), shape=True),
+    "moe_load_balancing": Key("aux_loss or none; sinkhorn and balanced become aux_loss", values.load_balancing),
+    "moe_all_to_all_dispatcher": nothing("rows go to experts by all-to-all"),
+    "global_token_shuffle": nothing("tokens are routed where they are"),
     "multi_modal": only((False,), "smp trains language models only"),
     "activation_checkpointing": Key(
         "`recompute_granularity` full or none",
         lambda value, get: {"recompute_granularity": "full" if value else "none"},
     ),
-    "activation_loading_horizon": nothing("it tunes offloaded activations"),
-    "offload_activations": awaits(
-        "cpu_offloading", False, "offload of activations", "take more processes, TP or a pipeline"
+    "activation_loading_horizon": Key(
+        "`activation_loading_horizon`, with offload_activations",
+        lambda value, get: {"activation_loading_horizon": value} if get("model.offload_activations") else {},
+    ),
+    "offload_activations": Key(
+        "`offload_activations`", lambda value, get: {"offload_activations": True} if value else {}
     ),
     "delayed_param": nothing("weights are always made where they rest"),
     "sharding_strategy": Key(
@@ -126,14 +136,12 @@ _MODEL = {
     "use_orig_param": nothing("FSDP2 keeps parameters as they are"),
     "auto_wrap_policy": only(("transformer_auto_wrap_policy",), "a block is a unit"),
     "fp8": Key(
-        "refused unless `false`, or `use_smp_model: false`, where HyperPod's trainer does not read it either: FP8 "
-        "(`fp8_format`) is not there yet"
-        if "fp8_format" not in settings(PRETRAIN)
-        else "`fp8_format`",
+        "`fp8_format` hybrid and `fp8_recipe` delayed, but for use_smp_model: false, where HyperPod's trainer does not "
+        "read it either",
         values.fp8,
     ),
-    "fp8_amax_history_len": nothing("it tunes delayed scaling"),
-    "fp8_amax_compute_algo": nothing("it tunes delayed scaling"),
+    "fp8_amax_history_len": Key("`fp8_amax_history_len`, with fp8", values.of_fp8("fp8_amax_history_len")),
+    "fp8_amax_compute_algo": Key("`fp8_amax_compute_algo`, with fp8", values.of_fp8("fp8_amax_compute_algo")),
     "use_flash_attention": Key(
         "`attention_backend`: auto, or math with false",
         lambda value, get: {} if value else {"attention_backend": "math"},
@@ -142,7 +150,9 @@ _MODEL = {
     "do_finetune": Key("`finetune.py`, else `pretrain_gpt.py`", lambda value, get: {}),
     "hf_model_name_or_path": Key("`load`, with do_finetune", values.load),
     "hf_access_token": nothing("models are loaded from a folder; download with `hf download` before"),
-    "peft.peft_type": Key("lora: `lora_rank`, `lora_alpha`, `lora_dropout`; QLoRA is not there yet", values.peft),
+    "peft.peft_type": Key(
+        "lora: `lora_rank`, `lora_alpha`, `lora_dropout`; qlora_4bit: `load_in_4bit`, too", values.peft
+    ),
     "peft.rank": Key("`lora_rank`, with peft_type", lambda value, get: {}),
     "peft.alpha": Key("`lora_alpha`, with peft_type", lambda value, get: {}),
     "peft.dropout": Key("`lora_dropout`, with peft_type", lambda value, get: {}),

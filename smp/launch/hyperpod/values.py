@@ -7,7 +7,7 @@ from typing import Any
 
 from smp.config import ConfigError
 from smp.config.fields import did_you_mean
-from smp.launch.hyperpod.key import Get, awaits
+from smp.launch.hyperpod.key import Convert, Get
 
 _MODULES = {
     "q_proj": "query",
@@ -18,20 +18,20 @@ _MODULES = {
     "up_proj": "up",
     "down_proj": "down",
 }
-EXPERTS = "mixture of experts under v1's keys"
-OWN_KEYS = "experts are asked for by smp's own settings (num_experts, moe_router_topk), not by v1's keys yet"
-DENSE: dict[str, dict[str, Any]] = {
+SMP_COEFFICIENT = 1e-3
+"""Of SMP v2's auxiliary losses of experts, which its recipes cannot change."""
+FAMILIES: dict[str, dict[str, Any]] = {
     "llama_v3": {},
     "mistral": {},
+    "mixtral": {},
     "deepseek_r1_llama_v3": {},
     "deepseek_r1_qwen_v2": {"add_qkv_bias": True},
     "qwen_v2": {"add_qkv_bias": True},
 }
 _MISSING_FAMILIES = {
-    "mixtral": EXPERTS,
-    "deepseek_r1": f"{EXPERTS} and latent attention",
-    "gpt_oss": f"{EXPERTS} and attention sinks",
-    "llama_v4": EXPERTS,
+    "deepseek_r1": "latent attention",
+    "gpt_oss": "attention sinks",
+    "llama_v4": "experts whose input is weighted",
     "falcon": "one normalization for attention and MLP together, as in Falcon",
 }
 
@@ -41,9 +41,37 @@ def model_type(value: Any, get: Get) -> Mapping[str, Any]:
         raise ConfigError(f"{value} of this recipe sees images: smp trains language models only")
     if value in _MISSING_FAMILIES:
         raise ConfigError(f"{value} needs {_MISSING_FAMILIES[value]}, which is not there yet")
-    if value not in DENSE:
-        raise ConfigError(f"{value} is not known{did_you_mean(str(value), DENSE)}")
-    return DENSE[value]
+    if value not in FAMILIES:
+        raise ConfigError(f"{value} is not known{did_you_mean(str(value), FAMILIES)}")
+    return FAMILIES[value]
+
+
+def moe(value: Any, get: Get) -> Mapping[str, Any]:
+    """Also the losses that SMP v2 adds."""
+    if not value:
+        return {}
+    missing = [key for key in ("num_local_experts", "num_experts_per_tok") if get(f"model.{key}") is None]
+    if missing:
+        raise ConfigError(f"{value} needs {missing[0]} beside it")
+    if get("model.dpo.enabled"):  # routers are not measured with pairs
+        return {}
+    losses = {"moe_z_loss_coeff": SMP_COEFFICIENT}
+    if get("model.moe_load_balancing") != "none":
+        losses["moe_aux_loss_coeff"] = SMP_COEFFICIENT
+    return losses
+
+
+def with_experts(name: str) -> Convert:
+    """A key that is the setting ``name`` of a model that has experts."""
+    return lambda value, get: {name: value} if get("model.moe") else {}
+
+
+def load_balancing(value: Any, get: Get) -> Mapping[str, Any] | str:
+    if value not in ("sinkhorn", "balanced", "aux_loss", "none"):
+        raise ConfigError(f"{value} cannot be had: take aux_loss or none")
+    if value in ("aux_loss", "none") or not get("model.moe"):
+        return {}
+    return f"{value} does not exist: loads are evened by aux_loss with moe_aux_loss_coeff {SMP_COEFFICIENT}"
 
 
 def shard(value: Any, get: Get) -> Mapping[str, Any]:
@@ -86,16 +114,26 @@ def precision(value: Any, get: Get) -> Mapping[str, Any]:
 def fp8(value: Any, get: Get) -> Mapping[str, Any] | str:
     if value and get("use_smp_model") is False:
         return "HyperPod's trainer does not read it without use_smp_model either"
-    return awaits("fp8_format", False, "FP8", "take recipes.model.fp8=false", "hybrid").convert(value, get)
+    return {"fp8_format": "hybrid", "fp8_recipe": "delayed"} if value else {}
+
+
+def of_fp8(name: str) -> Convert:
+    """A key of delayed scaling, which is the setting ``name`` where there is FP8."""
+
+    def convert(value: Any, get: Get) -> Mapping[str, Any] | str:
+        if get("model.fp8") and get("use_smp_model") is not False:
+            return {name: value}
+        return "without fp8 there are no scales"
+
+    return convert
 
 
 def peft(value: Any, get: Get) -> Mapping[str, Any]:
-    if str(value).startswith("qlora"):
-        raise ConfigError(f"{value} needs 4-bit base weights (QLoRA), which are not there yet; take lora")
-    if value != "lora":
-        raise ConfigError(f"{value} cannot be had: take lora, or null to train all weights")
+    if value not in ("lora", "qlora_4bit"):
+        raise ConfigError(f"{value} cannot be had: take lora or qlora_4bit, or null to train all weights")
     rank, alpha = get("model.peft.rank") or 32, get("model.peft.alpha") or 16
-    return {"lora_rank": rank, "lora_alpha": alpha, "lora_dropout": _or(get("model.peft.dropout"), 0.1)}
+    lora = {"lora_rank": rank, "lora_alpha": alpha, "lora_dropout": _or(get("model.peft.dropout"), 0.1)}
+    return lora | ({"load_in_4bit": True} if value == "qlora_4bit" else {})
 
 
 def _or(value: Any, default: Any) -> Any:

@@ -7,7 +7,7 @@ layer.py      the layer that stands where a dense MLP would
 """
 
 from smp.layers.moe.experts import Experts
-from smp.layers.moe.layer import MoE
-from smp.layers.moe.router import Router, Routing
+from smp.layers.moe.layer import MoE, SharedExpertGate
+from smp.layers.moe.router import Balance, Counted, Router, Routing
 
-__all__ = ["Experts", "MoE", "Router", "Routing"]
+__all__ = ["Balance", "Counted", "Experts", "MoE", "Router", "Routing", "SharedExpertGate"]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from smp.kernels.registry import accumulation_dtype
 from smp.layers.mlp import MLP
 from smp.layers.moe.dispatch import Dispatch
 from smp.layers.moe.experts import Experts
-from smp.layers.moe.router import Router
+from smp.layers.moe.router import Balance, Counted, Router
+from smp.layers.parameter import REPLICATE, Initializer, Normal, local, tp_parameter
 from smp.parallel.collectives import (
     copy_to_group,
     gather_tokens,
@@ -16,6 +20,30 @@ from smp.parallel.collectives import (
     reduce_scatter_tokens,
 )
 from smp.parallel.context import ParallelContext
+
+
+class SharedExpertGate(nn.Module):
+    """What the shared experts' result is multiplied by, ``sigmoid(w . x_t)`` for each token (Qwen 2).
+
+    Args:
+        hidden_size: of the tokens.
+        parallel: a context, or a plain 1-D tensor-parallel mesh.
+        init_std: standard deviation of the initial weights.
+    """
+
+    def __init__(self, hidden_size: int, parallel: ParallelContext | DeviceMesh, *, init_std: float = 0.02) -> None:
+        super().__init__()
+        context = ParallelContext.of(parallel)
+        self.shared_by = context.shared_by
+        self.weight = tp_parameter((1, hidden_size), REPLICATE, context.tp)
+        self.initializers: dict[str, Initializer] = {"weight": Normal(init_std)}
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Of tokens x and what the shared experts made of them, both (tokens [/p], hidden): the gated y. The gate is
+        computed in fp32."""
+        weight = local(self.weight, x.dtype, summed_over=self.shared_by)
+        wide = accumulation_dtype(x.dtype)
+        return (F.linear(x.to(wide), weight.to(wide)).sigmoid() * y).to(y.dtype)
 
 
 class MoE(nn.Module):
@@ -28,15 +56,22 @@ class MoE(nn.Module):
         router, experts: of the same context.
         parallel: that context.
         shared: an MLP for every token.
+        gate: of the shared MLP; None: it counts whole.
 
     Shapes: (tokens [/p], hidden) -> the same.
     """
 
     def __init__(
-        self, router: Router, experts: Experts, parallel: ParallelContext, *, shared: MLP | None = None
+        self,
+        router: Router,
+        experts: Experts,
+        parallel: ParallelContext,
+        *,
+        shared: MLP | None = None,
+        gate: SharedExpertGate | None = None,
     ) -> None:
         super().__init__()
-        self.router, self.experts, self.shared_experts = router, experts, shared
+        self.router, self.experts, self.shared_experts, self.shared_expert_gate = router, experts, shared, gate
         self.sequence_parallel = parallel.sequence_parallel
         self.group, self.ep = parallel.tp_group, parallel.ep_group
 
@@ -45,11 +80,11 @@ class MoE(nn.Module):
         x: torch.Tensor,
         token_index: torch.Tensor | None = None,
         local_token_index: torch.Tensor | None = None,
-        loss_weights: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tokens [/p], hidden) -> (the same, what :meth:`Router.balance` measures, zeros without ``loss_weights``).
+        counted: Counted | None = None,
+    ) -> tuple[torch.Tensor, Balance | None]:
+        """(tokens [/p], hidden) -> (the same, what :meth:`Router.balance` measures of ``counted``).
 
-        ``token_index`` and ``local_token_index`` are as in :class:`MLP`; ``loss_weights`` is fp32 (tokens [/p],).
+        ``token_index`` and ``local_token_index`` are as in :class:`MLP`.
         """
         routing = self.router(x)
         gather = gather_tokens if self.sequence_parallel else copy_to_group
@@ -60,9 +95,9 @@ class MoE(nn.Module):
         y = dispatch.from_experts(rows, weights)
         reduce = reduce_scatter_tokens if self.sequence_parallel else reduce_from_group
         y = reduce(y, self.group)
-        measured = torch.zeros(3, device=x.device)
-        if loss_weights is not None:  # last: the host waits for the counts above, not for this collective
-            measured = self.router.balance(routing, loss_weights)
+        # last: the host waits for the counts above, not for this collective
+        measured = None if counted is None else self.router.balance(routing, counted)
         if self.shared_experts is not None:
-            y = y + self.shared_experts(x, token_index, local_token_index)
+            shared = self.shared_experts(x, token_index, local_token_index)
+            y = y + (shared if self.shared_expert_gate is None else self.shared_expert_gate(x, shared))
         return y, measured

@@ -7,7 +7,12 @@ Logits are ``x W^T`` in fp32, (tokens, experts). With k = ``topk``, chosen exper
     sigmoid              weights = f s / (sum of s over C_t), s = sigmoid   (DeepSeek-V3; with k = 1 f s)
 
 The experts chosen are those with the k largest logits, and of equal ones those with the lowest numbers: the same on
-every device, whatever order a top-k leaves equal values in.
+every device, whatever order a top-k leaves equal values in. Two things change the choice, and not the weights:
+
+    expert bias          sigmoid + b_e is compared. b is no parameter: after each step b_e += u sign(mean c - c_e), with
+                         the tokens c of the global batch (arXiv 2408.15664)
+    groups               of G groups of neighbours the g best are kept, by the sum of their k // g largest values; of
+                         sigmoids, of the softmax with pre_softmax, else of logits (DeepSeek-V3)
 
 Auxiliary losses, with p the scores of all experts (softmax, or sigmoids divided by their sum), w the loss weights of
 the tokens, E experts, and c the tokens that chose each:
@@ -16,9 +21,12 @@ the tokens, E experts, and c the tokens that chose each:
                                                               (Switch, arXiv 2101.03961, eq. 4, divided by k)
     z                sum_t w_t logsumexp(logits_t)^2          (ST-MoE, arXiv 2202.08906)
 
-Both are sums over tokens in the one way in which the loss itself is, so ranks and micro-batches add up. c is counted
-over the micro-batches that all data-parallel ranks compute at the same time, tokens of weight 0 left out, and has no
-gradient.
+Both are sums over tokens in the one way in which the loss itself is, so ranks and micro-batches add up. c has no
+gradient, tokens of weight 0 are left out, and it is counted over
+
+    aux_loss             the micro-batches that all data-parallel ranks compute at the same time
+    global_aux_loss      those, and what this step has computed before
+    seq_aux_loss         the token's own sequence
 """
 
 from __future__ import annotations
@@ -31,18 +39,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from smp.kernels.registry import accumulation_dtype
-from smp.layers.parameter import REPLICATE, Initializer, Normal, local, tp_parameter
-from smp.parallel.collectives import reduce_from_group, sum_over
+from smp.layers.parameter import REPLICATE, Constant, Initializer, Normal, local, tp_parameter
+from smp.parallel.collectives import Group, reduce_from_group, sum_over
 from smp.parallel.context import ParallelContext
 
 ScoreFunction = Literal["softmax", "sigmoid"]
+Balancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss"]
+MEASURES = ("load balancing", "z", "largest load", "entropy")
+"""What :meth:`Router.balance` measures, in its order."""
 
 
 class Routing(NamedTuple):
     """Where tokens go.
 
     Attributes:
-        experts: int64 (tokens, k), in the order of falling logits.
+        experts: int64 (tokens, k), in the order of falling logits (with expert bias, of what is compared).
         weights: fp32 (tokens, k).
         logits: fp32 (tokens, experts).
     """
@@ -50,6 +61,34 @@ class Routing(NamedTuple):
     experts: torch.Tensor
     weights: torch.Tensor
     logits: torch.Tensor
+
+
+class Counted(NamedTuple):
+    """What a balance is measured with, of the tokens of this rank.
+
+    Attributes:
+        weights: fp32 (tokens [/p],), what each token's loss counts; a token of weight 0 does not count.
+        seen: int64 (experts,), tokens of each expert in the micro-batches of this step before.
+        sequences: int64 (tokens [/p],), which of the micro-batch's sequences each token is of; for ``seq_aux_loss``.
+        num_sequences: of the micro-batch.
+    """
+
+    weights: torch.Tensor
+    seen: torch.Tensor
+    sequences: torch.Tensor | None = None
+    num_sequences: int = 0
+
+
+class Balance(NamedTuple):
+    """What a micro-batch does to the balance.
+
+    Attributes:
+        measures: fp32 (4,), see :data:`MEASURES`.
+        seen: int64 (experts,), tokens of each expert in this step so far, of all data-parallel ranks.
+    """
+
+    measures: torch.Tensor
+    seen: torch.Tensor
 
 
 class Router(nn.Module):
@@ -61,11 +100,16 @@ class Router(nn.Module):
         parallel: a context, or a plain 1-D tensor-parallel mesh. Under its ``sequence_parallel`` each rank routes its
             slice of the tokens.
         score_function, pre_softmax, scaling_factor: see above.
+        bias_update_rate: u of the expert bias; None: there is none.
+        num_groups, group_topk: G and g; None: no groups.
+        balancing: what loads are counted over.
         init_std: standard deviation of the initial weights.
 
     Raises:
         ValueError: when a token cannot get so many experts.
     """
+
+    expert_bias: torch.Tensor | None
 
     def __init__(
         self,
@@ -77,6 +121,10 @@ class Router(nn.Module):
         score_function: ScoreFunction = "softmax",
         pre_softmax: bool = False,
         scaling_factor: float = 1.0,
+        bias_update_rate: float | None = None,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        balancing: Balancing = "aux_loss",
         init_std: float = 0.02,
     ) -> None:
         super().__init__()
@@ -85,19 +133,47 @@ class Router(nn.Module):
         context = ParallelContext.of(parallel)
         self.num_experts, self.topk = num_experts, topk
         self.score_function, self.pre_softmax, self.scaling_factor = score_function, pre_softmax, scaling_factor
+        self.bias_update_rate, self.num_groups, self.group_topk = bias_update_rate, num_groups, group_topk
+        self.balancing = balancing
         self.shared_by = context.shared_by
         slices = () if self.shared_by is None else (self.shared_by,)
         self.token_groups = (*slices, *context.data_groups)
+        self.sequence_groups = (*slices, *(() if context.cp_group is None else (context.cp_group,)))
         self.weight = tp_parameter((num_experts, hidden_size), REPLICATE, context.tp)
-        self.initializers: dict[str, Initializer] = {"weight": Normal(init_std)}
+        self.initializers: dict[str, Initializer] = {"weight": Normal(init_std), "expert_bias": Constant(0.0)}
+        bias = None if bias_update_rate is None else torch.zeros(num_experts, dtype=torch.float32)
+        self.register_buffer("expert_bias", bias)
 
     def forward(self, x: torch.Tensor) -> Routing:
         """(tokens [/p], hidden) -> the routing of these tokens."""
         weight = local(self.weight, x.dtype, summed_over=self.shared_by)
         wide = accumulation_dtype(x.dtype)
         logits = F.linear(x.to(wide), weight.to(wide))
-        experts = logits.detach().sort(dim=-1, descending=True, stable=True).indices[:, : self.topk]
+        compared = self._compared(logits.detach())
+        experts = compared.sort(dim=-1, descending=True, stable=True).indices[:, : self.topk]
         return Routing(experts, self._weights(logits, experts), logits)
+
+    def _compared(self, logits: torch.Tensor) -> torch.Tensor:
+        """Values (tokens, experts) of which the largest are chosen."""
+        if self.expert_bias is None and self.num_groups is None:
+            return logits
+        values = logits
+        if self.score_function == "sigmoid":
+            values = logits.sigmoid()
+        elif self.pre_softmax:
+            values = logits.softmax(-1)
+        if self.expert_bias is not None:
+            values = values + self.expert_bias.to(values.dtype)
+        return values if self.num_groups is None else self._best_groups(values, self.num_groups)
+
+    def _best_groups(self, values: torch.Tensor, groups: int) -> torch.Tensor:
+        """``values`` with -inf outside of each token's best groups."""
+        assert self.group_topk is not None, "given with num_groups"
+        grouped = values.view(-1, groups, self.num_experts // groups)
+        worth = grouped.topk(self.topk // self.group_topk, dim=-1).values.sum(-1)  # (tokens, groups)
+        best = worth.sort(dim=-1, descending=True, stable=True).indices[:, : self.group_topk]
+        kept = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, best, True)
+        return grouped.masked_fill(~kept[:, :, None], float("-inf")).view_as(values)
 
     def _weights(self, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         if self.score_function == "sigmoid":
@@ -109,30 +185,59 @@ class Router(nn.Module):
             weights = logits.gather(1, experts).softmax(-1)
         return weights * self.scaling_factor
 
-    def balance(self, routing: Routing, loss_weights: torch.Tensor) -> torch.Tensor:
-        """Both auxiliary losses without their coefficients, and the largest load of an expert as a multiple of the mean
-        times the tokens' weight (no gradient), fp32 (3,). Under sequence parallelism summed over its ranks, so that all
-        TP ranks hold the same; a part of the sum over data-parallel ranks, as the loss is.
+    def balance(self, routing: Routing, counted: Counted) -> Balance:
+        """Both auxiliary losses without their coefficients; the largest load of an expert as a multiple of the mean,
+        and the entropy of the scores in nats, both times the tokens' weight and without gradient. Under sequence
+        parallelism summed over its ranks, so that all TP ranks hold the same; a part of the sum over data-parallel
+        ranks, as the loss is.
 
         Args:
             routing: of the tokens of this rank.
-            loss_weights: fp32 (tokens [/p],); a token of weight 0 does not count.
+            counted: what is known of them.
         """
-        logits = routing.logits
-        load = self._load(routing.experts, loss_weights != 0).to(logits.dtype)  # (experts,), 1 on average
+        logits, w = routing.logits, counted.weights.to(routing.logits.dtype)
         scores = logits.softmax(-1)
         if self.score_function == "sigmoid":
             scores = logits.sigmoid()
             scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-        w = loss_weights.to(logits.dtype)
+        ones = (counted.weights != 0)[:, None].expand_as(routing.experts).long()
+        counts = self._count(routing.experts, ones, self.num_experts, self.token_groups)
+        now, seen = _load(counts), counted.seen + counts
+        if self.balancing == "seq_aux_loss":
+            load = self._load_of_sequences(routing.experts, ones, counted)  # (tokens, experts)
+        else:
+            load = (_load(seen) if self.balancing == "global_aux_loss" else now).expand_as(scores)
         z = logits.logsumexp(-1).square()
-        found = torch.stack([(scores @ load * w).sum(), (z * w).sum(), load.max() * w.sum()]).float()
-        return found if self.shared_by is None else reduce_from_group(found, self.shared_by)
+        entropy = torch.special.entr(scores.detach()).sum(-1)
+        sums = ((scores * load.to(scores.dtype)).sum(-1) * w, z * w, now.max() * w, entropy * w)
+        found = torch.stack([each.sum().to(logits.dtype) for each in sums]).float()
+        if self.shared_by is not None:
+            found = reduce_from_group(found, self.shared_by)
+        return Balance(found, seen)
 
-    def _load(self, experts: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-        """Tokens of each expert, as multiples of their mean over the experts. Integers are added up, so the ranks'
-        order does not show."""
-        ones = counted[:, None].expand_as(experts).long()
-        counts = ones.new_zeros(self.num_experts).scatter_add_(0, experts.flatten(), ones.flatten())
-        counts = sum_over(counts, self.token_groups).double()
-        return counts * self.num_experts / counts.sum().clamp(min=1)
+    def _load_of_sequences(self, experts: torch.Tensor, ones: torch.Tensor, counted: Counted) -> torch.Tensor:
+        """The load in each token's sequence, (tokens, experts). Sequences are cut over context-parallel ranks."""
+        assert counted.sequences is not None, "the model gives them with seq_aux_loss"
+        cells = counted.sequences[:, None] * self.num_experts + experts
+        size = counted.num_sequences * self.num_experts
+        counts = self._count(cells, ones, size, self.sequence_groups).view(-1, self.num_experts)
+        return _load(counts).index_select(0, counted.sequences)
+
+    @staticmethod
+    def _count(cells: torch.Tensor, ones: torch.Tensor, size: int, groups: tuple[Group, ...]) -> torch.Tensor:
+        """How many of all ranks' choices fall into each of ``size`` cells. Integers are added up, so the ranks' order
+        does not show."""
+        return sum_over(ones.new_zeros(size).scatter_add_(0, cells.flatten(), ones.flatten()), groups)
+
+    @torch.no_grad()
+    def update_bias(self, seen: torch.Tensor, apply: torch.Tensor) -> None:
+        """Move the expert bias by what a step's tokens of each expert say, int64 (experts,), if ``apply`` (0-dim)."""
+        assert self.expert_bias is not None and self.bias_update_rate is not None
+        missing = torch.sign(seen.sum() - self.num_experts * seen)  # whole numbers: exact, and the same everywhere
+        self.expert_bias += self.bias_update_rate * missing * apply
+
+
+def _load(counts: torch.Tensor) -> torch.Tensor:
+    """Tokens of each expert (..., experts) as multiples of their mean over the experts, fp64."""
+    counts = counts.double()
+    return counts * counts.shape[-1] / counts.sum(-1, keepdim=True).clamp(min=1)

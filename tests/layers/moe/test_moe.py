@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from smp.config import Layout
 from smp.kernels.grouped import combine_rows, grouped_product, permute_rows, repeat_rows
 from smp.layers import init_weights
-from smp.layers.moe import Experts, MoE, Router
+from smp.layers.moe import Counted, Experts, MoE, Router, Routing
 from smp.layers.moe.dispatch import Dispatch
 from smp.parallel.context import ParallelContext, build_context
 from tests.distributed import run_distributed
@@ -98,13 +98,48 @@ def test_the_balance_is_least_where_loads_are_even() -> None:
             routing = router(torch.zeros(8, HIDDEN))._replace(
                 logits=logits, experts=logits.topk(2).indices, weights=torch.ones(8, 2)
             )
-            found = router.balance(routing, weights)
+            found = router.balance(routing, Counted(weights, torch.zeros(EXPERTS, dtype=torch.int64))).measures
             assert found[0].item() == pytest.approx(expected) and found[2].item() == pytest.approx(load)
 
 
+def test_the_bias_moves_towards_experts_with_few_tokens() -> None:
+    with fake_context() as context:
+        router = layer(context, score_function="sigmoid", bias_update_rate=0.5).router
+        seen = torch.tensor([0, 1, 2, 2, 2, 3, 3, 3])
+        router.update_bias(seen, torch.tensor(False))
+        assert not router.expert_bias.any()
+        router.update_bias(seen, torch.tensor(True))
+        assert router.expert_bias.tolist() == [0.5, 0.5, 0.0, 0.0, 0.0, -0.5, -0.5, -0.5]
+        routing = router(torch.zeros(1, HIDDEN))
+        assert routing.experts.tolist() == [[0, 1]] and routing.weights.tolist() == [[0.5, 0.5]]
+
+
+def test_experts_are_of_the_best_groups() -> None:
+    """Of 4 groups the best by their two largest scores, although the largest of all lies in another."""
+    with fake_context() as context:
+        router = layer(context, score_function="sigmoid", num_groups=4, group_topk=1).router
+        logits = torch.tensor([[5.0, -9.0, 1.0, 2.0, 0.0, 0.0, 0.0, 0.0]])
+        kept = router._compared(logits)
+        assert kept[0].isfinite().tolist() == [False, False, True, True, False, False, False, False]
+
+
+def test_a_sequence_has_a_balance_of_its_own() -> None:
+    """Two sequences, each of which sends all its tokens to two experts: even together, and not at all apart."""
+    with fake_context() as context:
+        logits = 20.0 * torch.eye(EXPERTS)[[0, 0, 2, 2]] + 19.0 * torch.eye(EXPERTS)[[1, 1, 3, 3]]
+        found = {}
+        for balancing in ("aux_loss", "seq_aux_loss"):
+            router = layer(context, balancing=balancing).router
+            routing = Routing(logits.topk(2).indices, torch.ones(4, 2), logits)
+            seen, rows = torch.zeros(EXPERTS, dtype=torch.int64), torch.tensor([0, 0, 1, 1])
+            counted = Counted(torch.full((4,), 0.25), seen, rows, 2)
+            found[balancing] = router.balance(routing, counted).measures[0].item()
+        assert found["aux_loss"] == pytest.approx(EXPERTS / 4) and found["seq_aux_loss"] == pytest.approx(EXPERTS / 2)
+
+
 def forced(rank: int, world: int) -> list[tuple[float, float]]:
-    """Distances of outputs and input gradients from those of one rank, for routings that leave ranks without tokens;
-    a rank may have no token at all."""
+    """Relative distances of outputs and input gradients from those of one rank, for routings that leave ranks without
+    tokens; a rank may have no token at all."""
     spread, alone = build_context(Layout(dp_shard=world, ep=world), "cpu"), build_context(Layout(dp_shard=world), "cpu")
     moe, whole = layer(spread), layer(alone)
     found = []
@@ -121,8 +156,12 @@ def forced(rank: int, world: int) -> list[tuple[float, float]]:
             assert leaf.grad is not None
             results.append((y.detach(), leaf.grad))
         (y, grad), (expected, expected_grad) = results
-        found.append(((y - expected).norm().item(), (grad - expected_grad).norm().item()))
+        found.append((_distance(y, expected), _distance(grad, expected_grad)))
     return found
+
+
+def _distance(x: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((x - expected).norm() / expected.norm().clamp(min=1e-30)).item()
 
 
 def test_any_routing_works_on_spread_experts() -> None:

@@ -1,0 +1,153 @@
+"""Delayed scaling: scales from the largest magnitudes of past steps (Micikevicius et al. 2022, arXiv 2209.05433).
+
+A scale is fixed for a whole step, so how the step is cut into micro-batches and over ranks cannot change it. While a
+step runs each rank notes the maxima of what it sees, and at its end one exchange makes them those of all ranks. A pass
+that is computed again notes the same maxima again: that changes nothing.
+
+As long as there is no history, in the first step of a run, layers compute without FP8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from smp.kernels.fp8 import E4M3, LARGEST, Operand, inverse_scale, largest, quantise
+from smp.layers.fp8.scaling import Operands, Precision
+from smp.parallel.collectives import Group, max_over, sum_over
+
+Algorithm = Literal["max", "most_recent"]
+_INPUT, _WEIGHT, _GRADIENT = 0, 1, 2
+HISTORY = "fp8.amax_history."
+"""What names of its tensors in checkpoints begin with."""
+
+
+class AmaxHistory:
+    """The maxima of inputs, weights and gradients of this rank's FP8 layers, in the last steps.
+
+    Args:
+        names: of the layers.
+        length: steps.
+        algorithm: a scale is that of the largest maximum of these steps, or of the last one's.
+        gradient: the FP8 dtype of gradients.
+        groups: over which ranks have parts of these layers' tensors.
+        pipeline: the group of ranks with the other layers; None: this rank has all.
+        device: of the layers.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        length: int,
+        algorithm: Algorithm,
+        gradient: torch.dtype,
+        groups: Sequence[Group],
+        pipeline: Group | None,
+        device: torch.device,
+    ) -> None:
+        self.names, self.algorithm, self.groups = tuple(names), algorithm, tuple(groups)
+        self.pipeline = () if pipeline is None else (pipeline,)
+        self._formats = (E4M3, E4M3, gradient)
+        fp32: dict[str, Any] = {"dtype": torch.float32, "device": device}
+        self._maxima = torch.zeros(len(names), length, 3, **fp32)  # newest first
+        self.now = torch.zeros(len(names), 3, **fp32)
+        self.inverse = torch.ones(len(names), 3, **fp32)
+        self.is_empty = True
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds, (length, 3) of each layer, by names that do not depend on the layout. The tensors
+        are the live ones; call :meth:`restored` after loading into them."""
+        return {f"{HISTORY}{name}": self._maxima[i] for i, name in enumerate(self.names)}
+
+    def restored(self) -> None:
+        """Take up what was loaded."""
+        self.is_empty = not bool(self._anywhere(self._maxima) > 0)
+        self._set_scales()
+
+    def checked(self, norm: torch.Tensor) -> torch.Tensor:
+        """Make the maxima of a step those of all ranks. ``norm``, or NaN when one of them is not finite: an infinite
+        number becomes the largest one when it is quantised, and would not show."""
+        self.now.copy_(max_over(self.now, self.groups))
+        return torch.where(self._anywhere(self.now).isfinite(), norm, torch.nan)
+
+    def saturated(self) -> torch.Tensor:
+        """Of the step that was checked: tensors of all pipeline ranks whose largest number did not fit, fp32 0-dim."""
+        if self.is_empty:
+            return self.now.new_zeros(())
+        ends = self.now.new_tensor([LARGEST[dtype] for dtype in self._formats])
+        return sum_over((self.now > ends * self.inverse).float().sum(), self.pipeline)
+
+    def advance(self, is_finite: torch.Tensor) -> None:
+        """End a step: its maxima enter the history, but for one that was skipped, because it was not finite.
+
+        The host waits for a step only as long as there is no history: one without a gradient leaves none.
+        """
+        if self.is_empty:
+            self.is_empty = not bool(is_finite & (self._anywhere(self.now[:, _GRADIENT]) > 0))
+        if not self.is_empty:
+            newer = torch.cat((self.now[:, None], self._maxima[:, :-1]), dim=1)
+            self._maxima.copy_(torch.where(is_finite, newer, self._maxima))
+            self._set_scales()
+        self.now.zero_()
+
+    def _set_scales(self) -> None:
+        maxima = self._maxima.amax(1) if self.algorithm == "max" else self._maxima[:, 0]
+        for i, dtype in enumerate(self._formats):
+            self.inverse[:, i] = inverse_scale(maxima[:, i], dtype)
+
+    def _anywhere(self, maxima: torch.Tensor) -> torch.Tensor:
+        """The largest of them on all pipeline ranks, 0-dim."""
+        own = maxima.amax() if maxima.numel() else maxima.new_zeros(())
+        return max_over(own, self.pipeline)
+
+
+@dataclass(frozen=True)
+class DelayedScaling:
+    """Scales from ``history``, of the layers ``rows`` in it, which share an input.
+
+    Attributes:
+        notes: note maxima, as training does and evaluation does not.
+    """
+
+    precision: Precision
+    history: AmaxHistory
+    rows: tuple[int, ...]
+    notes: bool = True
+
+    gathers_first = False
+
+    def product(self, dtype: torch.dtype) -> str:
+        return "dense" if self.history.is_empty else self.precision.product(dtype)
+
+    def _note(self, column: int, amaxes: Sequence[torch.Tensor]) -> None:
+        for row, amax in zip(self.rows, amaxes, strict=True):
+            cell = self.history.now[row, column]
+            torch.maximum(cell, amax, out=cell)
+
+    def _quantised(self, x: torch.Tensor, row: int, column: int) -> Operand:
+        if self.history.is_empty:
+            return x
+        dtype = self.precision.gradient if column == _GRADIENT else E4M3
+        return quantise(x, self.history.inverse[row, column], dtype)
+
+    def forward(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Operands:
+        if self.notes:
+            self._note(_INPUT, [largest(x)] * len(self.rows))
+            self._note(_WEIGHT, [largest(w) for w in weights])
+        used = self.kept(x, [])
+        return Operands(used, used, self.weights(weights, []), [])
+
+    def kept(self, x: torch.Tensor, scales: Sequence[torch.Tensor]) -> Operand:
+        return self._quantised(x, self.rows[0], _INPUT)
+
+    def weights(self, weights: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> list[Operand]:
+        return [self._quantised(w, row, _WEIGHT) for w, row in zip(weights, self.rows, strict=True)]
+
+    def gradients(self, grads: Sequence[torch.Tensor]) -> list[tuple[Operand, Operand]]:
+        if self.notes:
+            self._note(_GRADIENT, [largest(grad) for grad in grads])
+        made = [self._quantised(grad, row, _GRADIENT) for grad, row in zip(grads, self.rows, strict=True)]
+        return [(grad, grad) for grad in made]

@@ -1,0 +1,192 @@
+"""Recipes of FP8: which numbers share a scale, and which ranks have to agree on it.
+
+A scale is a function of the whole tensor, of which a rank holds a part. With tokens cut over the data-parallel,
+context-parallel and, under sequence parallelism, tensor-parallel ranks, and widths over the tensor-parallel ones:
+
+============  ==========================  ==========================  ==============================================
+recipe        one scale for               the weight's gradient       maxima are taken over
+============  ==========================  ==========================  ==============================================
+delayed       a tensor, of past steps     in FP8                      all ranks with the layer, once per step
+tensorwise    a tensor, as it is now      in FP8                      all ranks with the layer, for each tensor
+rowwise       a token; a weight's row     in the run's precision      TP ranks, of rows that are cut: a row-parallel
+                                                                      input and weight, a column-parallel gradient
+                                                                      and the columns of its weight
+blockwise     128 numbers of a token;     in FP8, 128 tokens share    none: cuts lie between blocks
+              128 x 128 of a weight       a scale
+============  ==========================  ==========================  ==============================================
+
+Tensorwise scales are those of a micro-batch over all data-parallel ranks. The others do not depend on how a batch is
+cut into micro-batches either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+
+from smp.kernels.fp8 import E4M3, Operand, inverse_scale, largest, largest_of_blocks, quantise
+from smp.kernels.product import Format, Granularity, Scaled, gradient_dtype
+from smp.parallel.collectives import Group, max_over
+
+Recipe = Literal["delayed", "tensorwise", "rowwise", "blockwise"]
+_GRANULARITY: dict[str, Granularity] = {
+    "delayed": "tensor",
+    "tensorwise": "tensor",
+    "rowwise": "row",
+    "blockwise": "block",
+}
+
+
+class Operands(NamedTuple):
+    """Of a forward pass: the input and the weights as products take them, the input as it is kept for the weights'
+    gradients, and scales that the backward pass uses again."""
+
+    x: Operand
+    kept: Operand
+    weights: list[Operand]
+    scales: list[torch.Tensor]
+
+
+class Scaling(Protocol):
+    """Makes the operands of one call of a linear function from plain tensors of this rank, (tokens [/p], width)."""
+
+    @property
+    def gathers_first(self) -> bool:
+        """Whether a gradient that has to be gathered is gathered before it is quantised, because the weight's gradient
+        takes it as it is."""
+
+    def product(self, dtype: torch.dtype) -> str:
+        """The name of the product, for results of ``dtype``."""
+
+    def forward(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Operands:
+        """Of an input, and of the weights (out, in) that it is multiplied with."""
+
+    def kept(self, x: torch.Tensor, scales: Sequence[torch.Tensor]) -> Operand:
+        """The input as ``forward`` kept it, once more."""
+
+    def weights(self, weights: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> list[Operand]:
+        """Of the product for the input's gradient."""
+
+    def gradients(self, grads: Sequence[torch.Tensor]) -> list[tuple[Operand, Operand]]:
+        """Of the output of each weight: for the input's gradient and for the weight's."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What the layers of a run have in common; see ``smp.kernels.product.Scaled``."""
+
+    recipe: Recipe
+    fp8_format: Format
+    emulate: bool
+
+    def product(self, dtype: torch.dtype) -> str:
+        """The name of the product for results of ``dtype``."""
+        return Scaled(_GRANULARITY[self.recipe], self.fp8_format, dtype, self.emulate).name
+
+    @property
+    def gradient(self) -> torch.dtype:
+        """Of gradients."""
+        return gradient_dtype(self.fp8_format)
+
+
+@dataclass(frozen=True)
+class TensorScaling:
+    """One scale for a tensor, from its maximum over all ranks that have a part of it."""
+
+    precision: Precision
+    groups: tuple[Group, ...]
+
+    gathers_first = False
+
+    def product(self, dtype: torch.dtype) -> str:
+        return self.precision.product(dtype)
+
+    def _scales(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """Of several tensors, with one exchange."""
+        return inverse_scale(max_over(torch.stack([largest(x) for x in tensors]), self.groups), dtype)
+
+    def forward(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Operands:
+        scales = self._scales([x, *weights], E4M3)
+        used = quantise(x, scales[0], E4M3)
+        return Operands(used, used, self.weights(weights, [scales]), [scales])
+
+    def kept(self, x: torch.Tensor, scales: Sequence[torch.Tensor]) -> Operand:
+        return quantise(x, scales[0][0], E4M3)
+
+    def weights(self, weights: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> list[Operand]:
+        return [quantise(w, scale, E4M3) for w, scale in zip(weights, scales[0][1:], strict=True)]
+
+    def gradients(self, grads: Sequence[torch.Tensor]) -> list[tuple[Operand, Operand]]:
+        dtype = self.precision.gradient
+        scales = self._scales(grads, dtype)
+        made = [quantise(grad, scale, dtype) for grad, scale in zip(grads, scales, strict=True)]
+        return [(grad, grad) for grad in made]
+
+
+@dataclass(frozen=True)
+class RowScaling:
+    """A scale for each token, and for each row of a weight; the weight's gradient is not in FP8. ``kind`` is that of
+    the layer: of a row-parallel one a token's numbers are cut over ``tp``, of a column-parallel one its gradient's."""
+
+    precision: Precision
+    kind: Literal["column", "row"]
+    tp: Group
+
+    gathers_first = True
+
+    def product(self, dtype: torch.dtype) -> str:
+        return self.precision.product(dtype)
+
+    def _scales(self, amaxes: Sequence[torch.Tensor], dtype: torch.dtype, *, cut: bool) -> list[torch.Tensor]:
+        """Of rows that are cut over the ranks, or not, with one exchange."""
+        every = torch.cat([amax.flatten() for amax in amaxes])
+        scales = inverse_scale(max_over(every, (self.tp,)) if cut else every, dtype)
+        parts = scales.split([amax.numel() for amax in amaxes])
+        return [part.view_as(amax) for part, amax in zip(parts, amaxes, strict=True)]
+
+    def forward(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Operands:
+        scales = self._scales([largest(y, 1) for y in (x, *weights)], E4M3, cut=self.kind == "row")
+        used, *others = (quantise(y, scale, E4M3) for y, scale in zip((x, *weights), scales, strict=True))
+        return Operands(used, x, list(others), [])
+
+    def kept(self, x: torch.Tensor, scales: Sequence[torch.Tensor]) -> Operand:
+        return x
+
+    def weights(self, weights: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> list[Operand]:
+        """Under scales of columns: the other product sums over rows."""
+        columns = self._scales([largest(w, 0) for w in weights], E4M3, cut=self.kind == "column")
+        return [quantise(w, scale, E4M3) for w, scale in zip(weights, columns, strict=True)]
+
+    def gradients(self, grads: Sequence[torch.Tensor]) -> list[tuple[Operand, Operand]]:
+        dtype = self.precision.gradient
+        scales = self._scales([largest(grad, 1) for grad in grads], dtype, cut=self.kind == "column")
+        return [(quantise(grad, scale, dtype), grad) for grad, scale in zip(grads, scales, strict=True)]
+
+
+@dataclass(frozen=True)
+class BlockScaling:
+    """A scale for 128 neighbouring numbers of a token, or 128 x 128 of a weight. No rank has a part of a block only."""
+
+    precision: Precision
+
+    gathers_first = True
+
+    def product(self, dtype: torch.dtype) -> str:
+        return self.precision.product(dtype)
+
+    def forward(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Operands:
+        used = quantise(x, inverse_scale(largest_of_blocks(x), E4M3), E4M3)
+        return Operands(used, x, self.weights(weights, []), [])
+
+    def kept(self, x: torch.Tensor, scales: Sequence[torch.Tensor]) -> Operand:
+        return x
+
+    def weights(self, weights: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> list[Operand]:
+        return [quantise(w, inverse_scale(largest_of_blocks(w, square=True), E4M3), E4M3) for w in weights]
+
+    def gradients(self, grads: Sequence[torch.Tensor]) -> list[tuple[Operand, Operand]]:
+        dtype = self.precision.gradient
+        return [(quantise(grad, inverse_scale(largest_of_blocks(grad), dtype), dtype), grad) for grad in grads]

@@ -1,0 +1,91 @@
+"""FP8 of a run: what the settings ask for, on this device, and what the user should hear of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from smp.config import Config, ConfigError
+from smp.config.fp8 import layers_in_bf16
+from smp.layers.fp8.apply import Fp8
+from smp.layers.fp8.scaling import Precision
+from smp.layers.linear import linear_layers
+
+_TENSOR_CORES = (8, 9)
+"""The first compute capability with FP8 products, Ada's; those with scales of rows came with Hopper."""
+_ROWS = (9, 0)
+
+
+def fp8_of(config: Config) -> Fp8 | None:
+    """What layers are to compute with; None: no FP8."""
+    parallel = config.parallel
+    if parallel.fp8_format is None:
+        return None
+    precision = Precision(parallel.fp8_recipe, parallel.fp8_format, parallel.fp8_emulate)
+    if parallel.fp8_recipe != "delayed":
+        return Fp8(precision)
+    return Fp8(precision, parallel.fp8_amax_history_len, parallel.fp8_amax_compute_algo)
+
+
+def layers_without_fp8(config: Config, model: nn.Module) -> set[str]:
+    """Names of the linear layers in blocks that compute as without FP8."""
+    blocks = {f"layers.{i}" for i in layers_in_bf16(config.parallel, config.model.num_layers)}
+    return {name for name in linear_layers(model) if ".".join(name.split(".")[:2]) in blocks}
+
+
+def choose_fp8(config: Config, device: torch.device) -> list[str]:
+    """What the user should hear; nothing without FP8.
+
+    Raises:
+        ConfigError: the device has no FP8 products, and --fp8-emulate is not given.
+    """
+    if config.parallel.fp8_format is not None and not config.parallel.fp8_emulate:
+        _check_device(config, device)
+    return describe_fp8(config)
+
+
+def describe_fp8(config: Config) -> list[str]:
+    """What computes in FP8 and what does not, in a line; none without FP8."""
+    parallel = config.parallel
+    if parallel.fp8_format is None:
+        return []
+    otherwise = "bf16" if parallel.bf16 else "fp32"
+    left = layers_in_bf16(parallel, config.model.num_layers)
+    kept = ["embedding, norms, attention, output layer and loss"]
+    kept += [f"layers {_ranges(left)}"] if left else []
+    kept += ["gradients of weights"] if parallel.fp8_recipe == "rowwise" else []
+    kept += ["adapters"] if config.has_adapters else []
+    formats = "e4m3, gradients e5m2" if parallel.fp8_format == "hybrid" else "e4m3"
+    how = "emulated: rounded to 8 bits, multiplied in fp32" if parallel.fp8_emulate else "on tensor cores"
+    return [f"FP8: linear layers in {formats}, {_recipe(config)} scales, {how}; in {otherwise}: {'; '.join(kept)}"]
+
+
+def _recipe(config: Config) -> str:
+    parallel = config.parallel
+    if parallel.fp8_recipe != "delayed":
+        return parallel.fp8_recipe
+    steps = f"{parallel.fp8_amax_compute_algo} of {parallel.fp8_amax_history_len} steps"
+    return f"delayed ({steps}; a run's first step is without FP8)"
+
+
+def _check_device(config: Config, device: torch.device) -> None:
+    parallel = config.parallel
+    needed = _ROWS if parallel.fp8_recipe == "rowwise" else _TENSOR_CORES
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= needed:
+        return
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+    raise ConfigError(
+        f"--fp8-format {parallel.fp8_format}: {name} has no FP8 products with {parallel.fp8_recipe} scales; "
+        "--fp8-emulate computes the same numbers without them"
+    )
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Of ascending numbers: 0-1, 30-31."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

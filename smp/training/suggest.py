@@ -1,0 +1,128 @@
+"""--dry-run --suggest: flags that make a run fit into a device's memory, the cheapest first."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from smp.config import Config, ConfigError, Layout, resolve
+from smp.models.arithmetic import forward_flops
+from smp.training.memory import MemoryEstimate, Tuned
+from smp.training.offload import activation_copies, host_step_seconds, trained_parameters
+
+RATE = 450e12
+"""FLOP/s of a device in bf16 products, such as an H100 reaches; half of it in fp32."""
+BANDWIDTH = 2.7e12
+"""Bytes per second that its memory reaches."""
+_RECOMPUTE: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+
+Estimate = Callable[[Config], MemoryEstimate]
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """Flags of memory, and what a run with them takes.
+
+    Attributes:
+        flags: beside the others of the run.
+        device: bytes on the device.
+        seconds: of a step, more than without any of them.
+    """
+
+    flags: str
+    device: int
+    seconds: float
+
+
+def suggestions(config: Config, world_size: int, tuned: Tuned, estimate: Estimate) -> list[Suggestion]:
+    """Every combination of recompute and offload that the run can have, the cheapest first.
+
+    Args:
+        config: resolved. What it says of these flags is left out.
+        estimate: of the rank that needs most memory.
+    """
+    found = []
+    for tried in _combinations(config, world_size):
+        memory = estimate(tried)
+        layout = Layout.from_config(tried.parallel, world_size)
+        found.append(Suggestion(_flags(tried), memory.total, _seconds(tried, layout, tuned, memory)))
+    return sorted(found, key=lambda suggestion: (suggestion.seconds, suggestion.device))
+
+
+def _combinations(config: Config, world_size: int) -> Iterator[Config]:
+    for recompute, activations, host in itertools.product(_RECOMPUTE, (False, True), (False, True)):
+        parallel = replace(
+            config.parallel,
+            recompute_granularity=recompute,
+            offload_activations=activations,
+            activation_loading_horizon=2,
+            min_offloaded_tensor_size=type(config.parallel).min_offloaded_tensor_size,
+        )
+        optim = replace(config.optim, optimizer_cpu_offload=host)
+        try:
+            yield resolve(replace(config, parallel=parallel, optim=optim), world_size)
+        except ConfigError:
+            continue  # not beside what else the run has
+
+
+def _flags(config: Config) -> str:
+    parallel, words = config.parallel, []
+    if parallel.recompute_granularity != "none":
+        words.append(f"--recompute-granularity {parallel.recompute_granularity}")
+    if parallel.offload_activations:
+        words.append("--offload-activations")
+    if config.optim.optimizer_cpu_offload:
+        words.append("--optimizer-cpu-offload")
+    return " ".join(words) or "none of them"
+
+
+def _rate(config: Config) -> float:
+    return RATE if config.parallel.bf16 else RATE / 2
+
+
+def _seconds(config: Config, layout: Layout, tuned: Tuned, memory: MemoryEstimate) -> float:
+    """What is computed again, what waits for copies, and the steps on the host."""
+    data, parallel, model = config.data, config.parallel, config.model
+    copies = activation_copies(config, layout, tuned)
+    again = {"none": 0.0, "full": copies.forward / _rate(config)}
+    if parallel.recompute_granularity == "selective":
+        split = layout.tp if parallel.sequence_parallel else 1
+        width = 10 * model.hidden_size // split + 3 * (model.ffn_hidden_size or 0) // layout.tp
+        tokens = tuned.rows * data.micro_batch_size * (data.seq_length or 0) // layout.cp
+        again["selective"] = tokens * width * (2 if parallel.bf16 else 4) / BANDWIDTH  # norms, activation, residuals
+    seconds = copies.layers * again[parallel.recompute_granularity]
+    if parallel.offload_activations:
+        seconds += copies.exposed(_rate(config), recompute=parallel.recompute_granularity == "full")
+    micro_batches = (data.global_batch_size or 1) // (data.micro_batch_size * layout.data_parallel)
+    host = (
+        host_step_seconds(trained_parameters(config, layout, tuned, memory))
+        if config.optim.optimizer_cpu_offload
+        else 0.0
+    )
+    return seconds * micro_batches + host
+
+
+def describe_suggestions(config: Config, world_size: int, tuned: Tuned, estimate: Estimate) -> list[str]:
+    """The table as lines; those that fit into --suggest GiB first."""
+    limit = config.training.suggest
+    assert limit is not None, "asked for"
+    layout = Layout.from_config(config.parallel, world_size)
+    flops = forward_flops(config.model, config.data.seq_length or 1)
+    tokens = tuned.rows * (config.data.global_batch_size or 1) * (config.data.seq_length or 1)
+    step = 3 * (sum(flops.layers) + flops.head) * tokens / layout.world_size / _rate(config)
+    rows = suggestions(config, world_size, tuned, estimate)
+    fitting = [row for row in rows if row.device <= limit * 2**30]
+    lines = [
+        f"flags that save memory, the cheapest first of those that fit into {limit:g} GiB (time beside a step's "
+        f"{step:.3f} s of products at {_rate(config) / 1e12:.0f} TFLOP/s; both by formula):",
+        *(
+            f"  {row.device / 2**30:9.2f} GiB  {100 * row.seconds / step:+7.1f} %  "
+            f"{'fits' if row in fitting else 'too much'}  {row.flags}"
+            for row in [*fitting, *(row for row in rows if row not in fitting)]
+        ),
+    ]
+    if not fitting:
+        lines.append("none of them fits: tools/plan.py looks for a layout that shares the model among more processes")
+    return lines

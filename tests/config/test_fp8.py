@@ -1,0 +1,84 @@
+"""What FP8 refuses, in one line that names the flag and what works."""
+
+from __future__ import annotations
+
+import pytest
+
+from smp.config import Config, ConfigError
+from smp.config.fp8 import layers_in_bf16
+from smp.models.presets import PRESETS
+from smp.training.settings import read_settings
+
+BASE = (
+    "--mock-data --vocab-size 64 --num-layers 4 --hidden-size 256 --num-attention-heads 4 --ffn-hidden-size 512 "
+    "--seq-length 256 --max-position-embeddings 1024 --train-iters 2 "
+)
+FP8 = "--fp8-format hybrid --bf16 "
+
+
+def read(flags: str, processes: int = 4) -> Config:
+    return read_settings((BASE + flags).split(), PRESETS, processes)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        FP8,
+        FP8 + "--fp8-recipe rowwise --tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full",
+        FP8 + "--fp8-recipe tensorwise --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1",
+        "--fp8-format e4m3 --fp8-emulate --fp8-recipe blockwise --num-query-groups 2 --tensor-model-parallel-size 2 "
+        "--kv-channels 128",
+        FP8 + "--fp8-amax-history-len 1 --fp8-amax-compute-algo most_recent --context-parallel-size 2",
+    ],
+)
+def test_what_works_is_taken(flags: str) -> None:
+    assert read(flags).parallel.fp8_format
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--fp8-emulate", "--fp8-emulate has no effect without --fp8-format"),
+        ("--fp8-recipe rowwise", "--fp8-recipe rowwise has no effect without --fp8-format"),
+        ("--fp8-amax-history-len 3", "--fp8-amax-history-len 3 has no effect without --fp8-format"),
+        (FP8 + "--fp8-recipe rowwise --fp8-amax-history-len 3", "has no effect without --fp8-recipe delayed"),
+        (FP8 + "--num-layers-at-end-in-bf16 2", "has no effect without --first-last-layers-bf16"),
+        (FP8 + "--compile", "and --compile exclude each other"),
+        (FP8 + "--num-experts 4", "the products of experts are not there in FP8 yet"),
+        ("--fp8-format hybrid", "on tensor cores makes bf16 of its products: give --bf16"),
+        (FP8 + "--fp8-recipe blockwise", "--fp8-emulate computes it"),
+        (
+            FP8 + "--fp8-emulate --fp8-recipe blockwise --seq-length 200",
+            "is not a multiple of its blocks of 128 tokens",
+        ),
+        (
+            FP8 + "--fp8-emulate --fp8-recipe blockwise --context-parallel-size 2",
+            "--seq-length 256 / (2 x --context-parallel-size 2) = 64 is not",
+        ),
+        (FP8 + "--ffn-hidden-size 520", "multiples of 16: --ffn-hidden-size is 520"),
+        (
+            FP8 + "--fp8-emulate --fp8-recipe blockwise --tensor-model-parallel-size 4",
+            "--num-attention-heads x --kv-channels is 64 on each of 4 tensor-parallel processes",
+        ),
+        (FP8 + "--num-query-groups 2 --tensor-model-parallel-size 4", "--tensor-model-parallel-size 2 works"),
+        (
+            FP8 + "--tensor-model-parallel-size 4 --sequence-parallel --seq-length 254",
+            "--seq-length 254 to be divisible by --tensor-model-parallel-size 4",
+        ),
+        (
+            FP8 + "--first-last-layers-bf16 --num-layers-at-start-in-bf16 2 --num-layers-at-end-in-bf16 2",
+            "leaves none of 4 layers for FP8",
+        ),
+        (FP8 + "--num-layers-at-start-in-bf16 -1 --first-last-layers-bf16", "must not be negative"),
+    ],
+)
+def test_what_does_not_is_refused_in_one_line(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(flags)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_numbers_of_the_layers_that_stay() -> None:
+    flags = FP8 + "--num-layers 6 --first-last-layers-bf16 --num-layers-at-end-in-bf16 2"
+    assert layers_in_bf16(read(flags).parallel, 6) == [0, 4, 5]
+    assert layers_in_bf16(read(FP8).parallel, 6) == []

@@ -1,0 +1,50 @@
+"""FP8 trains in every layout as on one rank: the same scales and the same rounding."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parity import fp8_cases as cases
+from tests.parity.cases import Case
+from tests.parity.lab import Lab
+from tests.parity.result import TOLERANCE
+from tests.parity.test_matrix import errors
+
+FAST = cases.fast_cases()
+SABOTAGED = cases.sabotaged_cases()
+PAIRWISE = cases.pairwise_cases()
+
+
+def lab_of(layouts: list[Case], folder: object) -> Lab:
+    return Lab([*layouts, *(case.one_rank for case in layouts)], folder)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    return lab_of([*FAST, *SABOTAGED], tmp_path_factory.mktemp("fast"))
+
+
+@pytest.mark.parametrize("case", FAST, ids=str)
+def test_fp8_trains_like_one_rank(lab: Lab, case: Case) -> None:
+    assert errors(lab, case).worst <= TOLERANCE, errors(lab, case)
+
+
+@pytest.mark.parametrize("case", SABOTAGED, ids=str)
+def test_a_wrong_scale_is_seen(lab: Lab, case: Case) -> None:
+    assert errors(lab, case).worst > 100 * TOLERANCE, errors(lab, case)
+
+
+def test_the_set_covers_every_pair() -> None:
+    wanted = set().union(*map(cases.pairs_of, cases.all_values()))
+    assert wanted == set().union(*map(cases.pairs_of, cases.pairwise_values()))
+
+
+@pytest.fixture(scope="module")
+def slow_lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    return lab_of(PAIRWISE, tmp_path_factory.mktemp("slow"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PAIRWISE, ids=str)
+def test_every_pair_trains_like_one_rank(slow_lab: Lab, case: Case) -> None:
+    assert errors(slow_lab, case).worst <= TOLERANCE, errors(slow_lab, case)

@@ -1,0 +1,86 @@
+"""Fine-tuning of a model with experts, from a Hugging Face folder: the same under every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import run_distributed
+from tests.parity.result import TOLERANCE, tensor_errors
+from tests.training.tiny_hf import write_model, write_samples, write_tokenizer
+from tests.training.tuning_lab import together, tune_all
+
+pytest.importorskip("transformers")
+
+STEPS = "--train-iters 2 --seq-length 48 --micro-batch-size 2 --global-batch-size 8 --lr 0.02 --optimizer sgd"
+METHODS = {
+    "full": "--data-path {0}/sft.jsonl --moe-aux-loss-coeff 0.01 --hybrid-shard-degree 0",
+    "lora": "--data-path {0}/sft.jsonl --lora-rank 4 --moe-aux-loss-coeff 0.01 --save {0}/saved-{1}",
+    "dpo, full": "--data-path {0}/dpo.jsonl --objective dpo",
+    "dpo, lora": "--data-path {0}/dpo.jsonl --objective dpo --lora-rank 4 "
+    "--lora-target-modules value,*.shared_experts.*",
+}
+SPREAD = "--expert-model-parallel-size 2"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hf")
+    write_tokenizer(folder)
+    write_model(folder, "qwen2-moe", layers=2)
+    write_samples(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[int, dict[str, dict[str, Any]]]:
+    """By number of processes and method; several processes accumulate as many micro-batches as one."""
+    found = {}
+    for world, layout in ((1, ""), (2, SPREAD)):
+        batch = f"--micro-batch-size {4 // world}"
+        flags = [
+            f"--load {folder} --log-dir {folder}/logs {STEPS} {batch} {method.format(folder, world)} {layout}"
+            for method in METHODS.values()
+        ]
+        ranks = run_distributed(tune_all, world, flags)
+        found[world] = {name: together([rank[i] for rank in ranks]) for i, name in enumerate(METHODS)}
+    return found
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_spread_experts_are_tuned_like_those_of_one_process(results: dict[int, Any], method: str) -> None:
+    want, got = results[1][method], results[2][method]
+    assert len(want["losses"]) == 2 and len(set(want["losses"])) == 2
+    for loss, other in zip(got["losses"], want["losses"], strict=True):
+        assert abs(loss - other) <= TOLERANCE * abs(other)
+    for step, gradients in enumerate(want["gradients"]):
+        errors = tensor_errors(got["gradients"][step], gradients, gradients)
+        assert max(errors.values()) <= TOLERANCE, max(errors.items(), key=lambda item: item[1])
+
+
+def test_what_is_trained(results: dict[int, Any]) -> None:
+    trained = {
+        method: {name.partition(".lora.")[0].split(".", 2)[-1] for name in results[1][method]["initial"]}
+        for method in ("lora", "dpo, lora")
+    }
+    attention = {f"attention.{name}" for name in ("query", "key", "value", "output")}
+    shared = {f"mlp.shared_experts.{name}" for name in ("gate", "up", "down")}
+    assert trained == {"lora": attention | shared, "dpo, lora": {"attention.value", *shared}}
+    before, after = (results[1]["full"][when]["layers.0.mlp.experts.up.weight"] for when in ("initial", "final"))
+    assert not torch.equal(before, after)
+
+
+def test_peft_reads_the_adapter(folder: Path, results: dict[int, Any]) -> None:
+    """It has peft's names, and peft finds the module of each."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    adapter = folder / "saved-2" / "adapter"
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with_adapter = peft.PeftModel.from_pretrained(model, str(adapter))
+    whole = results[2]["lora"]["final"]["layers.0.mlp.shared_experts.up.lora.b"]
+    there = with_adapter.get_parameter(
+        "base_model.model.model.layers.0.mlp.shared_expert.up_proj.lora_B.default.weight"
+    )
+    assert torch.equal(there.float(), whole.float())
