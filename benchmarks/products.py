@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from smp.kernels.attention_core import AttentionCore, AttentionSpec, FusedAttention, MathAttention
 from smp.kernels.token_layout import TokenLayout
@@ -49,6 +50,8 @@ def products(table: Any, fused: bool) -> None:
             flops = 14 * s.tokens * s.length / 2 * s.heads * s.head_dim
             table.add_product("causal attention", name, flops, attention(table, core, layout))
     attention_of_documents(table)
+    if table.device == "cuda":
+        block_of_a_ring(table)
 
 
 def attention(table: Any, core: AttentionCore, layout: TokenLayout) -> Callable[[], object]:
@@ -71,3 +74,29 @@ def attention_of_documents(table: Any) -> None:
     backend = "efficient" if cuda else "flash"
     masked = attention(table, FusedAttention(backend), layout)
     table.add_product("attention, 8 documents", f"{backend}, mask", flops, masked)
+
+
+def block_of_a_ring(table: Any) -> None:
+    """What a rank of a ring does with another rank's keys, all before its queries: our core's forward pass with its
+    log-sum-exps, and its backward pass by those of all keys; beside it the same block by torch's function."""
+    s, spec = table.sizes, AttentionSpec(causal=False)
+    flops = 14 * s.tokens * s.length * s.heads * s.head_dim
+    q, k, v = (table.draw((s.tokens, s.heads, s.head_dim)) for _ in range(3))
+    grad, layout = torch.randn_like(q), TokenLayout(s.tokens // s.length, s.length)
+    for name, kind in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
+        core = FusedAttention(name)
+
+        def ours(core: FusedAttention = core) -> object:
+            with torch.no_grad():
+                out, lse = core(q, k, v, layout, spec)
+                return core.backward(grad, q, k, v, out, lse, layout, spec)
+
+        def plain(kind: SDPBackend = kind) -> object:
+            queries, keys, values, dout = (
+                x.view(-1, s.length, s.heads, s.head_dim).transpose(1, 2) for x in (q, k, v, grad)
+            )
+            with sdpa_kernel(kind):
+                return torch.autograd.grad(F.scaled_dot_product_attention(queries, keys, values), (q, k, v), dout)
+
+        table.add_product("attention, block of a ring", f"smp, {name}", flops, ours)
+        table.add_product("attention, block of a ring", f"torch, {name}", flops, plain)

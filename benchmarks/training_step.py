@@ -19,15 +19,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from smp.config import Config, Layout, ModelConfig, OptimizerConfig, ParallelConfig
+from smp.config import Config, Layout, ModelConfig, ParallelConfig
+from smp.kernels.copier import copier_of
 from smp.layers import Normal
+from smp.layers.fp8.apply import fp8_history
 from smp.models.arithmetic import training_flops_per_token
 from smp.models.gpt import GPT
 from smp.models.micro_batch import MicroBatch
 from smp.optim.optimizer import build_optimizer, clip_gradients
 from smp.parallel.context import ParallelContext, build_context
+from smp.sharding.offload import offload_of
 from smp.sharding.parallelize import parallelize
-from smp.training.build import choose_backends
+from smp.training.build import Workplace, assemble, choose_backends
 
 MODEL = ModelConfig(
     num_layers=8,
@@ -64,6 +67,11 @@ class Work:
         tokens = torch.randint(0, self.model.vocab_size or 0, shape, generator=generator).to(self.device)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
+    def micro_batch(self) -> MicroBatch:
+        """The same, with the weights of a mean loss."""
+        tokens, labels = self.data()
+        return MicroBatch(tokens, labels, torch.full(labels.shape, 1.0 / labels.numel(), device=self.device))
+
 
 ON_CPU = Work(MODEL, batch=4, length=512, device="cpu")
 
@@ -78,28 +86,36 @@ class Entry:
     seconds: list[float]
 
 
-def smp_step(work: Work, context: ParallelContext, **parallel: Any) -> Step:
-    """A training step of our model without data parallelism: loss, backward, clip, AdamW."""
+def smp_model(work: Work, context: ParallelContext, **parallel: Any) -> tuple[GPT, Workplace, Config]:
+    """Our model as a run builds it, with settings ``parallel``, but for the numbers of its weights."""
     config = Config(model=work.model, parallel=ParallelConfig(**parallel))
     config.data.seq_length, device = work.length, torch.device(work.device)
     context = replace(context, sequence_parallel=config.parallel.sequence_parallel)
     kernels, _ = choose_backends(config, context, device, documents=False)
-    compute_dtype = torch.bfloat16 if config.parallel.bf16 else None
-    model = GPT(work.model, context, kernels=kernels, compute_dtype=compute_dtype)
-    parallelize(model, context, config.parallel)
+    place = Workplace(context, device, kernels, offload=offload_of(config.parallel, copier_of(device)))
+    model = assemble(config, place)
+    parallelize(model, context, config.parallel, place.offload)
     model.to_empty(device=work.device)
     draw_weights(model)
-    optimizer = build_optimizer(model, OptimizerConfig(), context.fsdp)
-    tokens, labels = work.data()
-    weights = torch.full(labels.shape, 1.0 / labels.numel(), device=work.device)
-    micro_batch = MicroBatch(tokens, labels, weights)
+    return model, place, config
+
+
+def smp_step(work: Work, context: ParallelContext, **parallel: Any) -> Step:
+    """A training step of our model without data parallelism: loss, backward, clip, AdamW."""
+    model, place, config = smp_model(work, context, **parallel)
+    optimizer = build_optimizer(model, config.optim, place.context.fsdp)
+    history, micro_batch = fp8_history(model), work.micro_batch()
 
     def step() -> torch.Tensor:
         loss = model(micro_batch).loss
         loss.backward()
-        clip_gradients(model.parameters(), 1.0, context.tp.get_group())
+        norm = clip_gradients(model.parameters(), 1.0, context.tp.get_group())
+        if history is not None:
+            norm = history.checked(norm)
         optimizer.step()
         optimizer.zero_grad()
+        if history is not None:
+            history.advance(norm.isfinite())
         return loss.detach()
 
     return step

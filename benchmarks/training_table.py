@@ -80,6 +80,8 @@ def entries(work: Work, mesh: DeviceMesh, bf16: bool) -> dict[str, Callable[[], 
             "smp": ours(),
             "smp --compile": ours(compile=True),
             "smp --kernels triton --compile": ours(kernels="triton", compile=True),
+            "smp --fp8-recipe tensorwise": ours(fp8_format="hybrid", fp8_recipe="tensorwise"),
+            "smp --fp8-recipe delayed": ours(fp8_format="hybrid", fp8_recipe="delayed", fp8_amax_history_len=16),
         }
     return table
 
@@ -168,7 +170,7 @@ def main() -> int:
     """Measure, print and write; 1 if an entry failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
-    parser.add_argument("--steps", type=int, default=5, help="steps in each of five timed groups")
+    parser.add_argument("--steps", type=int, default=2, help="steps in each of five timed groups")
     parser.add_argument(
         "--only", default="", help="shapes whose name and length contain this, such as 'llama3-8b' or 'x 8192'"
     )

@@ -15,6 +15,8 @@ multiplied as fp32 and summed in fp32.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import math
 from typing import NamedTuple
 
@@ -81,8 +83,12 @@ def quantise(x: torch.Tensor, inverse: torch.Tensor, dtype: torch.dtype) -> Quan
 
     What is too large becomes the largest number (casts of torch before 2.12 would make it NaN).
     """
+    end, blocks = LARGEST[dtype], any(1 < n < size for n, size in zip(inverse.shape, x.shape, strict=False))
+    if not blocks and x.is_cuda and x.stride(-1) == 1 and _has_kernels(x.device):
+        from smp.kernels.triton import fp8
+
+        return Quantised(fp8.quantise(x.detach(), inverse.contiguous(), dtype, end), inverse)
     scale = _expanded(inverse.reciprocal(), x.shape).to(x.dtype)  # a power of two: exact in bf16 too
-    end = LARGEST[dtype]
     return Quantised((x.detach() * scale).clamp_(-end, end).to(dtype), inverse)
 
 
@@ -112,16 +118,31 @@ def scaled_product(
     left, right = _aligned(a.data), _aligned(b.data)
     by_rows = a.inverse.ndim > 0
     scales = (a.inverse, b.inverse.t()) if by_rows else (a.inverse, b.inverse)
-    scale_a, scale_b = (scale.contiguous() for scale in scales)  # (m, 1) and (1, n)
+    scale_a, scale_b = (_at_16_bytes(scale.contiguous()) for scale in scales)  # (m, 1) and (1, n)
     return torch._scaled_mm(left, right.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast)
 
 
 def _aligned(data: torch.Tensor) -> torch.Tensor:
     """(rows, k) in the order of its rows, with zeros up to an aligned k: of a weight's gradient k is the tokens."""
     missing = -data.shape[1] % ALIGNED
+    if data.is_cuda and data.stride(0) == 1 and data.shape[0] > 1 and _has_kernels(data.device):
+        from smp.kernels.triton import fp8
+
+        return fp8.transpose(data.t(), data.shape[1] + missing)
     if not missing:
         return data.contiguous()
     return F.pad(data.contiguous().view(torch.uint8), (0, missing)).view(data.dtype)
+
+
+def _at_16_bytes(scale: torch.Tensor) -> torch.Tensor:
+    """cuBLAS takes no scale from elsewhere, such as the second one of several."""
+    return scale.clone() if scale.storage_offset() % 4 else scale
+
+
+@functools.cache
+def _has_kernels(device: torch.device) -> bool:
+    """Whether Triton is there, and the GPU has 8-bit formats. Its kernels give the same bits as the formulas."""
+    return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _expanded(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:

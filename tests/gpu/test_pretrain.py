@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from tests.training.flag_runs import run_here
 
 ROOT = Path(__file__).parents[2]
 FLAGS = "--mock-data --vocab-size 512 --seq-length 64 --micro-batch-size 4 --lr 1e-3 --log-interval 1 --no-progress-bar"
@@ -38,14 +41,17 @@ def test_a_gpu_trains_like_a_cpu(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flags", ["--bf16", "--bf16 --compile", "--bf16 --recompute-granularity selective"])
 def test_bf16_learns(tmp_path: Path, flags: str) -> None:
-    got = losses(tmp_path, f"--train-iters 30 {flags}")
-    assert got[-1] < got[0] - 0.5
+    run = run_here(tmp_path, f"--train-iters 30 {flags}", base=FLAGS)
+    assert run.code == 0, run.err
+    assert run.losses[-1] < run.losses[0] - 0.5
 
 
 def test_resume_is_bit_for_bit(tmp_path: Path) -> None:
-    for name in ("straight", "halves"):
-        (tmp_path / name).mkdir()
     flags = "--bf16 --hidden-dropout 0.1 --deterministic-mode --lr-decay-style constant"
-    straight = losses(tmp_path / "straight", f"{flags} --train-iters 6")
-    losses(tmp_path / "halves", f"{flags} --train-iters 3 --save ck")
-    assert losses(tmp_path / "halves", f"{flags} --train-iters 6 --save ck --load auto") == straight
+    straight, first, second = (
+        run_here(tmp_path / folder, f"{flags} --train-iters {more}", base=FLAGS)
+        for folder, more in (("straight", "6"), ("halves", "3 --save ck"), ("halves", "6 --save ck --load auto"))
+    )
+    assert straight.code == first.code == second.code == 0, straight.err + first.err + second.err
+    assert len(straight.losses) == 6 and second.losses == straight.losses
+    assert all(torch.equal(second.final[name], weight) for name, weight in straight.final.items())

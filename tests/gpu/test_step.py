@@ -52,9 +52,11 @@ def test_the_host_does_not_wait_in_a_step(runs: Runs, flags: str) -> None:
 
 @pytest.mark.parametrize("flags", ["", "--bf16", "--bf16 --recompute-granularity selective", "--bf16 --compile"])
 def test_200_steps_follow_the_same_curve_with_and_without_kernels(runs: Runs, flags: str) -> None:
+    """With a learning rate at which training makes little of rounding: weights that begin 2^-9 apart (bf16; 2^-12 in
+    fp32) end with losses 0.0016 (0.0002) apart on a CPU, and 0.02 at ten times the rate."""
     curves = {}
     for kernels in ("torch", "triton"):
-        run = runs.fresh(f"{RUN} {flags} --train-iters 200 --kernels {kernels}")
+        run = runs.fresh(f"{RUN} {flags} --lr 1e-3 --train-iters 200 --kernels {kernels}")
         assert run.code == 0, run.err
         assert f"kernels: {kernels} for cross_entropy, norm, swiglu, rope" in run.out
         curves[kernels] = torch.tensor(run.losses)
@@ -82,7 +84,9 @@ def test_a_step_that_is_not_finite_is_skipped_without_asking_the_host(runs: Runs
     def spoil(run: Watched) -> None:
         if run.trainer.progress.iteration == 1:
             run.trainer.model.register_forward_hook(
-                lambda module, args, out: out * float("inf") if run.trainer.progress.iteration == 1 else out
+                lambda module, args, out: (
+                    out._replace(loss=out.loss * float("inf")) if run.trainer.progress.iteration == 1 else out
+                )
             )
 
     run = runs.fresh("--train-iters 4", each_step=spoil)

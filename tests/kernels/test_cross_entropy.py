@@ -40,7 +40,7 @@ def relative(got: torch.Tensor | None, want: torch.Tensor | None) -> float:
 def test_pieces_make_the_whole(
     dtype: torch.dtype, bound: float, chunk: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel, "BLOCK_ELEMENTS", block)
+    monkeypatch.setitem(kernel.BLOCK_ELEMENTS, "cpu", block)
     hidden, weight, labels, weights = inputs(dtype)
     loss = linear_cross_entropy(hidden, weight, labels, weights, SHARD, chunk_tokens=chunk)
     (SCALE * loss).backward()
@@ -54,7 +54,7 @@ def test_pieces_make_the_whole(
 
 @pytest.mark.parametrize("block", [1 << 20, 10 * ROWS, 1])
 def test_losses_of_tokens_in_blocks(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "BLOCK_ELEMENTS", block)
+    monkeypatch.setitem(kernel.BLOCK_ELEMENTS, "cpu", block)
     _, _, labels, weights = inputs(torch.float32)
     logits = 3 * draw(TOKENS, ROWS, seed=3)
     mine, exact = logits.clone().requires_grad_(), logits[:, :VOCAB].double().requires_grad_()

@@ -1,0 +1,70 @@
+"""See :mod:`smp.kernels.fp8`: a matrix rounded to 8 bits in one pass over it, and 8-bit numbers transposed."""
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK, WARPS = 2048, 4
+"""Of a row, 16 elements a thread."""
+TILE, TILE_WARPS = 128, 8
+"""Rows and columns of what one program transposes, 64 bytes a thread."""
+
+
+@triton.jit
+def quantise_kernel(
+    x,
+    inverse,
+    out,
+    stride,
+    row_step,
+    width,
+    END: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    if BY_COLUMN:
+        scale = tl.div_rn(1.0, tl.load(inverse + column, mask=inside, other=1.0))
+    else:
+        scale = tl.div_rn(1.0, tl.load(inverse + row * row_step))
+    scaled = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32) * scale
+    scaled = tl.minimum(scaled, END, propagate_nan=tl.PropagateNan.ALL)
+    scaled = tl.maximum(scaled, -END, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(out + row * width + column, scaled.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def transpose_kernel(x, out, stride, out_stride, rows, width, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = (row[:, None] < rows) & (column[None, :] < width)
+    tile = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0)
+    # rows of the result are padded with the zeros that were not loaded
+    stored = (column[:, None] < width) & (row[None, :] < out_stride)
+    tl.store(out + column[:, None] * out_stride + row[None, :], tl.trans(tile), mask=stored)
+
+
+def quantise(x: torch.Tensor, inverse: torch.Tensor, dtype: torch.dtype, end: float) -> torch.Tensor:
+    """``x`` (rows, width), whose rows are contiguous, divided by ``inverse``, a power of two each, cut to +- ``end``
+    and rounded to ``dtype``. ``inverse`` is contiguous: 0-dim, (rows, 1) or (1, width)."""
+    rows, width = x.shape
+    out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    by_column = inverse.ndim > 0 and inverse.shape[1] > 1
+    row_step = int(inverse.ndim > 0 and inverse.shape[0] > 1)
+    if out.numel():
+        grid = (rows, triton.cdiv(width, BLOCK))
+        options = {"END": end, "BY_COLUMN": by_column, "BLOCK": BLOCK, "num_warps": WARPS}
+        quantise_kernel[grid](x, inverse, out, x.stride(0), row_step, width, **options)
+    return out
+
+
+def transpose(data: torch.Tensor, padded: int) -> torch.Tensor:
+    """8-bit numbers (rows, width), whose rows are contiguous -> (width, ``padded`` >= rows), zeros behind."""
+    (rows, width), numbers = data.shape, data.view(torch.uint8)
+    out = numbers.new_empty(width, padded)
+    if out.numel():
+        grid = (triton.cdiv(padded, TILE), triton.cdiv(width, TILE))
+        transpose_kernel[grid](numbers, out, numbers.stride(0), padded, rows, width, TILE=TILE, num_warps=TILE_WARPS)
+    return out.view(data.dtype)
