@@ -121,18 +121,19 @@ def seconds_to_copy(nbytes: int, device: str) -> float:
 
 
 def measure(report: Report, work: Work, context: ParallelContext, repeats: int) -> int:
-    """All entries, the first one after each other as well: the rows stand beside it. Returns how many failed."""
-    device, failed = work.device, 0
+    """All entries, each in turn with plain bf16, and with what it offloads without that. Returns how many failed."""
+    device, failed, table = work.device, 0, entries(work.device)
     base = build(work, context, {})
-    for name, settings in entries(device).items():
+    for name, settings in table.items():
+        without = {key: value for key, value in settings.items() if "activation" not in key}
         try:
             entry = build(work, context, settings) if settings else base
-            for passes in (base, entry):
+            there = build(work, context, without) if without and without != settings else base
+            for passes in (base, there, entry):
                 for _ in range(3):
                     passes.run()
-            peak = _peak(entry, device)
-            copied = _copied(entry)
-            plain, own = [seconds_of(passes, device, repeats) for passes in (base, entry)]
+            peak, copied = _peak(entry, device), _copied(entry)
+            plain, stays, own = [seconds_of(passes, device, repeats) for passes in (base, there, entry)]
         except Exception as error:  # the others are wanted all the same
             report.say(f"{name:26s}  {why(error)}")
             failed += 1
@@ -141,9 +142,9 @@ def measure(report: Report, work: Work, context: ParallelContext, repeats: int) 
         line = f"{name:26s}{own * 1e3:10.2f}{plain / own:9.3f}{memory}"
         if copied and device == "cuda":  # a CPU copies where it is asked to
             alone = seconds_to_copy(copied, device)
-            line += f"{copied / 1e9:12.2f}{alone * 1e3:10.2f}{1 - max(own - plain, 0.0) / alone:9.2f}"
+            line += f"{copied / 1e9:12.2f}{alone * 1e3:10.2f}{1 - (own - stays) / alone:9.2f}"
         report.say(line)
-        del entry
+        del entry, there
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()

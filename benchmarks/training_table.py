@@ -46,8 +46,11 @@ class Shape:
 
 def llama(name: str, layers: int | None = None) -> ModelConfig:
     """A named size as transformers' plain Llama can be built too: no RoPE scaling, an output matrix of its own."""
-    model = replace(ModelConfig(), **{**PRESETS[name], "untie_embeddings_and_output_weights": True})
-    model = replace(model, use_rope_scaling=False, num_layers=layers or model.num_layers)
+    preset = {
+        key: value for key, value in PRESETS[name].items() if key not in ("use_rope_scaling", "rope_scaling_factor")
+    }
+    model = replace(ModelConfig(), **{**preset, "untie_embeddings_and_output_weights": True})
+    model = replace(model, num_layers=layers or model.num_layers)
     config = Config(model=model)
     config.training.dry_run = True
     return resolve(config, 1).model

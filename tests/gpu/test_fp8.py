@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
 import torch
 
-from smp.kernels.fp8 import E4M3, E5M2, dequantise, inverse_scale, largest, quantise, scaled_product
+from smp.kernels.fp8 import E4M3, E5M2, _aligned, inverse_scale, largest, quantise
 from smp.kernels.product import Format, Scaled, gradient_dtype
 from tests.training.flag_runs import TINY, run_here
 
@@ -47,13 +48,25 @@ def test_tensor_cores_compute_what_is_emulated(granularity: str, fp8_format: For
         assert (got.float() - wanted.float()).norm() < 5e-3 * wanted.float().norm()
 
 
-def test_numbers_are_rounded_as_on_a_cpu() -> None:
-    x = torch.randn(64, 64) * 30
-    for dtype in (E4M3, E5M2):
-        here, there = (quantise(y, inverse_scale(largest(y), dtype), dtype) for y in (x, x.cuda()))
-        assert torch.equal(dequantise(here), dequantise(there).cpu())
-    a = quantise(x, inverse_scale(largest(x), E4M3), E4M3)
-    assert scaled_product(a, a, torch.float32, emulate=True).isfinite().all()
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(64, 64), (33, 2050), (1, 5), (4096, 1)])
+def test_numbers_are_rounded_as_on_a_cpu(source: torch.dtype, shape: tuple[int, int]) -> None:
+    """Bit for bit, with what is too large, not a number, or less than the smallest one."""
+    x = (torch.randn(*shape) * torch.exp2(torch.randint(-30, 9, shape).float())).to(source)
+    x.view(-1)[:4] = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0])[: x.numel()].to(source)
+    clean = x.nan_to_num(nan=1.0, posinf=300.0, neginf=-3e4)
+    for dtype, dim in itertools.product((E4M3, E5M2), (None, 0, 1)):
+        inverse = inverse_scale(largest(clean, dim) / 2, dtype)  # so that some are too large
+        here, there = (quantise(y, inverse.to(y.device), dtype).data for y in (x, x.cuda()))
+        finite = bits(here) == bits(there.cpu())
+        assert (finite | (here.float().isnan() & there.cpu().float().isnan())).all()
+        turned, wanted = _aligned(there.t()).cpu(), _aligned(here.t())
+        assert torch.equal(bits(turned), bits(_aligned(there.cpu().t())))
+        assert turned.shape == wanted.shape and turned.is_contiguous()
+
+
+def bits(data: torch.Tensor) -> torch.Tensor:
+    return data.contiguous().view(torch.uint8)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise"])

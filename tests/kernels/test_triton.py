@@ -38,6 +38,13 @@ def test_bf16_storage_is_within_a_unit_in_the_last_place(errors: dict[str, float
     assert {name: e for name, e in mine.items() if e > 2**-7} == {}
 
 
+@needs_interpreter
+def test_numbers_of_8_bits_and_their_transposes() -> None:
+    wrong = in_interpreter("tests.kernels.interpreted_fp8")
+    assert len(wrong) == 5 * 2 * (6 + 2)
+    assert not any(wrong.values()), wrong
+
+
 RUNS = ["", "--bf16", "--recompute-granularity selective --num-query-groups 2 --qk-layernorm"]
 MORE_RUNS = [
     "--recompute-granularity full --normalization LayerNorm --rotary-percent 0.5",
@@ -86,7 +93,7 @@ FEATURES = (128, 4096, 8192)
 
 def compilations() -> list[tuple[str, str, dict[str, str], dict[str, Any], int]]:
     """(file, kernel, types of the arguments, compile-time arguments, warps) of what a run compiles for bf16."""
-    from smp.kernels.triton import cross_entropy, norm, rope, swiglu
+    from smp.kernels.triton import cross_entropy, fp8, norm, rope, swiglu
 
     low, full, size = "*bf16", "*fp32", "i32"
     rows = {"stride": size, "valid": size, "columns": "*i64"}
@@ -135,6 +142,15 @@ def compilations() -> list[tuple[str, str, dict[str, str], dict[str, Any], int]]
             flags = {"ADD": adds, "CENTER": center, **options}
             out.append(("norm", "forward_kernel", tensors, {"EPS": 1e-5, **flags}, warps))
             out.append(("norm", "backward_kernel", tensors, flags, warps))
+    sums = {"PARTS": norm.SUM_PARTS, "COLUMNS": norm.SUM_COLUMNS}
+    out.append(("norm", "sum_kernel", {"partial": full, "out": low, "parts": size, **tensors}, sums, norm.SUM_WARPS))
+    for source in (low, full):
+        for by_column in (False, True):
+            numbers = {"x": source, "inverse": full, "out": "*fp8e4nv", "row_step": size, "stride": size, "width": size}
+            constants = {"END": 448.0, "BY_COLUMN": by_column, "BLOCK": fp8.BLOCK}
+            out.append(("fp8", "quantise_kernel", numbers, constants, fp8.WARPS))
+    turned = {"x": "*u8", "out": "*u8", **dict.fromkeys(("stride", "out_stride", "rows", "width"), size)}
+    out.append(("fp8", "transpose_kernel", turned, {"TILE": fp8.TILE}, fp8.TILE_WARPS))
     return out
 
 
@@ -169,6 +185,8 @@ def test_kernels_compile_without_double_precision_and_spills(arch: int) -> None:
 
     faults = {}
     for file, name, types, constants, warps in compilations():
+        if name == "quantise_kernel" and arch < 89:
+            continue  # which has no 8-bit floating point
         kernel = getattr(importlib.import_module(f"smp.kernels.triton.{file}"), name)
         ptx, said = compile_for(arch, kernel, types, constants, warps)
         spills = {int(number) for number in re.findall(r"(\d+) bytes spill", said)}

@@ -11,6 +11,8 @@ from smp.kernels.dispatch import LONGEST_ROW, interpreted
 
 TILE = 2048
 """Elements of a tile: one long row, or several short ones (heads of qk-norm)."""
+SUM_PARTS, SUM_COLUMNS, SUM_WARPS = 128, 32, 8
+"""Of a tile of partial sums."""
 
 
 @triton.jit
@@ -103,6 +105,22 @@ def backward_kernel(
         tl.store(dbias + partial, db, mask=column < features)
 
 
+@triton.jit
+def sum_kernel(partial, out, parts, features, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sums over ``parts``, of the weights' gradient and then of the biases'. (torch's sum took 16 us of a backward
+    pass of 76 on an H200.)"""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    which = tl.program_id(1).to(tl.int64)
+    total = tl.zeros((PARTS, COLUMNS), tl.float32)
+    for first in range(0, parts, PARTS):
+        part = first + tl.arange(0, PARTS)
+        inside = (part[:, None] < parts) & (column[None, :] < features)
+        place = (which * parts + part[:, None]) * features + column[None, :]
+        total += tl.load(partial + place, mask=inside, other=0.0)
+    place = which * features + column
+    tl.store(out + place, tl.sum(total, axis=0).to(out.dtype.element_ty), mask=column < features)
+
+
 def tile_options(features: int) -> dict[str, Any]:
     """Shape of a tile and warps that work on it: 16 elements a thread, 8 of the longest rows.
 
@@ -154,13 +172,14 @@ def backward(
     tiles = triton.cdiv(rows, options["ROWS"])
     parts = min(tiles, programs(x.device))
     dx = x.new_empty(x.shape)
-    dweight = x.new_empty((parts, features), dtype=torch.float32)
-    dbias = x.new_empty((parts if has_bias else 0, features), dtype=torch.float32)
+    partial = x.new_empty((1 + has_bias, parts, features), dtype=torch.float32)
+    sums = weight.new_zeros((1 + has_bias, features))
     if rows:
         flags = {"ADD": dtotal is not None, "CENTER": has_bias}
         added = dy if dtotal is None else dtotal  # not read
         backward_kernel[(parts,)](
-            dy, added, x, weight, mean, scale, dx, dweight, dbias, rows, features, tiles, **flags, **options
+            dy, added, x, weight, mean, scale, dx, partial[0], partial[-1], rows, features, tiles, **flags, **options
         )
-    db = dbias.sum(dim=0) if has_bias else dbias.new_empty(0)
-    return dx, dweight.sum(dim=0).to(weight.dtype), db.to(weight.dtype)
+        grid = (triton.cdiv(features, SUM_COLUMNS), 1 + has_bias)
+        sum_kernel[grid](partial, sums, parts, features, PARTS=SUM_PARTS, COLUMNS=SUM_COLUMNS, num_warps=SUM_WARPS)
+    return dx, sums[0], sums[1] if has_bias else sums.new_empty(0)
