@@ -141,7 +141,8 @@ def compilations() -> list[tuple[str, str, dict[str, str], dict[str, Any], int]]
         for adds, center in ((False, False), (True, False), (True, True)):
             flags = {"ADD": adds, "CENTER": center, **options}
             out.append(("norm", "forward_kernel", tensors, {"EPS": 1e-5, **flags}, warps))
-            out.append(("norm", "backward_kernel", tensors, flags, warps))
+            more = norm.backward_options(features, center)["num_warps"]
+            out.append(("norm", "backward_kernel", tensors, flags, more))
     sums = {"PARTS": norm.SUM_PARTS, "COLUMNS": norm.SUM_COLUMNS}
     out.append(("norm", "sum_kernel", {"partial": full, "out": low, "parts": size, **tensors}, sums, norm.SUM_WARPS))
     for source in (low, full):

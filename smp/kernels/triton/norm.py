@@ -11,7 +11,7 @@ from smp.kernels.dispatch import LONGEST_ROW, interpreted
 
 TILE = 2048
 """Elements of a tile: one long row, or several short ones (heads of qk-norm)."""
-SUM_PARTS, SUM_COLUMNS, SUM_WARPS = 128, 32, 8
+SUM_PARTS, SUM_COLUMNS, SUM_WARPS = 256, 32, 8
 """Of a tile of partial sums."""
 
 
@@ -137,9 +137,19 @@ def tile_options(features: int) -> dict[str, Any]:
     return {"ROWS": rows, "BLOCK": block, "num_warps": max(4, rows * block // per_warp)}
 
 
-def programs(device: torch.device) -> int:
-    """Programs that share the rows of a backward pass; in the interpreter a few, so that some take two tiles."""
-    return 3 if interpreted() else 2 * torch.cuda.get_device_properties(device).multi_processor_count
+def programs(device: torch.device, has_bias: bool) -> int:
+    """Programs that share the rows of a backward pass; in the interpreter a few, so that some take two tiles.
+
+    As many for each multiprocessor as were fastest on an H200, 8,192 rows of 4,096 (docs/kernels.md)."""
+    if interpreted():
+        return 3
+    return (2 if has_bias else 3) * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def backward_options(features: int, has_bias: bool) -> dict[str, Any]:
+    """:func:`tile_options`, with twice the warps where two sums are kept in registers."""
+    options = tile_options(features)
+    return {**options, "num_warps": min(2 * options["num_warps"], 32)} if has_bias else options
 
 
 def forward(
@@ -168,9 +178,9 @@ def backward(
     has_bias: bool,
 ) -> tuple[torch.Tensor, ...]:
     """See :func:`smp.kernels.norm.backward_reference`."""
-    (rows, features), options = x.shape, tile_options(x.shape[1])
+    (rows, features), options = x.shape, backward_options(x.shape[1], has_bias)
     tiles = triton.cdiv(rows, options["ROWS"])
-    parts = min(tiles, programs(x.device))
+    parts = min(tiles, programs(x.device, has_bias))
     dx = x.new_empty(x.shape)
     partial = x.new_empty((1 + has_bias, parts, features), dtype=torch.float32)
     sums = weight.new_zeros((1 + has_bias, features))
