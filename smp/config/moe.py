@@ -144,10 +144,11 @@ def check_moe(config: Config, layout: Layout) -> None:
             (size or 0) % tp == 0,
             f"{flag} {size} is not divisible by --tensor-model-parallel-size {tp}; change one of them",
         )
-    for flag in given(parallel, "compile"):
-        raise ConfigError(
-            f"{flag} cannot trace a mixture of experts, where each step has other sizes; leave it out, or --num-experts"
-        )
+    require(
+        not (parallel.compile and ep > 1),
+        f"--compile cannot trace --expert-model-parallel-size {ep}, where each step exchanges other numbers of rows; "
+        "leave one of them out",
+    )
     _check_finetuning(config)
 
 

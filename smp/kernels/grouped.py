@@ -4,8 +4,10 @@ Rows x (n, in) are sorted by expert, ``counts`` rows of each, and every expert h
 
     y[e] = x[e] W[e]^T      dx[e] = g[e] W[e]      dW[e] = g[e]^T x[e]
 
-An expert without rows costs nothing forward, and its dW is zero. The three are loops of matrix products into one
-result, so nothing is padded and nothing is stacked: 2 n in out FLOPs each, as one product of n rows.
+An expert without rows costs nothing forward, and its dW is zero. Nothing is padded and nothing is stacked: 2 n in out
+FLOPs each, as one product of n rows. Counts are int64 numbers on the device. On a GPU in bf16 each of the three is one
+kernel (``torch._grouped_mm``), which reads them there; elsewhere they are loops over experts, for which the host has to
+know the counts, and on a GPU waits for them.
 
 A token t has k experts, so k rows. Row j of the sorted rows is the choice ``order[j]`` of tokens x k, and choice c lies
 in row ``inverse[c]``. Both ways, forward and backward, rows are gathered and never scattered: sums have one order,
@@ -21,8 +23,11 @@ import torch
 from smp.kernels.registry import accumulation_dtype, define
 
 
-def grouped_product(x: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """(n, in) rows sorted by expert and weights (experts, out, in) -> (n, out). ``counts``: rows of each expert."""
+def grouped_product(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """(n, in) rows sorted by expert and weights (experts, out, in) -> (n, out).
+
+    ``counts``, int64 (experts,): rows of each, n in all; rows beyond would stay without a value.
+    """
     return _Product.apply(x, weight, counts)
 
 
@@ -45,17 +50,16 @@ def combine_rows(rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor,
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.counts = counts
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, counts)
         return _forward_op(x, weight, counts)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        x, weight = ctx.saved_tensors
+        x, weight, counts = ctx.saved_tensors
         grad = grad.contiguous()
-        dx = _input_gradient_op(grad, weight, ctx.counts) if ctx.needs_input_grad[0] else None
-        dw = _weight_gradient_op(grad, x, ctx.counts) if ctx.needs_input_grad[1] else None
+        dx = _input_gradient_op(grad, weight, counts) if ctx.needs_input_grad[0] else None
+        dw = _weight_gradient_op(grad, x, counts) if ctx.needs_input_grad[1] else None
         return dx, dw, None
 
 
@@ -100,44 +104,67 @@ class _Combine(torch.autograd.Function):
         return drows, torch.stack(dweights, dim=1).to(weights.dtype), None, None
 
 
-def _forward(x: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
+def _ends(x: torch.Tensor, weight_shape: tuple[int, ...], counts: torch.Tensor) -> torch.Tensor | None:
+    """int32 (experts,), where the rows of each end, for torch's kernel; None: it does not take these tensors. It loads
+    16 bytes at a time."""
+    aligned = all(size % 8 == 0 for size in weight_shape)
+    return counts.cumsum(0, dtype=torch.int32) if x.is_cuda and x.dtype == torch.bfloat16 and aligned else None
+
+
+def _forward(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    if (ends := _ends(x, weight.shape[1:], counts)) is not None:
+        return torch._grouped_mm(x.contiguous(), weight.transpose(1, 2), offs=ends)
     y, start = x.new_empty(x.shape[0], weight.shape[1]), 0
-    for expert, count in enumerate(counts):
+    for expert, count in enumerate(counts.tolist()):
         if count:
             torch.mm(x.narrow(0, start, count), weight[expert].t(), out=y.narrow(0, start, count))
         start += count
     return y
 
 
-def _input_gradient(grad: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
+def _input_gradient(grad: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    if (ends := _ends(grad, weight.shape[1:], counts)) is not None:
+        return torch._grouped_mm(grad, weight, offs=ends)
     dx, start = grad.new_empty(grad.shape[0], weight.shape[2]), 0
-    for expert, count in enumerate(counts):
+    for expert, count in enumerate(counts.tolist()):
         if count:
             torch.mm(grad.narrow(0, start, count), weight[expert], out=dx.narrow(0, start, count))
         start += count
     return dx
 
 
-def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
+def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    if (ends := _ends(grad, (grad.shape[1], x.shape[1]), counts)) is not None:
+        return torch._grouped_mm(grad.t(), x.contiguous(), offs=ends)
     dw, start = x.new_empty(len(counts), grad.shape[1], x.shape[1]), 0
-    for expert, count in enumerate(counts):
+    for expert, count in enumerate(counts.tolist()):
         torch.mm(grad.narrow(0, start, count).t(), x.narrow(0, start, count), out=dw[expert])  # zero without rows
         start += count
     return dw
 
 
+def _as_one_expert(grad: torch.Tensor, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """As much work and memory as :func:`_weight_gradient`, whatever the counts."""
+    dw = x.new_empty(counts.shape[0], grad.shape[1], x.shape[1])
+    torch.mm(grad.t(), x, out=dw[0])
+    return dw
+
+
 _forward_op = define(
-    "grouped_product(Tensor x, Tensor weight, int[] counts) -> Tensor",
+    "grouped_product(Tensor x, Tensor weight, Tensor counts) -> Tensor",
     lambda x, weight, counts: x.new_empty(x.shape[0], weight.shape[1]),
+    body=lambda x, weight, counts: x @ weight[0].t(),
     CompositeExplicitAutograd=_forward,
 )
 _input_gradient_op = define(
-    "grouped_input_gradient(Tensor grad, Tensor weight, int[] counts) -> Tensor",
+    "grouped_input_gradient(Tensor grad, Tensor weight, Tensor counts) -> Tensor",
     lambda grad, weight, counts: grad.new_empty(grad.shape[0], weight.shape[2]),
+    body=lambda grad, weight, counts: grad @ weight[0],
     CompositeExplicitAutograd=_input_gradient,
 )
 _weight_gradient_op = define(
-    "grouped_weight_gradient(Tensor grad, Tensor x, int[] counts) -> Tensor",
-    lambda grad, x, counts: x.new_empty(len(counts), grad.shape[1], x.shape[1]),
+    "grouped_weight_gradient(Tensor grad, Tensor x, Tensor counts) -> Tensor",
+    lambda grad, x, counts: x.new_empty(counts.shape[0], grad.shape[1], x.shape[1]),
+    body=_as_one_expert,
     CompositeExplicitAutograd=_weight_gradient,
 )

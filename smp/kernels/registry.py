@@ -21,9 +21,11 @@ BODIES: dict[Any, Callable[..., Any]] = {}
 """What operators run on a CPU, for who counts what they consist of."""
 
 
-def define(schema: str, fake: Callable[..., Any], **run: Callable[..., Any]) -> Any:
+def define(
+    schema: str, fake: Callable[..., Any], *, body: Callable[..., Any] | None = None, **run: Callable[..., Any]
+) -> Any:
     """Define ``smp::<schema>``; ``fake`` makes its outputs' shapes for tracing, and ``run`` computes them, by dispatch
-    key.
+    key. ``body`` is in place of ``run`` for who counts, where that looks at numbers.
 
     Returns:
         The operator, to be bound once and called.
@@ -34,7 +36,7 @@ def define(schema: str, fake: Callable[..., Any], **run: Callable[..., Any]) -> 
         _LIBRARY.impl(name, function, key)
     torch.library.register_fake(f"smp::{name}", fake, lib=_LIBRARY)
     operator = getattr(torch.ops.smp, name).default
-    BODIES[operator] = next(iter(run.values()))
+    BODIES[operator] = body or next(iter(run.values()))
     return operator
 
 

@@ -29,6 +29,7 @@ PRETRAINING = [
     "--compile",
     EXPERTS,
     f"{EXPERTS} {SIGMOID} --moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate --moe-layer-freq 2",
+    f"{EXPERTS} --compile",
     f"{EXPERTS} --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1 --recompute-granularity selective",
     f"{OFFLOAD} --min-offloaded-tensor-size 1",
     f"{OFFLOAD} --recompute-granularity full --optimizer-cpu-offload",

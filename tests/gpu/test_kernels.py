@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from smp.kernels import cross_entropy, norm, rope, swiglu
 from smp.kernels.cuda.library import library_path
+from smp.kernels.grouped import grouped_product
 from smp.layers import IGNORE_INDEX
 from smp.layers.cross_entropy import VocabShard, vocab_parallel_cross_entropy
 from smp.parallel.collectives import Group
@@ -186,3 +187,21 @@ def test_the_weight_gradient_is_added_in_fp32() -> None:
     accumulate_weight_gradient(total, dy, x)
     want = 2 * dy.double().t() @ x.double()
     assert ((total - want).norm() / want.norm()).item() < 1e-5  # bf16 rounding of the product would be 2e-3
+
+
+@pytest.mark.parametrize("counts", [[7, 0, 13, 20, 0], [0, 0, 0, 0, 40], [8, 8, 8, 8, 8]])
+@pytest.mark.parametrize("sizes", [(64, 128), (64, 12)])
+def test_products_of_experts(counts: list[int], sizes: tuple[int, int]) -> None:
+    """torch's grouped kernel, and for widths that it does not take a loop."""
+    width, out = sizes
+    x, grad = (torch.randn(40, n, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in sizes)
+    w = torch.randn(5, out, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    wide = [t.detach().double().requires_grad_() for t in (x, w)]
+    wanted = torch.cat([rows @ wide[1][e].t() for e, rows in enumerate(wide[0].split(counts))])
+    wanted.backward(grad.double())
+    got = grouped_product(x, w, torch.tensor(counts, device="cuda"))
+    got.backward(grad.detach())
+    for mine, exact in ((got, wanted), (x.grad, wide[0].grad), (w.grad, wide[1].grad)):
+        assert mine is not None and exact is not None
+        assert (mine.double() - exact).norm() <= 2**-8 * exact.norm()
+    assert w.grad is not None and not w.grad[[e for e, n in enumerate(counts) if not n]].any()

@@ -42,6 +42,10 @@ def steps_without_a_wait(run: Watched) -> int:
         "--bf16 --window-size 16 --recompute-granularity selective",
         "--bf16 --window-size 16 --compile",
         "--bf16 --compile",
+        "--bf16 --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.1 --moe-shared-expert-intermediate-size 32",
+        "--bf16 --num-experts 4 --moe-router-topk 2 --compile",
+        "--bf16 --fp8-format hybrid --fp8-recipe delayed",
+        "--bf16 --num-layers 4 --offload-activations --recompute-granularity full",
     ],
 )
 def test_the_host_does_not_wait_in_a_step(runs: Runs, flags: str) -> None:

@@ -113,3 +113,14 @@ def bf16_cases() -> list[Case]:
     return [
         _row(4, 4, "sigmoid", "alone", "full", bf16=True),
     ]
+
+
+def compiled_cases() -> list[Case]:
+    """Under ``--compile``, which takes experts that are not spread over ranks."""
+    return [
+        _row(1, 1, "qwen2", "tp and sp", compile=True),
+        _row(1, 2, "deepseek", "alone", "selective", 3, compile=True),
+        _row(1, 1, "sigmoid", "1f1b", compile=True),
+        _row(1, 2, "mixtral", "tp", "full", clip=True, compile=True),
+        _row(1, 1, "pre-softmax", "cp", dropout=True, compile=True),
+    ]

@@ -10,7 +10,8 @@ from tests.parity.lab import Lab
 from tests.parity.result import TOLERANCE, compare
 from tests.parity.test_matrix import errors, lab_of, within_rounding
 
-FAST = [short(case) for case in cases.fast_cases()]
+COMPILED = cases.compiled_cases()
+FAST = [short(case) for case in [*cases.fast_cases(), COMPILED[0]]]
 PAIRWISE = cases.pairwise_cases()
 BF16 = cases.bf16_cases()
 
@@ -22,7 +23,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 @pytest.fixture(scope="module")
 def slow_lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
-    return lab_of([*PAIRWISE, *BF16], tmp_path_factory.mktemp("slow"))
+    return lab_of([*PAIRWISE, *BF16, *COMPILED], tmp_path_factory.mktemp("slow"))
 
 
 def test_the_set_covers_every_pair() -> None:
@@ -46,6 +47,12 @@ def test_spread_experts_train_like_those_of_one_rank(lab: Lab, case: Case) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("case", PAIRWISE, ids=str)
 def test_every_pair_trains_like_one_rank(slow_lab: Lab, case: Case) -> None:
+    assert errors(slow_lab, case).worst <= TOLERANCE, errors(slow_lab, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", COMPILED, ids=str)
+def test_compiled_models_train_like_one_rank(slow_lab: Lab, case: Case) -> None:
     assert errors(slow_lab, case).worst <= TOLERANCE, errors(slow_lab, case)
 
 

@@ -39,6 +39,8 @@ SMALL = (
     "--mock-data --micro-batch-size 2 --train-iters 9 --no-tensorboard --no-progress-bar "
 )
 PIPE = "--pipeline-model-parallel-size 2 --global-batch-size 8 "
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 192"
+"""All on each rank: with expert parallelism the host waits for how many rows go where."""
 LAYOUTS = {
     1: [
         "",
@@ -51,6 +53,8 @@ LAYOUTS = {
         "--offload-activations --activation-loading-horizon 1 --optimizer-cpu-offload --recompute-granularity full",
         "--optimizer muon",
         "--exp-avg-dtype fp8 --exp-avg-sq-dtype bf16",
+        f"{EXPERTS} --global-batch-size 6 --moe-shared-expert-intermediate-size 64",
+        f"{EXPERTS} --bf16 --recompute-granularity selective --moe-aux-loss-coeff 0.01",
     ],
     2: [
         "",
@@ -60,6 +64,7 @@ LAYOUTS = {
         "--optimizer muon",
         "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity selective",
         "--tensor-model-parallel-size 2 --sequence-parallel --bf16",
+        f"{EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel",
         PIPE,
         f"{PIPE} --bf16 --pipeline-schedule zb-v",
         f"{PIPE} --recompute-granularity full --offload-activations",

@@ -8,7 +8,8 @@ average, and gets as many results back; the backward pass does the same, so a la
 
     4 T k h (p - 1) / p elements per rank and micro-batch, and half of that again under full recompute.
 
-How many rows go where has to be known to the host, which waits for it once per layer: E integers from every rank.
+With p = 1 the host does not wait for the device: n is T k, and how many rows an expert has stays there. With more ranks
+it has to know how many rows go where, and waits for it once per layer: E integers from every rank.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from smp.parallel.collectives import Group, all_to_all, exchange_rows
 
 @dataclass(frozen=True)
 class Dispatch:
-    """One way of the tokens of a rank to the experts of an expert-parallel group, known to the host.
+    """One way of the tokens of a rank to the experts of an expert-parallel group.
 
     Attributes:
         k: experts of a token.
-        counts: rows of each expert of this rank.
+        counts: rows of each expert of this rank, int64 on the device.
         order, inverse: the sort of this rank's rows by expert, and the way back.
         sent, received: rows to and from each rank.
         local_order, local_inverse: the sort of received rows by expert; None: they are.
@@ -35,7 +36,7 @@ class Dispatch:
     """
 
     k: int
-    counts: list[int]
+    counts: torch.Tensor
     order: torch.Tensor
     inverse: torch.Tensor
     sent: list[int]
@@ -53,7 +54,7 @@ class Dispatch:
         counts = torch.zeros(num_experts, dtype=torch.int64, device=chosen.device)
         counts.scatter_add_(0, chosen, torch.ones_like(chosen))
         if group is None or group.size == 1:
-            return Dispatch(experts.shape[1], counts.tolist(), order, inverse, [], [])
+            return Dispatch(experts.shape[1], counts, order, inverse, [], [])
         incoming = all_to_all(counts, group)  # (experts,): for each rank, of each of this rank's experts
         table = torch.stack((counts, incoming)).view(2, group.size, -1).tolist()  # the host waits here
         sent, received = ([sum(row) for row in rows] for rows in table)
@@ -61,10 +62,9 @@ class Dispatch:
         kinds = torch.arange(own, device=chosen.device).repeat(group.size)
         kinds = kinds.repeat_interleave(incoming, output_size=sum(received))  # the expert of each received row
         local_order = kinds.argsort(stable=True)
-        own_counts = [sum(column) for column in zip(*table[1], strict=True)]
         return Dispatch(
             experts.shape[1],
-            own_counts,
+            incoming.view(group.size, own).sum(0),
             order,
             inverse,
             sent,

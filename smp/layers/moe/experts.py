@@ -50,7 +50,7 @@ class ExpertLinear(nn.Module):
             self.weight = placed_parameter(shape, (Shard(0), Shard(tp_dim)), context.ep_tp)
         self.initializers: dict[str, Initializer] = {"weight": Normal(init_std)}
 
-    def forward(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """(n, in [/p]) sorted by expert, ``counts`` of each -> (n, out [/p])."""
         return grouped_product(rows, local(self.weight, rows.dtype), counts)
 
@@ -93,7 +93,7 @@ class Experts(nn.Module):
         a block goes through here before recompute begins, which would otherwise meet FSDP's work in its replay."""
         return run(*arguments)
 
-    def compute(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    def compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """(n, hidden) sorted by expert, ``counts`` of each of this rank's -> (n, hidden), on TP ranks parts of a
         sum."""
         gate, up = self.gate(rows, counts), self.up(rows, counts)  # (n, ffn/p) each
