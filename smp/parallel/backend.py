@@ -13,6 +13,11 @@ Nodes are found by hostname when a group is made, or from the file that SMP_NETW
 
 torch cannot subclass a ``Backend`` in Python, and a ``ProcessGroup`` without registered backends
 lacks what is not overridden, so this is one that registers them. Methods have the names of torch 2.11 and of 2.13.
+
+What is not ours goes through a second, plain ``ProcessGroup`` with the same backends, not through ``super()``: torch
+calls the methods that a subclass in Python inherits with the interpreter lock held. There gloo waits for its queue's
+mutex, which its thread holds while it drops the tensors of the call before, for which it needs the interpreter lock:
+a deadlock about once in thousands of calls, without a timeout.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ import os
 import socket
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -44,6 +49,15 @@ _ADDED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _ProcessGroup: Any = dist.ProcessGroup  # its methods have other names in torch 2.11 than in 2.13
 
 
+def _plain_one(name: str) -> Callable[..., Any]:
+    """A method that is the plain group's; see this module."""
+
+    def method(self: Any, *args: Any, **more: Any) -> Any:
+        return getattr(self._plain, name)(*args, **more)
+
+    return method
+
+
 class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """The group that ``init_process_group("smp")`` makes; see this module."""
 
@@ -53,11 +67,14 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
         timeout: timedelta = options.timeout
         self.counts: Counter[str] = Counter()
         self._gloo = _gloo(options)
+        nccl = _nccl(options) if torch.cuda.is_available() and dist.is_nccl_available() else None
         kind = dist.ProcessGroup.BackendType
-        self._set_default_backend(kind.GLOO)
-        self._register_backend(torch.device("cpu"), kind.GLOO, self._gloo)
-        if torch.cuda.is_available() and dist.is_nccl_available():
-            self._register_backend(torch.device("cuda"), kind.NCCL, _nccl(options))
+        self._plain = _ProcessGroup(rank, size)
+        for group in (self, self._plain):
+            group._set_default_backend(kind.GLOO)
+            group._register_backend(torch.device("cpu"), kind.GLOO, self._gloo)
+            if nccl is not None:
+                group._register_backend(torch.device("cuda"), kind.NCCL, nccl)
         topology, links = _topology(options)
         smallest = SMALLEST if links is None else 0
         policy = Policy(topology, links, hierarchical=topology.several_levels, smallest=smallest)
@@ -118,6 +135,13 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # what else torch looks for in a subclass, PyProcessGroup.hpp
+    allgather, allreduce_coalesced, reduce_scatter = map(
+        _plain_one, ("allgather", "allreduce_coalesced", "reduce_scatter")
+    )
+    all_to_all_single, alltoall_base = map(_plain_one, ("all_to_all_single", "alltoall_base"))
+    barrier, broadcast, recv, send = map(_plain_one, ("barrier", "broadcast", "recv", "send"))
 
     def _run(self, running: Any, result: torch.Tensor, opts: Any, tensors: list[torch.Tensor]) -> CollectiveWork:
         average = opts.reduceOp == dist.ReduceOp.AVG

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -181,6 +183,7 @@ def compare(rank: int, world: int, topology: str) -> dict[str, Any]:
 def default_group(rank: int, world: int, topology: str) -> Any:
     """The same as the backend of a whole program, by both names, and its subgroups."""
     store = dist.FileStore(f"{topology}.store", world)
+    store.set_timeout(timedelta(seconds=60))
     out = []
     for name in ("smp", "smddp"):
         dist.destroy_process_group()
@@ -197,6 +200,38 @@ def default_group(rank: int, world: int, topology: str) -> Any:
         dist.barrier()
         out.append((dist.get_backend(), x[0].item(), y[0].item(), z[0].item(), type(pair).__name__))
     return out
+
+
+def small_ones(rank: int, world: int) -> list[float]:
+    """Thousands of calls that gloo runs, each while gloo's thread may still hold the tensors of the one before."""
+    import smp.parallel.backend  # noqa: F401
+
+    group = dist.new_group(backend="smp")
+    x, y = torch.ones(4), torch.zeros(4)
+    for _ in range(20_000):
+        dist.broadcast(x, 0, group=group)
+    for _ in range(5_000):
+        dist.all_to_all_single(y, x, group=group)
+        dist.reduce_scatter(y, [x], group=group)
+        dist.barrier(group=group)
+    return y.tolist()
+
+
+def test_inherited_collectives_do_not_hang() -> None:
+    """They did, where gloo was called with the interpreter lock held; one rank in a few thousand calls is enough."""
+    assert run_distributed(small_ones, 1, timeout=60.0) == [[1.0] * 4]
+
+
+def test_no_method_is_left_that_torch_calls_with_the_interpreter_lock_held() -> None:
+    """The header that defines what torch looks for in a subclass comes with torch."""
+    from smp.parallel.backend import NetworkProcessGroup
+
+    header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/PyProcessGroup.hpp"
+    text = header.read_text().split("using ProcessGroup::ProcessGroup;")[1]
+    looked_for = set(re.findall(r"WORK_OVERRIDE\([^;]*?(\w+), +/\* Name of function", text))
+    looked_for |= set(re.findall(r"get_override\([^;]*?\"(\w+)\"\)", text))
+    assert {"allgather", "allreduce", "barrier", "broadcast", "send"} <= looked_for
+    assert looked_for - set(vars(NetworkProcessGroup)) == set()
 
 
 def same(a: Any, b: Any) -> bool:
