@@ -19,6 +19,7 @@ PARTS = [
     ["-m", "pytest", "-m", "gpu", "-rs", "--continue-on-collection-errors"],
     ["benchmarks/kernels.py", "--device", "cuda"],
     ["benchmarks/blocks.py", "--device", "cuda"],
+    ["benchmarks/moe.py", "--device", "cuda"],
     ["benchmarks/training_table.py", "--device", "cuda"],
 ]
 
