@@ -55,6 +55,7 @@ def test_numbers_are_rounded_as_on_a_cpu(source: torch.dtype, shape: tuple[int, 
     x = (torch.randn(*shape) * torch.exp2(torch.randint(-30, 9, shape).float())).to(source)
     x.view(-1)[:4] = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0])[: x.numel()].to(source)
     clean = x.nan_to_num(nan=1.0, posinf=300.0, neginf=-3e4)
+    assert all(torch.equal(largest(y.cuda()).cpu(), largest(y)) for y in (x, clean, x.abs().clamp(max=2)))
     for dtype, dim in itertools.product((E4M3, E5M2), (None, 0, 1)):
         inverse = inverse_scale(largest(clean, dim) / 2, dtype)  # so that some are too large
         here, there = (quantise(y, inverse.to(y.device), dtype).data for y in (x, x.cuda()))

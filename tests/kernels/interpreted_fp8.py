@@ -23,6 +23,10 @@ def main() -> None:
         for dtype in (torch.float32, torch.bfloat16):
             whole = torch.zeros(rows, width + 8, dtype=dtype)
             x = whole[:, :width].copy_(signs * torch.exp2(exponents.float()))
+            y = x.clone(memory_format=torch.contiguous_format)
+            wrong[f"{rows} x {width}, {dtype}, largest"] = int(fp8.largest(y) != largest(y))
+            y.view(-1)[-1] = torch.nan
+            wrong[f"{rows} x {width}, {dtype}, not a number"] = int(not fp8.largest(y).isnan())
             for number in (E4M3, E5M2):
                 for dim in (None, 0, 1):
                     inverse = inverse_scale(largest(x, dim), number)

@@ -41,7 +41,7 @@ def test_bf16_storage_is_within_a_unit_in_the_last_place(errors: dict[str, float
 @needs_interpreter
 def test_numbers_of_8_bits_and_their_transposes() -> None:
     wrong = in_interpreter("tests.kernels.interpreted_fp8")
-    assert len(wrong) == 5 * 2 * (6 + 2)
+    assert len(wrong) == 5 * 2 * (2 + 6 + 2)
     assert not any(wrong.values()), wrong
 
 
@@ -150,6 +150,8 @@ def compilations() -> list[tuple[str, str, dict[str, str], dict[str, Any], int]]
             numbers = {"x": source, "inverse": full, "out": "*fp8e4nv", "row_step": size, "stride": size, "width": size}
             constants = {"END": 448.0, "BY_COLUMN": by_column, "BLOCK": fp8.BLOCK}
             out.append(("fp8", "quantise_kernel", numbers, constants, fp8.WARPS))
+        one = {"x": source, "bits": "*i32", "count": "i64"}
+        out.append(("fp8", "largest_kernel", one, {"BLOCK": fp8.LARGEST_BLOCK}, fp8.LARGEST_WARPS))
     turned = {"x": "*u8", "out": "*u8", **dict.fromkeys(("stride", "out_stride", "rows", "width"), size)}
     out.append(("fp8", "transpose_kernel", turned, {"TILE": fp8.TILE}, fp8.TILE_WARPS))
     return out

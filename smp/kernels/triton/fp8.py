@@ -1,4 +1,5 @@
-"""See :mod:`smp.kernels.fp8`: a matrix rounded to 8 bits in one pass over it, and 8-bit numbers transposed."""
+"""See :mod:`smp.kernels.fp8`: the largest number of a matrix, a matrix rounded to 8 bits, each in one pass over it, and
+8-bit numbers transposed."""
 
 import torch
 import triton
@@ -6,8 +7,19 @@ import triton.language as tl
 
 BLOCK, WARPS = 2048, 4
 """Of a row, 16 elements a thread."""
+LARGEST_BLOCK, LARGEST_WARPS = 16384, 8
+"""Elements of which one program finds the largest, 64 a thread."""
 TILE, TILE_WARPS = 128, 8
 """Rows and columns of what one program transposes, 64 bytes a thread."""
+
+
+@triton.jit
+def largest_kernel(x, bits, count, BLOCK: tl.constexpr):
+    """Magnitudes are in the order of their bits, infinity comes after numbers, and what is not a number after that."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    number = tl.load(x + place, mask=place < count, other=0.0).to(tl.float32)
+    magnitude = number.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    tl.atomic_max(bits, tl.max(magnitude, axis=0))
 
 
 @triton.jit
@@ -44,6 +56,15 @@ def transpose_kernel(x, out, stride, out_stride, rows, width, TILE: tl.constexpr
     # rows of the result are padded with the zeros that were not loaded
     stored = (column[:, None] < width) & (row[None, :] < out_stride)
     tl.store(out + column[:, None] * out_stride + row[None, :], tl.trans(tile), mask=stored)
+
+
+def largest(x: torch.Tensor) -> torch.Tensor:
+    """max |x| of a contiguous tensor, fp32 0-dim; NaN where one is not a number."""
+    bits = x.new_zeros((), dtype=torch.int32)
+    if x.numel():
+        grid = (triton.cdiv(x.numel(), LARGEST_BLOCK),)
+        largest_kernel[grid](x, bits, x.numel(), BLOCK=LARGEST_BLOCK, num_warps=LARGEST_WARPS)
+    return bits.view(torch.float32)
 
 
 def quantise(x: torch.Tensor, inverse: torch.Tensor, dtype: torch.dtype, end: float) -> torch.Tensor:

@@ -55,6 +55,7 @@ class AmaxHistory:
         self._maxima = torch.zeros(len(names), length, 3, **fp32)  # newest first
         self.now = torch.zeros(len(names), 3, **fp32)
         self.inverse = torch.ones(len(names), 3, **fp32)
+        self._ends = torch.tensor([LARGEST[number] for number in self._formats], **fp32)
         self.is_empty = True
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -77,8 +78,7 @@ class AmaxHistory:
         """Of the step that was checked: tensors of all pipeline ranks whose largest number did not fit, fp32 0-dim."""
         if self.is_empty:
             return self.now.new_zeros(())
-        ends = self.now.new_tensor([LARGEST[dtype] for dtype in self._formats])
-        return sum_over((self.now > ends * self.inverse).float().sum(), self.pipeline)
+        return sum_over((self.now > self._ends * self.inverse).float().sum(), self.pipeline)
 
     def advance(self, is_finite: torch.Tensor) -> None:
         """End a step: its maxima enter the history, but for one that was skipped, because it was not finite.
