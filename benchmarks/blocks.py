@@ -125,6 +125,7 @@ def measure(report: Report, work: Work, context: ParallelContext, repeats: int) 
     device, failed, table = work.device, 0, entries(work.device)
     base = build(work, context, {})
     for name, settings in table.items():
+        entry = there = None
         without = {key: value for key, value in settings.items() if "activation" not in key}
         try:
             entry = build(work, context, settings) if settings else base
@@ -134,21 +135,25 @@ def measure(report: Report, work: Work, context: ParallelContext, repeats: int) 
                     passes.run()
             peak, copied = _peak(entry, device), _copied(entry)
             plain, stays, own = [seconds_of(passes, device, repeats) for passes in (base, there, entry)]
+            report.say(row(name, plain, stays, own, peak, copied, device))
         except Exception as error:  # the others are wanted all the same
             report.say(f"{name:26s}  {why(error)}")
             failed += 1
-            continue
-        memory = f"{peak / 1e9:9.2f}" if peak else f"{'-':>9s}"
-        line = f"{name:26s}{own * 1e3:10.2f}{plain / own:9.3f}{memory}"
-        if copied and device == "cuda":  # a CPU copies where it is asked to
-            alone = seconds_to_copy(copied, device)
-            line += f"{copied / 1e9:12.2f}{alone * 1e3:10.2f}{1 - (own - stays) / alone:9.2f}"
-        report.say(line)
-        del entry, there
+        entry = there = None
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
     return failed
+
+
+def row(name: str, plain: float, stays: float, own: float, peak: int, copied: int, device: str) -> str:
+    """A line of the table: seconds of plain bf16, without offload and of the entry, bytes at the peak and copied."""
+    memory = f"{peak / 1e9:9.2f}" if peak else f"{'-':>9s}"
+    line = f"{name:26s}{own * 1e3:10.2f}{plain / own:9.3f}{memory}"
+    if not copied or device == "cpu":  # which copies where it is asked to
+        return line
+    alone = seconds_to_copy(copied, device)
+    return f"{line}{copied / 1e9:12.2f}{alone * 1e3:10.2f}{1 - (own - stays) / alone:9.2f}"
 
 
 def _peak(passes: Passes, device: str) -> int:

@@ -77,12 +77,11 @@ def main() -> int:
                     for _ in range(3):
                         passes.run()
                 plain, own = [seconds_of(passes, device, arguments.repeats) for passes in (dense, experts)]
+                report.say(f"{label:36s}{own * 1e3:10.2f}{plain * 1e3:10.2f}{plain / own:13.3f}")
             except Exception as error:  # the others are wanted all the same
                 report.say(f"{label:36s}  {why(error)}")
                 failed += 1
-                continue
-            report.say(f"{label:36s}{own * 1e3:10.2f}{plain * 1e3:10.2f}{plain / own:13.3f}")
-            del dense, experts
+            dense = experts = passes = None
             torch._dynamo.reset()
             gc.collect()
             if device == "cuda":

@@ -68,8 +68,8 @@ def asked_for(flags: Sequence[str], gpus: int) -> Config:
     data = config.data
     if config.model.num_experts is not None:
         raise ConfigError(
-            "--num-experts: steps of mixtures of experts are not predicted yet; pretrain_gpt.py --dry-run estimates "
-            "their memory"
+            "--num-experts: steps of mixtures of experts are not predicted yet; pretrain_gpt.py --dry-run tells what "
+            "memory they take"
         )
     if config.model.vocab_size is None:
         raise ConfigError("the size of the vocabulary is missing: give --vocab-size")

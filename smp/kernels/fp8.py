@@ -51,10 +51,11 @@ Operand = torch.Tensor | Quantised
 def largest(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     """max |x|, fp32: 0-dim, or along ``dim``, which stays with size 1. NaN counts as infinity, which survives a maximum
     over ranks."""
-    if dim is None and x.is_cuda and x.is_contiguous() and _has_kernels(x.device):
+    if dim is None and x.dtype != torch.float64 and x.is_contiguous() and _has_kernels(x):
         from smp.kernels.triton import fp8
 
-        found = fp8.largest(x.detach())
+        with torch.cuda.device(x.device):
+            found = fp8.largest(x.detach())
     else:
         found = torch.linalg.vector_norm(x.detach(), math.inf, dim=dim, keepdim=dim is not None).float()
     return found.nan_to_num(nan=math.inf, posinf=math.inf)
@@ -89,10 +90,12 @@ def quantise(x: torch.Tensor, inverse: torch.Tensor, dtype: torch.dtype) -> Quan
     What is too large becomes the largest number (casts of torch before 2.12 would make it NaN).
     """
     end, blocks = LARGEST[dtype], any(1 < n < size for n, size in zip(inverse.shape, x.shape, strict=False))
-    if not blocks and x.is_cuda and x.stride(-1) == 1 and _has_kernels(x.device):
+    fits = x.dtype != torch.float64 and x.stride(-1) == 1  # the kernel would round fp64 twice
+    if fits and not blocks and _has_kernels(x):
         from smp.kernels.triton import fp8
 
-        return Quantised(fp8.quantise(x.detach(), inverse.contiguous(), dtype, end), inverse)
+        with torch.cuda.device(x.device):
+            return Quantised(fp8.quantise(x.detach(), inverse.contiguous(), dtype, end), inverse)
     scale = _expanded(inverse.reciprocal(), x.shape).to(x.dtype)  # a power of two: exact in bf16 too
     return Quantised((x.detach() * scale).clamp_(-end, end).to(dtype), inverse)
 
@@ -130,10 +133,11 @@ def scaled_product(
 def _aligned(data: torch.Tensor) -> torch.Tensor:
     """(rows, k) in the order of its rows, with zeros up to an aligned k: of a weight's gradient k is the tokens."""
     missing = -data.shape[1] % ALIGNED
-    if data.is_cuda and data.stride(0) == 1 and data.shape[0] > 1 and _has_kernels(data.device):
+    if data.stride(0) == 1 and data.shape[0] > 1 and _has_kernels(data):
         from smp.kernels.triton import fp8
 
-        return fp8.transpose(data.t(), data.shape[1] + missing)
+        with torch.cuda.device(data.device):
+            return fp8.transpose(data.t(), data.shape[1] + missing)
     if not missing:
         return data.contiguous()
     return F.pad(data.contiguous().view(torch.uint8), (0, missing)).view(data.dtype)
@@ -144,9 +148,14 @@ def _at_16_bytes(scale: torch.Tensor) -> torch.Tensor:
     return scale.clone() if scale.storage_offset() % 4 else scale
 
 
+def _has_kernels(x: torch.Tensor) -> bool:
+    """Whether Triton kernels can take a tensor, which give the same bits as the formulas."""
+    return x.is_cuda and _is_known(x.device)
+
+
 @functools.cache
-def _has_kernels(device: torch.device) -> bool:
-    """Whether Triton is there, and the GPU has 8-bit formats. Its kernels give the same bits as the formulas."""
+def _is_known(device: torch.device) -> bool:
+    """Whether Triton is there, and the GPU has 8-bit formats."""
     return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 

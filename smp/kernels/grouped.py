@@ -5,9 +5,9 @@ Rows x (n, in) are sorted by expert, ``counts`` rows of each, and every expert h
     y[e] = x[e] W[e]^T      dx[e] = g[e] W[e]      dW[e] = g[e]^T x[e]
 
 An expert without rows costs nothing forward, and its dW is zero. Nothing is padded and nothing is stacked: 2 n in out
-FLOPs each, as one product of n rows. Counts are int64 numbers on the device. On a GPU in bf16 each of the three is one
-kernel (``torch._grouped_mm``), which reads them there; elsewhere they are loops over experts, for which the host has to
-know the counts, and on a GPU waits for them.
+FLOPs each, as one product of n rows. Counts are int64 numbers on the device. On Hopper and Blackwell in bf16, with
+widths that are multiples of 8, each of the three is one kernel (``torch._grouped_mm``), which reads them there;
+elsewhere they are loops over experts, for which the host has to know the counts.
 
 A token t has k experts, so k rows. Row j of the sorted rows is the choice ``order[j]`` of tokens x k, and choice c lies
 in row ``inverse[c]``. Both ways, forward and backward, rows are gathered and never scattered: sums have one order,
@@ -104,20 +104,31 @@ class _Combine(torch.autograd.Function):
         return drows, torch.stack(dweights, dim=1).to(weights.dtype), None, None
 
 
-def _ends(x: torch.Tensor, weight_shape: tuple[int, ...], counts: torch.Tensor) -> torch.Tensor | None:
-    """int32 (experts,), where the rows of each end, for torch's kernel; None: it does not take these tensors. It loads
-    16 bytes at a time."""
-    aligned = all(size % 8 == 0 for size in weight_shape)
-    return counts.cumsum(0, dtype=torch.int32) if x.is_cuda and x.dtype == torch.bfloat16 and aligned else None
+def counts_where_read(counts: torch.Tensor, x: torch.Tensor, *widths: int) -> torch.Tensor:
+    """``counts`` where the products of ``x`` with matrices of these ``widths`` read them: on the device, or for a GPU
+    without such a kernel on the host, which waits for them here once and not in every product."""
+    return counts.cpu() if x.is_cuda and not _has_kernel(x, widths) else counts
+
+
+def _has_kernel(x: torch.Tensor, widths: tuple[int, ...]) -> bool:
+    """Whether torch's kernel takes such tensors: 16 bytes at a time, and on Hopper and Blackwell. (On other GPUs it is
+    a loop as here, for which the host waits.)"""
+    fits = x.dtype == torch.bfloat16 and all(width % 8 == 0 for width in widths)
+    return x.is_cuda and fits and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
+
+
+def _ends(x: torch.Tensor, widths: tuple[int, ...], counts: torch.Tensor) -> torch.Tensor | None:
+    """int32 (experts,), where the rows of each end, for torch's kernel; None: it is not for these tensors."""
+    taken = counts.is_cuda and x.shape[0] > 0 and _has_kernel(x, widths)
+    return counts.cumsum(0, dtype=torch.int32) if taken else None
 
 
 def _forward(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     if (ends := _ends(x, weight.shape[1:], counts)) is not None:
         return torch._grouped_mm(x.contiguous(), weight.transpose(1, 2), offs=ends)
     y, start = x.new_empty(x.shape[0], weight.shape[1]), 0
-    for expert, count in enumerate(counts.tolist()):
-        if count:
-            torch.mm(x.narrow(0, start, count), weight[expert].t(), out=y.narrow(0, start, count))
+    for expert, count in _occupied(x, counts):
+        torch.mm(x.narrow(0, start, count), weight[expert].t(), out=y.narrow(0, start, count))
         start += count
     return y
 
@@ -126,21 +137,31 @@ def _input_gradient(grad: torch.Tensor, weight: torch.Tensor, counts: torch.Tens
     if (ends := _ends(grad, weight.shape[1:], counts)) is not None:
         return torch._grouped_mm(grad, weight, offs=ends)
     dx, start = grad.new_empty(grad.shape[0], weight.shape[2]), 0
-    for expert, count in enumerate(counts.tolist()):
-        if count:
-            torch.mm(grad.narrow(0, start, count), weight[expert], out=dx.narrow(0, start, count))
+    for expert, count in _occupied(grad, counts):
+        torch.mm(grad.narrow(0, start, count), weight[expert], out=dx.narrow(0, start, count))
         start += count
     return dx
 
 
 def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     if (ends := _ends(grad, (grad.shape[1], x.shape[1]), counts)) is not None:
-        return torch._grouped_mm(grad.t(), x.contiguous(), offs=ends)
-    dw, start = x.new_empty(len(counts), grad.shape[1], x.shape[1]), 0
+        dw = torch._grouped_mm(grad.t(), x.contiguous(), offs=ends)
+        if torch.cuda.get_device_capability(x.device)[0] != 9:
+            dw.masked_fill_((counts == 0)[:, None, None], 0)  # on Blackwell they come unwritten, pytorch#172439
+        return dw
+    if not x.shape[0]:
+        return x.new_zeros(counts.shape[0], grad.shape[1], x.shape[1])
+    dw, start = x.new_empty(counts.shape[0], grad.shape[1], x.shape[1]), 0
     for expert, count in enumerate(counts.tolist()):
         torch.mm(grad.narrow(0, start, count).t(), x.narrow(0, start, count), out=dw[expert])  # zero without rows
         start += count
     return dw
+
+
+def _occupied(rows: torch.Tensor, counts: torch.Tensor) -> list[tuple[int, int]]:
+    """(expert, number of its rows), of those that have any."""
+    known = counts.tolist() if rows.shape[0] else []
+    return [(expert, count) for expert, count in enumerate(known) if count]
 
 
 def _as_one_expert(grad: torch.Tensor, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

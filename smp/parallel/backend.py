@@ -49,11 +49,11 @@ _ADDED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _ProcessGroup: Any = dist.ProcessGroup  # its methods have other names in torch 2.11 than in 2.13
 
 
-def _plain_one(name: str) -> Callable[..., Any]:
+def _without_ours(name: str) -> Callable[..., Any]:
     """A method that is the plain group's; see this module."""
 
     def method(self: Any, *args: Any, **more: Any) -> Any:
-        return getattr(self._plain, name)(*args, **more)
+        return getattr(self._without_ours, name)(*args, **more)
 
     return method
 
@@ -69,8 +69,8 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._gloo = _gloo(options)
         nccl = _nccl(options) if torch.cuda.is_available() and dist.is_nccl_available() else None
         kind = dist.ProcessGroup.BackendType
-        self._plain = _ProcessGroup(rank, size)
-        for group in (self, self._plain):
+        self._without_ours = _ProcessGroup(rank, size)
+        for group in (self, self._without_ours):
             group._set_default_backend(kind.GLOO)
             group._register_backend(torch.device("cpu"), kind.GLOO, self._gloo)
             if nccl is not None:
@@ -138,10 +138,10 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # what else torch looks for in a subclass, PyProcessGroup.hpp
     allgather, allreduce_coalesced, reduce_scatter = map(
-        _plain_one, ("allgather", "allreduce_coalesced", "reduce_scatter")
+        _without_ours, ("allgather", "allreduce_coalesced", "reduce_scatter")
     )
-    all_to_all_single, alltoall_base = map(_plain_one, ("all_to_all_single", "alltoall_base"))
-    barrier, broadcast, recv, send = map(_plain_one, ("barrier", "broadcast", "recv", "send"))
+    all_to_all_single, alltoall_base = map(_without_ours, ("all_to_all_single", "alltoall_base"))
+    barrier, broadcast, recv, send = map(_without_ours, ("barrier", "broadcast", "recv", "send"))
 
     def _run(self, running: Any, result: torch.Tensor, opts: Any, tensors: list[torch.Tensor]) -> CollectiveWork:
         average = opts.reduceOp == dist.ReduceOp.AVG

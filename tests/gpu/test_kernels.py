@@ -189,17 +189,20 @@ def test_the_weight_gradient_is_added_in_fp32() -> None:
     assert ((total - want).norm() / want.norm()).item() < 1e-5  # bf16 rounding of the product would be 2e-3
 
 
-@pytest.mark.parametrize("counts", [[7, 0, 13, 20, 0], [0, 0, 0, 0, 40], [8, 8, 8, 8, 8]])
+@pytest.mark.parametrize("counts", [[7, 0, 13, 20, 0], [0, 0, 0, 0, 40], [8, 8, 8, 8, 8], [0, 0, 0, 0, 0]])
 @pytest.mark.parametrize("sizes", [(64, 128), (64, 12)])
 def test_products_of_experts(counts: list[int], sizes: tuple[int, int]) -> None:
     """torch's grouped kernel, and for widths that it does not take a loop."""
     width, out = sizes
-    x, grad = (torch.randn(40, n, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in sizes)
+    rows = sum(counts)
+    x, grad = (torch.randn(rows, n, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in sizes)
     w = torch.randn(5, out, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     wide = [t.detach().double().requires_grad_() for t in (x, w)]
     wanted = torch.cat([rows @ wide[1][e].t() for e, rows in enumerate(wide[0].split(counts))])
     wanted.backward(grad.double())
     got = grouped_product(x, w, torch.tensor(counts, device="cuda"))
+    del (poison := [torch.full_like(w, torch.nan) for _ in range(4)])[:]  # what is not written shows
+    assert not poison
     got.backward(grad.detach())
     for mine, exact in ((got, wanted), (x.grad, wide[0].grad), (w.grad, wide[1].grad)):
         assert mine is not None and exact is not None

@@ -49,6 +49,8 @@ def steps_without_a_wait(run: Watched) -> int:
     ],
 )
 def test_the_host_does_not_wait_in_a_step(runs: Runs, flags: str) -> None:
+    if "experts" in flags and torch.cuda.get_device_capability()[0] not in (9, 10):
+        pytest.skip("experts' rows are counted on the host of this GPU")
     run = runs.fresh(f"{RUN} {flags}", probe=steps_without_a_wait)
     assert run.code == 0, run.err
     assert run.probed == 3

@@ -33,7 +33,8 @@ def main(folder: str, cases: list[str]) -> None:
             given = f"{FEW_TOKENS} {flags} --kernels {kernels}"
             run = run_here(Path(folder) / f"{i}-{kernels}", given, count_ops="--compile" not in flags)
             assert run.code == 0, run.err
-            assert f"kernels: {kernels} for cross_entropy, norm" in run.out + run.err, run.out + run.err
+            names = "cross_entropy, norm, rope" if "--no-swiglu" in flags else "cross_entropy, norm, swiglu, rope"
+            assert f"kernels: {kernels} for {names}" in run.out + run.err, run.out + run.err
             operators = {name: n for name, n in run.ops.items() if name.startswith("smp::")}
             runs[kernels] = {"losses": run.losses, "operators": operators}
         out.append(runs)

@@ -19,6 +19,7 @@ ops = torch.ops.smp
 X, W, DY, BIAS = torch.randn(6, 8), torch.randn(8), torch.randn(6, 8), torch.randn(8)
 Q, K, COS, SIN = torch.randn(6, 2, 4), torch.randn(6, 1, 4), torch.randn(6, 1, 4), torch.randn(6, 1, 4)
 MEAN, SCALE, COLUMNS = torch.randn(6), torch.rand(6), torch.arange(6)
+COUNTS = torch.tensor([4, 0, 2])
 CALLS = {
     "softmax_stats": (X, COLUMNS, 7, "torch"),
     "logits_to_gradient_": (X, torch.randn(3, 6), COLUMNS, 7, SCALE, "torch"),
@@ -30,6 +31,9 @@ CALLS = {
     "swiglu_backward": (DY, X, X, True, "torch"),
     "rope": (Q, K, COS, COS, True, "torch"),
     "rope_": (Q, K, COS, COS, False, "torch"),
+    "grouped_product": (X, torch.randn(3, 4, 8), COUNTS),
+    "grouped_input_gradient": (torch.randn(6, 4), torch.randn(3, 4, 8), COUNTS),
+    "grouped_weight_gradient": (torch.randn(6, 4), X, COUNTS),
 }
 
 

@@ -144,7 +144,15 @@ def compilations() -> list[tuple[str, str, dict[str, str], dict[str, Any], int]]
             more = norm.backward_options(features, center)["num_warps"]
             out.append(("norm", "backward_kernel", tensors, flags, more))
     sums = {"PARTS": norm.SUM_PARTS, "COLUMNS": norm.SUM_COLUMNS}
-    out.append(("norm", "sum_kernel", {"partial": full, "out": low, "parts": size, **tensors}, sums, norm.SUM_WARPS))
+    out.append(
+        (
+            "norm",
+            "sum_kernel",
+            {"partial": full, "out": low, "out_bias": low, "parts": size, **tensors},
+            sums,
+            norm.SUM_WARPS,
+        )
+    )
     for source in (low, full):
         for by_column in (False, True):
             numbers = {"x": source, "inverse": full, "out": "*fp8e4nv", "row_step": size, "stride": size, "width": size}

@@ -8,7 +8,8 @@ average, and gets as many results back; the backward pass does the same, so a la
 
     4 T k h (p - 1) / p elements per rank and micro-batch, and half of that again under full recompute.
 
-With p = 1 the host does not wait for the device: n is T k, and how many rows an expert has stays there. With more ranks
+With p = 1 the host need not wait for the device: n is T k, and how many rows an expert has stays there, where products
+read it (:mod:`smp.kernels.grouped`). With more ranks
 it has to know how many rows go where, and waits for it once per layer: E integers from every rank.
 """
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from smp.kernels import TORCH, Kernels
-from smp.kernels.grouped import grouped_product
+from smp.kernels.grouped import counts_where_read, grouped_product
 from smp.kernels.swiglu import swiglu
 from smp.layers.parameter import Initializer, Normal, local, placed_parameter
 from smp.parallel.context import ParallelContext
@@ -83,6 +83,7 @@ class Experts(nn.Module):
         super().__init__()
         context = ParallelContext.of(parallel)
         self.backend = kernels.swiglu
+        self.widths = hidden_size, ffn_hidden_size // context.tp.size()
         inner = num_experts, hidden_size, ffn_hidden_size, context
         self.gate = ExpertLinear(*inner, tp_dim=1, init_std=init_std)
         self.up = ExpertLinear(*inner, tp_dim=1, init_std=init_std)
@@ -96,5 +97,6 @@ class Experts(nn.Module):
     def compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """(n, hidden) sorted by expert, ``counts`` of each of this rank's -> (n, hidden), on TP ranks parts of a
         sum."""
+        counts = counts_where_read(counts, rows, *self.widths)
         gate, up = self.gate(rows, counts), self.up(rows, counts)  # (n, ffn/p) each
         return self.down(swiglu(gate, up, self.backend), counts)
