@@ -54,7 +54,8 @@ def read_facts(folder: Path) -> Facts:
     try:
         facts = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        raise ConfigError(f"{folder} is not the folder of a job: it has no job.json") from None
+        missing = "it has no job.json" if folder.is_dir() else "there is no such folder"
+        raise ConfigError(f"{folder} is not the folder of a job: {missing}") from None
     assert isinstance(facts, dict)
     return facts
 

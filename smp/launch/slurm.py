@@ -181,7 +181,9 @@ def cancel(folder: Path, facts: Facts) -> None:
     """Ask a running job to save and end; take a waiting one out of the queue."""
     number = facts.get("id")
     queued = _queued(number) if number else None
-    if number is None or not queued:
+    if number is None:
+        raise ConfigError(f"{folder}: it was never submitted")
+    if not queued:
         raise ConfigError(f"{folder}: it has no job in Slurm's queue")
     for path in sorted(folder.glob("array-*")) or [folder]:
         (path / "cancelled").touch()
