@@ -129,12 +129,13 @@ class _Permuted(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(order, back)
+        ctx.save_for_backward(back)
         return x[order]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return grad[ctx.saved_tensors[1]], None, None
+        (back,) = ctx.saved_tensors
+        return grad[back], None, None
 
 
 class _TokensBack(torch.autograd.Function):
