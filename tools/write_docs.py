@@ -1,5 +1,5 @@
-"""Write tables (settings, named sizes, predictions, Megatron's flags) into the documentation, from the repository's
-root.
+"""Write tables (settings, named sizes, predictions, Megatron's flags) and pictures into the documentation, from the
+repository's root.
 
     python tools/write_docs.py
 
@@ -18,8 +18,10 @@ from smp.config.entry_points import FINETUNE, PRETRAIN, EntryPoint
 from smp.config.fields import Setting, as_text, settings, title_of
 from smp.config.megatron.rows import Row
 from smp.config.megatron.table import ROWS, TABLE, fate_of
+from smp.layers.context_parallel import picture as context_picture
 from smp.models.arithmetic import count_parameters
 from smp.models.presets import PRESETS
+from smp.parallel.network import picture as network_picture
 from smp.planner.published import table as published_table
 
 BEGIN = "<!-- table: written by python tools/write_docs.py -->"
@@ -108,6 +110,8 @@ def tables() -> dict[Path, str]:
         Path("docs/models.md"): presets_table(),
         Path("docs/planning.md"): "\n".join(published_table()),
         Path("docs/differences-from-megatron.md"): megatron_table(),
+        Path("docs/collectives.md"): network_picture.pictures(),
+        Path("docs/context-parallelism.md"): context_picture.pictures(),
     }
 
 

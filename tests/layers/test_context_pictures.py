@@ -4,26 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from smp.kernels.sequence_cut import cut_sequences
-from smp.layers.context_parallel.docs import PAGE, heads, held, main, steps, with_pictures
+from smp.layers.context_parallel.picture import heads, held, pictures, steps
 
-ROOT = Path(__file__).parents[2]
+PAGE = Path(__file__).parents[2] / "docs" / "context-parallelism.md"
 
 
 def test_the_committed_pictures_are_current() -> None:
-    page = (ROOT / PAGE).read_text(encoding="utf-8")
-    assert with_pictures(page) == page, "run: python -m smp.layers.context_parallel.docs"
-
-
-def test_a_stale_picture_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (ROOT / PAGE).read_text(encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "docs").mkdir()
-    PAGE.write_text(page.replace("process of keys", "stale"), encoding="utf-8")
-    main()
-    assert PAGE.read_text(encoding="utf-8") == page
+    assert pictures() in PAGE.read_text(encoding="utf-8"), "run: python tools/write_docs.py"
 
 
 def test_what_is_drawn() -> None:

@@ -1,9 +1,6 @@
-"""Draw schedules of collectives as text, also into the documentation: ``python -m smp.parallel.network.picture`` from
-the repository's root."""
+"""Draw schedules of collectives as text; ``tools/write_docs.py`` puts it into the documentation."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 from smp.parallel.network.schedule import Schedule
 from smp.parallel.network.schedules import all_gather, reduce_scatter
@@ -58,11 +55,6 @@ def links_over_time(schedule: Schedule, network: Topology | None = None, width: 
     return "\n".join(f"{name:<17} {''.join(row)}" for name, row in rows.items())
 
 
-PAGE = Path("docs/collectives.md")
-BEGIN = "<!-- pictures: written by python -m smp.parallel.network.picture -->"
-END = "<!-- end of pictures -->"
-
-
 def pictures() -> str:
     """Those of docs/collectives.md, as Markdown."""
     nodes = Topology.even(2, 2)
@@ -83,17 +75,3 @@ def pictures() -> str:
         ("Reduce-scatter in one chunk, every message and sum:", messages(reduce_scatter(nodes, [1] * 4))),
     ]
     return "\n\n".join(f"{title}\n\n```\n{picture}\n```" for title, picture in parts)
-
-
-def with_pictures(page: str) -> str:
-    """``page`` with everything between its two markers replaced by today's pictures."""
-    head, rest = page.split(BEGIN)
-    return f"{head}{BEGIN}\n\n{pictures()}\n\n{END}{rest.split(END)[1]}"
-
-
-def main() -> None:
-    PAGE.write_text(with_pictures(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,17 +1,11 @@
-"""Draw who holds and sends what into the documentation: ``python -m smp.layers.context_parallel.docs`` from the
-repository's root."""
+"""Draw who holds and sends what, as text; ``tools/write_docs.py`` puts it into the documentation."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import torch
 
 from smp.kernels.sequence_cut import SequenceCut, cut_sequences
 
-PAGE = Path("docs/context-parallelism.md")
-BEGIN = "<!-- pictures: written by python -m smp.layers.context_parallel.docs -->"
-END = "<!-- end of pictures -->"
 DOCUMENTS = (7, 2, 12, 3)
 
 
@@ -73,17 +67,3 @@ def heads(cut: SequenceCut, count: int) -> str:
 def _packed(cp: int) -> SequenceCut:
     ids = torch.repeat_interleave(torch.arange(len(DOCUMENTS)), torch.tensor(DOCUMENTS))[None]
     return cut_sequences(1, sum(DOCUMENTS), cp, ids)
-
-
-def with_pictures(page: str) -> str:
-    """``page`` with everything between its two markers replaced by today's pictures."""
-    head, rest = page.split(BEGIN)
-    return f"{head}{BEGIN}\n\n{pictures()}\n\n{END}{rest.split(END)[1]}"
-
-
-def main() -> None:
-    PAGE.write_text(with_pictures(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
