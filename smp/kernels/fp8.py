@@ -51,7 +51,7 @@ Operand = torch.Tensor | Quantised
 def largest(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     """max |x|, fp32: 0-dim, or along ``dim``, which stays with size 1. NaN counts as infinity, which survives a maximum
     over ranks."""
-    if dim is None and x.dtype != torch.float64 and x.is_contiguous() and _has_kernels(x):
+    if dim is None and x.dtype != torch.float64 and x.is_contiguous() and has_kernels(x.device):
         from smp.kernels.triton import fp8
 
         with torch.cuda.device(x.device):
@@ -91,7 +91,7 @@ def quantise(x: torch.Tensor, inverse: torch.Tensor, dtype: torch.dtype) -> Quan
     """
     end, blocks = LARGEST[dtype], any(1 < n < size for n, size in zip(inverse.shape, x.shape, strict=False))
     fits = x.dtype != torch.float64 and x.stride(-1) == 1  # the kernel would round fp64 twice
-    if fits and not blocks and _has_kernels(x):
+    if fits and not blocks and has_kernels(x.device):
         from smp.kernels.triton import fp8
 
         with torch.cuda.device(x.device):
@@ -133,7 +133,7 @@ def scaled_product(
 def _aligned(data: torch.Tensor) -> torch.Tensor:
     """(rows, k) in the order of its rows, with zeros up to an aligned k: of a weight's gradient k is the tokens."""
     missing = -data.shape[1] % ALIGNED
-    if data.stride(0) == 1 and data.shape[0] > 1 and _has_kernels(data):
+    if data.stride(0) == 1 and data.shape[0] > 1 and has_kernels(data.device):
         from smp.kernels.triton import fp8
 
         with torch.cuda.device(data.device):
@@ -148,14 +148,11 @@ def _at_16_bytes(scale: torch.Tensor) -> torch.Tensor:
     return scale.clone() if scale.storage_offset() % 4 else scale
 
 
-def _has_kernels(x: torch.Tensor) -> bool:
-    """Whether Triton kernels can take a tensor, which give the same bits as the formulas."""
-    return x.is_cuda and _is_known(x.device)
-
-
 @functools.cache
-def _is_known(device: torch.device) -> bool:
-    """Whether Triton is there, and the GPU has 8-bit formats."""
+def has_kernels(device: torch.device) -> bool:
+    """Whether there are kernels for it, of the same bits as the formulas: Triton, and a GPU with 8-bit formats."""
+    if device.type != "cuda":
+        return False
     return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 

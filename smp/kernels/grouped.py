@@ -16,6 +16,7 @@ which knows no atomics and no layout.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -107,19 +108,32 @@ class _Combine(torch.autograd.Function):
 def counts_where_read(counts: torch.Tensor, x: torch.Tensor, *widths: int) -> torch.Tensor:
     """``counts`` where the products of ``x`` with matrices of these ``widths`` read them: on the device, or for a GPU
     without such a kernel on the host, which waits for them here once and not in every product."""
-    return counts.cpu() if x.is_cuda and not _has_kernel(x, widths) else counts
+    return counts.cpu() if x.is_cuda and not has_kernel(x.device, x.dtype, widths) else counts
 
 
-def _has_kernel(x: torch.Tensor, widths: tuple[int, ...]) -> bool:
-    """Whether torch's kernel takes such tensors: 16 bytes at a time, and on Hopper and Blackwell. (On other GPUs it is
-    a loop as here, for which the host waits.)"""
-    fits = x.dtype == torch.bfloat16 and all(width % 8 == 0 for width in widths)
-    return x.is_cuda and fits and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
+def has_kernel(device: torch.device, dtype: torch.dtype, widths: Sequence[int]) -> bool:
+    """Whether torch's kernel takes matrices of these ``widths`` there: 16 bytes at a time, and on Hopper and Blackwell.
+    (On other GPUs it is a loop as here, for which the host waits.)"""
+    fits = dtype == torch.bfloat16 and all(width % 8 == 0 for width in widths)
+    return device.type == "cuda" and fits and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+def describe_products(device: torch.device, dtype: torch.dtype, widths: Sequence[int]) -> list[str]:
+    """A line for the start of a run on a GPU; on a CPU there is nothing to choose."""
+    if device.type != "cuda":
+        return []
+    if has_kernel(device, dtype, widths):
+        return ["experts: torch's grouped product"]
+    sizes = " and ".join(map(str, widths))
+    return [
+        "experts: a product for each, for whose numbers of rows the host waits once per layer and pass (the grouped "
+        f"one takes bf16 on Hopper and Blackwell, and multiples of 8: widths are {sizes})"
+    ]
 
 
 def _ends(x: torch.Tensor, widths: tuple[int, ...], counts: torch.Tensor) -> torch.Tensor | None:
     """int32 (experts,), where the rows of each end, for torch's kernel; None: it is not for these tensors."""
-    taken = counts.is_cuda and x.shape[0] > 0 and _has_kernel(x, widths)
+    taken = counts.is_cuda and x.shape[0] > 0 and has_kernel(x.device, x.dtype, widths)
     return counts.cumsum(0, dtype=torch.int32) if taken else None
 
 

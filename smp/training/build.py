@@ -13,6 +13,7 @@ from smp.data.loader import BatchLoader, ReadBatch
 from smp.kernels.attention import AttentionShape, choose_attention
 from smp.kernels.attention_core import AttentionCore
 from smp.kernels.dispatch import Kernels, choose_kernels, describe_kernels
+from smp.kernels.grouped import describe_products
 from smp.layers import init_weights
 from smp.layers.context_parallel import context_parallel_attention
 from smp.layers.fp8.apply import use_fp8
@@ -83,6 +84,9 @@ def choose_backends(
         lines += [*exchange.lines, f"context parallelism: {core}"]
     if model.attention_dropout > 0.0:
         lines.append("attention: in training probabilities are materialised instead, for --attention-dropout")
+    if model.num_experts is not None:
+        assert model.moe_ffn_hidden_size is not None, "resolved before"
+        lines += describe_products(device, shape.dtype, (model.hidden_size, model.moe_ffn_hidden_size // tp))
     lines += choose_fp8(config, device)
     return replace(kernels, attention=core), lines
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from smp.config import Config, ConfigError
 from smp.config.fp8 import layers_in_bf16
+from smp.kernels.fp8 import has_kernels
 from smp.layers.fp8.apply import Fp8
 from smp.layers.fp8.scaling import Precision
 from smp.layers.linear import linear_layers
@@ -41,7 +42,17 @@ def choose_fp8(config: Config, device: torch.device) -> list[str]:
     """
     if config.parallel.fp8_format is not None and not config.parallel.fp8_emulate:
         _check_device(config, device)
-    return describe_fp8(config)
+    lines = describe_fp8(config)
+    if lines and device.type == "cuda":
+        how = (
+            "Triton"
+            if has_kernels(device)
+            else "PyTorch, which is slower (Triton is missing, or the GPU is older than Ada)"
+        )
+        lines.append(
+            f"FP8: maxima, rounding and transposes by {how}; the same numbers, and --kernels does not choose it"
+        )
+    return lines
 
 
 def describe_fp8(config: Config) -> list[str]:

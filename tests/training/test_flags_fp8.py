@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from smp.config import Layout
+from smp.config import Config, Layout, ParallelConfig
 from smp.layers.fp8.apply import fp8_history
 from smp.layers.head import CHUNK_BYTES
 from smp.layers.linear import linear_layers
 from smp.models.presets import PRESETS
+from smp.training.eight_bit import choose_fp8
 from smp.training.fake_step import fake_step, gpu_kernels
 from smp.training.pretraining import pretraining
 from smp.training.process import Process
@@ -244,3 +245,13 @@ def test_a_gather_moves_bytes() -> None:
     for recipe in ("delayed", "tensorwise"):
         assert sent[recipe] < 0.62 * sent[""], recipe
     assert sent["delayed"] == sent["tensorwise"] < sent["rowwise"] < sent[""]
+
+
+@pytest.mark.parametrize(("there", "word"), [(True, "Triton"), (False, "PyTorch, which is slower")])
+def test_a_run_on_a_gpu_says_what_rounds(monkeypatch: pytest.MonkeyPatch, there: bool, word: str) -> None:
+    monkeypatch.setattr("smp.training.eight_bit.has_kernels", lambda device: there)
+    parallel = ParallelConfig(fp8_format="hybrid", fp8_emulate=True)
+    lines = choose_fp8(Config(parallel=parallel), torch.device("cuda"))
+    assert f"transposes by {word}" in lines[-1] and len(lines) == 2
+    assert choose_fp8(Config(parallel=parallel), torch.device("cpu")) == lines[:1]
+    assert choose_fp8(Config(), torch.device("cuda")) == []
