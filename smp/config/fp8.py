@@ -40,8 +40,9 @@ def check_fp8(config: Config, layout: Layout) -> None:
         "cannot do yet; leave out --compile",
     )
     require(
-        model.num_experts is None,
-        f"{flag}: the products of experts are not there in FP8 yet; leave it out, or --num-experts",
+        model.num_experts is None or parallel.fp8_recipe != "blockwise",
+        "--fp8-recipe blockwise: an expert has any number of tokens, not blocks of 128; with --num-experts the other "
+        "recipes work",
     )
     require(
         not config.has_pairs, f"{flag}: finetune.py trains in FP8 with --objective sft only; leave it out for pairs"
@@ -98,6 +99,11 @@ def _check_widths(model: ModelConfig, parallel: ParallelConfig, tp: int) -> None
         "--num-attention-heads x --kv-channels": model.num_attention_heads * head_dim // tp,
         "--num-query-groups x --kv-channels": groups * head_dim // tp,
     }
+    experts = {
+        "--moe-ffn-hidden-size": model.moe_ffn_hidden_size,
+        "--moe-shared-expert-intermediate-size": model.moe_shared_expert_intermediate_size,
+    }
+    widths |= {name: width // tp for name, width in experts.items() if width is not None}
     shared = "" if tp == 1 else f" on each of {tp} tensor-parallel processes"
     multiple = _BLOCK if parallel.fp8_recipe == "blockwise" else 1 if parallel.fp8_emulate else _ALIGNED
     for name, width in widths.items():

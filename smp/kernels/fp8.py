@@ -38,7 +38,7 @@ _SMALLEST = 2.0**-100
 
 class Quantised(NamedTuple):
     """A matrix as 8-bit numbers, ``data`` (rows, width) times ``inverse``: fp32, 0-dim, or (rows, 1), (1, width), or
-    with one number for each block."""
+    with one number for each block. Also several matrices, (experts, rows, width), with scales 0-dim or of each."""
 
     data: torch.Tensor
     inverse: torch.Tensor
@@ -51,6 +51,8 @@ Operand = torch.Tensor | Quantised
 def largest(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     """max |x|, fp32: 0-dim, or along ``dim``, which stays with size 1. NaN counts as infinity, which survives a maximum
     over ranks."""
+    if dim is None and not x.numel():  # an expert-parallel rank may have no row
+        return x.new_zeros((), dtype=torch.float32)
     if dim is None and x.dtype != torch.float64 and x.is_contiguous() and has_kernels(x.device):
         from smp.kernels.triton import fp8
 
@@ -85,17 +87,19 @@ def inverse_scale(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def quantise(x: torch.Tensor, inverse: torch.Tensor, dtype: torch.dtype) -> Quantised:
-    """Round a matrix (rows, width) to ``dtype`` under scales from :func:`inverse_scale`.
+    """Round a matrix (rows, width), or several (experts, rows, width), to ``dtype`` under scales from
+    :func:`inverse_scale`.
 
     What is too large becomes the largest number (casts of torch before 2.12 would make it NaN).
     """
     end, blocks = LARGEST[dtype], any(1 < n < size for n, size in zip(inverse.shape, x.shape, strict=False))
     fits = x.dtype != torch.float64 and x.stride(-1) == 1  # the kernel would round fp64 twice
-    if fits and not blocks and has_kernels(x.device):
+    if fits and not blocks and (x.ndim == 2 or not inverse.ndim) and has_kernels(x.device):
         from smp.kernels.triton import fp8
 
         with torch.cuda.device(x.device):
-            return Quantised(fp8.quantise(x.detach(), inverse.contiguous(), dtype, end), inverse)
+            data = fp8.quantise(x.detach().flatten(0, -2), inverse.contiguous(), dtype, end)
+        return Quantised(data.view(x.shape), inverse)
     scale = _expanded(inverse.reciprocal(), x.shape).to(x.dtype)  # a power of two: exact in bf16 too
     return Quantised((x.detach() * scale).clamp_(-end, end).to(dtype), inverse)
 

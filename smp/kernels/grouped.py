@@ -32,6 +32,16 @@ def grouped_product(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor)
     return _Product.apply(x, weight, counts)
 
 
+def grouped_input_gradient(grad: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """(n, out) rows sorted by expert and weights (experts, out, in) -> (n, in), for who writes a backward pass."""
+    return _input_gradient_op(grad, weight, counts)
+
+
+def grouped_weight_gradient(grad: torch.Tensor, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """(n, out) and (n, in) rows sorted by expert -> (experts, out, in)."""
+    return _weight_gradient_op(grad, x, counts)
+
+
 def repeat_rows(x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, k: int) -> torch.Tensor:
     """The rows of k choices of each token, sorted: (tokens, h) -> (tokens x k, h). Gradients of a token's rows are
     summed in the order of its choices, in fp32."""
@@ -141,7 +151,7 @@ def _forward(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> tor
     if (ends := _ends(x, weight.shape[1:], counts)) is not None:
         return torch._grouped_mm(x.contiguous(), weight.transpose(1, 2), offs=ends)
     y, start = x.new_empty(x.shape[0], weight.shape[1]), 0
-    for expert, count in _occupied(x, counts):
+    for expert, count in occupied(x, counts):
         torch.mm(x.narrow(0, start, count), weight[expert].t(), out=y.narrow(0, start, count))
         start += count
     return y
@@ -151,7 +161,7 @@ def _input_gradient(grad: torch.Tensor, weight: torch.Tensor, counts: torch.Tens
     if (ends := _ends(grad, weight.shape[1:], counts)) is not None:
         return torch._grouped_mm(grad, weight, offs=ends)
     dx, start = grad.new_empty(grad.shape[0], weight.shape[2]), 0
-    for expert, count in _occupied(grad, counts):
+    for expert, count in occupied(grad, counts):
         torch.mm(grad.narrow(0, start, count), weight[expert], out=dx.narrow(0, start, count))
         start += count
     return dx
@@ -172,7 +182,7 @@ def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, counts: torch.Tensor) 
     return dw
 
 
-def _occupied(rows: torch.Tensor, counts: torch.Tensor) -> list[tuple[int, int]]:
+def occupied(rows: torch.Tensor, counts: torch.Tensor) -> list[tuple[int, int]]:
     """(expert, number of its rows), of those that have any."""
     known = counts.tolist() if rows.shape[0] else []
     return [(expert, count) for expert, count in enumerate(known) if count]

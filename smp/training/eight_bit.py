@@ -8,9 +8,8 @@ from torch import nn
 from smp.config import Config, ConfigError
 from smp.config.fp8 import layers_in_bf16
 from smp.kernels.fp8 import has_kernels
-from smp.layers.fp8.apply import Fp8
+from smp.layers.fp8.apply import Fp8, fp8_layers
 from smp.layers.fp8.scaling import Precision
-from smp.layers.linear import linear_layers
 
 _TENSOR_CORES = (8, 9)
 """The first compute capability with FP8 products, Ada's; those with scales of rows came with Hopper."""
@@ -31,7 +30,7 @@ def fp8_of(config: Config) -> Fp8 | None:
 def layers_without_fp8(config: Config, model: nn.Module) -> set[str]:
     """Names of the linear layers in blocks that compute as without FP8."""
     blocks = {f"layers.{i}" for i in layers_in_bf16(config.parallel, config.model.num_layers)}
-    return {name for name in linear_layers(model) if ".".join(name.split(".")[:2]) in blocks}
+    return {name for name in fp8_layers(model) if ".".join(name.split(".")[:2]) in blocks}
 
 
 def choose_fp8(config: Config, device: torch.device) -> list[str]:
@@ -62,7 +61,8 @@ def describe_fp8(config: Config) -> list[str]:
         return []
     otherwise = "bf16" if parallel.bf16 else "fp32"
     left = layers_in_bf16(parallel, config.model.num_layers)
-    kept = ["embedding, norms, attention, output layer and loss"]
+    routers = ", routers" if config.model.num_experts else ""
+    kept = [f"embedding, norms, attention{routers}, output layer and loss"]
     kept += [f"layers {_ranges(left)}"] if left else []
     kept += ["gradients of weights"] if parallel.fp8_recipe == "rowwise" else []
     kept += ["adapters"] if config.has_adapters else []

@@ -29,6 +29,7 @@ def read(flags: str, processes: int = 4) -> Config:
         "--fp8-format e4m3 --fp8-emulate --fp8-recipe blockwise --num-query-groups 2 --tensor-model-parallel-size 2 "
         "--kv-channels 128",
         FP8 + "--fp8-amax-history-len 1 --fp8-amax-compute-algo most_recent --context-parallel-size 2",
+        FP8 + "--num-experts 4 --moe-ffn-hidden-size 64 --expert-model-parallel-size 2",
     ],
 )
 def test_what_works_is_taken(flags: str) -> None:
@@ -44,7 +45,12 @@ def test_what_works_is_taken(flags: str) -> None:
         (FP8 + "--fp8-recipe rowwise --fp8-amax-history-len 3", "has no effect without --fp8-recipe delayed"),
         (FP8 + "--num-layers-at-end-in-bf16 2", "has no effect without --first-last-layers-bf16"),
         (FP8 + "--compile", "and --compile exclude each other"),
-        (FP8 + "--num-experts 4", "the products of experts are not there in FP8 yet"),
+        (FP8 + "--fp8-emulate --fp8-recipe blockwise --num-experts 4", "an expert has any number of tokens"),
+        (FP8 + "--num-experts 4 --moe-ffn-hidden-size 40", "multiples of 16: --moe-ffn-hidden-size is 40"),
+        (
+            FP8 + "--num-experts 4 --moe-shared-expert-intermediate-size 48 --tensor-model-parallel-size 2",
+            "--moe-shared-expert-intermediate-size is 24 on each of 2 tensor-parallel processes",
+        ),
         ("--fp8-format hybrid", "on tensor cores makes bf16 of its products: give --bf16"),
         (FP8 + "--fp8-recipe blockwise", "--fp8-emulate computes it"),
         (

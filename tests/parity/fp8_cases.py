@@ -1,4 +1,4 @@
-"""Layouts in FP8: every recipe beside every way to split, for dense and gated models.
+"""Layouts in FP8: every recipe beside every way to split, for dense and gated models and for experts.
 
 The model is in fp64 but for its 8-bit products, so that no layout rounds a number to another one of 8 bits.
 """
@@ -29,12 +29,16 @@ _BESIDE: dict[str, _Values] = {
     "zb-v": {"pp": 2, "schedule": "zb-v", "accumulation": 4},
     "zb-h1, tp and sp": {"pp": 2, "schedule": "zb-h1", "accumulation": 4, "tp": 2, "sp": True},
     "shard, tp and sp": {"shard": 2, "tp": 2, "sp": True, "accumulation": 2},
+    "experts of two ranks": {"shard": 2, "ep": 2},
+    "experts of two ranks, tp and sp": {"shard": 2, "ep": 2, "tp": 2, "sp": True},
 }
 _PROBLEMS: dict[str, _Values] = {
     "gated": {"style": "llama", "unequal": True, "clip": True},
     "grouped": {"style": "llama", "kv_heads": 2, "extra": "qknorm"},
     "plain": {"style": "gpt2", "tied": True},
     "dropout": {"style": "gpt2", "dropout": True, "unequal": True},
+    "experts": {"style": "llama", "experts": "mixtral", "unequal": True},
+    "shared experts": {"style": "llama", "experts": "qwen2", "kv_heads": 2},
 }
 FACTORS: dict[str, tuple[Any, ...]] = {
     "recipe": RECIPES,
@@ -68,9 +72,17 @@ def pairs_of(values: _Values) -> set[_Pair]:
     return set(itertools.combinations([(name, values[name]) for name in FACTORS], 2))
 
 
+def fits(values: _Values) -> bool:
+    """Whether a choice of values is a run: an expert has no blocks of 128 tokens, and only experts are spread."""
+    if "experts" in values["problem"]:
+        return bool(values["recipe"] != "blockwise")
+    return "ep" not in _BESIDE[values["beside"]]
+
+
 def all_values() -> list[_Values]:
     """Every layout."""
-    return [dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values())]
+    chosen = (dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values()))
+    return [values for values in chosen if fits(values)]
 
 
 def pairwise_values() -> list[_Values]:
@@ -102,6 +114,9 @@ def fast_cases() -> list[Case]:
         _row("delayed", "replicate", "none", "grouped"),
         _row("blockwise", "tp and sp", "selective"),
         _row("delayed", "p2p"),
+        _row("tensorwise", "experts of two ranks", "full", "experts"),
+        _row("delayed", "experts of two ranks", "selective", "shared experts"),
+        _row("rowwise", "tp and sp", "none", "shared experts"),
     ]
 
 
@@ -111,6 +126,7 @@ def sabotaged_cases() -> list[Case]:
         ("own_maximum", _row("tensorwise", "tp and sp")),
         ("first_maximum", _row("tensorwise", "shard")),
         ("first_maximum", _row("rowwise", "tp")),
+        ("first_maximum", _row("tensorwise", "experts of two ranks", problem="experts")),
         ("stale_scale", _row("tensorwise", "tp")),
         ("own_history", _row("delayed", "tp and sp")),
     ]

@@ -142,6 +142,23 @@ def test_first_and_last_layers_stay_as_they_are(runs: Runs) -> None:
     ]
 
 
+def test_experts_compute_in_it(runs: Runs) -> None:
+    """Not only the layers beside them: their products round, and delayed scaling has maxima of theirs."""
+    experts = "--num-experts 4 --moe-router-topk 2 --moe-shared-expert-intermediate-size 16 "
+    none, tensorwise, rowwise = (
+        runs(experts + more) for more in ("", TENSORWISE, FP8 + "--fp8-recipe rowwise --recompute-granularity full")
+    )
+    assert len({run.losses[0] for run in (none, tensorwise, rowwise)}) == 3
+    name = "layers.1.mlp.experts.down.weight"
+    for run in (tensorwise, rowwise):
+        assert run.losses[0] == pytest.approx(none.losses[0], rel=2e-2)
+        assert 0 < (run.grads[0][name] - none.grads[0][name]).norm() < 0.5 * none.grads[0][name].norm()
+        assert "embedding, norms, attention, routers, output layer and loss" in line_of(run)
+    delayed = runs.fresh(FP8 + experts, probe=history_of)
+    of_down = delayed.probed["fp8.amax_history.layers.1.mlp.experts.down"]
+    assert (of_down[: len(delayed.losses)] > 0).all() and delayed.losses[1] != none.losses[1]
+
+
 def test_what_is_multiplied_is_8_bits(runs: Runs) -> None:
     """With recompute, too: each product of a layer quantises its operands."""
     none, counted = runs(count_ops=True), runs(TENSORWISE, count_ops=True)

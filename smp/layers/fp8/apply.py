@@ -12,6 +12,7 @@ from torch import nn
 from smp.layers.fp8.history import Algorithm, AmaxHistory, DelayedScaling
 from smp.layers.fp8.scaling import BlockScaling, Precision, RowScaling, Scaling, TensorScaling
 from smp.layers.linear import RowParallelLinear, linear_layers
+from smp.layers.moe.experts import ExpertLinear, expert_layers
 from smp.parallel.collectives import Group
 from smp.parallel.context import ParallelContext
 
@@ -55,7 +56,7 @@ class LayerScaling:
 def use_fp8(
     model: nn.Module, fp8: Fp8, context: ParallelContext, device: torch.device, *, leave: Collection[str] = ()
 ) -> None:
-    """Let the column- and row-parallel layers of ``model`` compute in FP8.
+    """Let the column- and row-parallel layers of ``model``, and experts' projections, compute in FP8.
 
     Args:
         model: or this rank's part of one, with layers of this package.
@@ -64,7 +65,7 @@ def use_fp8(
         device: of the layers.
         leave: names of layers that stay as they are.
     """
-    layers = {name: layer for name, layer in linear_layers(model).items() if name not in leave}
+    layers = {name: layer for name, layer in fp8_layers(model).items() if name not in leave}
     groups = (context.tp_group, *context.data_groups)
     history = None
     if fp8.precision.recipe == "delayed":
@@ -85,7 +86,13 @@ def _scaling(
         return TensorScaling(precision, groups)
     if precision.recipe == "blockwise":
         return BlockScaling(precision)
-    return RowScaling(precision, "row" if isinstance(layer, RowParallelLinear) else "column", groups[0])
+    is_row = layer.kind == "row" if isinstance(layer, ExpertLinear) else isinstance(layer, RowParallelLinear)
+    return RowScaling(precision, "row" if is_row else "column", groups[0])
+
+
+def fp8_layers(model: nn.Module) -> dict[str, Any]:
+    """What may compute in FP8, by name."""
+    return linear_layers(model) | expert_layers(model)
 
 
 def fp8_history(model: nn.Module) -> AmaxHistory | None:

@@ -62,7 +62,7 @@ class Scaling(Protocol):
         """The name of the product, for results of ``dtype``."""
 
     def forward(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Operands:
-        """Of an input, and of the weights (out, in) that it is multiplied with."""
+        """Of an input, and of the weights that it is multiplied with, (out, in), or (experts, out, in)."""
 
     def kept(self, x: torch.Tensor, scales: Sequence[torch.Tensor]) -> Operand:
         """The input as ``forward`` kept it, once more."""
@@ -148,7 +148,7 @@ class RowScaling:
         return [part.view_as(amax) for part, amax in zip(parts, amaxes, strict=True)]
 
     def forward(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Operands:
-        scales = self._scales([largest(y, 1) for y in (x, *weights)], E4M3, cut=self.kind == "row")
+        scales = self._scales([largest(y, -1) for y in (x, *weights)], E4M3, cut=self.kind == "row")
         used, *others = (quantise(y, scale, E4M3) for y, scale in zip((x, *weights), scales, strict=True))
         return Operands(used, x, list(others), [])
 
@@ -157,12 +157,12 @@ class RowScaling:
 
     def weights(self, weights: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> list[Operand]:
         """Under scales of columns: the other product sums over rows."""
-        columns = self._scales([largest(w, 0) for w in weights], E4M3, cut=self.kind == "column")
+        columns = self._scales([largest(w, -2) for w in weights], E4M3, cut=self.kind == "column")
         return [quantise(w, scale, E4M3) for w, scale in zip(weights, columns, strict=True)]
 
     def gradients(self, grads: Sequence[torch.Tensor]) -> list[tuple[Operand, Operand]]:
         dtype = self.precision.gradient
-        scales = self._scales([largest(grad, 1) for grad in grads], dtype, cut=self.kind == "column")
+        scales = self._scales([largest(grad, -1) for grad in grads], dtype, cut=self.kind == "column")
         return [(quantise(grad, scale, dtype), grad) for grad, scale in zip(grads, scales, strict=True)]
 
 

@@ -7,8 +7,8 @@ what is left. So a checkpoint has one tensor per projection and layer, whatever 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -18,8 +18,12 @@ from torch.distributed.tensor import Shard
 from smp.kernels import TORCH, Kernels
 from smp.kernels.grouped import counts_where_read, grouped_product
 from smp.kernels.swiglu import swiglu
+from smp.layers.fp8.grouped import scaled_experts
 from smp.layers.parameter import Initializer, Normal, local, placed_parameter
 from smp.parallel.context import ParallelContext
+
+if TYPE_CHECKING:
+    from smp.layers.fp8.apply import LayerScaling
 
 
 class ExpertLinear(nn.Module):
@@ -30,6 +34,10 @@ class ExpertLinear(nn.Module):
         context: of the layer.
         tp_dim: the dimension of the weight (experts, out, in) that the TP ranks cut.
         init_std: standard deviation of the initial weights.
+
+    Attributes:
+        kind: whether TP ranks have columns of the result, or parts of a sum.
+        scaling: in FP8 where scales come from, see ``smp.layers.fp8``.
     """
 
     def __init__(
@@ -49,10 +57,28 @@ class ExpertLinear(nn.Module):
         else:
             self.weight = placed_parameter(shape, (Shard(0), Shard(tp_dim)), context.ep_tp)
         self.initializers: dict[str, Initializer] = {"weight": Normal(init_std)}
+        self.kind: Literal["column", "row"] = "column" if tp_dim == 1 else "row"
+        self.scaling: LayerScaling | None = None
 
     def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """(n, in [/p]) sorted by expert, ``counts`` of each -> (n, out [/p])."""
-        return grouped_product(rows, local(self.weight, rows.dtype), counts)
+        return apply_experts(rows, [self], counts)[0]
+
+
+def apply_experts(
+    rows: torch.Tensor, projections: Sequence[ExpertLinear], counts: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Several projections of the same rows, as :meth:`ExpertLinear.forward`; in FP8 with one exchange of maxima."""
+    weights = [local(projection.weight, rows.dtype) for projection in projections]
+    scalings = [projection.scaling for projection in projections if projection.scaling is not None]
+    if not scalings:
+        return tuple(grouped_product(rows, weight, counts) for weight in weights)
+    return scaled_experts(rows, weights, counts, scalings[0].of_call(scalings))
+
+
+def expert_layers(model: nn.Module) -> dict[str, ExpertLinear]:
+    """Experts' projections of ``model`` by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, ExpertLinear)}
 
 
 class Experts(nn.Module):
@@ -97,6 +123,7 @@ class Experts(nn.Module):
     def compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """(n, hidden) sorted by expert, ``counts`` of each of this rank's -> (n, hidden), on TP ranks parts of a
         sum."""
-        counts = counts_where_read(counts, rows, *self.widths)
-        gate, up = self.gate(rows, counts), self.up(rows, counts)  # (n, ffn/p) each
+        in_loops = self.gate.scaling is not None  # in FP8
+        counts = counts.cpu() if in_loops else counts_where_read(counts, rows, *self.widths)
+        gate, up = apply_experts(rows, [self.gate, self.up], counts)  # (n, ffn/p) each
         return self.down(swiglu(gate, up, self.backend), counts)
