@@ -10,7 +10,8 @@ _ONLY_WITH_FP8 = (
     *("fp8_recipe", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_emulate", "first_last_layers_bf16"),
     *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
 )
-_BLOCK = 128
+_BLOCKS = {"blockwise": 128, "mxfp8": 32}
+"""Neighbouring numbers that share a scale."""
 _ALIGNED = 16
 
 
@@ -40,9 +41,9 @@ def check_fp8(config: Config, layout: Layout) -> None:
         "cannot do yet; leave out --compile",
     )
     require(
-        model.num_experts is None or parallel.fp8_recipe != "blockwise",
-        "--fp8-recipe blockwise: an expert has any number of tokens, not blocks of 128; with --num-experts the other "
-        "recipes work",
+        model.num_experts is None or parallel.fp8_recipe not in _BLOCKS,
+        f"--fp8-recipe {parallel.fp8_recipe}: an expert has any number of tokens, not whole blocks of them; with "
+        "--num-experts delayed, tensorwise and rowwise work",
     )
     require(
         not config.has_pairs, f"{flag}: finetune.py trains in FP8 with --objective sft only; leave it out for pairs"
@@ -82,11 +83,12 @@ def _check_tokens(config: Config, layout: Layout) -> None:
             f"be divisible by --tensor-model-parallel-size {layout.tp}; change one of them"
         )
     piece = length if layout.cp == 1 else length // (2 * layout.cp)
-    if config.parallel.fp8_recipe == "blockwise" and piece % _BLOCK:
+    block = _BLOCKS.get(config.parallel.fp8_recipe, 1)
+    if piece % block:
         cut = f" / (2 x --context-parallel-size {layout.cp})" if layout.cp > 1 else ""
         raise ConfigError(
-            f"--fp8-recipe blockwise: --seq-length {length}{cut} = {piece} is not a multiple of its blocks of {_BLOCK} "
-            "tokens; --fp8-recipe rowwise takes any length"
+            f"--fp8-recipe {config.parallel.fp8_recipe}: --seq-length {length}{cut} = {piece} is not a multiple of its "
+            f"blocks of {block} tokens; --fp8-recipe rowwise takes any length"
         )
 
 
@@ -105,7 +107,7 @@ def _check_widths(model: ModelConfig, parallel: ParallelConfig, tp: int) -> None
     }
     widths |= {name: width // tp for name, width in experts.items() if width is not None}
     shared = "" if tp == 1 else f" on each of {tp} tensor-parallel processes"
-    multiple = _BLOCK if parallel.fp8_recipe == "blockwise" else 1 if parallel.fp8_emulate else _ALIGNED
+    multiple = _BLOCKS.get(parallel.fp8_recipe, 1 if parallel.fp8_emulate else _ALIGNED)
     for name, width in widths.items():
         place = "" if name == "--hidden-size" else shared
         require(
@@ -116,9 +118,9 @@ def _check_widths(model: ModelConfig, parallel: ParallelConfig, tp: int) -> None
     if parallel.fp8_emulate:
         return
     require(
-        parallel.fp8_recipe != "blockwise",
-        "--fp8-recipe blockwise: tensor cores are not used for it yet; --fp8-emulate computes it, and rowwise and "
-        "tensorwise run on them",
+        parallel.fp8_recipe not in _BLOCKS,
+        f"--fp8-recipe {parallel.fp8_recipe}: tensor cores are not used for it yet; --fp8-emulate computes it, and "
+        "rowwise and tensorwise run on them",
     )
     require(
         parallel.bf16,

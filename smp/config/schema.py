@@ -222,10 +222,13 @@ class ParallelConfig:
     fp8_format: Literal["hybrid", "e4m3"] | None = None
     """Compute the linear layers of blocks in FP8. hybrid: inputs and weights in e4m3, gradients in e5m2, which has more
     range; e4m3: all of them. What stays as it is is printed. Default: no FP8."""
-    fp8_recipe: Literal["delayed", "tensorwise", "rowwise", "blockwise"] = only_with("delayed", fp8_format=GIVEN)
+    fp8_recipe: Literal["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"] = only_with(
+        "delayed", fp8_format=GIVEN
+    )
     """Which numbers share a scale, a power of two. delayed: a tensor, by its maxima in past steps; tensorwise: a
     tensor of a micro-batch; rowwise: a token or a row of a weight, weight gradients are not in FP8; blockwise: 128
-    numbers of a token, 128 x 128 of a weight. All but tensorwise do not depend on micro-batches."""
+    numbers of a token, 128 x 128 of a weight; mxfp8: 32 numbers along the dimension that a product sums. All but
+    tensorwise do not depend on micro-batches."""
     fp8_amax_history_len: int = only_with(1024, fp8_recipe="delayed")
     """Delayed scaling: steps whose maxima count."""
     fp8_amax_compute_algo: Literal["max", "most_recent"] = only_with("max", fp8_recipe="delayed")

@@ -31,6 +31,8 @@ LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 """The largest finite number of each format."""
 BLOCK = 128
 """Numbers that share a scale in blockwise scaling: of a row, or in both directions."""
+MX_BLOCK = 32
+"""The same of the OCP microscaling formats, always along the dimension that a product sums."""
 ALIGNED = 16
 """Tensor cores take multiples of this many 8-bit numbers."""
 _SMALLEST = 2.0**-100
@@ -63,16 +65,17 @@ def largest(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     return found.nan_to_num(nan=math.inf, posinf=math.inf)
 
 
-def largest_of_blocks(x: torch.Tensor, *, square: bool = False) -> torch.Tensor:
-    """max |x| of each 1 x 128 block, fp32 (rows, width / 128), or of each 128 x 128 block, (rows / 128, width / 128).
+def largest_of_blocks(x: torch.Tensor, *, size: int = BLOCK, square: bool = False) -> torch.Tensor:
+    """max |x| of each 1 x size block, fp32 (rows, width / size), or of each size x size block,
+    (rows / size, width / size).
 
     Raises:
-        ValueError: 128 does not divide a dimension.
+        ValueError: the size does not divide a dimension.
     """
-    if x.shape[1] % BLOCK or (square and x.shape[0] % BLOCK):
-        raise ValueError(f"blockwise scaling of {tuple(x.shape)}: a dimension is not a multiple of {BLOCK}")
-    blocks = x.detach().abs().unflatten(1, (-1, BLOCK)).amax(2)
-    blocks = blocks.unflatten(0, (-1, BLOCK)).amax(1) if square else blocks
+    if x.shape[1] % size or (square and x.shape[0] % size):
+        raise ValueError(f"blockwise scaling of {tuple(x.shape)}: a dimension is not a multiple of {size}")
+    blocks = x.detach().abs().unflatten(1, (-1, size)).amax(2)
+    blocks = blocks.unflatten(0, (-1, size)).amax(1) if square else blocks
     return blocks.float().nan_to_num(nan=math.inf, posinf=math.inf)
 
 

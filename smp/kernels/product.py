@@ -18,8 +18,10 @@ import torch
 import torch.nn.functional as F
 
 from smp.kernels.fp8 import (
+    BLOCK,
     E4M3,
     E5M2,
+    MX_BLOCK,
     Quantised,
     inverse_scale,
     largest_of_blocks,
@@ -30,7 +32,7 @@ from smp.kernels.fp8 import (
 from smp.kernels.nf4 import Nf4
 
 Format = Literal["hybrid", "e4m3"]
-Granularity = Literal["tensor", "row", "block"]
+Granularity = Literal["tensor", "row", "block", "mx"]
 
 
 class Product(Protocol):
@@ -86,7 +88,7 @@ class Scaled:
     Attributes:
         granularity: numbers that share a scale. A weight's gradient is a sum over tokens: with one scale it takes the
             same operands as the other products; with a scale for each row (a token) it takes the tensors themselves,
-            and stays in ``dtype``; with blocks it quantises them again, in blocks of 128 tokens.
+            and stays in ``dtype``; with blocks it quantises them again, in blocks of 128 tokens, or 32 (``mx``).
         fp8_format: of gradients.
         dtype: of results.
         emulate: see :func:`scaled_product`.
@@ -114,8 +116,9 @@ class Scaled:
     def weight_gradient(self, grad: Any, x: Any) -> torch.Tensor:
         if self.granularity == "row":
             return DENSE.weight_gradient(grad, x)
-        if self.granularity == "block":
-            of_grad, of_x = _along_tokens(grad, gradient_dtype(self.fp8_format)), _along_tokens(x, E4M3)
+        if self.granularity in ("block", "mx"):
+            size = BLOCK if self.granularity == "block" else MX_BLOCK
+            of_grad, of_x = along_rows(grad, gradient_dtype(self.fp8_format), size), along_rows(x, E4M3, size)
         else:
             of_grad, of_x = transposed(grad), transposed(x)
         return scaled_product(of_grad, of_x, self.dtype, emulate=self.emulate)
@@ -124,16 +127,16 @@ class Scaled:
         return weight.shape[1]
 
 
-def _along_tokens(x: torch.Tensor, dtype: torch.dtype) -> Quantised:
-    """(tokens, width) -> (width, tokens) in blocks of 128 tokens."""
+def along_rows(x: torch.Tensor, dtype: torch.dtype, size: int) -> Quantised:
+    """(rows, width) -> (width, rows), of which ``size`` neighbours share a scale."""
     turned = x.t()
-    return quantise(turned, inverse_scale(largest_of_blocks(turned), dtype), dtype)
+    return quantise(turned, inverse_scale(largest_of_blocks(turned, size=size), dtype), dtype)
 
 
 DENSE = Dense()
 _FP8 = [
     Scaled(granularity, fp8_format, dtype, emulate)
-    for granularity in ("tensor", "row", "block")
+    for granularity in ("tensor", "row", "block", "mx")
     for fp8_format in ("hybrid", "e4m3")
     for dtype in (torch.bfloat16, torch.float32, torch.float64)
     for emulate in (True, False)

@@ -53,6 +53,9 @@ def test_what_works_is_taken(flags: str) -> None:
         ),
         ("--fp8-format hybrid", "on tensor cores makes bf16 of its products: give --bf16"),
         (FP8 + "--fp8-recipe blockwise", "--fp8-emulate computes it"),
+        (FP8 + "--fp8-recipe mxfp8", "--fp8-emulate computes it"),
+        (FP8 + "--fp8-emulate --fp8-recipe mxfp8 --num-experts 4", "delayed, tensorwise and rowwise work"),
+        (FP8 + "--fp8-emulate --fp8-recipe mxfp8 --seq-length 200", "is not a multiple of its blocks of 32 tokens"),
         (
             FP8 + "--fp8-emulate --fp8-recipe blockwise --seq-length 200",
             "is not a multiple of its blocks of 128 tokens",

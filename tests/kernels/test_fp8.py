@@ -37,12 +37,15 @@ def draw(*shape: int, seed: int) -> torch.Tensor:
 
 
 def by(kind: str, x: torch.Tensor, dtype: torch.dtype) -> Quantised:
+    if kind == "mx columns":
+        return transposed(by("mx", x.t(), dtype))
     amax = {
         "tensor": lambda: largest(x),
         "row": lambda: largest(x, 1),
         "column": lambda: largest(x, 0),
         "block": lambda: largest_of_blocks(x),
         "square": lambda: largest_of_blocks(x, square=True),
+        "mx": lambda: largest_of_blocks(x, size=32),
     }[kind]()
     return quantise(x, inverse_scale(amax, dtype), dtype)
 
@@ -95,7 +98,7 @@ def bound(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     ("kinds", "dtypes"),
     list(
         itertools.product(
-            [("tensor", "tensor"), ("row", "row"), ("block", "square"), ("block", "block")],
+            [("tensor", "tensor"), ("row", "row"), ("block", "square"), ("block", "block"), ("mx", "mx")],
             [(E4M3, E4M3), (E5M2, E4M3), (E5M2, E5M2)],
         )
     ),
@@ -125,7 +128,7 @@ def test_torch_computes_the_same_as_the_emulation(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("granularity", "fp8_format"), list(itertools.product(("tensor", "row", "block"), ("hybrid", "e4m3")))
+    ("granularity", "fp8_format"), list(itertools.product(("tensor", "row", "block", "mx"), ("hybrid", "e4m3")))
 )
 def test_the_three_products_of_a_layer(granularity: str, fp8_format: Format) -> None:
     """Each within its accumulation bound of fp64 on what it is given, and near the products without FP8."""
@@ -137,6 +140,7 @@ def test_the_three_products_of_a_layer(granularity: str, fp8_format: Format) -> 
         "tensor": ("tensor",) * 4,
         "row": ("row", "row", "column", "row"),
         "block": ("block", "square", "square", "block"),
+        "mx": ("mx", "mx", "mx columns", "mx"),
     }
     names = kinds[granularity]
     xq, wq, wq_back, gq = by(names[0], x, E4M3), by(names[1], w, E4M3), by(names[2], w, E4M3), by(names[3], g, of_grad)

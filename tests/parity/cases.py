@@ -209,7 +209,7 @@ _EXPERTS: dict[str, dict[str, Any]] = {
 def model_config(problem: Problem) -> ModelConfig:
     """Blocks 18 wide, or of blocks of 128. Weights of std 0.1 let ten steps do something; larger ones make training
     chaotic."""
-    blocks = problem.fp8 == "blockwise"
+    blocks = problem.fp8 in ("blockwise", "mxfp8")
     return ModelConfig(
         num_layers=problem.layers,
         hidden_size=128 if blocks else 18,

@@ -14,7 +14,8 @@ from tests.parity.cases import Case, Problem, Spread, cover
 _Values = dict[str, Any]
 _Pair = tuple[tuple[str, Any], ...]
 
-RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise")
+RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
+IN_BLOCKS = ("blockwise", "mxfp8")
 _BESIDE: dict[str, _Values] = {
     "tp": {"tp": 2},
     "tp and sp": {"tp": 2, "sp": True},
@@ -51,7 +52,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 def fp8_case(values: _Values, **more: Any) -> Case:
     """The case with these values of factors; ``more`` are fields of its layout."""
     spread = Spread(recompute=values.get("recompute", "none"), **{**_BESIDE[values["beside"]], **more})
-    blocks = values["recipe"] == "blockwise"
+    blocks = values["recipe"] in IN_BLOCKS
     chosen = dict(_PROBLEMS[values.get("problem", "gated")])
     made = Problem(
         fp8=values["recipe"],
@@ -75,7 +76,7 @@ def pairs_of(values: _Values) -> set[_Pair]:
 def fits(values: _Values) -> bool:
     """Whether a choice of values is a run: an expert has no blocks of 128 tokens, and only experts are spread."""
     if "experts" in values["problem"]:
-        return bool(values["recipe"] != "blockwise")
+        return values["recipe"] not in IN_BLOCKS
     return "ep" not in _BESIDE[values["beside"]]
 
 
@@ -113,6 +114,7 @@ def fast_cases() -> list[Case]:
         _row("tensorwise", "1f1b"),
         _row("delayed", "replicate", "none", "grouped"),
         _row("blockwise", "tp and sp", "selective"),
+        _row("mxfp8", "tp and sp", "full"),
         _row("delayed", "p2p"),
         _row("tensorwise", "experts of two ranks", "full", "experts"),
         _row("delayed", "experts of two ranks", "selective", "shared experts"),

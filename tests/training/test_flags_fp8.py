@@ -67,6 +67,9 @@ def test_recipes_differ(runs: Runs) -> None:
     blocks, whole = (runs(f"{FP8} {WIDE} --fp8-recipe {name}") for name in ("blockwise", "rowwise"))
     assert blocks.losses[0] == whole.losses[0], "numbers of one binade: powers of two round them alike"
     assert blocks.losses[1] != whole.losses[1], "gradients of weights"
+    mx = runs(f"{FP8} {WIDE} --fp8-recipe mxfp8")
+    assert mx.losses[0] == pytest.approx(blocks.losses[0], rel=1e-5), "few numbers are small within 32 neighbours"
+    assert mx.losses[1] not in (blocks.losses[1], whole.losses[1])
     assert "gradients of weights" in line_of(whole) and "gradients of weights" not in line_of(blocks)
 
 

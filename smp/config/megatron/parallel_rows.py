@@ -107,8 +107,8 @@ PARALLEL: tuple[Row, ...] = (
     ),
     chosen(
         "--fp8-recipe:1",
-        {name: f"--fp8-recipe {name}" for name in ("delayed", "tensorwise", "blockwise")},
-        "--fp8-recipe takes delayed, tensorwise, rowwise and blockwise",
+        {name: f"--fp8-recipe {name}" for name in ("delayed", "tensorwise", "blockwise", "mxfp8")},
+        "--fp8-recipe takes delayed, tensorwise, rowwise, blockwise and mxfp8",
     ),
     becomes("--fp8-hybrid", "--fp8-format hybrid"),
     becomes("--fp8-e4m3", "--fp8-format e4m3"),

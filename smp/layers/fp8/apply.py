@@ -84,7 +84,7 @@ def _scaling(
         return DelayedScaling(precision, history, (row,))
     if precision.recipe == "tensorwise":
         return TensorScaling(precision, groups)
-    if precision.recipe == "blockwise":
+    if precision.recipe in ("blockwise", "mxfp8"):
         return BlockScaling(precision)
     is_row = layer.kind == "row" if isinstance(layer, ExpertLinear) else isinstance(layer, RowParallelLinear)
     return RowScaling(precision, "row" if is_row else "column", groups[0])

@@ -13,6 +13,8 @@ rowwise       a token; a weight's row     in the run's precision      TP ranks, 
                                                                       and the columns of its weight
 blockwise     128 numbers of a token;     in FP8, 128 tokens share    none: cuts lie between blocks
               128 x 128 of a weight       a scale
+mxfp8         32 numbers along the        in FP8, 32 tokens share     none: cuts lie between blocks
+              dimension that is summed    a scale
 ============  ==========================  ==========================  ==============================================
 
 Tensorwise scales are those of a micro-batch over all data-parallel ranks. The others do not depend on how a batch is
@@ -27,16 +29,28 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from smp.kernels.fp8 import E4M3, Operand, inverse_scale, largest, largest_of_blocks, quantise
-from smp.kernels.product import Format, Granularity, Scaled, gradient_dtype
+from smp.kernels.fp8 import (
+    BLOCK,
+    E4M3,
+    MX_BLOCK,
+    Operand,
+    Quantised,
+    inverse_scale,
+    largest,
+    largest_of_blocks,
+    quantise,
+    transposed,
+)
+from smp.kernels.product import Format, Granularity, Scaled, along_rows, gradient_dtype
 from smp.parallel.collectives import Group, max_over
 
-Recipe = Literal["delayed", "tensorwise", "rowwise", "blockwise"]
+Recipe = Literal["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"]
 _GRANULARITY: dict[str, Granularity] = {
     "delayed": "tensor",
     "tensorwise": "tensor",
     "rowwise": "row",
     "blockwise": "block",
+    "mxfp8": "mx",
 }
 
 
@@ -168,25 +182,39 @@ class RowScaling:
 
 @dataclass(frozen=True)
 class BlockScaling:
-    """A scale for 128 neighbouring numbers of a token, or 128 x 128 of a weight. No rank has a part of a block only."""
+    """A scale for neighbouring numbers. No rank has a part of a block only.
+
+    Of a token ``blockwise`` takes 128 and ``mxfp8`` 32; of a weight 128 x 128, and 32 of those that a product sums:
+    along a row in the forward pass, along a column for the input's gradient.
+    """
 
     precision: Precision
 
     gathers_first = True
 
+    @property
+    def _size(self) -> int:
+        return BLOCK if self.precision.recipe == "blockwise" else MX_BLOCK
+
     def product(self, dtype: torch.dtype) -> str:
         return self.precision.product(dtype)
 
     def forward(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Operands:
-        used = quantise(x, inverse_scale(largest_of_blocks(x), E4M3), E4M3)
-        return Operands(used, x, self.weights(weights, []), [])
+        used = self._along_width(x, E4M3)
+        if self.precision.recipe == "blockwise":
+            return Operands(used, x, self.weights(weights, []), [])
+        return Operands(used, x, [self._along_width(w, E4M3) for w in weights], [])
 
     def kept(self, x: torch.Tensor, scales: Sequence[torch.Tensor]) -> Operand:
         return x
 
     def weights(self, weights: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> list[Operand]:
+        if self.precision.recipe == "mxfp8":
+            return [transposed(along_rows(w, E4M3, MX_BLOCK)) for w in weights]
         return [quantise(w, inverse_scale(largest_of_blocks(w, square=True), E4M3), E4M3) for w in weights]
 
     def gradients(self, grads: Sequence[torch.Tensor]) -> list[tuple[Operand, Operand]]:
-        dtype = self.precision.gradient
-        return [(quantise(grad, inverse_scale(largest_of_blocks(grad), dtype), dtype), grad) for grad in grads]
+        return [(self._along_width(grad, self.precision.gradient), grad) for grad in grads]
+
+    def _along_width(self, x: torch.Tensor, dtype: torch.dtype) -> Quantised:
+        return quantise(x, inverse_scale(largest_of_blocks(x, size=self._size), dtype), dtype)
