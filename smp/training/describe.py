@@ -95,8 +95,8 @@ def predicted_memory(config: Config, world_size: int) -> MemoryEstimate:
 
 
 def _tried_steps(config: Config, layout: Layout, plan: Plan | None) -> list[StepMeasures] | None:
-    """A step of each pipeline rank on fake tensors; None for what takes too long, for fine-tuning, where sequences are
-    cut, and for experts that are spread over ranks, whose rows the host has to count."""
+    """A step of each pipeline rank on fake tensors; None for what takes too long, for fine-tuning, and for experts that
+    are spread over ranks, whose rows the host has to count."""
     # here, because it brings torch's tools for fake tensors, and with them triton, which only a dry run needs
     from smp.training.fake_step import MOST_MICRO_BATCHES, fake_step, gpu_kernels
 
@@ -105,7 +105,7 @@ def _tried_steps(config: Config, layout: Layout, plan: Plan | None) -> list[Step
     micro_batches = data.global_batch_size // (data.micro_batch_size * layout.data_parallel)
     passes = config.model.num_layers * (min(micro_batches, MOST_MICRO_BATCHES) if plan is None else micro_batches)
     counted = config.model.num_experts is not None and layout.ep > 1
-    if config.objective is not None or layout.cp > 1 or counted or passes > MOST_PASSES:
+    if config.objective is not None or counted or passes > MOST_PASSES:
         return None
     arguments = config, layout, gpu_kernels(config), CHUNK_BYTES["cuda"], plan
     return [fake_step(*arguments, pp_rank=rank) for rank in range(layout.pp)]

@@ -9,19 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed._tools import fake_collectives  # noqa: F401 (says what collectives do to fake tensors)
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from smp.config import Config, Layout
 from smp.kernels import Kernels
-from smp.kernels.attention_core import FusedAttention, MathAttention
+from smp.kernels.attention_core import AttentionCore, AttentionSpec, FusedAttention, MathAttention, Pair
 from smp.kernels.copier import Copier, HostCopier
 from smp.kernels.dispatch import LONGEST_ROW
+from smp.kernels.sequence_cut import SequenceCut, cut_sequences
+from smp.kernels.token_layout import TokenLayout
+from smp.layers.context_parallel.choose import context_parallel_attention
 from smp.layers.fp8.apply import fp8_history
 from smp.models.gpt import GPT
 from smp.models.micro_batch import MicroBatch
@@ -31,6 +35,7 @@ from smp.pipeline.plan import Plan
 from smp.sharding.offload import offload_of
 from smp.sharding.parallelize import parallelize
 from smp.training.build import Workplace, assemble, build_forward_backward
+from smp.training.exchange import exchange_of
 from smp.training.forward_backward import ForwardBackward
 from smp.training.meter import Counts, Meter
 from smp.training.micro_batches import MicroBatches
@@ -94,14 +99,20 @@ def fake_step(
     Args:
         config: resolved.
         layout: degrees of the mesh.
-        kernels: of the run; :func:`gpu_kernels`.
+        kernels: of the run, for whole sequences; :func:`gpu_kernels`.
         chunk_bytes: of fp32 logits, ``smp.layers.head.CHUNK_BYTES`` of the device.
         plan: of the pipeline.
         pp_rank: whose step.
     """
     config = _plain(config)
     with _fake_group(layout, pp_rank * layout.world_size // layout.pp):
-        context = build_context(layout, "cpu", sequence_parallel=config.parallel.sequence_parallel)
+        exchange = exchange_of(config, "cuda")
+        context = build_context(
+            layout, "cpu", sequence_parallel=config.parallel.sequence_parallel, heads_group=exchange.heads_group
+        )
+        if context.cp_exchange is not None:
+            core = context_parallel_attention(kernels.attention, context.cp_exchange, exchange.kind)  # type: ignore[arg-type]
+            kernels = replace(kernels, attention=_PlannedOnTheHost(core))
         meter = Meter(_names(context))
         copier = _Uncounted(meter)
         place = Workplace(context, _CPU, kernels, plan, offload_of(config.parallel, copier))
@@ -114,6 +125,33 @@ def fake_step(
         passes = build_forward_backward(config, place, model)
         with FakeTensorMode(allow_non_fake_inputs=True), meter.counting():
             return _measure(config, context, model, passes, meter, copier)
+
+
+@dataclass(frozen=True)
+class _PlannedOnTheHost:
+    """Attention of sequences that are cut over ranks. What each rank has to do follows from numbers, which fake tensors
+    do not have."""
+
+    core: AttentionCore
+
+    @property
+    def name(self) -> str:
+        return self.core.name
+
+    def prepare(self, layout: TokenLayout, *rest: Any) -> TokenLayout:
+        with unset_fake_temporarily():
+            return self.core.prepare(layout, *rest)
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: TokenLayout,
+        spec: AttentionSpec,
+        dropout_key: torch.Tensor | None = None,
+    ) -> Pair:
+        return self.core(q, k, v, layout, spec, dropout_key)
 
 
 class _Uncounted(HostCopier):
@@ -153,7 +191,8 @@ def _measure(
     meter.start()
     count, counted = _count(config, context), _Snapshots(meter)
     with meter.phase("forward"):
-        passes.train(_micro_batches(config, count if context.pp_size > 1 else min(count, MOST_MICRO_BATCHES), counted))
+        run = count if context.pp_size > 1 else min(count, MOST_MICRO_BATCHES)
+        passes.train(_micro_batches(config, context, run, counted))
     gradients = meter.held - resting
     with meter.phase("clipping"):
         clip_gradients(model.parameters(), config.optim.clip_grad, copies=passes.copies, device=_CPU)
@@ -194,16 +233,32 @@ def _count(config: Config, context: ParallelContext) -> int:
     return config.data.global_batch_size // (config.data.micro_batch_size * context.data_size)
 
 
-def _micro_batches(config: Config, count: int, counted: _Snapshots) -> MicroBatches:
+def _micro_batches(config: Config, context: ParallelContext, count: int, counted: _Snapshots) -> MicroBatches:
     assert config.data.seq_length is not None, "resolved before"
-    shape = config.data.micro_batch_size, config.data.seq_length
+    rows, cut = config.data.micro_batch_size, _cut(config, context)
+    shape = rows, config.data.seq_length // context.cp_size
 
     def make(i: int) -> MicroBatch:
         counted.take(i)
         ids = torch.zeros(shape, dtype=torch.int64)
-        return MicroBatch(ids, labels=ids.clone(), loss_weights=torch.ones(shape), token_index=ids.clone())
+        return MicroBatch(
+            ids,
+            labels=ids.clone(),
+            loss_weights=torch.ones(shape),
+            position_ids=None if cut is None else ids.clone(),
+            token_index=ids.clone(),
+            cut=cut,
+        )
 
     return MicroBatches(count, make)
+
+
+def _cut(config: Config, context: ParallelContext) -> SequenceCut | None:
+    """Of sequences that are one document each."""
+    if context.cp_group is None:
+        return None
+    with unset_fake_temporarily():
+        return cut_sequences(config.data.micro_batch_size, config.data.seq_length or 0, context.cp_group.size)
 
 
 @contextmanager
@@ -221,6 +276,8 @@ def _names(context: ParallelContext) -> dict[str, str]:
     """Of the groups, as users know them."""
     meshes = {"tp": context.tp, "cp": context.cp, "pp": context.pp}
     names: dict[str, str] = {mesh.get_group().group_name: name for name, mesh in meshes.items() if mesh is not None}
+    if (exchange := context.cp_exchange) is not None:
+        names |= {exchange.get_group(i).group_name: "cp" for i in range(exchange.ndim)}
     if (fsdp := context.fsdp) is not None:
         dims = fsdp.mesh_dim_names or ()
         names |= {fsdp.get_group(i).group_name: name for i, name in enumerate(dims)}

@@ -31,7 +31,7 @@ _KINDS = (
     dict.fromkeys(_GATHER, "all-gather")
     | dict.fromkeys(_SCATTER, "reduce-scatter")
     | dict.fromkeys(_REDUCE, "all-reduce")
-    | {"send": "send", "alltoall_base_": "all-to-all"}
+    | {"send": "send", "alltoall_base_": "all-to-all", "all_to_all_single": "all-to-all"}
 )
 _FUSED = ("triton", "cuda", "apex")
 _FREE = {"view", "t", "transpose", "detach", "permute", "as_strided", "slice", "alias", "expand", "unsqueeze", "split"}
@@ -189,13 +189,17 @@ class Meter(TorchDispatchMode):
     def _communicated(self, name: str, args: Any) -> None:
         group = _group(args)
         size = group.size()
+        entry = self.counts.traffic[self.groups.get(group.group_name, "pp" if name == "send" else "all"), _KINDS[name]]
+        entry.calls += size > 1
+        if name == "all_to_all_single":  # its rows, but for those that this rank keeps
+            x, _, rows, _ = args
+            entry.sent += (sum(rows) - rows[group.rank()]) * x[:1].numel() * x.itemsize
+            return
         tensors = [tensor for tensor in tree_iter(args) if isinstance(tensor, torch.Tensor)]
         whole = max(tensor.numel() * tensor.itemsize for tensor in tensors)
         if name == "all_gather_into_tensor":  # its output is not among its arguments
             whole *= size
         times = {"send": 1.0, "all-reduce": 2 * (size - 1) / size}.get(_KINDS[name], (size - 1) / size)
-        entry = self.counts.traffic[self.groups.get(group.group_name, "pp" if name == "send" else "all"), _KINDS[name]]
-        entry.calls += size > 1
         entry.sent += times * whole
 
 

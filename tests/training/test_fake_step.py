@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ import torch.distributed as dist
 
 from smp.config import Config, Layout
 from smp.kernels.copier import HostCopier
+from smp.layers.context_parallel.cost import bytes_sent
 from smp.layers.head import CHUNK_BYTES
 from smp.models.presets import PRESETS
 from smp.optim import optimizer as optimizer_module
@@ -26,6 +29,7 @@ from smp.parallel import collectives
 from smp.pipeline.plan import plan_pipeline
 from smp.training import run as run_module
 from smp.training.build import choose_backends
+from smp.training.exchange import exchange_of, exchanged
 from smp.training.fake_step import StepMeasures, fake_step, gpu_kernels
 from smp.training.pretraining import pretraining
 from smp.training.process import Process
@@ -41,6 +45,11 @@ SMALL = (
 PIPE = "--pipeline-model-parallel-size 2 --global-batch-size 8 "
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 192"
 """All on each rank: with expert parallelism the host waits for how many rows go where."""
+CUT = [
+    "--context-parallel-size 2 --cp-comm-type p2p",
+    "--context-parallel-size 2 --cp-comm-type all_gather --bf16",
+    "--context-parallel-size 2 --cp-comm-type a2a --recompute-granularity full --num-query-groups 2",
+]
 LAYOUTS = {
     1: [
         "",
@@ -68,6 +77,7 @@ LAYOUTS = {
         PIPE,
         f"{PIPE} --bf16 --pipeline-schedule zb-v",
         f"{PIPE} --recompute-granularity full --offload-activations",
+        *CUT,
     ],
     4: [
         "--hybrid-shard-degree 2 --recompute-granularity full",
@@ -82,7 +92,7 @@ UNCUT: Any = SimpleNamespace(cp_exchange=None)
 
 
 def settings(flags: str, world: int) -> Config:
-    return read_settings([*SMALL.split(), *flags.split()], PRESETS, world)
+    return read_settings([*SMALL.split(), *shlex.split(flags)], PRESETS, world)
 
 
 def fake(config: Config, world: int, rank: int = 0) -> StepMeasures:
@@ -212,3 +222,22 @@ def test_the_memory_of_models_that_was_added_up_by_hand(world: int, flags: str, 
     layout = Layout.from_config(config.parallel, world)
     found = fake_step(config, layout, gpu_kernels(config), CHUNK_BYTES["cuda"])
     assert found.peak / 2**30 == pytest.approx(gib, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("kind", "cp", "recompute"),
+    [("p2p", 4, "none"), ("all_gather", 2, "full"), ("a2a", 2, "none"), ("a2a+p2p", 4, "full")],
+)
+def test_what_attention_exchanges_is_what_the_formula_says(kind: str, cp: int, recompute: str) -> None:
+    """Of each layer and micro-batch; a2a also gathers the tokens' numbers, once for all layers."""
+    flags = f"--context-parallel-size {cp} --cp-comm-type {kind} --bf16 --num-query-groups 2 --global-batch-size 4 "
+    sizes = "--hierarchical-context-parallel-sizes '2 2' " if kind == "a2a+p2p" else ""
+    config = settings(f"{flags}{sizes}--num-layers 1 --recompute-granularity {recompute}", cp)
+    counts = fake(config, cp).counts
+    sent = sum(traffic.sent for (group, _), traffic in counts.traffic.items() if group == "cp")
+    exchange, micro_batches = exchange_of(config, "cuda"), 2
+    each = bytes_sent(exchange.kind, replace(exchanged(config), heads_group=exchange.heads_group))
+    forward = each.forward * (2 if recompute == "full" else 1)
+    tokens, group = 2 * 256 // cp, 2
+    numbers = 8 * tokens * (group - 1) if "a2a" in kind else 0
+    assert sent == (forward + each.backward + numbers) * micro_batches
