@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from smp.parallel.network.cost import FLAT, Policy, Way, least_chunks, simulated, ways
+from smp.parallel.network.cost import FLAT, SIMULATED, Policy, Way, least_chunks, simulated, ways
 from smp.parallel.network.schedule import Kind
 from smp.parallel.network.topology import Link, Links, Topology
 
@@ -51,7 +51,7 @@ def test_the_picked_way_is_about_the_best() -> None:
 
 @pytest.mark.slow
 def test_the_picked_way_is_about_the_best_in_200_topologies() -> None:
-    ratio, where = worst(range(200), most=24)
+    ratio, where = worst(range(200), most=SIMULATED)
     assert ratio <= 1.05, where
 
 

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from smp.parallel.network.cost import Policy, Way
-from smp.parallel.network.run import Execution, pieces_of
+from smp.parallel.network.quantize import CodedBetweenNodes, Quantization, decode
+from smp.parallel.network.run import Execution, Transport, pieces_of
 from smp.parallel.network.schedule import Kind, Message, even_sizes
 from smp.parallel.network.schedules import actions_of
 
@@ -73,10 +74,32 @@ class NetworkGroup:
             own.copy_(given.reshape(-1))
         return self._start("all-gather", pieces, way)
 
-    def reduce_scatter(self, output: torch.Tensor, given: torch.Tensor, way: Way) -> Running:
-        """This rank's part of the sum of ``given``, which stays as it is, into ``output``."""
+    def all_gather_quantized(
+        self, output: torch.Tensor, given: torch.Tensor, way: Way, quantization: Quantization
+    ) -> CollectiveWork:
+        """:meth:`all_gather` of int8 numbers with scales, on this group's thread; see ``network.quantize``."""
+        own = quantization.encoded(given.reshape(-1), "weights")
+        coded = torch.empty(len(self.ranks) * own.numel(), dtype=torch.uint8)
+        parts = pieces_of(output, [given.numel()] * len(self.ranks))
+
+        def decode_all() -> None:
+            for part, codes in zip(parts, coded.view(len(self.ranks), -1), strict=True):
+                decode(codes, part)
+
+        return self.all_gather(coded, own, way).work(output, decode_all)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, given: torch.Tensor, way: Way, quantization: Quantization | None = None
+    ) -> Running:
+        """This rank's part of the sum of ``given``, which stays as it is, into ``output``.
+
+        With ``quantization`` a node's sum crosses as int8 numbers with scales, straight to the owner of a piece,
+        whatever the way's route: on a ring each node would round it again.
+        """
         pieces = pieces_of(given, [output.numel()] * len(self.ranks))
-        return self._start("reduce-scatter", pieces, way, pieces_of(output, [output.numel()])[0])
+        if quantization is not None:
+            way = Way("mesh", way.chunks)
+        return self._start("reduce-scatter", pieces, way, pieces_of(output, [output.numel()])[0], quantization)
 
     def all_reduce(self, tensor: torch.Tensor, way: Way) -> Running:
         """The sum over all ranks, in place."""
@@ -104,7 +127,14 @@ class NetworkGroup:
         if self._closed:
             raise CollectiveError("a collective of a process group that was destroyed")
 
-    def _start(self, kind: Kind, pieces: list[torch.Tensor], way: Way, own: torch.Tensor | None = None) -> Running:
+    def _start(
+        self,
+        kind: Kind,
+        pieces: list[torch.Tensor],
+        way: Way,
+        own: torch.Tensor | None = None,
+        quantization: Quantization | None = None,
+    ) -> Running:
         self._check_open()
         if self._failure is not None:
             raise CollectiveError(f"an earlier collective of this group failed: {self._failure}")
@@ -112,7 +142,9 @@ class NetworkGroup:
         self.hierarchical_calls += 1
         chunks = tuple(min(way.chunks, piece.numel()) for piece in pieces)
         actions = self._actions(kind, self.policy.topology, chunks, way.route, self.rank)
-        messages = _Messages(self._backend, _FIRST_TAG + next(self._tags) % _TAGS)
+        messages: Transport = _Messages(self._backend, _FIRST_TAG + next(self._tags) % _TAGS)
+        if quantization is not None:
+            messages = CodedBetweenNodes(messages, self.policy.topology.beyond(self.rank), quantization)
         execution = Execution(kind, chunks, actions, self.rank, pieces, messages, own)
         return Running(self, kind, execution, sum(piece.nbytes for piece in pieces))
 
