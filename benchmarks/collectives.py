@@ -2,10 +2,15 @@
 
 Every size and way runs in turns, so that what else the machine does hits all alike; medians of the slowest process, and
 bytes of node 0's interface, which do not depend on how busy the machine is. --step times steps of a small Llama with
-hybrid FSDP instead. Needs a network of nodes with names of their own, such as namespaces with shaped uplinks:
+hybrid FSDP instead, and the same without transfers: from that and from the links a step's time is predicted. Needs a
+network of nodes with names of their own, such as namespaces with shaped uplinks:
 
     netlab run --nodes 2 --procs 2 --rate 100mbit --launcher env -- benchmarks/collectives.py --rate 100
     netlab run --nodes 2 --procs 2 --rate 100mbit --launcher env -- benchmarks/collectives.py --rate 100 --step
+
+On one node, where there is nothing to gain and nothing may be lost:
+
+    torchrun --nproc-per-node 2 benchmarks/collectives.py --rate 0 --step auto [--replicas 2]
 """
 
 from __future__ import annotations
@@ -27,11 +32,13 @@ from smp.config.resolve import resolve_model
 from smp.layers import init_weights
 from smp.models.gpt import GPT
 from smp.models.micro_batch import MicroBatch
+from smp.parallel import backend
 from smp.parallel.agree import gather
 from smp.parallel.context import build_context
 from smp.parallel.network.choose import choose_collectives
-from smp.parallel.network.cost import Way, least_chunks, simulated
-from smp.parallel.network.group import NetworkGroup
+from smp.parallel.network.cost import Policy, Way, least_chunks, simulated
+from smp.parallel.network.group import CollectiveWork, NetworkGroup
+from smp.parallel.network.measure import measure_links
 from smp.parallel.network.schedule import Kind
 from smp.parallel.network.topology import Topology
 from smp.sharding.parallelize import parallelize
@@ -97,7 +104,7 @@ def compare_collectives(options: argparse.Namespace) -> list[str]:
     for kind in KINDS:
         for mib in options.sizes:
             size = int(mib * MIB)
-            way = least_chunks(size // topology.size)
+            way = least_chunks(topology, size // topology.size)
             steps = {"gloo": collective(kind, size, network, None), "hier": collective(kind, size, network, way)}
             found: dict[str, list[tuple[float, int]]] = {name: [] for name in steps}
             for turn in range(options.rounds + 1):
@@ -121,50 +128,115 @@ def compare_collectives(options: argparse.Namespace) -> list[str]:
     return lines
 
 
-def training_step(setting: Any, options: argparse.Namespace) -> tuple[Callable[[], object], tuple[str, ...]]:
-    """A forward and a backward pass of a Llama that is sharded over all ranks, in bf16 with fp32 sums."""
-    config = resolve_model(
-        ModelConfig(num_layers=options.layers, hidden_size=256, num_attention_heads=4, vocab_size=1024)
-    )
-    world = dist.get_world_size()
-    context = build_context(Layout(dp_shard=world), "cpu")
-    collectives = choose_collectives({"parameters": context.fsdp}, setting)
-    context = dataclasses.replace(context, collectives=collectives)
-    with torch.device("meta"):
-        model = GPT(config, context, compute_dtype=torch.bfloat16)
-    parallelize(model, context, ParallelConfig(bf16=True))
-    model.to_empty(device="cpu")
-    init_weights(model, 0)
-    ids = torch.arange(256).view(1, 256) % 1024
-    batch = MicroBatch(input_ids=ids, labels=ids, loss_weights=torch.full((1, 256), 1 / 256 / world))
+@dataclasses.dataclass
+class TrainingStep:
+    """A forward and a backward pass of a Llama in bf16 with fp32 sums, sharded over ranks and replicated.
 
-    def step() -> None:
-        out = model(batch)
-        assert out.loss is not None
-        out.loss.backward()
-        model.zero_grad()
+    Attributes:
+        calls: kind and bytes of each collective of a step whose transfers were left out, in the forward, then in the
+            backward pass.
+    """
 
-    return step, collectives.lines
+    setting: Any
+    options: argparse.Namespace
+    calls: tuple[list[tuple[Kind, int]], list[tuple[Kind, int]]] = ([], [])
+
+    def __post_init__(self) -> None:
+        config = resolve_model(
+            ModelConfig(num_layers=self.options.layers, hidden_size=256, num_attention_heads=4, vocab_size=1024)
+        )
+        replicas, world = self.options.replicas, dist.get_world_size()
+        layout = Layout(dp_replicate=replicas, dp_shard=world // replicas)
+        context = build_context(layout, "cpu", replica_backend=None if self.setting == "flat" else backend.NAME)
+        self.collectives = choose_collectives({"parameters": context.fsdp}, self.setting)
+        context = dataclasses.replace(context, collectives=self.collectives)
+        with torch.device("meta"):
+            self.model = GPT(config, context, compute_dtype=torch.bfloat16)
+        parallelize(self.model, context, ParallelConfig(bf16=True))
+        self.model.to_empty(device="cpu")
+        init_weights(self.model, 0)
+        ids = torch.arange(256).view(1, 256) % 1024
+        self.batch = MicroBatch(input_ids=ids, labels=ids, loss_weights=torch.full((1, 256), 1 / 256 / world))
+
+    def forward(self) -> torch.Tensor:
+        loss = self.model(self.batch).loss
+        assert loss is not None
+        return loss
+
+    def __call__(self) -> None:
+        self.forward().backward()
+        self.model.zero_grad()
+
+    def compute_alone(self) -> None:
+        """The same without transfers: values differ, work does not. Fills ``calls``."""
+        started, (forward, backward) = NetworkGroup._start, self.calls
+        forward.clear()
+        backward.clear()
+        noted = forward
+
+        def no_transfer(group: NetworkGroup, kind: Kind, pieces: Any, *_: Any) -> Any:
+            noted.append((kind, sum(piece.nbytes for piece in pieces)))
+            return _Nothing()
+
+        NetworkGroup._start = no_transfer  # type: ignore[method-assign, assignment]
+        loss = self.forward()
+        noted = backward
+        loss.backward()
+        self.model.zero_grad()
+        NetworkGroup._start = started  # type: ignore[method-assign]
+
+
+class _Nothing:
+    def finish(self) -> None:
+        pass
+
+    def work(self, result: Any) -> CollectiveWork:
+        done = CollectiveWork(result)
+        done.end(None)
+        return done
+
+
+def predicted_step(step: TrainingStep, policy: Policy, computing: float) -> float:
+    """Seconds. Gathers travel while blocks compute, of which the backward pass has two thirds; sums are waited for."""
+    gathers, sums = [0.0, 0.0], 0.0
+    for half, calls in enumerate(step.calls):
+        for kind, size in calls:
+            taken = policy.seconds(kind, size, policy.way(kind, size))
+            gathers[half] += taken if kind == "all-gather" else 0.0
+            sums += 0.0 if kind == "all-gather" else taken
+    return max(gathers[0], computing / 3) + max(gathers[1], 2 * computing / 3) + sums
 
 
 def compare_steps(options: argparse.Namespace) -> list[str]:
     """Rows of the table."""
-    made = {setting: training_step(setting, options) for setting in ("flat", "hierarchical")}
-    found: dict[str, list[tuple[float, int]]] = {name: [] for name in made}
+    made = {setting: TrainingStep(setting, options) for setting in ("flat", options.step)}
+    steps: dict[str, Callable[[], None]] = dict(made)
+    chosen = made[options.step]
+    if chosen.collectives.groups:
+        steps["computing alone"] = chosen.compute_alone
+    found: dict[str, list[tuple[float, int]]] = {name: [] for name in steps}
     for turn in range(options.rounds + 1):
-        for name, (step, _) in made.items():
+        for name, step in steps.items():
             found[name] += [measured(step)] if turn else []
             if not turn:
                 step()
     lines = [
-        f"a step of a Llama of {options.layers} layers of 256, {dist.get_world_size()} ranks, {options.rate:g} Mbit/s"
+        f"a step of a Llama of {options.layers} layers of 256, {dist.get_world_size()} ranks, {options.replicas} "
+        f"replicas, uplinks of {options.rate:g} Mbit/s, median of {options.rounds}",
+        *chosen.collectives.lines,
     ]
     for name, values in found.items():
         taken = sorted(seconds for seconds, _ in values)
         sent = statistics.median(count for _, count in values) / MIB
         lines.append(
-            f"{name:<14} {statistics.median(taken):>7.3f} s (least {taken[0]:.3f}) {sent:>8.2f} MiB per uplink"
+            f"{name:<16} {statistics.median(taken):>7.3f} s (least {taken[0]:.3f}) {sent:>8.2f} MiB per uplink"
         )
+    if chosen.collectives.groups:
+        policy = next(iter(chosen.collectives.groups.values())).policy
+        if policy.links is None:
+            policy = dataclasses.replace(policy, links=measure_links(policy.topology))
+        computing = statistics.median(seconds for seconds, _ in found["computing alone"])
+        lines.append(f"{'predicted':<16} {predicted_step(chosen, policy, computing):>7.3f} s")
     return lines
 
 
@@ -173,7 +245,10 @@ def main() -> None:
     parser.add_argument("--rate", type=float, required=True, help="Mbit/s of an uplink, for the limit")
     parser.add_argument("--sizes", type=float, nargs="+", default=[0.25, 1, 4, 16, 64], help="MiB of the whole buffer")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--step", action="store_true", help="whole training steps")
+    parser.add_argument(
+        "--step", nargs="?", const="hierarchical", choices=["hierarchical", "auto"], help="whole training steps by this"
+    )
+    parser.add_argument("--replicas", type=int, default=1, help="of the model, with --step")
     parser.add_argument("--layers", type=int, default=8)
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -97,7 +97,8 @@ def notes_on_effects(config: Config, layout: Layout | None = None) -> list[str]:
     if layout is not None and layout.data_parallel * layout.cp == 1:
         for flag in given(config.parallel, "data_parallel_sharding_strategy"):
             notes.append(f"note: {flag} has no effect with one data-parallel process: there is nothing to shard over")
-        for flag in given(config.parallel, "data_parallel_collectives", "network_topology"):
+        rounded = "zero_quantized_weights", "zero_quantized_gradients"
+        for flag in given(config.parallel, "data_parallel_collectives", "network_topology", *rounded):
             notes.append(f"note: {flag} has no effect with one data-parallel process: there is nobody to exchange with")
     return notes
 

@@ -39,6 +39,10 @@ def check_qlora(config: Config, layout: Layout) -> None:
         return
     assert model.kv_channels is not None and model.ffn_hidden_size is not None, "resolved before"
     require(not config.parallel.compile, "--compile: weights of --load-in-4bit are widened without it; leave it out")
+    require(
+        not config.parallel.zero_quantized_weights,
+        "--zero-quantized-weights: weights of --load-in-4bit have four bits as they are; leave it out",
+    )
     queries = model.num_attention_heads * model.kv_channels
     widths = {"hidden size": (model.hidden_size, 1), "attention": (queries, layout.tp)}
     if not all(has_experts(model, layer) for layer in range(model.num_layers)):

@@ -216,6 +216,12 @@ class ParallelConfig:
     network_topology: str | None = only_with(None, data_parallel_collectives=("auto", "hierarchical"))
     """JSON file that says which processes are on one node, what links carry, or both. Default: hostnames say it, and
     auto measures links."""
+    zero_quantized_weights: bool = only_with(False, data_parallel_collectives="hierarchical")
+    """Round what gathers of weights send to int8, in blocks of 128 numbers with a scale (ZeRO++). Every process then
+    computes with rounded weights; the weights that are trained and saved are exact. The relative error is logged."""
+    zero_quantized_gradients: bool = only_with(False, data_parallel_collectives="hierarchical")
+    """Round what reductions of gradients send between nodes to int8, in blocks of 128 numbers with a scale, after
+    the sum within each node (ZeRO++). Sums over replicas stay exact. The relative error is logged."""
     bf16: bool = False
     """Compute in bfloat16; master weights, gradient reduction and optimizer stay in fp32. Without it all is fp32, on
     CUDA with matrix products in TF32."""

@@ -89,6 +89,12 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """The same in newer versions."""
         return NAME
 
+    def shutdown(self) -> None:
+        """What ``destroy_process_group`` calls: ends the thread. gloo closes its connections with the last reference
+        to the group, as it does without this class."""
+        self.network.close()
+        super().shutdown()
+
     def allreduce(self, tensors: Any, opts: Any = None, **more: Any) -> Any:
         """In place; a sum or an average of one tensor is hierarchical."""
         opts = _options(dist.AllreduceOptions, opts, more)

@@ -20,14 +20,15 @@ from torch.distributed.fsdp import FSDPModule
 from smp.parallel.collectives import all_gather_flat
 from smp.parallel.network.choose import NetworkCollectives
 from smp.parallel.network.group import NetworkGroup
+from smp.parallel.network.quantize import Quantization
 
 # The name in torch 2.11 is deprecated in 2.13.
 _flat_reduce: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class _Allocates:
-    def __init__(self, network: NetworkGroup) -> None:
-        self._network = network
+    def __init__(self, network: NetworkGroup, quantization: Quantization | None = None) -> None:
+        self._network, self._quantization = network, quantization
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A buffer of the collective."""
@@ -47,7 +48,11 @@ class GatherWeights(_Allocates):
         way = self._network.way("all-gather", output_tensor)
         if way.route is None:
             return all_gather_flat(output_tensor, input_tensor, group=group, async_op=async_op)
-        return self._network.all_gather(output_tensor, input_tensor, way).work(output_tensor)
+        if self._quantization is None:
+            return self._network.all_gather(output_tensor, input_tensor, way).work(output_tensor)
+        if not input_tensor.is_floating_point():
+            raise ValueError(f"weights of {input_tensor.dtype} cannot be quantized; leave --zero-quantized-weights out")
+        return self._network.all_gather_quantized(output_tensor, input_tensor, way, self._quantization)
 
 
 class ReduceGradients(_Allocates):
@@ -67,7 +72,7 @@ class ReduceGradients(_Allocates):
         if way.route is None:
             _flat_reduce(output_tensor, input_tensor, op, group=group)
         else:
-            self._network.reduce_scatter(output_tensor, input_tensor, way).finish()
+            self._network.reduce_scatter(output_tensor, input_tensor, way, self._quantization).finish()
 
 
 def communicate_by(modules: Iterable[nn.Module], mesh: DeviceMesh, collectives: NetworkCollectives) -> None:
@@ -76,7 +81,10 @@ def communicate_by(modules: Iterable[nn.Module], mesh: DeviceMesh, collectives: 
     network = collectives.of(mesh.get_group(mesh.ndim - 1))
     if network is None:
         return
+    coded = collectives.quantization
+    weights = coded if coded is not None and coded.weights else None
+    gradients = coded if coded is not None and coded.gradients else None
     for module in modules:
         if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(GatherWeights(network))  # type: ignore[arg-type]
-            module.set_custom_reduce_scatter(ReduceGradients(network))  # type: ignore[arg-type]
+            module.set_custom_all_gather(GatherWeights(network, weights))  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(ReduceGradients(network, gradients))  # type: ignore[arg-type]

@@ -30,6 +30,7 @@ from smp.parallel import backend
 from smp.parallel.agree import on_all_or_none, on_rank_zero
 from smp.parallel.context import ParallelContext, build_context
 from smp.parallel.network.choose import choose_collectives
+from smp.parallel.network.quantize import Quantization
 from smp.pipeline.failure import naming
 from smp.pipeline.plan import describe_plan, plan_pipeline
 from smp.sharding.offload import offload_of
@@ -147,7 +148,9 @@ class Run:
             replica_backend=backend.NAME if setting != "flat" and knows_nodes else None,
         )
         meshes = {"parameters": context.fsdp, "experts": context.expert_fsdp}
-        collectives = choose_collectives(meshes, setting, timeout, parallel.network_topology)
+        coded = Quantization(parallel.zero_quantized_weights, parallel.zero_quantized_gradients)
+        quantization = coded if coded.names else None
+        collectives = choose_collectives(meshes, setting, timeout, parallel.network_topology, quantization)
         return dataclasses.replace(context, collectives=collectives)
 
     def _read_data(self) -> Datasets:

@@ -139,6 +139,7 @@ class Trainer:
         self.context, self.device, self.progress = context, device, progress
         self.beside = () if config.has_pairs else beside_names(config.model)
         self.history = fp8_history(model)
+        self.quantization = context.collectives.quantization if context.collectives else None
         self.skipped_in_a_row = 0
         self._last_finished = 0.0
 
@@ -181,6 +182,9 @@ class Trainer:
             measured = torch.cat((measured, sums / max(num_valid, 1)))
         if self.beside:
             measured = torch.cat((measured, self.context.sum_loss(total_beside(outputs, self.beside, self.device))))
+        if self.quantization is not None:
+            sums = self.context.sum_loss(self.quantization.taken())
+            measured = torch.cat((measured, self.quantization.relative(sums)))
         if self.history is not None:
             measured = torch.cat((measured, self.history.saturated().view(1)))
             self.history.advance(finite)
@@ -226,8 +230,9 @@ class Trainer:
     @property
     def _metrics(self) -> tuple[str, ...]:
         """Names of what a step measures beside loss and norm, in order."""
+        rounded = () if self.quantization is None else self.quantization.names
         saturated = () if self.history is None else (SATURATED,)
-        return (*self.objective.metrics, *self.beside, *saturated)
+        return (*self.objective.metrics, *self.beside, *rounded, *saturated)
 
     def _counts(self, batch: RankBatch | Unreadable) -> tuple[int, int, int]:
         """What the loss is averaged over (tokens that count, or pairs of answers), all tokens but padding, and pairs of

@@ -39,15 +39,19 @@ FILES: dict[str, Any] = {
     "eight": {"nodes": [[0, 1, 2, 3, 4], [5, 6, 7]]},
 }
 EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --global-batch-size 8"
+HIERARCHICAL = "--data-parallel-collectives hierarchical --network-topology nodes.json"
 CASES = {
     "flat": "",
-    "two nodes": "--data-parallel-collectives hierarchical --network-topology nodes.json",
-    "again": "--data-parallel-collectives hierarchical --network-topology nodes.json",
+    "two nodes": HIERARCHICAL,
+    "again": HIERARCHICAL,
     "unequal": "--data-parallel-collectives hierarchical --network-topology three.json",
     "auto": "--data-parallel-collectives auto --network-topology slow.json",
     "auto fast": "--data-parallel-collectives auto --network-topology fast.json",
     "auto measured": "--data-parallel-collectives auto --network-topology nodes.json",
     "auto one": "--data-parallel-collectives auto",
+    "rounded weights": f"{HIERARCHICAL} --zero-quantized-weights",
+    "rounded gradients": f"{HIERARCHICAL} --zero-quantized-gradients",
+    "nothing to round": f"{HIERARCHICAL} --zero-quantized-weights --hybrid-shard-degree 1 --global-batch-size 8",
     "replicas flat": "--hybrid-shard-degree 1 --global-batch-size 8",
     "replicas": "--hybrid-shard-degree 1 --data-parallel-collectives hierarchical --network-topology nodes.json "
     "--global-batch-size 8",
@@ -88,8 +92,18 @@ def run_case(rank: int, world: int, name: str, flags: str) -> Any:
     return {
         "weights": weights,
         "calls": sum(calls.values()),
+        "errors": logged(words[-1]) if rank == 0 else [],
+        "noted": [line for line in said.getvalue().splitlines() if "rounded to int8" in line],
         "lines": [line for line in said.getvalue().splitlines() if line.startswith("data-parallel collectives")],
     }
+
+
+def logged(folder: str) -> list[dict[str, float]]:
+    """Errors of each step in the metrics of a run."""
+    steps = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+    return [
+        {name: value for name, value in step.items() if "quantization" in name} for step in steps if "lm loss" in step
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +158,23 @@ def test_auto_picks_by_links_and_says_so(found: list[dict[str, Any]]) -> None:
     assert torch.equal(of["auto one"]["weights"], of["flat"]["weights"])
 
 
+@proves("zero_quantized_weights", "zero_quantized_gradients")
+def test_what_is_rounded_between_nodes_is_near_and_its_error_is_logged(found: list[dict[str, Any]]) -> None:
+    for what in ("weights", "gradients"):
+        for of in found:
+            rounded, exact = of[f"rounded {what}"], of["two nodes"]
+            assert not torch.equal(rounded["weights"], exact["weights"])
+            assert near(rounded["weights"], exact["weights"], 0.02) and rounded["calls"] == exact["calls"]
+        of = found[0][f"rounded {what}"]
+        name = f"{what[:-1]} quantization error"
+        assert set(of["errors"][0]) == {name} and all(0.002 < step[name] < 0.02 for step in of["errors"])
+        assert any(f"of {what} are rounded to int8 between nodes" in line for line in of["noted"])
+    assert found[0]["two nodes"]["errors"] == [{}, {}]
+    assert found[0]["nothing to round"] == (
+        "--zero-quantized-weights: no group that shards weights has several ranks on one of several nodes; leave out"
+    )
+
+
 def test_sums_over_replicas_go_once_over_each_uplink(found: list[dict[str, Any]]) -> None:
     for of in found:
         assert of["replicas flat"]["calls"] == 0 < of["replicas"]["calls"]
@@ -166,6 +197,10 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     words = [*SMALL.split(), "--network-topology", "nodes.json"]
     with pytest.raises(ConfigError, match="--network-topology nodes.json has no effect without --data-parallel-coll"):
         read_settings(words, PRESETS, 2)
+    for flag in ("--zero-quantized-weights", "--zero-quantized-gradients"):
+        words = [*SMALL.split(), flag, "--data-parallel-collectives", "auto"]
+        with pytest.raises(ConfigError, match=f"{flag} .*has no effect without --data-parallel-collectives hierarch"):
+            read_settings(words, PRESETS, 2)
     words = [*SMALL.split(), "--deterministic-mode", "--data-parallel-collectives", "auto"]
     with pytest.raises(ConfigError, match="--deterministic-mode and --data-parallel-collectives auto exclude"):
         read_settings(words, PRESETS, 2)

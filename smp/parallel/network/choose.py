@@ -18,6 +18,7 @@ from smp.parallel.agree import gather, on_rank_zero
 from smp.parallel.network.cost import FLAT, Policy
 from smp.parallel.network.group import NetworkGroup
 from smp.parallel.network.measure import measure_links
+from smp.parallel.network.quantize import BLOCK, Quantization
 from smp.parallel.network.schedule import Kind
 from smp.parallel.network.topology import Links, Topology, read_topology
 
@@ -35,10 +36,12 @@ class NetworkCollectives:
     Attributes:
         groups: by the name of a process group; what is not here is flat.
         lines: what was picked for each group and why, to be printed.
+        quantization: of what FSDP's hierarchical collectives send between nodes; None: nothing is coded.
     """
 
     groups: Mapping[str, NetworkGroup] = field(default_factory=dict)
     lines: tuple[str, ...] = ()
+    quantization: Quantization | None = None
 
     def of(self, group: dist.ProcessGroup) -> NetworkGroup | None:
         """Of one process group; None: flat."""
@@ -50,6 +53,7 @@ def choose_collectives(
     setting: Setting,
     timeout: timedelta = default_pg_timeout,
     topology_file: str | None = None,
+    quantization: Quantization | None = None,
 ) -> NetworkCollectives:
     """Decide for the groups of some meshes; every rank of the default group calls this.
 
@@ -63,9 +67,11 @@ def choose_collectives(
         timeout: of a collective.
         topology_file: see :func:`read_topology`; by default ranks with one hostname are on one node, and ``auto``
             measures the links.
+        quantization: what to code where it crosses an uplink; with ``hierarchical`` only.
 
     Raises:
-        ConfigError: ``hierarchical`` where no group has several ranks on one of several nodes, or on GPUs. (Without any
+        ConfigError: no group that shards has several ranks on one of several nodes, and something is to be coded there;
+            ``hierarchical`` where no group has several ranks on one of several nodes, or on GPUs. (Without any
             group, of one data-parallel process, the setting has no effect, which its checks say.)
     """
     groups = _groups(meshes)
@@ -98,7 +104,24 @@ def choose_collectives(
         policy = _policy(parts[name], links, setting)
         lines.append(_said(name, policy, source))
         made[group.group_name] = _bound(group, policy, timeout)
-    return NetworkCollectives(made, tuple(lines))
+    if quantization is not None:
+        shards = [part for name, part in parts.items() if name.endswith("sharded")]
+        lines.append(_said_of_codes(quantization, any(gather(any(part.several_levels for part in shards)))))
+    return NetworkCollectives(made, tuple(lines), quantization)
+
+
+def _said_of_codes(quantization: Quantization, useful: bool) -> str:
+    flags = {"--zero-quantized-weights": quantization.weights, "--zero-quantized-gradients": quantization.gradients}
+    given = [flag for flag, wanted in flags.items() if wanted]
+    if not useful:
+        raise ConfigError(
+            f"{' and '.join(given)}: no group that shards weights has several ranks on one of several nodes; leave out"
+        )
+    what = {"--zero-quantized-weights": "gathers of weights", "--zero-quantized-gradients": "reductions of gradients"}
+    return (
+        f"{' and '.join(what[flag] for flag in given)} are rounded to int8 between nodes, blocks of {BLOCK} with a "
+        "scale: training is not exact; the relative error is logged"
+    )
 
 
 def _groups(meshes: Mapping[str, DeviceMesh | None]) -> dict[str, dist.ProcessGroup]:

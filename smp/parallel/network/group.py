@@ -11,6 +11,7 @@ import itertools
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,12 +20,14 @@ import torch
 import torch.distributed as dist
 
 from smp.parallel.network.cost import Policy, Way
-from smp.parallel.network.run import Execution, pieces_of
-from smp.parallel.network.schedule import Action, Kind, Message, even_sizes
+from smp.parallel.network.quantize import CodedBetweenNodes, Quantization, decode
+from smp.parallel.network.run import Execution, Transport, pieces_of
+from smp.parallel.network.schedule import Kind, Message, even_sizes
 from smp.parallel.network.schedules import actions_of
 
 _TAGS = 1 << 14
 _FIRST_TAG = 1 << 16  # above what callers of send and recv use
+_Jobs = queue.SimpleQueue[Callable[[], None] | None]  # None: that was all
 
 
 class CollectiveError(RuntimeError):
@@ -45,9 +48,12 @@ class NetworkGroup:
         self.ranks, self.rank, self.policy, self.timeout = list(ranks), rank, policy, timeout
         self.hierarchical_calls = 0
         self._backend, self._tags = backend, itertools.count()
-        self._actions = functools.lru_cache(maxsize=64)(self._actions_of)
+        # not of a method: a cycle would keep the backend's connections open until a garbage collection
+        self._actions = functools.lru_cache(maxsize=64)(actions_of)
         self._failure: CollectiveError | None = None
-        self._jobs: queue.SimpleQueue[Callable[[], None]] | None = None
+        self._jobs: _Jobs = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
 
     @staticmethod
     def of(group: dist.ProcessGroup, policy: Policy, timeout: timedelta) -> NetworkGroup:
@@ -68,10 +74,32 @@ class NetworkGroup:
             own.copy_(given.reshape(-1))
         return self._start("all-gather", pieces, way)
 
-    def reduce_scatter(self, output: torch.Tensor, given: torch.Tensor, way: Way) -> Running:
-        """This rank's part of the sum of ``given``, which stays as it is, into ``output``."""
+    def all_gather_quantized(
+        self, output: torch.Tensor, given: torch.Tensor, way: Way, quantization: Quantization
+    ) -> CollectiveWork:
+        """:meth:`all_gather` of int8 numbers with scales, on this group's thread; see ``network.quantize``."""
+        own = quantization.encoded(given.reshape(-1), "weights")
+        coded = torch.empty(len(self.ranks) * own.numel(), dtype=torch.uint8)
+        parts = pieces_of(output, [given.numel()] * len(self.ranks))
+
+        def decode_all() -> None:
+            for part, codes in zip(parts, coded.view(len(self.ranks), -1), strict=True):
+                decode(codes, part)
+
+        return self.all_gather(coded, own, way).work(output, decode_all)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, given: torch.Tensor, way: Way, quantization: Quantization | None = None
+    ) -> Running:
+        """This rank's part of the sum of ``given``, which stays as it is, into ``output``.
+
+        With ``quantization`` a node's sum crosses as int8 numbers with scales, straight to the owner of a piece,
+        whatever the way's route: on a ring each node would round it again.
+        """
         pieces = pieces_of(given, [output.numel()] * len(self.ranks))
-        return self._start("reduce-scatter", pieces, way, pieces_of(output, [output.numel()])[0])
+        if quantization is not None:
+            way = Way("mesh", way.chunks)
+        return self._start("reduce-scatter", pieces, way, pieces_of(output, [output.numel()])[0], quantization)
 
     def all_reduce(self, tensor: torch.Tensor, way: Way) -> Running:
         """The sum over all ranks, in place."""
@@ -80,24 +108,45 @@ class NetworkGroup:
 
     def in_background(self, job: Callable[[], None]) -> None:
         """Run a job on this group's thread, after those before it."""
-        if self._jobs is None:
-            self._jobs = queue.SimpleQueue()
-            threading.Thread(target=_work, args=(self._jobs,), name="collectives", daemon=True).start()
+        self._check_open()
+        if self._thread is None:
+            self._thread = threading.Thread(target=_work, args=(self._jobs,), name="collectives", daemon=True)
+            self._thread.start()
+            weakref.finalize(self, self._jobs.put, None)  # a group that nobody closes ends its thread, too
         self._jobs.put(job)
 
-    def _start(self, kind: Kind, pieces: list[torch.Tensor], way: Way, own: torch.Tensor | None = None) -> Running:
+    def close(self) -> None:
+        """End this group's thread, after the jobs that it has; no further collective can be started."""
+        self._closed = True
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CollectiveError("a collective of a process group that was destroyed")
+
+    def _start(
+        self,
+        kind: Kind,
+        pieces: list[torch.Tensor],
+        way: Way,
+        own: torch.Tensor | None = None,
+        quantization: Quantization | None = None,
+    ) -> Running:
+        self._check_open()
         if self._failure is not None:
             raise CollectiveError(f"an earlier collective of this group failed: {self._failure}")
         assert way.route is not None, "flat collectives are the process group's own"
         self.hierarchical_calls += 1
         chunks = tuple(min(way.chunks, piece.numel()) for piece in pieces)
-        actions = self._actions(kind, way.route, chunks)
-        messages = _Messages(self._backend, _FIRST_TAG + next(self._tags) % _TAGS)
+        actions = self._actions(kind, self.policy.topology, chunks, way.route, self.rank)
+        messages: Transport = _Messages(self._backend, _FIRST_TAG + next(self._tags) % _TAGS)
+        if quantization is not None:
+            messages = CodedBetweenNodes(messages, self.policy.topology.beyond(self.rank), quantization)
         execution = Execution(kind, chunks, actions, self.rank, pieces, messages, own)
         return Running(self, kind, execution, sum(piece.nbytes for piece in pieces))
-
-    def _actions_of(self, kind: Kind, route: Any, chunks: tuple[int, ...]) -> tuple[Action, ...]:
-        return actions_of(kind, self.policy.topology, chunks, route, self.rank)
 
     def failed(self, kind: Kind, size: int, message: Message, seconds: float, error: RuntimeError) -> CollectiveError:
         """Remember that a message did not come, or did not go: nothing of this group is in order now."""
@@ -115,9 +164,10 @@ class NetworkGroup:
         return self._failure
 
 
-def _work(jobs: queue.SimpleQueue[Callable[[], None]]) -> None:
-    while True:
-        jobs.get()()
+def _work(jobs: _Jobs) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # and with it the group, before the next one comes
 
 
 class _Messages:

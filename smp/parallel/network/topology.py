@@ -55,6 +55,10 @@ class Topology:
         leaving = Counter(here for here, there in zip(nodes, [*nodes[1:], nodes[0]], strict=True) if here != there)
         return max(leaving.values(), default=0)
 
+    def beyond(self, rank: int) -> frozenset[int]:
+        """The ranks of all nodes but this rank's."""
+        return frozenset(range(self.size)) - set(self.nodes[self.places[rank][0]])
+
     def name_of(self, rank: int) -> str:
         """Of a rank's node."""
         node = self.places[rank][0]

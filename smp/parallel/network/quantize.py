@@ -1,0 +1,135 @@
+"""int8 numbers with a scale per block, for what crosses uplinks (ZeRO++, Wang et al., arXiv 2306.10209: qwZ and qgZ).
+
+A block of ``BLOCK`` numbers becomes int8 codes and one fp32 scale, its largest magnitude / 127: 1 + 4 / BLOCK bytes per
+number. Weights are coded once, by their owner, and every rank decodes all of them, its own as well, so that all ranks
+compute with the same weights. Gradients are added up within a node first, then that sum is coded, and the owner adds
+decoded sums in fp32.
+
+    |decoded - x| <= largest of x's block / 254     (and the rounding of the result's dtype)
+
+of a sum over n nodes, once for each of n - 1 sums that cross. A block with a NaN or an infinity decodes to NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Literal
+
+import torch
+
+from smp.parallel.network.run import Posted, Transport
+
+BLOCK = 128
+"""Numbers that share a scale."""
+_LARGEST = 127
+_LARGEST_SCALE = 2.6793878e36  # below the largest number / 127, which rounded up would decode to infinity
+What = Literal["weights", "gradients"]
+NAMES: dict[What, str] = {"weights": "weight quantization error", "gradients": "gradient quantization error"}
+"""What a run logs: norm of the error / norm of what was coded, since the step before."""
+
+
+def coded_bytes(count: int) -> int:
+    """Bytes of ``count`` numbers."""
+    return count + 4 * _blocks(count)
+
+
+def _blocks(count: int) -> int:
+    return -(-count // BLOCK)
+
+
+def encode(x: torch.Tensor) -> torch.Tensor:
+    """Floating-point numbers (n) -> bytes (:func:`coded_bytes`), codes before scales."""
+    count, blocks = x.numel(), _blocks(x.numel())
+    rows = torch.zeros(blocks * BLOCK)
+    rows[:count] = x
+    rows = rows.view(blocks, BLOCK)
+    scales = rows.abs().amax(1) / _LARGEST
+    scales = scales.where(scales.isinf(), scales.clamp_max(_LARGEST_SCALE))
+    codes = (rows / scales.where(scales != 0, 1).unsqueeze(1)).round_()
+    codes = codes.nan_to_num_().clamp_(-_LARGEST, _LARGEST).to(torch.int8).view(-1)[:count]
+    return torch.cat((codes.view(torch.uint8), scales.view(torch.uint8)))
+
+
+def decode(coded: torch.Tensor, into: torch.Tensor) -> None:
+    """The opposite, into n numbers of any floating-point dtype."""
+    count, blocks = into.numel(), _blocks(into.numel())
+    rows = torch.zeros(blocks * BLOCK)
+    rows[:count] = coded[:count].view(torch.int8)
+    scales = coded[count:].clone().view(torch.float32)  # a copy: where they begin is no multiple of four
+    into.copy_((rows.view(blocks, BLOCK) * scales.unsqueeze(1)).view(-1)[:count])
+
+
+@dataclass
+class Quantization:
+    """What of a run is coded where it crosses an uplink, and the error of it on this rank since it was last asked for.
+
+    Attributes:
+        weights: in gathers.
+        gradients: in reductions.
+    """
+
+    weights: bool = False
+    gradients: bool = False
+    _sums: torch.Tensor = field(default_factory=lambda: torch.zeros(2, 2, dtype=torch.float64), repr=False)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of what :meth:`taken` measures."""
+        return tuple(NAMES[what] for what in self._coded())
+
+    def _coded(self) -> list[What]:
+        return [what for what in NAMES if getattr(self, what)]
+
+    def encoded(self, x: torch.Tensor, what: What) -> torch.Tensor:
+        """:func:`encode`, and note the error."""
+        coded, back = encode(x), torch.empty(x.numel())
+        decode(coded, back)
+        error = torch.stack([(back - x).norm(), x.float().norm()]).double().square()
+        self._sums[list(NAMES).index(what)] += error
+        return coded
+
+    def taken(self) -> torch.Tensor:
+        """(2 per name) fp32: squares of errors and of numbers, which may be added up over ranks; begin anew."""
+        found = torch.stack([self._sums[list(NAMES).index(what)] for what in self._coded()]).float()
+        self._sums.zero_()
+        return found.view(-1)
+
+    @staticmethod
+    def relative(taken: torch.Tensor) -> torch.Tensor:
+        """What :meth:`taken` gives -> (1 per name); 0 where nothing was coded."""
+        errors, numbers = taken.view(-1, 2).unbind(1)
+        return (errors / numbers.clamp_min(torch.finfo(torch.float32).tiny)).sqrt()
+
+
+@dataclass(frozen=True)
+class CodedBetweenNodes:
+    """A transport whose messages to and from other nodes are codes; what comes is decoded when it is waited for."""
+
+    transport: Transport
+    other_nodes: frozenset[int]
+    quantization: Quantization
+
+    def send(self, tensor: torch.Tensor, to: int) -> Posted:
+        if to not in self.other_nodes:
+            return self.transport.send(tensor, to)
+        coded = self.quantization.encoded(tensor, "gradients")
+        return _Coded(self.transport.send(coded, to), coded, lambda: None)
+
+    def receive(self, into: torch.Tensor, source: int) -> Posted:
+        if source not in self.other_nodes:
+            return self.transport.receive(into, source)
+        coded = torch.empty(coded_bytes(into.numel()), dtype=torch.uint8)
+        return _Coded(self.transport.receive(coded, source), coded, lambda: decode(coded, into))
+
+
+@dataclass(frozen=True)
+class _Coded:
+    posted: Posted
+    coded: torch.Tensor  # alive until the message has left
+    then: Callable[[], None]
+
+    def wait(self, timeout: timedelta) -> None:
+        self.posted.wait(timeout)
+        self.then()

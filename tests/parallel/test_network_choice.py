@@ -1,0 +1,65 @@
+"""What is picked by predicted time, against the simulator: random nodes, links and sizes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from smp.parallel.network.cost import FLAT, SIMULATED, Policy, Way, least_chunks, simulated, ways
+from smp.parallel.network.schedule import Kind
+from smp.parallel.network.topology import Link, Links, Topology
+
+KINDS: tuple[Kind, ...] = ("all-gather", "reduce-scatter", "all-reduce")
+MIB = 1 << 20
+
+
+def drawn(seed: int, most: int) -> tuple[Topology, Links, int]:
+    """Up to ``most`` ranks on 2 to 8 nodes, equal or not, in any order; uplinks of 0.1 to 250 Gbit/s; bytes."""
+    draw = random.Random(seed)
+    nodes = draw.randint(2, 8)
+    counts = [draw.randint(1, 8)] * nodes if draw.random() < 0.6 else [draw.randint(1, 8) for _ in range(nodes)]
+    hosts = [f"node{node}" for node, count in enumerate(counts) for _ in range(count)][:most]
+    if draw.random() < 0.3:
+        draw.shuffle(hosts)
+    rate = 10 ** draw.uniform(7, 10.5)
+    inside = Link(10 ** draw.uniform(-6, -4), rate * 10 ** draw.uniform(-0.3, 1.7))
+    between = Link(10 ** draw.uniform(-5.3, -2.5), rate)
+    links = Links(between, inside, call=draw.choice([5e-6, 20e-6, 50e-6]))
+    return Topology.of(hosts), links, int(2 ** draw.uniform(14, 27))
+
+
+def worst(seeds: range, most: int) -> tuple[float, str]:
+    """How much longer than the best way the picked one takes, at most, by the simulator; and where."""
+    found = (1.0, "nowhere")
+    for seed in seeds:
+        topology, links, size = drawn(seed, most)
+        policy = Policy(topology, links)
+        for kind in KINDS:
+            picked = policy.way(kind, size)
+            others = {FLAT, Way("mesh", 3), *ways(topology, size // topology.size)}
+            best = min(simulated(kind, topology, links, size, way) for way in others)
+            ratio = simulated(kind, topology, links, size, picked) / best
+            found = max(found, (ratio, f"seed {seed}: {kind} of {size} bytes over {topology}: {picked}"))
+    return found
+
+
+def test_the_picked_way_is_about_the_best() -> None:
+    ratio, where = worst(range(1000, 1024), most=9)
+    assert ratio <= 1.05, where
+
+
+@pytest.mark.slow
+def test_the_picked_way_is_about_the_best_in_200_topologies() -> None:
+    ratio, where = worst(range(200), most=SIMULATED)
+    assert ratio <= 1.05, where
+
+
+def test_streams_of_several_nodes_do_not_meet_where_a_ring_is_as_fast() -> None:
+    links = Links(between=Link(5e-4, 12.5e6), inside=Link(5e-4, 200e6))
+    for kind in KINDS:
+        assert Policy(Topology.even(4, 2), links).way(kind, 4 * MIB).route == "ring"
+        assert Policy(Topology.even(2, 4), links).way(kind, 4 * MIB).route == "mesh", "two nodes have no ring"
+    assert least_chunks(Topology.even(4, 2), 512 << 10) == Way("ring", 2)
+    assert least_chunks(Topology.even(4, 2), 1 << 10) == Way("mesh", 1), "latency counts"
+    assert least_chunks(Topology.even(2, 2), 2 * MIB) == Way("mesh", 8)
