@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from smp.config import Layout
 from smp.config.command import CommandParser, run_tool
+from smp.config.commands import pip_install
 from smp.convert.adapters import MergedWeights
 from smp.convert.formats import Opened, open_checkpoint
 from smp.convert.hf_config import read_json
@@ -49,7 +50,7 @@ class TokenizerFile:
         try:
             import tokenizers
         except ImportError:
-            raise ValueError(f"{path} needs the library tokenizers: pip install tokenizers") from None
+            raise ValueError(f"{path} needs the library tokenizers: {pip_install('tokenizers')}") from None
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from smp.config.command import CommandParser, run_tool
+from smp.config.commands import pip_install
 from smp.data.indexed_dataset import IndexedDataset, check_new
 from smp.data.job_output import is_unfinished
 from smp.data.preprocess import Encoder, preprocess
@@ -37,7 +38,7 @@ def build_parser() -> CommandParser:
         "--backend",
         choices=["reference", "gigatoken"],
         default="reference",
-        help="gigatoken (pip install gigatoken) is faster; its ids are compared with the tokenizer's first",
+        help=f"gigatoken ({pip_install('gigatoken', 'awkward')}) is faster; its ids are checked against the file's",
     )
     parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")

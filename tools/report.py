@@ -26,6 +26,7 @@ from jinja2 import Environment
 from smp.config import ConfigError
 from smp.config.blend import parse_blend
 from smp.config.command import CommandParser, run_tool
+from smp.config.commands import pip_install
 from smp.config.entry_points import FINETUNE, PRETRAIN
 from smp.config.fields import as_text, settings
 from smp.training.sinks import METRICS, Curve, read_curves
@@ -168,7 +169,7 @@ def page(folder: Path) -> str:
     try:
         pictures = charts(metrics, pairs=values.get("objective") == "dpo")
     except ImportError:
-        raise ConfigError("pictures need matplotlib: pip install matplotlib") from None
+        raise ConfigError(f"pictures need matplotlib: {pip_install('matplotlib')}") from None
     environment = Environment(autoescape=True)
     return environment.from_string(PAGE.read_text(encoding="utf-8")).render(
         title=f"Run {folder.resolve().name}",

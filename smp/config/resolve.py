@@ -11,6 +11,7 @@ from dataclasses import replace
 from smp.config.batch import BatchSizes
 from smp.config.blend import BlendPart, data_parts, is_text
 from smp.config.checks import check_combinations, check_effects, check_model, check_ranges
+from smp.config.commands import tool
 from smp.config.layout import Layout
 from smp.config.schema import (
     Config,
@@ -144,7 +145,7 @@ def check_files(config: Config) -> None:
     if os.path.isfile(os.path.join(str(load), "latest_checkpointed_iteration.txt")):
         raise ConfigError(
             f"--load {load} is a checkpoint of Megatron's: "
-            f"python tools/convert_checkpoint.py --load {load} --save FOLDER, then --load FOLDER --finetune"
+            f"{tool('convert')} --load {load} --save FOLDER, then --load FOLDER --finetune"
         )
 
 

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, cast
 
 from smp.config.blend import COMPRESSED_SUFFIXES, TEXT_SUFFIXES
 from smp.config.command import DamageError
+from smp.config.commands import pip_install
 from smp.data.tokenizer import check_text
 
 CHUNK_BYTES = 1 << 20
@@ -155,7 +156,7 @@ def _pyarrow(path: Path) -> Any:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise ValueError(f"{path}: needs the library pyarrow: pip install pyarrow") from None
+        raise ValueError(f"{path}: needs the library pyarrow: {pip_install('pyarrow')}") from None
     return pyarrow
 
 

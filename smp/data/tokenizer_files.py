@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from smp.config.commands import pip_install
 from smp.data.tokenizer import END_OF_DOCUMENT, Batch, SentencePieceTokenizer, Tokenizer, check_ids, check_text
 
 _ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
@@ -92,7 +93,7 @@ def open_tokenizer_json(path: str | Path) -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise ValueError(f"{path}: needs the library tokenizers: pip install tokenizers") from None
+        raise ValueError(f"{path}: needs the library tokenizers: {pip_install('tokenizers')}") from None
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
@@ -149,7 +150,7 @@ class TiktokenTokenizer:
         try:
             import tiktoken
         except ImportError:
-            raise ValueError(f"{path}: needs the library tiktoken: pip install tiktoken") from None
+            raise ValueError(f"{path}: needs the library tiktoken: {pip_install('tiktoken')}") from None
         ranks: dict[bytes, int] = {}
         for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
             merge = _merge(line)
