@@ -66,7 +66,8 @@ FINETUNE = EntryPoint(
     own={
         "data_path": Own(
             "Files of samples (.jsonl, .jsonl.gz, .jsonl.zst, .parquet) or glob patterns. The shape of each sample is "
-            "detected: messages, prompt/completion, text, ShareGPT, Alpaca; prompt/chosen/rejected for dpo and orpo."
+            "detected: messages, prompt/completion, text, ShareGPT, Alpaca; prompt/chosen/rejected for dpo and orpo, "
+            "prompt/completion/label for kto."
         ),
         "split": Own(
             "Relative sizes of the train, validation and test parts; which sample goes where is drawn by the seed.",

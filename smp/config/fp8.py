@@ -44,7 +44,8 @@ def check_fp8(config: Config, layout: Layout) -> None:
         f"{flag}: the products of experts are not there in FP8 yet; leave it out, or --num-experts",
     )
     require(
-        not config.has_pairs, f"{flag}: finetune.py trains in FP8 with --objective sft only; leave it out for pairs"
+        not config.judges_answers,
+        f"{flag}: finetune.py trains in FP8 with --objective sft only; leave it out here",
     )
     require(
         config.lora is None or not config.lora.load_in_4bit,

@@ -347,9 +347,10 @@ class LoraConfig:
 class ObjectiveConfig:
     """What is minimised."""
 
-    objective: Literal["sft", "dpo", "orpo"] = "sft"
+    objective: Literal["sft", "dpo", "orpo", "kto"] = "sft"
     """sft: cross-entropy of the samples; dpo: direct preference optimization on pairs of answers; orpo: cross-entropy
-    of the chosen answer and its odds against the rejected one, without a reference."""
+    of the chosen answer and its odds against the rejected one, without a reference; kto: Kahneman-Tversky optimization
+    on answers that have a label, desirable or not."""
     dpo_loss_type: Literal["sigmoid", "hinge", "ipo"] = only_with("sigmoid", objective="dpo")
     """sigmoid: DPO's own; hinge: SLiC's, max(0, 1 - beta x margin); ipo: the squared distance of the margin, of means
     over tokens, from 1 / (2 beta)."""
@@ -357,11 +358,17 @@ class ObjectiveConfig:
     """How far the policy is held to the reference: scales the difference of log-ratios."""
     dpo_label_smoothing: float = only_with(0.0, dpo_loss_type="sigmoid")
     """Probability that a preference is the wrong way round, below 0.5 (conservative DPO)."""
-    dpo_reference: Literal["adapters-off", "copy", "precomputed"] | None = only_with(None, objective="dpo")
+    dpo_reference: Literal["adapters-off", "copy", "precomputed"] | None = only_with(None, objective=("dpo", "kto"))
     """Where log-probabilities of the reference come from: the model without its adapters, a frozen copy, or a table
     that is computed before training. Default: adapters-off with --lora-rank, else copy."""
     orpo_beta: float = only_with(0.1, objective="orpo")
     """Weight of the odds beside the cross-entropy (lambda in the paper)."""
+    kto_beta: float = only_with(0.1, objective="kto")
+    """How far the policy is held to the reference: scales log-ratios."""
+    kto_desirable_weight: float = only_with(1.0, objective="kto")
+    """Weight of the losses of desirable answers. The paper holds weight x number of both kinds within 1 to 4/3."""
+    kto_undesirable_weight: float = only_with(1.0, objective="kto")
+    """Weight of the losses of undesirable answers."""
 
 
 @dataclass
@@ -544,7 +551,17 @@ class Config:
     @property
     def has_pairs(self) -> bool:
         """Whether a sample is a pair of answers."""
-        return self.objective is not None and self.objective.objective != "sft"
+        return self.objective is not None and self.objective.objective in ("dpo", "orpo")
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether a sample is an answer that is desirable or not."""
+        return self.objective is not None and self.objective.objective == "kto"
+
+    @property
+    def judges_answers(self) -> bool:
+        """Whether the loss is one of whole answers, no cross-entropy of tokens."""
+        return self.has_pairs or self.has_labels
 
     @property
     def resume_from(self) -> str | None:
