@@ -112,6 +112,8 @@ def open_model(args: argparse.Namespace) -> Opened:
     if args.adapter is not None:
         require_adapter(args.adapter)
     opened = open_checkpoint(args.load, reference=args.reference)
+    if opened.weights.config.scalar_head:
+        raise ValueError(f"--load {args.load} is a reward model: it scores texts and writes none")
     if args.adapter is None:
         return opened
     merged = MergedWeights(opened.weights, open_adapters(args.adapter, opened))

@@ -43,7 +43,7 @@ CHARTS = (
 )
 """Title, unit, names of records. A chart without values is left out."""
 
-UNITS = {"dpo": "nats per pair", "orpo": "nats per pair", "kto": "utility lost per answer"}
+UNITS = {"dpo": "nats per pair", "orpo": "nats per pair", "reward": "nats per pair", "kto": "utility lost per answer"}
 """Of the losses of objectives that are not one of tokens."""
 
 COLORS, TEXT = ("#4477aa", "#cc3311", "#228833"), "#333333"

@@ -75,6 +75,11 @@ def _check_objective(config: Config, objective: ObjectiveConfig) -> None:
     if objective.objective == "sft":
         return
     data, name = config.data, objective.objective
+    require(
+        not (config.has_scores and config.has_adapters),
+        "--objective reward trains all weights: the head of scores begins at random, and adapters would leave it out; "
+        "leave out --lora-rank and --load-adapter",
+    )
     require(data.packing != "best-fit", f"--packing best-fit: --objective {name} packs no answers; leave it out")
     require(data.mask_prompt, f"--no-mask-prompt: --objective {name} compares answers only; leave it out")
     require(

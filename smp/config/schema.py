@@ -100,6 +100,9 @@ class ModelConfig:
     """GPT-2's tanh approximation of GELU in the plain MLP (needs --no-swiglu)."""
     untie_embeddings_and_output_weights: bool = True
     """Give the output layer a matrix of its own; --no-untie-embeddings-and-output-weights shares the embedding's."""
+    scalar_head: bool = False
+    """A row in place of the output matrix, whose product with a text's last token is its score: a reward model, which
+    --objective reward makes. No flag."""
     disable_bias_linear: bool = True
     """No bias in linear layers; --no-disable-bias-linear adds them."""
     add_qkv_bias: bool = only_with(False, disable_bias_linear=True)
@@ -347,10 +350,11 @@ class LoraConfig:
 class ObjectiveConfig:
     """What is minimised."""
 
-    objective: Literal["sft", "dpo", "orpo", "kto"] = "sft"
+    objective: Literal["sft", "dpo", "orpo", "kto", "reward"] = "sft"
     """sft: cross-entropy of the samples; dpo: direct preference optimization on pairs of answers; orpo: cross-entropy
     of the chosen answer and its odds against the rejected one, without a reference; kto: Kahneman-Tversky optimization
-    on answers that have a label, desirable or not."""
+    on answers that have a label, desirable or not; reward: a reward model, whose score of a chosen answer is above that
+    of the rejected one."""
     dpo_loss_type: Literal["sigmoid", "hinge", "ipo"] = only_with("sigmoid", objective="dpo")
     """sigmoid: DPO's own; hinge: SLiC's, max(0, 1 - beta x margin); ipo: the squared distance of the margin, of means
     over tokens, from 1 / (2 beta)."""
@@ -369,6 +373,8 @@ class ObjectiveConfig:
     """Weight of the losses of desirable answers. The paper holds weight x number of both kinds within 1 to 4/3."""
     kto_undesirable_weight: float = only_with(1.0, objective="kto")
     """Weight of the losses of undesirable answers."""
+    reward_center_coefficient: float = only_with(0.0, objective="reward")
+    """Weight of the squared sum of a pair's scores, which keeps them around 0 (TRL's center_rewards_coefficient)."""
 
 
 @dataclass
@@ -551,7 +557,12 @@ class Config:
     @property
     def has_pairs(self) -> bool:
         """Whether a sample is a pair of answers."""
-        return self.objective is not None and self.objective.objective in ("dpo", "orpo")
+        return self.objective is not None and self.objective.objective in ("dpo", "orpo", "reward")
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether a reward model is trained."""
+        return self.objective is not None and self.objective.objective == "reward"
 
     @property
     def has_labels(self) -> bool:

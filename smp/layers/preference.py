@@ -71,6 +71,7 @@ class Preference:
         num_pairs: of the global batch, over which the loss is averaged.
         reference: fp32 (rows,), log-probabilities by the reference, for orpo zeros; None: only those of this model are
             wanted.
+        center: of a reward model, which compares scores and has no reference: see ``smp.layers.score``.
         labelled: rows are answers one by one, for kto; None: they are pairs. ``num_pairs`` counts answers then.
     """
 
@@ -81,6 +82,7 @@ class Preference:
     label_smoothing: float = 0.0
     num_pairs: int = 1
     reference: torch.Tensor | None = None
+    center: float = 0.0
     labelled: Labelled | None = None
 
 

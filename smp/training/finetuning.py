@@ -38,6 +38,7 @@ from smp.training.objective import (
     NoReference,
     PreferredAnswer,
     Reference,
+    ScoredAnswer,
     TableReference,
 )
 from smp.training.run import RunParts, Say, Trainable
@@ -89,7 +90,15 @@ def _trims(config: Config) -> bool:
 def _dataset(
     config: Config, data: TuningData, sequences: Sequences, seed: int | None = None, notes: tuple[str, ...] = ()
 ) -> TuningDataset:
-    return TuningDataset(data.samples, sequences, seed=seed, pairs=data.pairs, trim=_trims(config), notes=notes)
+    return TuningDataset(
+        data.samples,
+        sequences,
+        seed=seed,
+        pairs=data.pairs,
+        scores=config.has_scores,
+        trim=_trims(config),
+        notes=notes,
+    )
 
 
 def _datasets(config: Config, data: TuningData) -> Datasets:
@@ -156,6 +165,9 @@ class _Build:
         cp = place.context.cp_group
         if objective is None or not config.judges_answers:
             return Trainable(model, forward_backward, NextToken(place.device, cp))
+        if config.has_scores:
+            scored = ScoredAnswer(place.device, objective.reward_center_coefficient, cp)
+            return Trainable(model, forward_backward, scored)
         if config.has_labels:
             labelled = LabelledAnswer(
                 device=place.device,

@@ -97,6 +97,28 @@ class PreferredAnswer:
 
 
 @dataclass(frozen=True)
+class ScoredAnswer:
+    """The loss of a reward model, a mean over pairs; see ``smp.layers.score``.
+
+    Attributes:
+        device: of the model.
+        center: of the loss.
+        cp: ranks that share every sequence.
+        metrics: means over the pairs.
+    """
+
+    device: torch.device
+    center: float
+    cp: Group | None = None
+    metrics: tuple[str, ...] = METRICS
+
+    def micro_batches(self, batch: RankBatch, num_valid: int) -> MicroBatches:
+        rows, length = batch.input_ids.shape[1:]
+        preference = Preference(rows, length, num_pairs=num_valid, center=self.center)
+        return answer_micro_batches(batch, lambda _: preference, self.device, self.cp)
+
+
+@dataclass(frozen=True)
 class LabelledAnswer:
     """KTO: the loss of answers that are desirable or not, a mean over them; see ``smp.layers.preference``.
 

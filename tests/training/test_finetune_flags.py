@@ -28,6 +28,7 @@ pytest.importorskip("peft")
 LORA = "--lora-rank 2 --train-iters 2 --lr 0.05"
 DPO = "--data-path {0}/dpo.jsonl --objective dpo --lora-rank 2 --train-iters 2 --lr 0.05"
 KTO = DPO.replace("dpo", "kto")
+REWARD = "--data-path {0}/dpo.jsonl --objective reward --train-iters 2 --lr 0.05"
 RUNS = {
     "base": "--train-iters 2 --lr 0.05",
     "lora": LORA,
@@ -45,6 +46,8 @@ RUNS = {
     "hinge": f"{DPO} --dpo-loss-type hinge",
     "orpo": DPO.replace("objective dpo", "objective orpo"),
     "odds": DPO.replace("objective dpo", "objective orpo --orpo-beta 0.7"),
+    "reward": REWARD,
+    "centred": f"{REWARD} --reward-center-coefficient 0.5",
     "kto": KTO,
     "kto beta": f"{KTO} --kto-beta 0.5",
     "kto liked": f"{KTO} --kto-desirable-weight 2",
@@ -114,6 +117,13 @@ def test_preferences(runs: dict[str, dict[str, Any]]) -> None:
     assert runs["hinge"]["losses"][0] == 1.0 and runs["hinge"]["losses"][1] < 1.0, "--dpo-loss-type"
     assert runs["orpo"]["held"] == runs["dpo"]["held"] and runs["orpo"]["losses"][0] > 1.0, "no reference"
     assert runs["odds"]["losses"][0] > runs["orpo"]["losses"][0], "--orpo-beta"
+
+
+@proves("reward_center_coefficient")
+def test_scores(runs: dict[str, dict[str, Any]]) -> None:
+    plain, centred = runs["reward"], runs["centred"]
+    assert plain["initial"]["head.weight"].shape == (1, 32) and "reward accuracy" in plain["more"][0]
+    assert centred["losses"][0] > plain["losses"][0]
 
 
 @proves("kto_beta", "kto_desirable_weight", "kto_undesirable_weight")

@@ -62,6 +62,7 @@ class TuningDataset:
         samples: all texts.
         sequences: the ones of this dataset.
         seed: of the order; None: as they are, once, and after them sequences without text.
+        scores: a text is to get one number, at its last token: that is read, too, and is the one with a label.
         pairs: two sequences after each other are a pair and one sample: the chosen and the rejected answer.
         trim: leave out columns at the end of a micro-batch that hold padding only. Not for pipelines and compiled
             models, which want one shape.
@@ -75,11 +76,13 @@ class TuningDataset:
         *,
         seed: int | None,
         pairs: bool = False,
+        scores: bool = False,
         trim: bool = False,
         notes: Sequence[str] = (),
     ) -> None:
         self.notes = notes
         self.samples, self.sequences, self.seed, self.trim = samples, sequences, seed, trim
+        self.predicted = 0 if scores else 1  # tokens at the end of a text that are not read
         self.seq_length = sequences.length
         self.rows = 2 if pairs else 1  # of a sample
         self.packed = sequences.packed
@@ -134,7 +137,7 @@ class TuningDataset:
             "lengths": _lengths(document_ids) if self.trim else None,
             "padding": int((document_ids < 0).sum()),
             # the last token of a text is only predicted
-            "attended_lengths": np.array([len(ids) - 1 for held in texts for ids, _ in held], np.int64),
+            "attended_lengths": np.array([len(ids) - self.predicted for held in texts for ids, _ in held], np.int64),
         }
 
     def _mismatched(self, row: int) -> list[Encoded]:
@@ -171,9 +174,12 @@ class TuningDataset:
         row[1], row[2] = IGNORE_INDEX, -1
         at = 0
         for number, (ids, trained) in enumerate(texts):
-            end = at + len(ids) - 1
-            row[0, at:end] = ids[:-1]
-            row[1, at:end] = np.where(trained[1:], ids[1:], IGNORE_INDEX)
+            end = at + len(ids) - self.predicted
+            row[0, at:end] = ids[: end - at]
+            if self.predicted:
+                row[1, at:end] = np.where(trained[1:], ids[1:], IGNORE_INDEX)
+            else:
+                row[1, end - 1] = ids[-1]
             row[2, at:end] = number
             row[3, at:end] = np.arange(end - at)
             at = end

@@ -62,7 +62,7 @@ def read_data(config: Config, tokenizer: TuningTokenizer) -> TuningData:
         samples, report = collect(
             read_records(shlex.split(data.data_path)),
             encoder.pair if pairs else encoder.labelled if labelled else encoder.sample,
-            seq_length=data.seq_length,
+            seq_length=data.seq_length - config.has_scores,  # their last tokens are read, too
             vocab_size=config.model.vocab_size,
             threshold=data.bad_sample_threshold,
             label=label_of if labelled else None,
