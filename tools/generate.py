@@ -30,7 +30,7 @@ from smp.convert.formats import Opened, open_checkpoint
 from smp.convert.hf_config import read_json
 from smp.convert.load import load_weights
 from smp.data.tokenizer import Tokenizer
-from smp.data.tokenizer_files import PATTERNS, load_tokenizer
+from smp.data.tokenizer_files import PATTERNS, load_tokenizer, tokenizer_file
 from smp.data.tuning.chat_template import ChatTemplate
 from smp.data.tuning.tokenizer import TuningTokenizer, open_tokenizer
 from smp.models.generation import Sampling, generate
@@ -75,7 +75,7 @@ def find_tokenizer(
     """
     folder = opened.reference
     inside = [] if folder is None else [folder / name for name in ("tokenizer.json", "tokenizer.model")]
-    path = given or next((path for path in inside if path.is_file()), None)
+    path = tokenizer_file(given) if given else next((path for path in inside if path.is_file()), None)
     if path is None:
         raise ValueError(
             "no tokenizer lies with the model: give --tokenizer-model, or --reference a folder that has one"
@@ -163,7 +163,9 @@ def parser() -> CommandParser:
     """All flags."""
     out = CommandParser(description=__doc__)
     out.add_argument("--load", required=True, type=Path, help="folder of checkpoints, or one checkpoint's own folder")
-    out.add_argument("--tokenizer-model", type=Path, help="its file, of any kind (default: what lies with the model)")
+    out.add_argument(
+        "--tokenizer-model", type=Path, help="its file, of any kind, or folder (default: what lies with the model)"
+    )
     out.add_argument("--tiktoken-pattern", choices=PATTERNS, help="how a tiktoken file's text is cut")
     out.add_argument("--reference", type=Path, help="Hugging Face folder that says what --load does not")
     out.add_argument("--adapter", type=Path, help="folder in peft's format, or checkpoints of a LoRA run")

@@ -29,10 +29,12 @@ from smp.data.tokenizer_files import PATTERNS
 
 def build_parser() -> CommandParser:
     parser = CommandParser(description=__doc__)
-    parser.add_argument("--input", nargs="+", required=True, help="files or glob patterns, in this order")
+    parser.add_argument("--input", nargs="+", required=True, help="files, folders or glob patterns, in this order")
     parser.add_argument("--json-keys", nargs="+", default=["text"], help="keys or columns to tokenize; .txt has one")
     parser.add_argument("--output-prefix", required=True, help="output path without _<key>_document.bin")
-    parser.add_argument("--tokenizer-model", required=True, help="sentencepiece model, tokenizer.json or tiktoken file")
+    parser.add_argument(
+        "--tokenizer-model", required=True, help="file (sentencepiece, tokenizer.json, tiktoken) or folder"
+    )
     parser.add_argument("--tiktoken-pattern", choices=PATTERNS, help="how a tiktoken file's text is cut")
     parser.add_argument(
         "--backend",

@@ -67,9 +67,9 @@ FINETUNE = EntryPoint(
     },
     own={
         "data_path": Own(
-            "Files of samples (.jsonl, .jsonl.gz, .jsonl.zst, .parquet) or glob patterns. The shape of each sample is "
-            "detected: messages, prompt/completion, text, ShareGPT, Alpaca; prompt/chosen/rejected for dpo, orpo and "
-            "reward, prompt/completion/label for kto."
+            "Files of samples (.jsonl, .json, .csv, also .gz and .zst; .parquet, .arrow), folders of them (of "
+            "save_to_disk, too) or glob patterns. The shape of each sample is detected: messages, prompt/completion, "
+            "text, ShareGPT, Alpaca; prompt/chosen/rejected for dpo, orpo and reward, prompt/completion/label for kto."
         ),
         "split": Own(
             "Relative sizes of the train, validation and test parts; which sample goes where is drawn by the seed.",

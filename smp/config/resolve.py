@@ -137,8 +137,8 @@ def check_files(config: Config) -> None:
     for flag, parts in data_parts(data).items():
         for part in parts:
             _check_data_files(flag, part)
-    if data.tokenizer_model is not None and not os.path.isfile(data.tokenizer_model):
-        raise ConfigError(f"--tokenizer-model {data.tokenizer_model}: there is no such file")
+    if data.tokenizer_model is not None and not os.path.exists(data.tokenizer_model):
+        raise ConfigError(f"--tokenizer-model {data.tokenizer_model}: there is no such file or folder")
     must_exist = load is not None and load != "auto" and config.checkpoint.exit_on_missing_checkpoint
     if must_exist and "://" not in str(load) and not os.path.isdir(str(load)):
         raise ConfigError(f"--load {load}: there is no such folder{first_start(config)}")

@@ -289,8 +289,8 @@ class DataConfig:
     split: str = only_with("969,30,1", mock_data=False)
     """Relative sizes of the train, validation and test parts of the documents; missing ones are 0."""
     tokenizer_model: str | None = None
-    """Sentencepiece model, Hugging Face tokenizer.json or tiktoken file. Gives the vocabulary size and checks it
-    against the model's."""
+    """Sentencepiece model, Hugging Face tokenizer.json or tiktoken file, or a folder with one. Gives the vocabulary
+    size and checks it against the model's."""
     tiktoken_pattern: Literal["gpt2", "cl100k", "o200k", "llama3"] | None = only_with(None, tokenizer_model=GIVEN)
     """How text is cut before a tiktoken file's merges; such a file does not say it."""
     seq_length: int | None = None

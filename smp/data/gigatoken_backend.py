@@ -11,7 +11,7 @@ import numpy as np
 
 from smp.config.commands import pip_install
 from smp.data.tokenizer import END_OF_DOCUMENT, Batch, Tokenizer
-from smp.data.tokenizer_files import HuggingFaceTokenizer, TiktokenTokenizer
+from smp.data.tokenizer_files import HuggingFaceTokenizer, TiktokenTokenizer, tokenizer_file
 
 _SCHEMES = {"gpt2": "gpt2", "cl100k": "cl100k", "o200k": "o200k", "llama3": "cl100k"}
 
@@ -29,6 +29,7 @@ class GigatokenTokenizer:
         self.reference, self._awkward = reference, awkward
         self.vocab_size, self.eod = reference.vocab_size, reference.eod
         self.encode, self.decode = reference.encode, reference.decode
+        path = tokenizer_file(path)
         self._fast: Any
         try:
             if isinstance(reference, HuggingFaceTokenizer):

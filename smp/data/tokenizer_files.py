@@ -54,14 +54,27 @@ PATTERNS = {
 """By the value of --tiktoken-pattern."""
 
 
+def tokenizer_file(path: str | Path) -> Path:
+    """The file of a tokenizer: ``path``, or what lies in it when it is a folder, such as a Hugging Face model's. Raises
+    ValueError when there is none."""
+    path = Path(path)
+    if not path.is_dir():
+        return path
+    for name in ("tokenizer.json", "tokenizer.model"):
+        if (path / name).is_file():
+            return path / name
+    raise ValueError(f"{path}: neither tokenizer.json nor tokenizer.model in this folder")
+
+
 def load_tokenizer(path: str | Path, tiktoken_pattern: str | None = None) -> Tokenizer:
-    """The tokenizer of a file: tokenizer.json, a tiktoken file, or a sentencepiece model.
+    """The tokenizer of a file: tokenizer.json, a tiktoken file, or a sentencepiece model; or of a folder with one.
 
     Raises:
         ValueError: the file is missing or is none of these, or ``tiktoken_pattern`` is missing or given for another
             kind of file.
     """
-    if not Path(path).is_file():
+    path = tokenizer_file(path)
+    if not path.is_file():
         raise ValueError(f"{path}: no such tokenizer model")
     with Path(path).open("rb") as file:
         line = file.readline(1 << 16)
@@ -77,8 +90,9 @@ def load_tokenizer(path: str | Path, tiktoken_pattern: str | None = None) -> Tok
 
 def tokenizer_key(path: str | Path, tiktoken_pattern: str | None = None) -> str:
     """Stands for all that the ids of a text and the end of a document depend on, 16 hexadecimal digits."""
-    state = xxhash.xxh3_64(Path(path).read_bytes())
-    if (config := _config_of(Path(path))).is_file():
+    path = tokenizer_file(path)
+    state = xxhash.xxh3_64(path.read_bytes())
+    if (config := _config_of(path)).is_file():
         state.update(config.read_bytes())
     state.update((tiktoken_pattern or "").encode())
     return str(state.hexdigest())

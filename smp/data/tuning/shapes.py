@@ -17,6 +17,10 @@ _MARKS = {"train": "true or false", "weight": "1 or 0"}
 SHAPES = "messages, conversations, prompt/completion, text, instruction/output, prompt/chosen/rejected"
 
 
+_OF_CSV = {"true": True, "1": True, "false": False, "0": False}
+"""How tables that hold text only say what is true."""
+
+
 class BadSampleError(ValueError):
     """A sample that cannot be trained on; the message says why."""
 
@@ -120,6 +124,7 @@ def label_of(record: dict[str, Any]) -> bool:
     if "chosen" in record and "rejected" in record and "label" not in record:
         raise BadSampleError("chosen and rejected are a pair of answers: give --objective dpo, orpo or reward")
     label = record.get("label")
+    label = _OF_CSV.get(label.lower(), label) if isinstance(label, str) else label
     if label not in (True, False):
         raise BadSampleError("it has no label" if label is None else f"its label is {label!r}, not true or false")
     return bool(label)
@@ -162,9 +167,20 @@ def _message(message: Any, number: int) -> dict[str, Any]:
         raise BadSampleError(f"message {number}: unknown role {role!r}; known are {', '.join(ROLES)}")
     if content is None and not message.get("tool_calls"):
         raise BadSampleError(f"message {number} ({role}) has no content")
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        content = _joined(content, f"message {number} ({role})")
     if content is not None and not isinstance(content, str):
         raise BadSampleError(f"message {number} ({role}): content is not text")
     return {**message, "content": content or ""}
+
+
+def _joined(parts: list[Any], where: str) -> str:
+    """The text of OpenAI's content parts, {"type": "text", "text": ...}."""
+    for part in parts:
+        kind = part.get("type")
+        if kind not in ("text", "input_text", "output_text"):
+            raise BadSampleError(f"{where}: a content part of type {kind}, where only text is trained on")
+    return "".join(_text(part.get("text"), f"a content part of {where}") for part in parts)
 
 
 def _is_trained(message: dict[str, Any], number: int) -> bool:
