@@ -38,10 +38,5 @@ def main(argv: list[str]) -> int:
     return run_command(argv, LoggingConfig.log_dir, read, run)
 
 
-def console() -> int:
-    """The command of an installation."""
-    return main(sys.argv[1:])
-
-
 if __name__ == "__main__":
-    sys.exit(console())
+    sys.exit(main(sys.argv[1:]))

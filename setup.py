@@ -1,7 +1,8 @@
 """Packaging. The wheel holds the package ``smp``: layers, models and training for one's own scripts.
 
 The entry points pretrain_gpt.py and finetune.py are short scripts, meant to be read and changed; in the wheel they are
-modules (``torchrun -m pretrain_gpt``) and commands beside the launcher's. tools/ are of the checkout only.
+modules (``torchrun -m pretrain_gpt``) and commands beside the launcher's. Tools that are of use without a checkout are
+``smp.tools`` in a wheel. smp/config/commands.py has the table of commands, and the name of the distribution.
 """
 
 import os
@@ -24,13 +25,16 @@ def version() -> str:
     return match[1]
 
 
+NAMES = runpy.run_path(str(HERE / "smp" / "config" / "commands.py"))
+"""Of the distribution and its commands."""
+
 BUILD_CUDA = os.environ.get("SMP_BUILD_CUDA") == "1"
 """Whether to compile smp/kernels/csrc; without it the wheel is pure Python."""
 
 
 class BuildPackage(build_py):
-    """Also bring the recipes, which are at the top of a checkout and inside of the package in a wheel; and compile the
-    CUDA C++ kernels, by the file that ``python -m smp.kernels.cuda.build`` runs."""
+    """Also bring the recipes and tools, which are at the top of a checkout and inside of the package in a wheel; and
+    compile the CUDA C++ kernels, by the file that ``python -m smp.kernels.cuda.build`` runs."""
 
     def run(self) -> None:
         super().run()
@@ -38,6 +42,10 @@ class BuildPackage(build_py):
         if not self.editable_mode:
             recipes = root / "smp" / "launch" / "recipes_collection"
             shutil.copytree(HERE / "recipes_collection", recipes, dirs_exist_ok=True)
+            tools = root / "smp" / "tools"
+            tools.mkdir(parents=True, exist_ok=True)
+            for name in (*(f"{file}.py" for file in NAMES["TOOLS"].values()), "report.html.jinja"):
+                shutil.copy(HERE / "tools" / name, tools)
         if BUILD_CUDA:
             folder = root / "smp" / "kernels" / "csrc"
             folder.mkdir(parents=True, exist_ok=True)
@@ -111,7 +119,7 @@ EXTRAS = {
 
 readme = HERE / "README.md"
 setup(
-    name="smp",
+    name=NAMES["DISTRIBUTION"],
     version=version(),
     description="An open training stack for Llama/GPT-family language models: tensor, sequence and hybrid-sharded data "
     "parallelism that never changes the math",
@@ -123,13 +131,7 @@ setup(
     packages=find_packages(include=["smp", "smp.*"]),
     py_modules=["finetune", "pretrain_gpt"],
     package_data={"smp": ["py.typed", "kernels/csrc/*.cu", "launch/templates/*.j2"]},
-    entry_points={
-        "console_scripts": [
-            "smp-launch = smp.launch.cli:console",
-            "smp-pretrain = pretrain_gpt:console",
-            "smp-finetune = finetune:console",
-        ]
-    },
+    entry_points={"console_scripts": [f"smp-{name} = smp.__main__:console" for name in NAMES["COMMANDS"]]},
     cmdclass={"build_py": BuildPackage},
     distclass=WithMachineCode if BUILD_CUDA else Distribution,
     install_requires=BASE,

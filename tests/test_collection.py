@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 import sys
 from pathlib import Path
 
@@ -35,13 +34,3 @@ def test_tests_are_collected_without_extras() -> None:
     files = sorted((ROOT / "tests").rglob("*.py"))
     assert len(files) > 100
     assert {str(path.relative_to(ROOT)): names for path in files if (names := needless(path))} == {}
-
-
-def test_no_text_installs_somebody_elses_package() -> None:
-    """The name smp on the package index is another project's: what is missing is named itself."""
-    found = []
-    for pattern in ("*.md", "*.toml", "*.sh", "smp/**/*.py", "tools/*.py", "docs/*.md", "recipes_collection/**/*.yaml"):
-        for path in ROOT.glob(pattern):
-            if re.search(r"pip install [^\n`]*\bsmp\b(?!/)", path.read_text(encoding="utf-8")):
-                found.append(str(path.relative_to(ROOT)))
-    assert found == []

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from email import message_from_bytes
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -19,6 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import smp
+from smp.config.commands import COMMANDS, DISTRIBUTION, TOOLS
 from smp.kernels.cuda.build import nvcc_path
 
 ROOT = Path(__file__).parents[1]
@@ -69,6 +71,7 @@ def copy_of_the_sources(folder: Path) -> Path:
     source = folder / "source"
     shutil.copytree(ROOT / "smp", source / "smp", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     shutil.copytree(ROOT / "recipes_collection", source / "recipes_collection")
+    shutil.copytree(ROOT / "tools", source / "tools", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.py", "pyproject.toml", "LICENSE", "pretrain_gpt.py", "finetune.py"):
         shutil.copy(ROOT / name, source)
     return source
@@ -85,7 +88,7 @@ def requirements(wheel: Path) -> list[Requirement]:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = message_from_bytes(archive.read(name))
-    assert metadata["Name"] == "smp" and metadata["Version"] == smp.__version__
+    assert metadata["Name"] == DISTRIBUTION and metadata["Version"] == smp.__version__
     return [Requirement(text) for text in metadata.get_all("Requires-Dist")]
 
 
@@ -160,9 +163,85 @@ def test_the_wheel_holds_the_package_the_entry_points_and_the_license_only(wheel
         "smp",
         "finetune.py",
         "pretrain_gpt.py",
-        f"smp-{smp.__version__}.dist-info",
+        f"{DISTRIBUTION.replace('-', '_')}-{smp.__version__}.dist-info",
     }
     assert any(name.endswith("LICENSE") for name in names)
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the wheel installs, console scripts in bin/."""
+    site = tmp_path_factory.mktemp("site")
+    pip("install", "--no-deps", "--no-index", "--target", site, wheel)
+    return site
+
+
+def outside(site: Path, folder: Path, *words: object) -> str:
+    """The output of a command in ``folder``, which is no checkout."""
+    environment = {**os.environ, "PYTHONPATH": str(site), "COLUMNS": "200"}
+    done = subprocess.run(list(map(str, words)), cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_command_of_the_wheel_helps_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
+    scripts = {path.name for path in (installed / "bin").iterdir()}
+    assert scripts == {f"smp-{name}" for name in COMMANDS}
+    with ThreadPoolExecutor(2) as pool:
+        pages = list(pool.map(lambda name: outside(installed, tmp_path, installed / "bin" / name, "--help"), scripts))
+    for name, text in zip(scripts, pages, strict=True):
+        assert name in text and not re.search(r"tools/\w+\.py|python (main|finetune|pretrain_gpt)\.py", text), text
+
+
+def test_a_command_of_the_wheel_works_by_either_name(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("one two three\n" * 40)
+    words = ("--input", "text.txt", "--model-prefix", "tokenizer", "--vocab-size", "270")
+    outside(installed, tmp_path, installed / "bin" / "smp-train-tokenizer", *words)
+    words = ("--input", "text.txt", "--tokenizer-model", "tokenizer.model", "--output-prefix", "out", "--workers", 1)
+    outside(installed, tmp_path, sys.executable, "-m", "smp", "preprocess", *words)
+    assert "1 document" in outside(installed, tmp_path, installed / "bin" / "smp-data", "ls", "out_text_document")
+    words = ("--mock-data", "--vocab-size", 100, "--seq-length", 16, "--train-iters", 1, "--model", "debug")
+    assert "iteration" in outside(installed, tmp_path, sys.executable, "-m", "smp", "pretrain", *words)
+
+
+def test_an_unknown_command_is_told_with_the_nearest() -> None:
+    command = [sys.executable, "-m", "smp", "covert"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "error: covert: there is no such command: did you mean convert?\n")
+
+
+def test_the_commands_are_files_that_there_are() -> None:
+    assert all((ROOT / "tools" / f"{file}.py").is_file() for file in TOOLS.values())
+
+
+def test_no_text_installs_what_is_not_a_dependency(requirements: list[Requirement]) -> None:
+    """``smp`` on the package index is a stranger's, and nobody has registered our own name there: texts install either
+    the checkout itself (``.``) or libraries that setup.py declares."""
+    known = {canonicalize_name(r.name) for r in requirements}
+    patterns = ("*.md", "*.toml", "*.py", "*.sh", "Makefile", "docs/*.md", "smp/**/*.py", "smp/**/*.j2", "tools/*.py")
+    patterns += ("examples/*.py", "benchmarks/*.py", "recipes_collection/**/*.yaml", "launcher_scripts/**/*.sh")
+    found = [(path, words) for pattern in patterns for path in ROOT.glob(pattern) for words in installs(path)]
+    assert len({path for path, _ in found}) > 15  # it does read them
+    wrong = [f"{path.relative_to(ROOT)}: {word}" for path, words in found for word in words if not is_ours(word, known)]
+    assert not wrong
+
+
+def installs(path: Path) -> Iterator[list[str]]:
+    """The words behind each ``pip install`` of a text, and the arguments of each call of pip_install."""
+    text = path.read_text(encoding="utf-8")
+    for match in re.finditer(r"pip install\s+([^\n`;,()#]*)", text):
+        yield [word.strip("\"'") for word in match[1].split(" # ")[0].split()] if "{" not in match[1] else []
+    for match in re.finditer(r"pip_install\(([^)]*)\)", text):
+        if ":" not in match[1]:  # its definition
+            yield re.findall(r"[\"']([^\"']+)[\"']", match[1])
+
+
+def is_ours(word: str, known: set[str]) -> bool:
+    """Whether a word of an install command is an option, the checkout, prose behind it, or a known dependency."""
+    if word.startswith(("-", "$", ".")) or word.endswith((".txt", ".whl")):
+        return True
+    name = re.match(r"[A-Za-z0-9._-]*", word)
+    return name is not None and canonicalize_name(name[0].rstrip(".")) in known
 
 
 def imports(path: Path) -> Iterator[tuple[str, bool]]:

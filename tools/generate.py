@@ -24,12 +24,13 @@ import torch.distributed as dist
 
 from smp.config import Layout
 from smp.config.command import CommandParser, run_tool
+from smp.config.commands import pip_install
 from smp.convert.adapters import MergedWeights
 from smp.convert.formats import Opened, open_checkpoint
 from smp.convert.hf_config import read_json
 from smp.convert.load import load_weights
 from smp.data.tokenizer import Tokenizer
-from smp.data.tokenizer_files import PATTERNS, load_tokenizer
+from smp.data.tokenizer_files import PATTERNS, load_tokenizer, tokenizer_file
 from smp.data.tuning.chat_template import ChatTemplate
 from smp.data.tuning.tokenizer import TuningTokenizer, open_tokenizer
 from smp.models.generation import Sampling, generate
@@ -49,7 +50,7 @@ class TokenizerFile:
         try:
             import tokenizers
         except ImportError:
-            raise ValueError(f"{path} needs the library tokenizers: pip install tokenizers") from None
+            raise ValueError(f"{path} needs the library tokenizers: {pip_install('tokenizers')}") from None
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
@@ -74,7 +75,7 @@ def find_tokenizer(
     """
     folder = opened.reference
     inside = [] if folder is None else [folder / name for name in ("tokenizer.json", "tokenizer.model")]
-    path = given or next((path for path in inside if path.is_file()), None)
+    path = tokenizer_file(given) if given else next((path for path in inside if path.is_file()), None)
     if path is None:
         raise ValueError(
             "no tokenizer lies with the model: give --tokenizer-model, or --reference a folder that has one"
@@ -111,6 +112,8 @@ def open_model(args: argparse.Namespace) -> Opened:
     if args.adapter is not None:
         require_adapter(args.adapter)
     opened = open_checkpoint(args.load, reference=args.reference)
+    if opened.weights.config.scalar_head:
+        raise ValueError(f"--load {args.load} is a reward model: it scores texts and writes none")
     if args.adapter is None:
         return opened
     merged = MergedWeights(opened.weights, open_adapters(args.adapter, opened))
@@ -160,7 +163,9 @@ def parser() -> CommandParser:
     """All flags."""
     out = CommandParser(description=__doc__)
     out.add_argument("--load", required=True, type=Path, help="folder of checkpoints, or one checkpoint's own folder")
-    out.add_argument("--tokenizer-model", type=Path, help="its file, of any kind (default: what lies with the model)")
+    out.add_argument(
+        "--tokenizer-model", type=Path, help="its file, of any kind, or folder (default: what lies with the model)"
+    )
     out.add_argument("--tiktoken-pattern", choices=PATTERNS, help="how a tiktoken file's text is cut")
     out.add_argument("--reference", type=Path, help="Hugging Face folder that says what --load does not")
     out.add_argument("--adapter", type=Path, help="folder in peft's format, or checkpoints of a LoRA run")

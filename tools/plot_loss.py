@@ -16,6 +16,7 @@ from typing import Any
 
 from smp.config import ConfigError
 from smp.config.command import CommandParser, run_tool
+from smp.config.commands import pip_install
 from smp.training.sinks import Curve, read_curve
 
 TRAINING, VALIDATION, BASELINE, TEXT = "#4477aa", "#cc3311", "#777777", "#333333"
@@ -26,7 +27,7 @@ def draw(training: Curve, validation: Curve, baseline: float | None, baseline_la
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("plots need matplotlib: pip install matplotlib") from None
+        raise ConfigError(f"plots need matplotlib: {pip_install('matplotlib')}") from None
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()

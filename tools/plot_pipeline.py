@@ -23,6 +23,7 @@ from typing import Any
 
 from smp.config import ConfigError
 from smp.config.command import CommandParser, run_tool
+from smp.config.commands import pip_install
 from smp.pipeline.actions import COMPUTE, Action, Op
 from smp.pipeline.schedules import SCHEDULES, build_schedule
 from smp.pipeline.simulate import StageCosts, simulate
@@ -161,7 +162,7 @@ def write(panels: Sequence[Panel], output: Path) -> None:
         try:
             figure = draw(panels)
         except ImportError:
-            raise ConfigError("pictures need matplotlib: pip install matplotlib") from None
+            raise ConfigError(f"pictures need matplotlib: {pip_install('matplotlib')}") from None
         figure.savefig(output, dpi=150)
 
 

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from smp.config.command import CommandParser, run_tool
+from smp.config.commands import pip_install
 from smp.data.indexed_dataset import IndexedDataset, check_new
 from smp.data.job_output import is_unfinished
 from smp.data.preprocess import Encoder, preprocess
@@ -28,16 +29,18 @@ from smp.data.tokenizer_files import PATTERNS
 
 def build_parser() -> CommandParser:
     parser = CommandParser(description=__doc__)
-    parser.add_argument("--input", nargs="+", required=True, help="files or glob patterns, in this order")
+    parser.add_argument("--input", nargs="+", required=True, help="files, folders or glob patterns, in this order")
     parser.add_argument("--json-keys", nargs="+", default=["text"], help="keys or columns to tokenize; .txt has one")
     parser.add_argument("--output-prefix", required=True, help="output path without _<key>_document.bin")
-    parser.add_argument("--tokenizer-model", required=True, help="sentencepiece model, tokenizer.json or tiktoken file")
+    parser.add_argument(
+        "--tokenizer-model", required=True, help="file (sentencepiece, tokenizer.json, tiktoken) or folder"
+    )
     parser.add_argument("--tiktoken-pattern", choices=PATTERNS, help="how a tiktoken file's text is cut")
     parser.add_argument(
         "--backend",
         choices=["reference", "gigatoken"],
         default="reference",
-        help="gigatoken (pip install gigatoken) is faster; its ids are compared with the tokenizer's first",
+        help=f"gigatoken ({pip_install('gigatoken', 'awkward')}) is faster; its ids are checked against the file's",
     )
     parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")

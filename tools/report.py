@@ -26,6 +26,7 @@ from jinja2 import Environment
 from smp.config import ConfigError
 from smp.config.blend import parse_blend
 from smp.config.command import CommandParser, run_tool
+from smp.config.commands import pip_install
 from smp.config.entry_points import FINETUNE, PRETRAIN
 from smp.config.fields import as_text, settings
 from smp.training.sinks import METRICS, Curve, read_curves
@@ -41,6 +42,9 @@ CHARTS = (
     ("Model FLOP utilisation", "fraction of the device's peak", ("MFU",)),
 )
 """Title, unit, names of records. A chart without values is left out."""
+
+UNITS = {"dpo": "nats per pair", "orpo": "nats per pair", "reward": "nats per pair", "kto": "utility lost per answer"}
+"""Of the losses of objectives that are not one of tokens."""
 
 COLORS, TEXT = ("#4477aa", "#cc3311", "#228833"), "#333333"
 
@@ -108,12 +112,12 @@ def pipeline_picture(trace: Path) -> str:
         return _element(output.read_text(encoding="utf-8"), "pipeline")
 
 
-def charts(metrics: Mapping[str, Curve], pairs: bool) -> list[str]:
-    """One picture per entry of :data:`CHARTS` that has values; ``pairs``: the loss is one of pairs of answers."""
+def charts(metrics: Mapping[str, Curve], objective: str) -> list[str]:
+    """One picture per entry of :data:`CHARTS` that has values; ``objective`` says what the loss is one of."""
     pictures: list[str] = []
     for title, unit, names in CHARTS:
         curves = {name: metrics[name] for name in names if name in metrics}
-        unit = "nats per pair" if pairs and unit == "nats per token" else unit
+        unit = UNITS.get(objective, unit) if unit == "nats per token" else unit
         if curves:
             pictures.append(_element(_svg(_chart(title, unit, curves)), f"chart{len(pictures)}"))
     return pictures
@@ -166,9 +170,9 @@ def page(folder: Path) -> str:
     status = json.loads(status_file.read_text(encoding="utf-8")) if status_file.exists() else {}
     values = starts[-1]["settings"]
     try:
-        pictures = charts(metrics, pairs=values.get("objective") == "dpo")
+        pictures = charts(metrics, values.get("objective", "sft"))
     except ImportError:
-        raise ConfigError("pictures need matplotlib: pip install matplotlib") from None
+        raise ConfigError(f"pictures need matplotlib: {pip_install('matplotlib')}") from None
     environment = Environment(autoescape=True)
     return environment.from_string(PAGE.read_text(encoding="utf-8")).render(
         title=f"Run {folder.resolve().name}",

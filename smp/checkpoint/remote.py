@@ -13,6 +13,7 @@ from typing import Any
 
 from smp.checkpoint.entries import CheckpointError
 from smp.checkpoint.local import Sink, Source
+from smp.config.commands import pip_install
 
 _PART = 1 << 26  # bytes per upload: S3 allows 10,000 parts, so a file may have 640 GB
 _RANGE = 1 << 24  # bytes per download: some are under way at a time, and each is held twice
@@ -35,7 +36,7 @@ class RemoteFolder:
             # listings change behind the back of this process: other ranks and writers put files
             files, path = url_to_fs(url, use_listings_cache=False)
         except (ImportError, ValueError) as error:
-            hint = "pip install s3fs" if url.startswith("s3://") else "pip install fsspec and its back-end"
+            hint = pip_install("s3fs") if url.startswith("s3://") else f"{pip_install('fsspec')} and its back-end"
             raise CheckpointError(f"{url}: {error} ({hint})") from None
         return RemoteFolder(files, path, url)
 

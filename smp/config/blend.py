@@ -11,7 +11,7 @@ from pathlib import Path
 
 from smp.config.schema import ConfigError, DataConfig
 
-TEXT_SUFFIXES = (".jsonl", ".txt", ".parquet")
+TEXT_SUFFIXES = (".jsonl", ".json", ".csv", ".txt", ".parquet", ".arrow")
 COMPRESSED_SUFFIXES = (".gz", ".zst")
 
 

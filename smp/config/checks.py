@@ -31,7 +31,7 @@ _FRACTIONS = {
 }
 # ... and these: at least 0.
 _FROM_ZERO = {
-    *("num_workers", "preview", "hybrid_shard_degree"),
+    *("num_workers", "preview", "reward_center_coefficient", "hybrid_shard_degree"),
     *("lr_warmup_iters", "min_lr", "weight_decay", "clip_grad", "seed", "moe_aux_loss_coeff"),
     "moe_router_bias_update_rate",
     *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+from smp.config.commands import as_called_here
 from smp.config.schema import ConfigError
 
 _ASKED = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
@@ -35,7 +36,9 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         unset = default is None or default is argparse.SUPPRESS or isinstance(default, bool) or default in ("", [])
         if not action.option_strings or unset or "default" in text.lower():
             return text
-        return text + (f" (default: {' '.join(default)})" if isinstance(default, list) else " (default: %(default)s)")
+        return text + (
+            f" (default: {' '.join(map(str, default))})" if isinstance(default, list) else " (default: %(default)s)"
+        )
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -44,6 +47,10 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         settings.setdefault("formatter_class", HelpFormatter)
         super().__init__(allow_abbrev=False, **settings)
+
+    def format_help(self) -> str:
+        """With the commands that there are where this is installed."""
+        return as_called_here(super().format_help())
 
     def error(self, message: str) -> NoReturn:
         """A mistake, in one line."""

@@ -35,7 +35,9 @@ class EntryPoint:
 
 PRETRAIN = EntryPoint(
     groups=dict.fromkeys(("model", "parallel", "data", "optim", "training", "checkpoint", "logging")),
-    leaves_out=frozenset(("chat_template", "mask_prompt", "bad_sample_threshold", "preview", "train_epochs", "resume")),
+    leaves_out=frozenset(
+        ("chat_template", "mask_prompt", "bad_sample_threshold", "preview", "train_epochs", "resume", "scalar_head")
+    ),
     own={"packing": Own(choices=("stream", "best-fit"))},
 )
 """``pretrain_gpt.py``."""
@@ -58,15 +60,16 @@ FINETUNE = EntryPoint(
         ),
         "logging": None,
     },
-    leaves_out=frozenset(("init_method_std",)),  # all weights are read
+    leaves_out=frozenset(("init_method_std", "scalar_head")),  # all weights are read; --objective says the other
     titles={
         "data": "What is fine-tuned on, and how samples become sequences.",
         "checkpoint": "Where a run starts from, and saving.",
     },
     own={
         "data_path": Own(
-            "Files of samples (.jsonl, .jsonl.gz, .jsonl.zst, .parquet) or glob patterns. The shape of each sample is "
-            "detected: messages, prompt/completion, text, ShareGPT, Alpaca; prompt/chosen/rejected for dpo and orpo."
+            "Files of samples (.jsonl, .json, .csv, also .gz and .zst; .parquet, .arrow), folders of them (of "
+            "save_to_disk, too) or glob patterns. The shape of each sample is detected: messages, prompt/completion, "
+            "text, ShareGPT, Alpaca; prompt/chosen/rejected for dpo, orpo and reward, prompt/completion/label for kto."
         ),
         "split": Own(
             "Relative sizes of the train, validation and test parts; which sample goes where is drawn by the seed.",
@@ -85,10 +88,11 @@ FINETUNE = EntryPoint(
             "Tokens per sequence; longer samples are cut at the end. Default: --max-position-embeddings, at most 8192."
         ),
         "micro_batch_size": Own(
-            "Sequences (pairs with dpo and orpo) in one forward pass of one data-parallel process."
+            "Sequences (pairs with dpo, orpo and reward) in one forward pass of one data-parallel process."
         ),
         "global_batch_size": Own(
-            "Sequences (pairs with dpo and orpo) per optimizer step. Default: micro batch x data-parallel processes."
+            "Sequences (pairs with dpo, orpo and reward) per optimizer step. Default: micro batch x data-parallel "
+            "processes."
         ),
         "lr": Own("Peak learning rate. Adapters take about ten times as much as whole models.", default=2e-5),
         "weight_decay": Own(default=0.0),

@@ -23,10 +23,10 @@ def fill_in(config: Config) -> Config:
     _check_source(config)
     _check_lora(lora)
     _check_objective(config, objective)
-    if objective.objective == "dpo":
+    if objective.objective in ("dpo", "kto"):
         reference = objective.dpo_reference or ("adapters-off" if config.has_adapters else "copy")
         objective = replace(objective, dpo_reference=reference)
-    return replace(config, lora=_filled(lora), objective=objective, data=_laid_out(config.data, config.has_pairs))
+    return replace(config, lora=_filled(lora), objective=objective, data=_laid_out(config.data, config.judges_answers))
 
 
 def _filled(lora: LoraConfig) -> LoraConfig:
@@ -40,9 +40,9 @@ def _filled(lora: LoraConfig) -> LoraConfig:
     )
 
 
-def _laid_out(data: DataConfig, pairs: bool) -> DataConfig:
+def _laid_out(data: DataConfig, alone: bool) -> DataConfig:
     """Samples that share a sequence do not see each other."""
-    packing = data.packing or ("off" if pairs else "best-fit")
+    packing = data.packing or ("off" if alone else "best-fit")
     packed = packing == "best-fit"
     return replace(data, packing=packing, reset_attention_mask=packed, reset_position_ids=packed)
 
@@ -75,9 +75,19 @@ def _check_objective(config: Config, objective: ObjectiveConfig) -> None:
     if objective.objective == "sft":
         return
     data, name = config.data, objective.objective
-    require(data.packing != "best-fit", f"--packing best-fit: pairs of --objective {name} are not packed; leave it out")
+    require(
+        not (config.has_scores and config.has_adapters),
+        "--objective reward trains all weights: the head of scores begins at random, and adapters would leave it out; "
+        "leave out --lora-rank and --load-adapter",
+    )
+    require(data.packing != "best-fit", f"--packing best-fit: --objective {name} packs no answers; leave it out")
     require(data.mask_prompt, f"--no-mask-prompt: --objective {name} compares answers only; leave it out")
     require(
         objective.dpo_reference != "adapters-off" or config.has_adapters,
         "--dpo-reference adapters-off: there are no adapters to switch off; give --lora-rank, or take copy",
+    )
+    require(
+        not (config.has_labels and objective.dpo_reference == "precomputed"),
+        "--dpo-reference precomputed: --objective kto also compares answers of other samples, which differ in every "
+        "epoch; take adapters-off or copy",
     )

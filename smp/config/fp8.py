@@ -46,7 +46,8 @@ def check_fp8(config: Config, layout: Layout) -> None:
         "--num-experts delayed, tensorwise and rowwise work",
     )
     require(
-        not config.has_pairs, f"{flag}: finetune.py trains in FP8 with --objective sft only; leave it out for pairs"
+        not config.judges_answers,
+        f"{flag}: finetune.py trains in FP8 with --objective sft only; leave it out here",
     )
     require(
         config.lora is None or not config.lora.load_in_4bit,

@@ -159,7 +159,7 @@ def _check_finetuning(config: Config) -> None:
     if config.objective is None:
         return
     require(
-        not (config.has_pairs and losses + moves),
+        not (config.judges_answers and losses + moves),
         f"{', '.join(losses + moves)}: pairs of answers (--objective {config.objective.objective}) train without "
         "balancing experts; leave it out",
     )

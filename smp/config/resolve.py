@@ -11,6 +11,7 @@ from dataclasses import replace
 from smp.config.batch import BatchSizes
 from smp.config.blend import BlendPart, data_parts, is_text
 from smp.config.checks import check_combinations, check_effects, check_model, check_ranges
+from smp.config.commands import tool
 from smp.config.layout import Layout
 from smp.config.schema import (
     Config,
@@ -136,15 +137,15 @@ def check_files(config: Config) -> None:
     for flag, parts in data_parts(data).items():
         for part in parts:
             _check_data_files(flag, part)
-    if data.tokenizer_model is not None and not os.path.isfile(data.tokenizer_model):
-        raise ConfigError(f"--tokenizer-model {data.tokenizer_model}: there is no such file")
+    if data.tokenizer_model is not None and not os.path.exists(data.tokenizer_model):
+        raise ConfigError(f"--tokenizer-model {data.tokenizer_model}: there is no such file or folder")
     must_exist = load is not None and load != "auto" and config.checkpoint.exit_on_missing_checkpoint
     if must_exist and "://" not in str(load) and not os.path.isdir(str(load)):
         raise ConfigError(f"--load {load}: there is no such folder{first_start(config)}")
     if os.path.isfile(os.path.join(str(load), "latest_checkpointed_iteration.txt")):
         raise ConfigError(
             f"--load {load} is a checkpoint of Megatron's: "
-            f"python tools/convert_checkpoint.py --load {load} --save FOLDER, then --load FOLDER --finetune"
+            f"{tool('convert')} --load {load} --save FOLDER, then --load FOLDER --finetune"
         )
 
 

@@ -100,6 +100,9 @@ class ModelConfig:
     """GPT-2's tanh approximation of GELU in the plain MLP (needs --no-swiglu)."""
     untie_embeddings_and_output_weights: bool = True
     """Give the output layer a matrix of its own; --no-untie-embeddings-and-output-weights shares the embedding's."""
+    scalar_head: bool = False
+    """A row in place of the output matrix, whose product with a text's last token is its score: a reward model, which
+    --objective reward makes. No flag."""
     disable_bias_linear: bool = True
     """No bias in linear layers; --no-disable-bias-linear adds them."""
     add_qkv_bias: bool = only_with(False, disable_bias_linear=True)
@@ -295,8 +298,8 @@ class DataConfig:
     split: str = only_with("969,30,1", mock_data=False)
     """Relative sizes of the train, validation and test parts of the documents; missing ones are 0."""
     tokenizer_model: str | None = None
-    """Sentencepiece model, Hugging Face tokenizer.json or tiktoken file. Gives the vocabulary size and checks it
-    against the model's."""
+    """Sentencepiece model, Hugging Face tokenizer.json or tiktoken file, or a folder with one. Gives the vocabulary
+    size and checks it against the model's."""
     tiktoken_pattern: Literal["gpt2", "cl100k", "o200k", "llama3"] | None = only_with(None, tokenizer_model=GIVEN)
     """How text is cut before a tiktoken file's merges; such a file does not say it."""
     seq_length: int | None = None
@@ -356,9 +359,11 @@ class LoraConfig:
 class ObjectiveConfig:
     """What is minimised."""
 
-    objective: Literal["sft", "dpo", "orpo"] = "sft"
+    objective: Literal["sft", "dpo", "orpo", "kto", "reward"] = "sft"
     """sft: cross-entropy of the samples; dpo: direct preference optimization on pairs of answers; orpo: cross-entropy
-    of the chosen answer and its odds against the rejected one, without a reference."""
+    of the chosen answer and its odds against the rejected one, without a reference; kto: Kahneman-Tversky optimization
+    on answers that have a label, desirable or not; reward: a reward model, whose score of a chosen answer is above that
+    of the rejected one."""
     dpo_loss_type: Literal["sigmoid", "hinge", "ipo"] = only_with("sigmoid", objective="dpo")
     """sigmoid: DPO's own; hinge: SLiC's, max(0, 1 - beta x margin); ipo: the squared distance of the margin, of means
     over tokens, from 1 / (2 beta)."""
@@ -366,11 +371,19 @@ class ObjectiveConfig:
     """How far the policy is held to the reference: scales the difference of log-ratios."""
     dpo_label_smoothing: float = only_with(0.0, dpo_loss_type="sigmoid")
     """Probability that a preference is the wrong way round, below 0.5 (conservative DPO)."""
-    dpo_reference: Literal["adapters-off", "copy", "precomputed"] | None = only_with(None, objective="dpo")
+    dpo_reference: Literal["adapters-off", "copy", "precomputed"] | None = only_with(None, objective=("dpo", "kto"))
     """Where log-probabilities of the reference come from: the model without its adapters, a frozen copy, or a table
     that is computed before training. Default: adapters-off with --lora-rank, else copy."""
     orpo_beta: float = only_with(0.1, objective="orpo")
     """Weight of the odds beside the cross-entropy (lambda in the paper)."""
+    kto_beta: float = only_with(0.1, objective="kto")
+    """How far the policy is held to the reference: scales log-ratios."""
+    kto_desirable_weight: float = only_with(1.0, objective="kto")
+    """Weight of the losses of desirable answers. The paper holds weight x number of both kinds within 1 to 4/3."""
+    kto_undesirable_weight: float = only_with(1.0, objective="kto")
+    """Weight of the losses of undesirable answers."""
+    reward_center_coefficient: float = only_with(0.0, objective="reward")
+    """Weight of the squared sum of a pair's scores, which keeps them around 0 (TRL's center_rewards_coefficient)."""
 
 
 @dataclass
@@ -553,7 +566,22 @@ class Config:
     @property
     def has_pairs(self) -> bool:
         """Whether a sample is a pair of answers."""
-        return self.objective is not None and self.objective.objective != "sft"
+        return self.objective is not None and self.objective.objective in ("dpo", "orpo", "reward")
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether a reward model is trained."""
+        return self.objective is not None and self.objective.objective == "reward"
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether a sample is an answer that is desirable or not."""
+        return self.objective is not None and self.objective.objective == "kto"
+
+    @property
+    def judges_answers(self) -> bool:
+        """Whether the loss is one of whole answers, no cross-entropy of tokens."""
+        return self.has_pairs or self.has_labels
 
     @property
     def resume_from(self) -> str | None:

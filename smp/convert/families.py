@@ -34,6 +34,10 @@ class ExpertKeys:
     own_width: bool = False
 
 
+WITHOUT_CLASSIFIER = frozenset(("olmoe", "glm4_moe"))
+"""Families that have no ...ForSequenceClassification in transformers."""
+
+
 @dataclass(frozen=True)
 class Family:
     """One architecture.
@@ -71,6 +75,13 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     experts: ExpertKeys | None = None
     predicts: bool = False
+
+    @property
+    def classifier(self) -> str | None:
+        """Its architecture with a head of scores; None: transformers has none."""
+        if self.model_type in WITHOUT_CLASSIFIER:
+            return None
+        return self.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "ForSequenceClassification"
 
 
 _LLAMA_MODULES: dict[str, str | Fused] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -105,7 +106,7 @@ def family_of(content: Mapping[str, Any], where: str) -> Family:
     names, kind = content.get("architectures") or [], str(content.get("model_type"))
     name = str(names[0]) if isinstance(names, list) and names else ""
     for family in FAMILIES.values():
-        if (name and name == family.architecture) or (not name and kind == family.model_type):
+        if (name and name in (family.architecture, family.classifier)) or (not name and kind == family.model_type):
             if content.get("model_type", family.model_type) != family.model_type:
                 # transformers would go by the model_type
                 raise ConfigError(f"{where}: {name} with the model_type {kind} is a contradiction")
@@ -144,6 +145,11 @@ def from_hf(content: Mapping[str, Any], where: str = CONFIG) -> ModelConfig:
         values["window_size"] = reader.window(values["num_layers"])
     if family.experts is not None:
         values |= read_experts(reader, family.experts, values["num_layers"])
+    if family.classifier in (content.get("architectures") or []):
+        count = content.get("num_labels", len(content.get("id2label") or "12"))  # transformers' default is two
+        if count != 1:
+            raise ConfigError(f"{where}: a classifier of {count} labels is not supported, only a reward model of one")
+        values |= {"scalar_head": True, "untie_embeddings_and_output_weights": True}
     return resolved_external(values, where)
 
 
@@ -159,7 +165,11 @@ def to_hf(config: ModelConfig, dtype: str, base: Mapping[str, Any] | None = None
     Raises:
         ConfigError: no family of the table computes what this model does.
     """
-    family = _family_for(config, base)
+    family = _family_for(replace(config, scalar_head=False), base)
+    if config.scalar_head and family.classifier is None:
+        raise ConfigError(
+            f"{family.architecture} has no ...ForSequenceClassification: a reward model cannot be written"
+        )
     wanted = architecture(config)
     if base is not None and _describes(base, wanted):
         out = dict(base)
@@ -206,6 +216,8 @@ def _family_for(config: ModelConfig, base: Mapping[str, Any] | None) -> Family:
 def _written(config: ModelConfig, family: Family) -> dict[str, Any]:
     """``config`` in the words of a family, as far as it has words."""
     out: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
+    if config.scalar_head:
+        out |= {"architectures": [family.classifier], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     for key, name in family.fields.items():
         if name == "tied":
             out[key] = not config.untie_embeddings_and_output_weights

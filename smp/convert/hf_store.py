@@ -8,6 +8,7 @@ from pathlib import Path
 
 from smp.checkpoint import CheckpointError, DamagedError
 from smp.checkpoint.tensor_file import Slot, read_header
+from smp.config.commands import tool
 from smp.convert.hf_config import read_json
 from smp.convert.store import OpenFiles, Piece, PieceStore, unreadable
 from smp.convert.torch_file import read_torch_file
@@ -31,7 +32,7 @@ def open_store(folder: Path, allow_pickle: bool) -> PieceStore:
         raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}")
     if not allow_pickle:
         raise CheckpointError(
-            f"{folder / bins[0]} is a pickle file, which can hold code: tools/convert_checkpoint.py --allow-pickle "
+            f"{folder / bins[0]} is a pickle file, which can hold code: {tool('convert')} --allow-pickle "
             "reads the tensors and runs nothing"
         )
     return _store(folder, "pytorch_model.bin", _torch_tensors)

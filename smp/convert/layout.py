@@ -15,6 +15,9 @@ from typing import Literal
 from smp.config import ModelConfig
 from smp.models.inventory import weights_of
 
+SCORE = "score"
+"""The head of transformers' ...ForSequenceClassification, the same in all families."""
+
 Fusion = Literal["per_group", "thirds", "halves"]
 """How matrices lie in a fused one, by rows:
 
@@ -142,7 +145,8 @@ def links(table: Table, config: ModelConfig, *, stacked: bool = False) -> list[L
 def _links(table: Table, config: ModelConfig, name: str, shape: tuple[int, ...]) -> list[Link]:
     module, part = name.rsplit(".", 1)
     if not module.startswith("layers."):
-        return [Link(name, f"{table.ends[module]}.{part}", shape, all_rows(shape))]
+        end = SCORE if module == "head" and config.scalar_head else table.ends[module]
+        return [Link(name, f"{end}.{part}", shape, all_rows(shape))]
     _, number, module = module.split(".", 2)
     front, whole = table.block.format(number), table.modules.get(f"{module}.{part}")
     if isinstance(whole, str):

@@ -197,6 +197,8 @@ def to_args(config: ModelConfig, tp: int) -> Namespace:
         ConfigError: Megatron's GPT does not compute what this model does.
     """
     c, default = config, ModelConfig()
+    if c.scalar_head:
+        raise ConfigError("Megatron's GPT has no head of scores: a reward model cannot be written for it")
     refused: dict[str, Any] = {"parallel_residual": False, "qk_layernorm_across_heads": False}
     if c.qk_layernorm:
         refused["normalization"] = "RMSNorm"  # there the norm of queries and keys is of the same kind as the others

@@ -22,6 +22,7 @@ from smp.checkpoint.planner import Item
 from smp.checkpoint.rewrite import write_shards
 from smp.checkpoint.storage import commit
 from smp.config import ModelConfig
+from smp.config.commands import tool
 from smp.convert.hf import carry
 from smp.convert.layout import Link, all_rows
 from smp.convert.pieces import Feed, in_files, plan
@@ -53,7 +54,7 @@ class SmpWeights(Weights):
         entries = {n.removeprefix(_MODEL): e for n, e in self.manifest.tensors.items() if n.startswith(_MODEL)}
         if self.manifest.extra.get("adapters"):
             raise CheckpointError(
-                f"{self.folder} holds adapters without their model: tools/merge_lora.py adds them to it"
+                f"{self.folder} holds adapters without their model: {tool('merge-lora')} adds them to it"
             )
         wanted = {p.name: p.shape for p in weights_of(self.config)}
         for name in [*wanted, *entries]:

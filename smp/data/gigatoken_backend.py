@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from smp.config.commands import pip_install
 from smp.data.tokenizer import END_OF_DOCUMENT, Batch, Tokenizer
-from smp.data.tokenizer_files import HuggingFaceTokenizer, TiktokenTokenizer
+from smp.data.tokenizer_files import HuggingFaceTokenizer, TiktokenTokenizer, tokenizer_file
 
 _SCHEMES = {"gpt2": "gpt2", "cl100k": "cl100k", "o200k": "o200k", "llama3": "cl100k"}
 
@@ -24,10 +25,11 @@ class GigatokenTokenizer:
             import awkward
             import gigatoken
         except ImportError:
-            raise ValueError("--backend gigatoken: not installed: pip install gigatoken") from None
+            raise ValueError(f"--backend gigatoken: not installed: {pip_install('gigatoken', 'awkward')}") from None
         self.reference, self._awkward = reference, awkward
         self.vocab_size, self.eod = reference.vocab_size, reference.eod
         self.encode, self.decode = reference.encode, reference.decode
+        path = tokenizer_file(path)
         self._fast: Any
         try:
             if isinstance(reference, HuggingFaceTokenizer):

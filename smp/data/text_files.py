@@ -1,5 +1,5 @@
-"""Text documents from files: .jsonl (one JSON object per line), .parquet (a column per key) and .txt (the whole file),
-each also compressed with gzip or zstandard."""
+"""Text documents from files: .jsonl (one JSON object per line), .txt (the whole file), and rows of .parquet, .arrow,
+.csv and .json (one array), see ``tables``; text also compressed with gzip or zstandard."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from typing import Any, BinaryIO, cast
 
 from smp.config.blend import COMPRESSED_SUFFIXES, TEXT_SUFFIXES
 from smp.config.command import DamageError
+from smp.data.folders import files_of
+from smp.data.tables import arrow_rows, csv_rows, json_array, parquet_rows, pyarrow_for
 from smp.data.tokenizer import check_text
 
 CHUNK_BYTES = 1 << 20
+_OF_PYARROW = (".parquet", ".arrow")
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Chunk:
     Attributes:
         path: the file.
         first: number of the first record, from 1 (in .jsonl its line).
-        records: lines of .jsonl, the bytes of a .txt file, or rows of .parquet as dictionaries.
+        records: lines of .jsonl, the bytes of a .txt file, or rows as dictionaries.
         size: bytes of the file that it took to read it.
     """
 
@@ -40,10 +43,13 @@ class Chunk:
 
 
 def expand_paths(patterns: Sequence[str]) -> list[Path]:
-    """Files of every path or glob pattern, in the order given, each pattern's matches sorted by name. Raises ValueError
-    for a pattern that matches no file, or a file that is there twice."""
+    """Files of every path, folder or glob pattern, in the order given, each pattern's matches sorted by name. Raises
+    ValueError for a pattern that matches no file, or a file that is there twice."""
     paths: list[Path] = []
     for pattern in patterns:
+        if Path(pattern).is_dir():
+            paths += files_of(Path(pattern))
+            continue
         found = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))
         files = [Path(name) for name in found if Path(name).is_file()]
         if not files:
@@ -59,15 +65,20 @@ def expand_paths(patterns: Sequence[str]) -> list[Path]:
 
 
 def kind_of(path: Path) -> str:
-    """``.jsonl``, ``.txt`` or ``.parquet``. Raises ValueError for another kind of file."""
+    """``.jsonl``, ``.json``, ``.csv``, ``.txt``, ``.parquet`` or ``.arrow``. Raises ValueError for another kind of
+    file."""
     plain = path.with_suffix("") if path.suffix in COMPRESSED_SUFFIXES else path
-    if plain.suffix not in TEXT_SUFFIXES or (plain.suffix == ".parquet" and plain != path):
-        raise ValueError(f"{path}: neither .parquet nor .txt nor .jsonl, alone or with .gz or .zst behind it")
+    if plain.suffix not in TEXT_SUFFIXES or (plain.suffix in _OF_PYARROW and plain != path):
+        raise ValueError(
+            f"{path}: neither .parquet nor .arrow, nor .txt, .jsonl, .json or .csv, alone or with .gz or .zst behind it"
+        )
     return plain.suffix
 
 
 def parse_record(line: bytes) -> dict[str, Any]:
     """The JSON object of a line. Raises ValueError when there is none."""
+    if not isinstance(line, bytes):  # an element of an array
+        raise ValueError("not a JSON object")
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:  # JSONDecodeError, UnicodeDecodeError, thousands of brackets
@@ -112,20 +123,23 @@ def read_chunks(paths: Sequence[Path], keys: Sequence[str] | None = None) -> Ite
 
     Args:
         paths: the files.
-        keys: columns of .parquet files; None: all.
+        keys: columns of .parquet and .arrow files; None: all.
 
     Raises:
         ValueError: a file is damaged, has no such column, or needs a library that is not installed.
     """
     for path in paths:
-        if kind_of(path) == ".parquet":
-            yield from _rows(path, keys)
+        first, kind = 1, kind_of(path)
+        if kind in _OF_PYARROW:
+            rows = parquet_rows(path, keys, CHUNK_BYTES) if kind == ".parquet" else arrow_rows(path, keys)
+            for records, size in rows:
+                yield Chunk(str(path), first, records, size)
+                first += len(records)
             continue
-        first, before = 1, 0
+        before = 0
         try:
             with _opened(path) as (text, raw):
-                whole = kind_of(path) == ".txt"
-                while records := list(filter(None, [text.read()])) if whole else text.readlines(CHUNK_BYTES):
+                for records in _parts(path, kind, text):
                     size, before = raw.tell() - before, raw.tell()
                     yield Chunk(str(path), first, records, size)
                     first += len(records)
@@ -133,6 +147,33 @@ def read_chunks(paths: Sequence[Path], keys: Sequence[str] | None = None) -> Ite
             if getattr(error, "errno", None) is not None:  # of the system, not text that cannot be decompressed
                 raise
             raise DamageError(f"{path}: damaged after {first - 1} records ({error})") from None
+
+
+def _parts(path: Path, kind: str, text: BinaryIO) -> Iterator[list[Any]]:
+    """Records of a file of text."""
+    if kind == ".txt":
+        yield from filter(all, [[text.read()]])
+        return
+    if kind == ".csv":
+        yield from csv_rows(path, text)
+        return
+    if kind == ".json" and (start := _first_character(text)) != b"{":
+        try:
+            yield from json_array(path, (start + text.read()).decode())
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not UTF-8 at byte {error.start}") from None
+        return
+    head = b"{" if kind == ".json" else b""  # which was read
+    while lines := text.readlines(CHUNK_BYTES):
+        yield [head + lines[0], *lines[1:]]
+        head = b""
+
+
+def _first_character(text: BinaryIO) -> bytes:
+    """The first byte that is no white space, nor of a mark of the order of bytes."""
+    while (byte := text.read(1)) and (byte.isspace() or byte in b"\xef\xbb\xbf"):
+        pass
+    return byte
 
 
 @contextmanager
@@ -145,38 +186,7 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
             with gzip.open(raw) as text:
                 yield cast(BinaryIO, text), raw
         elif path.suffix == ".zst":  # not zstandard, to which a file that was cut off is one that ends
-            pyarrow = _pyarrow(path)
+            pyarrow = pyarrow_for(path)
             yield cast(BinaryIO, io.BufferedReader(pyarrow.input_stream(raw, compression="zstd"), CHUNK_BYTES)), raw
         else:
             yield raw, raw
-
-
-def _pyarrow(path: Path) -> Any:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise ValueError(f"{path}: needs the library pyarrow: pip install pyarrow") from None
-    return pyarrow
-
-
-def _rows(path: Path, keys: Sequence[str] | None) -> Iterator[Chunk]:
-    """Chunks of a .parquet file."""
-    pyarrow = _pyarrow(path)
-    try:
-        with pyarrow.parquet.ParquetFile(path) as table:
-            missing = [key for key in keys or () if key not in table.schema_arrow.names]
-            if missing:
-                known = ", ".join(table.schema_arrow.names)
-                raise ValueError(f"{path}: has no column {', '.join(missing)}, but {known}")
-            total, groups = max(1, table.metadata.num_rows), range(table.num_row_groups)
-            uncompressed = sum(table.metadata.row_group(group).total_byte_size for group in groups)
-            at_once = min(total, CHUNK_BYTES * total // max(1, uncompressed)) or 1  # of about CHUNK_BYTES
-            first, share = 1, path.stat().st_size / total
-            for batch in table.iter_batches(at_once, columns=keys and list(keys)):
-                rows = batch.to_pylist()
-                yield Chunk(str(path), first, rows, int(share * len(rows)))
-                first += len(rows)
-    except (pyarrow.ArrowException, OSError) as error:
-        if getattr(error, "errno", None) is not None:  # of the system, not a page that cannot be decoded
-            raise
-        raise ValueError(f"{path}: not a parquet file that can be read ({' '.join(str(error).split())})") from None

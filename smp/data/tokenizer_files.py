@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from smp.config.commands import pip_install
 from smp.data.tokenizer import END_OF_DOCUMENT, Batch, SentencePieceTokenizer, Tokenizer, check_ids, check_text
 
 _ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
@@ -53,14 +54,27 @@ PATTERNS = {
 """By the value of --tiktoken-pattern."""
 
 
+def tokenizer_file(path: str | Path) -> Path:
+    """The file of a tokenizer: ``path``, or what lies in it when it is a folder, such as a Hugging Face model's. Raises
+    ValueError when there is none."""
+    path = Path(path)
+    if not path.is_dir():
+        return path
+    for name in ("tokenizer.json", "tokenizer.model"):
+        if (path / name).is_file():
+            return path / name
+    raise ValueError(f"{path}: neither tokenizer.json nor tokenizer.model in this folder")
+
+
 def load_tokenizer(path: str | Path, tiktoken_pattern: str | None = None) -> Tokenizer:
-    """The tokenizer of a file: tokenizer.json, a tiktoken file, or a sentencepiece model.
+    """The tokenizer of a file: tokenizer.json, a tiktoken file, or a sentencepiece model; or of a folder with one.
 
     Raises:
         ValueError: the file is missing or is none of these, or ``tiktoken_pattern`` is missing or given for another
             kind of file.
     """
-    if not Path(path).is_file():
+    path = tokenizer_file(path)
+    if not path.is_file():
         raise ValueError(f"{path}: no such tokenizer model")
     with Path(path).open("rb") as file:
         line = file.readline(1 << 16)
@@ -76,8 +90,9 @@ def load_tokenizer(path: str | Path, tiktoken_pattern: str | None = None) -> Tok
 
 def tokenizer_key(path: str | Path, tiktoken_pattern: str | None = None) -> str:
     """Stands for all that the ids of a text and the end of a document depend on, 16 hexadecimal digits."""
-    state = xxhash.xxh3_64(Path(path).read_bytes())
-    if (config := _config_of(Path(path))).is_file():
+    path = tokenizer_file(path)
+    state = xxhash.xxh3_64(path.read_bytes())
+    if (config := _config_of(path)).is_file():
         state.update(config.read_bytes())
     state.update((tiktoken_pattern or "").encode())
     return str(state.hexdigest())
@@ -92,7 +107,7 @@ def open_tokenizer_json(path: str | Path) -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise ValueError(f"{path}: needs the library tokenizers: pip install tokenizers") from None
+        raise ValueError(f"{path}: needs the library tokenizers: {pip_install('tokenizers')}") from None
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
@@ -149,7 +164,7 @@ class TiktokenTokenizer:
         try:
             import tiktoken
         except ImportError:
-            raise ValueError(f"{path}: needs the library tiktoken: pip install tiktoken") from None
+            raise ValueError(f"{path}: needs the library tiktoken: {pip_install('tiktoken')}") from None
         ranks: dict[bytes, int] = {}
         for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
             merge = _merge(line)

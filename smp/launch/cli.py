@@ -9,6 +9,7 @@ from pathlib import Path
 
 from smp.config import Config, ConfigError, Layout
 from smp.config.command import run_tool
+from smp.config.commands import as_called_here
 from smp.config.fields import did_you_mean
 from smp.launch.backend import Backend, read_facts, write_artifacts
 from smp.launch.compose import BACKENDS, compose
@@ -50,11 +51,6 @@ _ACTIONS = ("status", "logs", "cancel", "resume")
 _KEYS = ("recipes=", "cluster=", "base_results_dir=", "instance_type=", "container=", "dry_run=true")
 
 
-def console() -> int:
-    """The command ``smp-launch``."""
-    return main(sys.argv[1:])
-
-
 def main(words: list[str]) -> int:
     """Do what a command line says. Returns the exit code: 0, 1 when a job failed, 2 when it cannot be done."""
     return run_tool(lambda: _run(words))
@@ -63,7 +59,7 @@ def main(words: list[str]) -> int:
 def _run(words: list[str]) -> int:
     first = words[0] if words else "--help"
     if first in ("--help", "-h"):
-        print(_recipe_help(words[1]) if len(words) > 1 else USAGE, end="")
+        print(_recipe_help(words[1]) if len(words) > 1 else as_called_here(USAGE), end="")
     elif first == "--list":
         print("\n".join(name for name in list_recipes() if all(word in name for word in words[1:])))
     elif first == "--completion":

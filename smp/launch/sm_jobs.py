@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from smp.config import ConfigError
+from smp.config.commands import pip_install
 from smp.config.fields import as_text, did_you_mean
 from smp.launch.backend import Backend, Facts, facts_artifact
 from smp.launch.job import Artifacts, Job, common_artifacts
@@ -22,7 +23,7 @@ from smp.launch.stages import only_training
 CHECKPOINTS, OUTPUT = "/opt/ml/checkpoints", "/opt/ml/output/data"
 _ACTIVE = ("InProgress", "Stopping")
 _LOGS = "/aws/sagemaker/TrainingJobs"
-_HINT = "cluster=sm_jobs needs boto3: pip install boto3"
+_HINT = f"cluster=sm_jobs needs boto3: {pip_install('boto3')}"
 
 
 def artifacts(job: Job) -> Artifacts:

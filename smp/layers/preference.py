@@ -1,4 +1,4 @@
-"""Losses of pairs of answers, on top of the vocabulary-parallel head.
+"""Losses of answers, of pairs or one by one, on top of the vocabulary-parallel head.
 
 With l(y) = log p(y), summed over the tokens of an answer, r(y) = l(y) - l_ref(y), and z = beta (r(chosen) -
 r(rejected)), the loss of a pair is:
@@ -9,6 +9,12 @@ r(rejected)), the loss of a pair is:
   arXiv 2310.12036)
 - orpo: -l'(chosen) - beta log sigmoid(log odds(chosen) - log odds(rejected)), where l' is the mean over tokens and
   odds = p / (1 - p) of exp l'. There is no reference. ORPO (Hong et al. 2024, arXiv 2403.07691)
+
+An answer alone, that somebody liked or not, has r(y) and a number z0 of the global batch: max(0, mean of r over prompts
+with an answer that is another one's), an estimate of the KL divergence that has no gradient. KTO (Ethayarajh et al.
+2024, arXiv 2402.01306):
+
+- kto: w_d (1 - sigmoid(beta (r(y) - z0))) if it is desirable, else w_u (1 - sigmoid(beta (z0 - r(y))))
 
 These losses are no sums over tokens, but their gradients are: every token of an answer has the weight d loss / d log
 p(answer). So the head runs twice, each time a chunk of tokens at a time: once for the log-probabilities, once for the
@@ -31,7 +37,27 @@ METRICS = ("reward accuracy", "reward margin", "reward of chosen", "reward of re
 """What the loss measures of a pair: 1 where the chosen answer is rewarded more, the margin between the rewards, and
 both. A reward is beta r; of ipo and orpo with means over tokens, of orpo without a reference."""
 
+KTO_METRICS = ("KL", "reward of desirable", "reward of undesirable")
+"""What kto measures: z0, and the mean rewards beta r of both kinds of answers, 0 where a batch has none."""
+
 PairLoss = Literal["sigmoid", "hinge", "ipo", "orpo"]
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """What kto knows of the answers of a micro-batch beside their log-probabilities.
+
+    Attributes:
+        desirable: bool (rows,).
+        kl: fp64, 0-dim: z0 of the formula.
+        weights: of desirable and of undesirable answers.
+        shares: of both kinds in the global batch, for the means of metrics.
+    """
+
+    desirable: torch.Tensor
+    kl: torch.Tensor
+    weights: tuple[float, float]
+    shares: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -45,6 +71,8 @@ class Preference:
         num_pairs: of the global batch, over which the loss is averaged.
         reference: fp32 (rows,), log-probabilities by the reference, for orpo zeros; None: only those of this model are
             wanted.
+        center: of a reward model, which compares scores and has no reference: see ``smp.layers.score``.
+        labelled: rows are answers one by one, for kto; None: they are pairs. ``num_pairs`` counts answers then.
     """
 
     rows: int
@@ -54,13 +82,15 @@ class Preference:
     label_smoothing: float = 0.0
     num_pairs: int = 1
     reference: torch.Tensor | None = None
+    center: float = 0.0
+    labelled: Labelled | None = None
 
 
 def preference_loss(
     log_probs: torch.Tensor, tokens: torch.Tensor, preference: Preference
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(this micro-batch's part of the mean loss, 0-dim fp32; its derivative by each log-probability, (rows,); sums of
-    ``METRICS`` over the pairs, fp64).
+    ``METRICS`` over the pairs, or of ``KTO_METRICS`` over the answers, fp64).
 
     Args:
         log_probs: fp32 (rows,).
@@ -68,6 +98,8 @@ def preference_loss(
         preference: what to compare with, and how.
     """
     assert preference.reference is not None
+    if preference.labelled is not None:
+        return _labelled_loss(log_probs, tokens > 0, preference, preference.labelled)
     real = tokens.view(-1, 2).sum(1) > 0
     with torch.enable_grad():
         given = log_probs.detach().double().requires_grad_()
@@ -81,6 +113,28 @@ def preference_loss(
     margin = chosen - rejected
     measured = torch.stack([(margin > 0).double(), margin, chosen, rejected])  # (4, pairs)
     return loss.detach().float(), slopes.float(), torch.where(real, measured, 0.0).sum(1)
+
+
+def _labelled_loss(
+    log_probs: torch.Tensor, real: torch.Tensor, preference: Preference, labelled: Labelled
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As ``preference_loss``, of answers one by one; those that are not ``real`` only fill up."""
+    assert preference.reference is not None
+    desirable, count = labelled.desirable, max(preference.num_pairs, 1)
+    liked, disliked = labelled.weights
+    with torch.enable_grad():
+        given = log_probs.detach().double().requires_grad_()
+        ratios = given - preference.reference.double()
+        towards = torch.where(desirable, ratios - labelled.kl, labelled.kl - ratios)
+        losses = torch.where(desirable, liked, disliked) * (1 - torch.sigmoid(preference.beta * towards))
+        loss = torch.where(real, losses, 0.0).sum() / count
+        (slopes,) = torch.autograd.grad(loss, given)
+    rewards = (preference.beta * ratios).detach()
+    means = [
+        torch.where(real & kind, rewards, 0.0).sum() / max(share, 1 / count)
+        for kind, share in zip((desirable, ~desirable), labelled.shares, strict=True)
+    ]
+    return loss.detach().float(), slopes.float(), torch.stack([labelled.kl * real.sum(), *means])
 
 
 def _loss_of_pairs(chosen: torch.Tensor, rejected: torch.Tensor, preference: Preference) -> torch.Tensor:
@@ -122,8 +176,8 @@ def linear_preference(
     cp: Group | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
     """(log-probability of each answer, fp32 (rows,), without gradient; the loss of the pairs in the micro-batch, 0-dim
-    fp32; sums of ``METRICS`` over them). All are equal on all ranks of the group; without a reference there are only
-    log-probabilities.
+    fp32; sums of ``METRICS`` over them, of kto other ones). All are equal on all ranks of the group; without a
+    reference there are only log-probabilities.
 
     Args:
         hidden, weight, labels, shard, chunk_tokens, backend: as in ``linear_cross_entropy``; ``hidden`` holds ``rows``
@@ -148,7 +202,8 @@ def linear_preference(
             loss, sums = torch.zeros_like(loss), torch.zeros_like(sums)
         weights = torch.where(in_answer, -slopes.repeat_interleave(length), 0.0)  # log p = - cross-entropy
         weights = F.pad(weights, (0, len(labels) - len(weights)))
-    metrics = dict(zip(METRICS, sums.unbind(), strict=True))
+    names = METRICS if preference.labelled is None else KTO_METRICS
+    metrics = dict(zip(names, sums.unbind(), strict=True))
     if torch.is_grad_enabled():
         weighted = linear_cross_entropy(
             hidden, weight, labels, weights, shard, chunk_tokens=chunk_tokens, backend=backend

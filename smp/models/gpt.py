@@ -24,6 +24,7 @@ from smp.layers.moe import Counted, Experts, MoE, Router, SharedExpertGate
 from smp.layers.moe.router import Balancing
 from smp.layers.norm import LayerNorm, Norm, RMSNorm
 from smp.layers.rope import rope_frequencies, rope_table
+from smp.layers.score import ScoreHead
 from smp.models.micro_batch import MicroBatch
 from smp.models.part import ModelPart, whole
 from smp.models.rope_scaling import rope_scaling
@@ -98,7 +99,7 @@ class GPT(nn.Module):
         self.embedding: VocabParallelEmbedding | None = None
         self.positions: PositionEmbedding | None = None
         self.final_norm: Norm | None = None
-        self.head: VocabParallelHead | None = None
+        self.head: VocabParallelHead | ScoreHead | None = None
         first, last = any(p.embedding for p in self.parts), any(p.head for p in self.parts)
         multiple, std = config.make_vocab_size_divisible_by, config.init_method_std
         if first or (last and self.tied):
@@ -124,15 +125,7 @@ class GPT(nn.Module):
         self.layers = nn.ModuleDict(blocks)
         if last:
             self.final_norm = _norm(config, context, kernels)
-            self.head = VocabParallelHead(
-                config.vocab_size,
-                config.hidden_size,
-                context,
-                tied=self.tied,
-                divisible_by=multiple,
-                init_std=std,
-                kernels=kernels,
-            )
+            self.head = _head(config, context, kernels)
 
     @property
     def is_whole(self) -> bool:
@@ -358,6 +351,21 @@ def _block(config: ModelConfig, context: ParallelContext, kernels: Kernels, *, e
         _norm(config, context, kernels),
         parallel_residual=config.parallel_residual,
         dropout=config.hidden_dropout,
+    )
+
+
+def _head(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> VocabParallelHead | ScoreHead:
+    assert config.vocab_size is not None
+    if config.scalar_head:
+        return ScoreHead(config.hidden_size, context, init_std=config.init_method_std)
+    return VocabParallelHead(
+        config.vocab_size,
+        config.hidden_size,
+        context,
+        tied=not config.untie_embeddings_and_output_weights,
+        divisible_by=config.make_vocab_size_divisible_by,
+        init_std=config.init_method_std,
+        kernels=kernels,
     )
 
 

@@ -19,10 +19,16 @@ def in_words(model: ModelConfig) -> str:
         f"{_activation(model)} MLP of {ffn:,}" if _has_dense(model) else _experts(model),
         *([_experts(model)] if _has_dense(model) and model.num_experts is not None else []),
         "no biases" if model.disable_bias_linear and not model.add_qkv_bias else _biases(model),
-        f"{'untied' if model.untie_embeddings_and_output_weights else 'tied'} embeddings of {vocab:,} token ids",
+        f"{_ends(model)} of {vocab:,} token ids",
         f"dropout {dropout}" if dropout else "no dropout",
     ]
     return f"model: {', '.join(parts)}: {count_parameters(model, vocab).total:,} parameters"
+
+
+def _ends(model: ModelConfig) -> str:
+    if model.scalar_head:
+        return "a head of scores, embeddings"
+    return f"{'untied' if model.untie_embeddings_and_output_weights else 'tied'} embeddings"
 
 
 def _heads(model: ModelConfig) -> str:

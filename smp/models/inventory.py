@@ -78,7 +78,9 @@ def inventory(model: ModelConfig, parts: Sequence[ModelPart] | None = None) -> I
             yield from block_parameters(model, layer)
     if last:
         yield from _norm(model, "final_norm")
-    if last and not tied:
+    if last and model.scalar_head:
+        yield Parameter("head.weight", (1, model.hidden_size), flops=2 * model.hidden_size)
+    elif last and not tied:
         yield vocabulary_matrix(model, "head", has_product=True)
 
 

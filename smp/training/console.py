@@ -136,7 +136,7 @@ class Console:
         if not self._speaks:
             return
         record, line = {f"{part} loss": loss}, f" {part} loss at iteration {iteration} | lm loss value: {loss:.6E} |"
-        if not self.config.has_pairs:  # the loss of pairs is no entropy
+        if not self.config.judges_answers:  # the loss of answers is no entropy
             perplexity = float(torch.tensor(loss).exp())
             record[f"{part} perplexity"] = perplexity
             line += f" lm loss PPL: {perplexity:.6E} |"

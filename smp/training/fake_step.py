@@ -27,6 +27,7 @@ from smp.kernels.sequence_cut import SequenceCut, cut_sequences
 from smp.kernels.token_layout import TokenLayout
 from smp.layers.context_parallel.choose import context_parallel_attention
 from smp.layers.fp8.apply import fp8_history
+from smp.layers.head import VocabParallelHead
 from smp.models.gpt import GPT
 from smp.models.micro_batch import MicroBatch
 from smp.optim.optimizer import build_optimizer, clip_gradients
@@ -117,7 +118,7 @@ def fake_step(
         copier = _Uncounted(meter)
         place = Workplace(context, _CPU, kernels, plan, offload_of(config.parallel, copier))
         model = assemble(config, place)
-        if model.head is not None:
+        if isinstance(model.head, VocabParallelHead):
             model.head.chunk_bytes = chunk_bytes
         parallelize(model, context, config.parallel, place.offload)
         if (history := fp8_history(model)) is not None:

@@ -18,6 +18,7 @@ from smp.config import Config, ConfigError
 from smp.config.finetune import ALL_LINEAR
 from smp.config.schema import LoraConfig
 from smp.convert.adapters import Adapter
+from smp.convert.describe import read_architecture
 from smp.convert.hf import open_hf
 from smp.convert.hf_config import is_hf_folder
 from smp.convert.load import load_weights
@@ -78,8 +79,13 @@ def build_finetune_model(
     if config.has_adapters:
         init_weights(model, config.training.seed, only="lora")
     of_adapters = {f"{layer}.lora.{name}" for layer in adapters_of(model) for name in ("a", "b")}
+    if config.has_scores and not (read_architecture(config.checkpoint.load or "") or {}).get("scalar_head"):
+        init_weights(model, config.training.seed, only="head")  # the files are of a language model
+        of_adapters.add("head.weight")
     elsewhere = of_adapters | {f"{layer}.weight" for layer in quantized_layers(model)}
     notes = load_weights(model, lambda: open_base(config), leave=elsewhere)
+    if "head.weight" in elsewhere:
+        notes.append(f"note: the head of scores begins at random, by --seed {config.training.seed}")
     if in_4_bits:
         _load_in_4_bits(model, config)
     if start is not None:

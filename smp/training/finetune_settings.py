@@ -13,7 +13,7 @@ from smp.config.entry_points import FINETUNE
 from smp.config.fields import flag_of
 from smp.config.finetune import fill_in
 from smp.convert.describe import read_architecture
-from smp.convert.hf_config import FREE
+from smp.convert.hf_config import FREE, family_of, is_hf_folder, read_hf_config
 from smp.data.tuning.build import TuningData, read_data
 from smp.data.tuning.tokenizer import TuningTokenizer, open_tokenizer
 from smp.pipeline.plan import plan_pipeline
@@ -83,6 +83,15 @@ def _with_architecture(config: Config, given: set[str]) -> Config:
     found = read_architecture(load)
     if found is None:
         raise ConfigError(f"--load {load} holds neither a Hugging Face model nor a checkpoint of a training run")
+    if config.has_scores:
+        family = family_of(read_hf_config(load), load) if is_hf_folder(load) else None
+        if family is not None and family.classifier is None:
+            raise ConfigError(
+                f"--objective reward: {family.architecture} has no ...ForSequenceClassification to be saved as"
+            )
+        found |= {"scalar_head": True, "untie_embeddings_and_output_weights": True}
+    elif found["scalar_head"]:
+        raise ConfigError(f"--load {load} is a reward model, without an output matrix: give --objective reward")
     for field in dataclasses.fields(config.model):
         name, value = field.name, getattr(config.model, field.name)
         if name in given and name not in FREE and value != found.get(name, value):

@@ -31,7 +31,16 @@ from smp.training.adapter_files import leave_companions, publish_adapter, refere
 from smp.training.build import Workplace, batch_loader, build_forward_backward, choose_backends
 from smp.training.finetune_model import build_finetune_model
 from smp.training.forward_backward import ForwardBackward
-from smp.training.objective import ModelReference, NextToken, NoReference, PreferredAnswer, Reference, TableReference
+from smp.training.objective import (
+    LabelledAnswer,
+    ModelReference,
+    NextToken,
+    NoReference,
+    PreferredAnswer,
+    Reference,
+    ScoredAnswer,
+    TableReference,
+)
 from smp.training.run import RunParts, Say, Trainable
 
 Adapters = Mapping[str, Adapter]
@@ -81,7 +90,15 @@ def _trims(config: Config) -> bool:
 def _dataset(
     config: Config, data: TuningData, sequences: Sequences, seed: int | None = None, notes: tuple[str, ...] = ()
 ) -> TuningDataset:
-    return TuningDataset(data.samples, sequences, seed=seed, pairs=data.pairs, trim=_trims(config), notes=notes)
+    return TuningDataset(
+        data.samples,
+        sequences,
+        seed=seed,
+        pairs=data.pairs,
+        scores=config.has_scores,
+        trim=_trims(config),
+        notes=notes,
+    )
 
 
 def _datasets(config: Config, data: TuningData) -> Datasets:
@@ -107,10 +124,11 @@ def _choose_backends(
 
 def _work(config: Config) -> float:
     """FLOPs of a step relative to pretraining on as many tokens: a third for the forward pass, one for gradients of
-    activations, one for those of weights; the reference adds a forward pass, the loss of pairs the head's."""
+    activations, one for those of weights; the reference adds a forward pass, the loss of pairs the head's. KTO's
+    mismatched answers go through both models once."""
     assert config.objective is not None
     with_reference = config.objective.dpo_reference in ("adapters-off", "copy")
-    return (2 / 3 if config.has_adapters else 1.0) + (1 / 3 if with_reference else 0.0)
+    return (2 / 3 if config.has_adapters else 1.0) + (1 / 3 if with_reference else 0.0) + 2 / 3 * config.has_labels
 
 
 def _publish(config: Config, iteration: int) -> list[str]:
@@ -145,8 +163,21 @@ class _Build:
         forward_backward = build_forward_backward(config, place, model)
         objective = config.objective
         cp = place.context.cp_group
-        if objective is None or not config.has_pairs:
+        if objective is None or not config.judges_answers:
             return Trainable(model, forward_backward, NextToken(place.device, cp))
+        if config.has_scores:
+            scored = ScoredAnswer(place.device, objective.reward_center_coefficient, cp)
+            return Trainable(model, forward_backward, scored)
+        if config.has_labels:
+            labelled = LabelledAnswer(
+                device=place.device,
+                reference=self._reference(objective, model, forward_backward),
+                policy=ModelReference(model, forward_backward, place.device, cp=cp),
+                context=place.context,
+                beta=objective.kto_beta,
+                weights=(objective.kto_desirable_weight, objective.kto_undesirable_weight),
+            )
+            return Trainable(model, forward_backward, labelled)
         preferred = PreferredAnswer(
             device=place.device,
             reference=self._reference(objective, model, forward_backward),

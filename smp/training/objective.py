@@ -1,4 +1,4 @@
-"""What a step minimises: the next token, or a loss of pairs of answers, and what those are compared with."""
+"""What a step minimises: the next token, or a loss of answers, and what those are compared with."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ import torch
 from torch import nn
 
 from smp.data.loader import RankBatch
-from smp.data.tuning.batches import PairBatch
+from smp.data.sample import IGNORE_INDEX
+from smp.data.tuning.batches import LabelledBatch, PairBatch
 from smp.kernels.transfer import to_device
-from smp.layers.preference import METRICS, PairLoss, Preference
+from smp.layers.preference import KTO_METRICS, METRICS, Labelled, PairLoss, Preference
 from smp.models.micro_batch import MicroBatch
+from smp.parallel.agree import sum_over_ranks
 from smp.parallel.collectives import Group
+from smp.parallel.context import ParallelContext
 from smp.sharding.parallelize import free_gathered
 from smp.training.forward_backward import ForwardBackward
 from smp.training.micro_batches import MicroBatches, token_micro_batch
@@ -55,7 +58,7 @@ class NextToken:
 class Reference(Protocol):
     """Where log-probabilities to compare with come from."""
 
-    def log_probs(self, batch: PairBatch) -> torch.Tensor:
+    def log_probs(self, batch: RankBatch) -> torch.Tensor:
         """fp32 (micro-batches, rows); without a meaning on a pipeline rank that does not have the head."""
 
 
@@ -81,29 +84,101 @@ class PreferredAnswer:
 
     def micro_batches(self, batch: RankBatch, num_valid: int) -> MicroBatches:
         assert isinstance(batch, PairBatch)
-        preference = Preference(
+        shared = Preference(
             rows=batch.input_ids.shape[1],
             length=batch.input_ids.shape[2],
             loss_type=self.loss_type,
             beta=self.beta,
             label_smoothing=self.label_smoothing,
             num_pairs=num_valid,
-            reference=to_device(self.reference.log_probs(batch), self.device),
         )
-        return pair_micro_batches(batch, preference, self.device, self.cp)
+        reference = to_device(self.reference.log_probs(batch), self.device)
+        return answer_micro_batches(batch, lambda i: replace(shared, reference=reference[i]), self.device, self.cp)
 
 
-def pair_micro_batches(
-    batch: PairBatch, preference: Preference, device: torch.device, cp: Group | None = None
+@dataclass(frozen=True)
+class ScoredAnswer:
+    """The loss of a reward model, a mean over pairs; see ``smp.layers.score``.
+
+    Attributes:
+        device: of the model.
+        center: of the loss.
+        cp: ranks that share every sequence.
+        metrics: means over the pairs.
+    """
+
+    device: torch.device
+    center: float
+    cp: Group | None = None
+    metrics: tuple[str, ...] = METRICS
+
+    def micro_batches(self, batch: RankBatch, num_valid: int) -> MicroBatches:
+        rows, length = batch.input_ids.shape[1:]
+        preference = Preference(rows, length, num_pairs=num_valid, center=self.center)
+        return answer_micro_batches(batch, lambda _: preference, self.device, self.cp)
+
+
+@dataclass(frozen=True)
+class LabelledAnswer:
+    """KTO: the loss of answers that are desirable or not, a mean over them; see ``smp.layers.preference``.
+
+    Attributes:
+        device: of the model.
+        reference: what to compare with.
+        policy: the model itself, as it is before the step, without dropout.
+        context: its ranks.
+        beta, weights: of the loss; of desirable and of undesirable answers.
+        metrics: means over the answers.
+    """
+
+    device: torch.device
+    reference: Reference
+    policy: ModelReference
+    context: ParallelContext
+    beta: float
+    weights: tuple[float, float]
+    metrics: tuple[str, ...] = KTO_METRICS
+
+    def micro_batches(self, batch: RankBatch, num_valid: int) -> MicroBatches:
+        assert isinstance(batch, LabelledBatch) and batch.desirable is not None
+        real = (batch.labels != IGNORE_INDEX).any(-1)
+        own = int((batch.desirable & real).sum()) if self.context.counts_tokens else 0
+        (liked,) = sum_over_ranks(own)
+        count, kl = max(num_valid, 1), self._kl(batch, num_valid)
+        desirable = to_device(batch.desirable, self.device)
+        reference = to_device(self.reference.log_probs(batch), self.device)
+        shares = liked / count, 1 - liked / count
+
+        def preference(i: int) -> Preference:
+            labelled = Labelled(desirable[i], kl, self.weights, shares)
+            rows, length = batch.input_ids.shape[1:]
+            return Preference(rows, length, beta=self.beta, num_pairs=count, reference=reference[i], labelled=labelled)
+
+        return answer_micro_batches(batch, preference, self.device, self.context.cp_group)
+
+    def _kl(self, batch: LabelledBatch, num_valid: int) -> torch.Tensor:
+        """z0 of the formula, 0-dim fp64, equal on all ranks: over the mismatched answers of the whole global batch, so
+        that it depends on neither micro-batches nor layout."""
+        others = batch.mismatched
+        assert others is not None
+        ratios = self.policy.log_probs(others).double() - self.reference.log_probs(others).to(self.device).double()
+        real = to_device((others.labels != IGNORE_INDEX).any(-1), self.device)
+        total = torch.where(real, ratios, 0.0).sum()
+        if self.context.cp_rank > 0:  # these ranks have the same numbers, and the sum is over all
+            total = torch.zeros_like(total)
+        return (self.context.sum_loss(total) / max(num_valid, 1)).clamp(min=0)
+
+
+def answer_micro_batches(
+    batch: RankBatch, preference: Callable[[int], Preference], device: torch.device, cp: Group | None = None
 ) -> MicroBatches:
-    """Micro-batches of pairs. ``preference`` is that of all of them, its reference fp32 (micro-batches, rows); without
-    one the model returns log-probabilities. ``cp`` are the ranks that share every sequence."""
+    """Micro-batches of answers. ``preference`` gives that of each by its number; without a reference in it the model
+    returns log-probabilities. ``cp`` are the ranks that share every sequence."""
 
     def make(i: int) -> MicroBatch:
         micro_batch = token_micro_batch(batch, i, 1, device, cp)
-        reference = None if preference.reference is None else preference.reference[i]
         length = micro_batch.input_ids.shape[1]  # shorter than the batch's where rows are trimmed or cut
-        return replace(micro_batch, preference=replace(preference, length=length, reference=reference))
+        return replace(micro_batch, preference=replace(preference(i), length=length))
 
     return MicroBatches(len(batch.input_ids), make)
 
@@ -126,12 +201,12 @@ class ModelReference:
     around: Callable[[], AbstractContextManager[None]] = nullcontext
     cp: Group | None = None
 
-    def log_probs(self, batch: PairBatch) -> torch.Tensor:
+    def log_probs(self, batch: RankBatch) -> torch.Tensor:
         training = self.model.training
         self.model.eval()
         wanted = Preference(rows=batch.input_ids.shape[1], length=batch.input_ids.shape[2])
         with self.around():
-            outputs = self.forward_backward.forward(pair_micro_batches(batch, wanted, self.device, self.cp))
+            outputs = self.forward_backward.forward(answer_micro_batches(batch, lambda _: wanted, self.device, self.cp))
         self.model.train(training)
         if not any(p.requires_grad for p in self.model.parameters()):
             free_gathered(self.model)  # of a copy: no backward pass comes that would
@@ -149,13 +224,13 @@ class TableReference:
 
     table: torch.Tensor
 
-    def log_probs(self, batch: PairBatch) -> torch.Tensor:
-        assert batch.texts is not None
+    def log_probs(self, batch: RankBatch) -> torch.Tensor:
+        assert isinstance(batch, PairBatch) and batch.texts is not None
         return self.table[batch.texts.clamp(min=0).to(self.table.device)]
 
 
 class NoReference:
     """Log-probabilities 0, where the loss compares with nothing."""
 
-    def log_probs(self, batch: PairBatch) -> torch.Tensor:
+    def log_probs(self, batch: RankBatch) -> torch.Tensor:
         return torch.zeros(batch.labels.shape[:2])

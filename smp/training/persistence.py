@@ -91,6 +91,7 @@ def noted_settings(config: Config) -> dict[str, dict[str, Any]]:
         return {"config": shared}
     packing = "best-fit" if config.data.packing == "best-fit" else "stream"
     shared |= {"packing": packing, "load": config.resume_from, "ckpt_step": None}
+    shared |= {"scalar_head": True} if config.model.scalar_head else {}  # which is no flag
     every = as_flat_dict(config)
     return {"config": shared, _FINETUNE: {name: every[name] for name in _OWN}}
 

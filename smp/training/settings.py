@@ -25,6 +25,7 @@ def read_settings(argv: list[str], presets: Mapping[str, Mapping[str, Any]], wor
     check_files(config)
     config = resolve(_with_vocabulary(config), world_size)
     _check_architecture(config)
+    require(not config.model.scalar_head, f"--load {config.checkpoint.load} is a reward model: finetune.py trains it")
     layout = Layout.from_config(config.parallel, world_size)
     if layout.pp > 1:
         plans_by_size(config, layout)

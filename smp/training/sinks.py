@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from smp.config import Config, ConfigError, LoggingConfig
+from smp.config.commands import pip_install
 from smp.training.run_record import STARTS
 
 METRICS = "metrics.jsonl"
@@ -197,7 +198,7 @@ class TensorBoardSink:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise ConfigError(
-                "--tensorboard needs tensorboard: pip install tensorboard, or give --no-tensorboard"
+                f"--tensorboard needs tensorboard: {pip_install('tensorboard')}, or give --no-tensorboard"
             ) from None
         self._writer: Any = SummaryWriter(str(folder), purge_step=iteration + 1, flush_secs=30)
         self._iteration = iteration
@@ -224,7 +225,7 @@ class WandbSink:
         try:
             import wandb
         except ImportError:
-            raise ConfigError(f"--wandb-project {project} needs wandb: pip install wandb") from None
+            raise ConfigError(f"--wandb-project {project} needs wandb: {pip_install('wandb')}") from None
         folder.mkdir(parents=True, exist_ok=True)
         id_file = folder / "wandb_run_id"
         known = id_file.read_text().strip() if iteration > 0 and id_file.exists() else None

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from smp.config import Config, ConfigError, Layout, resolve
+from smp.config.commands import tool
 from smp.models.arithmetic import forward_flops
 from smp.training.memory import MemoryEstimate, Tuned
 from smp.training.offload import activation_copies, host_step_seconds, trained_parameters
@@ -124,5 +125,5 @@ def describe_suggestions(config: Config, world_size: int, tuned: Tuned, estimate
         ),
     ]
     if not fitting:
-        lines.append("none of them fits: tools/plan.py looks for a layout that shares the model among more processes")
+        lines.append(f"none of them fits: {tool('plan')} looks for a layout that shares the model among more processes")
     return lines

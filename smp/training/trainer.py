@@ -137,7 +137,7 @@ class Trainer:
         self.config, self.model, self.optimizer = config, model, optimizer
         self.forward_backward, self.objective = forward_backward, objective
         self.context, self.device, self.progress = context, device, progress
-        self.beside = () if config.has_pairs else beside_names(config.model)
+        self.beside = () if config.judges_answers else beside_names(config.model)
         self.history = fp8_history(model)
         self.quantization = context.collectives.quantization if context.collectives else None
         self.skipped_in_a_row = 0

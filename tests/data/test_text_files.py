@@ -23,7 +23,7 @@ def test_read_texts(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"t": "three"}\n{"t": ""}\n')
     assert list(read_texts([tmp_path / "a.txt", tmp_path / "b.jsonl"], "t")) == ["one\r\ntwo\n", "three", ""]
     (tmp_path / "a.txt").write_bytes(b"ok \xff")
-    for name, message in (("a.txt", "not UTF-8 at byte 3"), ("b.csv", "neither .parquet nor .txt nor .jsonl")):
+    for name, message in (("a.txt", "not UTF-8 at byte 3"), ("b.xlsx", "neither .parquet nor .arrow")):
         with pytest.raises(ValueError, match=f"{name}: {message}"):
             list(read_texts([tmp_path / name], "t"))
     with pytest.raises(ValueError, match=r"b.jsonl:1: not a JSON object with a string under 'x'"):

@@ -27,6 +27,8 @@ pytest.importorskip("peft")
 
 LORA = "--lora-rank 2 --train-iters 2 --lr 0.05"
 DPO = "--data-path {0}/dpo.jsonl --objective dpo --lora-rank 2 --train-iters 2 --lr 0.05"
+KTO = DPO.replace("dpo", "kto")
+REWARD = "--data-path {0}/dpo.jsonl --objective reward --train-iters 2 --lr 0.05"
 RUNS = {
     "base": "--train-iters 2 --lr 0.05",
     "lora": LORA,
@@ -44,6 +46,12 @@ RUNS = {
     "hinge": f"{DPO} --dpo-loss-type hinge",
     "orpo": DPO.replace("objective dpo", "objective orpo"),
     "odds": DPO.replace("objective dpo", "objective orpo --orpo-beta 0.7"),
+    "reward": REWARD,
+    "centred": f"{REWARD} --reward-center-coefficient 0.5",
+    "kto": KTO,
+    "kto beta": f"{KTO} --kto-beta 0.5",
+    "kto liked": f"{KTO} --kto-desirable-weight 2",
+    "kto disliked": f"{KTO} --kto-undesirable-weight 2",
     "decay": "--train-iters 2 --lr 0.05 --weight-decay 0.5",
     "epochs": "--train-epochs 2 --global-batch-size 8 --lr 0.05",
     "whole prompt": "--train-iters 2 --lr 0.05 --no-mask-prompt",
@@ -109,6 +117,23 @@ def test_preferences(runs: dict[str, dict[str, Any]]) -> None:
     assert runs["hinge"]["losses"][0] == 1.0 and runs["hinge"]["losses"][1] < 1.0, "--dpo-loss-type"
     assert runs["orpo"]["held"] == runs["dpo"]["held"] and runs["orpo"]["losses"][0] > 1.0, "no reference"
     assert runs["odds"]["losses"][0] > runs["orpo"]["losses"][0], "--orpo-beta"
+
+
+@proves("reward_center_coefficient")
+def test_scores(runs: dict[str, dict[str, Any]]) -> None:
+    plain, centred = runs["reward"], runs["centred"]
+    assert plain["initial"]["head.weight"].shape == (1, 32) and "reward accuracy" in plain["more"][0]
+    assert centred["losses"][0] > plain["losses"][0]
+
+
+@proves("kto_beta", "kto_desirable_weight", "kto_undesirable_weight")
+def test_labels(runs: dict[str, dict[str, Any]]) -> None:
+    first, second = runs["kto"]["losses"]
+    assert first == 0.5, "1 - sigmoid(0), where policy and reference are the same"
+    assert runs["kto beta"]["losses"][0] == 0.5 and runs["kto beta"]["losses"][1] != second
+    liked, disliked = runs["kto liked"]["losses"][0], runs["kto disliked"]["losses"][0]
+    assert liked > 0.5 and disliked > 0.5 and liked + disliked == pytest.approx(1.5), "shares of both kinds"
+    assert set(runs["kto"]["more"][0]) == {"KL", "reward of desirable", "reward of undesirable"}
 
 
 @proves("lr", "weight_decay", "train_epochs", "mask_prompt", "packing")

@@ -27,6 +27,9 @@ METHODS = {
     "--eval-interval 3",
     "ipo": "--data-path {0}/dpo.jsonl --objective dpo --dpo-loss-type ipo --lora-rank 4",
     "orpo": "--data-path {0}/dpo.jsonl --objective orpo",
+    "kto, full": "--data-path {0}/kto.jsonl --objective kto --kto-desirable-weight 1.3",
+    "reward": "--data-path {0}/dpo.jsonl --objective reward --reward-center-coefficient 0.01 --eval-interval 3",
+    "kto, lora": "--data-path {0}/kto.jsonl --objective kto --lora-rank 4 --eval-interval 3",
 }
 LAYOUTS = {
     "tp 2 + sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
@@ -52,13 +55,13 @@ STEPS = "--train-iters 3 --seq-length 48 --micro-batch-size 2 --global-batch-siz
 
 
 FAST = {
-    "tp 2 + sp": ("lora", "dpo, full"),
-    "pp 2": ("full", "dpo, lora"),
-    "shard 2": ("lora", "dpo, full", "ipo"),
+    "tp 2 + sp": ("lora", "dpo, full", "kto, full", "reward"),
+    "pp 2": ("full", "dpo, lora", "kto, lora", "reward"),
+    "shard 2": ("lora", "dpo, full", "ipo", "kto, full", "reward"),
     "replicas 2": ("full", "dpo, table"),
     "tp 2 x pp 2": ("lora, unpacked", "dpo, full", "orpo"),
     "shard 2 x tp 2": ("full", "dpo, lora"),
-    "cp 2": ("lora", "dpo, full"),
+    "cp 2": ("lora", "dpo, full", "kto, lora", "reward"),
     "cp 3": ("lora, unpacked", "dpo, lora"),
     "cp 2 x tp 2 + sp": ("full", "dpo, lora", "ipo", "orpo"),
     "cp 2 x pp 2": ("lora, unpacked", "dpo, table"),

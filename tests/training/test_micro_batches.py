@@ -12,7 +12,7 @@ from smp.layers.preference import Preference
 from smp.models.micro_batch import MicroBatch
 from smp.parallel.collectives import Group
 from smp.training.micro_batches import token_micro_batch
-from smp.training.objective import pair_micro_batches
+from smp.training.objective import answer_micro_batches
 
 CPU = torch.device("cpu")
 ROWS, LENGTH = 3, 24
@@ -72,7 +72,8 @@ def test_answers_of_a_pair_are_cut_alike_and_keep_their_order() -> None:
         texts=torch.zeros(2, 2, dtype=torch.int64),
     )
     for rank in range(2):
-        made = pair_micro_batches(pairs, Preference(rows=2, length=LENGTH), CPU, Group("", 2, rank))[0]
+        wanted = Preference(rows=2, length=LENGTH)
+        made = answer_micro_batches(pairs, lambda _, wanted=wanted: wanted, CPU, Group("", 2, rank))[0]
         assert made.preference is not None
         assert (made.preference.rows, made.preference.length) == (2, LENGTH // 2)
         assert torch.equal(made.input_ids[1], made.input_ids[0] + LENGTH)

@@ -72,13 +72,16 @@ def write_model(folder: Path, kind: str = "llama", layers: int = 4, *, tied: boo
 
 
 def write_samples(folder: Path, count: int = 60) -> None:
-    """sft.jsonl: completions of very different lengths; dpo.jsonl: pairs of answers."""
-    sft, dpo = [], []
+    """sft.jsonl: completions of very different lengths; dpo.jsonl: pairs of answers; kto.jsonl: answers with labels."""
+    sft, dpo, kto = [], [], []
     for i in range(count):
         answer = " ".join(" ".join(WORDS[i % 3 :]).split()[: 1 + 7 * i % 12])
         sft.append({"prompt": f"what is {i}? ", "completion": f"it is {answer}"})
         dpo.append({"prompt": f"what is {i}? ", "chosen": answer, "rejected": f"seven {i}"})
-    for name, rows in (("sft", sft), ("dpo", dpo)):
+        kto.append(
+            {"prompt": f"what is {i}? ", "completion": answer if i % 5 < 3 else f"seven {i}", "label": i % 5 < 3}
+        )
+    for name, rows in (("sft", sft), ("dpo", dpo), ("kto", kto)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

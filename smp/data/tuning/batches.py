@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from smp.data.keyed_random import keyed_permutation
 from smp.data.loader import RankBatch
 from smp.data.sample import IGNORE_INDEX
+from smp.data.tuning.encode import Encoded
 from smp.data.tuning.samples import Samples, fingerprint
 from smp.data.tuning.sequences import Sequences
 
@@ -33,6 +34,24 @@ class PairBatch(RankBatch):
         return int((self.labels[:, ::2] != IGNORE_INDEX).any(-1).sum())
 
 
+@dataclass(frozen=True)
+class LabelledBatch(RankBatch):
+    """Answers one by one, each desirable or not; and for an estimate of a KL divergence the same prompts with answers
+    of other samples."""
+
+    desirable: torch.Tensor | None = None  # bool (num_microbatches, rows)
+    mismatched: RankBatch | None = None  # row i: the prompt of row i, and the answer of the sample behind it
+
+    def num_valid(self) -> int:
+        """Answers of this rank, without those that only fill up."""
+        return int((self.labels != IGNORE_INDEX).any(-1).sum())
+
+    def pinned(self) -> RankBatch:
+        """The mismatched ones, too."""
+        assert self.mismatched is not None
+        return replace(super().pinned(), mismatched=self.mismatched.pinned())  # type: ignore[call-arg]
+
+
 class TuningDataset:
     """Numbered sequences without end: number i is one of epoch i // n, where n is their number.
 
@@ -43,6 +62,7 @@ class TuningDataset:
         samples: all texts.
         sequences: the ones of this dataset.
         seed: of the order; None: as they are, once, and after them sequences without text.
+        scores: a text is to get one number, at its last token: that is read, too, and is the one with a label.
         pairs: two sequences after each other are a pair and one sample: the chosen and the rejected answer.
         trim: leave out columns at the end of a micro-batch that hold padding only. Not for pipelines and compiled
             models, which want one shape.
@@ -56,11 +76,13 @@ class TuningDataset:
         *,
         seed: int | None,
         pairs: bool = False,
+        scores: bool = False,
         trim: bool = False,
         notes: Sequence[str] = (),
     ) -> None:
         self.notes = notes
         self.samples, self.sequences, self.seed, self.trim = samples, sequences, seed, trim
+        self.predicted = 0 if scores else 1  # tokens at the end of a text that are not read
         self.seq_length = sequences.length
         self.rows = 2 if pairs else 1  # of a sample
         self.packed = sequences.packed
@@ -86,11 +108,27 @@ class TuningDataset:
         """Samples by number, ``indices`` (micro-batches, samples) >= 0."""
         rows = (indices[:, :, None] * self.rows + np.arange(self.rows)).reshape(len(indices), -1)
         texts = [self._texts(int(row)) for row in rows.flat]
+        fields = self._fields(rows, [[self.samples[n] for n in held.tolist()] for held in texts])
+        if self.samples.desirable is not None:
+            desirable = [bool(len(held)) and bool(self.samples.desirable[held[0]]) for held in texts]
+            others = [self._mismatched(int(row)) for row in rows.flat]
+            return LabelledBatch(
+                **fields,
+                desirable=torch.tensor(desirable).view(rows.shape),
+                mismatched=RankBatch(**self._fields(rows, others)),
+            )
+        if self.rows == 1:
+            return RankBatch(**fields)
+        answers = torch.tensor([int(held[0]) if len(held) else -1 for held in texts])
+        return PairBatch(**fields, texts=answers.view(rows.shape))
+
+    def _fields(self, rows: npt.NDArray[np.int64], texts: list[list[Encoded]]) -> dict[str, Any]:
+        """Of a batch of sequences, each the texts in it; ``rows``: their numbers, (micro-batches, sequences)."""
         stacked = np.stack([self._row(held) for held in texts]).reshape(*rows.shape, 4, self.seq_length)
         input_ids, labels, document_ids, position_ids = (
             torch.from_numpy(np.ascontiguousarray(stacked[:, :, i])) for i in range(4)
         )
-        fields: dict[str, Any] = {
+        return {
             "input_ids": input_ids,
             "labels": labels,
             "sample_index": torch.from_numpy(rows),
@@ -99,15 +137,24 @@ class TuningDataset:
             "lengths": _lengths(document_ids) if self.trim else None,
             "padding": int((document_ids < 0).sum()),
             # the last token of a text is only predicted
-            "attended_lengths": self.samples.lengths[np.concatenate(texts)] - 1,
+            "attended_lengths": np.array([len(ids) - self.predicted for held in texts for ids, _ in held], np.int64),
         }
-        if self.rows == 1:
-            return RankBatch(**fields)
-        answers = torch.tensor([int(held[0]) if len(held) else -1 for held in texts])
-        return PairBatch(**fields, texts=answers.view(rows.shape))
 
-    def _texts(self, row: int) -> npt.NDArray[np.int64]:
-        """Texts in the sequence with number ``row``; none behind the last one of data that are read once."""
+    def _mismatched(self, row: int) -> list[Encoded]:
+        """The prompt of a text, and what is trained of the next one in the epoch's order, of the last that of the
+        first: a function of (seed, samples, number), as all else."""
+        own, other = self._texts(row), self._texts(row, behind=1)
+        if not len(own):
+            return []
+        (ids, trained), (others, others_trained) = self.samples[int(own[0])], self.samples[int(other[0])]
+        prompt, answer = int(trained.argmax()), int(others_trained.argmax())
+        longest = self.seq_length + 1
+        mixed = np.concatenate([ids[:prompt], others[answer:]])[:longest]
+        return [(mixed, np.concatenate([trained[:prompt], others_trained[answer:]])[:longest])]
+
+    def _texts(self, row: int, behind: int = 0) -> npt.NDArray[np.int64]:
+        """Texts in the sequence with number ``row``, or so many ``behind`` it in its epoch; none behind the last one
+        of data that are read once."""
         index, part = divmod(row, self.rows)
         epoch, place = divmod(index, self.samples_per_epoch)
         if self.seed is None and epoch > 0:
@@ -116,19 +163,23 @@ class TuningDataset:
             order = self._order  # several threads read
             if order is None or order[0] != epoch:
                 order = self._order = epoch, keyed_permutation(self.samples_per_epoch, self.seed, 1, epoch)
-            place = int(order[1][place])
+            place = int(order[1][(place + behind) % self.samples_per_epoch])
+        else:
+            place = (place + behind) % self.samples_per_epoch
         return self.sequences[place * self.rows + part]
 
-    def _row(self, texts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def _row(self, texts: list[Encoded]) -> npt.NDArray[np.int64]:
         """Tokens, labels, documents and positions of a sequence, (4, seq_length). Padding is document -1."""
         row = np.zeros((4, self.seq_length), np.int64)
         row[1], row[2] = IGNORE_INDEX, -1
         at = 0
-        for number, text in enumerate(texts.tolist()):
-            ids, trained = self.samples[text]
-            end = at + len(ids) - 1
-            row[0, at:end] = ids[:-1]
-            row[1, at:end] = np.where(trained[1:], ids[1:], IGNORE_INDEX)
+        for number, (ids, trained) in enumerate(texts):
+            end = at + len(ids) - self.predicted
+            row[0, at:end] = ids[: end - at]
+            if self.predicted:
+                row[1, at:end] = np.where(trained[1:], ids[1:], IGNORE_INDEX)
+            else:
+                row[1, end - 1] = ids[-1]
             row[2, at:end] = number
             row[3, at:end] = np.arange(end - at)
             at = end

@@ -15,6 +15,7 @@ from smp.data.tuning.encode import Encoder, marked
 from smp.data.tuning.files import read_records
 from smp.data.tuning.samples import Samples, collect
 from smp.data.tuning.sequences import Sequences, lay_out, split_samples
+from smp.data.tuning.shapes import label_of
 from smp.data.tuning.tokenizer import TuningTokenizer
 
 
@@ -52,7 +53,7 @@ class TuningData:
 def read_data(config: Config, tokenizer: TuningTokenizer) -> TuningData:
     """Read, encode and lay out everything for a resolved ``config``. Raises ConfigError, one line that says which and
     why, when the data cannot be used."""
-    data, pairs = config.data, config.has_pairs
+    data, pairs, labelled = config.data, config.has_pairs, config.has_labels
     assert data.seq_length is not None and config.model.vocab_size is not None and data.data_path is not None
     assert data.packing is not None and data.packing != "stream", "filled in before"
     try:
@@ -60,10 +61,11 @@ def read_data(config: Config, tokenizer: TuningTokenizer) -> TuningData:
         encoder = Encoder(tokenizer, template, mask_prompt=data.mask_prompt)
         samples, report = collect(
             read_records(shlex.split(data.data_path)),
-            encoder.pair if pairs else encoder.sample,
-            seq_length=data.seq_length,
+            encoder.pair if pairs else encoder.labelled if labelled else encoder.sample,
+            seq_length=data.seq_length - config.has_scores,  # their last tokens are read, too
             vocab_size=config.model.vocab_size,
             threshold=data.bad_sample_threshold,
+            label=label_of if labelled else None,
         )
     except ValueError as error:
         raise ConfigError(f"--data-path {error}") from error  # damage is another exit code
@@ -75,6 +77,8 @@ def read_data(config: Config, tokenizer: TuningTokenizer) -> TuningData:
     )
     if len(train) == 0:
         raise ConfigError(f"--split {data.split} leaves none of {report.used} samples to train on")
+    if labelled and len(train) < 2:
+        raise ConfigError("--objective kto compares prompts with answers of other samples: there is one sample only")
     if config.training.eval_interval is not None and len(valid) == 0:
         raise ConfigError(f"--eval-interval: --split {data.split} leaves none of {report.used} samples for validation")
     lines = [*report.lines(), *(_described(name, part) for name, part in (("training", train), ("validation", valid)))]

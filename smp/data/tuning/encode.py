@@ -11,7 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from smp.data.tuning.chat_template import ChatTemplate, Span
-from smp.data.tuning.shapes import BadSampleError, Conversation, Plain, Sample, recognise, recognise_pair
+from smp.data.tuning.shapes import (
+    BadSampleError,
+    Conversation,
+    Plain,
+    Sample,
+    recognise,
+    recognise_labelled,
+    recognise_pair,
+)
 from smp.data.tuning.tokenizer import TuningTokenizer
 
 _COLOURS = {True: ("\x1b[1;32m", "\x1b[0m"), False: ("\x1b[2m", "\x1b[0m")}
@@ -37,6 +45,10 @@ class Encoder:
     def sample(self, record: dict[str, Any]) -> list[Encoded]:
         """The one text of a record. Raises ValueError when it is broken, or nothing in it is trained."""
         return [self._encode(recognise(record, chat=self.template is not None))]
+
+    def labelled(self, record: dict[str, Any]) -> list[Encoded]:
+        """The one text of a record with a label. Raises ValueError as ``sample``."""
+        return [self._encode(recognise_labelled(record, chat=self.template is not None))]
 
     def pair(self, record: dict[str, Any]) -> list[Encoded]:
         """The two texts of a preference: chosen, rejected. Raises ValueError as ``sample``."""

@@ -1,4 +1,4 @@
-"""Records from .jsonl, .jsonl.gz, .jsonl.zst and .parquet files, each with where it stands."""
+"""Records from .jsonl, .json, .csv (also .gz and .zst), .parquet and .arrow files, each with where it stands."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 from smp.data.text_files import expand_paths, kind_of, parse_record, read_chunks
 
 Record = bytes | dict[str, Any]
-"""One sample as it is in a file: a line of .jsonl, or a row of .parquet."""
+"""One sample as it is in a file: a line of .jsonl, or a row."""
 
 
 def read_records(patterns: Sequence[str]) -> Iterator[tuple[str, Record]]:
     """Every record of every file, in order, with where it stands: ``file:line``, counted from 1 (``file:row`` for
-    parquet). Blank lines are skipped.
+    rows). Blank lines are skipped.
 
     Raises:
         ValueError: a pattern without a file, a file of an unknown kind or a damaged one, or a library is missing.
     """
     for path in expand_paths(patterns):
         if kind_of(path) == ".txt":
-            raise ValueError(f"{path}: samples come in .jsonl and .parquet files")
+            raise ValueError(f"{path}: samples come in .jsonl, .json, .csv, .parquet and .arrow files")
         for chunk in read_chunks([path]):
             for number, record in enumerate(chunk.records, start=chunk.first):
-                if isinstance(record, dict) or record.strip():
+                if not isinstance(record, bytes) or record.strip():
                     yield f"{path}:{number}", record
 
 

@@ -25,11 +25,13 @@ class Samples:
         tokens: int32 (sum of lengths,).
         trained: bool like ``tokens``: the model is trained to say this token.
         offsets: int64 (texts + 1,), where each text begins.
+        desirable: bool (texts,), what the label of each says; None: they have none.
     """
 
     tokens: npt.NDArray[np.int32]
     trained: npt.NDArray[np.bool_]
     offsets: npt.NDArray[np.int64]
+    desirable: npt.NDArray[np.bool_] | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -41,7 +43,8 @@ class Samples:
 
     def fingerprint(self) -> str:
         """Of all that is in it."""
-        return " ".join(map(fingerprint, (self.tokens, self.trained, self.offsets)))
+        arrays = [self.tokens, self.trained, self.offsets]
+        return " ".join(map(fingerprint, arrays if self.desirable is None else [*arrays, self.desirable]))
 
     def __getitem__(self, text: int) -> Encoded:
         part = slice(int(self.offsets[text]), int(self.offsets[text + 1]))
@@ -62,6 +65,8 @@ class Report:
         used: samples that are trained on.
         tokens: of them, ``supervised`` of which are trained.
         truncated: texts that were cut at the sequence length.
+        desirable: samples whose label says so; None: labels are not read.
+        labels: samples with a label that is not read.
         bad: (where, why) of samples that were left out.
     """
 
@@ -70,6 +75,8 @@ class Report:
     tokens: int = 0
     supervised: int = 0
     truncated: int = 0
+    desirable: int | None = None
+    labels: int = 0
     bad: list[tuple[str, str]] = field(default_factory=list)
 
     def lines(self) -> list[str]:
@@ -79,8 +86,13 @@ class Report:
             f"samples: {self.used:,} of {self.records:,} used, {self.tokens:,} tokens, {self.supervised:,} of them "
             f"trained ({share:.1f} %), {self.truncated:,} texts cut at the sequence length, {len(self.bad):,} dropped"
         )
+        notes = []
+        if self.desirable is not None:
+            notes = [f"labels: {self.desirable:,} desirable, {self.used - self.desirable:,} undesirable"]
+        elif self.labels:
+            notes = [f"note: {self.labels:,} samples have a label, which this --objective does not read"]
         more = [f"  and {len(self.bad) - _NAMED:,} more"] if len(self.bad) > _NAMED else []
-        return [text, *(f"  dropped {where}: {why}" for where, why in self.bad[:_NAMED]), *more]
+        return [text, *notes, *(f"  dropped {where}: {why}" for where, why in self.bad[:_NAMED]), *more]
 
 
 def collect(
@@ -90,6 +102,7 @@ def collect(
     seq_length: int,
     vocab_size: int,
     threshold: float,
+    label: Callable[[dict[str, Any]], bool] | None = None,
 ) -> tuple[Samples, Report]:
     """Encode every record.
 
@@ -99,19 +112,23 @@ def collect(
         seq_length: the longest text is one token more: the last is only predicted.
         vocab_size: token ids from here on are refused.
         threshold: largest fraction of records that may be dropped.
+        label: says whether the one text of a record is desirable.
 
     Raises:
         ValueError: no sample is left, or more than ``threshold`` were dropped; the message names some.
     """
-    report, texts = Report(), list[Encoded]()
+    report, texts, labels = Report(), list[Encoded](), list[bool]()
     for where, record in records:
         report.records += 1
         try:
-            found, cut = _cut(encode(parse(record)), seq_length)
+            content = parse(record)
+            found, cut = _cut(encode(content), seq_length)
+            labels += [] if label is None else [label(content)]
         except ValueError as error:
             report.bad.append((where, str(error)))
             continue
         report.used += 1
+        report.labels += "label" in content
         report.truncated += cut
         texts += found
     _check(report, threshold)
@@ -120,7 +137,9 @@ def collect(
         np.concatenate([ids for ids, _ in texts]),
         np.concatenate([trained for _, trained in texts]),
         np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]),
+        None if label is None else np.array(labels, np.bool_),
     )
+    report.desirable = None if label is None else sum(labels)
     if samples.tokens.max() >= vocab_size:
         raise ValueError(f"the tokenizer gave id {samples.tokens.max()}, the model's vocabulary has {vocab_size}")
     report.tokens, report.supervised = len(samples.tokens), int(samples.trained.sum())

@@ -17,6 +17,10 @@ _MARKS = {"train": "true or false", "weight": "1 or 0"}
 SHAPES = "messages, conversations, prompt/completion, text, instruction/output, prompt/chosen/rejected"
 
 
+_OF_CSV = {"true": True, "1": True, "false": False, "0": False}
+"""How tables that hold text only say what is true."""
+
+
 class BadSampleError(ValueError):
     """A sample that cannot be trained on; the message says why."""
 
@@ -56,6 +60,10 @@ def recognise(record: dict[str, Any], *, chat: bool) -> Sample:
     Raises:
         BadSampleError: none of the shapes, or a broken one.
     """
+    if type(record.get("label")) is bool:
+        raise BadSampleError("its label says whether the answer is desirable: give --objective kto")
+    if "chosen" in record and "rejected" in record:
+        raise BadSampleError("chosen and rejected are a pair of answers: give --objective dpo, orpo or reward")
     if "messages" in record:
         return _conversation(record["messages"], record)
     if "conversations" in record:
@@ -76,7 +84,8 @@ def recognise_pair(record: dict[str, Any]) -> tuple[Sample, Sample]:
         BadSampleError: as :func:`recognise`.
     """
     if "chosen" not in record or "rejected" not in record:
-        raise BadSampleError(f"keys {', '.join(sorted(record)) or 'none'}: a pair needs chosen and rejected")
+        hint = "; samples with a label are for --objective kto" if "label" in record else ""
+        raise BadSampleError(f"keys {', '.join(sorted(record)) or 'none'}: a pair needs chosen and rejected{hint}")
     chosen, rejected = record["chosen"], record["rejected"]
     if "prompt" in record:
         return _answer(record["prompt"], chosen, record), _answer(record["prompt"], rejected, record)
@@ -91,6 +100,34 @@ def recognise_pair(record: dict[str, Any]) -> tuple[Sample, Sample]:
         raise BadSampleError("chosen and rejected share no beginning: there is no prompt")
     prompt = chosen[:common]
     return _answer(prompt, chosen[common:], record), _answer(prompt, rejected[common:], record)
+
+
+def recognise_labelled(record: dict[str, Any], *, chat: bool) -> Sample:
+    """The answer of a record with a "label" that says whether it is desirable.
+
+    Raises:
+        BadSampleError: as :func:`recognise`, or the prompt is not known apart from the answer.
+    """
+    label_of(record)
+    rest = {key: value for key, value in record.items() if key != "label"}
+    if not ({"prompt", "completion"} <= rest.keys() or {"instruction", "output"} <= rest.keys()):
+        raise BadSampleError(f"keys {', '.join(sorted(record))}: beside a label there must be prompt and completion")
+    return recognise(rest, chat=chat)
+
+
+def label_of(record: dict[str, Any]) -> bool:
+    """Whether the answer of a record is desirable.
+
+    Raises:
+        BadSampleError: it has no label, or one that is neither true nor false (nor 1 or 0).
+    """
+    if "chosen" in record and "rejected" in record and "label" not in record:
+        raise BadSampleError("chosen and rejected are a pair of answers: give --objective dpo, orpo or reward")
+    label = record.get("label")
+    label = _OF_CSV.get(label.lower(), label) if isinstance(label, str) else label
+    if label not in (True, False):
+        raise BadSampleError("it has no label" if label is None else f"its label is {label!r}, not true or false")
+    return bool(label)
 
 
 def _answer(prompt: Any, answer: Any, record: dict[str, Any]) -> Sample:
@@ -130,9 +167,20 @@ def _message(message: Any, number: int) -> dict[str, Any]:
         raise BadSampleError(f"message {number}: unknown role {role!r}; known are {', '.join(ROLES)}")
     if content is None and not message.get("tool_calls"):
         raise BadSampleError(f"message {number} ({role}) has no content")
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        content = _joined(content, f"message {number} ({role})")
     if content is not None and not isinstance(content, str):
         raise BadSampleError(f"message {number} ({role}): content is not text")
     return {**message, "content": content or ""}
+
+
+def _joined(parts: list[Any], where: str) -> str:
+    """The text of OpenAI's content parts, {"type": "text", "text": ...}."""
+    for part in parts:
+        kind = part.get("type")
+        if kind not in ("text", "input_text", "output_text"):
+            raise BadSampleError(f"{where}: a content part of type {kind}, where only text is trained on")
+    return "".join(_text(part.get("text"), f"a content part of {where}") for part in parts)
 
 
 def _is_trained(message: dict[str, Any], number: int) -> bool:

@@ -56,8 +56,8 @@ def test_columns_that_a_row_does_not_have_are_absent(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "why"),
     [
-        ("a.csv", b"x", "neither .parquet nor"),
-        ("a.txt", b"x", "samples come in .jsonl and .parquet files"),
+        ("a.xlsx", b"x", "neither .parquet nor"),
+        ("a.txt", b"x", "samples come in .jsonl, .json, .csv"),
         ("a.jsonl.gz", b"no gzip", "damaged after 0 records"),
         ("a.parquet", b"no parquet", "not a parquet file that can be read"),
     ],

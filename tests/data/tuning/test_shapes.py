@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from smp.data.tuning.shapes import BadSampleError, Conversation, Plain, recognise, recognise_pair
+from smp.data.tuning.shapes import (
+    BadSampleError,
+    Conversation,
+    Plain,
+    label_of,
+    recognise,
+    recognise_labelled,
+    recognise_pair,
+)
 
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
 CHAT = Conversation((USER, ANSWER), (False, True))
@@ -120,3 +128,37 @@ def test_pairs_in_every_shape() -> None:
 def test_broken_pairs_say_why(record: dict[str, Any], why: str) -> None:
     with pytest.raises(BadSampleError, match=why):
         recognise_pair(record)
+
+
+def test_labels_and_pairs_ask_for_their_objective() -> None:
+    labelled = {"prompt": "a", "completion": "b", "label": True}
+    with pytest.raises(BadSampleError, match="give --objective kto"):
+        recognise(labelled, chat=False)
+    with pytest.raises(BadSampleError, match="give --objective dpo, orpo or reward"):
+        recognise({"prompt": "a", "chosen": "b", "rejected": "c"}, chat=False)
+    with pytest.raises(BadSampleError, match="samples with a label are for --objective kto"):
+        recognise_pair(labelled)
+    with pytest.raises(BadSampleError, match="give --objective dpo"):
+        label_of({"prompt": "a", "chosen": "b", "rejected": "c"})
+    assert recognise({"text": "a", "label": 3}, chat=False) == Plain((("a", True),)), "a class, which is noted"
+
+
+def test_labels_are_true_or_false() -> None:
+    labelled = {"prompt": "a", "completion": "b", "label": 0}
+    assert recognise_labelled(labelled, chat=False) == Plain((("a", False), ("b", True))) and not label_of(labelled)
+    assert label_of(labelled | {"label": True})
+    for label, said in ((None, "it has no label"), (2, "its label is 2"), ("yes", "its label is 'yes'")):
+        with pytest.raises(BadSampleError, match=said):
+            recognise_labelled({**labelled, "label": label}, chat=False)
+    with pytest.raises(BadSampleError, match="there must be prompt and completion"):
+        recognise_labelled({"text": "a", "label": True}, chat=False)
+
+
+def test_content_parts_are_text_or_refused() -> None:
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    assert recognise({"messages": [USER | {"content": parts}, ANSWER]}, chat=True) == CHAT
+    image = {"type": "image_url", "image_url": {"url": "x"}}
+    with pytest.raises(BadSampleError, match=r"message 0 \(user\): a content part of type image_url"):
+        recognise({"messages": [USER | {"content": [*parts, image]}, ANSWER]}, chat=True)
+    with pytest.raises(BadSampleError, match="is not text"):
+        recognise({"messages": [USER | {"content": [{"type": "text"}]}, ANSWER]}, chat=True)
