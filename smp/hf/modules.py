@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from smp.config.schema import ConfigError
+from smp.hf.adapters import target_of
 from smp.hf.plan import Plan, Step
 from smp.hf.rows import COLUMN, EMBEDDING, ROW, SUMMED
 from smp.layers.parameter import local
@@ -53,12 +55,14 @@ class Cut:
         group: the tensor-parallel ranks.
         inside: the boundary that this module's input crosses.
         around: the boundary that this module's own forward pass is.
+        children: of this module, as they were.
     """
 
     step: Step
     group: Group
     inside: Boundary
     around: Boundary | None = None
+    children: tuple[nn.Module, ...] = ()
 
 
 def install(model: nn.Module, plan: Plan, group: Group) -> None:
@@ -66,9 +70,9 @@ def install(model: nn.Module, plan: Plan, group: Group) -> None:
     boundaries = {name: Boundary() for name in plan.boundaries}
     for name in plan.steps.keys() | plan.boundaries:
         step = plan.steps.get(name, Step("boundary", {}))
-        inside = boundaries.get(name.rpartition(".")[0]) or Boundary()
+        inside = boundaries.get(target_of(name).rpartition(".")[0]) or Boundary()
         module: Any = model.get_submodule(name)
-        module.smp_cut = Cut(step, group, inside, boundaries.get(name))
+        module.smp_cut = Cut(step, group, inside, boundaries.get(name), tuple(module.children()))
         module.forward = MethodType(_forward_of(step), module)
     for name, numbers in plan.numbers.items():
         for attribute, value in numbers.items():
@@ -146,6 +150,7 @@ def _with_plain_parameters(module: Any, *args: Any, **kwargs: Any) -> Any:
     summed_over = cut.group if cut.step.style == SUMMED else None
     resting = {name: module._parameters[name] for name in cut.step.cuts}
     if cut.around is not None:
+        _check_children(module, cut.children)
         cut.around.active = True
     try:
         for name in resting:
@@ -156,3 +161,13 @@ def _with_plain_parameters(module: Any, *args: Any, **kwargs: Any) -> Any:
         if cut.around is not None:
             cut.around.active = False
             cut.around.seen.clear()
+
+
+def _check_children(module: nn.Module, before: tuple[nn.Module, ...]) -> None:
+    """A layer that something wrapped after it was cut (peft's adapters) would compute with a part as if it were all."""
+    for (name, child), known in zip(module._modules.items(), before, strict=False):
+        if child is not known:
+            raise ConfigError(
+                f"{type(module).__name__}.{name} became {type(child).__name__} after smp.transform, and does not know "
+                "of the cut: get_peft_model first, then transform what it returns"
+            )

@@ -95,7 +95,7 @@ def _check_known(model: nn.Module, known: Mapping[str, str]) -> None:
     if known and known.keys().isdisjoint(pattern_of(name) for name, _ in model.named_modules()):
         raise ConfigError(
             f"{type(model).__name__} has no module {next(iter(known))} nor any other of its tensor-parallel plan: "
-            "transform the model before a wrapper renames its modules (peft: adapters do not work on cut layers)"
+            "transform the model before a wrapper renames its modules"
         )
 
 

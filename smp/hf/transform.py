@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from smp.config.schema import ConfigError
-from smp.hf import weights
+from smp.hf import trainer, weights
 from smp.hf.modules import install
 from smp.hf.plan import Plan, Step, check_untouched, make_plan
 from smp.hf.rows import REPLICATE, check_given, pattern_of
@@ -90,6 +90,7 @@ def transform(
     _cut(model, plan, device, dtype, load_state_dict_from_rank0)
     install(model, plan, tp)
     weights.install(model)
+    trainer.announce(model)
     model.smp_report = _report(model, plan)  # type: ignore[assignment]
     if state.rank == 0:
         print(f"smp.transform: {type(model).__name__} over {tp.size} tensor-parallel ranks", flush=True)

@@ -187,7 +187,7 @@ def _two_data_ranks(rank: int, world_size: int, folder: str) -> list[float]:
     _refused("weight is not sharded, so each of the 2 data ranks", lambda: smp.clip_grad_norm_(plain, 1.0))
     _refused("max_norm 0.0: give a number above 0", lambda: smp.clip_grad_norm_(plain, 0.0))
     model = smp.transform(build("Llama"))
-    for options in ({"is_main_process": rank == 0}, {"state_dict": {} if rank == 0 else None}):
+    for options in ({"distributed_checkpoint": rank == 0}, {"state_dict": {"a": 1} if rank == 0 else None}):
         _refused("leave out " + next(iter(options)), lambda options=options: model.save_pretrained(folder, **options))
     whole_rows = [{"model.layers.0.mlp": "replicate"}, {"model.layers.*.mlp": "replicated_with_grad_allreduce"}]
     for rows, message in zip(whole_rows, ("write model.layers.*.mlp", "no parameters of its own"), strict=True):
