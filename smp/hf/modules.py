@@ -96,7 +96,7 @@ def _plain(module: nn.Module, name: str, summed_over: Group | None = None) -> to
     return local(parameter, summed_over=summed_over)
 
 
-def _weight_and_bias(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+def local_weight_and_bias(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(out, in) and (out,), of the rows that this rank uses."""
     step, group = module.smp_cut.step, module.smp_cut.group
     summed_over = group if step.heads else None
@@ -111,7 +111,7 @@ def _weight_and_bias(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
 def _column(module: Any, input: torch.Tensor) -> torch.Tensor:
     """(..., in) -> (..., out/tp), or (..., out) when the columns are gathered."""
     cut: Cut = module.smp_cut
-    weight, bias = _weight_and_bias(module)
+    weight, bias = local_weight_and_bias(module)
     out = F.linear(cut.inside.copied(input, cut.group), weight, bias)
     return out if cut.step.style == "colwise" else gather_features(out, cut.group)
 
@@ -119,7 +119,7 @@ def _column(module: Any, input: torch.Tensor) -> torch.Tensor:
 def _row(module: Any, input: torch.Tensor) -> torch.Tensor:
     """(..., in/tp), or (..., in) that is split here -> (..., out)."""
     cut: Cut = module.smp_cut
-    weight, bias = _weight_and_bias(module)
+    weight, bias = local_weight_and_bias(module)
     part = split_features(input, cut.group) if cut.step.style == "rowwise_split_input" else input
     out = reduce_from_group(F.linear(part, weight), cut.group)
     return out if bias is None else out + bias

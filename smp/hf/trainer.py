@@ -56,8 +56,8 @@ def _distributed_config(model: nn.Module, tp_size: int, data_size: int) -> Any:
 
 
 def parallelism_config() -> Any:
-    """What ``TrainingArguments(parallelism_config=...)`` takes on machines without GPUs, where accelerate refuses tensor
-    parallelism. On GPUs it is not needed, and does no harm."""
+    """What ``TrainingArguments(parallelism_config=...)`` takes on machines without GPUs, where accelerate refuses
+    tensor parallelism. On GPUs it is not needed, and does no harm."""
     from accelerate import ParallelismConfig
 
     class OnAnyDevice(ParallelismConfig):  # type: ignore[misc]

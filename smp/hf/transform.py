@@ -17,6 +17,9 @@ from torch import nn
 
 from smp.config.schema import ConfigError
 from smp.hf import trainer, weights
+from smp.hf.loss import GATHERED
+from smp.hf.loss import check as check_loss
+from smp.hf.loss import install as install_loss
 from smp.hf.modules import install
 from smp.hf.plan import Plan, Step, check_untouched, make_plan
 from smp.hf.rows import REPLICATE, check_given, pattern_of
@@ -49,6 +52,7 @@ def transform(
     dtype: torch.dtype | None = None,
     *,
     rows: Mapping[str, str] | None = None,
+    loss: str = GATHERED,
     load_state_dict_from_rank0: bool = False,
     verify: bool | None = None,
 ) -> Model:
@@ -62,6 +66,8 @@ def transform(
         device: where the parts go; by default they stay where the model is.
         dtype: of floating-point parameters; by default each keeps its own.
         rows: styles by pattern of module names (:mod:`smp.hf.rows`), before those that transformers has.
+        loss: of a causal language model called with labels: "gathered", Hugging Face's own on all logits,
+            "vocab_parallel" on this rank's columns, "chunked" without logits (:mod:`smp.hf.loss`).
         load_state_dict_from_rank0: only rank 0 has the weights, the others may be on the meta device. They are sent one
             after the other.
         verify: compare logits and every gradient of a small batch before and after; by default if ``rows`` are given.
@@ -77,6 +83,7 @@ def transform(
         if verify and load_state_dict_from_rank0:
             raise ConfigError("verify needs the weights on every rank: not with load_state_dict_from_rank0")
         check_untouched(model)
+        check_loss(model, loss, tp.size)
         _check_optimizers(model)
         _check_device(model, device, load_state_dict_from_rank0)
         if tp.size > 1:
@@ -89,6 +96,7 @@ def transform(
     expected = Expected.of(model) if verify else None
     _cut(model, plan, device, dtype, load_state_dict_from_rank0)
     install(model, plan, tp)
+    install_loss(model, loss, tp)
     weights.install(model)
     trainer.announce(model)
     model.smp_report = _report(model, plan)  # type: ignore[assignment]
