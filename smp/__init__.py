@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "clip_grad_norm_": "smp.hf.clip",
+    "cut_sequence": "smp.hf.context",
     "init": "smp.hf.state",
     "is_initialized": "smp.hf.state",
     "state": "smp.hf.state",

@@ -36,13 +36,13 @@ def check_sharded(named: Iterable[tuple[str, nn.Parameter]]) -> None:
     Raises:
         ConfigError: with the first that it has not seen.
     """
-    if state.dp_size == 1:
+    if state.data_mesh.size() == 1:
         return
     wanted = set(state.data_mesh.mesh_dim_names or ())
     for name, parameter in named:
         mesh = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
         if not wanted <= set(mesh or ()):
             raise ConfigError(
-                f"{name} is not sharded, so each of the {state.dp_size} data ranks has another gradient: "
+                f"{name} is not sharded, so each of the {state.data_mesh.size()} data ranks has another gradient: "
                 "fully_shard(model, mesh=smp.state.data_mesh) before the first step"
             )

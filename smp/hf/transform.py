@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from smp.config.schema import ConfigError
-from smp.hf import trainer, weights
+from smp.hf import context, trainer, weights
 from smp.hf.loss import GATHERED
 from smp.hf.loss import check as check_loss
 from smp.hf.loss import install as install_loss
@@ -53,6 +53,7 @@ def transform(
     *,
     rows: Mapping[str, str] | None = None,
     loss: str = GATHERED,
+    cp_comm_type: str = "p2p",
     load_state_dict_from_rank0: bool = False,
     verify: bool | None = None,
 ) -> Model:
@@ -68,6 +69,8 @@ def transform(
         rows: styles by pattern of module names (:mod:`smp.hf.rows`), before those that transformers has.
         loss: of a causal language model called with labels: "gathered", Hugging Face's own on all logits,
             "vocab_parallel" on this rank's columns, "chunked" without logits (:mod:`smp.hf.loss`).
+        cp_comm_type: what attention exchanges with context_parallel_degree > 1: "p2p", keys around a ring beside
+            computation, or "all_gather", all keys at once (:mod:`smp.hf.context`).
         load_state_dict_from_rank0: only rank 0 has the weights, the others may be on the meta device. They are sent one
             after the other.
         verify: compare logits and every gradient of a small batch before and after; by default if ``rows`` are given.
@@ -84,6 +87,7 @@ def transform(
             raise ConfigError("verify needs the weights on every rank: not with load_state_dict_from_rank0")
         check_untouched(model)
         check_loss(model, loss, tp.size)
+        context.check(model, cp_comm_type)
         _check_optimizers(model)
         _check_device(model, device, load_state_dict_from_rank0)
         if tp.size > 1:
@@ -105,6 +109,7 @@ def transform(
         print("\n".join(map(str, model.smp_report)), flush=True)  # type: ignore[arg-type]
     if expected is not None:
         expected.compare(model)
+    context.install(model, cp_comm_type)  # after the comparison, which is of whole sequences
     return model
 
 

@@ -58,7 +58,7 @@ def test_keys_that_change_nothing_are_told() -> None:
         ({"pipeline_parallel_degree": 1}, "which has no stages; .*--pipeline-model-parallel-size"),
         ({"partitions": 2}, "which has no stages"),
         ({"sequence_parallel": True}, "--sequence-parallel"),
-        ({"context_parallel_degree": 2}, "works with 1 only; .*--context-parallel-size"),
+        ({"context_parallel_degree": 0}, "context_parallel_degree 0: at least 1"),
         ({"expert_parallel_degree": 2}, "expert_parallel_degree 2: a transformed model works with 1 only"),
         ("nowhere.json", "No such file or directory: nowhere.json"),
     ],
