@@ -169,7 +169,7 @@ def _complete(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     """The arguments of a forward pass over cut sequences, with what follows from the cut."""
     group: Group = model.smp_context.group
     signature = inspect.signature(model.forward)
-    given = dict(signature.bind(*args, **kwargs).arguments)
+    given: dict[str, Any] = dict(signature.bind(*args, **kwargs).arguments)
     rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
     given |= given.pop(rest, {})
     tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
