@@ -151,7 +151,7 @@ def _attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """(batch, heads or groups, length / cp, head_dim) -> (batch, length / cp, heads, head_dim)."""
     context: CutContext = module.smp_context
@@ -160,7 +160,8 @@ def _attention(
         raise ConfigError(f"{type(module).__name__}: cut sequences have no mask, dropout, softcap or cache")
     spec = AttentionSpec(window=sliding_window, scale=scaling)
     layout = context.layout(batch, length, spec, query)
-    q, k, v = (rearrange(x, "b h n d -> (b n) h d") for x in (query, key, value))
+    # Gathered heads may lie head by head; what is exchanged is sent as it lies.
+    q, k, v = (rearrange(x, "b h n d -> (b n) h d").contiguous() for x in (query, key, value))
     out, _ = context.core(q, k, v, layout, spec)
     return out.unflatten(0, (batch, length)), None
 

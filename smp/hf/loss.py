@@ -33,6 +33,7 @@ from smp.config.schema import ConfigError
 from smp.data.sample import IGNORE_INDEX
 from smp.hf.adapters import base_of
 from smp.hf.modules import local_weight_and_bias
+from smp.hf.state import state
 from smp.kernels.dispatch import choose_kernels
 from smp.layers.cross_entropy import VocabShard, linear_cross_entropy, vocab_parallel_cross_entropy
 from smp.layers.head import chunk_tokens
@@ -125,7 +126,7 @@ def install(model: nn.Module, kind: str, group: Group) -> None:
         return
     base, _ = base_of(model)
     head = base.get_output_embeddings()
-    kernels, _ = choose_kernels("auto", head.weight.device)
+    kernels, _ = choose_kernels("auto", torch.device(state.device_type))
     vocabulary = head.weight.shape[0]
     shard = VocabShard.of(group, vocabulary // group.size, vocabulary)
     base.smp_loss = head.smp_loss = ParallelLoss(kind, shard, kernels.cross_entropy)

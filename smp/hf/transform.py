@@ -64,7 +64,8 @@ def transform(
 
     Args:
         model: a transformers model with a tensor-parallel plan, or any module with ``rows``.
-        device: where the parts go; by default they stay where the model is.
+        device: where the parts go; by default they stay where the model is. A model that is on the meta device, on all
+            ranks, stays there until ``smp.load_weights`` or ``DelayedParamIniter`` (:mod:`smp.hf.delayed`).
         dtype: of floating-point parameters; by default each keeps its own.
         rows: styles by pattern of module names (:mod:`smp.hf.rows`), before those that transformers has.
         loss: of a causal language model called with labels: "gathered", Hugging Face's own on all logits,
@@ -83,8 +84,8 @@ def transform(
     verify = bool(rows) if verify is None else verify
 
     def decide() -> Plan:
-        if verify and load_state_dict_from_rank0:
-            raise ConfigError("verify needs the weights on every rank: not with load_state_dict_from_rank0")
+        if verify and (load_state_dict_from_rank0 or any(parameter.is_meta for parameter in model.parameters())):
+            raise ConfigError("verify needs the weights: not with load_state_dict_from_rank0, nor on the meta device")
         check_untouched(model)
         check_loss(model, loss, tp.size)
         context.check(model, cp_comm_type)
@@ -96,9 +97,10 @@ def transform(
         return Plan()
 
     plan = on_all_or_none(decide, ConfigError, "smp.transform")
-    weights.check_alike(model, compare=not load_state_dict_from_rank0)
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    weights.check_alike(model, compare=not load_state_dict_from_rank0 and not on_meta)
     expected = Expected.of(model) if verify else None
-    _cut(model, plan, device, dtype, load_state_dict_from_rank0)
+    _cut(model, plan, None if on_meta and not load_state_dict_from_rank0 else device, dtype, load_state_dict_from_rank0)
     install(model, plan, tp)
     install_loss(model, loss, tp)
     weights.install(model)
@@ -155,13 +157,14 @@ def _check_device(model: nn.Module, device: torch.device | str | None, from_rank
     wanted = state.tp_mesh.device_type
     if device is not None and torch.device(device).type != wanted:
         raise ConfigError(f"transform(device={str(device)!r}): smp.init chose {wanted}")
+    delayed = not from_rank0 and all(parameter.is_meta for parameter in model.parameters())
     for name, parameter in model.named_parameters():
-        if parameter.is_meta and from_rank0 and state.rank > 0:
+        if parameter.is_meta and (delayed or (from_rank0 and state.rank > 0)):
             continue
         if parameter.is_meta:
             raise ConfigError(
-                f"{name} is on the meta device: load the weights on every rank, or on rank 0 with "
-                "load_state_dict_from_rank0=True"
+                f"{name} is on the meta device and other parameters are not: load all weights on every rank, on rank 0 "
+                "with load_state_dict_from_rank0=True, or none before smp.load_weights"
             )
         if device is None and parameter.device.type != wanted:
             raise ConfigError(

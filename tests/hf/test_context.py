@@ -20,6 +20,7 @@ FAST = [
     ("Llama", 2, 2, "p2p", "gathered"),
     ("Mistral, sliding window", 1, 4, "all_gather", "gathered"),
     ("Qwen3", 2, 2, "all_gather", "chunked"),
+    ("OLMo 2", 2, 2, "all_gather", "vocab_parallel"),  # all heads on every rank
     ("GPT-NeoX", 1, 2, "p2p", "gathered"),
 ]
 """Family, tp, cp, cp_comm_type, loss; what is left of four processes reads different rows."""

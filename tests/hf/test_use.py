@@ -151,7 +151,9 @@ def _mistakes(rank: int, world_size: int) -> dict[str, Any]:
     _refused("the gradient of model.layers.", lambda: smp.transform(copy.deepcopy(model), rows=wrong))
     whole_row = {"model.layers.*.self_attn.o_proj": "replicate"}
     _refused("does not run", lambda: smp.transform(copy.deepcopy(model), rows=whole_row))
-    _refused("is on the meta device", lambda: smp.transform(copy.deepcopy(model).to("meta")))
+    half = copy.deepcopy(model)
+    half.lm_head.to("meta")
+    _refused("is on the meta device and other parameters are not", lambda: smp.transform(half))
     received = _from_rank_zero(rank, model)
     right = {"model.layers.*.mlp": "replicate"}
     smp.transform(model, rows=right)
