@@ -17,7 +17,7 @@ _WHERE = {
     "state": "smp.hf.state",
     "transform": "smp.hf.transform",
 }
-_MODULES = {"delayed_param": "smp.hf.delayed", "grad_norm": "smp.hf.clip"}
+_MODULES = {"compat": "smp.hf.compat", "delayed_param": "smp.hf.delayed", "grad_norm": "smp.hf.clip"}
 """SMP v2's names of modules."""
 
 
