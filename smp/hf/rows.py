@@ -35,8 +35,8 @@ DIVIDE = "divide"
 STYLES = (*COLUMN, *ROW, EMBEDDING, SUMMED, REPLICATE, DIVIDE)
 _OLD_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 
-# Families that transformers has no plan for, by model_type. GPT-2's fused query, key and value lie in thirds, so each rank computes
-# some columns of the product and all compute the attention.
+# Families that transformers has no plan for, by model_type. GPT-2's fused query, key and value lie in thirds, so each
+# rank computes some columns of the product and all compute the attention.
 OWN: dict[str, dict[str, str]] = {
     "bert": {
         "bert.encoder.layer.*.attention.self.query": "colwise",

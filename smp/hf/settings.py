@@ -38,7 +38,9 @@ class Settings:
     expert_parallel_degree: int = 1
     """Only 1 works in a transformed model."""
     random_seed: int | None = None
-    """Has no effect."""
+    """Of ``DelayedParamIniter``."""
+    sequence_parallel: bool = False
+    """Not SMP v2's: between blocks each tensor-parallel rank has some of the tokens."""
 
 
 NO_EFFECT = {
@@ -46,21 +48,20 @@ NO_EFFECT = {
     "activation_loading_horizon": "give horizon to smp.sharding.offload_activations",
     "fsdp_cache_flush_warnings": "torch.cuda.memory_stats()['num_alloc_retries'] counts them",
     "allow_empty_shards": "FSDP2 always allows empty shards",
-    "random_seed": "all ranks must be seeded alike, and smp.transform draws no numbers",
+    "random_seed": "of DelayedParamIniter only: smp.transform draws no numbers, and all ranks must be seeded alike",
 }
 
 _PIPELINE = (
     "a transformed model keeps Hugging Face's forward, which has no stages; "
     "pretrain_gpt.py and finetune.py have --pipeline-model-parallel-size"
 )
-_SEQUENCE = "not in a transformed model yet; pretrain_gpt.py and finetune.py have --sequence-parallel"
+_SEQUENCE = "the ranks are those of tensor_parallel_degree: give sequence_parallel: true"
 _REFUSED = {
     "pipeline_parallel_degree": _PIPELINE,
     "pipeline_model_parallel_size": _PIPELINE,
     "pipeline": _PIPELINE,
     "partitions": _PIPELINE,
     "microbatches": _PIPELINE,
-    "sequence_parallel": _SEQUENCE,
     "sequence_parallel_degree": _SEQUENCE,
 }
 _ONLY_ONE = ("expert_parallel_degree",)
@@ -157,6 +158,8 @@ def _check(settings: Settings) -> None:
     ):
         if getattr(settings, key) < lowest:
             raise ConfigError(f"{key} {getattr(settings, key)}: at least {lowest}")
+    if settings.sequence_parallel and settings.tensor_parallel_degree == 1:
+        raise ConfigError("sequence_parallel cuts tokens over the ranks of tensor_parallel_degree, which is 1")
     for key in _ONLY_ONE:
         if getattr(settings, key) != 1:
             raise ConfigError(f"{key} {getattr(settings, key)}: a transformed model works with 1 only")

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from smp.config.schema import ConfigError
-from smp.hf import context, trainer, weights
+from smp.hf import context, sequence, trainer, weights
 from smp.hf.loss import GATHERED
 from smp.hf.loss import check as check_loss
 from smp.hf.loss import install as install_loss
@@ -83,6 +83,8 @@ def transform(
     tp = Group.of(state.tp_mesh)
     verify = bool(rows) if verify is None else verify
 
+    layers: list[str] = []
+
     def decide() -> Plan:
         if verify and (load_state_dict_from_rank0 or any(parameter.is_meta for parameter in model.parameters())):
             raise ConfigError("verify needs the weights: not with load_state_dict_from_rank0, nor on the meta device")
@@ -92,7 +94,10 @@ def transform(
         _check_optimizers(model)
         _check_device(model, device, load_state_dict_from_rank0)
         if tp.size > 1:
-            return make_plan(model, rows, tp.size, tp.rank)
+            plan = make_plan(model, rows, tp.size, tp.rank)
+            if state.settings.sequence_parallel:
+                layers.append(sequence.check(model, plan))
+            return plan
         check_given(model, rows or {}, rows or {})
         return Plan()
 
@@ -102,6 +107,8 @@ def transform(
     expected = Expected.of(model) if verify else None
     _cut(model, plan, None if on_meta and not load_state_dict_from_rank0 else device, dtype, load_state_dict_from_rank0)
     install(model, plan, tp)
+    for name in layers:
+        sequence.install(model, plan, name, tp)
     install_loss(model, loss, tp)
     weights.install(model)
     trainer.announce(model)

@@ -95,9 +95,16 @@ def part_of(
 def install(model: nn.Module) -> None:
     """Give ``model`` a ``load_state_dict`` that takes whole tensors and a ``save_pretrained`` that gathers."""
     model.register_load_state_dict_pre_hook(_cut_whole_tensors)
+    if hasattr(model, "resize_token_embeddings"):
+        changed: Any = model
+        changed.resize_token_embeddings = _refuse_resize
     if hasattr(model, "save_pretrained"):
         anything: Any = model
         anything.save_pretrained = MethodType(_save_pretrained, model)
+
+
+def _refuse_resize(*_: Any, **__: Any) -> None:
+    raise ConfigError("resize_token_embeddings: the table is placed already: resize the model before smp.transform")
 
 
 def _cut_whole_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -48,7 +48,8 @@ def _compare(rank: int, world_size: int, cases: list[tuple[str, int, int, str, s
         model = copy.deepcopy(reference)
         wanted, gradients = _whole_batch(reference)
         smp.state.reset()
-        smp.init({"tensor_parallel_degree": tp, "context_parallel_degree": cp})
+        sequence = family == "Llama"  # cut once more, over the tensor-parallel ranks
+        smp.init({"tensor_parallel_degree": tp, "context_parallel_degree": cp, "sequence_parallel": sequence})
         smp.transform(model, cp_comm_type=comm_type, loss=loss)
         fully_shard(model, mesh=smp.state.data_mesh)
         rows = {key: value.chunk(smp.state.dp_size)[smp.state.dp_rank] for key, value in _batch().items()}

@@ -158,6 +158,7 @@ def _mistakes(rank: int, world_size: int) -> dict[str, Any]:
     right = {"model.layers.*.mlp": "replicate"}
     smp.transform(model, rows=right)
     assert all(p.grad is None for p in model.parameters())
+    _refused("resize the model before smp.transform", lambda: model.resize_token_embeddings(100))
     _refused("was transformed already", lambda: smp.transform(model))
     _refused("is a DTensor already", lambda: smp.transform(_sharded(build("Llama"))))
     for transformed in (model, received, copy.deepcopy(received)):
