@@ -10,18 +10,24 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "clip_grad_norm_": "smp.hf.clip",
+    "cut_sequence": "smp.hf.context",
     "init": "smp.hf.state",
     "is_initialized": "smp.hf.state",
+    "load_weights": "smp.hf.delayed",
     "state": "smp.hf.state",
     "transform": "smp.hf.transform",
 }
+_MODULES = {"compat": "smp.hf.compat", "delayed_param": "smp.hf.delayed", "grad_norm": "smp.hf.clip"}
+"""SMP v2's names of modules."""
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(_MODULES[name])
     if name not in _WHERE:
         raise AttributeError(f"module 'smp' has no attribute {name!r}")
     return getattr(import_module(_WHERE[name]), name)
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_WHERE]
+    return [*globals(), *_WHERE, *_MODULES]

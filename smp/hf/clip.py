@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -23,13 +25,24 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     if not max_norm > 0:
         raise ConfigError(f"clip_grad_norm_: max_norm {max_norm}: give a number above 0; float('inf') only measures")
     named = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
-    if state.dp_size > 1 and not isinstance(model, DistributedDataParallel):
-        wanted = set(state.data_mesh.mesh_dim_names or ())
-        for name, parameter in named:
-            mesh = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
-            if not wanted <= set(mesh or ()):
-                raise ConfigError(
-                    f"{name} is not sharded, so each of the {state.dp_size} data ranks has another gradient: "
-                    "fully_shard(model, mesh=smp.state.data_mesh) before the first step"
-                )
+    if not isinstance(model, DistributedDataParallel):
+        check_sharded(named)
     return clip_gradients([parameter for _, parameter in named], max_norm)
+
+
+def check_sharded(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """With several data ranks, ``fully_shard`` has seen these parameters, so it sums their gradients.
+
+    Raises:
+        ConfigError: with the first that it has not seen.
+    """
+    if state.data_mesh.size() == 1:
+        return
+    wanted = set(state.data_mesh.mesh_dim_names or ())
+    for name, parameter in named:
+        mesh = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
+        if not wanted <= set(mesh or ()):
+            raise ConfigError(
+                f"{name} is not sharded, so each of the {state.data_mesh.size()} data ranks has another gradient: "
+                "fully_shard(model, mesh=smp.state.data_mesh) before the first step"
+            )

@@ -16,17 +16,35 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from smp.config.schema import ConfigError
+from smp.hf.adapters import target_of
 from smp.hf.plan import Plan, Step
 from smp.hf.rows import COLUMN, EMBEDDING, ROW, SUMMED
 from smp.layers.parameter import local
-from smp.parallel.collectives import Group, copy_to_group, gather_features, reduce_from_group, split_features
+from smp.parallel.collectives import (
+    Group,
+    copy_to_group,
+    gather_features,
+    gather_tokens,
+    reduce_from_group,
+    reduce_scatter_tokens,
+    split_features,
+    sum_gradient,
+)
 
 
 @dataclass
 class Boundary:
-    """The inputs that a module's children have in common while its forward pass runs."""
+    """The inputs that a module's children have in common while its forward pass runs.
+
+    Attributes:
+        active: it runs.
+        tokens: its input was gathered from ranks that have some tokens each.
+        seen: inputs, and what stands for them.
+    """
 
     active: bool = False
+    tokens: bool = False
     seen: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def copied(self, x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -36,6 +54,8 @@ class Boundary:
         for known, copy in self.seen:
             if known is x:
                 return copy
+        if self.tokens and self.seen:
+            raise ConfigError("sequence_parallel: a column layer reads something else than its module's input")
         copy = copy_to_group(x, group)
         self.seen.append((x, copy))
         return copy
@@ -53,12 +73,16 @@ class Cut:
         group: the tensor-parallel ranks.
         inside: the boundary that this module's input crosses.
         around: the boundary that this module's own forward pass is.
+        children: of this module, as they were.
+        tokens: under sequence parallelism, whether the input or output of this module is some of the tokens.
     """
 
     step: Step
     group: Group
     inside: Boundary
     around: Boundary | None = None
+    children: tuple[nn.Module, ...] = ()
+    tokens: bool = False
 
 
 def install(model: nn.Module, plan: Plan, group: Group) -> None:
@@ -66,9 +90,9 @@ def install(model: nn.Module, plan: Plan, group: Group) -> None:
     boundaries = {name: Boundary() for name in plan.boundaries}
     for name in plan.steps.keys() | plan.boundaries:
         step = plan.steps.get(name, Step("boundary", {}))
-        inside = boundaries.get(name.rpartition(".")[0]) or Boundary()
+        inside = boundaries.get(target_of(name).rpartition(".")[0]) or Boundary()
         module: Any = model.get_submodule(name)
-        module.smp_cut = Cut(step, group, inside, boundaries.get(name))
+        module.smp_cut = Cut(step, group, inside, boundaries.get(name), tuple(module.children()))
         module.forward = MethodType(_forward_of(step), module)
     for name, numbers in plan.numbers.items():
         for attribute, value in numbers.items():
@@ -92,7 +116,7 @@ def _plain(module: nn.Module, name: str, summed_over: Group | None = None) -> to
     return local(parameter, summed_over=summed_over)
 
 
-def _weight_and_bias(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+def local_weight_and_bias(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(out, in) and (out,), of the rows that this rank uses."""
     step, group = module.smp_cut.step, module.smp_cut.group
     summed_over = group if step.heads else None
@@ -107,7 +131,7 @@ def _weight_and_bias(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
 def _column(module: Any, input: torch.Tensor) -> torch.Tensor:
     """(..., in) -> (..., out/tp), or (..., out) when the columns are gathered."""
     cut: Cut = module.smp_cut
-    weight, bias = _weight_and_bias(module)
+    weight, bias = local_weight_and_bias(module)
     out = F.linear(cut.inside.copied(input, cut.group), weight, bias)
     return out if cut.step.style == "colwise" else gather_features(out, cut.group)
 
@@ -115,10 +139,14 @@ def _column(module: Any, input: torch.Tensor) -> torch.Tensor:
 def _row(module: Any, input: torch.Tensor) -> torch.Tensor:
     """(..., in/tp), or (..., in) that is split here -> (..., out)."""
     cut: Cut = module.smp_cut
-    weight, bias = _weight_and_bias(module)
+    weight, bias = local_weight_and_bias(module)
     part = split_features(input, cut.group) if cut.step.style == "rowwise_split_input" else input
-    out = reduce_from_group(F.linear(part, weight), cut.group)
-    return out if bias is None else out + bias
+    out = F.linear(part, weight)
+    if not (cut.tokens and module.training):
+        out = reduce_from_group(out, cut.group)
+        return out if bias is None else out + bias
+    out = reduce_scatter_tokens(out.transpose(0, 1), cut.group).transpose(0, 1)  # (batch, n/tp, out)
+    return out if bias is None else out + sum_gradient(bias, cut.group)
 
 
 def _embedding(module: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -143,10 +171,14 @@ def _embedding(module: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> t
 def _with_plain_parameters(module: Any, *args: Any, **kwargs: Any) -> Any:
     """The class's own forward, in which its parameters are plain tensors."""
     cut: Cut = module.smp_cut
-    summed_over = cut.group if cut.step.style == SUMMED else None
+    tokens = cut.tokens and module.training
+    summed_over = cut.group if cut.step.style == SUMMED or (tokens and cut.around is None) else None
     resting = {name: module._parameters[name] for name in cut.step.cuts}
     if cut.around is not None:
+        _check_children(module, cut.children)
         cut.around.active = True
+        if tokens:
+            args, kwargs = _all_tokens(cut, args, kwargs)
     try:
         for name in resting:
             module._parameters[name] = _plain(module, name, summed_over)
@@ -156,3 +188,24 @@ def _with_plain_parameters(module: Any, *args: Any, **kwargs: Any) -> Any:
         if cut.around is not None:
             cut.around.active = False
             cut.around.seen.clear()
+
+
+def _all_tokens(cut: Cut, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of an attention or MLP, whose first is (batch, n/tp, hidden), with all tokens. Gradients are summed
+    when they are scattered, so columns do not sum them again."""
+    kwargs = dict(kwargs)
+    x = args[0] if args else kwargs.pop("hidden_states")
+    whole = gather_tokens(x.transpose(0, 1), cut.group).transpose(0, 1)
+    assert cut.around is not None
+    cut.around.seen.append((whole, whole))
+    return (whole, *args[1:]), kwargs
+
+
+def _check_children(module: nn.Module, before: tuple[nn.Module, ...]) -> None:
+    """A layer that something wrapped after it was cut (peft's adapters) would compute with a part as if it were all."""
+    for (name, child), known in zip(module._modules.items(), before, strict=False):
+        if child is not known:
+            raise ConfigError(
+                f"{type(module).__name__}.{name} became {type(child).__name__} after smp.transform, and does not know "
+                "of the cut: get_peft_model first, then transform what it returns"
+            )

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.dropout import _DropoutNd
 
 from smp.config.schema import ConfigError
+from smp.hf.adapters import base_of, target_of, with_adapters
 from smp.hf.rows import COLUMN, DIVIDE, EMBEDDING, REPLICATE, ROW, STYLES, SUMMED, pattern_of, rows_of
 
 _DROPOUTS = (
@@ -57,7 +58,7 @@ def make_plan(model: nn.Module, given: Mapping[str, str] | None, tp_size: int, t
     Raises:
         ConfigError: with the module's name, for what would not be equal to the model before.
     """
-    rows = rows_of(model, given)
+    rows = with_adapters(model, rows_of(base_of(model)[0], given), pattern_of)
     modules = dict(model.named_modules())
     whole = _whole(modules, rows)
     _check_parameters_named(model, rows, whole)
@@ -119,7 +120,7 @@ def _linear(model: nn.Module, name: str, module: nn.Module, style: str, tp_size:
     if weight.shape[dim] % tp_size and name in _heads_of_vocabulary(model):
         cuts: dict[str, int | None] = dict.fromkeys(_own(module))
         return Step(REPLICATE, cuts, note=f"{weight.shape[dim]} rows are not divisible by {tp_size}")
-    parent = name.rpartition(".")[0]
+    parent = target_of(name).rpartition(".")[0]
     heads = _shared_heads(model, name, weight.shape[dim], tp_size, tp_rank, plan) if style == "colwise" else None
     if heads is not None:
         plan.boundaries.add(parent)
@@ -145,7 +146,7 @@ def _shared_heads(
 
     Sets ``num_key_value_groups`` of the attention: query heads of this rank per key/value head of this rank.
     """
-    parent_name, _, last = name.rpartition(".")
+    parent_name, _, last = target_of(name).rpartition(".")
     parent = model.get_submodule(parent_name)
     size = getattr(parent, "head_dim", None) or getattr(parent, "head_size", None)
     if not isinstance(size, int):
@@ -205,7 +206,7 @@ def _numbers(modules: Mapping[str, nn.Module], rows: Mapping[str, str], tp_size:
 def _check_regions(modules: Mapping[str, nn.Module], rows: Mapping[str, str], whole: set[str], plan: Plan) -> None:
     """Beside a module whose output stays cut, every parameter needs a row: used on some heads or columns only, its
     gradient would be a part of the sum, another on each rank, and nothing would say so."""
-    cut = {name.rpartition(".")[0] for name, step in plan.steps.items() if step.style == "colwise"}
+    cut = {target_of(name).rpartition(".")[0] for name, step in plan.steps.items() if step.style == "colwise"}
     for name in plan.steps:
         inside = any(name == parent or name.startswith(parent + ".") for parent in cut)
         if inside and pattern_of(name) not in rows and name not in whole:

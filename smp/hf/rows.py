@@ -35,9 +35,21 @@ DIVIDE = "divide"
 STYLES = (*COLUMN, *ROW, EMBEDDING, SUMMED, REPLICATE, DIVIDE)
 _OLD_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 
-# Families that transformers has no plan for. GPT-2's fused query, key and value lie in thirds, so each rank computes
-# some columns of the product and all compute the attention.
+# Families that transformers has no plan for, by model_type. GPT-2's fused query, key and value lie in thirds, so each
+# rank computes some columns of the product and all compute the attention.
 OWN: dict[str, dict[str, str]] = {
+    "bert": {
+        "bert.encoder.layer.*.attention.self.query": "colwise",
+        "bert.encoder.layer.*.attention.self.key": "colwise",
+        "bert.encoder.layer.*.attention.self.value": "colwise",
+        "bert.encoder.layer.*.attention.self.num_attention_heads": "divide",
+        "bert.encoder.layer.*.attention.self.all_head_size": "divide",
+        "bert.encoder.layer.*.attention.output.dense": "rowwise",
+        "bert.encoder.layer.*.intermediate.dense": "colwise",
+        "bert.encoder.layer.*.output.dense": "rowwise",
+        "bert.embeddings.word_embeddings": "replicate",  # the head's too, whose bias another module has as well
+        "cls.predictions.decoder": "replicate",
+    },
     "gpt2": {
         "transformer.h.*.attn.c_attn": "colwise_gather_output",
         "transformer.h.*.attn.c_proj": "rowwise_split_input",
@@ -54,6 +66,15 @@ OWN: dict[str, dict[str, str]] = {
         "model.decoder.layers.*.fc1": "colwise",
         "model.decoder.layers.*.fc2": "rowwise",
         "model.decoder.layers.*.final_layer_norm": "replicate",
+    },
+    "vit": {
+        "vit.layers.*.attention.q_proj": "colwise",
+        "vit.layers.*.attention.k_proj": "colwise",
+        "vit.layers.*.attention.v_proj": "colwise",
+        "vit.layers.*.attention.num_attention_heads": "divide",
+        "vit.layers.*.attention.o_proj": "rowwise",
+        "vit.layers.*.mlp.fc1": "colwise",
+        "vit.layers.*.mlp.fc2": "rowwise",
     },
 }
 
@@ -95,7 +116,7 @@ def _check_known(model: nn.Module, known: Mapping[str, str]) -> None:
     if known and known.keys().isdisjoint(pattern_of(name) for name, _ in model.named_modules()):
         raise ConfigError(
             f"{type(model).__name__} has no module {next(iter(known))} nor any other of its tensor-parallel plan: "
-            "transform the model before a wrapper renames its modules (peft: adapters do not work on cut layers)"
+            "transform the model before a wrapper renames its modules"
         )
 
 

@@ -34,11 +34,13 @@ class Settings:
     tensor_parallel_degree: int = 1
     """Ranks that share every matrix after ``smp.transform``."""
     context_parallel_degree: int = 1
-    """Only 1 works in a transformed model."""
+    """Ranks that share every sequence after ``smp.transform``; among the ranks of hybrid_shard_degree."""
     expert_parallel_degree: int = 1
     """Only 1 works in a transformed model."""
     random_seed: int | None = None
-    """Has no effect."""
+    """Of ``DelayedParamIniter``."""
+    sequence_parallel: bool = False
+    """Not SMP v2's: between blocks each tensor-parallel rank has some of the tokens."""
 
 
 NO_EFFECT = {
@@ -46,27 +48,23 @@ NO_EFFECT = {
     "activation_loading_horizon": "give horizon to smp.sharding.offload_activations",
     "fsdp_cache_flush_warnings": "torch.cuda.memory_stats()['num_alloc_retries'] counts them",
     "allow_empty_shards": "FSDP2 always allows empty shards",
-    "random_seed": "all ranks must be seeded alike, and smp.transform draws no numbers",
+    "random_seed": "of DelayedParamIniter only: smp.transform draws no numbers, and all ranks must be seeded alike",
 }
 
 _PIPELINE = (
     "a transformed model keeps Hugging Face's forward, which has no stages; "
     "pretrain_gpt.py and finetune.py have --pipeline-model-parallel-size"
 )
-_SEQUENCE = "not in a transformed model yet; pretrain_gpt.py and finetune.py have --sequence-parallel"
+_SEQUENCE = "the ranks are those of tensor_parallel_degree: give sequence_parallel: true"
 _REFUSED = {
     "pipeline_parallel_degree": _PIPELINE,
     "pipeline_model_parallel_size": _PIPELINE,
     "pipeline": _PIPELINE,
     "partitions": _PIPELINE,
     "microbatches": _PIPELINE,
-    "sequence_parallel": _SEQUENCE,
     "sequence_parallel_degree": _SEQUENCE,
 }
-_ONLY_ONE = {
-    "context_parallel_degree": "--context-parallel-size",
-    "expert_parallel_degree": None,
-}
+_ONLY_ONE = ("expert_parallel_degree",)
 
 
 def read(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> tuple[Settings, list[str]]:
@@ -107,7 +105,13 @@ def layout_of(settings: Settings, world_size: int) -> Layout:
             f"hybrid_shard_degree {shard} does not divide {data} data ranks ({world_size} processes / "
             f"tensor_parallel_degree {tp})"
         )
-    return Layout(dp_replicate=data // shard, dp_shard=shard, tp=tp)
+    cp = settings.context_parallel_degree
+    if shard % cp:
+        raise ConfigError(
+            f"context_parallel_degree {cp} does not divide hybrid_shard_degree {shard}: ranks that share a sequence "
+            "share weights too"
+        )
+    return Layout(dp_replicate=data // shard, dp_shard=shard // cp, cp=cp, tp=tp)
 
 
 def _keys(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
@@ -146,11 +150,16 @@ def _check_type(key: str, value: Any) -> None:
 
 
 def _check(settings: Settings) -> None:
-    for key, lowest in (("hybrid_shard_degree", 0), ("tensor_parallel_degree", 1), ("activation_loading_horizon", 1)):
+    for key, lowest in (
+        ("hybrid_shard_degree", 0),
+        ("tensor_parallel_degree", 1),
+        ("context_parallel_degree", 1),
+        ("activation_loading_horizon", 1),
+    ):
         if getattr(settings, key) < lowest:
             raise ConfigError(f"{key} {getattr(settings, key)}: at least {lowest}")
-    for key, flag in _ONLY_ONE.items():
-        value = getattr(settings, key)
-        if value != 1:
-            elsewhere = f"; pretrain_gpt.py and finetune.py have {flag}" if flag else ""
-            raise ConfigError(f"{key} {value}: a transformed model works with 1 only{elsewhere}")
+    if settings.sequence_parallel and settings.tensor_parallel_degree == 1:
+        raise ConfigError("sequence_parallel cuts tokens over the ranks of tensor_parallel_degree, which is 1")
+    for key in _ONLY_ONE:
+        if getattr(settings, key) != 1:
+            raise ConfigError(f"{key} {getattr(settings, key)}: a transformed model works with 1 only")

@@ -56,7 +56,7 @@ class State:
 
     def mean_over_data(self, value: torch.Tensor) -> torch.Tensor:
         """The mean of a number over the data ranks, for a log; every rank calls this."""
-        return self.context.sum_loss(value.detach().clone()) / self.dp_size
+        return self.context.sum_loss(value.detach().clone()) / (self.dp_size * self.cp_size)
 
     @property
     def rank(self) -> int:
@@ -82,7 +82,7 @@ class State:
 
     @property
     def context_parallel_degree(self) -> int:
-        """1."""
+        """Ranks that share every sequence."""
         return self.settings.context_parallel_degree
 
     @property
@@ -125,7 +125,7 @@ class State:
 
     @property
     def dp_rank(self) -> int:
-        """Which share of every batch this rank reads. Ranks of one TP group read the same."""
+        """Which share of every batch this rank reads. Ranks of one TP or CP group read the same."""
         return self.context.data_rank
 
     @property
@@ -135,13 +135,18 @@ class State:
 
     @property
     def cp_rank(self) -> int:
-        """0."""
+        """Which part of every sequence is this rank's."""
         return self.context.cp_rank
 
     @property
     def cp_size(self) -> int:
-        """1."""
+        """Number of parts of every sequence."""
         return self.context.cp_size
+
+    @property
+    def cp_process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share every sequence; None without context parallelism."""
+        return None if self.context.cp is None else self.context.cp.get_group()
 
 
 state = State()
@@ -176,7 +181,9 @@ def init(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> No
     if dist.get_rank() == 0:
         print(
             f"smp.init: {dist.get_world_size()} processes = tensor_parallel_degree {layout.tp} x hybrid_shard_degree "
-            f"{layout.dp_shard} x {layout.dp_replicate} replicas, on {device_type}",
+            f"{layout.dp_shard * layout.cp} x {layout.dp_replicate} replicas"
+            + (f", context_parallel_degree {layout.cp}" if layout.cp > 1 else "")
+            + f", on {device_type}",
             flush=True,
         )
         for key in unused:

@@ -16,7 +16,10 @@ import torch
 from torch import nn
 
 from smp.config.schema import ConfigError
-from smp.hf import weights
+from smp.hf import context, sequence, trainer, weights
+from smp.hf.loss import GATHERED
+from smp.hf.loss import check as check_loss
+from smp.hf.loss import install as install_loss
 from smp.hf.modules import install
 from smp.hf.plan import Plan, Step, check_untouched, make_plan
 from smp.hf.rows import REPLICATE, check_given, pattern_of
@@ -49,6 +52,8 @@ def transform(
     dtype: torch.dtype | None = None,
     *,
     rows: Mapping[str, str] | None = None,
+    loss: str = GATHERED,
+    cp_comm_type: str = "p2p",
     load_state_dict_from_rank0: bool = False,
     verify: bool | None = None,
 ) -> Model:
@@ -59,9 +64,14 @@ def transform(
 
     Args:
         model: a transformers model with a tensor-parallel plan, or any module with ``rows``.
-        device: where the parts go; by default they stay where the model is.
+        device: where the parts go; by default they stay where the model is. A model that is on the meta device, on all
+            ranks, stays there until ``smp.load_weights`` or ``DelayedParamIniter`` (:mod:`smp.hf.delayed`).
         dtype: of floating-point parameters; by default each keeps its own.
         rows: styles by pattern of module names (:mod:`smp.hf.rows`), before those that transformers has.
+        loss: of a causal language model called with labels: "gathered", Hugging Face's own on all logits,
+            "vocab_parallel" on this rank's columns, "chunked" without logits (:mod:`smp.hf.loss`).
+        cp_comm_type: what attention exchanges with context_parallel_degree > 1: "p2p", keys around a ring beside
+            computation, or "all_gather", all keys at once (:mod:`smp.hf.context`).
         load_state_dict_from_rank0: only rank 0 has the weights, the others may be on the meta device. They are sent one
             after the other.
         verify: compare logits and every gradient of a small batch before and after; by default if ``rows`` are given.
@@ -73,29 +83,42 @@ def transform(
     tp = Group.of(state.tp_mesh)
     verify = bool(rows) if verify is None else verify
 
+    layers: list[str] = []
+
     def decide() -> Plan:
-        if verify and load_state_dict_from_rank0:
-            raise ConfigError("verify needs the weights on every rank: not with load_state_dict_from_rank0")
+        if verify and (load_state_dict_from_rank0 or any(parameter.is_meta for parameter in model.parameters())):
+            raise ConfigError("verify needs the weights: not with load_state_dict_from_rank0, nor on the meta device")
         check_untouched(model)
+        check_loss(model, loss, tp.size)
+        context.check(model, cp_comm_type)
         _check_optimizers(model)
         _check_device(model, device, load_state_dict_from_rank0)
         if tp.size > 1:
-            return make_plan(model, rows, tp.size, tp.rank)
+            plan = make_plan(model, rows, tp.size, tp.rank)
+            if state.settings.sequence_parallel:
+                layers.append(sequence.check(model, plan))
+            return plan
         check_given(model, rows or {}, rows or {})
         return Plan()
 
     plan = on_all_or_none(decide, ConfigError, "smp.transform")
-    weights.check_alike(model, compare=not load_state_dict_from_rank0)
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    weights.check_alike(model, compare=not load_state_dict_from_rank0 and not on_meta)
     expected = Expected.of(model) if verify else None
-    _cut(model, plan, device, dtype, load_state_dict_from_rank0)
+    _cut(model, plan, None if on_meta and not load_state_dict_from_rank0 else device, dtype, load_state_dict_from_rank0)
     install(model, plan, tp)
+    for name in layers:
+        sequence.install(model, plan, name, tp)
+    install_loss(model, loss, tp)
     weights.install(model)
+    trainer.announce(model)
     model.smp_report = _report(model, plan)  # type: ignore[assignment]
     if state.rank == 0:
         print(f"smp.transform: {type(model).__name__} over {tp.size} tensor-parallel ranks", flush=True)
         print("\n".join(map(str, model.smp_report)), flush=True)  # type: ignore[arg-type]
     if expected is not None:
         expected.compare(model)
+    context.install(model, cp_comm_type)  # after the comparison, which is of whole sequences
     return model
 
 
@@ -141,13 +164,14 @@ def _check_device(model: nn.Module, device: torch.device | str | None, from_rank
     wanted = state.tp_mesh.device_type
     if device is not None and torch.device(device).type != wanted:
         raise ConfigError(f"transform(device={str(device)!r}): smp.init chose {wanted}")
+    delayed = not from_rank0 and all(parameter.is_meta for parameter in model.parameters())
     for name, parameter in model.named_parameters():
-        if parameter.is_meta and from_rank0 and state.rank > 0:
+        if parameter.is_meta and (delayed or (from_rank0 and state.rank > 0)):
             continue
         if parameter.is_meta:
             raise ConfigError(
-                f"{name} is on the meta device: load the weights on every rank, or on rank 0 with "
-                "load_state_dict_from_rank0=True"
+                f"{name} is on the meta device and other parameters are not: load all weights on every rank, on rank 0 "
+                "with load_state_dict_from_rank0=True, or none before smp.load_weights"
             )
         if device is None and parameter.device.type != wanted:
             raise ConfigError(

@@ -7,6 +7,7 @@ whole tensors, and ``save_pretrained`` gathers them, one at a time, to rank 0, w
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from smp.config.schema import ConfigError
+from smp.hf.adapters import in_adapter_file
 from smp.hf.state import state
-from smp.parallel.agree import gather, on_rank_zero
+from smp.parallel.agree import gather, on_all_or_none, on_rank_zero
 from smp.parallel.boxes import local_box, placed_like
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -93,9 +95,16 @@ def part_of(
 def install(model: nn.Module) -> None:
     """Give ``model`` a ``load_state_dict`` that takes whole tensors and a ``save_pretrained`` that gathers."""
     model.register_load_state_dict_pre_hook(_cut_whole_tensors)
+    if hasattr(model, "resize_token_embeddings"):
+        changed: Any = model
+        changed.resize_token_embeddings = _refuse_resize
     if hasattr(model, "save_pretrained"):
         anything: Any = model
         anything.save_pretrained = MethodType(_save_pretrained, model)
+
+
+def _refuse_resize(*_: Any, **__: Any) -> None:
+    raise ConfigError("resize_token_embeddings: the table is placed already: resize the model before smp.transform")
 
 
 def _cut_whole_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -111,12 +120,14 @@ def _cut_whole_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: st
         state_dict[name] = placed_like(own, whole.to(own.device).contiguous())
 
 
-def whole_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Whole tensors by name on the CPU of rank 0, elsewhere nothing; every rank calls this. Others hold one tensor at a
-    time. Tied parameters stay one tensor."""
+def whole_state_dict(model: nn.Module, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+    """Whole tensors of the wanted names on the CPU of rank 0, elsewhere nothing; every rank calls this. Others hold one
+    tensor at a time. Tied parameters stay one tensor."""
     whole: dict[str, torch.Tensor] = {}
     seen: dict[int, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
+        if not wanted(name):
+            continue
         if id(tensor) in seen:
             if dist.get_rank() == 0:
                 whole[name] = whole[seen[id(tensor)]]
@@ -131,9 +142,23 @@ def whole_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _save_pretrained(self: Any, save_directory: str | os.PathLike[str], **options: Any) -> None:
-    """As the class's own ``save_pretrained``; every rank calls it and rank 0 writes."""
-    for key in ("state_dict", "is_main_process", "distributed_checkpoint"):
-        if key in options:  # whatever its value: one rank's may differ, and all must stop
-            raise ConfigError(f"save_pretrained of a transformed model gathers the weights itself: leave out {key}")
-    whole = whole_state_dict(self)
-    on_rank_zero(lambda: type(self).save_pretrained(self, save_directory, state_dict=whole, **options), RuntimeError)
+    """As the class's own ``save_pretrained``; every rank calls it. Rank 0 writes, whatever ``is_main_process`` is."""
+    options.pop("is_main_process", None)
+
+    def check() -> None:
+        for key in ("state_dict", "distributed_checkpoint"):
+            if options.pop(key, None):
+                raise ConfigError(f"save_pretrained of a transformed model gathers the weights itself: leave out {key}")
+
+    on_all_or_none(check, ConfigError, "save_pretrained")
+    whole = whole_state_dict(self, in_adapter_file(self))
+
+    def write() -> None:
+        cut = vars(self.config).pop("distributed_config", None)  # or transformers would gather again, on one rank
+        try:
+            type(self).save_pretrained(self, save_directory, state_dict=whole, **options)
+        finally:
+            if cut is not None:
+                self.config.distributed_config = cut
+
+    on_rank_zero(write, RuntimeError)

@@ -25,6 +25,13 @@ TILE = 128
 """Rows that a tile of a matrix product has on a GPU: of 1,046 the last 22 would cost as much as 128."""
 
 
+def chunk_tokens(weight: torch.Tensor, chunk_bytes: int | None = None) -> int:
+    """Tokens whose logits by ``weight`` (rows, hidden) fill ``chunk_bytes`` in fp32; None: ``CHUNK_BYTES``."""
+    chunk_bytes = chunk_bytes or CHUNK_BYTES.get(weight.device.type, CHUNK_BYTES["cuda"])
+    chunk = max(1, chunk_bytes // (4 * weight.shape[0]))
+    return chunk - chunk % TILE if chunk > TILE else chunk
+
+
 class ModelOutput(NamedTuple):
     """What a model, or a pipeline stage of it, makes of a micro-batch. A NamedTuple, because FSDP looks for the tensors
     in what a module returns, and dataclasses are opaque to it.
@@ -121,10 +128,7 @@ class VocabParallelHead(nn.Module):
         if labels is None or loss_weights is None:
             logits = gather_features(F.linear(hidden, weight), self.group)  # (tokens, rows)
             return ModelOutput(logits=logits[:, : self.vocab_size])
-        chunk_bytes = self.chunk_bytes or CHUNK_BYTES.get(x.device.type, CHUNK_BYTES["cuda"])
-        chunk = max(1, chunk_bytes // (4 * weight.shape[0]))
-        if chunk > TILE:
-            chunk -= chunk % TILE
+        chunk = chunk_tokens(weight, self.chunk_bytes)
         arguments = hidden, weight, labels, loss_weights, self.shard
         backend = self.kernels.cross_entropy
         if preference is None:

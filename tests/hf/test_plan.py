@@ -115,6 +115,14 @@ def test_a_model_that_something_has_touched_is_refused() -> None:
         check_untouched(model)
 
 
+@pytest.mark.parametrize("wrapper", ["FullyShardedDataParallel", "DistributedDataParallel"])
+def test_a_wrapped_model_is_refused(wrapper: str) -> None:
+    model: Any = type(wrapper, (nn.Module,), {})()
+    model.module = build("Llama")
+    with pytest.raises(ConfigError, match=f"the model is wrapped in {wrapper}: transform the model before"):
+        check_untouched(model)
+
+
 def test_a_model_whose_modules_a_wrapper_renamed_is_refused() -> None:
     model: Any = nn.Sequential(build("Llama"))  # as peft: other names, the same plan
     model.config, model._tp_plan = model[0].config, model[0]._tp_plan

@@ -13,7 +13,7 @@ from smp.config import ConfigError
 from smp.hf.settings import LAUNCHER, NO_EFFECT, Settings, layout_of, read
 
 
-def test_the_nine_keys_and_their_defaults() -> None:
+def test_the_keys_and_their_defaults() -> None:
     settings, unused = read(None)
     assert vars(settings) == {
         "hybrid_shard_degree": 0,
@@ -25,6 +25,7 @@ def test_the_nine_keys_and_their_defaults() -> None:
         "context_parallel_degree": 1,
         "expert_parallel_degree": 1,
         "random_seed": None,
+        "sequence_parallel": False,  # of this project
     }
     assert unused == []
 
@@ -57,8 +58,9 @@ def test_keys_that_change_nothing_are_told() -> None:
         ({"hybrid_shard_degree": -1}, "hybrid_shard_degree -1: at least 0"),
         ({"pipeline_parallel_degree": 1}, "which has no stages; .*--pipeline-model-parallel-size"),
         ({"partitions": 2}, "which has no stages"),
-        ({"sequence_parallel": True}, "--sequence-parallel"),
-        ({"context_parallel_degree": 2}, "works with 1 only; .*--context-parallel-size"),
+        ({"sequence_parallel": True}, "cuts tokens over the ranks of tensor_parallel_degree, which is 1"),
+        ({"sequence_parallel_degree": 2}, "give sequence_parallel: true"),
+        ({"context_parallel_degree": 0}, "context_parallel_degree 0: at least 1"),
         ({"expert_parallel_degree": 2}, "expert_parallel_degree 2: a transformed model works with 1 only"),
         ("nowhere.json", "No such file or directory: nowhere.json"),
     ],

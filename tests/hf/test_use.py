@@ -151,11 +151,14 @@ def _mistakes(rank: int, world_size: int) -> dict[str, Any]:
     _refused("the gradient of model.layers.", lambda: smp.transform(copy.deepcopy(model), rows=wrong))
     whole_row = {"model.layers.*.self_attn.o_proj": "replicate"}
     _refused("does not run", lambda: smp.transform(copy.deepcopy(model), rows=whole_row))
-    _refused("is on the meta device", lambda: smp.transform(copy.deepcopy(model).to("meta")))
+    half = copy.deepcopy(model)
+    half.lm_head.to("meta")
+    _refused("is on the meta device and other parameters are not", lambda: smp.transform(half))
     received = _from_rank_zero(rank, model)
     right = {"model.layers.*.mlp": "replicate"}
     smp.transform(model, rows=right)
     assert all(p.grad is None for p in model.parameters())
+    _refused("resize the model before smp.transform", lambda: model.resize_token_embeddings(100))
     _refused("was transformed already", lambda: smp.transform(model))
     _refused("is a DTensor already", lambda: smp.transform(_sharded(build("Llama"))))
     for transformed in (model, received, copy.deepcopy(received)):
@@ -187,7 +190,7 @@ def _two_data_ranks(rank: int, world_size: int, folder: str) -> list[float]:
     _refused("weight is not sharded, so each of the 2 data ranks", lambda: smp.clip_grad_norm_(plain, 1.0))
     _refused("max_norm 0.0: give a number above 0", lambda: smp.clip_grad_norm_(plain, 0.0))
     model = smp.transform(build("Llama"))
-    for options in ({"is_main_process": rank == 0}, {"state_dict": {} if rank == 0 else None}):
+    for options in ({"distributed_checkpoint": rank == 0}, {"state_dict": {"a": 1} if rank == 0 else None}):
         _refused("leave out " + next(iter(options)), lambda options=options: model.save_pretrained(folder, **options))
     whole_rows = [{"model.layers.0.mlp": "replicate"}, {"model.layers.*.mlp": "replicated_with_grad_allreduce"}]
     for rows, message in zip(whole_rows, ("write model.layers.*.mlp", "no parameters of its own"), strict=True):

@@ -1,0 +1,91 @@
+"""LoRA adapters of peft in a model that is transformed: ``transform(get_peft_model(model, LoraConfig(...)))``.
+
+An adapter computes ``B A x`` beside a layer's ``W x``. Its factors are cut as the layer is, so what crosses links has
+the adapter's rank, never the model's width:
+
+====================  ============================  =======================================
+layer                 A (rank, in)                  B (out, rank)
+====================  ============================  =======================================
+colwise               on every rank                 rows, as W
+rowwise               columns, as W; summed         on every rank
+others                on every rank                 on every rank
+====================  ============================  =======================================
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from smp.config.schema import ConfigError
+
+_PREFIX = "base_model.model."
+_INSIDE = re.compile(r"\.(base_layer|lora_[AB]\.[^.]+)$")
+_KNOWN = {("tuners.lora.model", "LoraModel"), ("tuners.lora.layer", "Linear")}
+
+
+def base_of(model: Any) -> tuple[Any, str]:
+    """The transformers model that peft has wrapped, and what stands before the names of its modules; or ``model``."""
+    return (model.get_base_model(), _PREFIX) if _is_peft(model) else (model, "")
+
+
+def target_of(name: str) -> str:
+    """The layer that an adapter's part belongs to: ``attn.q_proj.lora_A.default`` -> ``attn.q_proj``; others are
+    themselves."""
+    return _INSIDE.sub("", name)
+
+
+def in_adapter_file(model: Any) -> Callable[[str], bool]:
+    """Whether a tensor of this name may go into the file that ``save_pretrained`` writes: with peft the adapters', and
+    the embedding and head, which peft adds when they have adapters; without it all."""
+    base, _ = base_of(model)
+    if base is model:
+        return lambda name: True
+    tables = (base.get_input_embeddings(), base.get_output_embeddings())
+    prefixes = tuple(f"{name}." for name, module in model.named_modules() if module in tables)
+    return lambda name: ".lora_A." in name or ".lora_B." in name or name.startswith(prefixes)
+
+
+def with_adapters(model: nn.Module, rows: Mapping[str, str], pattern_of: Any) -> dict[str, str]:
+    """``rows`` of the model without adapters as rows of ``model`` with them.
+
+    Raises:
+        ConfigError: for anything of peft's but plain LoRA on linear layers.
+    """
+    base, prefix = base_of(model)
+    if base is model:
+        return dict(rows)
+    _check(model)
+    full = {prefix + pattern: style for pattern, style in rows.items()}
+    for name, _ in model.named_modules():
+        target = target_of(name)
+        style = rows.get(pattern_of(target.removeprefix(prefix)))
+        if target == name or style is None:
+            continue
+        full.pop(pattern_of(target), None)
+        part = name.removeprefix(f"{target}.").partition(".")[0]
+        own = {"lora_A": "rowwise", "lora_B": "colwise"} if style in ("colwise", "rowwise") else {}
+        whole = part != "base_layer" and own.get(part) != style
+        full[pattern_of(name)] = "replicate" if whole else style
+    return full
+
+
+def _check(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        kind = type(module)
+        if not kind.__module__.startswith("peft.") or kind.__module__ == "peft.peft_model":
+            continue
+        known = (kind.__module__.removeprefix("peft."), kind.__name__) in _KNOWN
+        if not known and any(True for _ in module.parameters()):
+            raise ConfigError(f"{name} ({kind.__name__}): of peft, smp.transform takes LoRA on linear layers")
+        if getattr(module, "lora_variant", None):
+            raise ConfigError(f"{name}: smp.transform takes plain LoRA, without variants such as use_dora")
+        if getattr(module, "merged_adapters", None):
+            raise ConfigError(f"{name}: its adapter is merged: unmerge_adapter() before smp.transform")
+
+
+def _is_peft(model: Any) -> bool:
+    return any(kind.__module__ == "peft.peft_model" for kind in type(model).__mro__)  # fully_shard makes a subclass

@@ -1,0 +1,162 @@
+"""``smp.compat.install()``: ``import torch.sagemaker as tsm`` finds this project, in scripts written for SMP v2.
+
+What a script imports is there. What does not exist here can be imported, and says when it is used what to use.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from abc import ABC
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from smp.config.schema import ConfigError
+from smp.hf.state import state
+
+NAME = "torch.sagemaker"
+_SAVE = (
+    "smp.checkpoint.save(tensors, folder, extra=...) with tensors of smp.checkpoint.training_state(model, optimizer)"
+)
+_LOAD = "smp.checkpoint.load(tensors, folder), which fills tensors of training_state(model, optimizer)"
+_ASYNC = "smp.checkpoint.async_save(tensors, folder, saver=smp.checkpoint.AsyncSaver())"
+_EXPERTS = 'experts stay whole on every rank: transform(model, rows={"model.layers.*.mlp.experts": "replicate"})'
+_CHECKPOINT = "distributed.checkpoint"
+
+HERE = {
+    "init": "smp.hf.state:init",
+    "is_initialized": "smp.hf.state:is_initialized",
+    "state": "smp.hf.state:state",
+    "transform": "smp.hf.transform:transform",
+    "grad_norm.clip_grad_norm_": "smp.hf.clip:clip_grad_norm_",
+    "delayed_param.DelayedParamIniter": "smp.hf.delayed:DelayedParamIniter",
+    "logger.get_logger": "smp.hf.compat:get_logger",
+    "tensor_parallel.transformer.TransformerLayer": "smp.hf.compat:TransformerLayer",
+    "utils.process_group_utils.get_global_ranks": "smp.hf.compat:get_global_ranks",
+}
+"""SMP v2's symbols that work, by what they are here."""
+
+INSTEAD = {
+    "moe.moe_config.MoEConfig": _EXPERTS,
+    f"{_CHECKPOINT}.state_dict_saver.async_save": _ASYNC,
+    f"{_CHECKPOINT}.state_dict_saver.save": _SAVE,
+    f"{_CHECKPOINT}.state_dict_saver.maybe_finalize_async_calls": "poll() or wait() of smp.checkpoint.AsyncSaver",
+    f"{_CHECKPOINT}.state_dict_loader.load": _LOAD,
+    f"{_CHECKPOINT}.async_utils.AsyncCallsQueue": "smp.checkpoint.AsyncSaver",
+    f"{_CHECKPOINT}.filesystem.DistributedFileSystemReader": _LOAD,
+    f"{_CHECKPOINT}.filesystem.DistributedFileSystemWriter": _SAVE,
+    f"{_CHECKPOINT}.state_dict_utils.sm_state_dict_type": "any layout loads any checkpoint of smp.checkpoint",
+    f"{_CHECKPOINT}.state_dict_utils.init_optim_state": _LOAD,
+    "checkpoint.utils.limit_num_subdirs": "smp.checkpoint.Retention",
+    "nn.attn.FlashSelfAttention": "torch's scaled_dot_product_attention",
+    "nn.attn.FlashGroupedQueryAttention": "torch's scaled_dot_product_attention with enable_gqa=True",
+    "nn.huggingface.llama_flashattn.LlamaFlashAttention": 'attn_implementation="sdpa" or "flash_attention_2"',
+    "tensor_parallel.transformer.TransformerLMHead": "transform returns the Hugging Face model itself: use its class",
+    "utils.utils.timeit": "time.perf_counter",
+}
+"""SMP v2's symbols that do not, by what to use."""
+
+
+class TransformerLayer(ABC):  # noqa: B024 (layers of transformers are its subclasses by a hook)
+    """``isinstance`` says whether a module is a layer of a transformers model; for wrapping policies and activation
+    checkpointing."""
+
+    @classmethod
+    def __subclasshook__(cls, other: type) -> Any:
+        return any(kind.__name__ == "GradientCheckpointingLayer" for kind in other.__mro__) or NotImplemented
+
+
+def get_global_ranks(group: Any) -> list[int]:
+    """Ranks of a process group among all."""
+    return dist.get_process_group_ranks(group)
+
+
+def get_logger() -> logging.Logger:
+    """The logger ``smp``."""
+    return logging.getLogger("smp")
+
+
+def install() -> None:
+    """Make ``torch.sagemaker`` and its modules. Call it before the script imports them; a second call does nothing.
+
+    FullyShardedDataParallel, which SMP v2's scripts wrap models in, then says what to write for transformed ones.
+
+    Raises:
+        ConfigError: SMP v2 is installed here.
+    """
+    if isinstance(sys.modules.get(NAME), _Module):
+        return
+    if importlib.util.find_spec(NAME) is not None:
+        raise ConfigError(f"smp.compat.install: {NAME} is installed: uninstall it, or use it")
+    for symbol, where in HERE.items():
+        _put(symbol, where)
+    for symbol, instead in INSTEAD.items():
+        _put(symbol, _refusing(symbol, instead))
+    _refuse_fsdp1()
+
+
+class _Module(ModuleType):
+    """A module whose symbols are looked up when they are used."""
+
+    def __getattr__(self, name: str) -> Any:
+        where = vars(self).get("smp_where", {}).get(name)
+        if where is None:
+            raise AttributeError(f"smp has no {self.__name__}.{name}: see 'From SMP v2' in docs/transform.md")
+        module, _, attribute = where.partition(":")
+        return getattr(import_module(module), attribute)
+
+
+def _put(symbol: str, value: Any) -> None:
+    path, _, name = f"{NAME}.{symbol}".rpartition(".")
+    parent: Any = torch
+    parts = path.split(".")
+    for end in range(2, len(parts) + 1):
+        full = ".".join(parts[:end])
+        module = sys.modules.get(full)
+        if module is None:
+            module = sys.modules[full] = _Module(full)
+            module.__path__ = []  # a package: others lie in it
+            vars(module)["smp_where"] = {}
+            setattr(parent, parts[end - 1], module)
+        parent = module
+    if isinstance(value, str):
+        vars(parent)["smp_where"][name] = value
+    else:
+        setattr(parent, name, value)
+
+
+def _refusing(symbol: str, instead: str) -> Callable[..., Any]:
+    def refused(*_: Any, **__: Any) -> Any:
+        raise ConfigError(f"{NAME}.{symbol} does not exist here: {instead}")
+
+    refused.__name__ = symbol.rpartition(".")[2]
+    return refused
+
+
+def _refuse_fsdp1() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    plain = FullyShardedDataParallel.__init__
+
+    @wraps(plain)
+    def checked(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        if any(hasattr(part, "smp_cut") or hasattr(part, "smp_report") for part in module.modules()) and _cuts():
+            raise ConfigError(
+                "FullyShardedDataParallel does not take a transformed model: for layer in model.model.layers: "
+                "fully_shard(layer, mesh=smp.state.data_mesh), and then fully_shard(model, mesh=smp.state.data_mesh)"
+            )
+        plain(self, module, *args, **kwargs)
+
+    FullyShardedDataParallel.__init__ = checked  # type: ignore[method-assign]
+
+
+def _cuts() -> bool:
+    """Whether parameters are cut, or sequences, so that FSDP1 would not know over which ranks to shard."""
+    return state.tp_size > 1 or state.cp_size > 1

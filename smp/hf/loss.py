@@ -1,0 +1,220 @@
+"""The loss of a transformed causal language model over this rank's part of the vocabulary.
+
+Hugging Face's forward passes logits to ``model.loss_function``, which a model lets others set. With labels, and while
+gradients are wanted, the head then makes this rank's columns only:
+
+===============  ===================================================================  =====================
+``loss=``        what is in memory                                                    ``outputs.logits``
+===============  ===================================================================  =====================
+gathered         all logits on every rank, and their fp32 copy: Hugging Face's loss   whole
+vocab_parallel   this rank's columns                                                  a DTensor, Shard(-1)
+chunked          this rank's columns of some tokens at a time                         None
+===============  ===================================================================  =====================
+
+Without labels, or without gradients (evaluation), logits are whole and the loss is Hugging Face's in all three.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from smp.config.fields import did_you_mean
+from smp.config.schema import ConfigError
+from smp.data.sample import IGNORE_INDEX
+from smp.hf.adapters import base_of
+from smp.hf.modules import local_weight_and_bias
+from smp.hf.state import state
+from smp.kernels.dispatch import choose_kernels
+from smp.layers.cross_entropy import VocabShard, linear_cross_entropy, vocab_parallel_cross_entropy
+from smp.layers.head import chunk_tokens
+from smp.parallel.collectives import Group, copy_to_group
+
+GATHERED, VOCAB_PARALLEL, CHUNKED = "gathered", "vocab_parallel", "chunked"
+LOSSES = (GATHERED, VOCAB_PARALLEL, CHUNKED)
+
+
+@dataclass
+class Targets:
+    """What one call of the model wants a loss of.
+
+    Attributes:
+        labels: int64 (tokens,), that of each place's successor; ``IGNORE_INDEX`` where it does not count.
+        divisor: of the sum of the losses, 0-dim.
+    """
+
+    labels: torch.Tensor
+    divisor: torch.Tensor
+
+    @staticmethod
+    def of(
+        labels: torch.Tensor,
+        shift_labels: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = IGNORE_INDEX,
+        **_: Any,
+    ) -> Targets:
+        """As transformers' ``ForCausalLMLoss`` reads the arguments of a forward pass."""
+        if shift_labels is None:
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        shifted = shift_labels.flatten()
+        shifted = shifted.masked_fill(shifted == ignore_index, IGNORE_INDEX)
+        valid = (shifted != IGNORE_INDEX).sum()
+        divisor = valid if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
+        return Targets(shifted, divisor.to(shifted.device))
+
+
+@dataclass
+class ParallelLoss:
+    """The part of the vocabulary that this rank has, and what the running forward pass wants of it.
+
+    Attributes:
+        targets: None while logits are Hugging Face's.
+        head: what the head gave instead of logits, or the columns.
+        value: the loss, when the head made it.
+        weight: of the head, a DTensor when it is cut.
+    """
+
+    kind: str
+    shard: VocabShard
+    backend: str
+    targets: Targets | None = None
+    head: torch.Tensor | None = None
+    value: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+
+    def forget(self) -> None:
+        self.targets = self.head = self.value = self.weight = None
+
+
+def check(model: nn.Module, kind: str, tp_size: int) -> None:
+    """``kind`` works for ``model``, which is not cut yet.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    if kind not in LOSSES:
+        raise ConfigError(f"transform(loss={kind!r}): there are {', '.join(LOSSES)}{did_you_mean(kind, LOSSES)}")
+    if kind == GATHERED:
+        return
+    base, _ = base_of(model)
+    head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    what = f"transform(loss={kind!r})"
+    if type(head) is not nn.Linear:
+        raise ConfigError(f"{what}: the head of {type(base).__name__} is {type(head).__name__}, not nn.Linear")
+    if head.out_features % tp_size:
+        raise ConfigError(f"{what}: {head.out_features} ids are not divisible by tensor_parallel_degree {tp_size}")
+    if kind == CHUNKED and head.bias is not None:
+        raise ConfigError(f"{what}: the head has a bias; loss={VOCAB_PARALLEL!r} takes one")
+    name = getattr(getattr(base, "loss_function", None), "__name__", None)
+    if name != "ForCausalLMLoss":
+        raise ConfigError(f"{what}: the loss of {type(base).__name__} is {name}, not ForCausalLMLoss")
+
+
+def install(model: nn.Module, kind: str, group: Group) -> None:
+    """Give ``model``, which is cut, its loss."""
+    if kind == GATHERED:
+        return
+    base, _ = base_of(model)
+    head = base.get_output_embeddings()
+    kernels, _ = choose_kernels("auto", torch.device(state.device_type))
+    vocabulary = head.weight.shape[0]
+    shard = VocabShard.of(group, vocabulary // group.size, vocabulary)
+    base.smp_loss = head.smp_loss = ParallelLoss(kind, shard, kernels.cross_entropy)
+    head.smp_whole = vars(head).get("forward")
+    head.forward = MethodType(_head, head)
+    base.loss_function = MethodType(_loss, base)
+    base.forward = MethodType(_forward_of(type(base)), base)
+
+
+def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
+    """The forward pass of a model of this class, which says to head and loss what is asked."""
+    signature = inspect.signature(kind.forward)
+    rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
+
+    @wraps(kind.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        arguments |= arguments.pop(rest, {})
+        loss: ParallelLoss = self.smp_loss
+        if arguments.get("labels") is None or not torch.is_grad_enabled():
+            return type(self).forward(self, *args, **kwargs)
+        wanted = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
+        loss.targets = Targets.of(**{name: arguments[name] for name in wanted if arguments.get(name) is not None})
+        try:
+            return _with_logits(type(self).forward(self, *args, **kwargs), loss)
+        finally:
+            loss.forget()
+
+    return forward
+
+
+def _with_logits(output: Any, loss: ParallelLoss) -> Any:
+    """The model's output, whose logits say what they are."""
+    if not hasattr(output, "logits"):
+        raise ConfigError(f"transform(loss={loss.kind!r}): call the model without return_dict=False")
+    values = dict(output.items())
+    logits = values.pop("logits")
+    if loss.kind == VOCAB_PARALLEL and isinstance(loss.weight, DTensor):
+        mesh = loss.weight.device_mesh
+        logits = DTensor.from_local(logits, mesh, [Shard(logits.ndim - 1)], run_check=False)
+    return type(output)(**values, **({} if loss.kind == CHUNKED else {"logits": logits}))
+
+
+def _head(module: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """(..., hidden) -> this rank's columns (..., ids/tp), or what stands for them."""
+    loss: ParallelLoss = module.smp_loss
+    if loss.targets is None:
+        return type(module).forward(module, hidden) if module.smp_whole is None else module.smp_whole(hidden)
+    loss.weight = module._parameters["weight"]
+    weight, bias = local_weight_and_bias(module) if module.smp_whole else (module.weight, module.bias)
+    hidden = copy_to_group(hidden, loss.shard.group)
+    if loss.kind == VOCAB_PARALLEL:
+        return F.linear(hidden, weight, bias)
+    loss.value = _chunked(hidden.flatten(0, -2), weight, loss)
+    loss.head = hidden.new_zeros(()).expand(*hidden.shape[:-1], loss.shard.vocab_size)
+    return loss.head
+
+
+def _chunked(hidden: torch.Tensor, weight: torch.Tensor, loss: ParallelLoss) -> torch.Tensor:
+    """In the head's own forward pass: FSDP may free its weight after it."""
+    targets = loss.targets
+    assert targets is not None
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    weights = (targets.labels != IGNORE_INDEX).float() / targets.divisor
+    chunk = chunk_tokens(weight)
+    with torch.autocast(device, enabled=False):
+        return linear_cross_entropy(
+            hidden, weight, targets.labels, weights, loss.shard, chunk_tokens=chunk, backend=loss.backend
+        )
+
+
+def _loss(model: Any, logits: torch.Tensor, labels: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+    """``model.loss_function``: of what the head gave."""
+    loss: ParallelLoss = model.smp_loss
+    targets = loss.targets
+    if targets is None:
+        from transformers.loss.loss_utils import ForCausalLMLoss
+
+        return ForCausalLMLoss(logits, labels, *args, **kwargs)
+    if loss.kind == CHUNKED:
+        if logits is not loss.head:
+            raise ConfigError(
+                f"transform(loss={CHUNKED!r}): {type(model).__name__} computes between its head and its loss; "
+                f"loss={VOCAB_PARALLEL!r} takes that"
+            )
+        return loss.value
+    losses = vocab_parallel_cross_entropy(logits.flatten(0, -2), targets.labels, loss.shard, backend=loss.backend)
+    return losses.sum() / targets.divisor

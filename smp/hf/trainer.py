@@ -1,0 +1,73 @@
+"""A transformed model in ``transformers.Trainer``.
+
+Trainer leaves a model alone (it neither moves, wraps nor shards it) that says that it came cut, as models do that
+transformers itself cut while loading. Then every data rank gets its own batches, tokens are counted once per
+tensor-parallel group, and the optimizer sees the DTensors. The attributes that say so are private in transformers; a
+test pins the installed release.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from smp.config.schema import ConfigError
+from smp.hf.adapters import base_of
+from smp.hf.clip import check_sharded
+from smp.hf.state import state
+
+
+def announce(model: Any) -> None:
+    """Say on a transformers model that it is cut and how many ranks read different data.
+
+    A model that nothing cuts (one tensor-parallel rank) stays Trainer's to wrap.
+    """
+    base, _ = base_of(model)
+    if state.tp_size * state.cp_size == 1 or not hasattr(base, "is_distributed_loading_by_transformers"):
+        return
+    base._is_distributed_loading_by_transformers = True
+    base._tp_size = state.tp_size * state.cp_size
+    base.config.distributed_config = _distributed_config(model, state.tp_size, state.dp_size)
+
+
+def _distributed_config(model: nn.Module, tp_size: int, data_size: int) -> Any:
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    class Cut(DistributedConfig):
+        """Trainer asks for the number of data ranks when it is built: the moment to see that something sums their
+        gradients, which Trainer does not do for a model that came cut."""
+
+        cut: nn.Module | None = None
+
+        @property
+        def dp_size(self) -> int:
+            if self.cut is not None and hasattr(self.cut, "smp_context"):
+                raise ConfigError("Trainer does not cut sequences: with it, context_parallel_degree is 1")
+            if self.cut is not None:
+                check_sharded(self.cut.named_parameters())
+            return data_size
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> DistributedConfig:
+            return _distributed_config(memo.get(id(model), model), tp_size, data_size)  # of the copied model
+
+    made = Cut(tp_size=tp_size, fsdp_size=data_size)
+    made.cut = model
+    return made
+
+
+def parallelism_config() -> Any:
+    """What ``TrainingArguments(parallelism_config=...)`` takes on machines without GPUs, where accelerate refuses
+    tensor parallelism. On GPUs it is not needed, and does no harm."""
+    from accelerate import ParallelismConfig
+
+    class OnAnyDevice(ParallelismConfig):  # type: ignore[misc]
+        def _validate_accelerator(self, accelerator: Any) -> None:
+            if self.total_size != accelerator.num_processes:
+                raise ConfigError(f"{self.total_size} ranks in the layout, {accelerator.num_processes} processes")
+
+        def __reduce__(self) -> Any:  # Trainer pickles its arguments beside the weights
+            return partial(ParallelismConfig, tp_size=self.tp_size, dp_shard_size=self.dp_shard_size), ()
+
+    return OnAnyDevice(tp_size=state.tp_size, dp_shard_size=state.dp_size)

@@ -1,0 +1,132 @@
+"""peft's LoRA on a transformed model equals LoRA in one process, and leaves in peft's own file."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+
+import smp
+from smp.config import ConfigError
+from tests.distributed import run_distributed
+from tests.hf.families import batch, build, whole, worst
+
+peft = pytest.importorskip("peft")
+pytest.importorskip("transformers")
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "lm_head"]
+
+
+def _adapted(family: str, **options: Any) -> Any:
+    """A model with adapters that are not zero."""
+    config = peft.LoraConfig(r=4, lora_alpha=8, **{"target_modules": TARGETS, **options})
+    torch.manual_seed(3)
+    model = peft.get_peft_model(build(family), config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return model
+
+
+def _train(model: Any, rows: Any) -> list[float]:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
+    losses = []
+    for step in range(5):
+        data = {key: rows(value) for key, value in batch(step, rows=4).items() if key != "attention_mask"}
+        loss = model(**data, num_items_in_batch=32).loss * smp.state.dp_size
+        loss.backward()
+        losses.append(float(smp.state.mean_over_data(loss.detach())))
+        smp.clip_grad_norm_(model, 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _layouts(rank: int, world_size: int, folder: str) -> list[tuple[Any, ...]]:
+    results = []
+    for family, layouts in (("Qwen3", [(2, 2), (4, 1)]), ("Llama, one key/value head, tied", [(2, 1)])):
+        options = {"target_modules": TARGETS[:-1]} if "tied" in family else {}
+        reference = _adapted(family, **options)
+        fresh = copy.deepcopy(reference)
+        smp.state.reset()
+        smp.init({"hybrid_shard_degree": 4})
+        whole_batch = _all_rows(reference)
+        for tp, shard in layouts:
+            smp.state.reset()
+            smp.init({"tensor_parallel_degree": tp, "hybrid_shard_degree": shard})
+            model = smp.transform(copy.deepcopy(fresh))
+            assert type(model) is type(reference)
+            if smp.state.dp_size > 1:
+                for layer in model.get_base_model().model.layers:
+                    fully_shard(layer, mesh=smp.state.data_mesh)
+                fully_shard(model, mesh=smp.state.data_mesh)
+            losses = _train(model, lambda x: x.chunk(smp.state.dp_size)[smp.state.dp_rank])
+            found = {name: whole(p) for name, p in model.named_parameters()}
+            error, where = worst(found, {name: p.detach() for name, p in reference.named_parameters()})
+            results.append(
+                (family, tp, max(abs(a - b) for a, b in zip(losses, whole_batch, strict=True)), error, where)
+            )
+            saved = f"{folder}/{family[:5]}-{tp}"
+            model.save_pretrained(saved)
+            if rank == 0:
+                reference.save_pretrained(f"{saved}-alone")
+            _file_equal(saved, found, rank)
+    return results
+
+
+def _all_rows(model: Any) -> list[float]:
+    """The same training on every rank for itself."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
+    losses = []
+    for step in range(5):
+        data = {key: value for key, value in batch(step, rows=4).items() if key != "attention_mask"}
+        loss = model(**data, num_items_in_batch=32).loss
+        loss.backward()
+        losses.append(float(loss.detach()))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _file_equal(folder: str, found: dict[str, torch.Tensor], rank: int) -> None:
+    from safetensors.torch import load_file
+
+    saved = load_file(f"{folder}/adapter_model.safetensors")
+    names = {n: n.replace(".weight", ".default.weight") if ".lora_" in n else n for n in saved}
+    assert saved and all(torch.equal(found[names[n]], tensor) for n, tensor in saved.items())
+    assert sum(".lora_" in name for name in saved) == sum(".lora_" in name for name in found)
+    if rank == 0:
+        alone = load_file(f"{folder}-alone/adapter_model.safetensors")
+        assert {n: t.shape for n, t in alone.items()} == {n: t.shape for n, t in saved.items()}
+        files = [sorted(path.name for path in Path(f).iterdir()) for f in (folder, f"{folder}-alone")]
+        assert files[0] == files[1]
+
+
+def test_lora_equals_one_process(tmp_path: Path) -> None:
+    for results in run_distributed(_layouts, 4, str(tmp_path)):
+        assert len(results) == 3
+        assert all(loss <= 1e-5 and weights <= 1e-5 for _, _, loss, weights, _ in results), results
+
+
+def _refused(rank: int, world_size: int) -> None:
+    smp.init({"tensor_parallel_degree": 2})
+    for options, message in (
+        ({"use_dora": True}, "plain LoRA, without variants such as use_dora"),
+        ({"lora_dropout": 0.1}, "dropout under tensor parallelism"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, r"Embedding\): of peft, smp.transform takes LoRA on linear"),
+        ({"modules_to_save": ["lm_head"]}, "ModulesToSaveWrapper.*: of peft"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            smp.transform(_adapted("Qwen3", **options))
+    late = peft.get_peft_model(smp.transform(build("Qwen3")), peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ConfigError, match=r"q_proj became Linear after smp.transform.*get_peft_model first"):
+        late(**batch(1))
+
+
+def test_what_would_be_wrong_is_refused() -> None:
+    run_distributed(_refused, 2)

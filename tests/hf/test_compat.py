@@ -1,0 +1,82 @@
+"""A script that was written for SMP v2 imports what it imports."""
+
+from __future__ import annotations
+
+import copy
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+import smp
+from smp.config import ConfigError
+from smp.hf.compat import HERE, INSTEAD
+from tests.distributed import run_distributed
+from tests.hf.families import build, gradients, worst
+
+pytest.importorskip("transformers")
+PAGE = Path(__file__).parents[2] / "docs/transform.md"
+
+
+def _script(rank: int, world_size: int) -> None:
+    smp.compat.install()
+    smp.compat.install()
+    import torch.sagemaker as tsm
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        apply_activation_checkpointing,
+        offload_wrapper,
+    )
+    from torch.sagemaker import transform
+    from torch.sagemaker.delayed_param import DelayedParamIniter
+    from torch.sagemaker.grad_norm import clip_grad_norm_
+    from torch.sagemaker.logger import get_logger
+    from torch.sagemaker.moe.moe_config import MoEConfig
+    from torch.sagemaker.tensor_parallel.transformer import TransformerLayer
+    from torch.sagemaker.utils.process_group_utils import get_global_ranks
+
+    assert transform is smp.transform and DelayedParamIniter is smp.delayed_param.DelayedParamIniter
+    assert clip_grad_norm_ is smp.clip_grad_norm_ and get_logger().name == "smp"
+    for symbol in [*HERE, *INSTEAD]:
+        path, _, name = f"torch.sagemaker.{symbol}".rpartition(".")
+        found = getattr(import_module(path), name)
+        if symbol in INSTEAD:
+            with pytest.raises(ConfigError, match=re.escape(INSTEAD[symbol])) as caught:
+                found(1, some=2)
+            assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match="experts stay whole on every rank"):
+        MoEConfig(smp_moe=True)
+    with pytest.raises(AttributeError, match="smp has no torch.sagemaker.nothing"):
+        _ = tsm.nothing
+    tsm.init({"tensor_parallel_degree": 2})
+    assert get_global_ranks(tsm.state.tp_process_group) == [0, 1]
+    plain = build("Llama")
+    wanted = gradients(copy.deepcopy(plain), 2)
+    model = transform(plain)
+    assert [isinstance(m, TransformerLayer) for m in (model.model.layers[0], model.lm_head)] == [True, False]
+    with pytest.raises(ConfigError, match="FullyShardedDataParallel does not take a transformed model: for layer"):
+        FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    model.config.use_cache = False  # or the forward pass that is run again would append to it
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, TransformerLayer))
+    found = gradients(offload_wrapper(model), 2)
+    names = {name.replace("_checkpoint_wrapped_module.", ""): tensor for name, tensor in found.items()}
+    assert worst(names, wanted)[0] <= 1e-5
+
+
+def test_an_smp_v2_script_imports_what_it_imports() -> None:
+    run_distributed(_script, 2)
+
+
+def test_nothing_is_installed_unasked() -> None:
+    program = "import smp, smp.hf.transform, sys; assert 'torch.sagemaker' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_page_says_what_became_of_every_symbol() -> None:
+    table = PAGE.read_text(encoding="utf-8").split("## From SMP v2")[1]
+    missing = [symbol for symbol in [*HERE, *INSTEAD] if symbol.rpartition(".")[2] not in table]
+    assert not missing, missing
