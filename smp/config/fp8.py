@@ -44,6 +44,10 @@ def check_fp8(config: Config, layout: Layout) -> None:
         f"{flag}: the products of experts are not there in FP8 yet; leave it out, or --num-experts",
     )
     require(
+        not model.multi_latent_attention,
+        f"{flag}: latent attention is not there in FP8 yet; leave it out, or --multi-latent-attention",
+    )
+    require(
         not config.has_pairs, f"{flag}: finetune.py trains in FP8 with --objective sft only; leave it out for pairs"
     )
     require(

@@ -105,12 +105,13 @@ def _check_groups(model: ModelConfig) -> None:
     assert best is not None
     require(experts % groups == 0, f"--num-experts {experts} is not divisible by --moe-router-num-groups {groups}")
     require(best <= groups, f"--moe-router-group-topk {best} is above --moe-router-num-groups {groups}")
-    require(k % best == 0, f"--moe-router-topk {k} is not divisible by --moe-router-group-topk {best}")
+    summed = model.moe_router_group_score == "sum"
+    require(k % best == 0 or not summed, f"--moe-router-topk {k} is not divisible by --moe-router-group-topk {best}")
     size = experts // groups
     require(
-        k // best <= size,
-        f"--moe-router-topk {k}: of {best} groups (--moe-router-group-topk) of {size} experts each {k // best} "
-        f"would be needed; give at most {best * size}",
+        k <= best * size,
+        f"--moe-router-topk {k}: {best} groups (--moe-router-group-topk) have {size} experts each; give at most "
+        f"{best * size}",
     )
 
 

@@ -87,7 +87,8 @@ class ModelConfig:
     """YaRN: instead, with --yarn-mscale-all-dim, the quotient of the default's values in which ln(factor) is multiplied
     by this and by that (DeepSeek). Default: not used."""
     yarn_mscale_all_dim: float | None = only_with(None, rope_scaling_type="yarn")
-    """YaRN: see --yarn-mscale. Default: not used."""
+    """YaRN: see --yarn-mscale; with --multi-latent-attention scores are also multiplied by the square of the default's
+    value in which ln(factor) is multiplied by this. Default: not used."""
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     """Kind of normalization."""
     norm_epsilon: float = 1e-5
@@ -108,6 +109,19 @@ class ModelConfig:
     """Normalize queries and keys per head before RoPE (Qwen 3)."""
     qk_layernorm_across_heads: bool = only_with(False, qk_layernorm=True)
     """Normalize queries, and keys, of all heads together instead of each head (OLMoE)."""
+    multi_latent_attention: bool = False
+    """Multi-head latent attention: keys and values of all heads are made of a few numbers per token (DeepSeek-V2).
+    --qk-layernorm then normalizes these."""
+    q_lora_rank: int | None = only_with(None, multi_latent_attention=True)
+    """Numbers per token that queries are made of. Default: queries are projected at once."""
+    kv_lora_rank: int = only_with(32, multi_latent_attention=True)
+    """Numbers per token that keys and values are made of."""
+    qk_head_dim: int = only_with(128, multi_latent_attention=True)
+    """Channels of a head's query and key without RoPE."""
+    qk_pos_emb_head_dim: int = only_with(64, multi_latent_attention=True)
+    """Channels of a head's query, and of the one key that all heads share, with RoPE, in neighbouring pairs."""
+    v_head_dim: int = only_with(128, multi_latent_attention=True)
+    """Channels of a head's value."""
     window_size: int | None = None
     """Sliding-window attention: a token sees itself and the window_size - 1 tokens before it. Default: all of them."""
     num_experts: int | None = None
@@ -133,7 +147,10 @@ class ModelConfig:
     moe_router_num_groups: int | None = only_with(None, num_experts=GIVEN)
     """Groups of neighbouring experts; a token's experts are of its --moe-router-group-topk best ones. Default: none."""
     moe_router_group_topk: int | None = only_with(None, moe_router_num_groups=GIVEN)
-    """Groups that a token's experts are of. Of a group its topk / this largest scores are added up (DeepSeek-V3)."""
+    """Groups that a token's experts are of; which are best, says --moe-router-group-score."""
+    moe_router_group_score: Literal["sum", "max"] = only_with("sum", moe_router_num_groups=GIVEN)
+    """What a group is worth. sum: of its topk / --moe-router-group-topk largest scores (DeepSeek-V3); max: its largest
+    (DeepSeek-V2)."""
     moe_router_enable_expert_bias: bool = only_with(False, moe_router_score_function="sigmoid")
     """Add a bias to each expert's score when experts are chosen, not to their weights. After each step it grows for
     experts with fewer tokens than the mean and falls for the others: balance without a loss (DeepSeek-V3)."""
@@ -165,6 +182,8 @@ class ModelConfig:
     @property
     def rotary_channels(self) -> int:
         """Channels of a head that RoPE rotates; a part of one is cut off, as in transformers and Megatron."""
+        if self.multi_latent_attention:
+            return self.qk_pos_emb_head_dim
         assert self.kv_channels is not None, "resolved before"
         return int(self.kv_channels * self.rotary_percent)
 

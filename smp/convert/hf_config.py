@@ -233,4 +233,4 @@ def _written(config: ModelConfig, family: Family) -> dict[str, Any]:
             out |= {"use_sliding_window": config.window_size is not None, "max_window_layers": 0}
     if family.experts is not None:
         out |= write_experts(config, family.experts)
-    return out
+    return out | dict(family.said)

@@ -112,7 +112,7 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
             return list(outputs)
         group, split = layers[0].group, layers[0].sequence_parallel
         # A lies whole on every rank; under sequence parallelism each uses it on its own tokens, so gradients are summed
-        factors = [local(m.a, x.dtype, summed_over=group if split else None) for m in used]
+        factors = [local(m.a, x.dtype, summed_over=layers[0].shared_by) for m in used]
         low = torch.cat([m.down(x, a, token_index) for m, a in zip(used, factors, strict=True)], dim=-1)
         low = gather_tokens(low, group) if split else copy_to_group(low, group)  # (tokens, ..., sum of ranks)
         slices = iter(low.split([m.rank for m in used], dim=-1))

@@ -19,6 +19,7 @@ from smp.layers.attention import SelfAttention
 from smp.layers.block import MoEBlock, TransformerBlock
 from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from smp.layers.head import ModelOutput, VocabParallelHead
+from smp.layers.latent_attention import LatentAttention
 from smp.layers.mlp import MLP, Activation
 from smp.layers.moe import Counted, Experts, MoE, Router, SharedExpertGate
 from smp.layers.moe.router import Balancing
@@ -26,7 +27,7 @@ from smp.layers.norm import LayerNorm, Norm, RMSNorm
 from smp.layers.rope import rope_frequencies, rope_table
 from smp.models.micro_batch import MicroBatch
 from smp.models.part import ModelPart, whole
-from smp.models.rope_scaling import rope_scaling
+from smp.models.rope_scaling import latent_scale, rope_scaling
 from smp.parallel.context import ParallelContext
 from smp.parallel.rng import dropout_keys
 
@@ -332,9 +333,23 @@ def _norm(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> No
 
 
 def _block(config: ModelConfig, context: ParallelContext, kernels: Kernels, *, experts: bool) -> TransformerBlock:
+    kind = MoEBlock if experts else TransformerBlock
+    return kind(
+        _attention(config, context, kernels),
+        _moe(config, context, kernels) if experts else _mlp(config, config.ffn_hidden_size, context, kernels),
+        _norm(config, context, kernels),
+        _norm(config, context, kernels),
+        parallel_residual=config.parallel_residual,
+        dropout=config.hidden_dropout,
+    )
+
+
+def _attention(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> SelfAttention | LatentAttention:
     bias = not config.disable_bias_linear
     std, output_std = _stds(config)
-    attention = SelfAttention(
+    if config.multi_latent_attention:
+        return _latent_attention(config, context, kernels)
+    return SelfAttention(
         config.hidden_size,
         config.num_attention_heads,
         context,
@@ -350,14 +365,26 @@ def _block(config: ModelConfig, context: ParallelContext, kernels: Kernels, *, e
         output_std=output_std,
         kernels=kernels,
     )
-    kind = MoEBlock if experts else TransformerBlock
-    return kind(
-        attention,
-        _moe(config, context, kernels) if experts else _mlp(config, config.ffn_hidden_size, context, kernels),
-        _norm(config, context, kernels),
-        _norm(config, context, kernels),
-        parallel_residual=config.parallel_residual,
-        dropout=config.hidden_dropout,
+
+
+def _latent_attention(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> LatentAttention:
+    std, output_std = _stds(config)
+    return LatentAttention(
+        config.hidden_size,
+        config.num_attention_heads,
+        context,
+        kv_lora_rank=config.kv_lora_rank,
+        q_lora_rank=config.q_lora_rank,
+        qk_head_dim=config.qk_head_dim,
+        rope_dim=config.qk_pos_emb_head_dim,
+        v_head_dim=config.v_head_dim,
+        norm_eps=config.norm_epsilon if config.qk_layernorm else None,
+        scale=latent_scale(config),
+        window=config.window_size,
+        dropout=config.attention_dropout,
+        init_std=std,
+        output_std=output_std,
+        kernels=kernels,
     )
 
 
@@ -397,6 +424,7 @@ def _moe(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> MoE
         bias_update_rate=config.moe_router_bias_update_rate if config.moe_router_enable_expert_bias else None,
         num_groups=config.moe_router_num_groups,
         group_topk=config.moe_router_group_topk,
+        group_score=config.moe_router_group_score,
         balancing=balancing,
         init_std=std,
     )

@@ -101,11 +101,11 @@ MODEL: tuple[Row, ...] = (
         _NO,
     ),
     refused("--apply-residual-connection-post-layernorm", "norms stand before attention and MLP"),
-    refused(
+    same(
         "--multi-latent-attention --q-lora-rank:1 --kv-lora-rank:1 --qk-head-dim:1 --qk-pos-emb-head-dim:1 "
-        "--v-head-dim:1 --cache-mla-latents --mla-down-proj-fusion",
-        "multi-latent attention does not exist",
+        "--v-head-dim:1"
     ),
+    left_out("--cache-mla-latents --mla-down-proj-fusion", "latents are kept while text is generated; " + _KERNELS),
     refused(
         "--mtp-num-layers:1 --mtp-loss-scaling-factor:1 --mtp-use-repeated-layer --mtp-standalone",
         "multi-token prediction does not exist",

@@ -11,8 +11,9 @@ every device, whatever order a top-k leaves equal values in. Two things change t
 
     expert bias          sigmoid + b_e is compared. b is no parameter: after each step b_e += u sign(mean c - c_e), with
                          the tokens c of the global batch (arXiv 2408.15664)
-    groups               of G groups of neighbours the g best are kept, by the sum of their k // g largest values; of
-                         sigmoids, of the softmax with pre_softmax, else of logits (DeepSeek-V3)
+    groups               of G groups of neighbours the g best are kept, by the sum of their k // g largest values
+                         (DeepSeek-V3) or by their largest (DeepSeek-V2); of sigmoids, of the softmax with
+                         pre_softmax, else of logits
 
 Auxiliary losses, with p the scores of all experts (softmax, or sigmoids divided by their sum), w the loss weights of
 the tokens, E experts, and c the tokens that chose each:
@@ -44,6 +45,7 @@ from smp.parallel.collectives import Group, reduce_from_group, sum_over
 from smp.parallel.context import ParallelContext
 
 ScoreFunction = Literal["softmax", "sigmoid"]
+GroupScore = Literal["sum", "max"]
 Balancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss"]
 MEASURES = ("load balancing", "z", "largest load", "entropy")
 """What :meth:`Router.balance` measures, in its order."""
@@ -102,6 +104,7 @@ class Router(nn.Module):
         score_function, pre_softmax, scaling_factor: see above.
         bias_update_rate: u of the expert bias; None: there is none.
         num_groups, group_topk: G and g; None: no groups.
+        group_score: what a group is worth, the sum of its k // g largest values or its largest.
         balancing: what loads are counted over.
         init_std: standard deviation of the initial weights.
 
@@ -124,6 +127,7 @@ class Router(nn.Module):
         bias_update_rate: float | None = None,
         num_groups: int | None = None,
         group_topk: int | None = None,
+        group_score: GroupScore = "sum",
         balancing: Balancing = "aux_loss",
         init_std: float = 0.02,
     ) -> None:
@@ -135,6 +139,7 @@ class Router(nn.Module):
         self.score_function, self.pre_softmax, self.scaling_factor = score_function, pre_softmax, scaling_factor
         self.bias_update_rate, self.num_groups, self.group_topk = bias_update_rate, num_groups, group_topk
         self.balancing = balancing
+        self.group_summed = topk // group_topk if group_topk is not None and group_score == "sum" else 1
         self.shared_by = context.shared_by
         slices = () if self.shared_by is None else (self.shared_by,)
         self.token_groups = (*slices, *context.data_groups)
@@ -170,7 +175,7 @@ class Router(nn.Module):
         """``values`` with -inf outside of each token's best groups."""
         assert self.group_topk is not None, "given with num_groups"
         grouped = values.view(-1, groups, self.num_experts // groups)
-        worth = grouped.topk(self.topk // self.group_topk, dim=-1).values.sum(-1)  # (tokens, groups)
+        worth = grouped.topk(self.group_summed, dim=-1).values.sum(-1)  # (tokens, groups)
         best = worth.sort(dim=-1, descending=True, stable=True).indices[:, : self.group_topk]
         kept = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, best, True)
         return grouped.masked_fill(~kept[:, :, None], float("-inf")).view_as(values)
