@@ -352,7 +352,8 @@ class LoraConfig:
     """Dropout on the input of adapters. Default: 0, or that of --load-adapter."""
     lora_target_modules: str | None = None
     """Linear layers that get an adapter: shell patterns with commas in between, of whole names or of their last part
-    (query, key, value, output, gate, up, down). Default: all of them."""
+    (query, key, value, output, gate, up, down). Experts by whole names only, as *.experts.*. Default: all of them but
+    experts."""
     load_in_4bit: bool = False
     """Keep the frozen weights of linear layers in 4 bits, NF4 of bitsandbytes (QLoRA); embedding, output matrix and
     experts stay as they are. Needs adapters."""

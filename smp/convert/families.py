@@ -362,7 +362,7 @@ _FAMILIES = (
         defaults=_DEEPSEEK_DEFAULTS
         | {"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407, "first_k_dense_replace": 0}
         | {"routed_scaling_factor": 1.0, "topk_method": "greedy", "n_group": None, "topk_group": None},
-        required=_DEEPSEEK_FAMILY.required | {"norm_topk_prob": False},
+        required={**_DEEPSEEK_FAMILY.required} | {"norm_topk_prob": False},
         said={"norm_topk_prob": False, "scoring_func": "softmax"},
         aliases={"n_routed_experts": "num_experts"},
         experts=ExpertKeys("n_routed_experts", "first_k", "multiple", "topk_method", own_width=True),
@@ -375,7 +375,7 @@ _FAMILIES = (
         | {"num_key_value_heads": 128, "max_position_embeddings": 4096, "num_experts_per_tok": 8}
         | {"n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048, "first_k_dense_replace": 3}
         | {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "norm_topk_prob": True},
-        required=_DEEPSEEK_FAMILY.required | {"rope_interleave": True, "topk_method": "noaux_tc"},
+        required={**_DEEPSEEK_FAMILY.required} | {"rope_interleave": True, "topk_method": "noaux_tc"},
         said={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
         aliases={"n_routed_experts": "num_local_experts"},
         experts=ExpertKeys("n_routed_experts", "first_k", "multiple", "sigmoid", own_width=True),

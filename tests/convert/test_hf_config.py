@@ -33,6 +33,7 @@ def test_named_sizes_there_and_back(name: str) -> None:
     assert architecture(from_hf(content)) == architecture(config)
     family = {"gpt": "GPT2LMHeadModel", "lla": "Llama", "mis": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
     family |= {"mix": "Mixtral", "qwen1.5-moe": "Qwen2Moe", "olmoe": "Olmoe", "glm": "Glm4Moe"}
+    family |= {"deepseek-v2": "DeepseekV2", "deepseek-v3": "DeepseekV3"}
     expected = next(value for key, value in family.items() if name.startswith(key))
     assert content["architectures"][0].startswith(expected)
 

@@ -86,7 +86,7 @@ def larger_weights(got: Run, base: Run) -> None:
 ROPE = "--rotary-base 10 --use-rope-scaling --rope-original-max-position 16 "
 """Wavelengths 6.3, 11.2, 19.9 and 35.3 tokens: two of them below the original context, two above."""
 LINEAR = "--rotary-base 10 --use-rope-scaling --rope-scaling-type linear "
-LATENT = "--multi-latent-attention --qk-head-dim 2 --qk-pos-emb-head-dim 4 --v-head-dim 4 "
+LATENT = "--multi-latent-attention --num-query-groups 4 --qk-head-dim 2 --qk-pos-emb-head-dim 4 --v-head-dim 4 "
 YARN = ROPE + "--rope-scaling-type yarn "
 ALONE = "--yarn-attention-factor 1"
 PLAIN_MLP = "--no-swiglu "

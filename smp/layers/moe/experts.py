@@ -8,7 +8,7 @@ what is left. So a checkpoint has one tensor per projection and layer, whatever 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -32,6 +32,9 @@ class ExpertLinear(nn.Module):
         init_std: standard deviation of the initial weights.
     """
 
+    add_low_rank: ClassVar[Callable[..., torch.Tensor] | None] = None
+    """What a layer with adapters adds to its product; see ``smp.layers.moe.lora``."""
+
     def __init__(
         self,
         num_experts: int,
@@ -44,6 +47,7 @@ class ExpertLinear(nn.Module):
     ) -> None:
         super().__init__()
         shape = num_experts, out_features, in_features
+        self.tp_dim, self.tp_group = tp_dim, context.tp_group
         if context.ep_tp is None:
             self.weight = placed_parameter(shape, (Shard(tp_dim),), context.tp)
         else:
@@ -52,7 +56,8 @@ class ExpertLinear(nn.Module):
 
     def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """(n, in [/p]) sorted by expert, ``counts`` of each -> (n, out [/p])."""
-        return grouped_product(rows, local(self.weight, rows.dtype), counts)
+        y = grouped_product(rows, local(self.weight, rows.dtype), counts)
+        return y if self.add_low_rank is None else self.add_low_rank(rows, y, counts)
 
 
 class Experts(nn.Module):
