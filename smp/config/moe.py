@@ -150,6 +150,11 @@ def check_moe(config: Config, layout: Layout) -> None:
         f"--compile cannot trace --expert-model-parallel-size {ep}, where each step exchanges other numbers of rows; "
         "leave one of them out",
     )
+    require(
+        not (parallel.compile and model.moe_expert_capacity_factor is not None),
+        f"--compile cannot trace --moe-expert-capacity-factor {model.moe_expert_capacity_factor}, with which each step "
+        "computes other numbers of rows; leave one of them out",
+    )
     _check_finetuning(config)
 
 
@@ -159,6 +164,7 @@ def _check_finetuning(config: Config) -> None:
     moves = given(config.model, "moe_router_bias_update_rate")
     if config.objective is None:
         return
+    losses += given(config.model, "moe_expert_capacity_factor")
     require(
         not (config.has_pairs and losses + moves),
         f"{', '.join(losses + moves)}: pairs of answers (--objective {config.objective.objective}) train without "

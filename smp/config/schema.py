@@ -170,6 +170,12 @@ class ModelConfig:
     moe_z_loss_coeff: float | None = only_with(None, num_experts=GIVEN)
     """Coefficient of the loss that keeps the router's logits small (ST-MoE), summed over layers. Default: there is
     none."""
+    moe_expert_capacity_factor: float | None = only_with(None, num_experts=GIVEN)
+    """In training an expert takes at most this times its even share of a sequence's choices, rounded up; the others are
+    dropped. Default: none is."""
+    moe_token_drop_policy: Literal["probs", "position"] = only_with("probs", moe_expert_capacity_factor=GIVEN)
+    """Which choices an expert takes then. probs: those with the largest weights; position: those of the first
+    tokens."""
     parallel_residual: bool = False
     """Attention and MLP read the same input and are added together (GPT-NeoX)."""
     init_method_std: float = 0.02

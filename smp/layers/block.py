@@ -116,7 +116,7 @@ class MoEBlock(TransformerBlock):
         measured: list[Balance | None] = []
 
         def mlp(x: torch.Tensor, *index: torch.Tensor | None) -> torch.Tensor:
-            y, found = self.mlp(x, *index, counted)
+            y, found = self.mlp(x, *index, counted, layout)
             measured.append(found)
             return y
 

@@ -22,6 +22,7 @@ from smp.layers.head import ModelOutput, VocabParallelHead
 from smp.layers.latent_attention import LatentAttention
 from smp.layers.mlp import MLP, Activation
 from smp.layers.moe import Counted, Experts, MoE, Router, SharedExpertGate
+from smp.layers.moe.capacity import Capacity
 from smp.layers.moe.router import Balancing
 from smp.layers.norm import LayerNorm, Norm, RMSNorm
 from smp.layers.rope import rope_frequencies, rope_table
@@ -48,12 +49,17 @@ EXPERT_LOAD = "expert load max/mean"
 """Of the experts of a layer the one with most tokens, relative to their mean; the mean over layers."""
 ROUTER_ENTROPY = "router entropy"
 """Of the scores of a token's experts in nats, at most ln(experts); the mean over tokens and layers."""
+DROPPED = "dropped share"
+"""Of the choices of experts those that did not fit; the mean over tokens and layers."""
 
 
 def beside_names(config: ModelConfig) -> tuple[str, ...]:
     """What a model measures beside its loss in training: auxiliary losses and metrics of :class:`ModelOutput`, each a
     part of a mean over the global batch."""
-    return () if config.num_experts is None else (*aux_losses(config), EXPERT_LOAD, ROUTER_ENTROPY)
+    if config.num_experts is None:
+        return ()
+    dropped = () if config.moe_expert_capacity_factor is None else (DROPPED,)
+    return (*aux_losses(config), EXPERT_LOAD, ROUTER_ENTROPY, *dropped)
 
 
 class GPT(nn.Module):
@@ -224,7 +230,10 @@ class GPT(nn.Module):
         losses = {name: coefficients[name] * total[i] for i, name in enumerate(kinds) if name in coefficients}
         layers = sum(has_experts(self.config, i) for i in range(self.config.num_layers))
         means = total.detach() / layers
-        return {"aux_losses": losses, "metrics": {EXPERT_LOAD: means[2], ROUTER_ENTROPY: means[3]}}
+        metrics = {EXPERT_LOAD: means[2], ROUTER_ENTROPY: means[3]}
+        if self.config.moe_expert_capacity_factor is not None:
+            metrics[DROPPED] = means[4]
+        return {"aux_losses": losses, "metrics": metrics}
 
     def _counted(self, weights: torch.Tensor, padding: int) -> Counted | None:
         """What routers measure their balance with, of loss weights (batch, length); padding does not count."""
@@ -440,4 +449,6 @@ def _moe(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> MoE
     width = config.moe_shared_expert_intermediate_size
     shared = None if width is None else _mlp(config, width, context, kernels)
     gate = SharedExpertGate(config.hidden_size, context, init_std=std) if config.moe_shared_expert_gate else None
-    return MoE(router, experts, context, shared=shared, gate=gate)
+    factor, policy = config.moe_expert_capacity_factor, config.moe_token_drop_policy
+    capacity = None if factor is None else Capacity(factor, policy, context.cp_group)
+    return MoE(router, experts, context, shared=shared, gate=gate, capacity=capacity)

@@ -198,6 +198,10 @@ _EXPERTS: dict[str, dict[str, Any]] = {
         **{"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_shared_expert_intermediate_size": 8},
         **{"moe_router_load_balancing_type": "seq_aux_loss", **_LOSSES},
     },
+    "capacity": {
+        **{"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 8, "moe_expert_capacity_factor": 0.9},
+        **{"moe_shared_expert_intermediate_size": 8, **_LOSSES},
+    },
     "latent": {
         **{"num_experts": 8, "moe_router_topk": 3, "moe_router_pre_softmax": True, "moe_ffn_hidden_size": 8},
         **{"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_group_score": "max", **_LOSSES},

@@ -184,6 +184,14 @@ def dense(x: torch.Tensor, weights: Weights, name: str, config: ModelConfig) -> 
     return linear(inner, weights, f"{name}.down")
 
 
+def largest(gates: torch.Tensor, limit: int) -> torch.Tensor:
+    """Of one expert and sequence, (length,): the largest as they are, 0 for the others."""
+    order = sorted(range(len(gates)), key=lambda t: -gates[t].item())
+    return torch.where(
+        torch.zeros_like(gates, dtype=torch.bool).index_fill(0, torch.tensor(order[:limit]), True), gates, 0
+    )
+
+
 def experts(
     x: torch.Tensor, weights: Weights, layer: int, config: ModelConfig, labels: torch.Tensor, micro_batches: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -207,6 +215,9 @@ def experts(
     if k > 1 and not config.moe_router_pre_softmax:
         gates = gates / gates.sum(-1, keepdim=True)
     gates = gates * (config.moe_router_topk_scaling_factor or 1.0)
+    if config.moe_expert_capacity_factor is not None:
+        limit = math.ceil(config.moe_expert_capacity_factor * (x.shape[1] * k) / count)
+        gates = torch.stack([torch.stack([largest(row[:, e], limit) for e in range(count)], -1) for row in gates])
     y = torch.zeros_like(x)
     for e in range(count):
         gate, up, down = (weights[f"{name}.experts.{part}.weight"][e] for part in ("gate", "up", "down"))

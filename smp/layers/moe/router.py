@@ -47,7 +47,7 @@ from smp.parallel.context import ParallelContext
 ScoreFunction = Literal["softmax", "sigmoid"]
 GroupScore = Literal["sum", "max"]
 Balancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss"]
-MEASURES = ("load balancing", "z", "largest load", "entropy")
+MEASURES = ("load balancing", "z", "largest load", "entropy", "dropped")
 """What :meth:`Router.balance` measures, in its order."""
 
 
@@ -85,7 +85,7 @@ class Balance(NamedTuple):
     """What a micro-batch does to the balance.
 
     Attributes:
-        measures: fp32 (4,), see :data:`MEASURES`.
+        measures: fp32 (5,), see :data:`MEASURES`.
         seen: int64 (experts,), tokens of each expert in this step so far, of all data-parallel ranks.
     """
 
@@ -190,15 +190,17 @@ class Router(nn.Module):
             weights = logits.gather(1, experts).softmax(-1)
         return weights * self.scaling_factor
 
-    def balance(self, routing: Routing, counted: Counted) -> Balance:
+    def balance(self, routing: Routing, counted: Counted, kept: torch.Tensor | None = None) -> Balance:
         """Both auxiliary losses without their coefficients; the largest load of an expert as a multiple of the mean,
-        and the entropy of the scores in nats, both times the tokens' weight and without gradient. Under sequence
+        the entropy of the scores in nats, and the share of choices that are dropped, these times the tokens' weight and
+        without gradient. Under sequence
         parallelism summed over its ranks, so that all TP ranks hold the same; a part of the sum over data-parallel
         ranks, as the loss is.
 
         Args:
             routing: of the tokens of this rank.
             counted: what is known of them.
+            kept: bool (tokens [/p], k), which of their choices are not dropped; None: all.
         """
         logits, w = routing.logits, counted.weights.to(routing.logits.dtype)
         scores = logits.softmax(-1)
@@ -214,7 +216,8 @@ class Router(nn.Module):
             load = (_load(seen) if self.balancing == "global_aux_loss" else now).expand_as(scores)
         z = logits.logsumexp(-1).square()
         entropy = torch.special.entr(scores.detach()).sum(-1)
-        sums = ((scores * load.to(scores.dtype)).sum(-1) * w, z * w, now.max() * w, entropy * w)
+        dropped = torch.zeros_like(w) if kept is None else (~kept).to(w.dtype).mean(-1)
+        sums = ((scores * load.to(scores.dtype)).sum(-1) * w, z * w, now.max() * w, entropy * w, dropped * w)
         found = torch.stack([each.sum().to(logits.dtype) for each in sums]).float()
         if self.shared_by is not None:
             found = reduce_from_group(found, self.shared_by)
