@@ -66,6 +66,11 @@ def asked_for(flags: Sequence[str], gpus: int) -> Config:
     """Settings that were decided: bf16 always, and without a batch size four samples on each GPU."""
     config = load_config([*flags, "--bf16", "--dry-run"], PRESETS)
     data = config.data
+    if config.model.multi_latent_attention:
+        raise ConfigError(
+            "--multi-latent-attention: steps of latent attention are not predicted yet; pretrain_gpt.py --dry-run "
+            "tells what a step takes"
+        )
     if config.model.num_experts is not None:
         raise ConfigError(
             "--num-experts: steps of mixtures of experts are not predicted yet; pretrain_gpt.py --dry-run tells what "

@@ -7,6 +7,7 @@ from smp.config.blend import parse_split
 from smp.config.context_parallel import check_context_parallel
 from smp.config.fields import entry_point_of, given, require, said_without_effect, settings, without_effect
 from smp.config.fp8 import check_fp8
+from smp.config.latent import check_latent
 from smp.config.layout import Layout
 from smp.config.moe import check_moe, check_moe_model
 from smp.config.offload import check_offload
@@ -108,6 +109,7 @@ def check_model(model: ModelConfig) -> None:
     check_effects(Config(model=model), "model")
     _check_heads_and_widths(model, tp=1)
     require(not (model.squared_relu and model.tanh_gelu), "--squared-relu and --tanh-gelu exclude each other; give one")
+    check_latent(model)
     check_positions(model)
     check_moe_model(model)
 

@@ -46,6 +46,10 @@ def check_fp8(config: Config, layout: Layout) -> None:
         "--num-experts delayed, tensorwise and rowwise work",
     )
     require(
+        not model.multi_latent_attention,
+        f"{flag}: latent attention is not there in FP8 yet; leave it out, or --multi-latent-attention",
+    )
+    require(
         not config.judges_answers,
         f"{flag}: finetune.py trains in FP8 with --objective sft only; leave it out here",
     )

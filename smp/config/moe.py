@@ -105,12 +105,13 @@ def _check_groups(model: ModelConfig) -> None:
     assert best is not None
     require(experts % groups == 0, f"--num-experts {experts} is not divisible by --moe-router-num-groups {groups}")
     require(best <= groups, f"--moe-router-group-topk {best} is above --moe-router-num-groups {groups}")
-    require(k % best == 0, f"--moe-router-topk {k} is not divisible by --moe-router-group-topk {best}")
+    summed = model.moe_router_group_score == "sum"
+    require(k % best == 0 or not summed, f"--moe-router-topk {k} is not divisible by --moe-router-group-topk {best}")
     size = experts // groups
     require(
-        k // best <= size,
-        f"--moe-router-topk {k}: of {best} groups (--moe-router-group-topk) of {size} experts each {k // best} "
-        f"would be needed; give at most {best * size}",
+        k <= best * size,
+        f"--moe-router-topk {k}: {best} groups (--moe-router-group-topk) have {size} experts each; give at most "
+        f"{best * size}",
     )
 
 
@@ -149,6 +150,11 @@ def check_moe(config: Config, layout: Layout) -> None:
         f"--compile cannot trace --expert-model-parallel-size {ep}, where each step exchanges other numbers of rows; "
         "leave one of them out",
     )
+    require(
+        not (parallel.compile and model.moe_expert_capacity_factor is not None),
+        f"--compile cannot trace --moe-expert-capacity-factor {model.moe_expert_capacity_factor}, with which each step "
+        "computes other numbers of rows; leave one of them out",
+    )
     _check_finetuning(config)
 
 
@@ -158,6 +164,7 @@ def _check_finetuning(config: Config) -> None:
     moves = given(config.model, "moe_router_bias_update_rate")
     if config.objective is None:
         return
+    losses += given(config.model, "moe_expert_capacity_factor")
     require(
         not (config.judges_answers and losses + moves),
         f"{', '.join(losses + moves)}: pairs of answers (--objective {config.objective.objective}) train without "

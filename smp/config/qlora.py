@@ -43,8 +43,10 @@ def check_qlora(config: Config, layout: Layout) -> None:
         not config.parallel.zero_quantized_weights,
         "--zero-quantized-weights: weights of --load-in-4bit have four bits as they are; leave it out",
     )
-    queries = model.num_attention_heads * model.kv_channels
-    widths = {"hidden size": (model.hidden_size, 1), "attention": (queries, layout.tp)}
+    values = model.v_head_dim if model.multi_latent_attention else model.kv_channels
+    widths = {"hidden size": (model.hidden_size, 1), "attention": (model.num_attention_heads * values, layout.tp)}
+    if model.multi_latent_attention:
+        widths |= {"keys and values": (model.kv_lora_rank, 1), "queries": (model.q_lora_rank or BLOCK, 1)}
     if not all(has_experts(model, layer) for layer in range(model.num_layers)):
         widths["MLP"] = (model.ffn_hidden_size, layout.tp)
     if model.moe_shared_expert_intermediate_size is not None:

@@ -12,6 +12,7 @@ from smp.config.batch import BatchSizes
 from smp.config.blend import BlendPart, data_parts, is_text
 from smp.config.checks import check_combinations, check_effects, check_model, check_ranges
 from smp.config.commands import tool
+from smp.config.latent import head_width
 from smp.config.layout import Layout
 from smp.config.schema import (
     Config,
@@ -58,6 +59,8 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
     """
     check_ranges(Config(model=model))
     hidden, heads = model.hidden_size, model.num_attention_heads
+    if model.multi_latent_attention:
+        model = replace(model, kv_channels=head_width(model))
     if model.kv_channels is None and hidden % heads:
         raise ConfigError(
             f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; "

@@ -87,7 +87,8 @@ class ModelConfig:
     """YaRN: instead, with --yarn-mscale-all-dim, the quotient of the default's values in which ln(factor) is multiplied
     by this and by that (DeepSeek). Default: not used."""
     yarn_mscale_all_dim: float | None = only_with(None, rope_scaling_type="yarn")
-    """YaRN: see --yarn-mscale. Default: not used."""
+    """YaRN: see --yarn-mscale; with --multi-latent-attention scores are also multiplied by the square of the default's
+    value in which ln(factor) is multiplied by this. Default: not used."""
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     """Kind of normalization."""
     norm_epsilon: float = 1e-5
@@ -111,6 +112,19 @@ class ModelConfig:
     """Normalize queries and keys per head before RoPE (Qwen 3)."""
     qk_layernorm_across_heads: bool = only_with(False, qk_layernorm=True)
     """Normalize queries, and keys, of all heads together instead of each head (OLMoE)."""
+    multi_latent_attention: bool = False
+    """Multi-head latent attention: keys and values of all heads are made of a few numbers per token (DeepSeek-V2).
+    --qk-layernorm then normalizes these."""
+    q_lora_rank: int | None = only_with(None, multi_latent_attention=True)
+    """Numbers per token that queries are made of. Default: queries are projected at once."""
+    kv_lora_rank: int = only_with(32, multi_latent_attention=True)
+    """Numbers per token that keys and values are made of."""
+    qk_head_dim: int = only_with(128, multi_latent_attention=True)
+    """Channels of a head's query and key without RoPE."""
+    qk_pos_emb_head_dim: int = only_with(64, multi_latent_attention=True)
+    """Channels of a head's query, and of the one key that all heads share, with RoPE, in neighbouring pairs."""
+    v_head_dim: int = only_with(128, multi_latent_attention=True)
+    """Channels of a head's value."""
     window_size: int | None = None
     """Sliding-window attention: a token sees itself and the window_size - 1 tokens before it. Default: all of them."""
     num_experts: int | None = None
@@ -136,7 +150,10 @@ class ModelConfig:
     moe_router_num_groups: int | None = only_with(None, num_experts=GIVEN)
     """Groups of neighbouring experts; a token's experts are of its --moe-router-group-topk best ones. Default: none."""
     moe_router_group_topk: int | None = only_with(None, moe_router_num_groups=GIVEN)
-    """Groups that a token's experts are of. Of a group its topk / this largest scores are added up (DeepSeek-V3)."""
+    """Groups that a token's experts are of; which are best, says --moe-router-group-score."""
+    moe_router_group_score: Literal["sum", "max"] = only_with("sum", moe_router_num_groups=GIVEN)
+    """What a group is worth. sum: of its topk / --moe-router-group-topk largest scores (DeepSeek-V3); max: its largest
+    (DeepSeek-V2)."""
     moe_router_enable_expert_bias: bool = only_with(False, moe_router_score_function="sigmoid")
     """Add a bias to each expert's score when experts are chosen, not to their weights. After each step it grows for
     experts with fewer tokens than the mean and falls for the others: balance without a loss (DeepSeek-V3)."""
@@ -156,6 +173,12 @@ class ModelConfig:
     moe_z_loss_coeff: float | None = only_with(None, num_experts=GIVEN)
     """Coefficient of the loss that keeps the router's logits small (ST-MoE), summed over layers. Default: there is
     none."""
+    moe_expert_capacity_factor: float | None = only_with(None, num_experts=GIVEN)
+    """In training an expert takes at most this times its even share of a sequence's choices, rounded up; the others are
+    dropped. Default: none is."""
+    moe_token_drop_policy: Literal["probs", "position"] = only_with("probs", moe_expert_capacity_factor=GIVEN)
+    """Which choices an expert takes then. probs: those with the largest weights; position: those of the first
+    tokens."""
     parallel_residual: bool = False
     """Attention and MLP read the same input and are added together (GPT-NeoX)."""
     init_method_std: float = 0.02
@@ -168,6 +191,8 @@ class ModelConfig:
     @property
     def rotary_channels(self) -> int:
         """Channels of a head that RoPE rotates; a part of one is cut off, as in transformers and Megatron."""
+        if self.multi_latent_attention:
+            return self.qk_pos_emb_head_dim
         assert self.kv_channels is not None, "resolved before"
         return int(self.kv_channels * self.rotary_percent)
 
@@ -345,7 +370,8 @@ class LoraConfig:
     """Dropout on the input of adapters. Default: 0, or that of --load-adapter."""
     lora_target_modules: str | None = None
     """Linear layers that get an adapter: shell patterns with commas in between, of whole names or of their last part
-    (query, key, value, output, gate, up, down). Default: all of them."""
+    (query, key, value, output, gate, up, down). Experts by whole names only, as *.experts.*. Default: all of them but
+    experts."""
     load_in_4bit: bool = False
     """Keep the frozen weights of linear layers in 4 bits, NF4 of bitsandbytes (QLoRA); embedding, output matrix and
     experts stay as they are. Needs adapters."""

@@ -36,7 +36,7 @@ class Adapter:
     """What a layer gets added: ``scale x B A``.
 
     Attributes:
-        a, b: (rank, in) and (out, rank), whole.
+        a, b: (rank, in) and (out, rank), whole; of experts (experts, rank, in) and (experts, out, rank).
         scale: alpha / rank.
     """
 
@@ -47,7 +47,7 @@ class Adapter:
     @property
     def rank(self) -> int:
         """Rows of A."""
-        return int(self.a.shape[0])
+        return int(self.a.shape[-2])
 
     @property
     def alpha(self) -> float:
@@ -82,10 +82,11 @@ def linear_modules(config: ModelConfig, family: Family) -> dict[str, dict[str, L
     return out
 
 
-def check_shapes(a: torch.Tensor, b: torch.Tensor, matrix: tuple[int, int], what: str) -> None:
-    """Raise CheckpointError unless ``b @ a`` is as large as the matrix that it is added to."""
-    rank = a.shape[0] if a.ndim == 2 else 0
-    if rank == 0 or a.shape != (rank, matrix[1]) or b.shape != (matrix[0], rank):
+def check_shapes(a: torch.Tensor, b: torch.Tensor, matrix: tuple[int, ...], what: str) -> None:
+    """Raise CheckpointError unless ``b @ a`` is as large as the matrix, or those of experts, that it is added to."""
+    *experts, rows, columns = matrix
+    rank = a.shape[-2] if a.ndim == len(matrix) else 0
+    if rank == 0 or a.shape != (*experts, rank, columns) or b.shape != (*experts, rows, rank):
         raise CheckpointError(
             f"{what} has shapes {list(a.shape)} and {list(b.shape)}, the matrix is {list(matrix)}: it belongs to "
             "another model"
@@ -109,8 +110,7 @@ class MergedWeights(Weights):
         for name, adapter in self.adapters.items():
             if (stored := base.tensors.get(name)) is None:
                 raise CheckpointError(f"the adapter of {name} belongs to another model: this one has no such matrix")
-            rows, columns = stored.shape
-            check_shapes(adapter.a, adapter.b, (rows, columns), f"the adapter of {name}")
+            check_shapes(adapter.a, adapter.b, tuple(stored.shape), f"the adapter of {name}")
         self.config = base.config
         self.tensors = {name: Stored(t.shape, dtype or t.dtype) for name, t in base.tensors.items()}
         self.notes = [*base.notes, f"{len(adapters)} adapters are merged"]
@@ -120,8 +120,8 @@ class MergedWeights(Weights):
         self.base.read_into(name, offsets, block)
         adapter = self.adapters.get(name)
         if adapter is not None:
-            (row, column), (rows, columns) = offsets, out.shape
-            b, a = adapter.b[row : row + rows], adapter.a[:, column : column + columns]
+            *first, rows, columns = (slice(o, o + n) for o, n in zip(offsets, out.shape, strict=True))
+            b, a = adapter.b[(*first, rows)], adapter.a[(*first, slice(None), columns)]
             block = block.float() + adapter.scale * (b @ a)
         out.copy_(block)
 

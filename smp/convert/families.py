@@ -23,14 +23,15 @@ class ExpertKeys:
         dense: which layers have none: ``none``; by ``decoder_sparse_step`` and ``mlp_only_layers``; by
             ``first_k_dense_replace``.
         shared: an MLP beside them: ``none``; of a width, with a gate; of ``n_shared_experts`` times the experts' width.
-        router: ``softmax``; one that ``norm_topk_prob`` decides about; or DeepSeek-V3's ``sigmoid``.
+        router: ``softmax``; one that ``norm_topk_prob`` decides about; DeepSeek-V2's ``topk_method``; or DeepSeek-V3's
+            ``sigmoid``.
         own_width: they have a width of their own, ``moe_intermediate_size``.
     """
 
     count: str
     dense: Literal["none", "sparse_step", "first_k"] = "none"
     shared: Literal["none", "gated", "multiple"] = "none"
-    router: Literal["softmax", "norm_topk_prob", "sigmoid"] = "softmax"
+    router: Literal["softmax", "norm_topk_prob", "topk_method", "sigmoid"] = "softmax"
     own_width: bool = False
 
 
@@ -49,6 +50,7 @@ class Family:
         defaults: what a key means that config.json leaves out; keys that have none must be there.
         fixed: settings that the architecture implies.
         required: keys that must have this value, or be absent.
+        said: keys that transformers does not read, which other programs do, and what is written under them.
         activations: value of ``activation_key`` -> settings.
         rope_keys: under which keys RoPE's base and rotated fraction were before transformers 5; None: no RoPE.
         window_key: the key of the sliding window.
@@ -66,6 +68,7 @@ class Family:
     defaults: Mapping[str, Any]
     fixed: Mapping[str, Any]
     required: Mapping[str, Any] = field(default_factory=dict)
+    said: Mapping[str, Any] = field(default_factory=dict)
     activation_key: str = "hidden_act"
     activations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     rope_keys: tuple[str, str] | None = ("rope_theta", "partial_rotary_factor")
@@ -140,6 +143,24 @@ _QWEN3_MOE = Table("model.layers.{}.", _QK_MODULES | _EXPERTS, _LLAMA_ENDS, stac
 _GLM4_MOE = Table(
     "model.layers.{}.",
     _QK_MODULES
+    | _EXPERTS
+    | _shared_experts("shared_experts")
+    | {"mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"},
+    _LLAMA_ENDS,
+    stacked=_STACKED_EXPERTS,
+)
+_LATENT: dict[str, str | Fused] = {
+    "attention.query_down": "self_attn.q_a_proj",
+    "attention.query_norm": "self_attn.q_a_layernorm",
+    "attention.query_up": "self_attn.q_b_proj",
+    "attention.key_value_down": "self_attn.kv_a_proj_with_mqa",
+    "attention.key_value_norm": "self_attn.kv_a_layernorm",
+    "attention.key_value_up": "self_attn.kv_b_proj",
+}
+_DEEPSEEK = Table(
+    "model.layers.{}.",
+    _LLAMA_MODULES
+    | _LATENT
     | _EXPERTS
     | _shared_experts("shared_experts")
     | {"mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"},
@@ -233,6 +254,20 @@ _LLAMA_FAMILY = Family(
 _WINDOWED = replace(_LLAMA_FAMILY, fields=_LLAMA_FIELDS, window_key="sliding_window")
 _WINDOW_DEFAULTS = _LLAMA_DEFAULTS | {
     **{"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096},
+}
+_LATENT_FIELDS = {name: name for name in ("q_lora_rank", "kv_lora_rank", "v_head_dim")}
+_LATENT_FIELDS |= {"qk_nope_head_dim": "qk_head_dim", "qk_rope_head_dim": "qk_pos_emb_head_dim"}
+_DEEPSEEK_FAMILY = replace(
+    _LLAMA_FAMILY,
+    table=_DEEPSEEK,
+    fields={key: name for key, name in _LLAMA_FIELDS.items() if key != "head_dim"} | _LATENT_FIELDS,
+    fixed=_LLAMA_FIXED | _NO_BIAS | {"multi_latent_attention": True, "qk_layernorm": True, "window_size": None},
+    # latents have norms of this epsilon, whatever the others' is
+    required={"attention_bias": False, "mlp_bias": False, "rms_norm_eps": 1e-6, "moe_layer_freq": 1},
+)
+_DEEPSEEK_DEFAULTS: dict[str, Any] = {
+    **{name: value for name, value in _LLAMA_DEFAULTS.items() if name not in ("head_dim", "mlp_bias")},
+    **{"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
 }
 _SPARSE_STEP: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": None}
 _FAMILIES = (
@@ -331,6 +366,32 @@ _FAMILIES = (
         experts=ExpertKeys("n_routed_experts", "first_k", "multiple", "sigmoid", own_width=True),
         predicts=True,
     ),
+    replace(
+        _DEEPSEEK_FAMILY,
+        architecture="DeepseekV2ForCausalLM",
+        model_type="deepseek_v2",
+        defaults=_DEEPSEEK_DEFAULTS
+        | {"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407, "first_k_dense_replace": 0}
+        | {"routed_scaling_factor": 1.0, "topk_method": "greedy", "n_group": None, "topk_group": None},
+        required={**_DEEPSEEK_FAMILY.required} | {"norm_topk_prob": False},
+        said={"norm_topk_prob": False, "scoring_func": "softmax"},
+        aliases={"n_routed_experts": "num_experts"},
+        experts=ExpertKeys("n_routed_experts", "first_k", "multiple", "topk_method", own_width=True),
+    ),
+    replace(
+        _DEEPSEEK_FAMILY,
+        architecture="DeepseekV3ForCausalLM",
+        model_type="deepseek_v3",
+        defaults=_DEEPSEEK_DEFAULTS
+        | {"num_key_value_heads": 128, "max_position_embeddings": 4096, "num_experts_per_tok": 8}
+        | {"n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048, "first_k_dense_replace": 3}
+        | {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "norm_topk_prob": True},
+        required={**_DEEPSEEK_FAMILY.required} | {"rope_interleave": True, "topk_method": "noaux_tc"},
+        said={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+        aliases={"n_routed_experts": "num_local_experts"},
+        experts=ExpertKeys("n_routed_experts", "first_k", "multiple", "sigmoid", own_width=True),
+        predicts=True,
+    ),
     Family(
         architecture="GPT2LMHeadModel",
         model_type="gpt2",
@@ -389,7 +450,7 @@ FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES
 
 REASONS: dict[str, str] = {
     "moe": "a router or layers beside its experts of its own",
-    "deepseek": "latent attention",
+    "deepseek": "attention or layers of its own",
     "gemma": "norm weights counted from 1, scaled embeddings and norms behind its layers",
     "phi": "fused and partly rotated layers of its own",
     "falcon": "fused multi-query layers of its own",

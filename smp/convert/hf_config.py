@@ -22,6 +22,7 @@ _CONTRADICTIONS = {"use_rope_scaling", "squared_relu", "tanh_gelu"}
 that the model does not have mean nothing, and other programs always write them."""
 FREE = {
     *("model", "hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"),
+    *("moe_expert_capacity_factor", "moe_token_drop_policy"),
     *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type", "moe_router_bias_update_rate"),
 }
 """Settings that do not belong to the architecture: the same weights mean the same whatever they are."""
@@ -245,4 +246,4 @@ def _written(config: ModelConfig, family: Family) -> dict[str, Any]:
             out |= {"use_sliding_window": config.window_size is not None, "max_window_layers": 0}
     if family.experts is not None:
         out |= write_experts(config, family.experts)
-    return out
+    return out | dict(family.said)

@@ -41,6 +41,8 @@ def _number(reader: Reader, key: str) -> int:
 def _router(reader: Reader, keys: ExpertKeys) -> dict[str, Any]:
     if keys.router == "softmax":
         return {"moe_router_pre_softmax": False}
+    if keys.router == "topk_method":
+        return _router_by_method(reader)
     normalised = reader.get("norm_topk_prob")
     reader.check_number("norm_topk_prob", normalised, bool)
     if keys.router == "norm_topk_prob":
@@ -51,13 +53,37 @@ def _router(reader: Reader, keys: ExpertKeys) -> dict[str, Any]:
             f"{reader.where}: norm_topk_prob {str(normalised).lower()} is not supported with a router of sigmoids and "
             f"num_experts_per_tok {'1' if one else 'above 1'}"
         )
-    factor = reader.get("routed_scaling_factor")
-    reader.check_number("routed_scaling_factor", factor)
     return {
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
-        "moe_router_topk_scaling_factor": float(factor),
+        "moe_router_topk_scaling_factor": _scaling_factor(reader),
         **_groups(reader),
+    }
+
+
+def _scaling_factor(reader: Reader) -> float:
+    factor = reader.get("routed_scaling_factor")
+    reader.check_number("routed_scaling_factor", factor)
+    return float(factor)
+
+
+def _router_by_method(reader: Reader) -> dict[str, Any]:
+    """DeepSeek-V2's: a softmax over all experts; a group, where there are any, is worth its best expert."""
+    values: dict[str, Any] = {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": _scaling_factor(reader)}
+    method = reader.get("topk_method")
+    if method == "greedy":
+        return values
+    if method != "group_limited_greedy":
+        raise ConfigError(
+            f"{reader.where}: topk_method {method!r} is not supported, only 'greedy' and 'group_limited_greedy'"
+        )
+    groups, best = _number(reader, "n_group"), _number(reader, "topk_group")
+    if best >= groups:
+        return values
+    return values | {
+        "moe_router_num_groups": groups,
+        "moe_router_group_topk": best,
+        "moe_router_group_score": "max",
     }
 
 
@@ -117,6 +143,11 @@ def write_experts(config: ModelConfig, keys: ExpertKeys) -> dict[str, Any]:
         out |= {"decoder_sparse_step": 1, "mlp_only_layers": [i for i, layer in enumerate(pattern) if not layer]}
     if keys.router == "norm_topk_prob":
         out["norm_topk_prob"] = not config.moe_router_pre_softmax
+    elif keys.router == "topk_method":
+        grouped = config.moe_router_num_groups is not None
+        out["topk_method"] = "group_limited_greedy" if grouped else "greedy"
+        out["routed_scaling_factor"] = config.moe_router_topk_scaling_factor or 1.0
+        out |= {"n_group": config.moe_router_num_groups or 1, "topk_group": config.moe_router_group_topk or 1}
     elif keys.router == "sigmoid":
         out["norm_topk_prob"] = config.moe_router_topk > 1
         out["routed_scaling_factor"] = config.moe_router_topk_scaling_factor or 1.0
@@ -140,5 +171,5 @@ def canonical(values: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
     if config.moe_router_topk_scaling_factor == 1.0:
         out["moe_router_topk_scaling_factor"] = None
     if config.moe_router_num_groups is not None and config.moe_router_num_groups == config.moe_router_group_topk:
-        out |= {"moe_router_num_groups": None, "moe_router_group_topk": None}
+        out |= {"moe_router_num_groups": None, "moe_router_group_topk": None, "moe_router_group_score": "sum"}
     return out

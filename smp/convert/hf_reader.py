@@ -126,6 +126,9 @@ class Reader:
         for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
             if values.get(f"yarn_{key}") == 0:  # as if it were not there
                 del values[f"yarn_{key}"]
+        usable = "yarn_mscale" in values and "yarn_attention_factor" not in values
+        if self.family.fixed.get("multi_latent_attention") and "yarn_mscale_all_dim" in values and not usable:
+            raise ConfigError(f"{self.where}: mscale_all_dim is supported beside mscale, without attention_factor")
         if "yarn_attention_factor" in values or not {"yarn_mscale", "yarn_mscale_all_dim"} <= values.keys():
             values = {name: value for name, value in values.items() if not name.startswith("yarn_mscale")}
         return values

@@ -200,6 +200,7 @@ def to_args(config: ModelConfig, tp: int) -> Namespace:
     if c.scalar_head:
         raise ConfigError("Megatron's GPT has no head of scores: a reward model cannot be written for it")
     refused: dict[str, Any] = {"parallel_residual": False, "qk_layernorm_across_heads": False}
+    refused |= {"multi_latent_attention": False, "moe_router_group_score": "sum"}
     if c.qk_layernorm:
         refused["normalization"] = "RMSNorm"  # there the norm of queries and keys is of the same kind as the others
     linear = c.use_rope_scaling and c.rope_scaling_type == "linear"

@@ -17,12 +17,21 @@ from smp.convert.adapters import CONFIG, FRONT, TENSORS, Adapter, check_shapes, 
 from smp.convert.families import Family
 from smp.convert.hf_config import read_json
 from smp.convert.hf_store import safetensors_store
+from smp.convert.peft_experts import expert_tensors, parted
 
 _KNOWN = {
     *("peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision"),
     *("inference_mode", "r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern", "use_rslora"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"),
-    *("bias", "init_lora_weights", "eva_config", "megatron_config", "megatron_core", "qalora_group_size"),
+    *(
+        "target_parameters",
+        "bias",
+        "init_lora_weights",
+        "eva_config",
+        "megatron_config",
+        "megatron_core",
+        "qalora_group_size",
+    ),
 }
 """What may be set in adapter_config.json. Anything else that is set makes the adapter compute something else than
 ``scale x B A`` on top of the model's own weights, as far as anybody can know."""
@@ -40,6 +49,7 @@ def read_adapters(folder: str | Path, config: ModelConfig, family: Family) -> tu
     folder = Path(folder)
     content = _read_config(folder)
     modules, found = linear_modules(config, family), dict(_pairs(folder))
+    of_experts = _experts(content, config, family, found, folder)
     if strange := sorted(found.keys() - modules.keys()):
         raise CheckpointError(f"{folder / TENSORS}: {strange[0]} is no linear layer of this model")
     if missing := [module for module in _targets(content, modules, folder) if module not in found]:
@@ -54,12 +64,43 @@ def read_adapters(folder: str | Path, config: ModelConfig, family: Family) -> tu
             check_shapes(a, b, (link.rows.external_rows, link.shape[1]), f"{folder / TENSORS}: the adapter of {module}")
             rows = [b[row : row + count] for row, _, count in link.rows.runs(0, link.rows.smp_rows)]
             adapters[name] = Adapter(a, torch.cat(rows), _scale(content, module, a.shape[0], folder))
+    adapters |= of_experts
     if not adapters:
         raise CheckpointError(f"{folder / TENSORS} holds no adapter")
     dropout = _number(content.get("lora_dropout", 0.0), "lora_dropout", folder)
     if not 0 <= dropout < 1:
         raise CheckpointError(f"{folder / CONFIG}: lora_dropout {dropout} must be at least 0 and below 1")
     return adapters, dropout
+
+
+def _experts(
+    content: Mapping[str, Any],
+    config: ModelConfig,
+    family: Family,
+    found: dict[str, tuple[torch.Tensor, torch.Tensor]],
+    folder: Path,
+) -> dict[str, Adapter]:
+    """Adapters of experts, which are taken out of ``found``."""
+    targets = content.get("target_parameters") or []
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise CheckpointError(f"{folder / CONFIG}: target_parameters is no list of names")
+    adapters: dict[str, Adapter] = {}
+    for tensor in expert_tensors(config, family, lambda name, _: any(f".{name}".endswith(f".{t}") for t in targets)):
+        if tensor.module not in found:
+            raise CheckpointError(
+                f"{folder / TENSORS} has no adapter for {tensor.name}, which target_parameters choose"
+            )
+        a, b = found.pop(tensor.module)
+        link = next(iter(tensor.members.values()))
+        rank = a.shape[0] // tensor.count if a.ndim == 2 else 0
+        matrix = link.rows.external_rows, link.shape[1]
+        if rank == 0 or a.shape != (rank * tensor.count, matrix[1]) or b.shape != (matrix[0], rank * tensor.count):
+            raise CheckpointError(
+                f"{folder / TENSORS}: the adapter of {tensor.name} has shapes {list(a.shape)} and {list(b.shape)}, for "
+                f"{tensor.count} matrices of {list(matrix)}: it belongs to another model"
+            )
+        adapters |= parted(tensor, a, b, _scale(content, tensor.name, rank, folder))
+    return adapters
 
 
 def _targets(content: Mapping[str, Any], modules: Collection[str], folder: Path) -> list[str]:

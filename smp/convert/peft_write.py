@@ -14,6 +14,7 @@ from smp.config import ModelConfig
 from smp.convert.adapters import CONFIG, FRONT, TENSORS, Adapter, linear_modules
 from smp.convert.families import Family
 from smp.convert.layout import Link
+from smp.convert.peft_experts import expert_tensors, joined
 
 
 def write_adapters(
@@ -38,7 +39,14 @@ def write_adapters(
             tensors[f"{FRONT}{module}.lora_A.weight"] = a
             tensors[f"{FRONT}{module}.lora_B.weight"] = b
             ranks[module], alphas[module] = a.shape[0], scale * a.shape[0]
-    content = _config(ranks, alphas, modules.keys(), dropout, base, family.table.transposed)
+    targets = _targets(ranks, modules.keys())
+    stacked = expert_tensors(config, family, lambda _, members: any(name in adapters for name in members))
+    for tensor in stacked:
+        a, b, scale = joined(tensor, adapters)
+        tensors |= {f"{FRONT}{tensor.module}.lora_{part}.weight": x.contiguous() for part, x in (("A", a), ("B", b))}
+        ranks[tensor.name] = a.shape[0] // tensor.count
+        alphas[tensor.name] = scale * ranks[tensor.name]
+    content = _config(ranks, alphas, targets, [t.name for t in stacked], dropout, base, family.table.transposed)
     folder.make()
     folder.delete(CONFIG)  # it comes last: a folder without it is no adapter
     folder.delete(TENSORS)
@@ -66,13 +74,14 @@ def _fused(members: Sequence[tuple[Link, Adapter]]) -> tuple[torch.Tensor, torch
 def _config(
     ranks: Mapping[str, int],
     alphas: Mapping[str, float],
-    every: Set[str],
+    targets: list[str],
+    stacked: list[str],
     dropout: float,
     base: str,
     transposed: bool,
 ) -> dict[str, Any]:
-    """adapter_config.json: one rank and alpha for all, and patterns for those that differ. ``every``: all linear
-    layers of the model."""
+    """adapter_config.json: one rank and alpha for all, and patterns for those that differ. ``stacked``: tensors of
+    experts."""
     rank, alpha = (max(sorted(set(v)), key=list(v).count) for v in (ranks.values(), alphas.values()))
     return {
         "peft_type": "LORA",
@@ -81,7 +90,8 @@ def _config(
         "r": rank,
         "lora_alpha": _whole(alpha),
         "lora_dropout": dropout,
-        "target_modules": _targets(ranks, every),
+        "target_modules": targets,
+        **({"target_parameters": stacked} if stacked else {}),
         "rank_pattern": {m: r for m, r in ranks.items() if r != rank},
         "alpha_pattern": {m: _whole(a) for m, a in alphas.items() if a != alpha},
         "bias": "none",

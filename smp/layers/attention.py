@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,7 +43,7 @@ class KeyValueCache:
             raise ValueError(f"{past} + {layout.length} tokens do not fit into a cache for {self.length}")
         if self._keys is None or self._values is None:
             self._keys = k.new_empty(layout.batch, self.length, *k.shape[1:])
-            self._values = torch.empty_like(self._keys)
+            self._values = v.new_empty(layout.batch, self.length, *v.shape[1:])
         for known, new in ((self._keys, k), (self._values, v)):
             known[:, past:filled] = new[: layout.num_queries].unflatten(0, (layout.batch, layout.length))
         self.filled = filled
@@ -146,16 +147,21 @@ class SelfAttention(nn.Module):
         token_index = layout.token_index
         if self.cache is not None:
             k, v, layout = self.cache.append(k, v, layout)
-        out, _ = self.kernels.attention(q, k, v, layout, self.spec, self._dropout_key(key, token_index))
+        out, _ = self.kernels.attention(q, k, v, layout, self.spec, dropout_key_of(self, key, token_index))
         return self.output(out.flatten(1), token_index=token_index)
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.view(x.shape[0], -1, self.head_dim)  # (tokens, heads/p, head_dim)
 
-    def _dropout_key(self, key: torch.Tensor | None, token_index: torch.Tensor | None) -> torch.Tensor | None:
-        """``key`` if probabilities are dropped now."""
-        if self.spec.dropout == 0.0 or not self.training:
-            return None
-        if key is None or token_index is None:
-            raise ValueError("dropout needs keys and TokenLayout.token_index: its masks are keyed by them")
-        return key
+
+def dropout_key_of(attention: Any, key: torch.Tensor | None, token_index: torch.Tensor | None) -> torch.Tensor | None:
+    """``key`` if a layer drops probabilities now.
+
+    Raises:
+        ValueError: it does, and the key or the tokens' numbers are missing.
+    """
+    if attention.spec.dropout == 0.0 or not attention.training:
+        return None
+    if key is None or token_index is None:
+        raise ValueError("dropout needs keys and TokenLayout.token_index: its masks are keyed by them")
+    return key

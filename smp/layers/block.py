@@ -11,6 +11,7 @@ from torch import nn
 from smp.kernels.dropout import keyed_dropout
 from smp.kernels.token_layout import TokenLayout
 from smp.layers.attention import SelfAttention
+from smp.layers.latent_attention import LatentAttention
 from smp.layers.mlp import MLP
 from smp.layers.moe.layer import MoE
 from smp.layers.moe.router import Balance, Counted
@@ -38,7 +39,7 @@ class TransformerBlock(nn.Module):
 
     def __init__(
         self,
-        attention: SelfAttention,
+        attention: SelfAttention | LatentAttention,
         mlp: MLP | MoE,
         attention_norm: Norm,
         mlp_norm: Norm,
@@ -47,7 +48,7 @@ class TransformerBlock(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        parts: dict[str, SelfAttention | MLP | MoE | Norm] = {
+        parts: dict[str, SelfAttention | LatentAttention | MLP | MoE | Norm] = {
             "attention": attention,
             "mlp": mlp,
             "attention_norm": attention_norm,
@@ -115,7 +116,7 @@ class MoEBlock(TransformerBlock):
         measured: list[Balance | None] = []
 
         def mlp(x: torch.Tensor, *index: torch.Tensor | None) -> torch.Tensor:
-            y, found = self.mlp(x, *index, counted)
+            y, found = self.mlp(x, *index, counted, layout)
             measured.append(found)
             return y
 

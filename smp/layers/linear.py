@@ -30,10 +30,14 @@ from smp.layers.parameter import (
     local,
     tp_parameter,
 )
+from smp.parallel.collectives import Group
 from smp.parallel.context import ParallelContext
 
 if TYPE_CHECKING:
     from smp.layers.fp8.apply import LayerScaling
+
+
+_ALONE = Group("alone", 1, 0)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -46,10 +50,12 @@ class ColumnParallelLinear(nn.Module):
         bias: add a bias, split like the output.
         parts: into how many parts the output may be cut (key/value heads). With fewer parts than ranks, neighbouring
             ranks hold the whole weight and compute the same part; the gradient is their sum.
+        every_output: every rank holds the whole weight and computes all outputs of the tokens that it has; nothing is
+            communicated but, under sequence parallelism, the weight's gradient, which is summed.
         init_std: standard deviation of the initial weight.
 
     Shapes: (tokens, ..., in) -> (tokens, ..., out / min(p, parts)); under sequence parallelism the input's dim 0 is
-    tokens / p and the output's is tokens.
+    tokens / p and the output's is tokens. With ``every_output`` (tokens [/p], ..., in) -> (tokens [/p], ..., out).
 
     Raises:
         ValueError: when out_features cannot be cut evenly.
@@ -58,6 +64,7 @@ class ColumnParallelLinear(nn.Module):
         product: which matrix product runs, see ``smp.kernels.product``.
         scaling: in FP8 where scales come from, and thereby the product, see ``smp.layers.fp8``.
         sink: who computes weight gradients later; None: the backward pass does.
+        shared_by: the group whose ranks have different tokens of ``x``; None: all have the same.
     """
 
     add_low_rank: ClassVar[Callable[..., list[torch.Tensor]] | None] = None
@@ -71,12 +78,17 @@ class ColumnParallelLinear(nn.Module):
         *,
         bias: bool = True,
         parts: int | None = None,
+        every_output: bool = False,
         init_std: float = 0.02,
     ) -> None:
         super().__init__()
         context = ParallelContext.of(parallel)
         self.group, self.sequence_parallel = context.tp_group, context.sequence_parallel
-        self.replicated = parts is not None and parts < self.group.size
+        self.shared_by = context.shared_by
+        self.replicated = every_output or (parts is not None and parts < self.group.size)
+        if every_output:
+            self.group, self.sequence_parallel, parts = _ALONE, False, 1
+        self._summed_over = self.shared_by if every_output else self.group  # of a replicated weight
         if parts and (out_features % parts or (parts % self.group.size and self.group.size % parts)):
             raise ValueError(f"{out_features} outputs in {parts} parts cannot be shared by {self.group.size} ranks")
         self.part_features = out_features // (parts if self.replicated and parts else self.group.size)
@@ -94,7 +106,8 @@ class ColumnParallelLinear(nn.Module):
         """The rows of the weight, or of what is cut as it is, that this rank computes with."""
         if not self.replicated:
             return local(parameter, dtype)
-        return local(parameter, dtype, summed_over=self.group).narrow(0, self._first_row, self.part_features)
+        part = local(parameter, dtype, summed_over=self._summed_over)
+        return part.narrow(0, self._first_row, self.part_features)
 
     def forward(self, x: torch.Tensor, token_index: torch.Tensor | None = None) -> torch.Tensor:
         """(tokens [/p], ..., in) -> (tokens, ..., this rank's outputs). ``token_index`` is int64 (tokens [/p],), global

@@ -1,4 +1,5 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) on column- and row-parallel linear layers.
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) on column- and row-parallel linear layers. Those of
+experts are in ``smp.layers.moe.lora``.
 
 A linear layer with an adapter computes ``x W^T + (alpha / rank) x A^T B^T``; W stays as it is, A (rank, in) and B (out,
 rank) are trained. Where A and B lie follows from where W lies:
@@ -29,6 +30,8 @@ from torch.distributed.tensor import DTensor
 
 from smp.kernels.dropout import keyed_dropout
 from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, linear_layers
+from smp.layers.moe.experts import ExpertLinear
+from smp.layers.moe.lora import ExpertLora, LoraExpertLinear, expert_layers
 from smp.layers.parameter import REPLICATE, SHARD_COLUMNS, Constant, Initializer, Normal, local, tp_parameter
 from smp.parallel.boxes import local_box
 from smp.parallel.collectives import (
@@ -112,7 +115,7 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
             return list(outputs)
         group, split = layers[0].group, layers[0].sequence_parallel
         # A lies whole on every rank; under sequence parallelism each uses it on its own tokens, so gradients are summed
-        factors = [local(m.a, x.dtype, summed_over=group if split else None) for m in used]
+        factors = [local(m.a, x.dtype, summed_over=layers[0].shared_by) for m in used]
         low = torch.cat([m.down(x, a, token_index) for m, a in zip(used, factors, strict=True)], dim=-1)
         low = gather_tokens(low, group) if split else copy_to_group(low, group)  # (tokens, ..., sum of ranks)
         slices = iter(low.split([m.rank for m in used], dim=-1))
@@ -143,7 +146,7 @@ class LoraRowParallelLinear(RowParallelLinear):
         return output + F.linear(reduce(low, self.group), b)
 
 
-Adapted = LoraColumnParallelLinear | LoraRowParallelLinear
+Adapted = LoraColumnParallelLinear | LoraRowParallelLinear | LoraExpertLinear
 
 
 def add_adapters(
@@ -154,7 +157,8 @@ def add_adapters(
     Args:
         model: with layers of this package.
         targets: shell patterns; a layer is chosen when one of them matches its whole name in ``model`` or the last
-            part of it, as ``query`` and ``layers.1?.mlp.*`` do.
+            part of it, as ``query`` and ``layers.1?.mlp.*`` do. Experts are chosen by their whole names only, as by
+            ``*.experts.*``.
         rank, alpha, dropout: see :class:`Lora`.
         seed: keys dropout.
 
@@ -169,13 +173,14 @@ def add_adapters(
 
 def choose(model: nn.Module, targets: Sequence[str]) -> dict[str, list[str]]:
     """Names of the linear layers that each pattern chooses; see :func:`add_adapters`."""
-    names = list(linear_layers(model))
-    return {target: matching(names, target) for target in targets}
+    names, experts = list(linear_layers(model)), list(expert_layers(model))
+    return {target: matching(names, experts, target) for target in targets}
 
 
-def matching(names: Sequence[str], target: str) -> list[str]:
-    """Names of layers that a pattern matches, whole or in their last part."""
-    return [name for name in names if fnmatchcase(name, target) or fnmatchcase(name.rpartition(".")[2], target)]
+def matching(names: Sequence[str], experts: Sequence[str], target: str) -> list[str]:
+    """Names of layers that a pattern matches, whole or in their last part, and of experts that it matches whole."""
+    found = [name for name in names if fnmatchcase(name, target) or fnmatchcase(name.rpartition(".")[2], target)]
+    return [*found, *(name for name in experts if fnmatchcase(name, target))]
 
 
 def attach(model: nn.Module, sizes: Mapping[str, tuple[int, float]], *, dropout: float = 0.0, seed: int = 0) -> None:
@@ -186,9 +191,15 @@ def attach(model: nn.Module, sizes: Mapping[str, tuple[int, float]], *, dropout:
     keeps its parameters and their names, and the adapter's are ``<layer>.lora.a`` and ``.b``.
 
     Raises:
-        ValueError: a layer has an adapter already, or is of a class of its own.
+        ValueError: a layer has an adapter already, or is of a class of its own; dropout for experts.
     """
     model.requires_grad_(False)
+    for name, experts in expert_layers(model).items():
+        if name in sizes:
+            if type(experts) is not ExpertLinear or dropout:
+                raise ValueError(f"{name}: adapters go on plain experts, once, and without dropout")
+            experts.__class__ = LoraExpertLinear
+            cast(LoraExpertLinear, experts).lora = ExpertLora(experts, *sizes[name])
     for name, layer in linear_layers(model).items():
         if name in sizes:
             if type(layer) not in (ColumnParallelLinear, RowParallelLinear):
@@ -198,9 +209,10 @@ def attach(model: nn.Module, sizes: Mapping[str, tuple[int, float]], *, dropout:
             layer.lora = Lora(layer, *sizes[name], dropout, dropout_key(seed, f"{name}.lora"))
 
 
-def adapters_of(model: nn.Module) -> dict[str, Lora]:
-    """Adapters by the name of their layer."""
-    return {name: layer.lora for name, layer in linear_layers(model).items() if isinstance(layer, Adapted)}
+def adapters_of(model: nn.Module) -> dict[str, Lora | ExpertLora]:
+    """Adapters by the name of their layer, those of experts last."""
+    layers = {**linear_layers(model), **expert_layers(model)}
+    return {name: layer.lora for name, layer in layers.items() if isinstance(layer, Adapted)}
 
 
 @contextmanager

@@ -78,10 +78,14 @@ class YarnScaling:
 def yarn_amplitude(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
     """What YaRN multiplies queries and keys by: 0.1 ln(factor) + 1, or DeepSeek's quotient of two such numbers."""
 
-    def growth(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+    if not mscale or not mscale_all_dim:
+        return yarn_growth(factor)
+    return yarn_growth(factor, mscale) / yarn_growth(factor, mscale_all_dim)
 
-    return growth(mscale) / growth(mscale_all_dim) if mscale and mscale_all_dim else growth(1.0)
+
+def yarn_growth(factor: float, weight: float = 1.0) -> float:
+    """0.1 weight ln(factor) + 1."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 Scaling = RopeScaling | LinearScaling | YarnScaling

@@ -81,6 +81,8 @@ def forward_flops(model: ModelConfig, seq_length: int) -> ForwardFlops:
 def _pair_flops(model: ModelConfig) -> int:
     """Of a layer's attention, for each token that a token sees: a score, and its share of the weighted sum."""
     assert model.kv_channels is not None, "resolved before"
+    if model.multi_latent_attention:
+        return 2 * model.num_attention_heads * (model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim)
     return 4 * model.num_attention_heads * model.kv_channels
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from smp.layers.attention import KeyValueCache, SelfAttention
+from smp.layers.latent_attention import LatentAttention
 from smp.models.gpt import GPT
 from smp.models.micro_batch import MicroBatch
 
@@ -46,7 +47,7 @@ class Sampling:
 @contextmanager
 def cached(model: GPT, length: int) -> Iterator[None]:
     """Within, the model's attention layers keep keys and values of up to ``length`` tokens."""
-    layers = [module for module in model.modules() if isinstance(module, SelfAttention)]
+    layers = [module for module in model.modules() if isinstance(module, SelfAttention | LatentAttention)]
     for layer in layers:
         layer.cache = KeyValueCache(length)
     try:

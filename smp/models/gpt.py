@@ -19,15 +19,17 @@ from smp.layers.attention import SelfAttention
 from smp.layers.block import MoEBlock, TransformerBlock
 from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from smp.layers.head import ModelOutput, VocabParallelHead
+from smp.layers.latent_attention import LatentAttention
 from smp.layers.mlp import MLP, Activation
 from smp.layers.moe import Counted, Experts, MoE, Router, SharedExpertGate
+from smp.layers.moe.capacity import Capacity
 from smp.layers.moe.router import Balancing
 from smp.layers.norm import LayerNorm, Norm, RMSNorm
 from smp.layers.rope import rope_frequencies, rope_table
 from smp.layers.score import ScoreHead
 from smp.models.micro_batch import MicroBatch
 from smp.models.part import ModelPart, whole
-from smp.models.rope_scaling import rope_scaling
+from smp.models.rope_scaling import latent_scale, rope_scaling
 from smp.parallel.context import ParallelContext
 from smp.parallel.rng import dropout_keys
 
@@ -48,12 +50,17 @@ EXPERT_LOAD = "expert load max/mean"
 """Of the experts of a layer the one with most tokens, relative to their mean; the mean over layers."""
 ROUTER_ENTROPY = "router entropy"
 """Of the scores of a token's experts in nats, at most ln(experts); the mean over tokens and layers."""
+DROPPED = "dropped share"
+"""Of the choices of experts those that did not fit; the mean over tokens and layers."""
 
 
 def beside_names(config: ModelConfig) -> tuple[str, ...]:
     """What a model measures beside its loss in training: auxiliary losses and metrics of :class:`ModelOutput`, each a
     part of a mean over the global batch."""
-    return () if config.num_experts is None else (*aux_losses(config), EXPERT_LOAD, ROUTER_ENTROPY)
+    if config.num_experts is None:
+        return ()
+    dropped = () if config.moe_expert_capacity_factor is None else (DROPPED,)
+    return (*aux_losses(config), EXPERT_LOAD, ROUTER_ENTROPY, *dropped)
 
 
 class GPT(nn.Module):
@@ -216,7 +223,10 @@ class GPT(nn.Module):
         losses = {name: coefficients[name] * total[i] for i, name in enumerate(kinds) if name in coefficients}
         layers = sum(has_experts(self.config, i) for i in range(self.config.num_layers))
         means = total.detach() / layers
-        return {"aux_losses": losses, "metrics": {EXPERT_LOAD: means[2], ROUTER_ENTROPY: means[3]}}
+        metrics = {EXPERT_LOAD: means[2], ROUTER_ENTROPY: means[3]}
+        if self.config.moe_expert_capacity_factor is not None:
+            metrics[DROPPED] = means[4]
+        return {"aux_losses": losses, "metrics": metrics}
 
     def _counted(self, weights: torch.Tensor, padding: int) -> Counted | None:
         """What routers measure their balance with, of loss weights (batch, length); padding does not count."""
@@ -325,9 +335,23 @@ def _norm(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> No
 
 
 def _block(config: ModelConfig, context: ParallelContext, kernels: Kernels, *, experts: bool) -> TransformerBlock:
+    kind = MoEBlock if experts else TransformerBlock
+    return kind(
+        _attention(config, context, kernels),
+        _moe(config, context, kernels) if experts else _mlp(config, config.ffn_hidden_size, context, kernels),
+        _norm(config, context, kernels),
+        _norm(config, context, kernels),
+        parallel_residual=config.parallel_residual,
+        dropout=config.hidden_dropout,
+    )
+
+
+def _attention(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> SelfAttention | LatentAttention:
     bias = not config.disable_bias_linear
     std, output_std = _stds(config)
-    attention = SelfAttention(
+    if config.multi_latent_attention:
+        return _latent_attention(config, context, kernels)
+    return SelfAttention(
         config.hidden_size,
         config.num_attention_heads,
         context,
@@ -343,14 +367,26 @@ def _block(config: ModelConfig, context: ParallelContext, kernels: Kernels, *, e
         output_std=output_std,
         kernels=kernels,
     )
-    kind = MoEBlock if experts else TransformerBlock
-    return kind(
-        attention,
-        _moe(config, context, kernels) if experts else _mlp(config, config.ffn_hidden_size, context, kernels),
-        _norm(config, context, kernels),
-        _norm(config, context, kernels),
-        parallel_residual=config.parallel_residual,
-        dropout=config.hidden_dropout,
+
+
+def _latent_attention(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> LatentAttention:
+    std, output_std = _stds(config)
+    return LatentAttention(
+        config.hidden_size,
+        config.num_attention_heads,
+        context,
+        kv_lora_rank=config.kv_lora_rank,
+        q_lora_rank=config.q_lora_rank,
+        qk_head_dim=config.qk_head_dim,
+        rope_dim=config.qk_pos_emb_head_dim,
+        v_head_dim=config.v_head_dim,
+        norm_eps=config.norm_epsilon if config.qk_layernorm else None,
+        scale=latent_scale(config),
+        window=config.window_size,
+        dropout=config.attention_dropout,
+        init_std=std,
+        output_std=output_std,
+        kernels=kernels,
     )
 
 
@@ -405,6 +441,7 @@ def _moe(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> MoE
         bias_update_rate=config.moe_router_bias_update_rate if config.moe_router_enable_expert_bias else None,
         num_groups=config.moe_router_num_groups,
         group_topk=config.moe_router_group_topk,
+        group_score=config.moe_router_group_score,
         balancing=balancing,
         init_std=std,
     )
@@ -420,4 +457,6 @@ def _moe(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> MoE
     width = config.moe_shared_expert_intermediate_size
     shared = None if width is None else _mlp(config, width, context, kernels)
     gate = SharedExpertGate(config.hidden_size, context, init_std=std) if config.moe_shared_expert_gate else None
-    return MoE(router, experts, context, shared=shared, gate=gate)
+    factor, policy = config.moe_expert_capacity_factor, config.moe_token_drop_policy
+    capacity = None if factor is None else Capacity(factor, policy, context.cp_group)
+    return MoE(router, experts, context, shared=shared, gate=gate, capacity=capacity)

@@ -33,11 +33,21 @@ def _ends(model: ModelConfig) -> str:
 
 def _heads(model: ModelConfig) -> str:
     heads, groups = model.num_attention_heads, model.num_query_groups
+    if model.multi_latent_attention:
+        return _latent_heads(model)
     text = f"{heads} heads of {model.kv_channels}"
     text += f" on {groups} of keys and values" if groups != heads else ""
     if model.qk_layernorm:
         text += ", with a norm over all" if model.qk_layernorm_across_heads else ", each with a norm"
     return text + (f" that see {model.window_size:,} tokens" if model.window_size is not None else "")
+
+
+def _latent_heads(model: ModelConfig) -> str:
+    text = f"{model.num_attention_heads} heads of {model.qk_head_dim} + {model.qk_pos_emb_head_dim} (values of "
+    text += f"{model.v_head_dim}) on {model.kv_lora_rank} latent numbers"
+    text += f", queries on {model.q_lora_rank}" if model.q_lora_rank is not None else ""
+    text += ", with norms" if model.qk_layernorm else ""
+    return text + (f", that see {model.window_size:,} tokens" if model.window_size is not None else "")
 
 
 def _has_dense(model: ModelConfig) -> bool:

@@ -103,24 +103,12 @@ def vocabulary_matrix(model: ModelConfig, module: str, has_product: bool) -> Par
 
 def block_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
     """The parameters of one block."""
-    hidden, ffn, groups, head_dim = model.hidden_size, model.ffn_hidden_size, model.num_query_groups, model.kv_channels
-    assert groups is not None and head_dim is not None and ffn is not None, "resolved before"
-    q, kv = model.num_attention_heads * head_dim, groups * head_dim
-    bias = not model.disable_bias_linear
-    qkv_bias = bias or model.add_qkv_bias
-    attention, mlp = f"layers.{layer}.attention", f"layers.{layer}.mlp"
+    hidden, ffn, mlp = model.hidden_size, model.ffn_hidden_size, f"layers.{layer}.mlp"
+    assert ffn is not None, "resolved before"
+    attention = f"layers.{layer}.attention"
     yield from _norm(model, f"{attention}_norm")
-    if model.qk_layernorm_across_heads:
-        yield Parameter(f"{attention}.query_norm.weight", (q,), 0)
-        yield Parameter(f"{attention}.key_norm.weight", (kv,), 0)
-    elif model.qk_layernorm:
-        yield Parameter(f"{attention}.query_norm.weight", (head_dim,))
-        yield Parameter(f"{attention}.key_norm.weight", (head_dim,))
+    yield from (_latent_attention if model.multi_latent_attention else _attention)(model, attention)
     yield from _norm(model, f"{mlp}_norm")
-    yield from _linear(f"{attention}.query", hidden, q, 0, qkv_bias)
-    yield from _linear(f"{attention}.key", hidden, kv, 0, qkv_bias, groups)
-    yield from _linear(f"{attention}.value", hidden, kv, 0, qkv_bias, groups)
-    yield from _linear(f"{attention}.output", q, hidden, 1, bias)
     if not has_experts(model, layer):
         yield from _mlp(model, mlp, ffn)
         return
@@ -129,6 +117,42 @@ def block_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
         yield from _mlp(model, f"{mlp}.shared_experts", model.moe_shared_expert_intermediate_size)
         if model.moe_shared_expert_gate:
             yield Parameter(f"{mlp}.shared_expert_gate.weight", (1, hidden), flops=2 * hidden)
+
+
+def _attention(model: ModelConfig, attention: str) -> Iterator[Parameter]:
+    hidden, groups, head_dim = model.hidden_size, model.num_query_groups, model.kv_channels
+    assert groups is not None and head_dim is not None, "resolved before"
+    q, kv = model.num_attention_heads * head_dim, groups * head_dim
+    bias = not model.disable_bias_linear
+    qkv_bias = bias or model.add_qkv_bias
+    if model.qk_layernorm_across_heads:
+        yield Parameter(f"{attention}.query_norm.weight", (q,), 0)
+        yield Parameter(f"{attention}.key_norm.weight", (kv,), 0)
+    elif model.qk_layernorm:
+        yield Parameter(f"{attention}.query_norm.weight", (head_dim,))
+        yield Parameter(f"{attention}.key_norm.weight", (head_dim,))
+    yield from _linear(f"{attention}.query", hidden, q, 0, qkv_bias)
+    yield from _linear(f"{attention}.key", hidden, kv, 0, qkv_bias, groups)
+    yield from _linear(f"{attention}.value", hidden, kv, 0, qkv_bias, groups)
+    yield from _linear(f"{attention}.output", q, hidden, 1, bias)
+
+
+def _latent_attention(model: ModelConfig, attention: str) -> Iterator[Parameter]:
+    """Every rank has all of the down projections and of the norms behind them."""
+    hidden, heads, low, latent = model.hidden_size, model.num_attention_heads, model.q_lora_rank, model.kv_lora_rank
+    queries = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
+    if low is None:
+        yield from _linear(f"{attention}.query", hidden, queries, 0, False)
+    else:
+        yield from _linear(f"{attention}.query_down", hidden, low, None, False)
+        yield from _linear(f"{attention}.query_up", low, queries, 0, False)
+    yield from _linear(f"{attention}.key_value_down", hidden, latent + model.qk_pos_emb_head_dim, None, False)
+    yield from _linear(f"{attention}.key_value_up", latent, heads * (model.qk_head_dim + model.v_head_dim), 0, False)
+    yield from _linear(f"{attention}.output", heads * model.v_head_dim, hidden, 1, False)
+    if model.qk_layernorm:
+        yield Parameter(f"{attention}.key_value_norm.weight", (latent,))
+        if low is not None:
+            yield Parameter(f"{attention}.query_norm.weight", (low,))
 
 
 def _mlp(model: ModelConfig, name: str, ffn: int) -> Iterator[Parameter]:
@@ -157,9 +181,10 @@ def _norm(model: ModelConfig, name: str) -> Iterator[Parameter]:
 
 
 def _linear(
-    name: str, in_features: int, out_features: int, shard_dim: int, bias: bool, heads: int | None = None
+    name: str, in_features: int, out_features: int, shard_dim: int | None, bias: bool, heads: int | None = None
 ) -> Iterator[Parameter]:
-    """Column-parallel when dimension 0 of the weight (out, in) is cut, row-parallel when dimension 1 is."""
+    """Column-parallel when dimension 0 of the weight (out, in) is cut, row-parallel when dimension 1 is; with None
+    every rank has all of it."""
     shape = (out_features, in_features)
     yield Parameter(f"{name}.weight", shape, shard_dim, heads=heads, linear=True, flops=2 * math.prod(shape))
     if bias:  # a row-parallel layer adds it after the sum, so every rank has all of it

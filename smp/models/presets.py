@@ -99,6 +99,25 @@ _GLM45: Preset = {
     "moe_router_enable_expert_bias": True,
 }
 
+_DEEPSEEK: Preset = {
+    "max_position_embeddings": 163840,
+    "norm_epsilon": 1e-6,
+    "rotary_base": 10000.0,
+    "use_rope_scaling": True,
+    "rope_scaling_type": "yarn",
+    "rope_scaling_factor": 40.0,
+    "rope_original_max_position": 4096,
+    "multi_latent_attention": True,
+    "qk_layernorm": True,
+    "kv_lora_rank": 512,
+}
+_DEEPSEEK2: Preset = _DEEPSEEK | {
+    "vocab_size": 102400,
+    "yarn_mscale": 0.707,
+    "yarn_mscale_all_dim": 0.707,
+    "moe_router_pre_softmax": True,
+}
+
 #                          layers, hidden, heads, kv heads, ffn
 PRESETS: dict[str, Preset] = {
     "debug": _size(4, 128, 4, 2, 384) | {"max_position_embeddings": 2048},
@@ -155,5 +174,19 @@ PRESETS: dict[str, Preset] = {
     | _size(92, 5120, 96, 8, 12288)
     | _experts(160, 8, 1536, moe_layer_freq="[0]*3+[1]*89", **_shared(1536))
     | {"qk_layernorm": True, "moe_router_topk_scaling_factor": 2.5},
+    "deepseek-v2-lite": _DEEPSEEK2
+    | _size(27, 2048, 16, 16, 10944)
+    | _experts(64, 6, 1408, moe_layer_freq="[0]*1+[1]*26", **_shared(2816)),
+    "deepseek-v2": _DEEPSEEK2
+    | _size(60, 5120, 128, 128, 12288)
+    | _experts(160, 6, 1536, moe_layer_freq="[0]*1+[1]*59", **_shared(3072))
+    | {"q_lora_rank": 1536, "moe_router_topk_scaling_factor": 16.0}
+    | {"moe_router_num_groups": 8, "moe_router_group_topk": 3, "moe_router_group_score": "max"},
+    "deepseek-v3": _DEEPSEEK
+    | _size(61, 7168, 128, 128, 18432)
+    | _experts(256, 8, 2048, moe_layer_freq="[0]*3+[1]*58", **_shared(2048))
+    | {"vocab_size": 129280, "q_lora_rank": 1536, "yarn_mscale": 1.0, "yarn_mscale_all_dim": 1.0}
+    | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    | {"moe_router_num_groups": 8, "moe_router_group_topk": 4, "moe_router_topk_scaling_factor": 2.5},
 }
 """``--model`` name -> ``ModelConfig`` field -> value. ``debug`` leaves the vocabulary to the tokenizer."""

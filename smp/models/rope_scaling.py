@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from smp.config import ModelConfig
-from smp.layers.rope import LinearScaling, RopeScaling, Scaling, YarnScaling, yarn_amplitude
+from smp.layers.rope import LinearScaling, RopeScaling, Scaling, YarnScaling, yarn_amplitude, yarn_growth
+
+
+def latent_scale(config: ModelConfig) -> float:
+    """What the scores of a resolved model's latent attention are multiplied by: 1 / sqrt(channels of a key), and as in
+    DeepSeek-V2's and V3's files the square of YaRN's amplitude for --yarn-mscale-all-dim."""
+    scale = float((config.qk_head_dim + config.qk_pos_emb_head_dim) ** -0.5)
+    scaled = config.use_rope_scaling and config.rope_scaling_type == "yarn"
+    if not scaled or config.yarn_mscale_all_dim is None:
+        return scale
+    return scale * yarn_growth(config.rope_scaling_factor, config.yarn_mscale_all_dim) ** 2
 
 
 def rope_scaling(config: ModelConfig) -> Scaling | None:

@@ -225,7 +225,7 @@ def _sum_gradients(modules: Sequence[nn.Module], mesh: DeviceMesh) -> None:
 def _expert_cut(model: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
     """FSDP cuts dimension 0, of experts' weights the experts. Where that leaves ranks with fewer than others and
     another dimension does not, it cuts that one."""
-    experts = {module.weight for module in model.modules() if isinstance(module, ExpertLinear)}
+    experts = {p for module in model.modules() if isinstance(module, ExpertLinear) for p in module.parameters()}
     ranks = mesh.size(mesh.ndim - 1)
 
     def cut(parameter: nn.Parameter) -> Shard | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -104,7 +105,8 @@ def _tried_steps(config: Config, layout: Layout, plan: Plan | None) -> list[Step
     assert data.global_batch_size is not None, "resolved before"
     micro_batches = data.global_batch_size // (data.micro_batch_size * layout.data_parallel)
     passes = config.model.num_layers * (min(micro_batches, MOST_MICRO_BATCHES) if plan is None else micro_batches)
-    counted = config.model.num_experts is not None and layout.ep > 1
+    dropping = config.model.moe_expert_capacity_factor is not None
+    counted = config.model.num_experts is not None and (layout.ep > 1 or dropping)
     if config.objective is not None or counted or passes > MOST_PASSES:
         return None
     arguments = config, layout, gpu_kernels(config), CHUNK_BYTES["cuda"], plan
@@ -201,8 +203,11 @@ def adapter_elements(config: Config, layout: Layout) -> int:
     if lora.lora_rank is None:
         return 0
     assert lora.lora_target_modules is not None, "filled in before"
-    weights = {p.module: p for p in inventory(config.model) if p.linear}
+    weights = {p.module: p for p in inventory(config.model) if p.linear or p.chosen is not None}
+    plain = [name for name, weight in weights.items() if weight.linear]
+    experts = [name for name, weight in weights.items() if not weight.linear]
     targets = [target.strip() for target in lora.lora_target_modules.split(",")]
-    chosen = {name for target in targets for name in matching(list(weights), target)}
-    # A (rank, in) and B (out, rank) are cut as the weight (out, in) is
-    return lora.lora_rank * sum(sum(weights[name].local_shape(layout)) for name in chosen)
+    chosen = {name for target in targets for name in matching(plain, experts, target)}
+    # A (rank, in) and B (out, rank) are cut as the weight (out, in) is; each expert has its own
+    shapes = [weights[name].local_shape(layout) for name in chosen]
+    return lora.lora_rank * sum(math.prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes)

@@ -91,7 +91,8 @@ def build_finetune_model(
     if start is not None:
         _fill_adapters(model, start)
     if config.has_adapters and config.model.num_experts is not None:
-        notes.append("note: experts and routers have no adapters: they stay as they are")
+        adapted = any(gather(any(".experts." in name for name in adapters_of(model))))
+        notes.append(f"note: {'routers' if adapted else 'experts and routers'} have no adapters: they stay as they are")
         if in_4_bits:
             notes.append(
                 "WARNING: --load-in-4bit: attention, dense MLPs and shared experts are in 4 bits, experts are not"
@@ -143,7 +144,12 @@ def _chosen_layers(model: GPT, lora: LoraConfig) -> list[str]:
         raise ConfigError(
             f"--lora-target-modules {nothing[0]} chooses no linear layer of this model: they are {', '.join(last)}"
         )
-    return [name for names in chosen.values() for name in names]
+    names = [name for names in chosen.values() for name in names]
+    if lora.lora_dropout and any(gather(any(".experts." in name for name in names))):
+        raise ConfigError(
+            f"--lora-dropout {lora.lora_dropout}: adapters on experts have none; leave it out, or experts"
+        )
+    return names
 
 
 def _keep_in_bf16(model: nn.Module) -> None:

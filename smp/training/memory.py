@@ -277,6 +277,9 @@ def _kept_per_token(
     A layer with experts keeps for each of a token's k experts of width e, instead of the MLP: its row and its result
     2 h, and 3 e or, not ``fused``, 4 e; selective: the result, with expert parallelism once more for each of both ways,
     and 2 e. Loads are taken to be even. A shared expert is an MLP beside them.
+
+    Latent attention keeps besides what its up projections make, before heads are put together, and its latents, with
+    their norms' results if these are not computed again.
     """
     model, length, tp = config.model, config.data.seq_length, layout.tp
     head_dim, groups, ffn = model.kv_channels, model.num_query_groups, model.ffn_hidden_size
@@ -285,7 +288,8 @@ def _kept_per_token(
         ffn = model.moe_shared_expert_intermediate_size or 0
     heads, f = model.num_attention_heads // tp, ffn // tp
     q, k = heads * head_dim, max(1, groups // tp) * head_dim
-    h_l = model.hidden_size // tp if config.parallel.sequence_parallel else model.hidden_size
+    split = tp if config.parallel.sequence_parallel else 1
+    h_l = model.hidden_size // split
     if recompute == "full":
         return b * h_l
     if recompute == "selective":
@@ -301,6 +305,10 @@ def _kept_per_token(
         elements += model.moe_router_topk * (
             results * model.hidden_size + wide * (model.moe_ffn_hidden_size or 0) // tp
         )
+    if model.multi_latent_attention:
+        low = (model.kv_lora_rank + (model.q_lora_rank or 0)) // split
+        up = heads * (2 * (model.qk_head_dim + model.v_head_dim) + model.qk_pos_emb_head_dim)
+        elements += low + up if recompute == "selective" else 2 * low + up
     # auto may choose to exchange heads
     by_heads = layout.cp == 1 or config.parallel.cp_comm_type not in ("p2p", "all_gather")
     dropped = model.attention_dropout > 0 and by_heads

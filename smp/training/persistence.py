@@ -185,7 +185,7 @@ def _check_history(folder: Folder, manifest: Manifest, saved: SavedRun, model: n
         )
     here = {n: _kind(m.rank, m.alpha / m.rank) for n, m in adapters_of(model).items()}
     here = {name: kind for part in gather(here) for name, kind in part.items()}  # pipeline ranks hold parts
-    ranks = {n: manifest.tensors[t].shape[0] for n in saved.adapters if (t := f"model.{n}.lora.a") in manifest.tensors}
+    ranks = {n: manifest.tensors[t].shape[-2] for n in saved.adapters if (t := f"model.{n}.lora.a") in manifest.tensors}
     there = {name: _kind(rank, saved.adapters[name]) for name, rank in ranks.items()}
     for name in sorted({*here, *there}):
         before, now = there.get(name, "none"), here.get(name, "none")

@@ -174,8 +174,8 @@ def test_hugging_face_folders(kind: str, whole: Path, tmp_path: Path, capsys: py
 
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "deepseek": (
-        {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"},
-        "DeepseekV3ForCausalLM is not supported (it has latent attention, not converted here); ",
+        {"architectures": ["DeepseekVLForCausalLM"], "model_type": "deepseek_vl"},
+        "DeepseekVLForCausalLM is not supported (it has attention or layers of its own, not converted here); ",
     ),
     "phi moe": ({"architectures": ["PhimoeForCausalLM"], "model_type": "phimoe"}, "it has a router or layers beside"),
     "rope": ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "type 'longrope' is not supported"),

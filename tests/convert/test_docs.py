@@ -79,6 +79,8 @@ def test_every_family_and_every_link_is_there() -> None:
         "Qwen 3 MoE",
         "OLMoE",
         "GLM-4.5",
+        "DeepSeek-V2",
+        "DeepSeek-V3",
         "GPT-2",
         "GPT-NeoX",
     )

@@ -33,6 +33,7 @@ def test_named_sizes_there_and_back(name: str) -> None:
     assert architecture(from_hf(content)) == architecture(config)
     family = {"gpt": "GPT2LMHeadModel", "lla": "Llama", "mis": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
     family |= {"mix": "Mixtral", "qwen1.5-moe": "Qwen2Moe", "olmoe": "Olmoe", "glm": "Glm4Moe"}
+    family |= {"deepseek-v2": "DeepseekV2", "deepseek-v3": "DeepseekV3"}
     expected = next(value for key, value in family.items() if name.startswith(key))
     assert content["architectures"][0].startswith(expected)
 
@@ -208,6 +209,37 @@ def test_a_router_that_there_is_not_is_refused(more: dict[str, Any], message: st
     with pytest.raises(ConfigError) as error:
         from_hf(GLM | more)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+DEEPSEEK = GLM | {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "num_key_value_heads": 2}
+DEEPSEEK |= {"num_experts_per_tok": 3, "q_lora_rank": None, "first_k_dense_replace": 1}
+MSCALE = {**YARN, "rope_type": "yarn", "mscale_all_dim": 0.7}
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported, only 'greedy'"),
+        ({"norm_topk_prob": True}, "norm_topk_prob True is not supported"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05 is not supported, only 1e-06"),
+        ({"attention_bias": True}, "attention_bias True is not supported"),
+        ({"num_key_value_heads": 1}, "--num-query-groups 1: with --multi-latent-attention all 2 heads"),
+        ({"qk_rope_head_dim": 7}, "--qk-pos-emb-head-dim 7: RoPE needs an even number"),
+        ({"rope_scaling": MSCALE}, "mscale_all_dim is supported beside mscale, without attention_factor"),
+        ({"rope_scaling": MSCALE | {"mscale": 1.0, "attention_factor": 2.0}}, "mscale_all_dim is supported beside"),
+    ],
+)
+def test_latent_attention_that_there_is_not_is_refused(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        from_hf(DEEPSEEK | more)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_deepseek_is_said_as_other_programs_read_it() -> None:
+    lite, v3 = (to_hf(resolved(**PRESETS[name]), "bfloat16") for name in ("deepseek-v2-lite", "deepseek-v3"))
+    assert lite["topk_method"] == "greedy" and lite["q_lora_rank"] is None and lite["model_type"] == "deepseek_v2"
+    assert v3["scoring_func"] == "sigmoid" and v3["topk_method"] == "noaux_tc" and v3["n_group"] == 8
+    assert v3["rope_scaling"]["mscale_all_dim"] == 1.0 and v3["qk_rope_head_dim"] == 64
 
 
 def test_one_expert_of_a_router_of_sigmoids_keeps_its_score() -> None:

@@ -28,6 +28,10 @@ _MOE = {**_LLAMA, **_rope(), "num_experts": 8, "moe_intermediate_size": 24, "num
 _MOE |= {"tie_word_embeddings": False}
 _GLM4_MOE: dict[str, Any] = {"n_routed_experts": 8, "n_shared_experts": 2, "routed_scaling_factor": 2.5}
 _GLM4_MOE |= {"use_qk_norm": True, "first_k_dense_replace": 1, "head_dim": 16}
+_DEEPSEEK_MODEL: dict[str, Any] = {**_LLAMA, "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "kv_lora_rank": 20}
+_DEEPSEEK_MODEL |= {"qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 12, "n_routed_experts": 8}
+_DEEPSEEK_MODEL |= {"moe_intermediate_size": 24, "first_k_dense_replace": 1, "n_shared_experts": 2}
+_DEEPSEEK_MODEL |= {"tie_word_embeddings": False, "routed_scaling_factor": 2.5}
 _LLAMA32 = _rope("llama3", 500_000.0, **{**_LLAMA3, "factor": 32.0, "original_max_position_embeddings": 8192})
 
 
@@ -68,6 +72,20 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         {**_MOE, **_GLM4_MOE, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "attention_bias": True}
         | {"first_k_dense_replace": 0},
     ),
+    "deepseek-v2-lite": (
+        "DeepseekV2",
+        {**_DEEPSEEK_MODEL, **_rope(), "q_lora_rank": None, "num_experts_per_tok": 3, "v_head_dim": 18},
+    ),
+    "deepseek-v2": (
+        "DeepseekV2",
+        {**_DEEPSEEK_MODEL, **_rope("yarn", **_DEEPSEEK), "q_lora_rank": 14, "num_experts_per_tok": 3}
+        | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {**_DEEPSEEK_MODEL, **_rope("yarn", **_DEEPSEEK), "q_lora_rank": 14, "num_experts_per_tok": 4}
+        | {"n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0},
+    ),
     "gpt2": ("GPT2", {"vocab_size": VOCAB, "n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 4, **_IDS}),
     "gpt2-untied": (
         "GPT2",
@@ -93,7 +111,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Name -> (their class without its ending, its configuration)."""
-EXPERTS = [kind for kind in TINY if kind == "mixtral" or "moe" in kind]
+EXPERTS = [kind for kind in TINY if kind == "mixtral" or "moe" in kind or "deepseek" in kind]
 """Those with experts."""
 
 

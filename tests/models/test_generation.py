@@ -21,7 +21,14 @@ SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_head
 SIZES |= {"kv_channels": 8, "ffn_hidden_size": 64, "vocab_size": 50, "max_position_embeddings": 40}
 SIZES |= {"make_vocab_size_divisible_by": 2, "init_method_std": 0.3}
 GPT2 = {"position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "swiglu": False}
-MODELS = {"rope": SIZES, "window": SIZES | {"window_size": 5}, "learned positions": SIZES | GPT2}
+LATENT: dict[str, Any] = {"multi_latent_attention": True, "qk_layernorm": True, "q_lora_rank": 10, "kv_lora_rank": 12}
+LATENT |= {"qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_head_dim": 7, "kv_channels": 10, "num_query_groups": 4}
+MODELS = {
+    "rope": SIZES,
+    "latent": SIZES | LATENT,
+    "window": SIZES | {"window_size": 5},
+    "learned positions": SIZES | GPT2,
+}
 GREEDY = Sampling(temperature=0)
 
 

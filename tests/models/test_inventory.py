@@ -32,6 +32,9 @@ def shrunk(name: str, **changes: object) -> ModelConfig:
         "max_position_embeddings": 16,
         "vocab_size": 301,
     }
+    if model.multi_latent_attention:
+        small |= {"kv_lora_rank": 10, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_head_dim": 5}
+        small["q_lora_rank"] = None if model.q_lora_rank is None else 14
     if model.moe_layer_freq.startswith("["):
         small["moe_layer_freq"] = "[0]*1+[1]*2"
     return resolve_model(replace(model, **(small | changes)))  # type: ignore[arg-type]

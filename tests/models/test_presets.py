@@ -45,6 +45,9 @@ PUBLISHED = {  # parameters as the authors' checkpoints hold them, a tied matrix
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
     "olmoe-1b-7b": 6_919_161_856,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v2": 235_741_434_880,
+    "deepseek-v3": 671_026_404_352,
 }
 
 

@@ -198,6 +198,17 @@ _EXPERTS: dict[str, dict[str, Any]] = {
         **{"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_shared_expert_intermediate_size": 8},
         **{"moe_router_load_balancing_type": "seq_aux_loss", **_LOSSES},
     },
+    "capacity": {
+        **{"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 8, "moe_expert_capacity_factor": 0.9},
+        **{"moe_shared_expert_intermediate_size": 8, **_LOSSES},
+    },
+    "latent": {
+        **{"num_experts": 8, "moe_router_topk": 3, "moe_router_pre_softmax": True, "moe_ffn_hidden_size": 8},
+        **{"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_group_score": "max", **_LOSSES},
+        **{"multi_latent_attention": True, "qk_layernorm": True, "q_lora_rank": 7, "kv_lora_rank": 10},
+        **{"qk_head_dim": 4, "qk_pos_emb_head_dim": 6, "v_head_dim": 5, "moe_layer_freq": "2"},
+        **{"kv_channels": None, "num_query_groups": None},
+    },
     "qwen2": {
         **{"num_experts": 4, "moe_router_topk": 2, "moe_router_pre_softmax": True, "moe_shared_expert_gate": True},
         **{"moe_shared_expert_intermediate_size": 8, "moe_ffn_hidden_size": 8},
@@ -210,7 +221,7 @@ def model_config(problem: Problem) -> ModelConfig:
     """Blocks 18 wide, or of blocks of 128. Weights of std 0.1 let ten steps do something; larger ones make training
     chaotic."""
     blocks = problem.fp8 in ("blockwise", "mxfp8")
-    return ModelConfig(
+    values: dict[str, Any] = dict(
         num_layers=problem.layers,
         hidden_size=128 if blocks else 18,
         ffn_hidden_size=256 if blocks else 36 if problem.heads % 3 else 72,
@@ -226,8 +237,8 @@ def model_config(problem: Problem) -> ModelConfig:
         attention_dropout=0.2 if problem.dropout else 0.0,
         **_STYLES[problem.style],
         **_EXTRAS[problem.extra][problem.style],
-        **_EXPERTS[problem.experts],
     )
+    return ModelConfig(**values | _EXPERTS[problem.experts])
 
 
 def config_of(case: Case) -> Config:

@@ -23,7 +23,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "ep": (1, 2, 4),
     "shard": (1, 2, 4),
     "beside": tuple(_BESIDE),
-    "experts": ("mixtral", "pre-softmax", "sigmoid", "top-1", "deepseek", "qwen2"),
+    "experts": ("mixtral", "pre-softmax", "sigmoid", "top-1", "deepseek", "qwen2", "latent", "capacity"),
     "accumulation": (1, 3),
     "recompute": ("none", "selective", "full"),
 }
@@ -105,6 +105,12 @@ def fast_cases() -> list[Case]:
         _row(2, 1, "deepseek", "cp"),
         _row(2, 2, "qwen2", "tp and sp", "selective", accumulation=3),
         _row(1, 1, "qwen2", "1f1b"),
+        _row(2, 2, "latent", "tp and sp", "selective", dropout=True),
+        _row(1, 2, "latent", "tp", accumulation=3),
+        _row(2, 1, "latent", "cp", "full"),
+        _row(1, 1, "latent", "zb-v"),
+        _row(2, 1, "capacity", "cp", "full", packed=True),
+        _row(2, 2, "capacity", "tp and sp", accumulation=3),
     ]
 
 

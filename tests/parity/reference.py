@@ -68,6 +68,7 @@ def linear(x: torch.Tensor, weights: Weights, name: str) -> torch.Tensor:
 def frequencies(config: ModelConfig) -> torch.Tensor:
     """RoPE's, with Llama 3.1's scaling written as its three cases."""
     dim = round((config.kv_channels or 0) * config.rotary_percent)
+    dim = config.qk_pos_emb_head_dim if config.multi_latent_attention else dim
     out = []
     for i in range(0, dim, 2):
         f = config.rotary_base ** (-i / dim)
@@ -97,7 +98,10 @@ def attention(
 ) -> torch.Tensor:
     """Explicit softmax over a full (length, length) score matrix."""
     batch, length, _ = x.shape
-    name, heads = f"layers.{layer}.attention", config.num_attention_heads
+    name = f"layers.{layer}.attention"
+    if config.multi_latent_attention:
+        q, k, v = latent(x, weights, name, config, layout)
+        return attend(q, k, v, weights, layer, config, dropout, layout)
 
     def split(part: str) -> torch.Tensor:
         y = linear(x, weights, f"{name}.{part}")
@@ -110,8 +114,52 @@ def attention(
         q, k = norm(q, weights, f"{name}.query_norm", config), norm(k, weights, f"{name}.key_norm", config)
     if config.position_embedding_type == "rope":
         q, k = (rotate(y, frequencies(config), layout.places) for y in (q, k))
+    return attend(q, k, v, weights, layer, config, dropout, layout)
+
+
+def latent(
+    x: torch.Tensor, weights: Weights, name: str, config: ModelConfig, layout: Layout
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values (batch, heads, length, ...) of multi-head latent attention, one head after the other.
+    Channels 2i and 2i + 1 are rotated together."""
+    plain, turning, low = config.qk_head_dim, config.qk_pos_emb_head_dim, config.kv_lora_rank
+    angles = layout.places.double()[..., None] * frequencies(config)  # (batch, length, turning / 2)
+
+    def turned(y: torch.Tensor) -> torch.Tensor:
+        pairs = torch.view_as_complex(y.unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
+
+    queries = linear(
+        norm(linear(x, weights, f"{name}.query_down"), weights, f"{name}.query_norm", config),
+        weights,
+        f"{name}.query_up",
+    )
+    down = linear(x, weights, f"{name}.key_value_down")
+    up = linear(norm(down[..., :low], weights, f"{name}.key_value_norm", config), weights, f"{name}.key_value_up")
+    shared, q, k, v = turned(down[..., low:]), [], [], []
+    for head in range(config.num_attention_heads):
+        own = queries[..., head * (plain + turning) : (head + 1) * (plain + turning)]
+        both = up[..., head * (plain + config.v_head_dim) : (head + 1) * (plain + config.v_head_dim)]
+        q.append(torch.cat((own[..., :plain], turned(own[..., plain:])), -1))
+        k.append(torch.cat((both[..., :plain], shared), -1))
+        v.append(both[..., plain:])
+    return torch.stack(q, 1), torch.stack(k, 1), torch.stack(v, 1)
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    weights: Weights,
+    layer: int,
+    config: ModelConfig,
+    dropout: Dropout,
+    layout: Layout,
+) -> torch.Tensor:
+    """Scores, their softmax, the weighted sum and the output projection."""
+    length, heads, name = q.shape[2], config.num_attention_heads, f"layers.{layer}.attention"
     shared = torch.arange(heads) // (heads // k.shape[1])  # the key/value head of each query head
-    scores = q @ k[:, shared].transpose(-1, -2) / math.sqrt(config.kv_channels or 0)
+    scores = q @ k[:, shared].transpose(-1, -2) / math.sqrt(q.shape[-1])
     distance = torch.arange(length)[:, None] - torch.arange(length)
     visible = (distance >= 0) & (distance < (config.window_size or length)) & layout.together
     probabilities = dropout.of_probabilities(scores.masked_fill(~visible, -math.inf).softmax(-1), 3 * layer)
@@ -136,6 +184,14 @@ def dense(x: torch.Tensor, weights: Weights, name: str, config: ModelConfig) -> 
     return linear(inner, weights, f"{name}.down")
 
 
+def largest(gates: torch.Tensor, limit: int) -> torch.Tensor:
+    """Of one expert and sequence, (length,): the largest as they are, 0 for the others."""
+    order = sorted(range(len(gates)), key=lambda t: -gates[t].item())
+    return torch.where(
+        torch.zeros_like(gates, dtype=torch.bool).index_fill(0, torch.tensor(order[:limit]), True), gates, 0
+    )
+
+
 def experts(
     x: torch.Tensor, weights: Weights, layer: int, config: ModelConfig, labels: torch.Tensor, micro_batches: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -149,7 +205,8 @@ def experts(
     if config.moe_router_num_groups is not None:
         best = config.moe_router_group_topk or 0
         grouped = values.unflatten(-1, (config.moe_router_num_groups, -1))
-        worth = grouped.sort(-1, descending=True).values[..., : k // best].sum(-1)
+        summed = 1 if config.moe_router_group_score == "max" else k // best
+        worth = grouped.sort(-1, descending=True).values[..., :summed].sum(-1)
         far = worth < worth.topk(best, dim=-1).values[..., -1:]
         values = torch.where(far[..., None], -1.0, grouped).flatten(-2)
     kept = values >= values.topk(k, dim=-1).values[..., -1:]
@@ -158,6 +215,9 @@ def experts(
     if k > 1 and not config.moe_router_pre_softmax:
         gates = gates / gates.sum(-1, keepdim=True)
     gates = gates * (config.moe_router_topk_scaling_factor or 1.0)
+    if config.moe_expert_capacity_factor is not None:
+        limit = math.ceil(config.moe_expert_capacity_factor * (x.shape[1] * k) / count)
+        gates = torch.stack([torch.stack([largest(row[:, e], limit) for e in range(count)], -1) for row in gates])
     y = torch.zeros_like(x)
     for e in range(count):
         gate, up, down = (weights[f"{name}.experts.{part}.weight"][e] for part in ("gate", "up", "down"))

@@ -12,6 +12,7 @@ from tests.distributed import run_distributed
 from tests.parity.result import TOLERANCE, tensor_errors
 from tests.training.tiny_hf import write_model, write_samples, write_tokenizer
 from tests.training.tuning_lab import together, tune_all
+from tools.merge_lora import main as merge_lora
 
 pytest.importorskip("transformers")
 
@@ -19,11 +20,14 @@ STEPS = "--train-iters 2 --seq-length 48 --micro-batch-size 2 --global-batch-siz
 METHODS = {
     "full": "--data-path {0}/sft.jsonl --moe-aux-loss-coeff 0.01 --hybrid-shard-degree 0",
     "lora": "--data-path {0}/sft.jsonl --lora-rank 4 --moe-aux-loss-coeff 0.01 --save {0}/saved-{1}",
+    "lora, experts": "--data-path {0}/sft.jsonl --lora-rank 3 --moe-aux-loss-coeff 0.01 --save {0}/saved-{1} "
+    "--lora-target-modules value,*.experts.*",
     "dpo, full": "--data-path {0}/dpo.jsonl --objective dpo",
     "dpo, lora": "--data-path {0}/dpo.jsonl --objective dpo --lora-rank 4 "
     "--lora-target-modules value,*.shared_experts.*",
 }
 SPREAD = "--expert-model-parallel-size 2"
+CUT = "--tensor-model-parallel-size 2 --sequence-parallel"
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +44,9 @@ def results(folder: Path) -> dict[int, dict[str, dict[str, Any]]]:
     """By number of processes and method; several processes accumulate as many micro-batches as one."""
     found = {}
     for world, layout in ((1, ""), (2, SPREAD)):
-        batch = f"--micro-batch-size {4 // world}"
-        flags = [
-            f"--load {folder} --log-dir {folder}/logs {STEPS} {batch} {method.format(folder, world)} {layout}"
-            for method in METHODS.values()
-        ]
+        common = f"--load {folder} --log-dir {folder}/logs {STEPS} --micro-batch-size {4 // world} {layout}"
+        saved = {name: f"{world}-{name.replace(', ', '-')}" for name in METHODS}
+        flags = [f"{common} {method.format(folder, saved[name])}" for name, method in METHODS.items()]
         ranks = run_distributed(tune_all, world, flags)
         found[world] = {name: together([rank[i] for rank in ranks]) for i, name in enumerate(METHODS)}
     return found
@@ -52,7 +54,16 @@ def results(folder: Path) -> dict[int, dict[str, dict[str, Any]]]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_spread_experts_are_tuned_like_those_of_one_process(results: dict[int, Any], method: str) -> None:
-    want, got = results[1][method], results[2][method]
+    same_training(results[1][method], results[2][method])
+
+
+def test_adapters_of_cut_experts_are_tuned_like_those_of_one_process(folder: Path, results: dict[int, Any]) -> None:
+    method = METHODS["lora, experts"].format(folder, "cut")
+    flags = f"--load {folder} --log-dir {folder}/logs {STEPS} --micro-batch-size 4 {method} {CUT}"
+    same_training(results[1]["lora, experts"], together([rank[0] for rank in run_distributed(tune_all, 2, [flags])]))
+
+
+def same_training(want: dict[str, Any], got: dict[str, Any]) -> None:
     assert len(want["losses"]) == 2 and len(set(want["losses"])) == 2
     for loss, other in zip(got["losses"], want["losses"], strict=True):
         assert abs(loss - other) <= TOLERANCE * abs(other)
@@ -76,7 +87,7 @@ def test_what_is_trained(results: dict[int, Any]) -> None:
 def test_peft_reads_the_adapter(folder: Path, results: dict[int, Any]) -> None:
     """It has peft's names, and peft finds the module of each."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    adapter = folder / "saved-2" / "adapter"
+    adapter = folder / "saved-2-lora" / "adapter"
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     with_adapter = peft.PeftModel.from_pretrained(model, str(adapter))
     whole = results[2]["lora"]["final"]["layers.0.mlp.shared_experts.up.lora.b"]
@@ -84,3 +95,17 @@ def test_peft_reads_the_adapter(folder: Path, results: dict[int, Any]) -> None:
         "base_model.model.model.layers.0.mlp.shared_expert.up_proj.lora_B.default.weight"
     )
     assert torch.equal(there.float(), whole.float())
+
+
+@torch.no_grad()
+def test_peft_computes_what_the_merged_model_does(folder: Path, results: dict[int, Any], tmp_path: Path) -> None:
+    """With adapters of experts, read back and added into the weights."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    adapter, ids = folder / "saved-2-lora-experts" / "adapter", torch.arange(3, 33)[None]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    before = model(ids).logits
+    after = peft.PeftModel.from_pretrained(model, str(adapter)).eval()(ids).logits
+    assert merge_lora(["--load", str(folder), "--adapter", str(adapter), "--save", str(tmp_path / "merged")]) == 0
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()(ids).logits
+    assert (after - before).abs().max() > 1e-3
+    assert (after - merged).abs().max() < 1e-5

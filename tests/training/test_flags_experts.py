@@ -26,6 +26,8 @@ MOE = "--num-experts 4 "
 SIGMOID = MOE + "--moe-router-score-function sigmoid "
 BIAS = SIGMOID + "--moe-router-enable-expert-bias "
 GROUPS = "--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 1 "
+TWO_OF_A_GROUP = "--num-experts 8 --moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2 "
+FULL = MOE + "--moe-expert-capacity-factor 0.5 "
 SHARED = MOE + "--moe-shared-expert-intermediate-size 24 "
 BALANCED = MOE + "--global-batch-size 8 --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type "
 
@@ -89,6 +91,16 @@ def as_before(got: Run, base: Run) -> None:
     assert got.losses == base.losses and "load balancing loss" not in got.out
 
 
+def drops(got: Run, base: Run) -> None:
+    other_math(got, base)
+    shares = got.records("dropped share")
+    assert shares and all(0.4 <= share < 1 for share in shares) and not base.records("dropped share")
+
+
+def same_losses(got: Run, base: Run) -> None:
+    assert got.losses == base.losses and got.records("dropped share") == [0.0] * 3
+
+
 TABLE: list[tuple[str, str, str, Check]] = [
     (
         "num_experts",
@@ -105,6 +117,10 @@ TABLE: list[tuple[str, str, str, Check]] = [
     ("moe_router_topk_scaling_factor", MOE + "--moe-router-topk-scaling-factor 2.5", MOE, other_math),
     ("moe_router_num_groups", GROUPS, "--num-experts 8 ", other_math),
     ("moe_router_group_topk", GROUPS.replace("topk 1", "topk 2"), GROUPS, other_math),
+    ("moe_router_group_score", TWO_OF_A_GROUP + "--moe-router-group-score max", TWO_OF_A_GROUP, other_math),
+    ("moe_expert_capacity_factor", MOE + "--moe-expert-capacity-factor 0.5", MOE, drops),
+    ("moe_expert_capacity_factor", MOE + "--moe-expert-capacity-factor 4", MOE, same_losses),
+    ("moe_token_drop_policy", FULL + "--moe-token-drop-policy position", FULL, other_math),
     ("moe_router_enable_expert_bias", BIAS + "--moe-router-bias-update-rate 0.5", SIGMOID, moves_the_bias),
     ("moe_router_bias_update_rate", BIAS + "--moe-router-bias-update-rate 0.5", BIAS, moves_the_bias),
     ("moe_shared_expert_gate", SHARED + "--moe-shared-expert-gate", SHARED, gated),

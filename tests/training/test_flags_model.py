@@ -86,6 +86,7 @@ def larger_weights(got: Run, base: Run) -> None:
 ROPE = "--rotary-base 10 --use-rope-scaling --rope-original-max-position 16 "
 """Wavelengths 6.3, 11.2, 19.9 and 35.3 tokens: two of them below the original context, two above."""
 LINEAR = "--rotary-base 10 --use-rope-scaling --rope-scaling-type linear "
+LATENT = "--multi-latent-attention --num-query-groups 4 --qk-head-dim 2 --qk-pos-emb-head-dim 4 --v-head-dim 4 "
 YARN = ROPE + "--rope-scaling-type yarn "
 ALONE = "--yarn-attention-factor 1"
 PLAIN_MLP = "--no-swiglu "
@@ -154,6 +155,28 @@ TABLE: list[tuple[str, str, str, Check]] = [
         "--qk-layernorm --qk-layernorm-across-heads --num-query-groups 2",
         "--qk-layernorm --num-query-groups 2",
         with_suffix({"query_norm.weight": (32,), "key_norm.weight": (16,)}),
+    ),
+    (
+        "multi_latent_attention",
+        LATENT,
+        "",
+        with_suffix({"attention.query.weight": (24, 32), "key_value_down.weight": (36, 32)}),
+    ),
+    ("q_lora_rank", LATENT + "--q-lora-rank 8", LATENT, with_suffix({"query_down.weight": (8, 32)})),
+    ("kv_lora_rank", LATENT + "--kv-lora-rank 8", LATENT, with_suffix({"key_value_down.weight": (12, 32)})),
+    ("qk_head_dim", LATENT + "--qk-head-dim 6", LATENT, with_suffix({"key_value_up.weight": (40, 32)})),
+    (
+        "qk_pos_emb_head_dim",
+        LATENT + "--qk-pos-emb-head-dim 2",
+        LATENT,
+        with_suffix({"key_value_down.weight": (34, 32)}),
+    ),
+    ("v_head_dim", LATENT + "--v-head-dim 10", LATENT, with_suffix({"output.weight": (32, 40)})),
+    (
+        "yarn_mscale_all_dim",
+        f"{LATENT} {YARN} --yarn-mscale 1 --yarn-mscale-all-dim 1",
+        f"{LATENT} {YARN} {ALONE}",
+        other_math,
     ),
     ("window_size", "--window-size 4", "", other_math),
     ("window_size", "--window-size 17", "", same_run),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from smp.config.megatron.rows import Row, becomes, chosen, derived, left_out, refused, same
 
 _KERNELS = "how operations are fused is --kernels' choice, printed at the start"
-_MOE = "mixtures of experts have what --help lists under --moe-..., and drop no token"
+_MOE = "mixtures of experts have what --help lists under --moe-..., and pad no expert"
 _NO = "this architecture does not exist; the decoder is --help's group model"
 
 MODEL: tuple[Row, ...] = (
@@ -101,11 +101,11 @@ MODEL: tuple[Row, ...] = (
         _NO,
     ),
     refused("--apply-residual-connection-post-layernorm", "norms stand before attention and MLP"),
-    refused(
+    same(
         "--multi-latent-attention --q-lora-rank:1 --kv-lora-rank:1 --qk-head-dim:1 --qk-pos-emb-head-dim:1 "
-        "--v-head-dim:1 --cache-mla-latents --mla-down-proj-fusion",
-        "multi-latent attention does not exist",
+        "--v-head-dim:1"
     ),
+    left_out("--cache-mla-latents --mla-down-proj-fusion", "latents are kept while text is generated; " + _KERNELS),
     refused(
         "--mtp-num-layers:1 --mtp-loss-scaling-factor:1 --mtp-use-repeated-layer --mtp-standalone",
         "multi-token prediction does not exist",
@@ -138,7 +138,8 @@ MODEL: tuple[Row, ...] = (
         "--moe-z-loss-coeff:1 --moe-shared-expert-intermediate-size:1 --moe-router-score-function:1 "
         "--moe-router-topk-scaling-factor:1 --moe-router-pre-softmax --expert-model-parallel-size:1 "
         "--moe-router-num-groups:1 --moe-router-group-topk:1 --moe-router-enable-expert-bias "
-        "--moe-router-bias-update-rate:1 --moe-shared-expert-gate"
+        "--moe-router-bias-update-rate:1 --moe-shared-expert-gate --moe-expert-capacity-factor:1 "
+        "--moe-token-drop-policy:1"
     ),
     chosen(
         "--moe-router-load-balancing-type:1",
@@ -154,11 +155,10 @@ MODEL: tuple[Row, ...] = (
     left_out(
         "--moe-token-dispatcher-type:1 --moe-grouped-gemm --moe-use-legacy-grouped-gemm --moe-permute-fusion "
         "--moe-router-fusion --moe-shared-expert-overlap --moe-per-layer-logging --overlap-moe-expert-parallel-comm",
-        "how experts are computed and tokens sent has one way here, which drops none",
+        "how experts are computed and tokens sent has one way here",
     ),
     refused(
-        "--moe-expert-capacity-factor:1 --moe-pad-expert-input-to-capacity "
-        "--moe-pad-experts-for-cuda-graph-inference --moe-token-drop-policy:1 --moe-token-dropping "
+        "--moe-pad-expert-input-to-capacity --moe-pad-experts-for-cuda-graph-inference --moe-token-dropping "
         "--moe-router-force-load-balancing --moe-router-force-biased:1 "
         "--moe-router-padding-for-fp8 --moe-router-padding-for-quantization "
         "--moe-router-topk-limited-devices:1 --moe-input-jitter-eps:1 "

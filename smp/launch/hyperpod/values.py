@@ -29,7 +29,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen_v2": {"add_qkv_bias": True},
 }
 _MISSING_FAMILIES = {
-    "deepseek_r1": "latent attention",
+    "deepseek_r1": "weights in FP8 read from its files",
     "gpt_oss": "attention sinks",
     "llama_v4": "experts whose input is weighted",
     "falcon": "one normalization for attention and MLP together, as in Falcon",

@@ -2,9 +2,10 @@
 
     tokens (T, h) -> sorted by expert (T k, h) -> all-to-all over ep -> sorted by this rank's experts (n, h)
 
-With E experts on p ranks, rank i has experts i E/p to (i + 1) E/p - 1. Nothing is dropped: n is what the tokens of all
-p ranks chose, any number from 0 to T k p. Every rank sends its T k rows but for those that stay, (p - 1) / p of them on
-average, and gets as many results back; the backward pass does the same, so a layer moves
+With E experts on p ranks, rank i has experts i E/p to (i + 1) E/p - 1. Nothing is dropped but by a capacity (see
+``capacity.py``): n is what the tokens of all p ranks chose, any number from 0 to T k p. Every rank sends its T k rows
+but for those that stay, (p - 1) / p of them on average, and gets as many results back; the backward pass does the same,
+so a layer moves
 
     4 T k h (p - 1) / p elements per rank and micro-batch, and half of that again under full recompute.
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from smp.kernels.grouped import combine_rows, permute_rows, repeat_rows
 from smp.parallel.collectives import Group, all_to_all, exchange_rows
@@ -34,6 +36,8 @@ class Dispatch:
         sent, received: rows to and from each rank.
         local_order, local_inverse: the sort of received rows by expert; None: they are.
         group: of expert parallelism; None: every rank has all experts.
+        sent_rows: choices that are not dropped, if some may be; then ``order`` has one more, for a row of zeros that
+            stands for all that are. None: none is.
     """
 
     k: int
@@ -45,17 +49,23 @@ class Dispatch:
     local_order: torch.Tensor | None = None
     local_inverse: torch.Tensor | None = None
     group: Group | None = None
+    sent_rows: int | None = None
 
     @staticmethod
-    def of(experts: torch.Tensor, num_experts: int, group: Group | None) -> Dispatch:
-        """Of the chosen experts, int64 (tokens, k). All ranks of ``group`` call it."""
-        chosen = experts.flatten()
-        order = chosen.argsort(stable=True)
+    def of(experts: torch.Tensor, num_experts: int, group: Group | None, kept: torch.Tensor | None = None) -> Dispatch:
+        """Of the chosen experts, int64 (tokens, k), and which choices are not dropped, bool (tokens, k); None: all. All
+        ranks of ``group`` call it."""
+        chosen = (experts if kept is None else experts.masked_fill(~kept, num_experts)).flatten()
+        order = chosen.argsort(stable=True)  # what is dropped comes last
         inverse = _inverse(order)
-        counts = torch.zeros(num_experts, dtype=torch.int64, device=chosen.device)
-        counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+        counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=chosen.device)
+        counts = counts.scatter_add_(0, chosen, torch.ones_like(chosen))[:num_experts]
+        rows = None
+        if kept is not None and len(chosen):
+            rows = int(counts.sum())  # the host waits here
+            order, inverse = torch.cat((order[:rows], order[:1])), inverse.clamp(max=rows)
         if group is None or group.size == 1:
-            return Dispatch(experts.shape[1], counts, order, inverse, [], [])
+            return Dispatch(experts.shape[1], counts, order, inverse, [], [], sent_rows=rows)
         incoming = all_to_all(counts, group)  # (experts,): for each rank, of each of this rank's experts
         table = torch.stack((counts, incoming)).view(2, group.size, -1).tolist()  # the host waits here
         sent, received = ([sum(row) for row in rows] for rows in table)
@@ -73,11 +83,13 @@ class Dispatch:
             local_order,
             _inverse(local_order),
             group,
+            rows,
         )
 
     def to_experts(self, x: torch.Tensor) -> torch.Tensor:
         """(tokens, h) -> the rows of this rank's experts, (sum of counts, h), sorted by expert."""
         rows = repeat_rows(x, self.order, self.inverse, self.k)
+        rows = rows if self.sent_rows is None else rows[: self.sent_rows]
         if self.group is None:
             return rows
         assert self.local_order is not None and self.local_inverse is not None
@@ -90,6 +102,7 @@ class Dispatch:
             assert self.local_order is not None and self.local_inverse is not None
             rows = permute_rows(rows, self.local_inverse, self.local_order)
             rows = exchange_rows(rows, self.received, self.sent, self.group)
+        rows = rows if self.sent_rows is None else F.pad(rows, (0, 0, 0, 1))
         return combine_rows(rows, weights, self.order, self.inverse)
 
 

@@ -8,7 +8,7 @@ what is left. So a checkpoint has one tensor per projection and layer, whatever 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -40,6 +40,9 @@ class ExpertLinear(nn.Module):
         scaling: in FP8 where scales come from, see ``smp.layers.fp8``.
     """
 
+    add_low_rank: ClassVar[Callable[..., torch.Tensor] | None] = None
+    """What a layer with adapters adds to its product; see ``smp.layers.moe.lora``."""
+
     def __init__(
         self,
         num_experts: int,
@@ -52,6 +55,7 @@ class ExpertLinear(nn.Module):
     ) -> None:
         super().__init__()
         shape = num_experts, out_features, in_features
+        self.tp_dim, self.tp_group = tp_dim, context.tp_group
         if context.ep_tp is None:
             self.weight = placed_parameter(shape, (Shard(tp_dim),), context.tp)
         else:
@@ -71,9 +75,14 @@ def apply_experts(
     """Several projections of the same rows, as :meth:`ExpertLinear.forward`; in FP8 with one exchange of maxima."""
     weights = [local(projection.weight, rows.dtype) for projection in projections]
     scalings = [projection.scaling for projection in projections if projection.scaling is not None]
-    if not scalings:
-        return tuple(grouped_product(rows, weight, counts) for weight in weights)
-    return scaled_experts(rows, weights, counts, scalings[0].of_call(scalings))
+    if scalings:
+        outputs = scaled_experts(rows, weights, counts, scalings[0].of_call(scalings))
+    else:
+        outputs = tuple(grouped_product(rows, weight, counts) for weight in weights)
+    return tuple(
+        y if projection.add_low_rank is None else projection.add_low_rank(rows, y, counts)
+        for projection, y in zip(projections, outputs, strict=True)
+    )
 
 
 def expert_layers(model: nn.Module) -> dict[str, ExpertLinear]:

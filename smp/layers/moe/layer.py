@@ -8,7 +8,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from smp.kernels.registry import accumulation_dtype
+from smp.kernels.token_layout import TokenLayout
 from smp.layers.mlp import MLP
+from smp.layers.moe.capacity import Capacity
 from smp.layers.moe.dispatch import Dispatch
 from smp.layers.moe.experts import Experts
 from smp.layers.moe.router import Balance, Counted, Router
@@ -18,6 +20,7 @@ from smp.parallel.collectives import (
     gather_tokens,
     reduce_from_group,
     reduce_scatter_tokens,
+    split_tokens,
 )
 from smp.parallel.context import ParallelContext
 
@@ -57,6 +60,7 @@ class MoE(nn.Module):
         parallel: that context.
         shared: an MLP for every token.
         gate: of the shared MLP; None: it counts whole.
+        capacity: of each expert in training; None: no choice is dropped.
 
     Shapes: (tokens [/p], hidden) -> the same.
     """
@@ -69,10 +73,11 @@ class MoE(nn.Module):
         *,
         shared: MLP | None = None,
         gate: SharedExpertGate | None = None,
+        capacity: Capacity | None = None,
     ) -> None:
         super().__init__()
         self.router, self.experts, self.shared_experts, self.shared_expert_gate = router, experts, shared, gate
-        self.sequence_parallel = parallel.sequence_parallel
+        self.sequence_parallel, self.capacity = parallel.sequence_parallel, capacity
         self.group, self.ep = parallel.tp_group, parallel.ep_group
 
     def forward(
@@ -81,22 +86,30 @@ class MoE(nn.Module):
         token_index: torch.Tensor | None = None,
         local_token_index: torch.Tensor | None = None,
         counted: Counted | None = None,
+        layout: TokenLayout | None = None,
     ) -> tuple[torch.Tensor, Balance | None]:
         """(tokens [/p], hidden) -> (the same, what :meth:`Router.balance` measures of ``counted``).
 
-        ``token_index`` and ``local_token_index`` are as in :class:`MLP`.
+        ``token_index`` and ``local_token_index`` are as in :class:`MLP`; a capacity needs ``layout`` in training.
         """
         routing = self.router(x)
         gather = gather_tokens if self.sequence_parallel else copy_to_group
         tokens, weights = gather(x, self.group), gather(routing.weights, self.group)  # (tokens, ...)
         chosen = gather(routing.experts, self.group) if self.sequence_parallel else routing.experts
-        dispatch = Dispatch.of(chosen, self.router.num_experts, self.ep)
+        kept = None
+        if self.capacity is not None and self.training:
+            assert layout is not None, "which says where sequences begin"
+            kept = self.capacity.kept(chosen, weights, self.router.num_experts, layout)
+        dispatch = Dispatch.of(chosen, self.router.num_experts, self.ep, kept)
         rows = self.experts.compute(dispatch.to_experts(tokens), dispatch.counts)
         y = dispatch.from_experts(rows, weights)
         reduce = reduce_scatter_tokens if self.sequence_parallel else reduce_from_group
         y = reduce(y, self.group)
         # last: the host waits for the counts above, not for this collective
-        measured = None if counted is None else self.router.balance(routing, counted)
+        measured = None
+        if counted is not None:
+            own = kept if kept is None or not self.sequence_parallel else split_tokens(kept, self.group)
+            measured = self.router.balance(routing, counted, own)
         if self.shared_experts is not None:
             shared = self.shared_experts(x, token_index, local_token_index)
             y = y + (shared if self.shared_expert_gate is None else self.shared_expert_gate(x, shared))

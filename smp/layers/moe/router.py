@@ -11,8 +11,9 @@ every device, whatever order a top-k leaves equal values in. Two things change t
 
     expert bias          sigmoid + b_e is compared. b is no parameter: after each step b_e += u sign(mean c - c_e), with
                          the tokens c of the global batch (arXiv 2408.15664)
-    groups               of G groups of neighbours the g best are kept, by the sum of their k // g largest values; of
-                         sigmoids, of the softmax with pre_softmax, else of logits (DeepSeek-V3)
+    groups               of G groups of neighbours the g best are kept, by the sum of their k // g largest values
+                         (DeepSeek-V3) or by their largest (DeepSeek-V2); of sigmoids, of the softmax with
+                         pre_softmax, else of logits
 
 Auxiliary losses, with p the scores of all experts (softmax, or sigmoids divided by their sum), w the loss weights of
 the tokens, E experts, and c the tokens that chose each:
@@ -44,8 +45,9 @@ from smp.parallel.collectives import Group, reduce_from_group, sum_over
 from smp.parallel.context import ParallelContext
 
 ScoreFunction = Literal["softmax", "sigmoid"]
+GroupScore = Literal["sum", "max"]
 Balancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss"]
-MEASURES = ("load balancing", "z", "largest load", "entropy")
+MEASURES = ("load balancing", "z", "largest load", "entropy", "dropped")
 """What :meth:`Router.balance` measures, in its order."""
 
 
@@ -83,7 +85,7 @@ class Balance(NamedTuple):
     """What a micro-batch does to the balance.
 
     Attributes:
-        measures: fp32 (4,), see :data:`MEASURES`.
+        measures: fp32 (5,), see :data:`MEASURES`.
         seen: int64 (experts,), tokens of each expert in this step so far, of all data-parallel ranks.
     """
 
@@ -102,6 +104,7 @@ class Router(nn.Module):
         score_function, pre_softmax, scaling_factor: see above.
         bias_update_rate: u of the expert bias; None: there is none.
         num_groups, group_topk: G and g; None: no groups.
+        group_score: what a group is worth, the sum of its k // g largest values or its largest.
         balancing: what loads are counted over.
         init_std: standard deviation of the initial weights.
 
@@ -124,6 +127,7 @@ class Router(nn.Module):
         bias_update_rate: float | None = None,
         num_groups: int | None = None,
         group_topk: int | None = None,
+        group_score: GroupScore = "sum",
         balancing: Balancing = "aux_loss",
         init_std: float = 0.02,
     ) -> None:
@@ -135,6 +139,7 @@ class Router(nn.Module):
         self.score_function, self.pre_softmax, self.scaling_factor = score_function, pre_softmax, scaling_factor
         self.bias_update_rate, self.num_groups, self.group_topk = bias_update_rate, num_groups, group_topk
         self.balancing = balancing
+        self.group_summed = topk // group_topk if group_topk is not None and group_score == "sum" else 1
         self.shared_by = context.shared_by
         slices = () if self.shared_by is None else (self.shared_by,)
         self.token_groups = (*slices, *context.data_groups)
@@ -170,7 +175,7 @@ class Router(nn.Module):
         """``values`` with -inf outside of each token's best groups."""
         assert self.group_topk is not None, "given with num_groups"
         grouped = values.view(-1, groups, self.num_experts // groups)
-        worth = grouped.topk(self.topk // self.group_topk, dim=-1).values.sum(-1)  # (tokens, groups)
+        worth = grouped.topk(self.group_summed, dim=-1).values.sum(-1)  # (tokens, groups)
         best = worth.sort(dim=-1, descending=True, stable=True).indices[:, : self.group_topk]
         kept = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, best, True)
         return grouped.masked_fill(~kept[:, :, None], float("-inf")).view_as(values)
@@ -185,15 +190,17 @@ class Router(nn.Module):
             weights = logits.gather(1, experts).softmax(-1)
         return weights * self.scaling_factor
 
-    def balance(self, routing: Routing, counted: Counted) -> Balance:
+    def balance(self, routing: Routing, counted: Counted, kept: torch.Tensor | None = None) -> Balance:
         """Both auxiliary losses without their coefficients; the largest load of an expert as a multiple of the mean,
-        and the entropy of the scores in nats, both times the tokens' weight and without gradient. Under sequence
+        the entropy of the scores in nats, and the share of choices that are dropped, these times the tokens' weight and
+        without gradient. Under sequence
         parallelism summed over its ranks, so that all TP ranks hold the same; a part of the sum over data-parallel
         ranks, as the loss is.
 
         Args:
             routing: of the tokens of this rank.
             counted: what is known of them.
+            kept: bool (tokens [/p], k), which of their choices are not dropped; None: all.
         """
         logits, w = routing.logits, counted.weights.to(routing.logits.dtype)
         scores = logits.softmax(-1)
@@ -209,7 +216,8 @@ class Router(nn.Module):
             load = (_load(seen) if self.balancing == "global_aux_loss" else now).expand_as(scores)
         z = logits.logsumexp(-1).square()
         entropy = torch.special.entr(scores.detach()).sum(-1)
-        sums = ((scores * load.to(scores.dtype)).sum(-1) * w, z * w, now.max() * w, entropy * w)
+        dropped = torch.zeros_like(w) if kept is None else (~kept).to(w.dtype).mean(-1)
+        sums = ((scores * load.to(scores.dtype)).sum(-1) * w, z * w, now.max() * w, entropy * w, dropped * w)
         found = torch.stack([each.sum().to(logits.dtype) for each in sums]).float()
         if self.shared_by is not None:
             found = reduce_from_group(found, self.shared_by)

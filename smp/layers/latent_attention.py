@@ -1,0 +1,166 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, 2.1), split over the TP ranks by heads.
+
+With x_t the input of a token, and for each head its own rows of the up projections:
+
+    latent_t = norm(W_down x_t)                            kv_lora_rank numbers, which all heads share
+    k_t, v_t = W_up latent_t                               qk_head_dim and v_head_dim per head
+    q_t      = W_up' norm(W_down' x_t), or W x_t           qk_head_dim + rope_dim per head
+    p_t      = RoPE(W_rope x_t)                            rope_dim numbers, which all heads share as a part of the key
+
+and attention is of (q_t, RoPE of its last rope_dim channels) with (k_t, p_t). W_down and W_rope are one matrix.
+The down projections are small: every rank has all of them and computes them of its own tokens, so under sequence
+parallelism latents are gathered, which are narrower than the residual stream, and their weights' gradients are summed.
+
+Attention cores take one width for queries, keys and values: the narrower are filled with channels of zeros, which
+change neither scores nor the sum, and what that adds to the result is cut off.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from smp.kernels import TORCH, Kernels
+from smp.kernels.attention_core import AttentionSpec
+from smp.kernels.rope import rope
+from smp.kernels.token_layout import TokenLayout
+from smp.layers.attention import KeyValueCache, dropout_key_of
+from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
+from smp.layers.norm import RMSNorm
+from smp.parallel.collectives import copy_to_group, gather_tokens
+from smp.parallel.context import ParallelContext
+
+
+class LatentAttention(nn.Module):
+    """Latent projections, RoPE, scaled dot-product attention and the output projection.
+
+    Args:
+        hidden_size: width of the residual stream.
+        num_heads: global; must be divisible by the mesh size.
+        parallel: a context, or a plain 1-D tensor-parallel mesh. Under its ``sequence_parallel`` input and output are
+            split along dim 0.
+        kv_lora_rank: width of the latent of keys and values.
+        q_lora_rank: width of the latent of queries; None: they are projected at once.
+        qk_head_dim, rope_dim: channels of a head's query and key without and with RoPE.
+        v_head_dim: channels of a head's value.
+        norm_eps: when given, latents are RMS-normalized with this epsilon.
+        scale: of scores; None: 1 / sqrt(qk_head_dim + rope_dim).
+        window: a token sees itself and the window - 1 tokens before it; None: all before it.
+        dropout: on attention probabilities; above 0 they are materialised.
+        init_std, output_std: standard deviations of the initial weights, inner and last.
+        kernels: what normalizes latents, rotates and computes attention.
+
+    Shapes: (tokens [/p], hidden) -> the same. Rotated channels lie in neighbouring pairs, as in DeepSeek's files.
+
+    Raises:
+        ValueError: the ranks do not divide the heads; on use, when dropout in training mode lacks the key or the
+            numbers.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        parallel: ParallelContext | DeviceMesh,
+        *,
+        kv_lora_rank: int,
+        q_lora_rank: int | None,
+        qk_head_dim: int,
+        rope_dim: int,
+        v_head_dim: int,
+        norm_eps: float | None = None,
+        scale: float | None = None,
+        window: int | None = None,
+        dropout: float = 0.0,
+        init_std: float = 0.02,
+        output_std: float = 0.02,
+        kernels: Kernels = TORCH,
+    ) -> None:
+        super().__init__()
+        context = ParallelContext.of(parallel)
+        ranks, heads = context.tp.size(), num_heads
+        if heads % ranks:
+            raise ValueError(f"{heads} heads do not split over {ranks} ranks")
+        self.group, self.sequence_parallel, self.kernels = context.tp_group, context.sequence_parallel, kernels
+        self.kv_lora_rank, self.qk_head_dim, self.rope_dim = kv_lora_rank, qk_head_dim, rope_dim
+        self.v_head_dim, self.width = v_head_dim, max(qk_head_dim + rope_dim, v_head_dim)
+
+        def down(width: int) -> ColumnParallelLinear:
+            return ColumnParallelLinear(hidden_size, width, context, bias=False, init_std=init_std, every_output=True)
+
+        def up(inputs: int, width: int) -> ColumnParallelLinear:
+            return ColumnParallelLinear(inputs, heads * width, context, bias=False, init_std=init_std)
+
+        def norm(width: int) -> RMSNorm | None:
+            return None if norm_eps is None else RMSNorm(width, context, eps=norm_eps, kernels=kernels)
+
+        self.query: ColumnParallelLinear | None = None
+        self.query_down: ColumnParallelLinear | None = None
+        self.query_up: ColumnParallelLinear | None = None
+        self.query_norm: RMSNorm | None = None
+        if q_lora_rank is None:
+            self.query = up(hidden_size, qk_head_dim + rope_dim)
+        else:
+            self.query_down, self.query_norm = down(q_lora_rank), norm(q_lora_rank)
+            self.query_up = up(q_lora_rank, qk_head_dim + rope_dim)
+        self.key_value_down = down(kv_lora_rank + rope_dim)
+        self.key_value_norm = norm(kv_lora_rank)
+        self.key_value_up = up(kv_lora_rank, qk_head_dim + v_head_dim)
+        self.output = RowParallelLinear(heads * v_head_dim, hidden_size, context, bias=False, init_std=output_std)
+        scale = (qk_head_dim + rope_dim) ** -0.5 if scale is None else scale  # not that of the filled-up width
+        first_head = self.group.rank * (heads // ranks)
+        self.spec = AttentionSpec(window=window, scale=scale, dropout=dropout, first_head=first_head)
+        self.cache: KeyValueCache | None = None  # of latents and rotated keys, set while text is generated
+
+    def forward(self, x: torch.Tensor, layout: TokenLayout, key: torch.Tensor | None = None) -> torch.Tensor:
+        """(tokens [/p], hidden) -> (tokens [/p], hidden); ``key`` is the dropout key of this layer's probabilities."""
+        token_index, local_index = layout.token_index, layout.local_token_index
+        q, latent, key_rope = self._projected(x, local_index)
+        gather = gather_tokens if self.sequence_parallel else copy_to_group
+        key_rope = gather(key_rope, self.group)[:, None]  # (tokens, 1, rope_dim), of all heads of all ranks
+        plain, rotated = q.split((self.qk_head_dim, self.rope_dim), dim=-1)
+        if layout.rope is not None:
+            pairs = _halves(rotated), _halves(key_rope)
+            rotated, key_rope = rope(*pairs, *layout.rope, self.rope_dim, self.kernels.rope)
+        if self.cache is not None:
+            latents, key_rope, layout = self.cache.append(latent[:, None], key_rope, layout)
+            latent, local_index = latents.flatten(1), None
+        k, v = self._keys(self.key_value_up(latent, local_index), key_rope)
+        q = self._filled(torch.cat((plain, rotated), dim=-1))
+        dropped = dropout_key_of(self, key, token_index)
+        out, _ = self.kernels.attention(q, k, v, layout, self.spec, dropped)
+        return self.output(out[..., : self.v_head_dim].flatten(1), token_index=token_index)
+
+    def _projected(
+        self, x: torch.Tensor, token_index: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries (tokens, heads/p, qk_head_dim + rope_dim), the latent of keys and values (tokens [/p], kv_lora_rank)
+        and their shared part (tokens [/p], rope_dim), which is not rotated yet."""
+        if self.query_down is None or self.query_up is None:
+            assert self.query is not None
+            q, down = self.query(x, token_index), self.key_value_down(x, token_index)
+        else:
+            low, down = column_parallel(x, [self.query_down, self.key_value_down], token_index)
+            q = self.query_up(low if self.query_norm is None else self.query_norm(low), token_index)
+        latent, key_rope = down.split((self.kv_lora_rank, self.rope_dim), dim=-1)
+        latent = latent if self.key_value_norm is None else self.key_value_norm(latent)
+        return q.unflatten(1, (-1, self.qk_head_dim + self.rope_dim)), latent, key_rope
+
+    def _keys(self, up: torch.Tensor, key_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the up projection and the rotated part: keys and values, each (keys, heads/p, width)."""
+        up = up.unflatten(1, (-1, self.qk_head_dim + self.v_head_dim))
+        k, v = up.split((self.qk_head_dim, self.v_head_dim), dim=-1)
+        k = torch.cat((k, key_rope.expand(-1, k.shape[1], -1)), dim=-1)
+        return self._filled(k), self._filled(v)
+
+    def _filled(self, x: torch.Tensor) -> torch.Tensor:
+        """With channels of zeros up to the width of attention."""
+        return x if x.shape[-1] == self.width else F.pad(x, (0, self.width - x.shape[-1]))
+
+
+def _halves(x: torch.Tensor) -> torch.Tensor:
+    """Channels in neighbouring pairs to all firsts, then all seconds, as RoPE's kernels take them. Queries and keys
+    are reordered alike, so their products stay."""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

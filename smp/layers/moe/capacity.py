@@ -1,0 +1,71 @@
+"""A bound on the tokens of an expert: the choices of a sequence that do not fit are dropped.
+
+Of a sequence of S tokens with k experts each, every one of E experts takes at most
+
+    ceil(factor S k / E)
+
+choices: those with the largest weights, or those of the first tokens. A dropped choice adds nothing to its token; its
+other experts and shared experts stay as they are. Counting over sequences, and not over what a rank computes at a time
+as Megatron does, makes it a matter of the sequence alone: micro-batches and layouts do not show. Where sequences are
+cut, ranks tell each other their choices and weights.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from smp.kernels.token_layout import TokenLayout
+from smp.kernels.transfer import to_device
+from smp.parallel.collectives import Group, start_all_gather, wait
+
+DropPolicy = Literal["probs", "position"]
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """How many choices of a sequence an expert takes, and which.
+
+    Attributes:
+        factor: 1: as many as at an even load.
+        policy: ``probs``: those with the largest weights, of equal ones the first; ``position``: the first.
+        group: the context-parallel ranks that hold parts of the same sequences; None: sequences are whole.
+    """
+
+    factor: float
+    policy: DropPolicy = "probs"
+    group: Group | None = None
+
+    @torch.no_grad()
+    def kept(self, experts: torch.Tensor, weights: torch.Tensor, num_experts: int, layout: TokenLayout) -> torch.Tensor:
+        """Which choices are not dropped, bool (tokens, k), of experts int64 and weights fp32 (tokens, k). All ranks of
+        ``group`` call it. Rows that only pad are dropped."""
+        count, k = layout.num_queries, experts.shape[1]
+        chosen, worth, back = experts[:count], weights[:count], None
+        if self.group is not None and layout.cut is not None:
+            places = to_device(layout.cut.together(self.group.size), experts.device)
+            order = places.argsort()
+            chosen, worth = (wait(start_all_gather(x, self.group), self.group)[order] for x in (chosen, worth))
+            back = places[self.group.rank * count :][:count]
+        chosen, worth = (x.reshape(layout.batch, -1) for x in (chosen, worth))  # (batch, S x k)
+        limit = math.ceil(self.factor * chosen.shape[1] / num_experts)
+        fitting = _fitting(chosen, worth if self.policy == "probs" else None, limit, num_experts).view(-1, k)
+        fitting = fitting if back is None else fitting[back]
+        return torch.cat((fitting, fitting.new_zeros(len(experts) - count, k)))
+
+
+def _fitting(experts: torch.Tensor, worth: torch.Tensor | None, limit: int, num_experts: int) -> torch.Tensor:
+    """Of choices (rows, n) the first ``limit`` of each expert in a row, by falling ``worth`` if it is given."""
+    if worth is None:
+        order = experts.argsort(dim=1, stable=True)
+    else:
+        first = worth.argsort(dim=1, descending=True, stable=True)
+        order = first.gather(1, experts.gather(1, first).argsort(dim=1, stable=True))
+    counts = torch.zeros(len(experts), num_experts, dtype=torch.int64, device=experts.device)
+    counts.scatter_add_(1, experts, torch.ones_like(experts))
+    starts = (counts.cumsum(1) - counts).gather(1, experts.gather(1, order))  # where each one's expert begins
+    numbers = torch.arange(experts.shape[1], device=experts.device) - starts
+    return torch.zeros_like(experts, dtype=torch.bool).scatter_(1, order, numbers < limit)
