@@ -31,6 +31,7 @@ class AttentionShape:
         masked: there are documents or a window.
         spans: what is masked may be given as spans instead; not beside attention dropout.
         other_lengths: of calls that come too.
+        changes_scores: the flag that says so; "": scores are scale q k^T + mask, which all backends compute.
     """
 
     heads: int
@@ -41,6 +42,7 @@ class AttentionShape:
     masked: bool
     spans: bool = True
     other_lengths: tuple[int, ...] = ()
+    changes_scores: str = ""
 
     def __str__(self) -> str:
         dtype, seen = str(self.dtype).removeprefix("torch."), "documents or a window" if self.masked else "no mask"
@@ -67,6 +69,12 @@ def choose_attention(
     Raises:
         ConfigError: the one that was asked for does not, or none does; one line.
     """
+    if shape.changes_scores:
+        if wish not in ("auto", "math"):
+            raise ConfigError(
+                f"--attention-backend {wish} does not compute {shape.changes_scores}; --attention-backend math does"
+            )
+        return AttentionChoice(MathAttention(), f"the one that computes {shape.changes_scores}")
     names = preferred(device, shape, deterministic) if wish == "auto" else [wish]
     # key/value heads as they are, which not all backends take, or repeated; the order of backends goes first
     shapes = dict.fromkeys((shape, replace(shape, groups=shape.heads)))

@@ -72,7 +72,10 @@ def inventory(model: ModelConfig, parts: Sequence[ModelPart] | None = None) -> I
     if first or (last and tied):
         yield vocabulary_matrix(model, "embedding", has_product=tied)
     if first and model.position_embedding_type == "learned_absolute":
-        yield Parameter("positions.weight", (model.max_position_embeddings, model.hidden_size))
+        rows = model.position_embedding_offset + model.max_position_embeddings
+        yield Parameter("positions.weight", (rows, model.hidden_size))
+    if first and model.embedding_layernorm:
+        yield from _norm(model, "embedding_norm")
     for part in parts:
         for layer in part.layers:
             yield from block_parameters(model, layer)
@@ -107,14 +110,20 @@ def block_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
     bias = not model.disable_bias_linear
     qkv_bias = bias or model.add_qkv_bias
     attention, mlp = f"layers.{layer}.attention", f"layers.{layer}.mlp"
-    yield from _norm(model, f"{attention}_norm")
+    before, behind = (model.norm_placement in kinds for kinds in (("pre", "sandwich"), ("post", "sandwich")))
+    if before:
+        yield from _norm(model, f"{attention}_norm")
     if model.qk_layernorm_across_heads:
         yield Parameter(f"{attention}.query_norm.weight", (q,), 0)
         yield Parameter(f"{attention}.key_norm.weight", (kv,), 0)
     elif model.qk_layernorm:
         yield Parameter(f"{attention}.query_norm.weight", (head_dim,))
         yield Parameter(f"{attention}.key_norm.weight", (head_dim,))
-    yield from _norm(model, f"{mlp}_norm")
+    if before and not model.parallel_residual_shared_norm:
+        yield from _norm(model, f"{mlp}_norm")
+    if behind:
+        yield from _norm(model, f"{attention}_post_norm")
+        yield from _norm(model, f"{mlp}_post_norm")
     yield from _linear(f"{attention}.query", hidden, q, 0, qkv_bias)
     yield from _linear(f"{attention}.key", hidden, kv, 0, qkv_bias, groups)
     yield from _linear(f"{attention}.value", hidden, kv, 0, qkv_bias, groups)
@@ -131,7 +140,7 @@ def block_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
 
 def _mlp(model: ModelConfig, name: str, ffn: int) -> Iterator[Parameter]:
     bias = not model.disable_bias_linear
-    if model.swiglu:
+    if model.gated:
         yield from _linear(f"{name}.gate", model.hidden_size, ffn, 0, bias)
     yield from _linear(f"{name}.up", model.hidden_size, ffn, 0, bias)
     yield from _linear(f"{name}.down", ffn, model.hidden_size, 1, bias)
@@ -150,7 +159,7 @@ def _experts(model: ModelConfig, name: str) -> Iterator[Parameter]:
 
 def _norm(model: ModelConfig, name: str) -> Iterator[Parameter]:
     yield Parameter(f"{name}.weight", (model.hidden_size,))
-    if model.normalization == "LayerNorm":
+    if model.normalization == "LayerNorm" and model.layernorm_bias:
         yield Parameter(f"{name}.bias", (model.hidden_size,))
 
 

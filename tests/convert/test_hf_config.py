@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from smp.config import ConfigError
+from smp.config.layer_pattern import layer_attentions
 from smp.convert.hf_config import architecture, from_hf, resolved, to_hf
 from smp.models.presets import PRESETS
 
@@ -105,9 +106,12 @@ def test_windows_in_all_layers_or_none(changes: dict[str, Any], window: int | No
     assert architecture(from_hf(to_hf(config, "float32"))) == architecture(config)
 
 
-def test_windows_in_some_layers_are_refused() -> None:
-    with pytest.raises(ConfigError, match="a sliding window in some layers only"):
-        from_hf(QWEN | {"max_window_layers": 16})
+def test_windows_in_some_layers() -> None:
+    config = from_hf(QWEN | {"max_window_layers": 16})
+    assert [layer.window for layer in layer_attentions(config)] == [None] * 16 + [128] * 16
+    written = to_hf(config, "float32")
+    assert written["layer_types"] == ["full_attention"] * 16 + ["sliding_attention"] * 16
+    assert architecture(from_hf(written)) == architecture(config)
 
 
 @pytest.mark.parametrize(
@@ -177,9 +181,9 @@ def test_a_configuration_that_still_fits_is_kept() -> None:
     ("changes", "message"),
     [
         ({"swiglu": False, "squared_relu": True}, "has no .*--squared-relu True"),
-        ({"position_embedding_type": "none"}, "has no --position-embedding-type none"),
+        ({"embedding_layernorm": True}, "has no --embedding-layernorm True"),
         ({"parallel_residual": True}, "has no --parallel-residual True"),
-        ({"rotary_percent": 0.5}, "has no --rotary-percent 0.5"),
+        ({"final_logit_softcapping": 30.0}, "has no --final-logit-softcapping 30.0"),
     ],
 )
 def test_models_that_no_family_computes_are_refused(changes: dict[str, Any], message: str) -> None:
