@@ -69,7 +69,7 @@ class Norm(nn.Module):
         if not self.one_plus:
             return local(self.weight, dtype, summed_over=self.shared_by), bias
         weight = 1 + local(self.weight, summed_over=self.shared_by).to(accumulation_dtype(dtype))  # bf16 has no 1.001
-        return weight if bias is None else weight.to(dtype), bias
+        return weight if bias is None and self.backend != "apex" else weight.to(dtype), bias
 
 
 class RMSNorm(Norm):
