@@ -33,9 +33,15 @@ def test_named_sizes_there_and_back(name: str) -> None:
     content = to_hf(config, "bfloat16")
     assert architecture(from_hf(content)) == architecture(config)
     family = {"gpt": "GPT2LMHeadModel", "lla": "Llama", "mis": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-    family |= {"mix": "Mixtral", "qwen1.5-moe": "Qwen2Moe", "olmoe": "Olmoe", "glm": "Glm4Moe"}
+    family |= {"mix": "Mixtral", "qwen1.5-moe": "Qwen2Moe", "olmoe": "Olmoe", "glm-4.5": "Glm4Moe"}
+    family |= {"gemma-2": "Gemma2", "gemma-3": "Gemma3", "olmo-2": "Olmo2", "phi-3": "Mistral", "phi-4": "Llama"}
+    family |= {"granite": "Granite", "command-r-": "Cohere", "command-r7b": "Cohere2", "smollm3": "SmolLM3"}
+    family |= {"starcoder2": "Starcoder2", "glm-4-9b-0414": "Glm4", "glm": "Glm", "falcon": "Falcon"}
+    family |= {"opt": "OPT", "bloom": "Bloom"}
     expected = next(value for key, value in family.items() if name.startswith(key))
-    assert content["architectures"][0].startswith(expected)
+    assert content["architectures"][0] == expected.removesuffix("LMHeadModel") + (
+        "LMHeadModel" if expected.startswith("GPT2") else "ForCausalLM"
+    )
 
 
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}

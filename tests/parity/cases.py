@@ -183,7 +183,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         **{"swiglu": False, "geglu": True, "tanh_gelu": True, "apply_layernorm_1p": True, "qk_layernorm": True},
         **{"norm_placement": "sandwich", "window_size": 3, "window_attn_skip_freq": "2", "rotary_base_local": 50.0},
         **{"attn_logit_softcapping": 1.0, "final_logit_softcapping": 0.8, "softmax_scale": 0.3},
-        **{"embedding_multiplier": 2.0},
+        **{"embedding_multiplier": 10.0},
     },
     "olmo": {"norm_placement": "post", "qk_layernorm": True, "qk_layernorm_across_heads": True, "no_rope_freq": "2"},
     "command": {
