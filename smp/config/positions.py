@@ -40,7 +40,11 @@ def _check_layers(model: ModelConfig) -> None:
         not local or "local" in kinds,
         f"{''.join(local)} has no effect: no layer has both a window and RoPE; leave it out",
     )
-    require(not skipped or None in kinds, f"{''.join(skipped)} has no effect: every layer has RoPE; leave it out")
+    every = (model.no_rope_freq or "").isdecimal()  # of a named size, which may have been given fewer layers
+    require(
+        not skipped or every or None in kinds,
+        f"{''.join(skipped)} has no effect: every layer has RoPE; leave it out",
+    )
     require(
         not skipped or kinds != {None},
         f"{''.join(skipped)} leaves no layer with RoPE; --position-embedding-type none is that",
