@@ -28,7 +28,9 @@ REFUSED += tuple(kind for kind in SCALED if kind not in WRITABLE_SCALED)
 WRITABLE_EXPERTS = ("mixtral", "qwen2-moe", "glm4-moe-groups")
 """Those with experts in every layer, and a norm of each head if they have one."""
 KINDS = [kind for kind in TINY if kind not in REFUSED and (kind not in EXPERTS or kind in WRITABLE_EXPERTS)]
-COMPARED = [kind for kind in KINDS if kind not in ("mistral", "llama-bias", "llama-mqa", *WRITABLE_EXPERTS)]
+COMPARED = [
+    kind for kind in KINDS if kind not in ("mistral", "starcoder2", "llama-bias", "llama-mqa", *WRITABLE_EXPERTS)
+]
 """megatron-core's layers without Transformer Engine have no sliding window, and its ranks share no key/value head;
 llama-bias is near qwen2 and gpt2."""
 
