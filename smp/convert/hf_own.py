@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +19,7 @@ def _nothing(config: ModelConfig) -> Values:
 
 def _gemma(reader: Reader, values: Values) -> Values:
     """The embedding's factor is no key."""
-    return {"embedding_multiplier": math.sqrt(values["hidden_size"])}
+    return {"embedding_multiplier": values["hidden_size"] ** 0.5}
 
 
 GEMMA = Own(_gemma, _nothing)

@@ -232,3 +232,93 @@ def test_one_expert_of_a_router_of_sigmoids_keeps_its_score() -> None:
 def test_groups_that_are_all_kept_are_none() -> None:
     model = from_hf(GLM | {"n_group": 4, "topk_group": 4})
     assert model.moe_router_num_groups is None and model.moe_layer_freq == "[0,1]" and model.rotary_percent == 0.5
+
+
+def _published(architecture_name: str, layers: int, hidden: int, heads: int, vocab: int, **more: Any) -> dict[str, Any]:
+    return {
+        "architectures": [architecture_name],
+        **{"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "vocab_size": vocab},
+        **more,
+    }
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "gemma-2-2b": _published(
+        *("Gemma2ForCausalLM", 26, 2304, 8, 256000),
+        **{"intermediate_size": 9216, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192},
+        **{"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256},
+        **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096},
+        **{"rms_norm_eps": 1e-06, "rope_theta": 10000.0, "attention_bias": False, "cache_implementation": "hybrid"},
+    ),
+    "gemma-3-1b": _published(
+        *("Gemma3ForCausalLM", 26, 1152, 4, 262144),
+        **{"model_type": "gemma3_text", "intermediate_size": 6912, "num_key_value_heads": 1, "head_dim": 256},
+        **{"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "max_position_embeddings": 32768},
+        **{"sliding_window": 512, "sliding_window_pattern": 6, "rope_theta": 1000000, "rope_local_base_freq": 10000},
+        **{"rope_scaling": None, "rms_norm_eps": 1e-06, "attn_logit_softcapping": None},
+    ),
+    "command-r7b": _published(
+        *("Cohere2ForCausalLM", 32, 4096, 32, 256000),
+        **{"intermediate_size": 14336, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 8192},
+        **{"sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 50000, "logit_scale": 0.25},
+        **{"layer_norm_eps": 1e-05, "attention_bias": False, "hidden_act": "silu", "use_parallel_block": True},
+    ),
+    "falcon-7b": _published(
+        *("FalconForCausalLM", 32, 4544, 71, 65024),
+        **{"alibi": False, "bias": False, "multi_query": True, "new_decoder_architecture": False},
+        **{"parallel_attn": True, "layer_norm_epsilon": 1e-05},
+    ),
+    "bloom-560m": {
+        **{"architectures": ["BloomForCausalLM"], "n_embed": 1024, "n_layer": 24, "num_attention_heads": 16},
+        **{"vocab_size": 250880, "layer_norm_epsilon": 1e-05, "seq_length": 2048, "pretraining_tp": 1},
+        **{"apply_residual_connection_post_layernorm": False, "offset_alibi": 100},
+    },
+}
+"""config.json as it lies beside the weights, from before transformers 5."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_files_are_the_named_sizes(name: str) -> None:
+    assert architecture(from_hf(PUBLISHED[name])) == architecture(resolved(**PRESETS[name]))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gemma-2-2b", {"final_logit_softcapping": 0}, "final_logit_softcapping 0 is not supported, only above 0"),
+        ("gemma-2-2b", {"layer_types": ["chunked_attention"] * 26}, "is not one of full_attention, sliding_attention"),
+        ("gemma-2-2b", {"query_pre_attn_scalar": "256"}, "query_pre_attn_scalar '256' is not a number"),
+        (
+            "gemma-3-1b",
+            {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "linear"}}},
+            "RoPE of type 'linear' in layers with a window is not supported, only 'default'",
+        ),
+        ("gemma-3-1b", {"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supported"),
+        ("gemma-3-1b", {"architectures": ["Gemma3ForConditionalGeneration"]}, "it has layers for images"),
+        ("command-r7b", {"use_qk_norm": True}, "use_qk_norm True is not supported"),
+        ("falcon-7b", {"alibi": True}, "alibi True is not supported"),
+        ("falcon-7b", {"parallel_attn": False}, "parallel_attn False is not supported"),
+    ],
+)
+def test_what_these_families_have_beyond_is_refused(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        from_hf(PUBLISHED[name] | changes)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("architecture_name", "more", "message"),
+    [
+        ("OPTForCausalLM", {"do_layer_norm_before": False}, "do_layer_norm_before False is not supported"),
+        ("OPTForCausalLM", {"word_embed_proj_dim": 512}, "word_embed_proj_dim 512 is not supported, only 1024"),
+        ("Phi3ForCausalLM", {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "type 'longrope'"),
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, "no_rope_layers [1] is no list of a 0 or 1 for each layer"),
+        ("GraniteForCausalLM", {"logits_scaling": 0}, "logits_scaling 0 is not supported, only above 0"),
+        ("MptForCausalLM", {}, "it has ALiBi slopes of its own"),
+    ],
+)
+def test_variants_that_are_not_there_are_refused(architecture_name: str, more: dict[str, Any], message: str) -> None:
+    sizes = {"ffn_dim": 4096, "intermediate_size": 4096, "max_position_embeddings": 64}
+    with pytest.raises(ConfigError) as error:
+        from_hf(_published(architecture_name, 2, 1024, 16, 100, **sizes, **more))
+    assert message in str(error.value) and "\n" not in str(error.value)
