@@ -36,6 +36,7 @@ _FROM_ZERO = {
     *("lr_warmup_iters", "min_lr", "weight_decay", "clip_grad", "seed", "moe_aux_loss_coeff"),
     "moe_router_bias_update_rate",
     *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+    "position_embedding_offset",
 }
 # What random generators and timers can hold.
 _BELOW = {"seed": 2**63, "distributed_timeout_minutes": 10**6}
@@ -108,10 +109,32 @@ def check_model(model: ModelConfig) -> None:
     """Check what a model with its defaults filled in says as a whole."""
     check_effects(Config(model=model), "model")
     _check_heads_and_widths(model, tp=1)
-    require(not (model.squared_relu and model.tanh_gelu), "--squared-relu and --tanh-gelu exclude each other; give one")
     check_latent(model)
+    _check_activation(model)
+    _check_norms(model)
     check_positions(model)
     check_moe_model(model)
+
+
+def _check_activation(model: ModelConfig) -> None:
+    for one, other in (("squared_relu", "tanh_gelu"), ("relu", "tanh_gelu"), ("relu", "squared_relu")):
+        flags = given(model, one, other)
+        require(len(flags) < 2, f"{' and '.join(flags)} exclude each other; give one")
+    flags = given(model, "relu", "squared_relu")
+    require(not (model.geglu and flags), f"--geglu and {''.join(flags)} exclude each other; give one")
+
+
+def _check_norms(model: ModelConfig) -> None:
+    require(
+        not (model.parallel_residual and model.norm_placement != "pre"),
+        f"--norm-placement {model.norm_placement} and --parallel-residual exclude each other: what attention and MLP "
+        "add together has no norm of its own; leave out one",
+    )
+    require(
+        not (model.qk_layernorm_across_heads and model.apply_layernorm_1p),
+        "--qk-layernorm-across-heads and --apply-layernorm-1p exclude each other: norms over all heads multiply by "
+        "their weight; leave out one",
+    )
 
 
 def _check_heads_and_widths(model: ModelConfig, tp: int) -> None:

@@ -29,6 +29,11 @@ def check_context_parallel(config: Config, layout: Layout) -> None:
             f"--cp-comm-type {kind} computes documents block by block, which --compile would trace anew for every "
             "batch; --cp-comm-type a2a works"
         )
+    if config.model.position_embedding_type == "alibi" and kind != "a2a":
+        raise ConfigError(
+            f"--cp-comm-type {kind} merges blocks of keys, which --position-embedding-type alibi is not written for; "
+            "--cp-comm-type a2a works"
+        )
     heads = config.model.num_attention_heads // layout.tp
     if heads % a2a:
         shared = f" / --tensor-model-parallel-size {layout.tp}" if layout.tp > 1 else ""

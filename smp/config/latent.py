@@ -5,6 +5,12 @@ from __future__ import annotations
 from smp.config.fields import given, require
 from smp.config.schema import ConfigError, ModelConfig
 
+_OF_OTHERS = (
+    *("rotary_percent", "rotary_interleaved", "rotary_base_local", "no_rope_freq", "window_attn_skip_freq"),
+    *("qk_layernorm_across_heads", "apply_layernorm_1p", "softmax_scale", "attn_logit_softcapping"),
+)
+"""What only layers with keys and values of their own have."""
+
 
 def head_width(model: ModelConfig) -> int:
     """Channels of a head as attention computes it: of keys or of values, of which the narrower is filled with zeros.
@@ -47,5 +53,5 @@ def check_latent(model: ModelConfig) -> None:
         model.disable_bias_linear and not model.add_qkv_bias,
         "--multi-latent-attention has no biases; leave out --no-disable-bias-linear and --add-qkv-bias",
     )
-    named = given(model, "rotary_percent", "qk_layernorm_across_heads")
-    require(not named, f"{', '.join(named)} has no effect with --multi-latent-attention; leave it out")
+    named = given(model, *_OF_OTHERS)
+    require(not named, f"{', '.join(named)} is not there with --multi-latent-attention; leave it out")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 from functools import cache
 
 from smp.config.fields import given, require
+from smp.config.layer_pattern import pattern_value
 from smp.config.layout import Layout
-from smp.config.schema import Config, ConfigError, ModelConfig
-
-_MOST_LAYERS = 10_000
+from smp.config.schema import Config, ModelConfig
 
 
 def has_experts(model: ModelConfig, layer: int) -> bool:
@@ -32,40 +30,11 @@ def _pattern(text: str, num_layers: int) -> tuple[bool, ...]:
     Raises:
         ConfigError: it is neither a number nor a list of the right length.
     """
-    try:
-        value = _value(ast.parse(text.strip(), mode="eval").body)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        raise ConfigError(
-            f"--moe-layer-freq {text}: expected a number, or a list of 0 and 1 such as [0]*1+[1]*3"
-        ) from None
+    value = pattern_value("--moe-layer-freq", text, num_layers)
     if isinstance(value, int):
-        require(value > 0, f"--moe-layer-freq {text} must be above 0")
         return tuple(layer % value == 0 for layer in range(num_layers))
-    require(set(value) <= {0, 1}, f"--moe-layer-freq {text}: a list is made of 0 and 1")
-    require(
-        len(value) == num_layers, f"--moe-layer-freq {text} names {len(value)} layers of {num_layers} (--num-layers)"
-    )
     require(1 in value, f"--moe-layer-freq {text} leaves no layer with experts; leave out --num-experts")
     return tuple(bool(kind) for kind in value)
-
-
-def _value(node: ast.expr) -> int | list[int]:
-    """Of whole numbers, lists of them, + of two lists, and a list times a number."""
-    match node:
-        case ast.Constant(value=int(number)) if not isinstance(node.value, bool):
-            return number
-        case ast.List(elts=elements):
-            numbers = [_value(element) for element in elements]
-            return [number for number in numbers if isinstance(number, int)]
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            one, two = _value(left), _value(right)
-            if isinstance(one, list) and isinstance(two, list) and len(one) + len(two) <= _MOST_LAYERS:
-                return one + two
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            one, two = _value(left), _value(right)
-            if isinstance(one, list) and isinstance(two, int) and len(one) * two <= _MOST_LAYERS:
-                return one * two
-    raise ValueError
 
 
 def check_moe_model(model: ModelConfig) -> None:

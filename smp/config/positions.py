@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from smp.config.fields import given, require
+from smp.config.layer_pattern import layer_attentions
 from smp.config.schema import ModelConfig
 
 _LLAMA3 = ("rope_low_freq_factor", "rope_high_freq_factor")
@@ -16,6 +17,7 @@ def check_positions(model: ModelConfig) -> None:
     """
     kind = model.position_embedding_type
     _check_rope_scaling(model)
+    _check_layers(model)
     require(
         not model.use_rope_scaling or model.rope_low_freq_factor < model.rope_high_freq_factor,
         f"--rope-low-freq-factor {model.rope_low_freq_factor} must be below "
@@ -27,6 +29,30 @@ def check_positions(model: ModelConfig) -> None:
         kind != "rope" or (rotated > 0 and rotated % 2 == 0 and model.rotary_percent <= 1),
         f"--rotary-percent {model.rotary_percent} of --kv-channels {model.kv_channels} rotates {rotated} channels: "
         "RoPE needs an even number above 0 and at most all of them; change one of the two",
+    )
+
+
+def _check_layers(model: ModelConfig) -> None:
+    """What differs between layers."""
+    kinds = {layer.rope for layer in layer_attentions(model)}
+    local, skipped = given(model, "rotary_base_local"), given(model, "no_rope_freq")
+    require(
+        not local or "local" in kinds,
+        f"{''.join(local)} has no effect: no layer has both a window and RoPE; leave it out",
+    )
+    every = (model.no_rope_freq or "").isdecimal()  # of a named size, which may have been given fewer layers
+    require(
+        not skipped or every or None in kinds,
+        f"{''.join(skipped)} has no effect: every layer has RoPE; leave it out",
+    )
+    require(
+        not skipped or kinds != {None},
+        f"{''.join(skipped)} leaves no layer with RoPE; --position-embedding-type none is that",
+    )
+    require(
+        model.position_embedding_type != "alibi" or model.attn_logit_softcapping is None,
+        f"--position-embedding-type alibi and --attn-logit-softcapping {model.attn_logit_softcapping} exclude each "
+        "other; leave out one",
     )
 
 

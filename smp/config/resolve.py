@@ -67,7 +67,7 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
             "change one of them or give --kv-channels"
         )
     # Megatron's rule: 8/3 keeps a three-matrix MLP the size of a two-matrix one; multiples of 64 fill tensor cores.
-    ffn = max(64, 8 * hidden // 3 // 64 * 64) if model.swiglu else 4 * hidden
+    ffn = max(64, 8 * hidden // 3 // 64 * 64) if model.gated else 4 * hidden
     ffn = model.ffn_hidden_size or ffn
     filled = replace(
         model,

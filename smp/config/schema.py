@@ -56,12 +56,22 @@ class ModelConfig:
     """Number of token ids. Default: the tokenizer's."""
     make_vocab_size_divisible_by: int = 128
     """Embedding rows per tensor-parallel rank are padded to this multiple. The padding never reaches a checkpoint."""
-    position_embedding_type: Literal["rope", "learned_absolute", "none"] = "rope"
-    """How positions enter the model."""
+    position_embedding_type: Literal["rope", "learned_absolute", "alibi", "none"] = "rope"
+    """How positions enter the model. alibi: scores fall with the distance, by a slope of each head's own (BLOOM)."""
+    position_embedding_offset: int = only_with(0, position_embedding_type="learned_absolute")
+    """Row of the table of learned positions that the first token takes (2 in OPT, whose first rows are not used)."""
     rotary_base: float = only_with(10000.0, position_embedding_type="rope")
     """RoPE base frequency (theta)."""
     rotary_percent: float = only_with(1.0, position_embedding_type="rope")
     """Fraction of each head that RoPE rotates."""
+    rotary_interleaved: bool = only_with(False, position_embedding_type="rope")
+    """RoPE rotates channels 0 and 1, 2 and 3, ... (GLM-4, Cohere), not the two halves of a head."""
+    no_rope_freq: str | None = only_with(None, position_embedding_type="rope")
+    """Layers without RoPE: n for every n-th, from the n-th on, or Megatron's list of a 1 for each layer without and a 0
+    for each with it (SmolLM3: 4). Default: none."""
+    rotary_base_local: float | None = only_with(None, window_size=GIVEN)
+    """RoPE base of the layers with a window, which also go without --use-rope-scaling (Gemma 3). Default: as in all
+    others."""
     use_rope_scaling: bool = only_with(False, position_embedding_type="rope")
     """Scale RoPE's frequencies for sequences longer than the model was trained on, as --rope-scaling-type says."""
     rope_scaling_type: Literal["llama3", "linear", "yarn"] = only_with("llama3", use_rope_scaling=True)
@@ -93,12 +103,25 @@ class ModelConfig:
     """Kind of normalization."""
     norm_epsilon: float = 1e-5
     """Added to the variance inside a normalization."""
+    apply_layernorm_1p: bool = False
+    """A norm multiplies by 1 + its weight, which starts at 0 (Gemma)."""
+    layernorm_bias: bool = only_with(True, normalization="LayerNorm")
+    """Add a bias in a LayerNorm; --no-layernorm-bias leaves it out (Cohere)."""
+    norm_placement: Literal["pre", "post", "sandwich"] = "pre"
+    """pre: attention and MLP read normalized input; post: what they give is normalized before it is added (OLMo 2);
+    sandwich: both (Gemma 2 and 3, GLM-4)."""
+    embedding_layernorm: bool = False
+    """Normalize the embedding (BLOOM)."""
     swiglu: bool = True
     """Gated SiLU MLP with three matrices; --no-swiglu is a plain MLP with GELU."""
+    geglu: bool = only_with(False, swiglu=False)
+    """Gated GELU MLP with three matrices (Gemma, with --tanh-gelu; needs --no-swiglu)."""
+    relu: bool = only_with(False, swiglu=False)
+    """ReLU in the plain MLP instead of GELU (OPT; needs --no-swiglu)."""
     squared_relu: bool = only_with(False, swiglu=False)
     """Squared ReLU in the plain MLP instead of GELU (needs --no-swiglu)."""
     tanh_gelu: bool = only_with(False, swiglu=False)
-    """GPT-2's tanh approximation of GELU in the plain MLP (needs --no-swiglu)."""
+    """GPT-2's tanh approximation of GELU, in the plain MLP or with --geglu (needs --no-swiglu)."""
     untie_embeddings_and_output_weights: bool = True
     """Give the output layer a matrix of its own; --no-untie-embeddings-and-output-weights shares the embedding's."""
     scalar_head: bool = False
@@ -127,6 +150,22 @@ class ModelConfig:
     """Channels of a head's value."""
     window_size: int | None = None
     """Sliding-window attention: a token sees itself and the window_size - 1 tokens before it. Default: all of them."""
+    window_attn_skip_freq: str | None = only_with(None, window_size=GIVEN)
+    """Layers without the window: n for every n-th, from the n-th on (Gemma 2: 2, Gemma 3: 6), or Megatron's list of a 1
+    for each layer with and a 0 for each without it. Default: none."""
+    softmax_scale: float | None = None
+    """Products of queries and keys are multiplied by this. Default: 1 / square root of --kv-channels."""
+    attn_logit_softcapping: float | None = None
+    """Keep attention's scores s within +-c, by c x tanh(s / c) (Gemma 2). They are materialised then. Default: as they
+    are."""
+    final_logit_softcapping: float | None = None
+    """The same of the logits (Gemma 2)."""
+    logit_scale: float = 1.0
+    """Logits are multiplied by this (Cohere; Granite's is 1 / logits_scaling)."""
+    embedding_multiplier: float = 1.0
+    """The embedding is multiplied by this (Gemma: square root of --hidden-size; Granite)."""
+    residual_multiplier: float = 1.0
+    """What attention and MLP add to the residual stream is multiplied by this (Granite)."""
     num_experts: int | None = None
     """Mixture of experts: feed-forward networks of a layer, of which each token gets --moe-router-topk. Default: none,
     layers are dense."""
@@ -181,12 +220,19 @@ class ModelConfig:
     tokens."""
     parallel_residual: bool = False
     """Attention and MLP read the same input and are added together (GPT-NeoX)."""
+    parallel_residual_shared_norm: bool = only_with(False, parallel_residual=True)
+    """They also read the same norm of it (Falcon 7B, Cohere)."""
     init_method_std: float = 0.02
     """Standard deviation of initial weights; matrices that write to the residual stream get it / sqrt(2 x layers)."""
     hidden_dropout: float = 0.0
     """Dropout on the embedding and on what attention and MLP add to the residual stream."""
     attention_dropout: float = 0.0
     """Dropout on attention probabilities. Above 0 they are materialised (memory grows with length squared)."""
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has three matrices."""
+        return self.swiglu or self.geglu
 
     @property
     def rotary_channels(self) -> int:

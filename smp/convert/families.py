@@ -1,17 +1,22 @@
 """Architectures of Hugging Face's transformers that smp expresses, as tables read in both directions.
 
-A family is added by adding its row to ``FAMILIES``; what its layers compute must be something ``ModelConfig`` can say.
+A family is added by adding its row here, or in ``more_families``; what its layers compute must be something
+``ModelConfig`` can say.
 Sources: the configuration and modeling files of each architecture in transformers 5, and config.json of the authors'
 repositories. No torch here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from smp.config import ModelConfig
 from smp.convert.layout import Fused, Table
+
+if TYPE_CHECKING:
+    from smp.convert.hf_reader import Reader
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,22 @@ class ExpertKeys:
 WITHOUT_CLASSIFIER = frozenset(("olmoe", "glm4_moe"))
 """Families that have no ...ForSequenceClassification in transformers."""
 
+Factor = Literal["same", "inverse", "inverse_root"]
+"""A setting is the number in config.json, 1 / it, or 1 / its square root."""
+
+
+@dataclass(frozen=True)
+class Own:
+    """What an architecture says in words that no other has.
+
+    Attributes:
+        read: the settings that a config.json gives, of what reads it and the settings so far. They go before those.
+        write: the keys for a model.
+    """
+
+    read: Callable[[Reader, Mapping[str, Any]], Mapping[str, Any]]
+    write: Callable[[ModelConfig], Mapping[str, Any]]
+
 
 @dataclass(frozen=True)
 class Family:
@@ -51,33 +72,42 @@ class Family:
         fixed: settings that the architecture implies.
         required: keys that must have this value, or be absent.
         said: keys that transformers does not read, which other programs do, and what is written under them.
-        activations: value of ``activation_key`` -> settings.
+        activation_key, activations: a key, and its value -> settings; None: there is one activation.
         rope_keys: under which keys RoPE's base and rotated fraction were before transformers 5; None: no RoPE.
         window_key: the key of the sliding window.
+        window_period: where ``layer_types`` is missing every layer of that number has no window; None: the family has
+            another rule.
+        same_as: keys that must have the value of another key, or be absent.
         ignored: ends of names of tensors that hold no weights (tables that old versions saved).
         renamed: modules that have another name in some files.
         aliases: keys of config.json and the other name that transformers takes for them.
         experts: its keys about experts; None: its layers are dense.
         predicts: files may have layers behind the last that predict further tokens.
+        factors: keys of numbers that something is multiplied by -> the setting, and how one follows from the other.
+        own: what its keys say beyond all this.
     """
 
     architecture: str
     model_type: str
     table: Table
-    fields: Mapping[str, str]
-    defaults: Mapping[str, Any]
-    fixed: Mapping[str, Any]
+    fields: dict[str, str]
+    defaults: dict[str, Any]
+    fixed: dict[str, Any]
     required: Mapping[str, Any] = field(default_factory=dict)
     said: Mapping[str, Any] = field(default_factory=dict)
-    activation_key: str = "hidden_act"
+    activation_key: str | None = "hidden_act"
     activations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     rope_keys: tuple[str, str] | None = ("rope_theta", "partial_rotary_factor")
     window_key: str | None = None
+    window_period: int | None = None
+    same_as: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     experts: ExpertKeys | None = None
     predicts: bool = False
+    factors: Mapping[str, tuple[str, Factor]] = field(default_factory=dict)
+    own: Own | None = None
 
     @property
     def classifier(self) -> str | None:
@@ -87,7 +117,7 @@ class Family:
         return self.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "ForSequenceClassification"
 
 
-_LLAMA_MODULES: dict[str, str | Fused] = {
+LLAMA_MODULES: dict[str, str | Fused] = {
     "attention_norm": "input_layernorm",
     "attention.query": "self_attn.q_proj",
     "attention.key": "self_attn.k_proj",
@@ -99,10 +129,10 @@ _LLAMA_MODULES: dict[str, str | Fused] = {
     "mlp.down": "mlp.down_proj",
 }
 _QK_NORMS = {"attention.query_norm": "self_attn.q_norm", "attention.key_norm": "self_attn.k_norm"}
-_LLAMA_ENDS = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
-_LLAMA = Table("model.layers.{}.", _LLAMA_MODULES, _LLAMA_ENDS)
-_QK_MODULES = _LLAMA_MODULES | _QK_NORMS
-_QWEN3 = Table("model.layers.{}.", _QK_MODULES, _LLAMA_ENDS)
+LLAMA_ENDS = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
+_LLAMA = Table("model.layers.{}.", LLAMA_MODULES, LLAMA_ENDS)
+QK_MODULES = LLAMA_MODULES | _QK_NORMS
+_QWEN3 = Table("model.layers.{}.", QK_MODULES, LLAMA_ENDS)
 _EXPERTS: dict[str, str | Fused] = {
     "mlp.router": "mlp.gate",
     "mlp.experts.gate": "mlp.experts.{}.gate_proj",
@@ -123,30 +153,30 @@ def _shared_experts(name: str) -> dict[str, str | Fused]:
 
 _MIXTRAL = Table(
     "model.layers.{}.",
-    _LLAMA_MODULES
+    LLAMA_MODULES
     | {
         "mlp.router": "block_sparse_moe.gate",
         "mlp.experts.gate": "block_sparse_moe.experts.{}.w1",
         "mlp.experts.up": "block_sparse_moe.experts.{}.w3",
         "mlp.experts.down": "block_sparse_moe.experts.{}.w2",
     },
-    _LLAMA_ENDS,
+    LLAMA_ENDS,
     stacked=_STACKED_EXPERTS,
 )
 _QWEN2_MOE = Table(
     "model.layers.{}.",
-    _LLAMA_MODULES | _EXPERTS | _shared_experts("shared_expert") | {"mlp.shared_expert_gate": "mlp.shared_expert_gate"},
-    _LLAMA_ENDS,
+    LLAMA_MODULES | _EXPERTS | _shared_experts("shared_expert") | {"mlp.shared_expert_gate": "mlp.shared_expert_gate"},
+    LLAMA_ENDS,
     stacked=_STACKED_EXPERTS,
 )
-_QWEN3_MOE = Table("model.layers.{}.", _QK_MODULES | _EXPERTS, _LLAMA_ENDS, stacked=_STACKED_EXPERTS)
+_QWEN3_MOE = Table("model.layers.{}.", QK_MODULES | _EXPERTS, LLAMA_ENDS, stacked=_STACKED_EXPERTS)
 _GLM4_MOE = Table(
     "model.layers.{}.",
-    _QK_MODULES
+    QK_MODULES
     | _EXPERTS
     | _shared_experts("shared_experts")
     | {"mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"},
-    _LLAMA_ENDS,
+    LLAMA_ENDS,
     stacked=_STACKED_EXPERTS,
 )
 _LATENT: dict[str, str | Fused] = {
@@ -159,21 +189,21 @@ _LATENT: dict[str, str | Fused] = {
 }
 _DEEPSEEK = Table(
     "model.layers.{}.",
-    _LLAMA_MODULES
+    LLAMA_MODULES
     | _LATENT
     | _EXPERTS
     | _shared_experts("shared_experts")
     | {"mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"},
-    _LLAMA_ENDS,
+    LLAMA_ENDS,
     stacked=_STACKED_EXPERTS,
 )
 _GPT2 = Table(
     "transformer.h.{}.",
     {
         "attention_norm": "ln_1",
-        "attention.query": Fused("attn.c_attn", "thirds", "query"),
-        "attention.key": Fused("attn.c_attn", "thirds", "key"),
-        "attention.value": Fused("attn.c_attn", "thirds", "value"),
+        "attention.query": Fused("attn.c_attn", "stacked", "query"),
+        "attention.key": Fused("attn.c_attn", "stacked", "key"),
+        "attention.value": Fused("attn.c_attn", "stacked", "value"),
         "attention.output": "attn.c_proj",
         "mlp_norm": "ln_2",
         "mlp.up": "mlp.c_fc",
@@ -202,7 +232,7 @@ _NEOX = Table(
     {"embedding": "gpt_neox.embed_in", "final_norm": "gpt_neox.final_layer_norm", "head": "embed_out"},
 )
 
-_SIZES = {
+SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
     "num_hidden_layers": "num_layers",
@@ -210,16 +240,16 @@ _SIZES = {
     "intermediate_size": "ffn_hidden_size",
     "max_position_embeddings": "max_position_embeddings",
 }
-_LLAMA_FIELDS = {
-    **_SIZES,
+LLAMA_FIELDS = {
+    **SIZES,
     "num_key_value_heads": "num_query_groups",
     "head_dim": "kv_channels",
     "rms_norm_eps": "norm_epsilon",
     "tie_word_embeddings": "tied",
 }
-_LLAMA_FIXED: dict[str, Any] = {"normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope"}
-_NO_BIAS: dict[str, Any] = {"disable_bias_linear": True, "add_qkv_bias": False}
-_LLAMA_DEFAULTS: dict[str, Any] = {
+LLAMA_FIXED: dict[str, Any] = {"normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope"}
+NO_BIAS: dict[str, Any] = {"disable_bias_linear": True, "add_qkv_bias": False}
+LLAMA_DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": None,
     "head_dim": None,
     "rms_norm_eps": 1e-6,
@@ -230,61 +260,61 @@ _LLAMA_DEFAULTS: dict[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
 }
-_LAYER_NORM: dict[str, Any] = {
+LAYER_NORM: dict[str, Any] = {
     **{"swiglu": False, "squared_relu": False, "normalization": "LayerNorm", "qk_layernorm": False},
     **{"disable_bias_linear": False, "add_qkv_bias": False, "window_size": None},
 }
-_GELUS: dict[str, dict[str, Any]] = {
+GELUS: dict[str, dict[str, Any]] = {
     "gelu": {"tanh_gelu": False},
     "gelu_new": {"tanh_gelu": True},
     "gelu_pytorch_tanh": {"tanh_gelu": True},
     "gelu_fast": {"tanh_gelu": True},
 }
 
-_LLAMA_FAMILY = Family(
+LLAMA_FAMILY = Family(
     architecture="LlamaForCausalLM",
     model_type="llama",
     table=_LLAMA,
-    fields={**_LLAMA_FIELDS, "attention_bias": "bias", "mlp_bias": "bias"},
-    defaults=_LLAMA_DEFAULTS,
-    fixed=_LLAMA_FIXED | {"add_qkv_bias": False, "qk_layernorm": False, "window_size": None},
+    fields={**LLAMA_FIELDS, "attention_bias": "bias", "mlp_bias": "bias"},
+    defaults=LLAMA_DEFAULTS,
+    fixed=LLAMA_FIXED | {"add_qkv_bias": False, "qk_layernorm": False, "window_size": None},
     activations={"silu": {}, "swish": {}},
     ignored=(".self_attn.rotary_emb.inv_freq",),
 )
-_WINDOWED = replace(_LLAMA_FAMILY, fields=_LLAMA_FIELDS, window_key="sliding_window")
-_WINDOW_DEFAULTS = _LLAMA_DEFAULTS | {
+_WINDOWED = replace(LLAMA_FAMILY, fields=LLAMA_FIELDS, window_key="sliding_window")
+_WINDOW_DEFAULTS = LLAMA_DEFAULTS | {
     **{"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096},
 }
 _LATENT_FIELDS = {name: name for name in ("q_lora_rank", "kv_lora_rank", "v_head_dim")}
 _LATENT_FIELDS |= {"qk_nope_head_dim": "qk_head_dim", "qk_rope_head_dim": "qk_pos_emb_head_dim"}
 _DEEPSEEK_FAMILY = replace(
-    _LLAMA_FAMILY,
+    LLAMA_FAMILY,
     table=_DEEPSEEK,
-    fields={key: name for key, name in _LLAMA_FIELDS.items() if key != "head_dim"} | _LATENT_FIELDS,
-    fixed=_LLAMA_FIXED | _NO_BIAS | {"multi_latent_attention": True, "qk_layernorm": True, "window_size": None},
+    fields={key: name for key, name in LLAMA_FIELDS.items() if key != "head_dim"} | _LATENT_FIELDS,
+    fixed=LLAMA_FIXED | NO_BIAS | {"multi_latent_attention": True, "qk_layernorm": True, "window_size": None},
     # latents have norms of this epsilon, whatever the others' is
     required={"attention_bias": False, "mlp_bias": False, "rms_norm_eps": 1e-6, "moe_layer_freq": 1},
 )
 _DEEPSEEK_DEFAULTS: dict[str, Any] = {
-    **{name: value for name, value in _LLAMA_DEFAULTS.items() if name not in ("head_dim", "mlp_bias")},
+    **{name: value for name, value in LLAMA_DEFAULTS.items() if name not in ("head_dim", "mlp_bias")},
     **{"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
 }
 _SPARSE_STEP: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": None}
-_FAMILIES = (
-    _LLAMA_FAMILY,
+FIRST_FAMILIES = (
+    LLAMA_FAMILY,
     replace(
         _WINDOWED,
         architecture="MistralForCausalLM",
         model_type="mistral",
         defaults=_WINDOW_DEFAULTS | {"num_key_value_heads": 8, "max_position_embeddings": 131072},
-        fixed=_LLAMA_FIXED | _NO_BIAS | {"qk_layernorm": False},
+        fixed=LLAMA_FIXED | NO_BIAS | {"qk_layernorm": False},
     ),
     replace(
         _WINDOWED,
         architecture="Qwen2ForCausalLM",
         model_type="qwen2",
         defaults=_WINDOW_DEFAULTS,
-        fixed=_LLAMA_FIXED | {"disable_bias_linear": True, "add_qkv_bias": True, "qk_layernorm": False},
+        fixed=LLAMA_FIXED | {"disable_bias_linear": True, "add_qkv_bias": True, "qk_layernorm": False},
     ),
     replace(
         _WINDOWED,
@@ -292,7 +322,7 @@ _FAMILIES = (
         model_type="qwen3",
         table=_QWEN3,
         defaults=_WINDOW_DEFAULTS | {"head_dim": 128},
-        fixed=_LLAMA_FIXED | _NO_BIAS | {"qk_layernorm": True},
+        fixed=LLAMA_FIXED | NO_BIAS | {"qk_layernorm": True},
         required={"attention_bias": False},
         ignored=(),
     ),
@@ -301,67 +331,67 @@ _FAMILIES = (
         architecture="MixtralForCausalLM",
         model_type="mixtral",
         table=_MIXTRAL,
-        defaults=_LLAMA_DEFAULTS
+        defaults=LLAMA_DEFAULTS
         | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
         | {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
-        fixed=_LLAMA_FIXED | _NO_BIAS | {"qk_layernorm": False},
+        fixed=LLAMA_FIXED | NO_BIAS | {"qk_layernorm": False},
         aliases={"num_local_experts": "num_experts"},
         experts=ExpertKeys("num_local_experts"),
     ),
     replace(
-        _LLAMA_FAMILY,
+        LLAMA_FAMILY,
         architecture="Qwen2MoeForCausalLM",
         model_type="qwen2_moe",
         table=_QWEN2_MOE,
-        fields=_LLAMA_FIELDS | {"qkv_bias": "add_qkv_bias"},
-        defaults=_LLAMA_DEFAULTS
+        fields=LLAMA_FIELDS | {"qkv_bias": "add_qkv_bias"},
+        defaults=LLAMA_DEFAULTS
         | {"num_key_value_heads": 16, "max_position_embeddings": 32768, "qkv_bias": True}
         | {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "norm_topk_prob": False}
         | {"shared_expert_intermediate_size": 5632, **_SPARSE_STEP},
-        fixed=_LLAMA_FIXED | {"disable_bias_linear": True, "qk_layernorm": False, "window_size": None},
+        fixed=LLAMA_FIXED | {"disable_bias_linear": True, "qk_layernorm": False, "window_size": None},
         required={"use_sliding_window": False},
         experts=ExpertKeys("num_experts", "sparse_step", "gated", "norm_topk_prob", own_width=True),
     ),
     replace(
-        _LLAMA_FAMILY,
+        LLAMA_FAMILY,
         architecture="Qwen3MoeForCausalLM",
         model_type="qwen3_moe",
         table=_QWEN3_MOE,
-        fields=_LLAMA_FIELDS,
-        defaults=_LLAMA_DEFAULTS
+        fields=LLAMA_FIELDS,
+        defaults=LLAMA_DEFAULTS
         | {"num_key_value_heads": 4, "max_position_embeddings": 32768, "norm_topk_prob": False}
         | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, **_SPARSE_STEP},
-        fixed=_LLAMA_FIXED | _NO_BIAS | {"qk_layernorm": True, "window_size": None},
+        fixed=LLAMA_FIXED | NO_BIAS | {"qk_layernorm": True, "window_size": None},
         required={"use_sliding_window": False, "attention_bias": False},
         aliases={"num_experts": "num_local_experts"},
         experts=ExpertKeys("num_experts", "sparse_step", router="norm_topk_prob", own_width=True),
     ),
     replace(
-        _LLAMA_FAMILY,
+        LLAMA_FAMILY,
         architecture="OlmoeForCausalLM",
         model_type="olmoe",
         table=_QWEN3_MOE,
-        fields=_LLAMA_FIELDS,
-        defaults=_LLAMA_DEFAULTS
+        fields=LLAMA_FIELDS,
+        defaults=LLAMA_DEFAULTS
         | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "norm_topk_prob": False}
         | {"num_experts": 64, "num_experts_per_tok": 8},
-        fixed=_LLAMA_FIXED | _NO_BIAS | {"qk_layernorm": True, "qk_layernorm_across_heads": True, "window_size": None},
+        fixed=LLAMA_FIXED | NO_BIAS | {"qk_layernorm": True, "qk_layernorm_across_heads": True, "window_size": None},
         required={"attention_bias": False, "clip_qkv": None},
         aliases={"num_experts": "num_local_experts"},
         experts=ExpertKeys("num_experts", router="norm_topk_prob"),
     ),
     replace(
-        _LLAMA_FAMILY,
+        LLAMA_FAMILY,
         architecture="Glm4MoeForCausalLM",
         model_type="glm4_moe",
         table=_GLM4_MOE,
-        fields=_LLAMA_FIELDS | {"attention_bias": "add_qkv_bias", "use_qk_norm": "qk_layernorm"},
-        defaults=_LLAMA_DEFAULTS
+        fields=LLAMA_FIELDS | {"attention_bias": "add_qkv_bias", "use_qk_norm": "qk_layernorm"},
+        defaults=LLAMA_DEFAULTS
         | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "use_qk_norm": False}
         | {"partial_rotary_factor": 0.5, "num_experts_per_tok": 8, "moe_intermediate_size": 1408}
         | {"n_routed_experts": 128, "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0}
         | {"n_group": 1, "topk_group": 1, "norm_topk_prob": True},
-        fixed=_LLAMA_FIXED | {"disable_bias_linear": True, "window_size": None},
+        fixed=LLAMA_FIXED | {"disable_bias_linear": True, "window_size": None},
         aliases={"n_routed_experts": "num_local_experts"},
         experts=ExpertKeys("n_routed_experts", "first_k", "multiple", "sigmoid", own_width=True),
         predicts=True,
@@ -410,10 +440,10 @@ _FAMILIES = (
             **{"vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None, "n_positions": 1024},
             **{"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "activation_function": "gelu_new"},
         },
-        fixed=_LAYER_NORM | {"position_embedding_type": "learned_absolute", "parallel_residual": False},
+        fixed=LAYER_NORM | {"position_embedding_type": "learned_absolute", "parallel_residual": False},
         required={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
         activation_key="activation_function",
-        activations=_GELUS,
+        activations=GELUS,
         rope_keys=None,
         ignored=(".attn.bias", ".attn.masked_bias"),
         aliases={
@@ -428,7 +458,7 @@ _FAMILIES = (
         model_type="gpt_neox",
         table=_NEOX,
         fields={
-            **_SIZES,
+            **SIZES,
             "layer_norm_eps": "norm_epsilon",
             "tie_word_embeddings": "tied",
             "use_parallel_residual": "parallel_residual",
@@ -437,32 +467,30 @@ _FAMILIES = (
             **{"max_position_embeddings": 2048, "layer_norm_eps": 1e-5, "tie_word_embeddings": False},
             **{"use_parallel_residual": True, "hidden_act": "gelu", "rotary_emb_base": 10000.0, "rotary_pct": 0.25},
         },
-        fixed=_LAYER_NORM | {"position_embedding_type": "rope"},
+        fixed=LAYER_NORM | {"position_embedding_type": "rope"},
         required={"attention_bias": True},
-        activations=_GELUS,
+        activations=GELUS,
         rope_keys=("rotary_emb_base", "rotary_pct"),
         ignored=(".attention.bias", ".attention.masked_bias", ".attention.rotary_emb.inv_freq"),
         renamed={"embed_out": "lm_head"},
     ),
 )
-FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES}
-"""By ``model_type``."""
-
 REASONS: dict[str, str] = {
     "moe": "a router or layers beside its experts of its own",
     "deepseek": "attention or layers of its own",
-    "gemma": "norm weights counted from 1, scaled embeddings and norms behind its layers",
-    "phi": "fused and partly rotated layers of its own",
-    "falcon": "fused multi-query layers of its own",
-    "bloom": "ALiBi positions",
-    "mpt": "ALiBi positions",
-    "opt": "position offsets and post-norms",
+    "gemma3n": "layers that share keys and values, and embeddings of each layer",
+    "gemma4": "layers that share keys and values, and head widths of their own",
+    "gemma": "layers for images",
+    "phimoe": "a router of its own",
+    "phi": "a bias in its output layer, or layers for images and sound",
+    "falcon": "state-space layers",
+    "mpt": "ALiBi slopes of its own",
     "t5": "encoder layers",
     "bert": "encoder layers",
     "mamba": "state-space layers",
     "vl": "layers for images",
     "gpt_oss": "attention sinks, and biases in its experts",
-    "gptj": "interleaved rotary positions",
+    "gptj": "a bias in its output layer",
     "gpt_neo": "local attention layers",
 }
 """Part of a ``model_type`` -> what of it smp's decoder does not have, or cannot be converted."""

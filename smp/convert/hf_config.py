@@ -12,12 +12,14 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from smp.config import Config, ConfigError, ModelConfig, TrainingConfig, resolve
 from smp.config.command import DamageError
 from smp.config.fields import effective
-from smp.convert.families import FAMILIES, REASONS, Family
+from smp.config.layer_pattern import layer_attentions, skip_pattern
+from smp.convert.families import REASONS, Family
 from smp.convert.hf_experts import canonical, read_experts, write_experts
-from smp.convert.hf_reader import SCALINGS, WINDOW_IN_ALL, Reader
+from smp.convert.hf_reader import Reader, written_number, written_scaling, written_windows
+from smp.convert.more_families import FAMILIES
 
 CONFIG = "config.json"
-_CONTRADICTIONS = {"use_rope_scaling", "squared_relu", "tanh_gelu"}
+_CONTRADICTIONS = {"use_rope_scaling", "squared_relu", "tanh_gelu", "relu", "geglu"}
 """Settings that a file may not give where they have no effect: the model would lack what it asks for. Numbers of a part
 that the model does not have mean nothing, and other programs always write them."""
 FREE = {
@@ -64,7 +66,23 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
 
 def architecture(config: ModelConfig) -> dict[str, Any]:
     """The settings that decide what weights mean, by name. What has no effect beside the others is at its default."""
-    return canonical({name: value for name, value in vars(effective(config)).items() if name not in FREE}, config)
+    values = {name: value for name, value in vars(effective(config)).items() if name not in FREE}
+    return canonical(values | _of_layers(config), config)
+
+
+def _of_layers(config: ModelConfig) -> dict[str, Any]:
+    """Settings that several texts or numbers mean, in one."""
+    layers = layer_attentions(config)
+    windows, turned = ([getattr(layer, name) is not None for layer in layers] for name in ("window", "rope"))
+    local = config.rotary_base_local
+    same = local == config.rotary_base and not config.use_rope_scaling
+    assert config.kv_channels is not None, "resolved before"
+    return {
+        "window_attn_skip_freq": skip_pattern(windows, ones=True) if any(windows) else None,
+        "no_rope_freq": skip_pattern(turned, ones=False) if any(turned) else None,
+        "rotary_base_local": None if same or not any(layer.rope == "local" for layer in layers) else local,
+        "softmax_scale": None if config.softmax_scale == config.kv_channels**-0.5 else config.softmax_scale,
+    }
 
 
 def resolved(**values: Any) -> ModelConfig:
@@ -136,16 +154,22 @@ def from_hf(content: Mapping[str, Any], where: str = CONFIG) -> ModelConfig:
         raise ConfigError(f"{where}: its weights are quantized (quantization_config), which is not supported")
     for key, value in family.required.items():
         reader.require(key, value)
+    for key, other in family.same_as.items():
+        reader.require(key, reader.get(other))
     values = dict(family.fixed)
     for key, name in family.fields.items():
         values |= reader.field(key, name)
+    for key in family.factors:
+        values |= reader.factor(key)
     values |= reader.activation()
     if family.rope_keys is not None:
         values |= reader.rope()
     if family.window_key is not None:
-        values["window_size"] = reader.window(values["num_layers"])
+        values |= reader.windows(values["num_layers"])
     if family.experts is not None:
         values |= read_experts(reader, family.experts, values["num_layers"])
+    if family.own is not None:
+        values |= family.own.read(reader, values)
     if family.classifier in (content.get("architectures") or []):
         count = content.get("num_labels", len(content.get("id2label") or "12"))  # transformers' default is two
         if count != 1:
@@ -222,28 +246,31 @@ def _written(config: ModelConfig, family: Family) -> dict[str, Any]:
     for key, name in family.fields.items():
         if name == "tied":
             out[key] = not config.untie_embeddings_and_output_weights
-        elif name == "bias":
+        elif name in ("bias", "all_biases"):
             out[key] = not config.disable_bias_linear
         else:
             out[key] = getattr(config, name)
-    chosen = {"tanh_gelu": config.tanh_gelu}
-    names = [n for n, means in family.activations.items() if all(chosen[k] == v for k, v in means.items())]
-    out[family.activation_key] = names[0]
+    for key, (name, factor) in family.factors.items():
+        out[key] = written_number(config, name, factor)
+    if family.activation_key is not None:
+        out |= _written_activation(config, family, family.activation_key)
     if family.rope_keys is not None:
         base_key, fraction_key = family.rope_keys
         out[base_key] = config.rotary_base
         if fraction_key in family.defaults:
             out[fraction_key] = config.rotary_percent
-        out["rope_scaling"] = None
-        if config.use_rope_scaling:
-            kind = config.rope_scaling_type
-            said = {key: getattr(config, name) for key, name in SCALINGS[kind].items()}
-            known = {key: value for key, value in said.items() if value is not None}
-            out["rope_scaling"] = {"rope_type": kind} | known
+        out["rope_scaling"] = written_scaling(config)
     if family.window_key is not None:
-        out[family.window_key] = config.window_size
-        if family.model_type not in WINDOW_IN_ALL:
-            out |= {"use_sliding_window": config.window_size is not None, "max_window_layers": 0}
+        out |= written_windows(config, family)
     if family.experts is not None:
         out |= write_experts(config, family.experts)
+    if family.own is not None:
+        out |= family.own.write(config)
     return out | dict(family.said)
+
+
+def _written_activation(config: ModelConfig, family: Family, key: str) -> dict[str, Any]:
+    for name, means in family.activations.items():
+        if all(getattr(config, setting) == value for setting, value in means.items()):
+            return {key: name}
+    raise KeyError(key)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from smp.config import ConfigError
-from smp.convert.families import Family
+from smp.config import ConfigError, ModelConfig
+from smp.config.layer_pattern import layer_attentions, skip_pattern
+from smp.convert.families import Factor, Family
 
 _FACTOR = {"factor": "rope_scaling_factor"}
 _ORIGINAL = {"original_max_position_embeddings": "rope_original_max_position"}
@@ -19,8 +21,10 @@ SCALINGS: dict[str, dict[str, str]] = {
     "yarn": _FACTOR | _ORIGINAL | {name: f"yarn_{name}" for name in _YARN},
 }
 """Scalings of RoPE by --rope-scaling-type, which has Hugging Face's names: their key -> setting."""
-WINDOW_IN_ALL = ("mistral", "mixtral")
+WINDOW_IN_ALL = ("mistral", "mixtral", "phi3", "starcoder2")
 """Families whose sliding window is in all layers or none."""
+LAYERED_ROPE = ("gemma3_text", "olmo3")
+"""Families whose layers with a window may have another RoPE."""
 _BOOLEANS = ("parallel_residual", "add_qkv_bias", "qk_layernorm")
 """Settings that are true or false in both."""
 _REQUIRED = object()
@@ -63,6 +67,9 @@ class Reader:
                     f"{self.where}: attention_bias and mlp_bias differ: here linear layers have all a bias or none"
                 )
             return {"disable_bias_linear": not value}
+        if name == "all_biases":
+            self.check_number(key, value, bool)
+            return {"disable_bias_linear": not value}
         expected = float if name == "norm_epsilon" else bool if name in _BOOLEANS else int
         if value is not None:
             self.check_number(key, value, expected)
@@ -74,8 +81,21 @@ class Reader:
         if not fits or not abs(value) < _LARGEST:
             raise ConfigError(f"{self.where}: {key} {value!r} is not {_KINDS[expected]}")
 
+    def factor(self, key: str) -> dict[str, Any]:
+        """A setting that something is multiplied by, or that caps it, under its name."""
+        name, kind = self.family.factors[key]
+        value = self.get(key)
+        if value is None and kind == "same":
+            return {name: None}
+        self.check_number(key, value)
+        if value <= 0:
+            raise ConfigError(f"{self.where}: {key} {value} is not supported, only above 0")
+        return {name: {"same": float(value), "inverse": 1 / value, "inverse_root": value**-0.5}[kind]}
+
     def activation(self) -> dict[str, Any]:
         key = self.family.activation_key
+        if key is None:
+            return {}
         value = self.get(key)
         if not isinstance(value, str) or value not in self.family.activations:
             known = ", ".join(self.family.activations)
@@ -87,6 +107,8 @@ class Reader:
         assert self.family.rope_keys is not None
         base_key, fraction_key = self.family.rope_keys
         given = self.content.get("rope_parameters") or self.content.get("rope_scaling") or {}
+        if self.family.model_type in LAYERED_ROPE and isinstance(given, dict) and "full_attention" in given:
+            given = given["full_attention"] or {}
         if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
             raise ConfigError(f"{self.where}: RoPE of different kinds in different layers is not supported")
         default = self.family.defaults.get(fraction_key, 1.0)
@@ -133,25 +155,78 @@ class Reader:
             values = {name: value for name, value in values.items() if not name.startswith("yarn_mscale")}
         return values
 
-    def window(self, layers: int) -> int | None:
-        """The sliding window, if all layers have it."""
+    def windows(self, layers: int) -> dict[str, Any]:
+        """The sliding window, and which layers have it."""
         assert self.family.window_key is not None
         window = self.get(self.family.window_key)
         if window is not None:
             self.check_number(self.family.window_key, window, int)
+        kinds = self._windowed(layers)
+        if window is None or not any(kinds):
+            return {"window_size": None}
+        return {"window_size": window, "window_attn_skip_freq": skip_pattern(kinds, ones=True)}
+
+    def _windowed(self, layers: int) -> list[bool]:
+        """Whether each layer has the window, if there is one."""
         if self.family.model_type in WINDOW_IN_ALL:
-            return window
-        if not self.content.get("use_sliding_window", False) or window is None:
-            return None
-        first = self.content.get("max_window_layers", 28)
-        self.check_number("max_window_layers", first, int)
-        kinds = self.content.get("layer_types") or [
-            f"{'full' if i < first else 'sliding'}_attention" for i in range(layers)
-        ]
+            return [True] * layers
+        if self.family.window_period is not None:
+            every = self.content.get("sliding_window_pattern", self.family.window_period)
+            self.check_number("sliding_window_pattern", every, int)
+            default = [(i + 1) % max(every, 1) != 0 for i in range(layers)]
+        else:
+            first = self.content.get("max_window_layers", 28)
+            self.check_number("max_window_layers", first, int)
+            default = [i >= first for i in range(layers)]
+            if not self.content.get("use_sliding_window", False):
+                return [False] * layers
+        kinds = self.content.get("layer_types") or [f"{'sliding' if kind else 'full'}_attention" for kind in default]
         if not isinstance(kinds, list):
             raise ConfigError(f"{self.where}: layer_types {kinds!r} is not a list")
-        if all(kind == "full_attention" for kind in kinds):
-            return None
-        if not all(kind == "sliding_attention" for kind in kinds):
-            raise ConfigError(f"{self.where}: a sliding window in some layers only is not supported")
-        return window
+        known = ("full_attention", "sliding_attention")
+        if len(kinds) != layers or not all(kind in known for kind in kinds):
+            raise ConfigError(f"{self.where}: layer_types {kinds!r} is not one of {', '.join(known)} for each layer")
+        return [kind == "sliding_attention" for kind in kinds]
+
+
+def written_scaling(config: ModelConfig) -> dict[str, Any] | None:
+    """What a config.json has for the scaling of RoPE."""
+    if not config.use_rope_scaling:
+        return None
+    kind = config.rope_scaling_type
+    said = {key: getattr(config, name) for key, name in SCALINGS[kind].items()}
+    return {"rope_type": kind} | {key: value for key, value in said.items() if value is not None}
+
+
+def written_windows(config: ModelConfig, family: Family) -> dict[str, Any]:
+    """The keys of the sliding window."""
+    assert family.window_key is not None
+    kinds = [layer.window is not None for layer in layer_attentions(config)]
+    out: dict[str, Any] = {family.window_key: config.window_size}
+    if family.model_type in WINDOW_IN_ALL:
+        return out
+    if family.window_period is None:
+        out |= {"use_sliding_window": config.window_size is not None, "max_window_layers": 0}
+    if family.window_period is not None or (any(kinds) and not all(kinds)):
+        out["layer_types"] = [f"{'sliding' if kind else 'full'}_attention" for kind in kinds]
+    return out
+
+
+def written_number(config: ModelConfig, name: str, kind: Factor) -> float | None:
+    """What a config.json has for a setting that something is multiplied by.
+
+    Raises:
+        KeyError: no number there means exactly this setting.
+    """
+    value = getattr(config, name)
+    if name == "softmax_scale" and value is None:
+        assert config.kv_channels is not None, "resolved before"
+        value = config.kv_channels**-0.5
+    if kind == "same" or value is None:
+        return value
+    number = 1 / value if kind == "inverse" else value**-2
+    whole = round(number)
+    number = whole if math.isclose(whole, number, rel_tol=1e-9) else number
+    if (1 / number if kind == "inverse" else number**-0.5) != value:
+        raise KeyError(name)
+    return number

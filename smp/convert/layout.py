@@ -18,12 +18,13 @@ from smp.models.inventory import weights_of
 SCORE = "score"
 """The head of transformers' ...ForSequenceClassification, the same in all families."""
 
-Fusion = Literal["per_group", "thirds", "halves"]
+Fusion = Literal["per_group", "stacked", "halves"]
 """How matrices lie in a fused one, by rows:
 
-per_group: for each key/value head its query heads, the key, the value (Megatron; GPT-NeoX, where each has one query).
-thirds: all of query, then all of key, then all of value, of equal sizes (GPT-2).
-halves: all of gate, then all of up (Megatron).
+per_group: for each key/value head its query heads, the key, the value (Megatron; Falcon; GPT-NeoX and BLOOM, where each
+has one query).
+stacked: all of query, then all of key, then all of value (GPT-2, Phi-3).
+halves: all of gate, then all of up (Megatron, Phi-3).
 """
 
 
@@ -47,6 +48,7 @@ class Table:
         ends: outside of blocks.
         transposed: matrices of blocks are (in, out) there.
         stacked: what is called otherwise in files in which all experts of a layer lie in one tensor.
+        shared_norm: what is called otherwise where attention and MLP read the same norm.
     """
 
     block: str
@@ -54,6 +56,7 @@ class Table:
     ends: Mapping[str, str]
     transposed: bool = False
     stacked: Mapping[str, str | Fused] = field(default_factory=dict)
+    shared_norm: Mapping[str, str | Fused] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,8 @@ def links(table: Table, config: ModelConfig, *, stacked: bool = False) -> list[L
     """
     if stacked:
         table = replace(table, modules={**table.modules, **table.stacked})
+    if config.parallel_residual_shared_norm:
+        table = replace(table, modules={**table.modules, **table.shared_norm})
     return [link for p in weights_of(config) for link in _links(table, config, p.name, p.shape)]
 
 
@@ -184,10 +189,9 @@ def _fused_rows(fused: Fused, config: ModelConfig, shape: tuple[int, ...]) -> Ro
     if fused.kind == "halves":
         start = ("gate", "up").index(fused.member)
         return Rows(blocks=1, slots=2, start=start, count=1, unit=shape[0])
-    if fused.kind == "thirds":
-        assert heads == groups, "checked with the configuration"
-        start = ("query", "key", "value").index(fused.member)
-        return Rows(blocks=1, slots=3, start=start, count=1, unit=heads * width)
+    if fused.kind == "stacked":
+        start, count = {"query": (0, heads), "key": (heads, groups), "value": (heads + groups, groups)}[fused.member]
+        return Rows(blocks=1, slots=heads + 2 * groups, start=start, count=count, unit=width)
     queries = heads // groups
     start, count = {"query": (0, queries), "key": (queries, 1), "value": (queries + 1, 1)}[fused.member]
     return Rows(blocks=groups, slots=queries + 2, start=start, count=count, unit=width)

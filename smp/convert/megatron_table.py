@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from smp.config import ConfigError, ModelConfig
+from smp.config.layer_pattern import layer_attentions
 from smp.config.moe import has_experts
 from smp.convert.hf_config import architecture, resolved_external
 from smp.convert.layout import Fused, Link, Table, links
@@ -77,6 +78,8 @@ _OPTIONAL: dict[str, Any] = {
     "squared_relu": False,
     "add_qkv_bias": False,
     "qk_layernorm": False,
+    "apply_layernorm_1p": False,
+    "rotary_interleaved": False,
     "use_rope_scaling": False,
     "rope_scaling_factor": 8.0,
 }
@@ -100,15 +103,11 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "moe_latent_size": (),
     "moe_router_topk_limited_devices": (),
     "multi_latent_attention": (False,),
-    "apply_layernorm_1p": (False,),
-    "rotary_interleaved": (False,),
     "apply_residual_connection_post_layernorm": (False,),
     "heterogeneous_layers_config_path": (),
     "mtp_num_layers": (0,),
     "qk_l2_norm": (False,),
     "is_hybrid_model": (False,),
-    "window_attn_skip_freq": (),
-    "no_rope_freq": (0,),
     "softmax_type": ("vanilla",),
     "softmax_scale": (),
     "attention_output_gate": (False,),
@@ -121,6 +120,12 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "enable_mhc_connections": (False,),
 }
 """Values with which smp's decoder computes the same; None, too, is as if the argument were not there."""
+_NOT_THERE = (
+    *("position_embedding_offset", "rotary_base_local", "layernorm_bias", "norm_placement", "embedding_layernorm"),
+    *("geglu", "relu", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "logit_scale"),
+    *("embedding_multiplier", "residual_multiplier", "parallel_residual", "qk_layernorm_across_heads"),
+)
+"""Settings that Megatron's GPT, as it is run by its own scripts, has at their default only."""
 
 
 def from_args(args: Mapping[str, Any], where: str, padded_vocab: int, vocab_size: int | None = None) -> ModelConfig:
@@ -166,9 +171,16 @@ def from_args(args: Mapping[str, Any], where: str, padded_vocab: int, vocab_size
         "disable_bias_linear": not bias,
         "tanh_gelu": bool(plain and tanh),
         "window_size": None if window is None or window[0] < 0 else window[0] + 1,
+        "window_attn_skip_freq": _pattern_text(args.get("window_attn_skip_freq")),
+        "no_rope_freq": _pattern_text(args.get("no_rope_freq")),
         "vocab_size": vocab_size or min(said_vocab_size(args) or padded_vocab, padded_vocab),
     }
     return resolved_external(values, where)
+
+
+def _pattern_text(value: Any) -> str | None:
+    """A number or a list as --window-attn-skip-freq and --no-rope-freq take it."""
+    return None if value is None or value == 0 else str(value).replace(" ", "")
 
 
 def _experts_of(args: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -199,8 +211,11 @@ def to_args(config: ModelConfig, tp: int) -> Namespace:
     c, default = config, ModelConfig()
     if c.scalar_head:
         raise ConfigError("Megatron's GPT has no head of scores: a reward model cannot be written for it")
-    refused: dict[str, Any] = {"parallel_residual": False, "qk_layernorm_across_heads": False}
-    refused |= {"multi_latent_attention": False, "moe_router_group_score": "sum"}
+    refused: dict[str, Any] = {name: getattr(default, name) for name in _NOT_THERE}
+    if c.position_embedding_type == "alibi":
+        raise ConfigError(
+            "Megatron's GPT has no --position-embedding-type alibi: these weights cannot be written for it"
+        )
     if c.qk_layernorm:
         refused["normalization"] = "RMSNorm"  # there the norm of queries and keys is of the same kind as the others
     linear = c.use_rope_scaling and c.rope_scaling_type == "linear"
@@ -227,6 +242,7 @@ def to_args(config: ModelConfig, tp: int) -> Namespace:
         "openai_gelu": c.tanh_gelu,
         "bias_gelu_fusion": c.tanh_gelu and not c.disable_bias_linear,
         "window_size": None if c.window_size is None else (c.window_size - 1, 0),
+        **_patterns(c),
         "vocab_size": c.vocab_size,
         "padded_vocab_size": padded_vocab(config, tp),
         "make_vocab_size_divisible_by": c.make_vocab_size_divisible_by,
@@ -242,6 +258,19 @@ def to_args(config: ModelConfig, tp: int) -> Namespace:
         values |= {name: getattr(c, name) for name in ("num_experts", *_OF_EXPERTS)} | {"moe_layer_freq": 1}
     assert architecture(from_args(values, "", values["padded_vocab_size"])) == architecture(c), "a table is one-sided"
     return Namespace(**values)
+
+
+def _patterns(config: ModelConfig) -> dict[str, Any]:
+    """Which layers have a window and RoPE, as lists: a number has to divide the layers there."""
+    layers = layer_attentions(config)
+    windows, skipped = (
+        [int(layer.window is not None) for layer in layers],
+        [int(layer.rope is None) for layer in layers],
+    )
+    return {
+        "window_attn_skip_freq": windows if 0 in windows and 1 in windows else None,
+        "no_rope_freq": skipped if 0 in skipped and 1 in skipped else None,
+    }
 
 
 def padded_vocab(config: ModelConfig, tp: int) -> int:

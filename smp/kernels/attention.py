@@ -31,6 +31,7 @@ class AttentionShape:
         masked: there are documents or a window.
         spans: what is masked may be given as spans instead; not beside attention dropout.
         other_lengths: of calls that come too.
+        changes_scores: the flag that says so; "": scores are scale q k^T + mask, which all backends compute.
     """
 
     heads: int
@@ -41,6 +42,7 @@ class AttentionShape:
     masked: bool
     spans: bool = True
     other_lengths: tuple[int, ...] = ()
+    changes_scores: str = ""
 
     def __str__(self) -> str:
         dtype, seen = str(self.dtype).removeprefix("torch."), "documents or a window" if self.masked else "no mask"
@@ -67,7 +69,11 @@ def choose_attention(
     Raises:
         ConfigError: the one that was asked for does not, or none does; one line.
     """
-    names = preferred(device, shape, deterministic) if wish == "auto" else [wish]
+    if shape.changes_scores and wish not in ("auto", "math"):
+        raise ConfigError(
+            f"--attention-backend {wish} does not compute {shape.changes_scores}; --attention-backend math does"
+        )
+    names = [wish] if wish != "auto" else ["math"] if shape.changes_scores else preferred(device, shape, deterministic)
     # key/value heads as they are, which not all backends take, or repeated; the order of backends goes first
     shapes = dict.fromkeys((shape, replace(shape, groups=shape.heads)))
     name, taken = next(((n, s) for n in names for s in shapes if _works(n, device, s)), (None, shape))
@@ -78,6 +84,8 @@ def choose_attention(
             f"--attention-backend {wish} does not take {shape}, on {device.type}; --attention-backend auto finds one"
         )
     first = f"the first of {', '.join(names)} that takes this model"
+    if shape.changes_scores:
+        first = f"the one that computes {shape.changes_scores}"
     reason = first if wish == "auto" else f"--attention-backend {wish}"
     core = _core(name, device, replace(shape, groups=taken.groups))
     if shape.groups < shape.heads and not (isinstance(core, FusedAttention) and core.grouped):

@@ -35,7 +35,9 @@ class AttentionSpec:
         window: a token sees itself and the window - 1 tokens before it; None: all before it.
         scale: of q k^T; None: 1 / sqrt(head_dim).
         dropout: of probabilities, in calls that come with a key.
-        first_head: global number of the first query head, by which dropout is keyed.
+        first_head: global number of the first query head, by which dropout is keyed and ALiBi's slope chosen.
+        softcap: scores s become softcap x tanh(s / softcap) before the mask; None: they stay.
+        alibi_heads: query heads of the whole model, which ALiBi's slopes follow from; None: there is no ALiBi.
     """
 
     causal: bool = True
@@ -43,6 +45,13 @@ class AttentionSpec:
     scale: float | None = None
     dropout: float = 0.0
     first_head: int = 0
+    softcap: float | None = None
+    alibi_heads: int | None = None
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether scores are more than scale q k^T + mask: only :class:`MathAttention` computes such."""
+        return self.softcap is not None or self.alibi_heads is not None
 
     def pattern(self, layout: TokenLayout) -> Pattern:
         """What this layer shares with others of the same causality and window."""
@@ -170,6 +179,8 @@ class MathAttention(_Masked):
         if dropout_key is not None:
             dropped, dp = (_drop(x, layout, spec, dropout_key) for x in (probabilities, dp))
         ds = probabilities * (dp - (dout * out).sum(-1, keepdim=True)) * _scale(q, spec)
+        if spec.softcap is not None:
+            ds = ds * (1 - (scores / spec.softcap).clamp(-1, 1).square())  # tanh' = 1 - tanh^2; what is masked has ds 0
         pairs = (ds.transpose(-1, -2) @ q, dropped.transpose(-1, -2) @ dout)
         dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in pairs)
         return tuple(_fold(dx, x.shape[0]).to(x.dtype) for dx, x in zip((ds @ k, dk, dv), given, strict=True))
@@ -185,10 +196,31 @@ def _scores(
     """(batch, heads, length, keys), masked; ``dtype`` is that of masks."""
     scores, pattern = q @ k.transpose(-1, -2), spec.pattern(layout)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * _scale(q, spec)
+    if spec.softcap is not None:
+        scores = spec.softcap * (scores / spec.softcap).tanh()
+    if spec.alibi_heads is not None:
+        scores = scores + _alibi(scores, layout, spec.first_head, spec.alibi_heads)
     if not spec.causal and not layout.needs_mask(pattern):
         return scores
     known = layout.mask(pattern, dtype, q.device)
     return scores + (layout.make_mask(pattern, dtype, q.device) if known is None else known)
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """Of each head (Press et al. 2021, arXiv 2108.12409): 2^(-8 / n), 2^(-16 / n), ... for n heads, a power of two;
+    for other numbers those of the power below, then every other one of the power above."""
+    below = 1 << (heads.bit_length() - 1)
+    slopes = [2.0 ** (-8 * i / below) for i in range(1, below + 1)]
+    return slopes + [2.0 ** (-4 * i / below) for i in range(1, 2 * (heads - below), 2)]
+
+
+def _alibi(scores: torch.Tensor, layout: TokenLayout, first_head: int, heads: int) -> torch.Tensor:
+    """What ALiBi adds to scores (batch, heads, length, keys): minus slope x distance, (1, heads, length, keys)."""
+    own = alibi_slopes(heads)[first_head : first_head + scores.shape[1]]
+    slopes = torch.tensor(own, dtype=scores.dtype, device=scores.device)[:, None, None]
+    queries = torch.arange(layout.query_start, layout.query_start + layout.length, device=scores.device)
+    distance = torch.arange(layout.key_start, layout.key_start + layout.keys, device=scores.device) - queries[:, None]
+    return (slopes * distance)[None]
 
 
 def _drop(p: torch.Tensor, layout: TokenLayout, spec: AttentionSpec, key: torch.Tensor) -> torch.Tensor:
@@ -260,7 +292,13 @@ class FusedAttention(_Masked):
     def arguments(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: TokenLayout, spec: AttentionSpec
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Scores]:
-        """What the operator gets: q, k and v (batch, heads, length, head_dim), and what the scores are."""
+        """What the operator gets: q, k and v (batch, heads, length, head_dim), and what the scores are.
+
+        Raises:
+            ValueError: they are more than an operator computes.
+        """
+        if spec.changes_scores:
+            raise ValueError(f"{self.name} computes neither soft-capped scores nor ALiBi: take MathAttention")
         mask, multiple = (
             layout.mask(spec.pattern(layout), q.dtype, q.device),
             operator_for(self.name, q.device).multiple,
@@ -274,7 +312,8 @@ class FusedAttention(_Masked):
 
 @dataclass(frozen=True)
 class DefaultAttention(_Masked):
-    """What runs where nobody chose: FlashAttention, or on a GPU with a mask or in fp32 the memory-efficient kernel."""
+    """What runs where nobody chose: FlashAttention, or on a GPU with a mask or in fp32 the memory-efficient kernel, or
+    where scores are capped or fall with the distance every step by itself."""
 
     name: str = "default"
 
@@ -287,7 +326,7 @@ class DefaultAttention(_Masked):
         spec: AttentionSpec,
         dropout_key: torch.Tensor | None = None,
     ) -> Pair:
-        return self._fused(q, layout, spec)(q, k, v, layout, spec, dropout_key)
+        return self._chosen(q, layout, spec)(q, k, v, layout, spec, dropout_key)
 
     def backward(
         self,
@@ -301,10 +340,12 @@ class DefaultAttention(_Masked):
         spec: AttentionSpec,
         dropout_key: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        return self._fused(q, layout, spec).backward(dout, q, k, v, out, lse, layout, spec, dropout_key)
+        return self._chosen(q, layout, spec).backward(dout, q, k, v, out, lse, layout, spec, dropout_key)
 
     @staticmethod
-    def _fused(q: torch.Tensor, layout: TokenLayout, spec: AttentionSpec) -> FusedAttention:
+    def _chosen(q: torch.Tensor, layout: TokenLayout, spec: AttentionSpec) -> FusedAttention | MathAttention:
+        if spec.changes_scores:
+            return MathAttention()
         flash = q.dtype.itemsize == 2 and not layout.needs_mask(spec.pattern(layout))
         return FusedAttention("flash" if flash or not q.is_cuda else "efficient")
 

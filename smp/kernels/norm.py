@@ -28,9 +28,11 @@ def norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, backend: str = "torch"
 ) -> torch.Tensor:
     """Norm of the last dimension, (..., features) -> the same: LayerNorm with a ``bias``, else RMSNorm; ``backend``
-    torch, triton or apex."""
+    torch, triton or apex. The weight may be fp32 where x is not, but with apex."""
     if backend == "torch":
         row = x.shape[-1:]
+        if weight.dtype != x.dtype:  # wider, as 1 + w is
+            return norm(x.to(weight.dtype), weight, bias, eps).to(x.dtype)
         return F.rms_norm(x, row, weight, eps) if bias is None else F.layer_norm(x, row, weight, bias, eps)
     if backend == "apex":
         return kernels_of("norm", backend).norm(x, weight, bias, eps)

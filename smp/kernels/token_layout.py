@@ -36,6 +36,7 @@ class TokenLayout:
         key_length: keys of each sequence; by default ``length``.
         key_document_ids: integers (batch, key_length); by default ``document_ids``.
         rope: cos and sin tables, fp32 (tokens, 1, rotated channels), or None.
+        local_rope: the same for layers that have a base of their own, as those with a window may.
         masks: by pattern, (batch or 1, 1, length, key_length), added to scores. A core makes them for all layers.
         cu_seqlens_q, cu_seqlens_k: int32 (documents + 1,), where documents begin in queries and keys. Likewise.
         max_seqlen_q, max_seqlen_k: at least the tokens of the longest document.
@@ -56,6 +57,7 @@ class TokenLayout:
     key_length: int | None = None
     key_document_ids: torch.Tensor | None = None
     rope: tuple[torch.Tensor, torch.Tensor] | None = None
+    local_rope: tuple[torch.Tensor, torch.Tensor] | None = None
     masks: Mapping[Pattern, torch.Tensor] = field(default_factory=dict)
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None

@@ -53,7 +53,7 @@ class VarlenAttention:
         spec: AttentionSpec,
         dropout_key: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if dropout_key is not None or not layout.needs_mask(spec.pattern(layout)):
+        if dropout_key is not None or spec.changes_scores or not layout.needs_mask(spec.pattern(layout)):
             return self.dense(q, k, v, layout, spec, dropout_key)
         from torch.nn.attention.varlen import AuxRequest, varlen_attn  # which imports triton; most runs need neither
 
@@ -79,7 +79,7 @@ class VarlenAttention:
         spec: AttentionSpec,
         dropout_key: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        if dropout_key is not None or not layout.needs_mask(spec.pattern(layout)):
+        if dropout_key is not None or spec.changes_scores or not layout.needs_mask(spec.pattern(layout)):
             return self.dense.backward(dout, q, k, v, out, lse, layout, spec, dropout_key)
         import torch.nn.attention.varlen  # defines the operator
 

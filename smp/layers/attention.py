@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -66,7 +66,13 @@ class SelfAttention(nn.Module):
         bias, qkv_bias: bias on the output projection, on the others.
         qk_norm_eps: when given, RMS-normalize queries and keys per head with this epsilon before RoPE.
         qk_norm_across_heads: all heads together instead.
+        qk_norm_one_plus: these norms multiply by 1 + their weight.
         window: a token sees itself and the window - 1 tokens before it; None: all before it.
+        scale: of products of queries and keys; None: 1 / sqrt(head_dim).
+        softcap: keeps scores s within +-c, by c x tanh(s / c).
+        alibi: scores fall with the distance, by each head's slope.
+        rope: which of the layout's tables rotates queries and keys: "global", "local", or None.
+        rope_interleaved: channels 0 and 1, 2 and 3, ... are rotated, not the two halves of a head.
         causal: a token does not see later ones.
         dropout: on attention probabilities; above 0 they are materialised.
         init_std, output_std: standard deviations of the initial weights, inner and last.
@@ -90,7 +96,13 @@ class SelfAttention(nn.Module):
         qkv_bias: bool = False,
         qk_norm_eps: float | None = None,
         qk_norm_across_heads: bool = False,
+        qk_norm_one_plus: bool = False,
         window: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        alibi: bool = False,
+        rope: Literal["global", "local"] | None = "global",
+        rope_interleaved: bool = False,
         causal: bool = True,
         dropout: float = 0.0,
         init_std: float = 0.02,
@@ -108,7 +120,7 @@ class SelfAttention(nn.Module):
         if window is not None and not causal:
             raise ValueError("a sliding window needs causal attention")
         self.sequence_parallel = context.sequence_parallel
-        self.kernels = kernels
+        self.kernels, self.rope, self.rope_interleaved = kernels, rope, rope_interleaved
         width, kv_width = num_heads * self.head_dim, groups * self.head_dim
         self.query = ColumnParallelLinear(hidden_size, width, context, bias=qkv_bias, init_std=init_std)
         self.key, self.value = (
@@ -125,10 +137,25 @@ class SelfAttention(nn.Module):
         elif qk_norm_eps is not None:
             # each rank has its own heads, as elsewhere its own tokens
             self.query_norm, self.key_norm = (
-                RMSNorm(self.head_dim, context, eps=qk_norm_eps, split_input=True, kernels=kernels) for _ in range(2)
+                RMSNorm(
+                    self.head_dim,
+                    context,
+                    eps=qk_norm_eps,
+                    one_plus=qk_norm_one_plus,
+                    split_input=True,
+                    kernels=kernels,
+                )
+                for _ in range(2)
             )
-        first_head = self.query.group.rank * (num_heads // ranks)
-        self.spec = AttentionSpec(causal=causal, window=window, dropout=dropout, first_head=first_head)
+        self.spec = AttentionSpec(
+            causal=causal,
+            window=window,
+            scale=scale,
+            dropout=dropout,
+            first_head=self.query.group.rank * (num_heads // ranks),
+            softcap=softcap,
+            alibi_heads=num_heads if alibi else None,
+        )
         self.cache: KeyValueCache | None = None  # set while text is generated
 
     def forward(self, x: torch.Tensor, layout: TokenLayout, key: torch.Tensor | None = None) -> torch.Tensor:
@@ -141,8 +168,12 @@ class SelfAttention(nn.Module):
                 q, k = self._heads(q), self._heads(k)
             q, k = self.query_norm(q), self.key_norm(k)
             in_place = False  # a norm's output may be a view, which cannot be written over
-        if layout.rope is not None:
-            q, k = rope(q, k, *layout.rope, self.head_dim, self.kernels.rope, in_place=in_place)
+        table = {"global": layout.rope, "local": layout.local_rope, None: None}[self.rope]
+        if table is not None:
+            if self.rope_interleaved:
+                q, k = (_halves(self._heads(y), table[0].shape[-1]) for y in (q, k))
+                in_place = False
+            q, k = rope(q, k, *table, self.head_dim, self.kernels.rope, in_place=in_place)
         q, k, v = (self._heads(y) for y in (q, k, v))
         token_index = layout.token_index
         if self.cache is not None:
@@ -165,3 +196,10 @@ def dropout_key_of(attention: Any, key: torch.Tensor | None, token_index: torch.
     if key is None or token_index is None:
         raise ValueError("dropout needs keys and TokenLayout.token_index: its masks are keyed by them")
     return key
+
+
+def _halves(x: torch.Tensor, rotated: int) -> torch.Tensor:
+    """(tokens, heads, head_dim) with the first ``rotated`` channels in the order 0, 2, ..., 1, 3, ...: what interleaved
+    rotation pairs lies half of them apart. Products of queries and keys are the same in any order of channels."""
+    pairs = x[..., :rotated].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return torch.cat((pairs, x[..., rotated:]), dim=-1)

@@ -22,12 +22,15 @@ Run = Callable[..., Any]
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm attention and MLP with residual connections, one after the other or side by side.
+    """Attention and MLP with norms and residual connections, one after the other or side by side.
 
     Args:
         attention, mlp: the two parts.
-        attention_norm, mlp_norm: the normalizations in front of them.
-        parallel_residual: both read the block's input and are added to it together (GPT-NeoX).
+        attention_norm, mlp_norm: the normalizations in front of them; None: there is none.
+        attention_post_norm, mlp_post_norm: those of what they give; None: there is none.
+        parallel_residual: both read the block's input and are added to it together (GPT-NeoX). Without ``mlp_norm`` the
+            MLP reads what attention reads (Falcon, Cohere). Norms behind them are for one after the other.
+        multiplier: of what each part adds to the residual stream.
         dropout: on what each part adds to the residual stream.
 
     Shapes: (tokens [/p], hidden) -> the same.
@@ -41,25 +44,31 @@ class TransformerBlock(nn.Module):
         self,
         attention: SelfAttention | LatentAttention,
         mlp: MLP | MoE,
-        attention_norm: Norm,
-        mlp_norm: Norm,
+        attention_norm: Norm | None,
+        mlp_norm: Norm | None,
         *,
+        attention_post_norm: Norm | None = None,
+        mlp_post_norm: Norm | None = None,
         parallel_residual: bool = False,
+        multiplier: float = 1.0,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        parts: dict[str, SelfAttention | LatentAttention | MLP | MoE | Norm] = {
+        parts: dict[str, SelfAttention | LatentAttention | MLP | MoE | Norm | None] = {
             "attention": attention,
             "mlp": mlp,
             "attention_norm": attention_norm,
             "mlp_norm": mlp_norm,
+            "attention_post_norm": attention_post_norm,
+            "mlp_post_norm": mlp_post_norm,
         }
-        split = {name: part.sequence_parallel for name, part in parts.items()}
+        split = {name: part.sequence_parallel for name, part in parts.items() if part is not None}
         if len(set(split.values())) > 1:
             raise ValueError(f"the parts of a block differ in sequence_parallel: {split}")
         self.attention_norm, self.attention = attention_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp
-        self.parallel_residual, self.dropout = parallel_residual, dropout
+        self.attention_post_norm, self.mlp_post_norm = attention_post_norm, mlp_post_norm
+        self.parallel_residual, self.multiplier, self.dropout = parallel_residual, multiplier, dropout
         self.run: Run = self._run
 
     def forward(self, x: torch.Tensor, layout: TokenLayout, keys: torch.Tensor | None = None) -> torch.Tensor:
@@ -75,13 +84,25 @@ class TransformerBlock(nn.Module):
     def _computed(
         self, x: torch.Tensor, layout: TokenLayout, keys: torch.Tensor | None, mlp: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
-        attended = self.attention(self.attention_norm(x), layout, None if keys is None else keys[0])
-        attended = self._drop(attended, layout, keys, 1)
+        normed = x if self.attention_norm is None else self.attention_norm(x)
+        attended = self.attention(normed, layout, None if keys is None else keys[0])
+        attended = self._added(attended, self.attention_post_norm, layout, keys, 1)
         index = layout.token_index, layout.local_token_index
         if self.parallel_residual:
-            return x + attended + self._drop(mlp(self.mlp_norm(x), *index), layout, keys, 2)
-        normed, x = self.mlp_norm.after_addition(x, attended)
-        return x + self._drop(mlp(normed, *index), layout, keys, 2)
+            fed = mlp(normed if self.mlp_norm is None else self.mlp_norm(x), *index)
+            return x + attended + self._added(fed, None, layout, keys, 2)
+        if self.mlp_norm is None:
+            normed = x = x + attended
+        else:
+            normed, x = self.mlp_norm.after_addition(x, attended)
+        return x + self._added(mlp(normed, *index), self.mlp_post_norm, layout, keys, 2)
+
+    def _added(
+        self, y: torch.Tensor, norm: Norm | None, layout: TokenLayout, keys: torch.Tensor | None, site: int
+    ) -> torch.Tensor:
+        """What a part that gave ``y`` adds to the residual stream."""
+        y = self._drop(y if norm is None else norm(y), layout, keys, site)
+        return y if self.multiplier == 1.0 else y * self.multiplier
 
     def _drop(self, x: torch.Tensor, layout: TokenLayout, keys: torch.Tensor | None, site: int) -> torch.Tensor:
         if self.dropout == 0.0 or not self.training:

@@ -14,25 +14,48 @@ import torch
 
 from smp.data.sample import IGNORE_INDEX
 from smp.kernels.cross_entropy import combine_stats, logits_to_gradient, softmax_stats
+from smp.kernels.registry import accumulation_dtype
 from smp.kernels.weight_gradient import accumulate_weight_gradient
 from smp.parallel.collectives import Group, start_all_gather, wait
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's columns: the first token id, how many are real, and the group that holds the others of the
-    vocabulary."""
+    """This rank's columns of the logits.
+
+    Attributes:
+        start: the first token id.
+        valid: how many columns are real.
+        group: holds the others of the vocabulary.
+        vocab_size: number of token ids.
+        softcap: logits z become softcap x tanh(z / softcap); None: they stay.
+    """
 
     start: int
     valid: int
     group: Group
     vocab_size: int
+    softcap: float | None = None
 
     @staticmethod
-    def of(group: Group, rows_per_rank: int, vocab_size: int) -> VocabShard:
+    def of(group: Group, rows_per_rank: int, vocab_size: int, softcap: float | None = None) -> VocabShard:
         """The shard of rank ``group.rank`` when each rank holds ``rows_per_rank`` rows, padding included."""
         start = group.rank * rows_per_rank
-        return VocabShard(start, min(max(vocab_size - start, 0), rows_per_rank), group, vocab_size)
+        return VocabShard(start, min(max(vocab_size - start, 0), rows_per_rank), group, vocab_size, softcap)
+
+    def capped(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits as they count, in the same dtype; differentiable."""
+        if self.softcap is None:
+            return logits
+        return (self.softcap * (logits.to(accumulation_dtype(logits.dtype)) / self.softcap).tanh()).to(logits.dtype)
+
+    def cap_(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """The same in place, and its derivative; None: they stay, and it is 1."""
+        if self.softcap is None:
+            return None
+        tanh = (logits.to(accumulation_dtype(logits.dtype)) / self.softcap).tanh_()
+        logits.copy_(tanh * self.softcap)
+        return tanh.square_().neg_().add_(1).to(logits.dtype)
 
 
 def _losses(logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard, backend: str) -> tuple[torch.Tensor, ...]:
@@ -78,7 +101,7 @@ def vocab_parallel_cross_entropy(
     """Loss per token in nats, fp32 (n,); 0 where the label is ``IGNORE_INDEX``.
 
     Args:
-        logits: this rank's columns, (n, rows per rank).
+        logits: this rank's columns, (n, rows per rank), as they count: capped already, if they are.
         labels: int64 (n,), global token ids. One outside the vocabulary, other than ``IGNORE_INDEX``, gives NaN.
         shard: which columns these are.
         overwrite: the backward pass writes the gradient over the logits, for no memory and 6 bytes of traffic per logit
@@ -96,13 +119,17 @@ def _chunk_loss(
     with_gradient: bool,
     backend: str,
 ) -> torch.Tensor:
-    """Weighted loss of a chunk of tokens, 0-dim fp32; ``logits`` become its gradient by them if that is asked for.
+    """Weighted loss of a chunk of tokens, 0-dim fp32; ``logits``, before a cap, become its gradient by them if that is
+    asked for.
 
     Tokens with weight 0 add nothing, whatever their label.
     """
+    slope = shard.cap_(logits)
     losses, stats, columns = _losses(logits, labels, shard, backend)
     if with_gradient:
         logits_to_gradient(logits, stats, columns, shard.valid, loss_weights, backend)
+        if slope is not None:
+            logits.mul_(slope)
     return torch.where(loss_weights != 0, losses * loss_weights, 0.0).sum()
 
 
@@ -162,7 +189,7 @@ def linear_token_losses(
     losses = torch.empty(hidden.shape[0], device=hidden.device)
     for start in range(0, hidden.shape[0], chunk_tokens):
         part = slice(start, start + chunk_tokens)
-        losses[part] = _losses(hidden[part] @ weight.t(), labels[part], shard, backend)[0]
+        losses[part] = _losses(shard.capped(hidden[part] @ weight.t()), labels[part], shard, backend)[0]
     return losses
 
 
@@ -176,7 +203,8 @@ def linear_cross_entropy(
     chunk_tokens: int,
     backend: str = "torch",
 ) -> torch.Tensor:
-    """Sum over tokens of ``loss_weights`` x cross-entropy of ``hidden @ weight^T``; 0-dim fp32, equal on all ranks.
+    """Sum over tokens of ``loss_weights`` x cross-entropy of ``hidden @ weight^T``, capped as ``shard`` says; 0-dim
+    fp32, equal on all ranks.
 
     Args:
         hidden: (n, h), all tokens, equal on every rank of the group. Its gradient is this rank's part of a sum: pass it

@@ -85,8 +85,9 @@ class PositionEmbedding(nn.Module):
     """Learned absolute positions, the whole table on every TP rank.
 
     Args:
-        max_positions: rows of the table.
+        max_positions: most tokens of a sequence; the table has a row for each, and ``offset`` before them.
         hidden_size: width of a row.
+        offset: row of the first token.
         parallel, init_std, compute_dtype: as of :class:`VocabParallelEmbedding`.
 
     Shapes: position_ids (tokens,) -> (tokens [/p], hidden).
@@ -98,13 +99,14 @@ class PositionEmbedding(nn.Module):
         hidden_size: int,
         parallel: ParallelContext | DeviceMesh,
         *,
+        offset: int = 0,
         init_std: float = 0.02,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         context = ParallelContext.of(parallel)
-        self.shared_by, self.compute_dtype = context.shared_by, compute_dtype
-        self.weight = tp_parameter((max_positions, hidden_size), REPLICATE, context.tp)
+        self.shared_by, self.compute_dtype, self.offset = context.shared_by, compute_dtype, offset
+        self.weight = tp_parameter((offset + max_positions, hidden_size), REPLICATE, context.tp)
         self.initializers: dict[str, Initializer] = {"weight": Normal(init_std)}
 
     def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
@@ -112,4 +114,4 @@ class PositionEmbedding(nn.Module):
         weight = local(self.weight, self.compute_dtype, summed_over=self.shared_by)
         if self.shared_by is not None:
             position_ids = split_tokens(position_ids, self.shared_by)
-        return F.embedding(position_ids, weight)
+        return F.embedding(position_ids + self.offset if self.offset else position_ids, weight)

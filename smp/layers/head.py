@@ -70,6 +70,7 @@ class VocabParallelHead(nn.Module):
         tied: own no matrix; the embedding's is passed to ``forward``.
         divisible_by: rows per rank are padded to this multiple.
         init_std: standard deviation of the initial rows.
+        softcap: logits z become softcap x tanh(z / softcap); None: they stay.
         kernels: what computes the cross-entropy.
 
     Attributes:
@@ -85,6 +86,7 @@ class VocabParallelHead(nn.Module):
         tied: bool = False,
         divisible_by: int = 128,
         init_std: float = 0.02,
+        softcap: float | None = None,
         kernels: Kernels = TORCH,
     ) -> None:
         super().__init__()
@@ -97,7 +99,7 @@ class VocabParallelHead(nn.Module):
         self.weight = None if tied else tp_parameter((rows, hidden_size), SHARD_ROWS, context.tp)
         self.initializers: dict[str, Initializer] = {"weight": Normal(init_std)}
         self.logical_rows = {} if tied else {"weight": vocab_size}
-        self.shard = VocabShard.of(self.group, rows // self.group.size, vocab_size)
+        self.shard = VocabShard.of(self.group, rows // self.group.size, vocab_size, softcap)
 
     def forward(
         self,
@@ -126,7 +128,7 @@ class VocabParallelHead(nn.Module):
         gather = gather_tokens if self.sequence_parallel else copy_to_group
         hidden = gather(x, self.group)  # (tokens, hidden)
         if labels is None or loss_weights is None:
-            logits = gather_features(F.linear(hidden, weight), self.group)  # (tokens, rows)
+            logits = gather_features(self.shard.capped(F.linear(hidden, weight)), self.group)  # (tokens, rows)
             return ModelOutput(logits=logits[:, : self.vocab_size])
         chunk = chunk_tokens(weight, self.chunk_bytes)
         arguments = hidden, weight, labels, loss_weights, self.shard

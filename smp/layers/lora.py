@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor
 
 from smp.kernels.dropout import keyed_dropout
 from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, linear_layers
-from smp.layers.moe.experts import ExpertLinear
-from smp.layers.moe.lora import ExpertLora, LoraExpertLinear, expert_layers
+from smp.layers.moe.experts import ExpertLinear, expert_layers
+from smp.layers.moe.lora import ExpertLora, LoraExpertLinear
 from smp.layers.parameter import REPLICATE, SHARD_COLUMNS, Constant, Initializer, Normal, local, tp_parameter
 from smp.parallel.boxes import local_box
 from smp.parallel.collectives import (

@@ -14,7 +14,9 @@ from smp.kernels.swiglu import FusedSwiglu, swiglu
 from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from smp.parallel.context import ParallelContext
 
-Activation = Literal["swiglu", "gelu", "tanh_gelu", "squared_relu"]
+Activation = Literal["swiglu", "geglu", "tanh_geglu", "gelu", "tanh_gelu", "relu", "squared_relu"]
+GATED = ("swiglu", "geglu", "tanh_geglu")
+"""Those with a third matrix: the activation of the gate is multiplied by the up projection."""
 
 
 def _activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -22,14 +24,14 @@ def _activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
         return F.gelu(x)
     if activation == "tanh_gelu":
         return F.gelu(x, approximate="tanh")
-    return F.relu(x).square()
+    return F.relu(x) if activation == "relu" else F.relu(x).square()
 
 
 class MLP(nn.Module):
     """Column-parallel in, activation, row-parallel out.
 
-    The gate and up projections of SwiGLU (Shazeer 2020) are two parameters: one fused matrix cut by rows would change
-    its meaning with the number of ranks. They share one gather of the input.
+    The gate and up projections of SwiGLU and GEGLU (Shazeer 2020) are two parameters: one fused matrix cut by rows
+    would change its meaning with the number of ranks. They share one gather of the input.
 
     Args:
         hidden_size, ffn_hidden_size: global sizes; ffn must be divisible by the number of TP ranks.
@@ -66,7 +68,7 @@ class MLP(nn.Module):
         self.sequence_parallel = context.sequence_parallel
         self.backend = kernels.swiglu
         self.gate: ColumnParallelLinear | None = None
-        if activation == "swiglu":
+        if activation in GATED:
             self.gate = ColumnParallelLinear(hidden_size, ffn_hidden_size, context, bias=bias, init_std=init_std)
         self.up = ColumnParallelLinear(hidden_size, ffn_hidden_size, context, bias=bias, init_std=init_std)
         self.down = RowParallelLinear(ffn_hidden_size, hidden_size, context, bias=bias, init_std=output_std)
@@ -86,6 +88,9 @@ class MLP(nn.Module):
             a = _activate(self.up(x, local_token_index), self.activation)
             return self.down(a, token_index=token_index)
         gate, up = column_parallel(x, [self.gate, self.up], local_token_index)  # (tokens, ffn/p) each
+        if self.activation != "swiglu":
+            gelu = F.gelu(gate, approximate="tanh" if self.activation == "tanh_geglu" else "none")
+            return self.down(gelu * up, token_index=token_index)
         # an adapter multiplies the activation too, so there it has to be kept
         if self.backend == "torch" or self.down.add_low_rank is not None:
             return self.down(swiglu(gate, up, self.backend), token_index=token_index)

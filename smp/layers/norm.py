@@ -25,6 +25,7 @@ class Norm(nn.Module):
             its own tokens.
         eps: added to the variance.
         bias: add one.
+        one_plus: multiply by 1 + the weight, which starts at 0 (Gemma).
         split_input: each rank normalizes other data even without sequence parallelism, as its own heads.
         kernels: what computes it.
 
@@ -38,17 +39,22 @@ class Norm(nn.Module):
         *,
         eps: float = 1e-5,
         bias: bool = False,
+        one_plus: bool = False,
         split_input: bool = False,
         kernels: Kernels = TORCH,
     ) -> None:
         super().__init__()
         context = ParallelContext.of(parallel)
         self.features, self.eps, self.backend = features, eps, kernels.norm
+        self.one_plus = one_plus
         self.sequence_parallel = context.sequence_parallel
         self.shared_by = context.tp_group if split_input else context.shared_by
         self.weight = tp_parameter((features,), REPLICATE, context.tp)
         self.bias = tp_parameter((features,), REPLICATE, context.tp) if bias else None
-        self.initializers: dict[str, Initializer] = {"weight": Constant(1.0), "bias": Constant(0.0)}
+        self.initializers: dict[str, Initializer] = {
+            "weight": Constant(0.0 if one_plus else 1.0),
+            "bias": Constant(0.0),
+        }
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize the last dimension; the arithmetic is fp32 inside."""
@@ -60,7 +66,10 @@ class Norm(nn.Module):
 
     def _weights(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         bias = None if self.bias is None else local(self.bias, dtype, summed_over=self.shared_by)
-        return local(self.weight, dtype, summed_over=self.shared_by), bias
+        if not self.one_plus:
+            return local(self.weight, dtype, summed_over=self.shared_by), bias
+        weight = 1 + local(self.weight, summed_over=self.shared_by).to(accumulation_dtype(dtype))  # bf16 has no 1.001
+        return weight if bias is None and self.backend != "apex" else weight.to(dtype), bias
 
 
 class RMSNorm(Norm):
@@ -96,5 +105,11 @@ class SplitRMSNorm(nn.Module):
 class LayerNorm(Norm):
     """``(x - mean) / sqrt(var + eps) * weight + bias`` (Ba et al. 2016), (..., features) -> (..., features)."""
 
-    def __init__(self, features: int, parallel: ParallelContext | DeviceMesh, **options: Any) -> None:
-        super().__init__(features, parallel, bias=True, **options)
+    def __init__(
+        self, features: int, parallel: ParallelContext | DeviceMesh, *, bias: bool = True, **options: Any
+    ) -> None:
+        super().__init__(features, parallel, bias=bias, **options)
+
+    def _weights(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        weight, bias = super()._weights(dtype)
+        return weight, torch.zeros_like(weight) if bias is None else bias  # a kernel centers where there is a bias

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from smp.config import ModelConfig, resolve_model
+from smp.config.layer_pattern import layer_attentions
 from smp.models.inventory import block_parameters, inventory
 from smp.models.part import ModelPart
 
@@ -69,10 +70,11 @@ class ForwardFlops:
 
 def forward_flops(model: ModelConfig, seq_length: int) -> ForwardFlops:
     """Where a resolved model's FLOPs are; see :func:`training_flops_per_token` for what counts."""
-    attention = _pair_flops(model) * int(visible_pairs(seq_length, model.window_size)) / seq_length
+    windows = [layer.window for layer in layer_attentions(model)]
+    attention = {w: _pair_flops(model) * int(visible_pairs(seq_length, w)) / seq_length for w in set(windows)}
     ends = inventory(model, [ModelPart(0, 0, embedding=True, head=True)])
     return ForwardFlops(
-        layers=tuple(sum(p.flops for p in block_parameters(model, i)) + attention for i in range(model.num_layers)),
+        layers=tuple(sum(p.flops for p in block_parameters(model, i)) + attention[w] for i, w in enumerate(windows)),
         embedding=2 * model.hidden_size,
         head=sum(p.flops for p in ends),
     )
@@ -109,9 +111,15 @@ def training_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: in
 
 
 def pair_training_flops(model: ModelConfig) -> int:
-    """Model FLOPs of a training step for each pair of a token and a token that it sees, in all layers of a resolved
+    """Model FLOPs of a training step for each pair of a token and a token that it sees in one layer of a resolved
     model."""
-    return 3 * model.num_layers * _pair_flops(model)
+    return 3 * _pair_flops(model)
+
+
+def visible_pairs_of_layers(lengths: npt.ArrayLike, model: ModelConfig) -> int:
+    """:func:`visible_pairs` of all these documents in all layers of a resolved model."""
+    windows = [layer.window for layer in layer_attentions(model)]
+    return sum(windows.count(w) * int(visible_pairs(lengths, w).sum()) for w in set(windows))
 
 
 def visible_pairs(lengths: npt.ArrayLike, window: int | None) -> npt.NDArray[np.int64]:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from smp.config import ModelConfig
+from smp.config.layer_pattern import layer_attention
 from smp.config.moe import aux_losses, has_experts
 from smp.kernels import TORCH, Kernels
 from smp.kernels.dropout import keyed_dropout
@@ -38,11 +39,13 @@ SITES_PER_BLOCK = 3
 
 
 def activation_of(config: ModelConfig) -> Activation:
-    """The MLP's activation that the three switches name."""
+    """The MLP's activation that the switches name."""
     if config.swiglu:
         return "swiglu"
-    if config.squared_relu:
-        return "squared_relu"
+    if config.geglu:
+        return "tanh_geglu" if config.tanh_gelu else "geglu"
+    if config.relu or config.squared_relu:
+        return "relu" if config.relu else "squared_relu"
     return "tanh_gelu" if config.tanh_gelu else "gelu"
 
 
@@ -105,6 +108,7 @@ class GPT(nn.Module):
         assert config.vocab_size is not None
         self.embedding: VocabParallelEmbedding | None = None
         self.positions: PositionEmbedding | None = None
+        self.embedding_norm: Norm | None = None
         self.final_norm: Norm | None = None
         self.head: VocabParallelHead | ScoreHead | None = None
         first, last = any(p.embedding for p in self.parts), any(p.head for p in self.parts)
@@ -123,12 +127,16 @@ class GPT(nn.Module):
                 config.max_position_embeddings,
                 config.hidden_size,
                 context,
+                offset=config.position_embedding_offset,
                 init_std=std,
                 compute_dtype=compute_dtype,
             )
+        if first and config.embedding_layernorm:
+            self.embedding_norm = _norm(config, context, kernels)
         layers = [i for part in self.parts for i in part.layers]
-        blocks = {str(i): _block(config, context, kernels, experts=has_experts(config, i)) for i in layers}
+        blocks = {str(i): _block(config, context, kernels, i) for i in layers}
         self.attention_specs = tuple(dict.fromkeys(block.attention.spec for block in blocks.values()))
+        self.ropes = {block.attention.rope for block in blocks.values()}
         self.layers = nn.ModuleDict(blocks)
         if last:
             self.final_norm = _norm(config, context, kernels)
@@ -153,7 +161,9 @@ class GPT(nn.Module):
         blocks: list[nn.Module | list[nn.Module]] = list(self.layers.values())
         if self.is_whole and self.tied:
             return blocks
-        ends: list[nn.Module | None] = [self.embedding, None if self.is_whole else self.positions]
+        ends: list[nn.Module | None] = [self.embedding]
+        if not self.is_whole:
+            ends += [self.positions, self.embedding_norm]
         units = [*blocks, *(module for module in ends if module is not None)]
         if self.head is not None and self.final_norm is not None:
             units.append(self.final_norm if self.tied else [self.final_norm, self.head])
@@ -208,6 +218,8 @@ class GPT(nn.Module):
             return ModelOutput(hidden=x)._replace(**beside)
         assert self.final_norm is not None and self.head is not None
         x = self.final_norm(x)
+        if self.config.logit_scale != 1.0:
+            x = x * self.config.logit_scale
         if labels is None or weights is None:
             output = self.head(x, tied_weight=tied_weight)
             return ModelOutput(logits=output.logits[: rows * length].view(rows, length, -1))
@@ -281,16 +293,21 @@ class GPT(nn.Module):
             local_token_index=None if index is None else self._own(index),
             document_ids=micro_batch.document_ids,
             cut=micro_batch.cut,
-            rope=self._rope(position_ids),
+            rope=self._rope(position_ids) if "global" in self.ropes else None,
+            local_rope=self._local_rope(position_ids) if "local" in self.ropes else None,
         )
 
-    def _rope(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        c = self.config
-        if c.position_embedding_type != "rope":
-            return None
-        scaling = rope_scaling(c)
+    def _rope(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        c, scaling = self.config, rope_scaling(self.config)
         freqs = rope_frequencies(c.rotary_channels, c.rotary_base, scaling, position_ids.device)
         return rope_table(position_ids, freqs, 1.0 if scaling is None else scaling.amplitude)
+
+    def _local_rope(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        c = self.config
+        assert c.rotary_base_local is not None, "there are such layers"
+        return rope_table(
+            position_ids, rope_frequencies(c.rotary_channels, c.rotary_base_local, None, position_ids.device)
+        )
 
     def _own(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's part of a per-token tensor."""
@@ -317,8 +334,12 @@ class GPT(nn.Module):
         """ids (tokens,) -> (tokens [/p], hidden)."""
         assert self.embedding is not None
         x = self.embedding(input_ids, table)
+        if self.config.embedding_multiplier != 1.0:
+            x = x * torch.tensor(self.config.embedding_multiplier, dtype=x.dtype)  # Gemma rounds it to bf16
         if self.positions is not None:
             x = x + self.positions(layout.position_ids)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
         if keys is None or layout.local_token_index is None:
             return x
         return keyed_dropout(x, keys[-1], layout.local_token_index, self.config.hidden_dropout)
@@ -330,27 +351,39 @@ def _flat(x: torch.Tensor, padding: int) -> torch.Tensor:
 
 
 def _norm(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> Norm:
-    kind = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
-    return kind(config.hidden_size, context, eps=config.norm_epsilon, kernels=kernels)
+    options: dict[str, Any] = {"eps": config.norm_epsilon, "one_plus": config.apply_layernorm_1p, "kernels": kernels}
+    if config.normalization == "RMSNorm":
+        return RMSNorm(config.hidden_size, context, **options)
+    return LayerNorm(config.hidden_size, context, bias=config.layernorm_bias, **options)
 
 
-def _block(config: ModelConfig, context: ParallelContext, kernels: Kernels, *, experts: bool) -> TransformerBlock:
+def _block(config: ModelConfig, context: ParallelContext, kernels: Kernels, layer: int) -> TransformerBlock:
+    """Block number ``layer`` of the whole model."""
+    attention, experts = _attention(config, context, kernels, layer), has_experts(config, layer)
+    before, behind = (config.norm_placement in kinds for kinds in (("pre", "sandwich"), ("post", "sandwich")))
+    wanted = before, before and not config.parallel_residual_shared_norm, behind, behind
+    norms = [_norm(config, context, kernels) if there else None for there in wanted]
     kind = MoEBlock if experts else TransformerBlock
     return kind(
-        _attention(config, context, kernels),
+        attention,
         _moe(config, context, kernels) if experts else _mlp(config, config.ffn_hidden_size, context, kernels),
-        _norm(config, context, kernels),
-        _norm(config, context, kernels),
+        norms[0],
+        norms[1],
+        attention_post_norm=norms[2],
+        mlp_post_norm=norms[3],
         parallel_residual=config.parallel_residual,
+        multiplier=config.residual_multiplier,
         dropout=config.hidden_dropout,
     )
 
 
-def _attention(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> SelfAttention | LatentAttention:
-    bias = not config.disable_bias_linear
-    std, output_std = _stds(config)
+def _attention(
+    config: ModelConfig, context: ParallelContext, kernels: Kernels, layer: int
+) -> SelfAttention | LatentAttention:
     if config.multi_latent_attention:
         return _latent_attention(config, context, kernels)
+    bias, own = not config.disable_bias_linear, layer_attention(config, layer)
+    std, output_std = _stds(config)
     return SelfAttention(
         config.hidden_size,
         config.num_attention_heads,
@@ -361,7 +394,13 @@ def _attention(config: ModelConfig, context: ParallelContext, kernels: Kernels) 
         qkv_bias=bias or config.add_qkv_bias,
         qk_norm_eps=config.norm_epsilon if config.qk_layernorm else None,
         qk_norm_across_heads=config.qk_layernorm_across_heads,
-        window=config.window_size,
+        qk_norm_one_plus=config.apply_layernorm_1p,
+        window=own.window,
+        scale=config.softmax_scale,
+        softcap=config.attn_logit_softcapping,
+        alibi=config.position_embedding_type == "alibi",
+        rope=own.rope,
+        rope_interleaved=config.rotary_interleaved,
         dropout=config.attention_dropout,
         init_std=std,
         output_std=output_std,
@@ -401,6 +440,7 @@ def _head(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> Vo
         tied=not config.untie_embeddings_and_output_weights,
         divisible_by=config.make_vocab_size_divisible_by,
         init_std=config.init_method_std,
+        softcap=config.final_logit_softcapping,
         kernels=kernels,
     )
 

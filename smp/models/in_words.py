@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from smp.config import ModelConfig
+from smp.config.layer_pattern import layer_attentions
 from smp.config.moe import has_experts
 from smp.models.arithmetic import count_parameters
 
@@ -14,7 +15,7 @@ def in_words(model: ModelConfig) -> str:
     parts = [
         f"{model.num_layers} {'parallel ' if model.parallel_residual else ''}blocks of width {model.hidden_size:,}",
         _heads(model),
-        model.normalization,
+        _norms(model),
         _positions(model),
         f"{_activation(model)} MLP of {ffn:,}" if _has_dense(model) else _experts(model),
         *([_experts(model)] if _has_dense(model) and model.num_experts is not None else []),
@@ -39,7 +40,18 @@ def _heads(model: ModelConfig) -> str:
     text += f" on {groups} of keys and values" if groups != heads else ""
     if model.qk_layernorm:
         text += ", with a norm over all" if model.qk_layernorm_across_heads else ", each with a norm"
-    return text + (f" that see {model.window_size:,} tokens" if model.window_size is not None else "")
+    if model.window_size is not None:
+        windows = [layer.window for layer in layer_attentions(model)]
+        some = "" if all(windows) else f" in {len(windows) - windows.count(None)} of {len(windows)} layers"
+        text += f" that see {model.window_size:,} tokens{some}"
+    return text + (f", scores within +-{model.attn_logit_softcapping:g}" if model.attn_logit_softcapping else "")
+
+
+def _norms(model: ModelConfig) -> str:
+    where = {"pre": "", "post": " behind attention and MLP", "sandwich": " before and behind attention and MLP"}
+    shared = " for both" if model.parallel_residual_shared_norm else ""
+    counted = " counted from 1" if model.apply_layernorm_1p else ""
+    return f"{model.normalization}{counted}{where[model.norm_placement]}{shared}"
 
 
 def _latent_heads(model: ModelConfig) -> str:
@@ -63,16 +75,26 @@ def _experts(model: ModelConfig) -> str:
 def _positions(model: ModelConfig) -> str:
     if model.position_embedding_type == "learned_absolute":
         return f"{model.max_position_embeddings:,} learned positions"
+    if model.position_embedding_type == "alibi":
+        return "ALiBi"
     if model.position_embedding_type == "none":
         return "no positions"
     part = "" if model.rotary_percent == 1 else f" on {model.rotary_channels} channels"
     scaling = f", {model.rope_scaling_type} scaling by {model.rope_scaling_factor:g}" if model.use_rope_scaling else ""
-    return f"RoPE{part} (base {model.rotary_base:g}{scaling})"
+    kinds = [layer.rope for layer in layer_attentions(model)]
+    local = f"; {model.rotary_base_local:g} in {kinds.count('local')} layers" if "local" in kinds else ""
+    without = f", none in {kinds.count(None)} layers" if None in kinds else ""
+    name = "interleaved RoPE" if model.rotary_interleaved else "RoPE"
+    return f"{name}{part} (base {model.rotary_base:g}{scaling}{local}){without}"
 
 
 def _activation(model: ModelConfig) -> str:
     if model.swiglu:
         return "SwiGLU"
+    if model.geglu:
+        return "tanh-GEGLU" if model.tanh_gelu else "GEGLU"
+    if model.relu:
+        return "ReLU"
     return "squared-ReLU" if model.squared_relu else "tanh-GELU" if model.tanh_gelu else "GELU"
 
 

@@ -72,7 +72,10 @@ def inventory(model: ModelConfig, parts: Sequence[ModelPart] | None = None) -> I
     if first or (last and tied):
         yield vocabulary_matrix(model, "embedding", has_product=tied)
     if first and model.position_embedding_type == "learned_absolute":
-        yield Parameter("positions.weight", (model.max_position_embeddings, model.hidden_size))
+        rows = model.position_embedding_offset + model.max_position_embeddings
+        yield Parameter("positions.weight", (rows, model.hidden_size))
+    if first and model.embedding_layernorm:
+        yield from _norm(model, "embedding_norm")
     for part in parts:
         for layer in part.layers:
             yield from block_parameters(model, layer)
@@ -106,9 +109,15 @@ def block_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
     hidden, ffn, mlp = model.hidden_size, model.ffn_hidden_size, f"layers.{layer}.mlp"
     assert ffn is not None, "resolved before"
     attention = f"layers.{layer}.attention"
-    yield from _norm(model, f"{attention}_norm")
+    before, behind = (model.norm_placement in kinds for kinds in (("pre", "sandwich"), ("post", "sandwich")))
+    if before:
+        yield from _norm(model, f"{attention}_norm")
     yield from (_latent_attention if model.multi_latent_attention else _attention)(model, attention)
-    yield from _norm(model, f"{mlp}_norm")
+    if before and not model.parallel_residual_shared_norm:
+        yield from _norm(model, f"{mlp}_norm")
+    if behind:
+        yield from _norm(model, f"{attention}_post_norm")
+        yield from _norm(model, f"{mlp}_post_norm")
     if not has_experts(model, layer):
         yield from _mlp(model, mlp, ffn)
         return
@@ -157,7 +166,7 @@ def _latent_attention(model: ModelConfig, attention: str) -> Iterator[Parameter]
 
 def _mlp(model: ModelConfig, name: str, ffn: int) -> Iterator[Parameter]:
     bias = not model.disable_bias_linear
-    if model.swiglu:
+    if model.gated:
         yield from _linear(f"{name}.gate", model.hidden_size, ffn, 0, bias)
     yield from _linear(f"{name}.up", model.hidden_size, ffn, 0, bias)
     yield from _linear(f"{name}.down", ffn, model.hidden_size, 1, bias)
@@ -176,7 +185,7 @@ def _experts(model: ModelConfig, name: str) -> Iterator[Parameter]:
 
 def _norm(model: ModelConfig, name: str) -> Iterator[Parameter]:
     yield Parameter(f"{name}.weight", (model.hidden_size,))
-    if model.normalization == "LayerNorm":
+    if model.normalization == "LayerNorm" and model.layernorm_bias:
         yield Parameter(f"{name}.bias", (model.hidden_size,))
 
 

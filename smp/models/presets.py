@@ -2,7 +2,7 @@
 
 Each is what the model's authors released: GPT-2's and GPT-3's papers, and the ``config.json`` of the Hugging Face
 repository of the same name for the rest: the base models of Llama and Qwen 2.5 (whose instruct variants have other
-epsilons and lengths), the hybrid ones of Qwen 3, version 0.1 of Mistral 7B.
+epsilons and lengths), the hybrid ones of Qwen 3, version 0.1 of Mistral 7B and of Command R.
 
 Two things differ on purpose. Dropout, 0.1 in GPT-2's recipe, is a setting of the run and stays off. GPT-3 used banded
 sparse attention in every other layer; here every layer is dense, as in all later models.
@@ -118,6 +118,79 @@ _DEEPSEEK2: Preset = _DEEPSEEK | {
     "moe_router_pre_softmax": True,
 }
 
+_GEMMA2: Preset = _TIED | {
+    **{"vocab_size": 256000, "max_position_embeddings": 8192, "norm_epsilon": 1e-6, "kv_channels": 256},
+    **{"apply_layernorm_1p": True, "norm_placement": "sandwich", "swiglu": False, "geglu": True, "tanh_gelu": True},
+    **{"window_size": 4096, "window_attn_skip_freq": "2"},
+    **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+}
+_GEMMA3: Preset = _GEMMA2 | {
+    **{"vocab_size": 262144, "max_position_embeddings": 131072, "qk_layernorm": True, "window_attn_skip_freq": "6"},
+    **{"rotary_base": 1000000.0, "rotary_base_local": 10000.0, "window_size": 1024},
+    **{"attn_logit_softcapping": None, "final_logit_softcapping": None},
+}
+
+
+def _embedded(hidden: int) -> Preset:
+    """Gemma's factor of the embedding."""
+    return {"embedding_multiplier": hidden**0.5}
+
+
+_OLMO2: Preset = {
+    **{"vocab_size": 100352, "max_position_embeddings": 4096, "norm_epsilon": 1e-6, "rotary_base": 500000.0},
+    **{"norm_placement": "post", "qk_layernorm": True, "qk_layernorm_across_heads": True},
+}
+_GRANITE: Preset = _TIED | {
+    **{"vocab_size": 49155, "max_position_embeddings": 131072, "norm_epsilon": 1e-5, "embedding_multiplier": 12.0},
+    "residual_multiplier": 0.22,
+}
+_COMMAND: Preset = _TIED | {
+    **{"vocab_size": 256000, "normalization": "LayerNorm", "layernorm_bias": False, "norm_epsilon": 1e-5},
+    **{"parallel_residual": True, "parallel_residual_shared_norm": True, "rotary_interleaved": True},
+}
+_LAYER_NORMS: Preset = {
+    **{"normalization": "LayerNorm", "norm_epsilon": 1e-5, "swiglu": False, "disable_bias_linear": False},
+}
+_STARCODER2: Preset = (
+    _LAYER_NORMS
+    | _TIED
+    | {
+        **{"vocab_size": 49152, "max_position_embeddings": 16384, "tanh_gelu": True, "window_size": 4096},
+    }
+)
+_GLM4: Preset = {
+    **{"vocab_size": 151552, "norm_epsilon": 1e-5, "rotary_percent": 0.5, "rotary_interleaved": True},
+    **{"kv_channels": 128, "add_qkv_bias": True, "max_position_embeddings": 131072},
+}
+_FALCON: Preset = (
+    _LAYER_NORMS
+    | _TIED
+    | {
+        **{
+            "vocab_size": 65024,
+            "max_position_embeddings": 2048,
+            "disable_bias_linear": True,
+            "parallel_residual": True,
+        },
+    }
+)
+_OPT: Preset = (
+    _LAYER_NORMS
+    | _TIED
+    | {
+        **{"vocab_size": 50272, "max_position_embeddings": 2048, "relu": True},
+        **{"position_embedding_type": "learned_absolute", "position_embedding_offset": 2},
+    }
+)
+_BLOOM: Preset = (
+    _LAYER_NORMS
+    | _TIED
+    | {
+        **{"vocab_size": 250880, "max_position_embeddings": 2048, "tanh_gelu": True},
+        **{"position_embedding_type": "alibi", "embedding_layernorm": True},
+    }
+)
+
 #                          layers, hidden, heads, kv heads, ffn
 PRESETS: dict[str, Preset] = {
     "debug": _size(4, 128, 4, 2, 384) | {"max_position_embeddings": 2048},
@@ -151,6 +224,51 @@ PRESETS: dict[str, Preset] = {
     "qwen3-8b": _QWEN3 | _size(36, 4096, 32, 8, 12288),
     "qwen3-14b": _QWEN3 | _size(40, 5120, 40, 8, 17408),
     "qwen3-32b": _QWEN3 | _size(64, 5120, 64, 8, 25600),
+    "gemma-2-2b": _GEMMA2 | _size(26, 2304, 8, 4, 9216) | _embedded(2304),
+    "gemma-2-9b": _GEMMA2 | _size(42, 3584, 16, 8, 14336) | _embedded(3584),
+    "gemma-2-27b": _GEMMA2
+    | _size(46, 4608, 32, 16, 36864)
+    | _embedded(4608)
+    | {"kv_channels": 128, "softmax_scale": 144**-0.5},
+    "gemma-3-1b": _GEMMA3
+    | _size(26, 1152, 4, 1, 6912)
+    | _embedded(1152)
+    | {"window_size": 512, "max_position_embeddings": 32768},
+    "olmo-2-7b": _OLMO2 | _size(32, 4096, 32, 32, 11008),
+    "olmo-2-13b": _OLMO2 | _size(40, 5120, 40, 40, 13824),
+    "phi-3-mini-4k": _LLAMA2 | _size(32, 3072, 32, 32, 8192) | {"vocab_size": 32064, "window_size": 2047},
+    "phi-4": _LLAMA2
+    | _size(40, 5120, 40, 10, 17920)
+    | {"vocab_size": 100352, "max_position_embeddings": 16384, "rotary_base": 250000.0},
+    "granite-3.1-2b": _GRANITE
+    | _size(40, 2048, 32, 8, 8192)
+    | {"softmax_scale": 0.015625, "logit_scale": 1 / 8.0, "rotary_base": 5000000.0},
+    "granite-3.1-8b": _GRANITE
+    | _size(40, 4096, 32, 8, 12800)
+    | {"softmax_scale": 0.0078125, "logit_scale": 1 / 16.0, "rotary_base": 10000000.0},
+    "command-r-35b": _COMMAND
+    | _size(40, 8192, 64, 64, 22528)
+    | {"max_position_embeddings": 8192, "rotary_base": 8000000.0, "logit_scale": 0.0625},
+    "command-r7b": _COMMAND
+    | _size(32, 4096, 32, 8, 14336)
+    | {"max_position_embeddings": 8192, "rotary_base": 50000.0, "logit_scale": 0.25}
+    | {"window_size": 4096, "window_attn_skip_freq": "4", "no_rope_freq": "4"},
+    "smollm3-3b": _TIED
+    | _size(36, 2048, 16, 4, 11008)
+    | {"vocab_size": 128256, "max_position_embeddings": 65536, "norm_epsilon": 1e-6, "rotary_base": 5000000.0}
+    | {"no_rope_freq": "4"},
+    "starcoder2-3b": _STARCODER2 | _size(30, 3072, 24, 2, 12288) | {"rotary_base": 999999.4420358813},
+    "starcoder2-7b": _STARCODER2 | _size(32, 4608, 36, 4, 18432) | {"rotary_base": 1000000.0},
+    "glm-4-9b": _GLM4 | _size(40, 4096, 32, 2, 13696) | {"norm_epsilon": 1.5625e-07, "max_position_embeddings": 8192},
+    "glm-4-9b-0414": _GLM4
+    | _size(40, 4096, 32, 2, 13696)
+    | {"norm_placement": "sandwich", "max_position_embeddings": 32768},
+    "falcon-7b": _FALCON | _size(32, 4544, 71, 1, 18176) | {"parallel_residual_shared_norm": True},
+    "falcon-40b": _FALCON | _size(60, 8192, 128, 8, 32768),
+    "opt-125m": _OPT | _size(12, 768, 12, 12, 3072),
+    "opt-6.7b": _OPT | _size(32, 4096, 32, 32, 16384),
+    "bloom-560m": _BLOOM | _size(24, 1024, 16, 16, 4096),
+    "bloom-7b1": _BLOOM | _size(30, 4096, 32, 32, 16384),
     #                                                              experts, of a token, their width
     "mixtral-8x7b": _MIXTRAL | _size(32, 4096, 32, 8, 14336) | _experts(8, 2, 14336),
     "mixtral-8x22b": _MIXTRAL

@@ -146,7 +146,7 @@ class StepModel:
         heads, groups = model.num_attention_heads, model.num_query_groups or model.num_attention_heads
         assert model.kv_channels is not None and model.ffn_hidden_size is not None, "resolved before"
         rotated = 2 * (heads + groups) * model.kv_channels // tp
-        activation = (3 if model.swiglu else 2) * model.ffn_hidden_size // tp
+        activation = (3 if model.gated else 2) * model.ffn_hidden_size // tp
         numbers = 10 * model.hidden_size // split + rotated + activation  # two norms and two sums: 2 x 2 + 2 x 3
         return self.tokens * numbers * self.width / (self.device.bandwidth * self.device.memory_share)
 

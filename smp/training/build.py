@@ -9,6 +9,7 @@ import torch
 
 from smp.config import Config
 from smp.config.batch import BatchSizes
+from smp.config.layer_pattern import scores_flag
 from smp.data.loader import BatchLoader, ReadBatch
 from smp.kernels.attention import AttentionShape, choose_attention
 from smp.kernels.attention_core import AttentionCore
@@ -71,6 +72,7 @@ def choose_backends(
         masked=documents or (model.window_size is not None and model.window_size < length),
         spans=model.attention_dropout == 0.0,
         other_lengths=other_lengths,
+        changes_scores=scores_flag(model),
     )
     deterministic = config.training.deterministic_mode
     attention = choose_attention(parallel.attention_backend, device, shape, deterministic=deterministic)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from smp.config import Config, Layout, to_yaml
 from smp.config.checks import notes_on_effects
+from smp.config.layer_pattern import scores_flag
 from smp.config.moe import has_experts
 from smp.convert.adapters import TENSORS
 from smp.layers.context_parallel.cost import bytes_sent
@@ -138,7 +139,8 @@ def _measured(steps: list[StepMeasures]) -> list[str]:
 def _left_out(config: Config) -> list[str]:
     """What the step on tensors without data does not have."""
     documents = config.data.reset_attention_mask or config.data.packing == "best-fit"
-    window = config.model.window_size is not None and config.parallel.attention_backend != "math"
+    whole = config.parallel.attention_backend == "math" or bool(scores_flag(config.model))
+    window = config.model.window_size is not None and not whole
     lines = ["documents are left out of it: its attention is over whole sequences"] if documents else []
     return lines + (["the window is left out of it: its attention is over all tokens before"] if window else [])
 

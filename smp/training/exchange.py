@@ -55,7 +55,7 @@ def exchange_of(config: Config, device_type: str) -> Exchange:
             exchanged(config),
             data.seq_length,
             replace(machine, local=max(1, machine.local // parallel.tensor_model_parallel_size)),
-            window=config.model.window_size,
+            window=None if config.model.window_attn_skip_freq else config.model.window_size,  # of layers that see most
             document=min(DOCUMENT, data.seq_length) if data.reset_attention_mask else None,
             compiled=parallel.compile,
         )

@@ -19,6 +19,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from smp.config import Config, Layout
+from smp.config.layer_pattern import scores_flag
 from smp.kernels import Kernels
 from smp.kernels.attention_core import AttentionCore, AttentionSpec, FusedAttention, MathAttention, Pair
 from smp.kernels.copier import Copier, HostCopier
@@ -78,7 +79,7 @@ def gpu_kernels(config: Config) -> Kernels:
     fused = parallel.kernels != "torch" and not parallel.compile
     masked = model.window_size is not None
     grouped = (model.num_query_groups or model.num_attention_heads) < model.num_attention_heads and not masked
-    math = parallel.attention_backend == "math"
+    math = parallel.attention_backend == "math" or bool(scores_flag(model))
     return Kernels(
         cross_entropy="triton" if parallel.kernels != "torch" else "torch",
         norm="triton" if fused and model.hidden_size <= LONGEST_ROW else "torch",
@@ -169,7 +170,8 @@ class _Uncounted(HostCopier):
 
 def _plain(config: Config) -> Config:
     """Without what fake tensors cannot do. apex's Adam holds what torch's does."""
-    masked = config.model.window_size is not None and config.parallel.attention_backend != "math"
+    whole = config.parallel.attention_backend == "math" or bool(scores_flag(config.model))
+    masked = config.model.window_size is not None and not whole
     model = replace(config.model, window_size=None) if masked else config.model
     optim = replace(config.optim, optimizer="adam") if config.optim.optimizer == "apex-adam" else config.optim
     return replace(config, model=model, optim=optim, parallel=replace(config.parallel, compile=False))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from smp.config import Config, Layout
+from smp.config.layer_pattern import scores_flag
 from smp.config.moe import has_experts
 from smp.config.qlora import packed_row_bytes
 from smp.config.schema import OptimizerConfig, ParallelConfig
@@ -267,9 +268,11 @@ def _kept_per_token(
     With h_l = h / tp under sequence parallelism, else h, and all other widths local:
 
     - none: input and output of both norms 4 h_l; query, key, value and output of attention 2 q + 2 k; MLP 2 f, with
-      SwiGLU that is not ``fused`` 4 f (gate, up, SiLU, product); with qk-norm its inputs q + k; log-sum-exp, 4 bytes
-      per head, or with attention dropout per head and position the probabilities in fp32, the mask in one byte and the
-      dropped probabilities in compute precision. Context parallelism that exchanges keys keeps no probabilities.
+      SwiGLU that is not ``fused`` 4 f (gate, up, SiLU, product); with qk-norm its inputs q + k, with norms before and
+      behind 2 h_l more; log-sum-exp, 4 bytes per head, or with attention dropout per head and position the
+      probabilities in fp32, the mask in one byte and the dropped probabilities in compute precision, and where scores
+      are changed the probabilities, with a cap also the capped scores. Context parallelism that exchanges keys keeps
+      no probabilities.
     - selective: input h_l; results of matrix products q + 2 k + (2 or 1) f + 2 h_l (the last after their reduction)
       and of attention q; log-sum-exp, or with attention dropout the scores in compute precision.
     - full: input h_l.
@@ -293,12 +296,13 @@ def _kept_per_token(
     if recompute == "full":
         return b * h_l
     if recompute == "selective":
-        elements = 3 * h_l + 2 * q + 2 * k + (2 if model.swiglu else 1) * f
+        elements = 3 * h_l + 2 * q + 2 * k + (2 if model.gated else 1) * f
         per_position = b
         wide, results = 2, 1 + 2 * (layout.ep > 1)
     else:
-        mlp = 4 if model.swiglu and not fused else 2
-        elements = 4 * h_l + 2 * q + 2 * k + mlp * f + (q + k if model.qk_layernorm else 0)
+        mlp = (2 if fused and model.swiglu else 4) if model.gated else 2
+        norms = 6 if model.norm_placement == "sandwich" else 4
+        elements = norms * h_l + 2 * q + 2 * k + mlp * f + (q + k if model.qk_layernorm else 0)
         per_position = 4 + 1 + b
         wide, results = 3 if fused else 4, 2
     if experts:
@@ -311,5 +315,8 @@ def _kept_per_token(
         elements += low + up if recompute == "selective" else 2 * low + up
     # auto may choose to exchange heads
     by_heads = layout.cp == 1 or config.parallel.cp_comm_type not in ("p2p", "all_gather")
-    dropped = model.attention_dropout > 0 and by_heads
-    return b * elements + heads * (per_position * length if dropped else 4)
+    if not by_heads or (model.attention_dropout == 0 and not scores_flag(model)):
+        return b * elements + heads * 4
+    if model.attention_dropout == 0:
+        per_position = 8 if model.attn_logit_softcapping is not None and recompute == "none" else 4
+    return b * elements + heads * per_position * length

@@ -14,7 +14,7 @@ from smp.config import Config
 from smp.data.blend import Manifest
 from smp.data.loader import BatchLoader, RankBatch, Unreadable
 from smp.layers.fp8.apply import fp8_history
-from smp.models.arithmetic import visible_pairs
+from smp.models.arithmetic import visible_pairs_of_layers
 from smp.models.gpt import GPT, beside_names
 from smp.optim.optimizer import clip_gradients, set_learning_rate, step_if
 from smp.optim.schedule import learning_rate
@@ -56,7 +56,7 @@ class StepResult:
         num_samples: consumed by all ranks.
         consumed_samples: up to its end, since the first step of all.
         num_tokens: of the global batch, without padding.
-        visible_pairs: of a token and a token that it sees, in the global batch.
+        visible_pairs: of a token and a token that it sees, in the global batch, of all layers.
         skipped: loss or norm was not finite, so the weights were left alone.
         seconds: wall time from its start, or the end of the step before, to its end.
         waited: wall time before it in which its data were not there yet and the device had nothing to do.
@@ -250,11 +250,11 @@ class Trainer:
         return num_valid, num_tokens, visible_pairs
 
     def _visible_pairs_of(self, batch: RankBatch) -> int:
-        """Of this rank's tokens, in one layer."""
+        """Of this rank's tokens, in all layers."""
         lengths = batch.attended_lengths
         if lengths is None:
             lengths = np.full(batch.labels[..., 0].numel(), batch.labels.shape[-1])
-        return int(visible_pairs(lengths, self.config.model.window_size).sum())
+        return visible_pairs_of_layers(lengths, self.config.model)
 
     def check_skipped(self, result: StepResult) -> None:
         """Raise TrainingError when too many steps in a row were skipped, ``result`` the last of them."""

@@ -20,6 +20,7 @@ def check(flags: str, world_size: int) -> None:
     [
         ("--context-parallel-size 4", 4),
         ("--context-parallel-size 3 --cp-comm-type a2a", 3),
+        ("--context-parallel-size 2 --cp-comm-type a2a --position-embedding-type alibi", 2),
         ("--context-parallel-size 3 --cp-comm-type a2a --tensor-model-parallel-size 2", 12),
         ("--context-parallel-size 4 --cp-comm-type all_gather --pipeline-model-parallel-size 2", 8),
         (f"{TWO_BY_TWO} 2 2", 8),
@@ -57,6 +58,11 @@ def test_what_works(flags: str, world_size: int) -> None:
             "--num-attention-heads 6 / --tensor-model-parallel-size 2 = 3; ",
         ),
         (f"{TWO_BY_TWO} 4 1", 4, "--cp-comm-type a2a+p2p needs a multiple of 4 query heads"),
+        (
+            "--context-parallel-size 2 --cp-comm-type p2p --position-embedding-type alibi",
+            2,
+            "which --position-embedding-type alibi is not written for; --cp-comm-type a2a works",
+        ),
         (
             "--context-parallel-size 8 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 4 2",
             8,

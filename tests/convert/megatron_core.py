@@ -103,6 +103,8 @@ def build(c: dict[str, Any], padded: int, tp: int) -> Any:
         add_bias_linear=not c["disable_bias_linear"],
         add_qkv_bias=c["add_qkv_bias"],
         qk_layernorm=c["qk_layernorm"],
+        rotary_interleaved=c["rotary_interleaved"],
+        no_rope_freq=None if c["no_rope_freq"] is None else int(c["no_rope_freq"]),
         tensor_model_parallel_size=tp,
         hidden_dropout=0.0,
         attention_dropout=0.0,

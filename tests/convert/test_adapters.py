@@ -19,8 +19,8 @@ from smp.checkpoint.local import LocalFolder
 from smp.config import ConfigError, ModelConfig
 from smp.config.command import DamageError, exit_code
 from smp.convert.adapters import CONFIG, TENSORS, Adapter, MergedWeights, linear_modules
-from smp.convert.families import FAMILIES
 from smp.convert.hf_config import resolved
+from smp.convert.more_families import FAMILIES
 from smp.convert.peft_read import read_adapters
 from smp.convert.peft_write import write_adapters
 from smp.convert.store import Stored

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from smp.convert.families import FAMILIES
+from smp.convert.more_families import FAMILIES
 from smp.data.indexed_dataset import IndexedDatasetWriter
 from tests.convert.test_generate import tokenizer
 from tests.convert.test_megatron import convert
@@ -83,6 +83,22 @@ def test_every_family_and_every_link_is_there() -> None:
         "DeepSeek-V3",
         "GPT-2",
         "GPT-NeoX",
+        "Gemma",
+        "Gemma 2",
+        "Gemma 3",
+        "OLMo 2",
+        "OLMo 3",
+        "Phi-3",
+        "Granite 3",
+        "Cohere (",
+        "Cohere 2",
+        "SmolLM3",
+        "StarCoder 2",
+        "GLM-4 (",
+        "GLM-4-0414",
+        "Falcon",
+        "OPT",
+        "BLOOM",
     )
     for family, name in zip(FAMILIES, names, strict=True):
         rows = [line for line in PAGE.splitlines() if line.startswith(f"| {name}")]

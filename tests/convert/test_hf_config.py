@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from smp.config import ConfigError
+from smp.config.layer_pattern import layer_attentions
 from smp.convert.hf_config import architecture, from_hf, resolved, to_hf
 from smp.models.presets import PRESETS
 
@@ -32,10 +33,16 @@ def test_named_sizes_there_and_back(name: str) -> None:
     content = to_hf(config, "bfloat16")
     assert architecture(from_hf(content)) == architecture(config)
     family = {"gpt": "GPT2LMHeadModel", "lla": "Llama", "mis": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-    family |= {"mix": "Mixtral", "qwen1.5-moe": "Qwen2Moe", "olmoe": "Olmoe", "glm": "Glm4Moe"}
+    family |= {"mix": "Mixtral", "qwen1.5-moe": "Qwen2Moe", "olmoe": "Olmoe", "glm-4.5": "Glm4Moe"}
+    family |= {"gemma-2": "Gemma2", "gemma-3": "Gemma3", "olmo-2": "Olmo2", "phi-3": "Mistral", "phi-4": "Llama"}
+    family |= {"granite": "Granite", "command-r-": "Cohere", "command-r7b": "Cohere2", "smollm3": "SmolLM3"}
+    family |= {"starcoder2": "Starcoder2", "glm-4-9b-0414": "Glm4", "glm": "Glm", "falcon": "Falcon"}
+    family |= {"opt": "OPT", "bloom": "Bloom"}
     family |= {"deepseek-v2": "DeepseekV2", "deepseek-v3": "DeepseekV3"}
     expected = next(value for key, value in family.items() if name.startswith(key))
-    assert content["architectures"][0].startswith(expected)
+    assert content["architectures"][0] == expected.removesuffix("LMHeadModel") + (
+        "LMHeadModel" if expected.startswith("GPT2") else "ForCausalLM"
+    )
 
 
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -106,9 +113,12 @@ def test_windows_in_all_layers_or_none(changes: dict[str, Any], window: int | No
     assert architecture(from_hf(to_hf(config, "float32"))) == architecture(config)
 
 
-def test_windows_in_some_layers_are_refused() -> None:
-    with pytest.raises(ConfigError, match="a sliding window in some layers only"):
-        from_hf(QWEN | {"max_window_layers": 16})
+def test_windows_in_some_layers() -> None:
+    config = from_hf(QWEN | {"max_window_layers": 16})
+    assert [layer.window for layer in layer_attentions(config)] == [None] * 16 + [128] * 16
+    written = to_hf(config, "float32")
+    assert written["layer_types"] == ["full_attention"] * 16 + ["sliding_attention"] * 16
+    assert architecture(from_hf(written)) == architecture(config)
 
 
 @pytest.mark.parametrize(
@@ -178,9 +188,9 @@ def test_a_configuration_that_still_fits_is_kept() -> None:
     ("changes", "message"),
     [
         ({"swiglu": False, "squared_relu": True}, "has no .*--squared-relu True"),
-        ({"position_embedding_type": "none"}, "has no --position-embedding-type none"),
+        ({"embedding_layernorm": True}, "has no --embedding-layernorm True"),
         ({"parallel_residual": True}, "has no --parallel-residual True"),
-        ({"rotary_percent": 0.5}, "has no --rotary-percent 0.5"),
+        ({"final_logit_softcapping": 30.0}, "has no --final-logit-softcapping 30.0"),
     ],
 )
 def test_models_that_no_family_computes_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -254,3 +264,93 @@ def test_one_expert_of_a_router_of_sigmoids_keeps_its_score() -> None:
 def test_groups_that_are_all_kept_are_none() -> None:
     model = from_hf(GLM | {"n_group": 4, "topk_group": 4})
     assert model.moe_router_num_groups is None and model.moe_layer_freq == "[0,1]" and model.rotary_percent == 0.5
+
+
+def _published(architecture_name: str, layers: int, hidden: int, heads: int, vocab: int, **more: Any) -> dict[str, Any]:
+    return {
+        "architectures": [architecture_name],
+        **{"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "vocab_size": vocab},
+        **more,
+    }
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "gemma-2-2b": _published(
+        *("Gemma2ForCausalLM", 26, 2304, 8, 256000),
+        **{"intermediate_size": 9216, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192},
+        **{"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256},
+        **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096},
+        **{"rms_norm_eps": 1e-06, "rope_theta": 10000.0, "attention_bias": False, "cache_implementation": "hybrid"},
+    ),
+    "gemma-3-1b": _published(
+        *("Gemma3ForCausalLM", 26, 1152, 4, 262144),
+        **{"model_type": "gemma3_text", "intermediate_size": 6912, "num_key_value_heads": 1, "head_dim": 256},
+        **{"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "max_position_embeddings": 32768},
+        **{"sliding_window": 512, "sliding_window_pattern": 6, "rope_theta": 1000000, "rope_local_base_freq": 10000},
+        **{"rope_scaling": None, "rms_norm_eps": 1e-06, "attn_logit_softcapping": None},
+    ),
+    "command-r7b": _published(
+        *("Cohere2ForCausalLM", 32, 4096, 32, 256000),
+        **{"intermediate_size": 14336, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 8192},
+        **{"sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 50000, "logit_scale": 0.25},
+        **{"layer_norm_eps": 1e-05, "attention_bias": False, "hidden_act": "silu", "use_parallel_block": True},
+    ),
+    "falcon-7b": _published(
+        *("FalconForCausalLM", 32, 4544, 71, 65024),
+        **{"alibi": False, "bias": False, "multi_query": True, "new_decoder_architecture": False},
+        **{"parallel_attn": True, "layer_norm_epsilon": 1e-05},
+    ),
+    "bloom-560m": {
+        **{"architectures": ["BloomForCausalLM"], "n_embed": 1024, "n_layer": 24, "num_attention_heads": 16},
+        **{"vocab_size": 250880, "layer_norm_epsilon": 1e-05, "seq_length": 2048, "pretraining_tp": 1},
+        **{"apply_residual_connection_post_layernorm": False, "offset_alibi": 100},
+    },
+}
+"""config.json as it lies beside the weights, from before transformers 5."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_files_are_the_named_sizes(name: str) -> None:
+    assert architecture(from_hf(PUBLISHED[name])) == architecture(resolved(**PRESETS[name]))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gemma-2-2b", {"final_logit_softcapping": 0}, "final_logit_softcapping 0 is not supported, only above 0"),
+        ("gemma-2-2b", {"layer_types": ["chunked_attention"] * 26}, "is not one of full_attention, sliding_attention"),
+        ("gemma-2-2b", {"query_pre_attn_scalar": "256"}, "query_pre_attn_scalar '256' is not a number"),
+        (
+            "gemma-3-1b",
+            {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "linear"}}},
+            "RoPE of type 'linear' in layers with a window is not supported, only 'default'",
+        ),
+        ("gemma-3-1b", {"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supported"),
+        ("gemma-3-1b", {"architectures": ["Gemma3ForConditionalGeneration"]}, "it has layers for images"),
+        ("command-r7b", {"use_qk_norm": True}, "use_qk_norm True is not supported"),
+        ("falcon-7b", {"alibi": True}, "alibi True is not supported"),
+        ("falcon-7b", {"parallel_attn": False}, "parallel_attn False is not supported"),
+    ],
+)
+def test_what_these_families_have_beyond_is_refused(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        from_hf(PUBLISHED[name] | changes)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("architecture_name", "more", "message"),
+    [
+        ("OPTForCausalLM", {"do_layer_norm_before": False}, "do_layer_norm_before False is not supported"),
+        ("OPTForCausalLM", {"word_embed_proj_dim": 512}, "word_embed_proj_dim 512 is not supported, only 1024"),
+        ("Phi3ForCausalLM", {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "type 'longrope'"),
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, "no_rope_layers [1] is no list of a 0 or 1 for each layer"),
+        ("GraniteForCausalLM", {"logits_scaling": 0}, "logits_scaling 0 is not supported, only above 0"),
+        ("MptForCausalLM", {}, "it has ALiBi slopes of its own"),
+    ],
+)
+def test_variants_that_are_not_there_are_refused(architecture_name: str, more: dict[str, Any], message: str) -> None:
+    sizes = {"ffn_dim": 4096, "intermediate_size": 4096, "max_position_embeddings": 64}
+    with pytest.raises(ConfigError) as error:
+        from_hf(_published(architecture_name, 2, 1024, 16, 100, **sizes, **more))
+    assert message in str(error.value) and "\n" not in str(error.value)

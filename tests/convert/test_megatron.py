@@ -16,16 +16,21 @@ from smp.convert.hf_config import architecture
 from smp.convert.megatron_table import padded_vocab
 from tests.convert import megatron_core
 from tests.convert.test_hf import assert_same_tensors
-from tests.convert.tiny import EXPERTS, TINY, save_theirs
+from tests.convert.tiny import EXPERTS, SCALED, TINY, save_theirs
 from tests.distributed import run_distributed
 
 pytest.importorskip("transformers")
 pytest.importorskip("megatron.core")
+WRITABLE_SCALED = ("smollm3", "glm", "starcoder2")
+"""Of those with scales, caps, norms or layers of their own: layers without RoPE, interleaved RoPE, biases."""
 REFUSED = ("llama3.1", "qwen2-yarn", "qwen3-yarn", "neox", "neox-linear", "neox-serial")
+REFUSED += tuple(kind for kind in SCALED if kind not in WRITABLE_SCALED)
 WRITABLE_EXPERTS = ("mixtral", "qwen2-moe", "glm4-moe-groups")
 """Those with experts in every layer, and a norm of each head if they have one."""
 KINDS = [kind for kind in TINY if kind not in REFUSED and (kind not in EXPERTS or kind in WRITABLE_EXPERTS)]
-COMPARED = [kind for kind in KINDS if kind not in ("mistral", "llama-bias", "llama-mqa", *WRITABLE_EXPERTS)]
+COMPARED = [
+    kind for kind in KINDS if kind not in ("mistral", "starcoder2", "llama-bias", "llama-mqa", *WRITABLE_EXPERTS)
+]
 """megatron-core's layers without Transformer Engine have no sliding window, and its ranks share no key/value head;
 llama-bias is near qwen2 and gpt2."""
 
@@ -49,12 +54,13 @@ def test_the_long_way_round_keeps_every_bit(kind: str, tmp_path: Path) -> None:
     assert (back / "generation_config.json").read_bytes() == (theirs / "generation_config.json").read_bytes()
 
 
-@pytest.mark.parametrize("kind", ["neox", "llama3.1", "qwen2-yarn"])
+@pytest.mark.parametrize("kind", ["neox", "llama3.1", "qwen2-yarn", "gemma2", "olmo2", "bloom"])
 def test_what_megatron_does_not_compute_is_refused(kind: str, tmp_path: Path) -> None:
     theirs = save_theirs(kind, tmp_path / "theirs")
     with pytest.raises(
         ConfigError,
-        match="Megatron's GPT has no --(parallel-residual|rope-original-max-position|rope-scaling-type yarn)",
+        match="Megatron's GPT has no --(parallel-residual|rope-original-max-position|rope-scaling-type yarn|"
+        "norm-placement|position-embedding-type alibi)",
     ):
         convert(theirs, tmp_path / "megatron", "megatron")
     assert list(tmp_path.iterdir()) == [theirs]

@@ -111,6 +111,56 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Name -> (their class without its ending, its configuration)."""
+
+
+def _two_ropes(local: float, **full: Any) -> dict[str, Any]:
+    """Of layers without a window, and with one."""
+    kinds = {"full_attention": {"rope_type": "default", "rope_theta": 500.0, **full}}
+    return {"rope_parameters": kinds | {"sliding_attention": {"rope_type": "default", "rope_theta": local}}}
+
+
+_GEMMA: dict[str, Any] = {**_LLAMA, "head_dim": 16, "num_hidden_layers": 3, "query_pre_attn_scalar": 20}
+_GEMMA |= {"sliding_window": 7, "tie_word_embeddings": True}
+_COHERE: dict[str, Any] = {key: value for key, value in _LLAMA.items() if key != "rms_norm_eps"}
+_COHERE |= {"layer_norm_eps": 1e-3, "logit_scale": 0.25, **_rope()}
+_GLM = {**_LLAMA, **_rope(partial_rotary_factor=0.5), "head_dim": 16, "pad_token_id": None}
+_FALCON: dict[str, Any] = {**_SIZES, **_IDS, **_rope(), "ffn_hidden_size": 80, "hidden_dropout": 0.0}
+_OPT: dict[str, Any] = {**_SIZES, **_IDS, "ffn_dim": 72, "pad_token_id": 0, "dropout": 0.0}
+SCALED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("Gemma", {**_LLAMA, **_rope(), "head_dim": 16, "num_key_value_heads": 1}),
+    "gemma2": ("Gemma2", {**_GEMMA, **_rope(), "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}),
+    "gemma3": (
+        "Gemma3",
+        {**_GEMMA, **_two_ropes(50.0, rope_type="linear", factor=8.0), "num_hidden_layers": 4}
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "olmo2": ("Olmo2", {**_LLAMA, **_rope()}),
+    "olmo3": ("Olmo3", {**_LLAMA, **_two_ropes(500.0, **_YARN, rope_type="yarn"), "sliding_window": 7}),
+    "phi3": ("Phi3", {**_LLAMA, **_rope(partial_rotary_factor=0.5), "sliding_window": 9, "pad_token_id": 0}),
+    "granite": (
+        "Granite",
+        {**_LLAMA, **_rope(), "embedding_multiplier": 3.0, "logits_scaling": 3.0, "residual_multiplier": 0.6}
+        | {"attention_multiplier": 0.2, "tie_word_embeddings": True},
+    ),
+    "cohere": ("Cohere", _COHERE),
+    "cohere2": ("Cohere2", {**_COHERE, "sliding_window": 7, "num_hidden_layers": 5, "layer_types": None}),
+    "smollm3": (
+        "SmolLM3",
+        {**_LLAMA, **_rope(), "num_hidden_layers": 4, "no_rope_layer_interval": 2, "pad_token_id": 0},
+    ),
+    "starcoder2": (
+        "Starcoder2",
+        {**_SIZES, **_IDS, **_rope(), "intermediate_size": 80, "num_key_value_heads": 2, "sliding_window": 9},
+    ),
+    "glm": ("Glm", _GLM),
+    "glm4": ("Glm4", {**_GLM, "attention_bias": False}),
+    "falcon": ("Falcon", _FALCON),
+    "falcon-groups": ("Falcon", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    "opt": ("OPT", _OPT),
+    "bloom": ("Bloom", {"vocab_size": VOCAB, "hidden_size": 36, "n_layer": 2, "n_head": 6, **_IDS}),
+}
+TINY |= SCALED
+"""Those with scales, caps, norms or layers of their own."""
 EXPERTS = [kind for kind in TINY if kind == "mixtral" or "moe" in kind or "deepseek" in kind]
 """Those with experts."""
 
@@ -120,7 +170,8 @@ def their_model(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     import transformers
 
     name, settings = TINY[kind]
-    config = getattr(transformers, f"{name}Config")(**deepcopy(settings))  # some are changed there
+    config_name = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
+    config = getattr(transformers, config_name)(**deepcopy(settings))  # some are changed there
     model = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

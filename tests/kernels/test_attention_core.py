@@ -61,6 +61,13 @@ def oracle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: TokenLayou
         for head in range(heads):
             group = head // (heads // k.shape[1])
             scores = k[keys, group] @ q[row, head] * scale
+            if spec.softcap is not None:
+                scores = spec.softcap * torch.tanh(scores / spec.softcap)
+            if spec.alibi_heads is not None:  # a power of two of heads
+                slope = 2 ** (-8 * (spec.first_head + head + 1) / spec.alibi_heads)
+                scores = scores - slope * (
+                    layout.query_start + i - layout.key_start - torch.arange(layout.keys)[visible[b, i]]
+                )
             lse[head, row] = scores.detach().logsumexp(0) if len(keys) else -torch.inf
             outs.append(scores.softmax(0) @ v[keys, group])
         rows.append(outs)
@@ -127,6 +134,40 @@ SPECS = {
     "long window": AttentionSpec(window=100),
     "scale": AttentionSpec(scale=0.7),
 }
+
+
+CHANGED = {
+    "capped": AttentionSpec(softcap=0.6),
+    "capped, in a window": AttentionSpec(softcap=0.6, window=2, scale=0.7),
+    "capped, not causal": AttentionSpec(softcap=0.6, causal=False),
+    "ALiBi": AttentionSpec(alibi_heads=4),
+    "ALiBi of the second half of the heads": AttentionSpec(alibi_heads=8, first_head=4, window=3),
+}
+"""Specs whose scores are more than scale q k^T + mask."""
+
+
+@pytest.mark.parametrize("core", [MATH, DefaultAttention()], ids=["math", "default"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_changed_scores_are_the_formula(core: Any, layout: TokenLayout) -> None:
+    for spec in CHANGED.values():
+        check(core, layout, spec)
+
+
+@pytest.mark.parametrize("spec", CHANGED.values(), ids=CHANGED)
+def test_the_backward_pass_of_a_block_knows_changed_scores(spec: AttentionSpec) -> None:
+    layout = MATH.prepare(LAYOUTS["documents"], [spec], torch.float32, CPU)
+    *given, grad = tensors = inputs(LAYOUTS["documents"], 4, 2)
+    out, lse, *want = results(MATH, tensors, layout, spec)
+    for got, exact in zip(MATH.backward(grad, *given, out, lse, layout, spec), want, strict=True):
+        assert error(got, exact) < 2e-6
+
+
+@pytest.mark.parametrize("core", [*FUSED.values(), VARLEN], ids=str)
+def test_fused_cores_refuse_changed_scores(core: Any) -> None:
+    *given, _ = inputs(LAYOUTS["plain"], 4, 4)
+    for spec in CHANGED.values():
+        with pytest.raises(ValueError, match="computes neither soft-capped scores nor ALiBi"):
+            core(*given, LAYOUTS["plain"], spec)
 
 
 @pytest.mark.parametrize("core", MASKED.values(), ids=MASKED)

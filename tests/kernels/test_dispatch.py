@@ -230,3 +230,14 @@ def test_what_is_tried_is_what_runs() -> None:
     assert calls == [2, 2]
     with pytest.raises(RuntimeError, match="needs a CUDA device"):
         attention._runs(FusedAttention("cudnn"), CPU, shape)
+
+
+def test_changed_scores_are_computed_by_math_alone() -> None:
+    shape = AttentionShape(4, 2, 16, 8, torch.float32, masked=False, changes_scores="--attn-logit-softcapping 5")
+    for wish in ("auto", "math"):
+        assert str(choose_attention(wish, CPU, shape)).startswith("attention: math (")
+    assert "the one that computes --attn-logit-softcapping 5" in str(choose_attention("auto", CPU, shape))
+    with pytest.raises(
+        ConfigError, match="flash does not compute --attn-logit-softcapping 5; --attention-backend math"
+    ):
+        choose_attention("flash", CPU, shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,30 @@ import torch.nn.functional as F
 from tests.distributed import run_distributed
 
 TOKENS, HIDDEN, ROWS = 11, 6, 8
+
+
+def _capped(shard: Any, hidden: Any, weight: Any, mine: Any, labels: Any, counts: Any, rank: int) -> dict[str, float]:
+    """The same of logits within +-20, which are up to 100 and more here."""
+    from smp.layers import linear_cross_entropy
+    from smp.layers.cross_entropy import linear_token_losses
+    from smp.parallel.collectives import copy_to_group
+
+    cap = 20.0
+    shard = replace(shard, softcap=cap)
+    exact, matrix = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    want = F.cross_entropy(cap * torch.tanh(exact @ matrix.t() / cap), labels, reduction="none")
+    (want * counts).sum().backward()
+    assert exact.grad is not None and matrix.grad is not None
+    x, mine = hidden.clone().requires_grad_(), mine.clone().requires_grad_()
+    linear_cross_entropy(copy_to_group(x, shard.group), mine, labels, counts, shard, chunk_tokens=4).backward()
+    grad = F.pad(matrix.grad, (0, 0, 0, 64))[rank * ROWS : (rank + 1) * ROWS]
+    found = linear_token_losses(hidden, mine.detach(), labels, shard, chunk_tokens=4)
+    valid = counts > 0
+    return {
+        "dx, capped": ((x.grad - exact.grad).norm() / exact.grad.norm()).item(),
+        "dw, capped": ((mine.grad - grad).norm() / matrix.grad.norm()).item(),
+        "losses, capped": ((found - want)[valid].norm() / want[valid].norm()).item(),
+    }
 
 
 def compare(rank: int, world: int, vocab: int) -> dict[str, float]:
@@ -53,6 +78,7 @@ def compare(rank: int, world: int, vocab: int) -> dict[str, float]:
         errors["per token" + how] = ((per_token - want).norm() / want.norm()).item()
         errors["dx per token" + how] = ((x.grad - hidden.grad).norm() / hidden.grad.norm()).item()
         errors["dw per token" + how] = ((mine.grad - grad).norm() / weight.grad.norm()).item()
+    errors |= _capped(shard, hidden.detach(), weight.detach(), mine.detach(), labels, counts, rank)
     for offset in (1e3, -1e4, 1e5):
         whole = torch.randn(TOKENS, vocab, generator=generator) + offset
         exact, part = whole.double().requires_grad_(), slice(rank * ROWS, rank * ROWS + shard.valid)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,15 +16,24 @@ from tests.distributed import run_distributed
 from tests.layers.whole import beyond, draw, error, gradient, leaf, load_all, part
 
 TOKENS, FEATURES, EPS = 10, 12, 0.1  # an epsilon that shows
-KINDS = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
+KINDS: dict[str, Any] = {
+    "RMSNorm": RMSNorm,
+    "LayerNorm": LayerNorm,
+    "RMSNorm from 1": partial(RMSNorm, one_plus=True),
+    "LayerNorm from 1": partial(LayerNorm, one_plus=True),
+    "LayerNorm alone": partial(LayerNorm, bias=False),
+}
 
 
 def formula(kind: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """As the docstrings of the layers state it."""
-    if bias is None:
+    if kind.endswith("from 1"):
+        weight = 1 + weight
+    if kind.startswith("RMSNorm"):
         return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
     centred = x - x.mean(-1, keepdim=True)
-    return centred / (centred.square().mean(-1, keepdim=True) + EPS).sqrt() * weight + bias
+    normed = centred / (centred.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
+    return normed if bias is None else normed + bias
 
 
 def errors_of(mesh: Any, kind: str, split: bool, dtype: torch.dtype) -> dict[str, float]:
@@ -65,5 +75,5 @@ def test_values_and_gradients_are_those_of_the_formula(
 ) -> None:
     for errors in measured:
         chosen = {name: e for name, e in errors.items() if dtype in name}
-        assert len(chosen) == 4 * (3 + 4)
+        assert len(chosen) == 4 * (3 + 4 + 3 + 4 + 3)
         assert beyond(chosen, bound) == {}

@@ -30,7 +30,7 @@ class Problem:
         tied: the output layer shares the embedding's matrix.
         vocab: number of token ids, and what the rows per rank are padded to a multiple of.
         heads, kv_heads: query heads and key/value heads.
-        extra: a bundle of less common switches, see ``_EXTRAS``.
+        extra: a bundle of less common switches, see ``_EXTRAS`` and ``_FAMILIES``.
         dropout: on the residual stream and on attention probabilities.
         unequal: labels left out at random, and all labels of one micro-batch of one rank in each step.
         clip: clipping that bites.
@@ -178,6 +178,31 @@ _EXTRAS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma": {  # of all three at once
+        **{"swiglu": False, "geglu": True, "tanh_gelu": True, "apply_layernorm_1p": True, "qk_layernorm": True},
+        **{"norm_placement": "sandwich", "window_size": 3, "window_attn_skip_freq": "2", "rotary_base_local": 50.0},
+        **{"attn_logit_softcapping": 1.0, "final_logit_softcapping": 0.8, "softmax_scale": 0.3},
+        **{"embedding_multiplier": 10.0},
+    },
+    "olmo": {"norm_placement": "post", "qk_layernorm": True, "qk_layernorm_across_heads": True, "no_rope_freq": "2"},
+    "command": {
+        **{"normalization": "LayerNorm", "layernorm_bias": False, "parallel_residual": True},
+        **{"parallel_residual_shared_norm": True, "rotary_interleaved": True, "rotary_percent": 0.5},
+        **{"logit_scale": 0.5, "residual_multiplier": 0.6, "embedding_multiplier": 3.0},
+    },
+    "bloom": {
+        **{"normalization": "LayerNorm", "swiglu": False, "tanh_gelu": True, "disable_bias_linear": False},
+        **{"position_embedding_type": "alibi", "embedding_layernorm": True},
+    },
+    "opt": {
+        **{"normalization": "LayerNorm", "swiglu": False, "relu": True, "disable_bias_linear": False},
+        **{"position_embedding_type": "learned_absolute", "position_embedding_offset": 2},
+    },
+}
+"""Whole architectures, whatever the style."""
+
+
 _LOSSES: dict[str, Any] = {"moe_aux_loss_coeff": 0.05, "moe_z_loss_coeff": 0.01}
 _EXPERTS: dict[str, dict[str, Any]] = {
     "": {},
@@ -235,10 +260,15 @@ def model_config(problem: Problem) -> ModelConfig:
         init_method_std=0.1,
         hidden_dropout=0.1 if problem.dropout else 0.0,
         attention_dropout=0.2 if problem.dropout else 0.0,
-        **_STYLES[problem.style],
-        **_EXTRAS[problem.extra][problem.style],
+        **_architecture(problem),
     )
     return ModelConfig(**values | _EXPERTS[problem.experts])
+
+
+def _architecture(problem: Problem) -> dict[str, Any]:
+    if problem.extra in _FAMILIES:
+        return _FAMILIES[problem.extra]
+    return _STYLES[problem.style] | _EXTRAS[problem.extra][problem.style]
 
 
 def config_of(case: Case) -> Config:

@@ -52,12 +52,23 @@ class Layout:
 
 
 def norm(x: torch.Tensor, weights: Weights, name: str, config: ModelConfig) -> torch.Tensor:
-    """LayerNorm when there is a bias, else RMSNorm."""
+    """LayerNorm, or RMSNorm, which those of queries and keys always are."""
     bias = weights.get(f"{name}.bias")
-    if bias is not None:
+    if config.normalization == "LayerNorm" and not name.endswith(("query_norm", "key_norm")):
         x = x - x.mean(-1, keepdim=True)
-    x = x / (x.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt() * weights[f"{name}.weight"]
+    weight = weights[f"{name}.weight"] + config.apply_layernorm_1p
+    x = x / (x.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt() * weight
     return x if bias is None else x + bias
+
+
+def maybe_norm(x: torch.Tensor, weights: Weights, name: str, config: ModelConfig) -> torch.Tensor:
+    """The norm if the model has it."""
+    return norm(x, weights, name, config) if f"{name}.weight" in weights else x
+
+
+def capped(x: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """cap x tanh(x / cap)."""
+    return x if cap is None else cap * torch.tanh(x / cap)
 
 
 def linear(x: torch.Tensor, weights: Weights, name: str) -> torch.Tensor:
@@ -65,13 +76,16 @@ def linear(x: torch.Tensor, weights: Weights, name: str) -> torch.Tensor:
     return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
 
-def frequencies(config: ModelConfig) -> torch.Tensor:
-    """RoPE's, with Llama 3.1's scaling written as its three cases."""
+def frequencies(config: ModelConfig, local_base: float | None) -> torch.Tensor:
+    """RoPE's, with Llama 3.1's scaling written as its three cases; layers with a base of their own have none."""
     dim = round((config.kv_channels or 0) * config.rotary_percent)
     dim = config.qk_pos_emb_head_dim if config.multi_latent_attention else dim
     out = []
     for i in range(0, dim, 2):
-        f = config.rotary_base ** (-i / dim)
+        f = (local_base or config.rotary_base) ** (-i / dim)
+        if local_base is not None:
+            out.append(f)
+            continue
         if config.use_rope_scaling:
             wavelength, original = 2 * math.pi / f, config.rope_original_max_position
             low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
@@ -84,12 +98,17 @@ def frequencies(config: ModelConfig) -> torch.Tensor:
     return torch.tensor(out, dtype=torch.float64)
 
 
-def rotate(x: torch.Tensor, freqs: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """RoPE as a product of complex numbers; channel i pairs with channel i + dim / 2. x (batch, heads, length, dim)."""
+def rotate(x: torch.Tensor, freqs: torch.Tensor, places: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """RoPE as a product of complex numbers; channel i pairs with channel i + dim / 2, interleaved 2 i with 2 i + 1.
+    x (batch, heads, length, dim)."""
     half = len(freqs)
     angles = places.double()[:, None, :, None] * freqs
-    pairs = torch.complex(x[..., :half].contiguous(), x[..., half : 2 * half].contiguous())
-    turned = pairs * torch.polar(torch.ones_like(angles), angles)
+    turn = torch.polar(torch.ones_like(angles), angles)
+    if interleaved:
+        turned = torch.complex(x[..., 0 : 2 * half : 2].contiguous(), x[..., 1 : 2 * half : 2].contiguous()) * turn
+        pairs = torch.stack((turned.real, turned.imag), dim=-1).flatten(-2)
+        return torch.cat((pairs, x[..., 2 * half :]), dim=-1)
+    turned = torch.complex(x[..., :half].contiguous(), x[..., half : 2 * half].contiguous()) * turn
     return torch.cat((turned.real, turned.imag, x[..., 2 * half :]), dim=-1)
 
 
@@ -101,7 +120,7 @@ def attention(
     name = f"layers.{layer}.attention"
     if config.multi_latent_attention:
         q, k, v = latent(x, weights, name, config, layout)
-        return attend(q, k, v, weights, layer, config, dropout, layout)
+        return attend(q, k, v, weights, layer, config, dropout, layout, config.window_size)
 
     def split(part: str) -> torch.Tensor:
         y = linear(x, weights, f"{name}.{part}")
@@ -112,9 +131,13 @@ def attention(
     q, k, v = split("query"), split("key"), split("value")
     if config.qk_layernorm and not config.qk_layernorm_across_heads:
         q, k = norm(q, weights, f"{name}.query_norm", config), norm(k, weights, f"{name}.key_norm", config)
-    if config.position_embedding_type == "rope":
-        q, k = (rotate(y, frequencies(config), layout.places) for y in (q, k))
-    return attend(q, k, v, weights, layer, config, dropout, layout)
+    full = config.window_attn_skip_freq is not None and (layer + 1) % int(config.window_attn_skip_freq) == 0
+    window = None if full else config.window_size
+    still = config.no_rope_freq is not None and (layer + 1) % int(config.no_rope_freq) == 0
+    if config.position_embedding_type == "rope" and not still:
+        freqs = frequencies(config, None if window is None else config.rotary_base_local)
+        q, k = (rotate(y, freqs, layout.places, config.rotary_interleaved) for y in (q, k))
+    return attend(q, k, v, weights, layer, config, dropout, layout, window)
 
 
 def latent(
@@ -123,7 +146,7 @@ def latent(
     """Queries, keys and values (batch, heads, length, ...) of multi-head latent attention, one head after the other.
     Channels 2i and 2i + 1 are rotated together."""
     plain, turning, low = config.qk_head_dim, config.qk_pos_emb_head_dim, config.kv_lora_rank
-    angles = layout.places.double()[..., None] * frequencies(config)  # (batch, length, turning / 2)
+    angles = layout.places.double()[..., None] * frequencies(config, None)  # (batch, length, turning / 2)
 
     def turned(y: torch.Tensor) -> torch.Tensor:
         pairs = torch.view_as_complex(y.unflatten(-1, (-1, 2)).contiguous())
@@ -155,20 +178,25 @@ def attend(
     config: ModelConfig,
     dropout: Dropout,
     layout: Layout,
+    window: int | None,
 ) -> torch.Tensor:
     """Scores, their softmax, the weighted sum and the output projection."""
     length, heads, name = q.shape[2], config.num_attention_heads, f"layers.{layer}.attention"
     shared = torch.arange(heads) // (heads // k.shape[1])  # the key/value head of each query head
-    scores = q @ k[:, shared].transpose(-1, -2) / math.sqrt(q.shape[-1])
+    scale = config.softmax_scale or 1 / math.sqrt(q.shape[-1])
+    scores = capped(q @ k[:, shared].transpose(-1, -2) * scale, config.attn_logit_softcapping)
     distance = torch.arange(length)[:, None] - torch.arange(length)
-    visible = (distance >= 0) & (distance < (config.window_size or length)) & layout.together
+    if config.position_embedding_type == "alibi":  # of a power of two of heads
+        slopes = 2.0 ** (-8 * torch.arange(1, heads + 1, dtype=torch.float64) / heads)
+        scores = scores - slopes[:, None, None] * distance
+    visible = (distance >= 0) & (distance < (window or length)) & layout.together
     probabilities = dropout.of_probabilities(scores.masked_fill(~visible, -math.inf).softmax(-1), 3 * layer)
     merged = (probabilities @ v[:, shared]).transpose(1, 2).flatten(2)
     return dropout.of_stream(linear(merged, weights, f"{name}.output"), 3 * layer + 1)
 
 
 def mlp(x: torch.Tensor, weights: Weights, layer: int, config: ModelConfig, dropout: Dropout) -> torch.Tensor:
-    """SwiGLU, squared ReLU or GELU."""
+    """SwiGLU, GEGLU, ReLU, squared ReLU or GELU."""
     return dropout.of_stream(dense(x, weights, f"layers.{layer}.mlp", config), 3 * layer + 2)
 
 
@@ -177,6 +205,11 @@ def dense(x: torch.Tensor, weights: Weights, name: str, config: ModelConfig) -> 
     up = linear(x, weights, f"{name}.up")
     if config.swiglu:
         inner = F.silu(linear(x, weights, f"{name}.gate")) * up
+    elif config.geglu:
+        gate = linear(x, weights, f"{name}.gate")
+        inner = F.gelu(gate, approximate="tanh" if config.tanh_gelu else "none") * up
+    elif config.relu:
+        inner = F.relu(up)
     elif config.squared_relu:
         inner = F.relu(up) ** 2
     else:
@@ -247,24 +280,30 @@ def mean_loss(
     seen: Weights = {}
     tokens, labels = batch.input_ids[0], batch.labels[0]
     dropout, layout = Dropout(config, batch.sample_index[0], tokens.shape[1]), Layout(batch)
-    x = weights["embedding.weight"][tokens]
+    x = weights["embedding.weight"][tokens] * config.embedding_multiplier
     if config.position_embedding_type == "learned_absolute":
-        x = x + weights["positions.weight"][layout.places]
+        x = x + weights["positions.weight"][layout.places + config.position_embedding_offset]
+    x = maybe_norm(x, weights, "embedding_norm", config)
     x, aux = dropout.of_stream(x, -1), torch.zeros((), dtype=torch.float64)
     for layer in range(config.num_layers):
-        attended = attention(
-            norm(x, weights, f"layers.{layer}.attention_norm", config), weights, layer, config, dropout, layout
-        )
-        inner = norm(x if config.parallel_residual else x + attended, weights, f"layers.{layer}.mlp_norm", config)
+        name, added = f"layers.{layer}", config.residual_multiplier
+        first = maybe_norm(x, weights, f"{name}.attention_norm", config)
+        attended = attention(first, weights, layer, config, dropout, layout)
+        attended = added * maybe_norm(attended, weights, f"{name}.attention_post_norm", config)
+        inner = first
+        if not config.parallel_residual_shared_norm:
+            inner = x if config.parallel_residual else x + attended
+            inner = maybe_norm(inner, weights, f"{name}.mlp_norm", config)
         if has_experts(config, layer):
             bias = f"layers.{layer}.mlp.router.expert_bias"
             fed, more, seen[bias] = experts(inner, weights, layer, config, labels, micro_batches)
             aux, fed = aux + more, dropout.of_stream(fed, 3 * layer + 2)
         else:
             fed = mlp(inner, weights, layer, config, dropout)
-        x = x + attended + fed
+        x = x + attended + added * maybe_norm(fed, weights, f"{name}.mlp_post_norm", config)
     head = weights["head.weight"] if config.untie_embeddings_and_output_weights else weights["embedding.weight"]
-    logits = norm(x, weights, "final_norm", config) @ head.t()
+    logits = norm(x, weights, "final_norm", config) @ head.t() * config.logit_scale
+    logits = capped(logits, config.final_logit_softcapping)
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), aux, seen  # its default leaves out -100
 
 

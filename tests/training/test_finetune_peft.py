@@ -251,6 +251,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "alpha_pattern": {"up_proj": 7},
     },
     "llama, rslora": {"r": 4, "lora_alpha": 3, "target_modules": ["gate_proj", "o_proj"], "use_rslora": True},
+    "phi3": {"r": 3, "lora_alpha": 5, "target_modules": ["qkv_proj", "gate_up_proj", "down_proj"]},
     "gpt2": {"r": 3, "lora_alpha": 5, "target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True},
 }
 

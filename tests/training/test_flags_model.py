@@ -83,6 +83,18 @@ def larger_weights(got: Run, base: Run) -> None:
     assert got.losses != base.losses
 
 
+def counted_from_one(got: Run, base: Run) -> None:
+    """The same function at first, of weights that start at 0, and the same training but for rounding."""
+    assert {p.abs().max().item() for name, p in got.initial.items() if "norm" in name} == {0.0}
+    assert {p.max().item() for name, p in base.initial.items() if "norm" in name} == {1.0}
+    assert got.losses == pytest.approx(base.losses, rel=1e-5)
+
+
+def no_norm_bias(got: Run, base: Run) -> None:
+    assert set(base.shapes) - set(got.shapes) == {name for name in base.shapes if name.endswith("norm.bias")}
+    assert got.losses[-1] != base.losses[-1]
+
+
 ROPE = "--rotary-base 10 --use-rope-scaling --rope-original-max-position 16 "
 """Wavelengths 6.3, 11.2, 19.9 and 35.3 tokens: two of them below the original context, two above."""
 LINEAR = "--rotary-base 10 --use-rope-scaling --rope-scaling-type linear "
@@ -179,6 +191,44 @@ TABLE: list[tuple[str, str, str, Check]] = [
         other_math,
     ),
     ("window_size", "--window-size 4", "", other_math),
+    ("window_attn_skip_freq", "--window-size 4 --window-attn-skip-freq 2", "--window-size 4", other_math),
+    ("window_attn_skip_freq", "--window-size 4 --window-attn-skip-freq [1,1]", "--window-size 4", same_run),
+    ("rotary_base_local", "--window-size 4 --rotary-base-local 10", "--window-size 4", other_math),
+    ("no_rope_freq", "--no-rope-freq 2", "", other_math),
+    ("rotary_interleaved", "--rotary-interleaved", "", other_math),
+    ("softmax_scale", "--softmax-scale 0.1", "", other_math),
+    ("softmax_scale", f"--softmax-scale {8**-0.5}", "", same_run),
+    ("attn_logit_softcapping", "--attn-logit-softcapping 0.1", "", other_math),
+    ("final_logit_softcapping", "--final-logit-softcapping 0.5", "", other_math),
+    ("logit_scale", "--logit-scale 0.5", "", other_math),
+    ("embedding_multiplier", "--embedding-multiplier 4", "", other_math),
+    ("residual_multiplier", "--residual-multiplier 0.5", "", other_math),
+    ("apply_layernorm_1p", "--apply-layernorm-1p", "", counted_from_one),
+    ("layernorm_bias", "--normalization LayerNorm --no-layernorm-bias", "--normalization LayerNorm", no_norm_bias),
+    (
+        "norm_placement",
+        "--norm-placement post",
+        "",
+        with_suffix({"attention_norm.weight": (), "mlp_post_norm.weight": (32,)}),
+    ),
+    ("norm_placement", "--norm-placement sandwich", "", with_suffix({"attention_post_norm.weight": (32,)})),
+    ("embedding_layernorm", "--embedding-layernorm", "", with_suffix({"embedding_norm.weight": (32,)})),
+    ("geglu", PLAIN_MLP + "--geglu", "", other_math),
+    ("geglu", PLAIN_MLP + "--geglu --tanh-gelu", PLAIN_MLP + "--geglu", other_math),
+    ("relu", PLAIN_MLP + "--relu", PLAIN_MLP, other_math),
+    ("position_embedding_type", "--position-embedding-type alibi", "", other_math),
+    (
+        "position_embedding_offset",
+        "--position-embedding-type learned_absolute --position-embedding-offset 2",
+        "--position-embedding-type learned_absolute",
+        with_suffix({"positions.weight": (2050, 32)}),
+    ),
+    (
+        "parallel_residual_shared_norm",
+        "--parallel-residual --parallel-residual-shared-norm",
+        "--parallel-residual",
+        with_suffix({"mlp_norm.weight": ()}),
+    ),
     ("window_size", "--window-size 17", "", same_run),
     ("parallel_residual", "--parallel-residual", "", other_math),
     ("init_method_std", "--init-method-std 0.4", "", larger_weights),

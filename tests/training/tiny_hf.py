@@ -54,6 +54,23 @@ def write_model(folder: Path, kind: str = "llama", layers: int = 4, *, tied: boo
             **sizes,
         )
         model = transformers.Qwen2MoeForCausalLM(config)
+    elif kind == "phi3":
+        config = transformers.Phi3Config(
+            **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": layers, "num_attention_heads": 4},
+            **{"num_key_value_heads": 2, "max_position_embeddings": 64},
+            **{"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1},
+            **sizes,
+        )
+        model = transformers.Phi3ForCausalLM(config)
+    elif kind == "gemma2":
+        config = transformers.Gemma2Config(
+            **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": layers, "num_attention_heads": 4},
+            **{"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "sliding_window": 12},
+            **{"query_pre_attn_scalar": 8, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 6.0},
+            **{"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1},
+            **sizes,
+        )
+        model = transformers.Gemma2ForCausalLM(config)
     else:
         config = transformers.LlamaConfig(
             hidden_size=hidden,

@@ -14,7 +14,8 @@ MODEL: tuple[Row, ...] = (
         "--max-position-embeddings:1 --make-vocab-size-divisible-by:1 --rotary-base:1 --rotary-percent:1 "
         "--rope-scaling-factor:1 --use-rope-scaling --normalization:1 --norm-epsilon:1 --swiglu --squared-relu "
         "--untie-embeddings-and-output-weights --disable-bias-linear --add-qkv-bias --init-method-std:1 "
-        "--hidden-dropout:1 --attention-dropout:1"
+        "--hidden-dropout:1 --attention-dropout:1 --apply-layernorm-1p --rotary-interleaved --no-rope-freq:1 "
+        "--window-attn-skip-freq:1"
     ),
     becomes("--encoder-seq-length:1", "--seq-length {}"),
     becomes("--encoder-num-layers:1", "--num-layers {}"),
@@ -73,10 +74,6 @@ MODEL: tuple[Row, ...] = (
     ),
     left_out("--attention-softmax-in-fp32 --apply-query-key-layer-scaling", "the softmax is always in fp32"),
     left_out(
-        "--apply-layernorm-1p",
-        "the same training: there a norm's weight is 1 + w and starts at 0, and norms have no weight decay",
-    ),
-    left_out(
         "--use-cpu-initialization --no-initialization --perform-initialization",
         "initial weights are the same in every layout, and each rank draws its own",
     ),
@@ -90,17 +87,22 @@ MODEL: tuple[Row, ...] = (
         "YaRN here is --use-rope-scaling --rope-scaling-type yarn with --rope-scaling-factor, "
         "--rope-original-max-position, --yarn-beta-fast, --yarn-beta-slow and --yarn-mscale",
     ),
-    refused("--rotary-interleaved", "RoPE rotates halves, as Hugging Face's does"),
-    refused("--mrope-section:+ --no-rope-freq:1 --no-rope-freq-per-layer:1", "RoPE is the same in all layers"),
-    refused("--window-attn-skip-freq:1", "--window-size is one for all layers"),
+    refused("--mrope-section:+", "positions are numbers, not coordinates of images"),
+    refused("--no-rope-freq-per-layer:1", "--no-rope-freq says which layers have no RoPE"),
     refused("--relative-attention-num-buckets:1 --relative-attention-max-distance:1", _NO),
-    refused("--quick-geglu --glu-linear-offset:1 --activation-func-clamp-value:1", "--swiglu, GELU and --squared-relu"),
+    refused(
+        "--quick-geglu --glu-linear-offset:1 --activation-func-clamp-value:1",
+        "--swiglu, --geglu, GELU, --relu and --squared-relu are what there is",
+    ),
     refused(
         "--fp32-residual-connection --qk-clip --qk-clip-alpha:1 --qk-clip-threshold:1 --log-max-attention-logit "
         "--softmax-type:1 --attention-output-gate --qk-l2-norm --no-weight-decay-cond-type:1",
         _NO,
     ),
-    refused("--apply-residual-connection-post-layernorm", "norms stand before attention and MLP"),
+    refused(
+        "--apply-residual-connection-post-layernorm",
+        "the residual stream itself is not normalized; --norm-placement says where norms stand",
+    ),
     same(
         "--multi-latent-attention --q-lora-rank:1 --kv-lora-rank:1 --qk-head-dim:1 --qk-pos-emb-head-dim:1 "
         "--v-head-dim:1"

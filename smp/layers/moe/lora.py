@@ -59,8 +59,3 @@ class LoraExpertLinear(ExpertLinear):
         b = local(lora.b, rows.dtype, summed_over=None if lora.sums_a else self.tp_group)
         low = grouped_product(rows, a, counts) * (lora.alpha / lora.rank)  # (n, rank)
         return output + grouped_product(low, b, counts)
-
-
-def expert_layers(model: nn.Module) -> dict[str, ExpertLinear]:
-    """Projections of experts of ``model`` by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, ExpertLinear)}

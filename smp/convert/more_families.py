@@ -1,0 +1,345 @@
+"""Families whose decoders scale, cap, place norms or choose layers in ways of their own; and the table of all.
+
+See ``families``, whose words these rows are in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from smp.convert.families import (
+    FIRST_FAMILIES,
+    GELUS,
+    LAYER_NORM,
+    LLAMA_DEFAULTS,
+    LLAMA_ENDS,
+    LLAMA_FAMILY,
+    LLAMA_FIELDS,
+    LLAMA_FIXED,
+    LLAMA_MODULES,
+    NO_BIAS,
+    QK_MODULES,
+    SIZES,
+    Family,
+)
+from smp.convert.hf_own import COHERE2, FALCON, GEMMA, GEMMA3, OLMO3, SMOLLM3
+from smp.convert.layout import Fused, Table
+
+
+def _table(modules: dict[str, str | Fused], *left_out: str) -> Table:
+    kept = {name: target for name, target in modules.items() if name not in left_out}
+    return Table("model.layers.{}.", kept, LLAMA_ENDS)
+
+
+def _fused(name: str) -> dict[str, str | Fused]:
+    """Query, key and value for each group in one matrix."""
+    return {
+        "attention.query": Fused(name, "per_group", "query"),
+        "attention.key": Fused(name, "per_group", "key"),
+        "attention.value": Fused(name, "per_group", "value"),
+    }
+
+
+_STACKED: dict[str, str | Fused] = {
+    "attention.query": Fused("self_attn.qkv_proj", "stacked", "query"),
+    "attention.key": Fused("self_attn.qkv_proj", "stacked", "key"),
+    "attention.value": Fused("self_attn.qkv_proj", "stacked", "value"),
+}
+_GATE_UP: dict[str, str | Fused] = {
+    "mlp.gate": Fused("mlp.gate_up_proj", "halves", "gate"),
+    "mlp.up": Fused("mlp.gate_up_proj", "halves", "up"),
+}
+_SANDWICH: dict[str, str | Fused] = {
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+_POST: dict[str, str | Fused] = {
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+_GLM4_NORMS: dict[str, str | Fused] = {
+    "attention_post_norm": "post_self_attn_layernorm",
+    "mlp_post_norm": "post_mlp_layernorm",
+}
+_FALCON: dict[str, str | Fused] = {
+    "attention_norm": "ln_attn",
+    **_fused("self_attention.query_key_value"),
+    "attention.output": "self_attention.dense",
+    "mlp_norm": "ln_mlp",
+    "mlp.up": "mlp.dense_h_to_4h",
+    "mlp.down": "mlp.dense_4h_to_h",
+}
+_BLOOM = _FALCON | {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_ENDS_OF_H = {"embedding": "transformer.word_embeddings", "final_norm": "transformer.ln_f", "head": "lm_head"}
+_OPT: dict[str, str | Fused] = {
+    "attention_norm": "self_attn_layer_norm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.output": "self_attn.out_proj",
+    "mlp_norm": "final_layer_norm",
+    "mlp.up": "fc1",
+    "mlp.down": "fc2",
+}
+_OPT_ENDS = {
+    "embedding": "model.decoder.embed_tokens",
+    "positions": "model.decoder.embed_positions",
+    "final_norm": "model.decoder.final_layer_norm",
+    "head": "lm_head",
+}
+
+_TANH_GEGLU = {"geglu": True, "tanh_gelu": True}
+_GEGLUS: dict[str, dict[str, Any]] = {
+    "gelu_pytorch_tanh": _TANH_GEGLU,
+    "gelu_new": _TANH_GEGLU,
+    "gelu_fast": _TANH_GEGLU,
+    "gelu": {"geglu": True, "tanh_gelu": False},
+}
+_CAPS: dict[str, Any] = {
+    "attn_logit_softcapping": ("attn_logit_softcapping", "same"),
+    "final_logit_softcapping": ("final_logit_softcapping", "same"),
+    "query_pre_attn_scalar": ("softmax_scale", "inverse_root"),
+}
+_GEMMA_FIXED = LLAMA_FIXED | NO_BIAS | {"swiglu": False, "apply_layernorm_1p": True}
+_GEMMA = replace(
+    LLAMA_FAMILY,
+    architecture="GemmaForCausalLM",
+    model_type="gemma",
+    fields=LLAMA_FIELDS,
+    defaults=LLAMA_DEFAULTS
+    | {"num_key_value_heads": 16, "head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True}
+    | {"hidden_act": "gelu_pytorch_tanh"},
+    fixed=_GEMMA_FIXED,
+    required={"attention_bias": False},
+    activations=_GEGLUS | {"gelu": _TANH_GEGLU},  # of the first files, which mean tanh's
+    own=GEMMA,
+)
+_GEMMA2 = replace(
+    _GEMMA,
+    architecture="Gemma2ForCausalLM",
+    model_type="gemma2",
+    table=_table(LLAMA_MODULES | _SANDWICH),
+    defaults=_GEMMA.defaults
+    | {"num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096}
+    | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 256},
+    fixed=_GEMMA_FIXED | {"norm_placement": "sandwich"},
+    activation_key="hidden_activation",
+    activations=_GEGLUS,
+    factors=_CAPS,
+    window_key="sliding_window",
+    window_period=2,
+)
+_OLMO2 = replace(
+    LLAMA_FAMILY,
+    architecture="Olmo2ForCausalLM",
+    model_type="olmo2",
+    table=_table(QK_MODULES | _POST, "attention_norm", "mlp_norm"),
+    fields=LLAMA_FIELDS,
+    defaults=LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5},
+    fixed=LLAMA_FIXED
+    | NO_BIAS
+    | {"qk_layernorm": True, "qk_layernorm_across_heads": True, "norm_placement": "post", "window_size": None},
+    required={"attention_bias": False},
+)
+_COHERE = replace(
+    LLAMA_FAMILY,
+    architecture="CohereForCausalLM",
+    model_type="cohere",
+    table=_table(LLAMA_MODULES, "mlp_norm"),
+    fields={key: name for key, name in LLAMA_FIELDS.items() if key != "rms_norm_eps"}
+    | {"layer_norm_eps": "norm_epsilon"},
+    defaults={key: value for key, value in LLAMA_DEFAULTS.items() if key != "rms_norm_eps"}
+    | {"layer_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 500000.0, "logit_scale": 0.0625}
+    | {"max_position_embeddings": 8192},
+    fixed=LLAMA_FIXED
+    | NO_BIAS
+    | {"normalization": "LayerNorm", "layernorm_bias": False, "rotary_interleaved": True, "window_size": None}
+    | {"parallel_residual": True, "parallel_residual_shared_norm": True},
+    required={"attention_bias": False, "use_qk_norm": False},
+    factors={"logit_scale": ("logit_scale", "same")},
+)
+_GLM = replace(
+    LLAMA_FAMILY,
+    architecture="GlmForCausalLM",
+    model_type="glm",
+    table=_table(LLAMA_MODULES | _GATE_UP),
+    fields=LLAMA_FIELDS | {"attention_bias": "add_qkv_bias"},
+    defaults=LLAMA_DEFAULTS
+    | {"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1.5625e-07}
+    | {"attention_bias": True, "partial_rotary_factor": 0.5},
+    fixed=LLAMA_FIXED | {"disable_bias_linear": True, "window_size": None, "rotary_interleaved": True},
+)
+_MORE = (
+    _GEMMA,
+    _GEMMA2,
+    replace(
+        _GEMMA2,
+        architecture="Gemma3ForCausalLM",
+        model_type="gemma3_text",
+        table=_table(QK_MODULES | _SANDWICH),
+        defaults=_GEMMA2.defaults
+        | {"max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 10000.0}
+        | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+        fixed=_GEMMA_FIXED | {"norm_placement": "sandwich", "qk_layernorm": True},
+        required={"attention_bias": False, "use_bidirectional_attention": False},
+        window_period=6,
+        own=GEMMA3,
+    ),
+    _OLMO2,
+    replace(
+        _OLMO2,
+        architecture="Olmo3ForCausalLM",
+        model_type="olmo3",
+        defaults=_OLMO2.defaults | {"rope_theta": 500000.0, "sliding_window": 4096},
+        fixed={name: value for name, value in _OLMO2.fixed.items() if name != "window_size"},
+        window_key="sliding_window",
+        window_period=4,
+        own=OLMO3,
+    ),
+    replace(
+        LLAMA_FAMILY,
+        architecture="Phi3ForCausalLM",
+        model_type="phi3",
+        table=_table(LLAMA_MODULES | _STACKED | _GATE_UP),
+        fields=LLAMA_FIELDS,
+        defaults=LLAMA_DEFAULTS
+        | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0}
+        | {"sliding_window": None},
+        fixed=LLAMA_FIXED | NO_BIAS,
+        window_key="sliding_window",
+    ),
+    replace(
+        LLAMA_FAMILY,
+        architecture="GraniteForCausalLM",
+        model_type="granite",
+        factors={
+            "embedding_multiplier": ("embedding_multiplier", "same"),
+            "residual_multiplier": ("residual_multiplier", "same"),
+            "attention_multiplier": ("softmax_scale", "same"),
+            "logits_scaling": ("logit_scale", "inverse"),
+        },
+        defaults=LLAMA_DEFAULTS
+        | {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0}
+        | {"logits_scaling": 1.0},
+    ),
+    _COHERE,
+    replace(
+        _COHERE,
+        architecture="Cohere2ForCausalLM",
+        model_type="cohere2",
+        fields={key: name for key, name in _COHERE.fields.items() if key != "head_dim"},
+        defaults=_COHERE.defaults | {"sliding_window": 4096, "rope_theta": 10000.0},
+        fixed={name: value for name, value in _COHERE.fixed.items() if name != "window_size"},
+        window_key="sliding_window",
+        window_period=4,
+        own=COHERE2,
+    ),
+    replace(
+        LLAMA_FAMILY,
+        architecture="SmolLM3ForCausalLM",
+        model_type="smollm3",
+        defaults=LLAMA_DEFAULTS
+        | {"num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6, "tie_word_embeddings": True}
+        | {"no_rope_layers": None, "no_rope_layer_interval": 4},
+        required={"use_sliding_window": False},
+        own=SMOLLM3,
+    ),
+    Family(
+        architecture="Starcoder2ForCausalLM",
+        model_type="starcoder2",
+        table=_table(LLAMA_MODULES | {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}, "mlp.gate"),
+        fields={
+            **SIZES,
+            "num_key_value_heads": "num_query_groups",
+            "head_dim": "kv_channels",
+            "norm_epsilon": "norm_epsilon",
+            "tie_word_embeddings": "tied",
+            "use_bias": "all_biases",
+        },
+        defaults={
+            **{"num_key_value_heads": 2, "head_dim": None, "norm_epsilon": 1e-5, "tie_word_embeddings": True},
+            **{"use_bias": True, "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 4096},
+            **{"rope_theta": 10000.0, "sliding_window": None},
+        },
+        fixed={key: value for key, value in LAYER_NORM.items() if key not in ("disable_bias_linear", "window_size")}
+        | {"position_embedding_type": "rope"},
+        activations={"gelu_pytorch_tanh": {"tanh_gelu": True}, **GELUS},  # the first is what is written
+        window_key="sliding_window",
+    ),
+    _GLM,
+    replace(
+        _GLM,
+        architecture="Glm4ForCausalLM",
+        model_type="glm4",
+        table=_table(LLAMA_MODULES | _GATE_UP | _GLM4_NORMS),
+        fixed=_GLM.fixed | {"norm_placement": "sandwich"},
+    ),
+    Family(
+        architecture="FalconForCausalLM",
+        model_type="falcon",
+        table=Table("transformer.h.{}.", _FALCON, _ENDS_OF_H, shared_norm={"attention_norm": "input_layernorm"}),
+        fields={key: name for key, name in SIZES.items() if key != "intermediate_size"}
+        | {"ffn_hidden_size": "ffn_hidden_size", "layer_norm_epsilon": "norm_epsilon"}
+        | {"tie_word_embeddings": "tied", "bias": "all_biases"},
+        defaults={
+            **{"ffn_hidden_size": None, "max_position_embeddings": 2048, "layer_norm_epsilon": 1e-5, "bias": False},
+            **{"tie_word_embeddings": True, "activation": "gelu", "rope_theta": 10000.0, "num_kv_heads": None},
+            **{"new_decoder_architecture": False, "multi_query": True, "num_ln_in_parallel_attn": None},
+        },
+        fixed={key: value for key, value in LAYER_NORM.items() if key != "disable_bias_linear"}
+        | {"position_embedding_type": "rope", "parallel_residual": True},
+        required={"alibi": False, "parallel_attn": True},
+        activation_key="activation",
+        activations=GELUS,
+        aliases={"hidden_size": "n_embed"},
+        own=FALCON,
+    ),
+    Family(
+        architecture="OPTForCausalLM",
+        model_type="opt",
+        table=Table("model.decoder.layers.{}.", _OPT, _OPT_ENDS),
+        fields={key: name for key, name in SIZES.items() if key != "intermediate_size"}
+        | {"ffn_dim": "ffn_hidden_size", "tie_word_embeddings": "tied", "enable_bias": "all_biases"},
+        defaults={
+            **{"max_position_embeddings": 2048, "tie_word_embeddings": True, "enable_bias": True},
+            **{"activation_function": "relu"},
+        },
+        fixed={key: value for key, value in LAYER_NORM.items() if key != "disable_bias_linear"}
+        | {"position_embedding_type": "learned_absolute", "position_embedding_offset": 2, "norm_epsilon": 1e-5},
+        required={
+            **{"do_layer_norm_before": True, "_remove_final_layer_norm": False, "layer_norm_elementwise_affine": True},
+        },
+        activation_key="activation_function",
+        activations={"relu": {"relu": True}} | {key: {"relu": False, **means} for key, means in GELUS.items()},
+        rope_keys=None,
+        same_as={"word_embed_proj_dim": "hidden_size"},
+    ),
+    Family(
+        architecture="BloomForCausalLM",
+        model_type="bloom",
+        table=Table(
+            "transformer.h.{}.", _BLOOM, _ENDS_OF_H | {"embedding_norm": "transformer.word_embeddings_layernorm"}
+        ),
+        fields={
+            "vocab_size": "vocab_size",
+            "hidden_size": "hidden_size",
+            "n_layer": "num_layers",
+            "n_head": "num_attention_heads",
+            "seq_length": "max_position_embeddings",
+            "layer_norm_epsilon": "norm_epsilon",
+            "tie_word_embeddings": "tied",
+        },
+        defaults={
+            **{"seq_length": 2048, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
+        },
+        fixed=LAYER_NORM | {"position_embedding_type": "alibi", "embedding_layernorm": True, "tanh_gelu": True},
+        required={"apply_residual_connection_post_layernorm": False, "slow_but_exact": False},
+        activation_key=None,
+        rope_keys=None,
+        aliases={"hidden_size": "n_embed", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"},
+    ),
+)
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (*FIRST_FAMILIES, *_MORE)}
+"""By ``model_type``."""

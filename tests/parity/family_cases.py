@@ -1,0 +1,67 @@
+"""Layouts of newer families: scales, caps, norms and layers of their own beside every other way to split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.parity.cases import Case, Problem, Spread
+
+
+def _case(extra: str, problem: dict[str, Any] | None = None, **spread: Any) -> Case:
+    layout = Spread(**spread)
+    made = {"kv_heads": 2, "length": 16 if layout.cp > 1 else 15, "steps": 2, "micro_batch": 2, "unequal": True}
+    made |= {"extra": extra, "micro_batches": layout.data_parallel * layout.accumulation, **(problem or {})}
+    return Case(Problem(**made), layout)
+
+
+def fast_cases() -> list[Case]:
+    """Each family once, and among them every way to split."""
+    return [
+        _case("gemma", {"tied": True, "clip": True}, tp=2, sp=True, recompute="selective", chunk_bytes=1000),
+        _case("gemma", {}, cp=2, exchange="p2p"),
+        _case("gemma", {"layers": 4, "micro_batch": 1}, pp=2, schedule="1f1b", accumulation=2),
+        _case("olmo", {"kv_heads": 4}, tp=2, sp=True, recompute="full"),
+        _case("command", {}, tp=2, shard=2),
+        _case("bloom", {"kv_heads": 4, "tied": True}, cp=2, exchange="a2a"),
+    ]
+
+
+def slow_cases() -> list[Case]:
+    """More of the product."""
+    pipeline: dict[str, Any] = {"pp": 2, "accumulation": 4}
+    return [
+        _case("gemma", {"kv_heads": 1}, tp=2, shard=2, accumulation=3, recompute="full"),
+        _case("gemma", {}, cp=2, exchange="all_gather", tp=2, sp=True),
+        _case("gemma", {"packed": True}, cp=2, exchange="a2a"),
+        _case("gemma", {"packed": True, "dropout": True}, tp=2, sp=True),
+        _case("gemma", {"packed": True}, cp=4, exchange="p2p"),
+        _case(
+            "gemma", {"layers": 4, "tied": True, "micro_batch": 1}, schedule="interleaved", tp=2, sp=True, **pipeline
+        ),
+        _case("gemma", {"layers": 4, "micro_batch": 1}, schedule="zb-v", **pipeline),
+        _case("gemma", {"clip": True}, shard=2, replicate=2, recompute="selective"),
+        _case("command", {"dropout": True}, tp=2, sp=True, recompute="selective"),
+        _case("command", {"tied": True, "layers": 4, "micro_batch": 1}, schedule="zb-h1", **pipeline),
+        _case("olmo", {"kv_heads": 4, "dropout": True}, tp=4, sp=True),
+        _case("opt", {"dropout": True, "tied": True}, tp=2, sp=True, shard=2),
+        _case("opt", {}, cp=2, exchange="p2p"),
+        _case("bloom", {"packed": True, "kv_heads": 4}, tp=2, sp=True, recompute="full"),
+        _case("bloom", {"micro_batch": 1}, schedule="1f1b", **pipeline),
+    ]
+
+
+def compiled_cases() -> list[Case]:
+    """Under ``--compile``."""
+    return [
+        _case("gemma", {"tied": True}, tp=2, sp=True, compile=True),
+        _case("command", {}, shard=2, compile=True),
+        _case("bloom", {"kv_heads": 4}, compile=True),
+    ]
+
+
+def bf16_cases() -> list[Case]:
+    """In bf16."""
+    return [
+        _case("gemma", {"steps": 4}, tp=2, sp=True, bf16=True),
+        _case("command", {"steps": 4}, shard=2, bf16=True),
+    ]
