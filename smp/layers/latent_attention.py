@@ -17,6 +17,8 @@ change neither scores nor the sum, and what that adds to the result is cut off.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -26,7 +28,7 @@ from smp.kernels import TORCH, Kernels
 from smp.kernels.attention_core import AttentionSpec
 from smp.kernels.rope import rope
 from smp.kernels.token_layout import TokenLayout
-from smp.layers.attention import KeyValueCache, dropout_key_of
+from smp.layers.attention import KeyValueCache, dropout_key_of, halves
 from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from smp.layers.norm import RMSNorm
 from smp.parallel.collectives import copy_to_group, gather_tokens
@@ -112,6 +114,7 @@ class LatentAttention(nn.Module):
         scale = (qk_head_dim + rope_dim) ** -0.5 if scale is None else scale  # not that of the filled-up width
         first_head = self.group.rank * (heads // ranks)
         self.spec = AttentionSpec(window=window, scale=scale, dropout=dropout, first_head=first_head)
+        self.rope: Literal["global"] = "global"  # the table that rotates, as of SelfAttention
         self.cache: KeyValueCache | None = None  # of latents and rotated keys, set while text is generated
 
     def forward(self, x: torch.Tensor, layout: TokenLayout, key: torch.Tensor | None = None) -> torch.Tensor:
@@ -122,7 +125,7 @@ class LatentAttention(nn.Module):
         key_rope = gather(key_rope, self.group)[:, None]  # (tokens, 1, rope_dim), of all heads of all ranks
         plain, rotated = q.split((self.qk_head_dim, self.rope_dim), dim=-1)
         if layout.rope is not None:
-            pairs = _halves(rotated), _halves(key_rope)
+            pairs = halves(rotated, self.rope_dim), halves(key_rope, self.rope_dim)
             rotated, key_rope = rope(*pairs, *layout.rope, self.rope_dim, self.kernels.rope)
         if self.cache is not None:
             latents, key_rope, layout = self.cache.append(latent[:, None], key_rope, layout)
@@ -158,9 +161,3 @@ class LatentAttention(nn.Module):
     def _filled(self, x: torch.Tensor) -> torch.Tensor:
         """With channels of zeros up to the width of attention."""
         return x if x.shape[-1] == self.width else F.pad(x, (0, self.width - x.shape[-1]))
-
-
-def _halves(x: torch.Tensor) -> torch.Tensor:
-    """Channels in neighbouring pairs to all firsts, then all seconds, as RoPE's kernels take them. Queries and keys
-    are reordered alike, so their products stay."""
-    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

@@ -32,7 +32,15 @@ def test_named_sizes_there_and_back(name: str) -> None:
     config = resolved(**NAMED[name])
     content = to_hf(config, "bfloat16")
     assert architecture(from_hf(content)) == architecture(config)
-    family = {"gpt": "GPT2LMHeadModel", "lla": "Llama", "mis": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+    family = {
+        "qwen3-30b": "Qwen3Moe",
+        "qwen3-235b": "Qwen3Moe",
+        "gpt": "GPT2LMHeadModel",
+        "lla": "Llama",
+        "mis": "Mistral",
+        "qwen2": "Qwen2",
+        "qwen3": "Qwen3",
+    }
     family |= {"mix": "Mixtral", "qwen1.5-moe": "Qwen2Moe", "olmoe": "Olmoe", "glm-4.5": "Glm4Moe"}
     family |= {"gemma-2": "Gemma2", "gemma-3": "Gemma3", "olmo-2": "Olmo2", "phi-3": "Mistral", "phi-4": "Llama"}
     family |= {"granite": "Granite", "command-r-": "Cohere", "command-r7b": "Cohere2", "smollm3": "SmolLM3"}
