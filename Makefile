@@ -1,6 +1,7 @@
 # make env      .venv with everything, once; other targets do it for you
 # make demo     corpus, tokenizer, training on two processes, a loss curve and a sample, in minutes on a CPU
 # make finetune-demo   the demo's model learns to write docstrings (LoRA), in minutes on a CPU
+# make moe-demo        a mixture of experts beside a dense model of as many active parameters, in minutes on a CPU
 # make test     tests; make test-slow: the long ones; make check: lint, format, types, import directions
 # make test-slurm   jobs on a throwaway Slurm of this machine; says what to install where there is none
 # make parity   the errors of the parity matrix, written to docs/parity.md
@@ -23,7 +24,7 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip
 READY = $(VENV)/.ready
 
-.PHONY: env demo finetune-demo test test-slow test-slurm parity fuzz-parity check bench bench-cpu gpu gpu-multi clean
+.PHONY: env demo finetune-demo moe-demo test test-slow test-slurm parity fuzz-parity check bench bench-cpu gpu gpu-multi clean
 .DELETE_ON_ERROR:
 
 env: $(READY)
@@ -42,6 +43,9 @@ demo: $(READY)
 
 finetune-demo: $(READY)
 	$(BIN)/python tools/demo.py --finetune
+
+moe-demo: $(READY)
+	$(BIN)/python tools/demo.py --experts
 
 # Two workers: a file whose tests start up to eight processes, and one that waits for something else.
 test: $(READY)

@@ -9,7 +9,9 @@ from smp.config import ModelConfig, load_config, resolve
 from smp.config.cli import build_tree, read_values
 from smp.config.entry_points import FINETUNE
 from smp.config.finetune import fill_in
+from smp.models.arithmetic import count_parameters
 from smp.models.presets import PRESETS
+from tools.demo import EXPERTS
 
 RECIPES = Path(__file__).parents[1] / "recipes_collection/recipes/laptop"
 
@@ -26,3 +28,12 @@ def test_the_quick_start_resolves() -> None:
     flags = ["--config", path, "--mock-data", "--vocab-size", "4096", "--tensor-model-parallel-size", "2"]
     config = resolve(load_config(flags, PRESETS), world_size=2)
     assert config.training.train_iters is not None
+
+
+def test_the_experts_of_the_demo_have_as_many_active_parameters_as_its_dense_model() -> None:
+    flags = ["--config", str(RECIPES / "experts_demo.yaml"), "--mock-data", "--vocab-size", "4096"]
+    dense = resolve(load_config(flags, PRESETS), world_size=2).model
+    experts = resolve(load_config([*flags, *EXPERTS, "--expert-model-parallel-size", "2"], PRESETS), world_size=2).model
+    one, other = (count_parameters(model, 4096) for model in (dense, experts))
+    routers = experts.num_layers * 8 * experts.hidden_size
+    assert other.active == one.active + routers and other.total > 1.4 * one.total

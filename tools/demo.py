@@ -3,9 +3,13 @@
     python tools/demo.py
     python tools/demo.py --folder /tmp/demo --train-iters 20
     python tools/demo.py --finetune
+    python tools/demo.py --experts
 
 With --finetune the trained model (which is trained first if there is none) learns to write docstrings: LoRA on
 functions of the standard library, the adapters merged, and both models side by side.
+
+With --experts a small dense model and a mixture of experts in which a token uses as many parameters of MLPs train on
+the same batches, and a picture shows both losses and how evenly the experts are loaded.
 
 Every command is printed before it runs, so each can be repeated alone. Flags that this tool does not know go to
 pretrain_gpt.py, or to finetune.py. What an earlier demo left in --folder is replaced.
@@ -20,7 +24,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from math import log
 from pathlib import Path
@@ -31,6 +35,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "class Parser:\n    def __init__(self"
 HEADS = ('def remove_file(path, missing_ok=False):\n    """', 'def is_valid(self, name):\n    """')
 """Of functions that want a docstring."""
+EXPERTS = shlex.split(
+    "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 128 --moe-router-topk-scaling-factor 2 "
+    "--moe-aux-loss-coeff 0.01"
+)
+"""Two of 128 are as wide as the recipe's MLP of 256, and with weights that sum to 2 they give as much at first."""
 LINE = "{:28}{:8.3f} nats per token{:8.3f} bits per byte"
 
 
@@ -84,25 +93,30 @@ def _relative(path: str | Path) -> str:
     return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
-def run(folder: Path, processes: int, flags: Sequence[str]) -> None:
-    """All steps, then the summary."""
+def prepare(folder: Path, python: Callable[..., str]) -> None:
+    """Corpus, tokenizer and tokens; what was there is replaced."""
     corpus, tokenizer, data = folder / "corpus.jsonl", folder / "tokenizer.model", folder / "corpus_text_document"
-    checkpoints, logs, picture = folder / "checkpoints", folder / "logs", folder / "loss.png"
-    for old in (checkpoints, logs):
-        shutil.rmtree(ROOT / old, ignore_errors=True)
     for old in (corpus, tokenizer, Path(f"{data}.bin"), Path(f"{data}.idx")):
         (ROOT / old).unlink(missing_ok=True)
-    python = Runner(processes).python
-    with_tokenizer = ("--tokenizer-model", tokenizer)
-
     python("tools/demo_corpus.py", "--output", corpus)
     python(
         "tools/train_tokenizer.py", "--input", corpus, "--model-prefix", tokenizer.with_suffix(""), "--vocab-size", 4096
     )
     python(
         *("tools/preprocess_data.py", "--input", corpus, "--output-prefix", folder / "corpus"),
-        *(*with_tokenizer, "--append-eod"),
+        *("--tokenizer-model", tokenizer, "--append-eod"),
     )
+
+
+def run(folder: Path, processes: int, flags: Sequence[str]) -> None:
+    """All steps, then the summary."""
+    tokenizer, data = folder / "tokenizer.model", folder / "corpus_text_document"
+    checkpoints, logs, picture = folder / "checkpoints", folder / "logs", folder / "loss.png"
+    for old in (checkpoints, logs):
+        shutil.rmtree(ROOT / old, ignore_errors=True)
+    python = Runner(processes).python
+    with_tokenizer = ("--tokenizer-model", tokenizer)
+    prepare(folder, python)
     python(
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes),
         *(
@@ -185,6 +199,30 @@ def finetune(folder: Path, processes: int, flags: Sequence[str]) -> None:
     print(f"\nvalidation loss, nats per token of docstrings: {before:.3f} before, {after:.3f} after")
 
 
+def compare_experts(folder: Path, processes: int, flags: Sequence[str]) -> None:
+    """A dense model and one with experts, whose picture it is."""
+    tokenizer, data, picture = folder / "tokenizer.model", folder / "corpus_text_document", folder / "experts.png"
+    python, metrics = Runner(processes).python, {}
+    if not (ROOT / f"{data}.idx").is_file():
+        prepare(folder, python)
+    for name, more in (("dense", []), ("experts", [*EXPERTS, "--expert-model-parallel-size", processes])):
+        logs = folder / f"logs_{name}"
+        shutil.rmtree(ROOT / logs, ignore_errors=True)
+        python(
+            *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes),
+            *("pretrain_gpt.py", "--config", "recipes_collection/recipes/laptop/experts_demo.yaml"),
+            *("--data-path", data, "--tokenizer-model", tokenizer, "--log-dir", logs, *more, *flags),
+        )
+        metrics[name] = logs / "metrics.jsonl"
+    dense, experts = (last_validation_loss(ROOT / path) for path in metrics.values())
+    python(
+        *("tools/plot_loss.py", "--metrics", metrics["experts"], "--output", picture),
+        *("--baseline", dense, "--baseline-label", "dense model's last validation"),
+    )
+    print(f"\nvalidation loss, nats per token: {dense:.3f} dense, {experts:.3f} with experts")
+    print(f"losses and loads: {picture}")
+
+
 def validation_losses(metrics: Path) -> tuple[float, float]:
     """Of the first and the last evaluation, in nats per token."""
     records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
@@ -205,12 +243,17 @@ def work(argv: Sequence[str] | None) -> None:
     """Read the command line, and run the commands."""
     parser = CommandParser(description=__doc__)
     parser.add_argument("--folder", default=ROOT / "demo", type=Path, help="where everything goes (default: demo)")
-    parser.add_argument("--finetune", action="store_true", help="fine-tune the demo's model")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--finetune", action="store_true", help="fine-tune the demo's model")
+    kind.add_argument("--experts", action="store_true", help="compare a dense model with a mixture of experts")
     args, extra = parser.parse_known_args(argv)
     import torch  # after --help
 
     processes, flags = layout(torch.cuda.device_count())
     folder = Path(_relative(args.folder))
+    if args.experts:  # without tensor parallelism: experts are spread over the processes
+        compare_experts(folder, processes, [*(flag for flag in flags if flag == "--bf16"), *extra])
+        return
     if not args.finetune:
         run(folder, processes, [*flags, *extra])
         return

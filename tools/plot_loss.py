@@ -3,7 +3,8 @@
     python tools/plot_loss.py --metrics runs/pretrain/metrics.jsonl --output loss.png
     python tools/plot_loss.py --metrics metrics.jsonl --output loss.png --baseline 3.2 --baseline-label bigram
 
-Reads the "lm loss" and "validation loss" of the records. The suffix of --output is the format: png, svg or pdf.
+Reads the "lm loss" and "validation loss" of the records; of a mixture of experts also the "expert load max/mean", which
+is drawn below them. The suffix of --output is the format: png, svg or pdf.
 """
 
 from __future__ import annotations
@@ -19,31 +20,49 @@ from smp.config.command import CommandParser, run_tool
 from smp.config.commands import pip_install
 from smp.training.sinks import Curve, read_curve
 
+EXPERT_LOAD = "expert load max/mean"
 TRAINING, VALIDATION, BASELINE, TEXT = "#4477aa", "#cc3311", "#777777", "#333333"
 
 
-def draw(training: Curve, validation: Curve, baseline: float | None, baseline_label: str) -> Any:
-    """A matplotlib figure of the curves."""
+def draw(
+    training: Curve, validation: Curve, baseline: float | None, baseline_label: str, load: Curve | None = None
+) -> Any:
+    """A matplotlib figure of the curves; ``load`` is that of the most loaded expert."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError(f"plots need matplotlib: {pip_install('matplotlib')}") from None
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
+    figure = Figure(figsize=(8, 4.5 if load is None else 6.5), layout="constrained")
+    axes = figure.subplots() if load is None else _with_loads(figure, load)
     _curve(axes, training, "training", color=TRAINING, linewidth=1.2)
     _curve(axes, validation, "validation", color=VALIDATION, linewidth=1.8, marker="o", markersize=4)
     if baseline is not None:
         label = f"{baseline_label} {baseline:.3f}"
         axes.axhline(baseline, color=BASELINE, linestyle="--", linewidth=1.2, label=label)
+    _dress(axes, "loss (nats per token)")
+    return figure
+
+
+def _with_loads(figure: Any, load: Curve) -> Any:
+    """Draw the loads; returns the axes above them."""
+    axes, below = figure.subplots(2, height_ratios=[3, 1.3], sharex=True)
+    _curve(below, load, "most loaded expert", color=TRAINING, linewidth=1.2)
+    below.axhline(1.0, color=BASELINE, linestyle="--", linewidth=1.2, label="even load 1.000")
+    below.set_ylim(bottom=0)
+    _dress(below, "tokens / mean")
+    return axes
+
+
+def _dress(axes: Any, label: str) -> None:
+    """Labels, grid and legend."""
     axes.set_xlabel("iteration", color=TEXT)
-    axes.set_ylabel("loss (nats per token)", color=TEXT)
+    axes.set_ylabel(label, color=TEXT)
     axes.grid(axis="y", color="#dddddd", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=TEXT)
     axes.margins(x=0.02)
     axes.legend(frameon=False, labelcolor=TEXT)
-    return figure
 
 
 def _curve(axes: Any, curve: Curve, label: str, **style: Any) -> None:
@@ -66,7 +85,9 @@ def plot(args: argparse.Namespace) -> str:
     training, validation = (read_curve(args.metrics, name) for name in ("lm loss", "validation loss"))
     if not training[0] and not validation[0]:
         raise ValueError(f'{args.metrics} has no record with an "lm loss" or a "validation loss"')
-    draw(training, validation, args.baseline, args.baseline_label).savefig(args.output, dpi=150)
+    load = read_curve(args.metrics, EXPERT_LOAD)
+    figure = draw(training, validation, args.baseline, args.baseline_label, load if load[0] else None)
+    figure.savefig(args.output, dpi=150)
     return f"wrote {args.output}: {len(training[0])} training and {len(validation[0])} validation records"
 
 

@@ -70,6 +70,23 @@ def test_demo_from_corpus_to_sample(tmp_path: Path, times: int) -> None:
     assert json.loads((tmp_path / "logs" / "status.json").read_text())["iteration"] == 3
 
 
+@pytest.mark.slow
+def test_demo_of_experts(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    small = ["--train-iters", "3", "--eval-interval", "3", "--eval-iters", "1", "--seq-length", "32"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "demo.py"), "--experts", "--folder", str(tmp_path), *small],
+        cwd=tmp_path,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("\n$ ") == 6 and "--expert-model-parallel-size 2" in done.stdout
+    assert "validation loss, nats per token: " in done.stdout
+    assert (tmp_path / "experts.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_validation_before_and_after_are_the_first_and_the_last(tmp_path: Path) -> None:
     records = [{"validation loss": 5.0}, {"lm loss": 3.0}, {"validation loss": 4.5}, {"validation loss": 4.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

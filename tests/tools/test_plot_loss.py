@@ -50,6 +50,13 @@ def test_the_legend_names_every_curve_and_the_baseline() -> None:
     assert len(draw(training, ([], []), None, "bigram").axes[0].lines) == 1
 
 
+def test_loads_of_experts_are_drawn_below() -> None:
+    figure = draw(([1, 2], [4.0, 3.0]), ([], []), None, "bigram", ([1, 2], [2.5, 1.25]))
+    losses, loads = figure.axes
+    assert [text.get_text() for text in losses.get_legend().get_texts()] == ["training 3.000"]
+    assert [list(line.get_ydata()) for line in loads.lines] == [[2.5, 1.25], [1.0, 1.0]]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
