@@ -118,7 +118,7 @@ class ShardedStages:
 
 def _units(model: GPT, part: ModelPart) -> list[Any]:
     """FSDP2 units that hold parameters of ``part``, as ``parallelize`` made them, in the order of their use."""
-    first = [model.embedding, model.positions] if part.embedding else []
+    first = [model.embedding, model.positions, model.embedding_norm] if part.embedding else []
     last = [model.final_norm, model.embedding if model.tied else None] if part.head else []  # the norm's is the head's
     blocks = [module for i in part.layers for module in with_experts(model.layers[str(i)])]
     return list(dict.fromkeys(module for module in (*first, *blocks, *last) if module is not None))

@@ -46,7 +46,7 @@ class Console:
         self._share = work / layout.world_size / 1e12  # of a FLOP, in TFLOP of each process
         self._pair_flops = pair_training_flops(config.model)
         alone = training_flops_per_token(config.model, 1, config.model.vocab_size)  # a token that sees itself
-        self._token_flops = alone - self._pair_flops
+        self._token_flops = alone - config.model.num_layers * self._pair_flops
         for line in earlier_records(config, iteration):
             tqdm.write(line)
         self._sinks = open_sinks(config.logging, iteration)

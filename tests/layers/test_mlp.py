@@ -67,5 +67,5 @@ def test_values_and_gradients_are_those_of_the_formula() -> None:
 
 
 def test_an_unknown_activation_is_refused() -> None:
-    with fake_context() as context, pytest.raises(ValueError, match="'relu' is not one of swiglu, gelu"):
-        MLP(HIDDEN, FFN, context.tp, activation="relu")  # type: ignore[arg-type]
+    with fake_context() as context, pytest.raises(ValueError, match="'sigmoid' is not one of swiglu, geglu"):
+        MLP(HIDDEN, FFN, context.tp, activation="sigmoid")  # type: ignore[arg-type]

@@ -192,16 +192,11 @@ def attend(
     visible = (distance >= 0) & (distance < (window or length)) & layout.together
     probabilities = dropout.of_probabilities(scores.masked_fill(~visible, -math.inf).softmax(-1), 3 * layer)
     merged = (probabilities @ v[:, shared]).transpose(1, 2).flatten(2)
-    return dropout.of_stream(linear(merged, weights, f"{name}.output"), 3 * layer + 1)
-
-
-def mlp(x: torch.Tensor, weights: Weights, layer: int, config: ModelConfig, dropout: Dropout) -> torch.Tensor:
-    """SwiGLU, GEGLU, ReLU, squared ReLU or GELU."""
-    return dropout.of_stream(dense(x, weights, f"layers.{layer}.mlp", config), 3 * layer + 2)
+    return linear(merged, weights, f"{name}.output")
 
 
 def dense(x: torch.Tensor, weights: Weights, name: str, config: ModelConfig) -> torch.Tensor:
-    """Without dropout."""
+    """SwiGLU, GEGLU, ReLU, squared ReLU or GELU."""
     up = linear(x, weights, f"{name}.up")
     if config.swiglu:
         inner = F.silu(linear(x, weights, f"{name}.gate")) * up
@@ -289,7 +284,8 @@ def mean_loss(
         name, added = f"layers.{layer}", config.residual_multiplier
         first = maybe_norm(x, weights, f"{name}.attention_norm", config)
         attended = attention(first, weights, layer, config, dropout, layout)
-        attended = added * maybe_norm(attended, weights, f"{name}.attention_post_norm", config)
+        attended = maybe_norm(attended, weights, f"{name}.attention_post_norm", config)
+        attended = added * dropout.of_stream(attended, 3 * layer + 1)
         inner = first
         if not config.parallel_residual_shared_norm:
             inner = x if config.parallel_residual else x + attended
@@ -297,10 +293,11 @@ def mean_loss(
         if has_experts(config, layer):
             bias = f"layers.{layer}.mlp.router.expert_bias"
             fed, more, seen[bias] = experts(inner, weights, layer, config, labels, micro_batches)
-            aux, fed = aux + more, dropout.of_stream(fed, 3 * layer + 2)
+            aux = aux + more
         else:
-            fed = mlp(inner, weights, layer, config, dropout)
-        x = x + attended + added * maybe_norm(fed, weights, f"{name}.mlp_post_norm", config)
+            fed = dense(inner, weights, f"{name}.mlp", config)
+        fed = maybe_norm(fed, weights, f"{name}.mlp_post_norm", config)
+        x = x + attended + added * dropout.of_stream(fed, 3 * layer + 2)
     head = weights["head.weight"] if config.untie_embeddings_and_output_weights else weights["embedding.weight"]
     logits = norm(x, weights, "final_norm", config) @ head.t() * config.logit_scale
     logits = capped(logits, config.final_logit_softcapping)
