@@ -15,110 +15,22 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from smp.config import Layout
 from smp.config.command import CommandParser, run_tool
-from smp.config.commands import pip_install
-from smp.convert.adapters import MergedWeights
-from smp.convert.formats import Opened, open_checkpoint
-from smp.convert.hf_config import read_json
-from smp.convert.load import load_weights
-from smp.data.tokenizer import Tokenizer
-from smp.data.tokenizer_files import PATTERNS, load_tokenizer, tokenizer_file
+from smp.convert.formats import Opened
+from smp.data.tokenizer_files import PATTERNS
 from smp.data.tuning.chat_template import ChatTemplate
 from smp.data.tuning.tokenizer import TuningTokenizer, open_tokenizer
 from smp.models.generation import Sampling, generate
 from smp.models.gpt import GPT
-from smp.parallel.context import build_context
-from smp.training.adapter_files import companions_of, open_adapters, require_adapter
+from smp.training.text_model import DTYPES, alone, end_ids, find_tokenizer, load_model, open_model
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Decode = Callable[[list[int]], str]
 _UNFINISHED = "\ufffd"  # what decoders write for a character of which only some bytes are there
-
-
-class TokenizerFile:
-    """A tokenizer.json, used as transformers uses it: with the special tokens that it puts in front of a text."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            import tokenizers
-        except ImportError:
-            raise ValueError(f"{path} needs the library tokenizers: {pip_install('tokenizers')}") from None
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
-            raise ValueError(f"{path} is not a tokenizer.json ({error})") from None
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids."""
-        return list(self._tokenizer.encode(text).ids)
-
-    def decode(self, ids: list[int]) -> str:
-        """Text, without special tokens."""
-        return str(self._tokenizer.decode(ids))
-
-
-def find_tokenizer(
-    opened: Opened, given: Path | None, pattern: str | None = None
-) -> tuple[TokenizerFile | Tokenizer, list[int]]:
-    """The tokenizer, and the ids that end a text.
-
-    Raises:
-        ValueError: there is none.
-    """
-    folder = opened.reference
-    inside = [] if folder is None else [folder / name for name in ("tokenizer.json", "tokenizer.model")]
-    path = tokenizer_file(given) if given else next((path for path in inside if path.is_file()), None)
-    if path is None:
-        raise ValueError(
-            "no tokenizer lies with the model: give --tokenizer-model, or --reference a folder that has one"
-        )
-    ends = end_ids(folder)
-    if path.suffix == ".json":
-        return TokenizerFile(path), ends or [load_tokenizer(path, pattern).eod]
-    tokenizer = load_tokenizer(path, pattern)
-    return tokenizer, [*ends, tokenizer.eod]
-
-
-def end_ids(folder: Path | None) -> list[int]:
-    """What generation_config.json or config.json say.
-
-    Raises:
-        ConfigError, DamageError: as ``read_json``.
-        ValueError: they say something else.
-    """
-    for name in ("generation_config.json", "config.json"):
-        if folder is None or not (folder / name).is_file():
-            continue
-        content = read_json(folder / name)
-        said = content.get("eos_token_id") if isinstance(content, dict) else None
-        ids = said if isinstance(said, list) else [] if said is None else [said]
-        if not all(type(i) is int for i in ids):
-            raise ValueError(f"{folder / name}: eos_token_id {said!r} is no token id")
-        if ids:
-            return ids
-    return []
-
-
-def open_model(args: argparse.Namespace) -> Opened:
-    """The model in --load, with --adapter added, and the folder of its tokenizer."""
-    if args.adapter is not None:
-        require_adapter(args.adapter)
-    opened = open_checkpoint(args.load, reference=args.reference)
-    if opened.weights.config.scalar_head:
-        raise ValueError(f"--load {args.load} is a reward model: it scores texts and writes none")
-    if args.adapter is None:
-        return opened
-    merged = MergedWeights(opened.weights, open_adapters(args.adapter, opened))
-    companions = None if args.reference else companions_of(args.adapter)
-    return replace(opened, weights=merged, reference=companions or opened.reference)
 
 
 def open_chat(opened: Opened, given: Path | None) -> tuple[TuningTokenizer, ChatTemplate, list[int]]:
@@ -135,14 +47,6 @@ def open_chat(opened: Opened, given: Path | None) -> tuple[TuningTokenizer, Chat
         raise ValueError(f"--chat: {folder} has no chat template")
     template = ChatTemplate(tokenizer.template, tokenizer.template_tokens)
     return tokenizer, template, [*end_ids(opened.reference), tokenizer.eos]
-
-
-def load_model(opened: Opened, device: torch.device, dtype: torch.dtype = torch.float32) -> GPT:
-    """The model, in evaluation mode, in this one process."""
-    context = build_context(Layout(), device.type)
-    model = GPT(opened.weights.config, context.tp).to(dtype).to_empty(device=device)
-    load_weights(model, lambda: opened.weights)
-    return model.eval()
 
 
 def stream(ids: Iterable[int], before: list[int], decode: Decode, show: Callable[[str], Any]) -> int:
@@ -244,19 +148,14 @@ def answer_messages(opened: Opened, args: argparse.Namespace) -> Callable[[GPT],
 def work(args: argparse.Namespace) -> None:
     """Load, and write."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        Sampling(args.temperature, args.top_k, args.top_p, args.seed)  # refuses what cannot be before a model is read
-        opened = open_model(args)
-        answer = answer_messages(opened, args) if args.chat else continue_text(opened, args)
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    Sampling(args.temperature, args.top_k, args.top_p, args.seed)  # refuses what cannot be before a model is read
+    opened = open_model(args.load, args.adapter, args.reference)
+    answer = answer_messages(opened, args) if args.chat else continue_text(opened, args)
+    with alone(device):
         model = load_model(opened, device, DTYPES[args.dtype])
         for note in opened.weights.notes:
             print(f"note: {note}", file=sys.stderr)
         answer(model)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def main(argv: list[str]) -> int:

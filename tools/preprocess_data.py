@@ -44,6 +44,7 @@ def build_parser() -> CommandParser:
     )
     parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
+    parser.add_argument("--partitions", type=int, help="Megatron's: without effect, because --workers share each file")
     parser.add_argument(
         "--on-error", choices=["fail", "skip"], default="fail", help="what to do with a record that is no text"
     )
@@ -66,6 +67,8 @@ def work(args: argparse.Namespace) -> None:
         args.on_error == "skip",
     )
     paths = expand_paths(args.input)
+    if args.partitions is not None:
+        print(f"note: --partitions {args.partitions} has no effect: the {args.workers} --workers share each file")
     report = preprocess(paths, args.output_prefix, names, encoder, args.workers, print)
     for line in report.named:
         print(f"dropped: {line}", file=sys.stderr)

@@ -22,6 +22,7 @@ TOOLS = {
     "checkpoint": "checkpoint",
     "convert": "convert_checkpoint",
     "data": "data",
+    "evaluate": "evaluate",
     "generate": "generate",
     "merge-lora": "merge_lora",
     "plan": "plan",

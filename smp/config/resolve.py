@@ -145,10 +145,15 @@ def check_files(config: Config) -> None:
     must_exist = load is not None and load != "auto" and config.checkpoint.exit_on_missing_checkpoint
     if must_exist and "://" not in str(load) and not os.path.isdir(str(load)):
         raise ConfigError(f"--load {load}: there is no such folder{first_start(config)}")
-    if os.path.isfile(os.path.join(str(load), "latest_checkpointed_iteration.txt")):
+    if load is not None:
+        refuse_megatron(load, "--load FOLDER --finetune")
+
+
+def refuse_megatron(load: str, then: str) -> None:
+    """Raise ConfigError when --load is a run of Megatron's, or one of its checkpoints, with what to do and ``then``."""
+    if any(os.path.isfile(os.path.join(load, name)) for name in ("latest_checkpointed_iteration.txt", ".metadata")):
         raise ConfigError(
-            f"--load {load} is a checkpoint of Megatron's: "
-            f"{tool('convert')} --load {load} --save FOLDER, then --load FOLDER --finetune"
+            f"--load {load} is a checkpoint of Megatron's: {tool('convert')} --load {load} --save FOLDER, then {then}"
         )
 
 

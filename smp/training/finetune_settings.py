@@ -12,6 +12,7 @@ from smp.config.cli import build_tree, read_values
 from smp.config.entry_points import FINETUNE
 from smp.config.fields import flag_of
 from smp.config.finetune import fill_in
+from smp.config.resolve import refuse_megatron
 from smp.convert.describe import read_architecture
 from smp.convert.hf_config import FREE, family_of, is_hf_folder, read_hf_config
 from smp.data.tuning.build import TuningData, read_data
@@ -80,6 +81,7 @@ def _with_architecture(config: Config, given: set[str]) -> Config:
     assert load is not None, "checked before"
     if "://" not in load and not Path(load).is_dir():
         raise ConfigError(f"--load {load}: there is no such folder")
+    refuse_megatron(load, "--load FOLDER")
     found = read_architecture(load)
     if found is None:
         raise ConfigError(f"--load {load} holds neither a Hugging Face model nor a checkpoint of a training run")

@@ -105,6 +105,16 @@ def test_keys_empty_texts_and_several_files(demo: Path, tmp_path: Path) -> None:
         assert f"out_{key}_document: 3 documents, {dataset.num_tokens} tokens" in done.stdout
 
 
+def test_megatrons_partitions_are_taken_with_a_note(demo: Path, tmp_path: Path) -> None:
+    flags = ("--input", demo / "corpus.jsonl", "--tokenizer-model", demo / "tok.model", "--workers", 1)
+    plain = run("preprocess_data", *flags, "--output-prefix", tmp_path / "a")
+    parts = run("preprocess_data", *flags, "--output-prefix", tmp_path / "b", "--partitions", 4)
+    assert "--partitions" not in plain.stdout
+    assert "note: --partitions 4 has no effect: the 1 --workers share each file" in parts.stdout
+    first, second = ((tmp_path / f"{name}_text_document.bin").read_bytes() for name in "ab")
+    assert first == second
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_broken_line_is_named_and_nothing_is_left(demo: Path, tmp_path: Path, workers: int) -> None:
     (tmp_path / "bad.jsonl").write_text('{"text": "ok"}\n' * 4 + '{"text": "cut\n')

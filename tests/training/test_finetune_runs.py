@@ -248,7 +248,14 @@ BAD: dict[str, tuple[str, str]] = {
     "brought": ("--load {0} --data-path x --train-iters 1 --load-adapter a --lora-rank 3", "brings it"),
     "for dpo": ("--load {0} --data-path x --train-iters 1 --dpo-beta 0.3", "without --objective dpo"),
     "off": (f"{ONE} --objective dpo --dpo-reference adapters-off", "no adapters to switch off"),
-    "packed pairs": (f"{ONE} --objective dpo --packing best-fit", "are not packed"),
+    "packed pairs": (f"{ONE} --objective dpo --packing best-fit", "packs no answers"),
+    "labels": ("--load {0} --data-path {0}/kto.jsonl --train-iters 1", "give --objective kto"),
+    "pairs": ("--load {0} --data-path {0}/dpo.jsonl --train-iters 1", "give --objective dpo, orpo or reward"),
+    "a table for kto": (
+        "--load {0} --data-path {0}/kto.jsonl --train-iters 1 --objective kto --dpo-reference precomputed",
+        "answers of other samples",
+    ),
+    "Megatron's": ("--load {0}/megatron --data-path x --train-iters 1", "is a checkpoint of Megatron's: python"),
     "not pairs": (f"{ONE} --objective dpo", "a pair needs chosen and rejected"),
     "resume": ("--load {0} --data-path x --train-iters 1 --resume", "give --save"),
     "smoothing": ("--load {0} --data-path x --train-iters 1 --objective dpo --dpo-label-smoothing 0.5", "below 0.5"),
@@ -267,6 +274,8 @@ BAD: dict[str, tuple[str, str]] = {
 def test_what_cannot_work_is_one_line(folder: Path, case: str) -> None:
     text, why = BAD[case]
     (folder / "logs").mkdir(exist_ok=True)
+    (folder / "megatron").mkdir(exist_ok=True)
+    (folder / "megatron" / "latest_checkpointed_iteration.txt").write_text("10")
     code, _, err = command(folder, text.format(folder) + " --no-tensorboard --no-progress-bar")
     assert code == 2, err
     lines = [line for line in err.splitlines() if line.startswith("error: ")]

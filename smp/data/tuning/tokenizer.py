@@ -22,6 +22,7 @@ class TuningTokenizer(ABC):
     Attributes:
         vocab_size: token ids are below.
         eos: the token that ends a text.
+        bos: the token that begins one, if there is one, whether or not it is put in front of texts.
         before: token ids that a plain text begins with.
         special: ids of tokens that are no text.
         template: source of the chat template, or None.
@@ -30,6 +31,7 @@ class TuningTokenizer(ABC):
 
     vocab_size: int
     eos: int
+    bos: int | None
     before: list[int]
     special: frozenset[int]
     template: str | None = None
@@ -67,6 +69,7 @@ class FolderTokenizer(TuningTokenizer):
         if eos is None:
             raise ValueError(f"{folder}: tokenizer_config.json names no eos_token that is in tokenizer.json")
         self.eos = int(eos)
+        self.bos = self._tokenizer.token_to_id(self.template_tokens.get("bos_token", ""))
         self.before = self._before()
         self.template = _template(folder, config)
 
@@ -100,6 +103,7 @@ class PieceTokenizer(SentencePieceTokenizer, TuningTokenizer):
         pieces = self.control_pieces()
         self.template_tokens = {name: text for name, (text, _) in pieces.items()}
         self._ids = dict(pieces.values())
+        self.bos = self._ids.get(self.template_tokens.get("bos_token", ""))
         self._texts = {i: text for text, i in pieces.values()}
         self._control = re.compile("|".join(map(re.escape, self._ids)))
         self.special = frozenset(self._texts)

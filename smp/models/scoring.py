@@ -1,0 +1,80 @@
+"""How likely a text is: log-probabilities of its tokens, each given those before it in a window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from smp.models.generation import PIECE, cached
+from smp.models.gpt import GPT
+from smp.models.micro_batch import MicroBatch
+
+
+class Window(NamedTuple):
+    """Tokens ``begin`` to ``end`` are read, and those from ``scored`` on are scored."""
+
+    begin: int
+    scored: int
+    end: int
+
+
+def windows(count: int, length: int, stride: int) -> Iterator[Window]:
+    """Windows in which each of the tokens 1 to ``count`` - 1 is scored once: the first ``length`` tokens, and then
+    ``stride`` more at a time, each window as many before them as fit.
+
+    Args:
+        count: tokens of the text; the first is only read.
+        length: tokens that are predicted in one window at most.
+        stride: from 1 to ``length``; with ``length`` windows do not overlap, and tokens at their beginnings are
+            predicted from little.
+    """
+    scored = 1
+    while scored < count:
+        end = min(count, scored + (length if scored == 1 else stride))
+        yield Window(max(0, end - 1 - length), scored, end)
+        scored = end
+
+
+@torch.no_grad()
+def token_scores(
+    model: GPT, ids: Sequence[int], length: int, stride: int, first: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log-probabilities, fp64; whether each is the likeliest, bool) of the tokens from number ``first`` on.
+
+    Args:
+        model: whole, in evaluation mode, without sequence parallelism; every rank of its mesh calls this alike.
+        ids: at least ``first`` + 1 token ids.
+        length: longest window, at most the model's longest sequence.
+        stride: see :func:`windows`.
+        first: at least 1.
+
+    Raises:
+        ValueError: ids outside of the vocabulary, or logits that are no numbers.
+    """
+    vocab, longest = model.config.vocab_size, model.config.max_position_embeddings
+    assert vocab is not None and 0 < length <= longest and 0 < stride <= length and not model.sequence_parallel
+    if min(ids) < 0 or max(ids) >= vocab:
+        raise ValueError(f"token ids {min(ids)}..{max(ids)} are outside of the model's vocabulary of {vocab}")
+    found = [_window(model, ids[w.begin : w.end], w.scored - w.begin) for w in windows(len(ids), length, stride)]
+    log_probs, likeliest = (torch.cat(parts)[first - 1 :] for parts in zip(*found, strict=True))
+    return log_probs, likeliest
+
+
+def _window(model: GPT, ids: Sequence[int], scored: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of one window, from its token ``scored`` on. The logits of ``PIECE`` tokens exist at a time."""
+    device = next(model.parameters()).device
+    inputs, targets = torch.tensor(ids[:-1], device=device), torch.tensor(ids[1:], device=device)
+    log_probs, likeliest = [], []
+    with cached(model, len(inputs)):
+        for at in range(0, len(inputs), PIECE):
+            new = inputs[at : at + PIECE]
+            position_ids = torch.arange(at, at + len(new), device=device)[None]
+            logits = model(MicroBatch(new[None], position_ids=position_ids)).logits[0].double()
+            if not bool(logits.isfinite().all()):
+                raise ValueError("the model's logits are not finite: its weights are damaged, or too large")
+            wanted = targets[at : at + len(new)]
+            log_probs.append(logits.log_softmax(-1).gather(1, wanted[:, None])[:, 0].cpu())
+            likeliest.append((logits.argmax(-1) == wanted).cpu())
+    return torch.cat(log_probs)[scored - 1 :], torch.cat(likeliest)[scored - 1 :]

@@ -1,0 +1,158 @@
+"""Evaluate a model: how well it predicts text, or the tasks of EleutherAI's lm-evaluation-harness.
+
+    python tools/evaluate.py --load runs/pretrain --tokenizer-model tokenizer.model --data-path held-out.jsonl
+    python tools/evaluate.py --load Llama-3.2-1B --adapter runs/chat/adapter --data-path book.txt --stride 512
+    python tools/evaluate.py --load Llama-3.2-1B --tasks hellaswag arc_easy --num-fewshot 5 --output results.json
+
+--load is a model in any format that tools/convert_checkpoint.py reads. Each document is scored alone, in windows of
+--seq-length tokens that move by --stride; its first token follows what the tokenizer puts in front of a text, or where
+that is nothing the token that begins one, or ends it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from smp.config import ConfigError
+from smp.config.command import CommandParser, refuse_existing, run_tool
+from smp.convert.formats import Opened
+from smp.data.text_files import expand_paths, read_texts
+from smp.data.tuning.tokenizer import TuningTokenizer, open_tokenizer
+from smp.training.evaluation import Perplexity, TextScorer, harness_model
+from smp.training.text_model import DTYPES, alone, end_ids, load_model, open_model
+
+OF_TASKS = ("num_fewshot", "include_path", "apply_chat_template", "limit")
+
+
+def build_parser() -> CommandParser:
+    """All flags."""
+    out = CommandParser(description=__doc__)
+    out.add_argument("--load", required=True, type=Path, help="the model's folder")
+    out.add_argument("--adapter", type=Path, help="folder in peft's format, or checkpoints of a LoRA run")
+    out.add_argument("--reference", type=Path, help="Hugging Face folder that says what --load does not")
+    out.add_argument("--tokenizer-model", type=Path, help="folder with tokenizer.json, or a sentencepiece model")
+    out.add_argument("--dtype", choices=DTYPES, default="fp32", help="of weights and arithmetic")
+    out.add_argument("--data-path", nargs="+", help="text: files, folders or glob patterns")
+    out.add_argument("--json-key", default="text", help="key or column of the text")
+    out.add_argument("--seq-length", type=int, help="tokens of a window (default: the model's longest sequence)")
+    out.add_argument("--stride", type=int, help="tokens by which windows move (default: half of one; with --tasks one)")
+    out.add_argument("--tasks", nargs="+", help="names of lm-evaluation-harness's tasks")
+    out.add_argument("--num-fewshot", type=int, help="examples in front of each question of a task")
+    out.add_argument("--include-path", type=Path, help="folder with more tasks, as YAML files")
+    out.add_argument("--apply-chat-template", action="store_true", help="ask as messages")
+    out.add_argument("--limit", type=int, help="questions of each task")
+    out.add_argument("--output", type=Path, help="JSON file for the results")
+    return out
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse flags that do not go together.
+
+    Raises:
+        ConfigError: there are such.
+        FileExistsError: --output is there.
+    """
+    if bool(args.data_path) == bool(args.tasks):
+        raise ConfigError("give --data-path, whose text is scored, or --tasks of lm-evaluation-harness")
+    if args.data_path and (idle := [name for name in OF_TASKS if getattr(args, name)]):
+        raise ConfigError(f"--{idle[0].replace('_', '-')} has no effect without --tasks; leave it out")
+    if args.tasks and args.json_key != "text":
+        raise ConfigError("--json-key has no effect with --tasks; leave it out")
+    if args.output:
+        refuse_existing(args.output)
+
+
+def find_tokenizer(opened: Opened, path: Path | None) -> TuningTokenizer:
+    """Of --tokenizer-model, or what lies with the model.
+
+    Raises:
+        ValueError: there is none.
+    """
+    folder = path or opened.reference
+    if folder is None:
+        raise ValueError("no tokenizer lies with the model: give --tokenizer-model, or --reference a folder with one")
+    return open_tokenizer(folder.parent if folder.name == "tokenizer.json" else folder)
+
+
+def window(args: argparse.Namespace, longest: int) -> tuple[int, int]:
+    """Length and stride.
+
+    Raises:
+        ConfigError: they cannot be.
+    """
+    length = longest if args.seq_length is None else args.seq_length
+    if not 1 < length <= longest:
+        raise ConfigError(f"--seq-length {length} is not between 2 and the model's longest sequence, {longest}")
+    default = length if args.tasks else length // 2  # the library's windows do not overlap
+    stride = default if args.stride is None else args.stride
+    if not 0 < stride <= length:
+        raise ConfigError(f"--stride {stride} is not between 1 and --seq-length {length}")
+    return length, stride
+
+
+def perplexity(args: argparse.Namespace, scorer: TextScorer, paths: Sequence[Path]) -> dict[str, Any]:
+    """Of the documents in --data-path."""
+    found = Perplexity()
+    for text in tqdm(read_texts(paths, args.json_key), unit=" documents", disable=not sys.stderr.isatty()):
+        found.add(scorer, text)
+    return found.results()
+
+
+def run_tasks(args: argparse.Namespace, scorer: TextScorer) -> dict[str, Any]:
+    """What lm-evaluation-harness says of --tasks."""
+    model = harness_model(scorer, str(args.load))
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=None if args.include_path is None else str(args.include_path))
+    found = simple_evaluate(
+        model=model,
+        tasks=args.tasks,
+        num_fewshot=args.num_fewshot,
+        limit=args.limit,
+        apply_chat_template=args.apply_chat_template,
+        task_manager=manager,
+        log_samples=False,
+    )
+    assert found is not None, "only other ranks than the first get none"
+    return {task: dict(values) for task, values in found["results"].items()}
+
+
+def work(args: argparse.Namespace) -> None:
+    """Load, evaluate, print."""
+    check(args)
+    paths = expand_paths(args.data_path or [])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    opened = open_model(args.load, args.adapter, args.reference)
+    tokenizer = find_tokenizer(opened, args.tokenizer_model)
+    length, stride = window(args, opened.weights.config.max_position_embeddings)
+    with alone(device):
+        model = load_model(opened, device, DTYPES[args.dtype])
+        scorer = TextScorer(model, tokenizer, (*end_ids(opened.reference), tokenizer.eos), length, stride)
+        results = perplexity(args, scorer, paths) if paths else run_tasks(args, scorer)
+    for name, value in results.items():
+        shown = value if isinstance(value, dict) else {name: value}
+        for key, number in shown.items():
+            text = f"{number:.6g}" if isinstance(number, float) else str(number)
+            print(f"{name}: {key}: {text}" if isinstance(value, dict) else f"{key}: {text}")
+    if args.output:
+        settings = {"seq_length": length, "stride": stride, "dtype": args.dtype, "load": str(args.load)}
+        text = json.dumps({"settings": settings, "results": results}, indent=2, default=str)
+        args.output.write_text(text + "\n", encoding="utf-8")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code, see :mod:`smp.config.command`."""
+    return run_tool(lambda: work(build_parser().parse_args(argv)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
