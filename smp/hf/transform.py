@@ -17,6 +17,7 @@ from torch import nn
 
 from smp.config.schema import ConfigError
 from smp.hf import context, sequence, trainer, weights
+from smp.hf.compat import INSTEAD
 from smp.hf.loss import GATHERED
 from smp.hf.loss import check as check_loss
 from smp.hf.loss import install as install_loss
@@ -54,6 +55,7 @@ def transform(
     rows: Mapping[str, str] | None = None,
     loss: str = GATHERED,
     cp_comm_type: str = "p2p",
+    config: None = None,
     load_state_dict_from_rank0: bool = False,
     verify: bool | None = None,
 ) -> Model:
@@ -72,6 +74,7 @@ def transform(
             "vocab_parallel" on this rank's columns, "chunked" without logits (:mod:`smp.hf.loss`).
         cp_comm_type: what attention exchanges with context_parallel_degree > 1: "p2p", keys around a ring beside
             computation, or "all_gather", all keys at once (:mod:`smp.hf.context`).
+        config: of SMP v2, where it is a MoEConfig; there is none here.
         load_state_dict_from_rank0: only rank 0 has the weights, the others may be on the meta device. They are sent one
             after the other.
         verify: compare logits and every gradient of a small batch before and after; by default if ``rows`` are given.
@@ -88,6 +91,8 @@ def transform(
     def decide() -> Plan:
         if verify and (load_state_dict_from_rank0 or any(parameter.is_meta for parameter in model.parameters())):
             raise ConfigError("verify needs the weights: not with load_state_dict_from_rank0, nor on the meta device")
+        if config is not None:
+            raise ConfigError(f"transform(config={type(config).__name__}): {INSTEAD['moe.moe_config.MoEConfig']}")
         check_untouched(model)
         check_loss(model, loss, tp.size)
         context.check(model, cp_comm_type)

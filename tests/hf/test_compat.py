@@ -56,7 +56,9 @@ def _script(rank: int, world_size: int) -> None:
     assert get_global_ranks(tsm.state.tp_process_group) == [0, 1]
     plain = build("Llama")
     wanted = gradients(copy.deepcopy(plain), 2)
-    model = transform(plain)
+    with pytest.raises(ConfigError, match=r"transform\(config=dict\): experts stay whole"):
+        transform(plain, config={"smp_moe": True})
+    model = transform(plain, config=None, load_state_dict_from_rank0=False, cp_comm_type="p2p")
     assert [isinstance(m, TransformerLayer) for m in (model.model.layers[0], model.lm_head)] == [True, False]
     with pytest.raises(ConfigError, match="FullyShardedDataParallel does not take a transformed model: for layer"):
         FullyShardedDataParallel(model, device_id=torch.device("cpu"))
