@@ -28,8 +28,8 @@ from smp.parallel.network.topology import Links, Topology
 CHUNKS = (1, 2, 4, 8, 16)
 """Numbers of chunks that are tried."""
 SIMULATED = 16
-"""Ranks of a group whose collectives are simulated: all ways of a size in up to a second, once. Of 120 cases of up to 24
-ranks the formulas alone picked a way that was more than 5 % off the best in 21, at worst 2.1 times as slow."""
+"""Ranks of a group whose collectives are simulated: all ways of a size in up to a second, once. Of 120 cases of up to
+24 ranks the formulas alone picked a way that was more than 5 % off the best in 21, at worst 2.1 times as slow."""
 MEETING = 1.05
 """Streams of several nodes that meet at a node's uplink do not share it evenly, which no formula here knows: a mesh has
 to be predicted to be so much faster than a ring. (By TCP on 4 nodes of 2 ranks it took 1.07 to 1.25 times as long.)"""
