@@ -6,7 +6,7 @@ hidden is the part of the latter that does not show. Rounds of all entries take 
 the table has medians of the clock and least times of the CPU.
 
     torchrun --nproc-per-node 2 benchmarks/context_parallel.py
-    netlab run --nodes 2 --rate 400mbit --launcher env -- benchmarks/context_parallel.py    # over a slow link
+    netlab run --nodes 2 --procs 1 --rate 400mbit --launcher env -- benchmarks/context_parallel.py    # over a slow link
 """
 
 from __future__ import annotations
@@ -134,7 +134,16 @@ def table(sizes: argparse.Namespace, times: dict[str, float], processor: dict[st
         lines.append(f"{name:<24}" + "".join(f" {1e3 * taken:>9.1f} {ideal / taken:>11.3f}" for taken, ideal in pairs))
     shown = times["p2p"] - times["p2p without transfers"]
     hidden = 1 - max(shown, 0.0) / times["transfers of p2p alone"]
-    return "\n".join([*lines, "", f"the ring hides {100 * hidden:.0f} % of its transfers"])
+    messages, steps = 3 * (ranks - 1), 3 * ranks  # the backward pass takes two thirds of the time of blocks
+    message, blocks = times["transfers of p2p alone"] / messages, times["p2p without transfers"] / steps
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"the ring hides {100 * hidden:.0f} % of its transfers; a message takes {1e3 * message:.0f} ms alone, "
+            f"blocks of a step of the forward pass about {1e3 * blocks:.0f} ms",
+        ]
+    )
 
 
 if __name__ == "__main__":
