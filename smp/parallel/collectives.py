@@ -90,7 +90,8 @@ def start_shift(x: torch.Tensor, group: Group, distance: int) -> torch.Tensor:
 def _start_to_and_from(x: torch.Tensor, group: Group, to: int, source: int) -> torch.Tensor:
     """The same over gloo, receive first. Its all-to-all sends first, so that the word that a rank is ready to receive
     may queue behind all that it sends: a slow link then carries one direction at a time."""
-    members, received = _resolve_process_group(group.name), torch.empty_like(x)
+    name: Any = group.name  # of a type of its own in torch 2.13
+    members, received = _resolve_process_group(name), torch.empty_like(x)
     works = members.recv([received], source, _SHIFT_TAG), members.send([x], to, _SHIFT_TAG)
     for work in works:
         _register_work(received, work)
