@@ -35,7 +35,7 @@ from smp.models.micro_batch import MicroBatch
 from smp.parallel import backend
 from smp.parallel.agree import gather
 from smp.parallel.context import build_context
-from smp.parallel.network.choose import choose_collectives
+from smp.parallel.network.choose import choose_collectives, spans_nodes
 from smp.parallel.network.cost import Policy, Way, least_chunks, simulated
 from smp.parallel.network.group import CollectiveWork, NetworkGroup
 from smp.parallel.network.measure import measure_links
@@ -147,7 +147,8 @@ class TrainingStep:
         )
         replicas, world = self.options.replicas, dist.get_world_size()
         layout = Layout(dp_replicate=replicas, dp_shard=world // replicas)
-        context = build_context(layout, "cpu", replica_backend=None if self.setting == "flat" else backend.NAME)
+        spans = self.setting != "flat" and spans_nodes()
+        context = build_context(layout, "cpu", replica_backend=backend.NAME if spans else None)
         self.collectives = choose_collectives({"parameters": context.fsdp}, self.setting)
         context = dataclasses.replace(context, collectives=self.collectives)
         with torch.device("meta"):

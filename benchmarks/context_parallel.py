@@ -6,7 +6,7 @@ hidden is the part of the latter that does not show. Rounds of all entries take 
 the table has medians of the clock and least times of the CPU.
 
     torchrun --nproc-per-node 2 benchmarks/context_parallel.py
-    netlab run --nodes 2 --rate 400mbit --launcher env -- benchmarks/context_parallel.py    # over a slow link
+    netlab run --nodes 2 --procs 1 --rate 400mbit --launcher env -- benchmarks/context_parallel.py    # over a slow link
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ def main() -> None:
             times[name] += [taken] if turn else []
     if dist.get_rank() == 0:
         clock = {name: statistics.median(value for value, _ in values) for name, values in times.items()}
-        print(table(sizes, clock, {name: min(value for _, value in values) for name, values in times.items()}))
+        least = {name: min(value for value, _ in values) for name, values in times.items()}
+        processor = {name: min(value for _, value in values) for name, values in times.items()}
+        print(table(sizes, clock, least, processor))
     dist.destroy_process_group()
 
 
@@ -119,8 +121,10 @@ def entries(sizes: argparse.Namespace, mesh: dist.DeviceMesh) -> dict[str, Step]
     return steps
 
 
-def table(sizes: argparse.Namespace, times: dict[str, float], processor: dict[str, float]) -> str:
-    """What was measured."""
+def table(
+    sizes: argparse.Namespace, times: dict[str, float], least: dict[str, float], processor: dict[str, float]
+) -> str:
+    """What was measured: medians and least times of the clock, least of the CPU."""
     ranks, dtype = dist.get_world_size(), "bf16" if sizes.bf16 else "fp32"
     ideals = times["one process"] / ranks, processor["one process"] / ranks
     lines = [
@@ -132,9 +136,21 @@ def table(sizes: argparse.Namespace, times: dict[str, float], processor: dict[st
     for name in times:
         pairs = zip((times[name], processor[name]), ideals, strict=True)
         lines.append(f"{name:<24}" + "".join(f" {1e3 * taken:>9.1f} {ideal / taken:>11.3f}" for taken, ideal in pairs))
-    shown = times["p2p"] - times["p2p without transfers"]
-    hidden = 1 - max(shown, 0.0) / times["transfers of p2p alone"]
-    return "\n".join([*lines, "", f"the ring hides {100 * hidden:.0f} % of its transfers"])
+    shares = []
+    for of in (times, least):
+        shown = of["p2p"] - of["p2p without transfers"]
+        shares.append(f"{100 * (1 - max(shown, 0.0) / of['transfers of p2p alone']):.0f} %")
+    messages, steps = 3 * (ranks - 1), 3 * ranks  # the backward pass takes two thirds of the time of blocks
+    message, blocks = times["transfers of p2p alone"] / messages, times["p2p without transfers"] / steps
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"the ring hides {shares[0]} of its transfers, by least times {shares[1]}; a message takes "
+            f"{1e3 * message:.0f} ms alone, "
+            f"blocks of a step of the forward pass about {1e3 * blocks:.0f} ms",
+        ]
+    )
 
 
 if __name__ == "__main__":

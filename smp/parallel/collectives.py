@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _register_work, _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh
 
 from smp.kernels.registry import define
 
 _ops = torch.ops._c10d_functional
+_SHIFT_TAG = 1 << 15  # above those of callers of send and recv
 all_gather_flat: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """torch.distributed's gather of equal 1-D parts, by its name in torch 2.13, where that of 2.11 is deprecated."""
 
@@ -79,8 +81,21 @@ def start_shift(x: torch.Tensor, group: Group, distance: int) -> torch.Tensor:
     if distance % group.size == 0:
         return x.clone()
     to, source = ((group.rank + step) % group.size for step in (distance, -distance))
+    if type(x) is torch.Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling():
+        return _start_to_and_from(x.contiguous(), group, to, source)
     sent, received = ([x.shape[0] * (rank == other) for rank in range(group.size)] for other in (to, source))
     return _ops.all_to_all_single(x.contiguous(), received, sent, group.name)
+
+
+def _start_to_and_from(x: torch.Tensor, group: Group, to: int, source: int) -> torch.Tensor:
+    """The same over gloo, receive first. Its all-to-all sends first, so that the word that a rank is ready to receive
+    may queue behind all that it sends: a slow link then carries one direction at a time."""
+    name: Any = group.name  # of a type of its own in torch 2.13
+    members, received = _resolve_process_group(name), torch.empty_like(x)
+    works = members.recv([received], source, _SHIFT_TAG), members.send([x], to, _SHIFT_TAG)
+    for work in works:
+        _register_work(received, work)
+    return received
 
 
 def wait(x: torch.Tensor, group: Group) -> torch.Tensor:

@@ -29,7 +29,7 @@ from smp.optim.optimizer import build_optimizer
 from smp.parallel import backend
 from smp.parallel.agree import on_all_or_none, on_rank_zero
 from smp.parallel.context import ParallelContext, build_context
-from smp.parallel.network.choose import choose_collectives
+from smp.parallel.network.choose import choose_collectives, spans_nodes
 from smp.parallel.network.quantize import Quantization
 from smp.pipeline.failure import naming
 from smp.pipeline.plan import describe_plan, plan_pipeline
@@ -138,19 +138,20 @@ class Run:
     def _build_context(self) -> ParallelContext:
         parallel = self.config.parallel
         timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
-        setting, knows_nodes = parallel.data_parallel_collectives, self.device.type == "cpu"
+        setting, file = parallel.data_parallel_collectives, parallel.network_topology
+        knows_nodes = setting != "flat" and self.device.type == "cpu" and spans_nodes(file)
         context = build_context(
             self.layout,
             self.device.type,
             timeout,
             sequence_parallel=parallel.sequence_parallel,
             heads_group=exchange_of(self.config, self.device.type).heads_group,
-            replica_backend=backend.NAME if setting != "flat" and knows_nodes else None,
+            replica_backend=backend.NAME if knows_nodes else None,
         )
         meshes = {"parameters": context.fsdp, "experts": context.expert_fsdp}
         coded = Quantization(parallel.zero_quantized_weights, parallel.zero_quantized_gradients)
         quantization = coded if coded.names else None
-        collectives = choose_collectives(meshes, setting, timeout, parallel.network_topology, quantization)
+        collectives = choose_collectives(meshes, setting, timeout, file, quantization)
         return dataclasses.replace(context, collectives=collectives)
 
     def _read_data(self) -> Datasets:

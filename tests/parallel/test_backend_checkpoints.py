@@ -112,7 +112,8 @@ def test_a_destroyed_group_leaves_no_thread_and_no_connection(found: list[dict[s
         assert "collectives" in named and "collectives" not in ended, "while the group is still referred to"
         before, during, after = of["all"]
         assert during[0]["gloo_tcp_loop"] > before[0]["gloo_tcp_loop"] and during[1] > before[1]
-        assert after == before, "gloo has closed its connections"
+        assert after[0]["gloo_tcp_loop"] == before[0]["gloo_tcp_loop"], "gloo has ended its thread"
+        assert after[1] <= before[1], "and closed its connections (one of the start may have gone meanwhile)"
 
 
 def test_checkpoints_are_saved_and_loaded(found: list[dict[str, Any]]) -> None:

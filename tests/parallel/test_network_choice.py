@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from smp.parallel.network.cost import FLAT, SIMULATED, Policy, Way, least_chunks, simulated, ways
+from smp.parallel.network.cost import FLAT, LEAST_CHUNK, SIMULATED, Policy, Way, least_chunks, simulated, ways
 from smp.parallel.network.schedule import Kind
 from smp.parallel.network.topology import Link, Links, Topology
 
@@ -37,7 +37,8 @@ def worst(seeds: range, most: int) -> tuple[float, str]:
         policy = Policy(topology, links)
         for kind in KINDS:
             picked = policy.way(kind, size)
-            others = {FLAT, Way("mesh", 3), *ways(topology, size // topology.size)}
+            piece = size // topology.size
+            others = {FLAT, *ways(topology, piece), *([Way("mesh", 3)] if piece // 3 >= LEAST_CHUNK else [])}
             best = min(simulated(kind, topology, links, size, way) for way in others)
             ratio = simulated(kind, topology, links, size, picked) / best
             found = max(found, (ratio, f"seed {seed}: {kind} of {size} bytes over {topology}: {picked}"))

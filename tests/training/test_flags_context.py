@@ -47,7 +47,8 @@ def measure(flags: str, rank: int, world: int) -> dict[str, Any]:
     indices = [batch.token_index.flatten().tolist() for batch in seen]
     evaluated = evaluate(run)
     run.close()
-    ops = Counter(event.name.split("::")[1] for event in profile.events() if event.name.startswith("_c10d_functional"))
+    counted = ("_c10d_functional::", "c10d::send")
+    ops = Counter(event.name.split("::")[1] for event in profile.events() if event.name.startswith(counted))
     weights = sum(p.to_local().numel() for p in run.trainer.model.parameters())
     return {
         "losses": [first.loss, second.loss],
@@ -55,7 +56,7 @@ def measure(flags: str, rank: int, world: int) -> dict[str, Any]:
         "tokens": second.num_tokens,
         "samples": second.num_samples,
         "indices": indices,
-        "ops": {name: ops[name] for name in ("all_to_all_single", "all_gather_into_tensor")},
+        "ops": {name: ops[name] for name in ("all_to_all_single", "all_gather_into_tensor", "send")},
         "weights": weights,
         "said": [line for line in said if "context parallelism" in line],
     }
@@ -112,7 +113,7 @@ def test_the_exchange_is_the_one_that_was_asked_for(four: list[Measured]) -> Non
     passes = 2 * 2
     ring, gathered, heads = (four[0][name]["ops"] for name in ("p2p", "all_gather", "a2a"))
     assert gathered["all_gather_into_tensor"] >= 2 * passes and gathered["all_to_all_single"] == 0
-    assert ring["all_to_all_single"] == passes * (3 + 3 + 3) and ring["all_gather_into_tensor"] == 0
+    assert ring["send"] == passes * (3 + 3 + 3) and ring["all_gather_into_tensor"] == ring["all_to_all_single"] == 0
     assert heads["all_to_all_single"] == passes * 4
     assert "ring of 4" in four[0]["p2p"]["said"][0]
     automatic = four[0]["auto"]["said"]
@@ -123,9 +124,7 @@ def test_the_exchange_is_the_one_that_was_asked_for(four: list[Measured]) -> Non
 def test_two_sizes_say_who_exchanges_heads(four: list[Measured]) -> None:
     """--hierarchical-context-parallel-sizes 2 2: heads within pairs, keys between them; 4 1 is a2a alone."""
     both, alone = four[0]["a2a+p2p"], four[0]["a2a+p2p, all heads"]
-    assert (
-        both["ops"]["all_to_all_single"]
-        > four[0]["a2a"]["ops"]["all_to_all_single"]
-        == alone["ops"]["all_to_all_single"]
-    )
+    a2a = four[0]["a2a"]["ops"]
+    assert both["ops"]["all_to_all_single"] == a2a["all_to_all_single"] == alone["ops"]["all_to_all_single"]
+    assert both["ops"]["send"] > 0 == a2a["send"] == alone["ops"]["send"]
     assert "ring of 2" in both["said"][0] and "ring" not in alone["said"][0]

@@ -193,6 +193,24 @@ def test_hybrid_shards_experts_and_pipelines(tmp_path: Path) -> None:
     assert any("experts, sharded over 2 nodes" in line for line in larger[0]["experts"]["lines"])
 
 
+LONG = f"{HIERARCHICAL} --num-layers 1 --seq-length 32 --micro-batch-size 2 --train-iters 300 --lr 1e-3 "
+LONG += "--lr-warmup-iters 20"
+
+
+@pytest.mark.slow
+def test_300_steps_with_rounded_weights_and_gradients_end_at_the_same_loss(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    cases = {"exact": LONG, "rounded": f"{LONG} --zero-quantized-weights --zero-quantized-gradients"}
+    run_distributed(train, 4, str(tmp_path), cases)
+    losses = {}
+    for name in cases:
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        losses[name] = [step["lm loss"] for step in map(json.loads, lines) if "lm loss" in step]
+        assert len(losses[name]) == 300 and losses[name][-1] < 0.8 * losses[name][0], "it learns"
+    last = {name: sum(of[-50:]) / 50 for name, of in losses.items()}
+    assert abs(last["rounded"] / last["exact"] - 1) < 0.01 and last["rounded"] != last["exact"]
+
+
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     words = [*SMALL.split(), "--network-topology", "nodes.json"]
     with pytest.raises(ConfigError, match="--network-topology nodes.json has no effect without --data-parallel-coll"):

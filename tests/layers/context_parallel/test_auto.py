@@ -27,6 +27,7 @@ class Wire:
 
     def __init__(self, operators: Any, rank: int) -> None:
         self.operators, self.rank, self.sent = operators, rank, 0
+        self.shift = collectives._start_to_and_from
 
     def all_gather_into_tensor(self, x: torch.Tensor, size: int, name: str) -> torch.Tensor:
         self.sent += (size - 1) * x.numel() * x.element_size()
@@ -40,6 +41,10 @@ class Wire:
         own = into[_rank_in(name, self.rank)]  # stays
         self.sent += (sum(into) - own) * x[0].numel() * x.element_size()
         return self.operators.all_to_all_single(x, out, into, name)
+
+    def start_to_and_from(self, x: torch.Tensor, *ends: Any) -> torch.Tensor:
+        self.sent += x.numel() * x.element_size()
+        return self.shift(x, *ends)
 
     def wait_tensor(self, x: torch.Tensor) -> torch.Tensor:
         return self.operators.wait_tensor(x)
@@ -64,10 +69,11 @@ def wire(rank: int, ranks: int) -> dict[tuple[str, int, str], list[tuple[int, in
                 layout = TokenLayout(case.batch, case.length // ranks, cut=case.cut(ranks))
                 layout = core.prepare(layout, [case.spec], dtype, torch.device("cpu"))
                 counter = collectives._ops = Wire(operators, rank)
+                collectives._start_to_and_from = counter.start_to_and_from
                 out, _ = core(*given[:3], layout, case.spec)
                 forward = counter.sent
                 out.sum().backward()
-                collectives._ops = operators
+                collectives._ops, collectives._start_to_and_from = operators, counter.shift
                 sizes = Exchanged(len(rows), 12, groups, case.width, dtype.itemsize, ranks, 2)
                 formula = bytes_sent(method, sizes)
                 counted = forward, counter.sent - forward
