@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from smp.kernels.registry import define
 
 _ops = torch.ops._c10d_functional
-_SHIFT_TAG = 1 << 15  # above those of callers of send and recv
+SHIFT_TAG = 1 << 15
+"""Of messages of a shift over gloo, above those of callers of send and recv."""
 all_gather_flat: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """torch.distributed's gather of equal 1-D parts, by its name in torch 2.13, where that of 2.11 is deprecated."""
 
@@ -92,7 +93,7 @@ def _start_to_and_from(x: torch.Tensor, group: Group, to: int, source: int) -> t
     may queue behind all that it sends: a slow link then carries one direction at a time."""
     name: Any = group.name  # of a type of its own in torch 2.13
     members, received = _resolve_process_group(name), torch.empty_like(x)
-    works = members.recv([received], source, _SHIFT_TAG), members.send([x], to, _SHIFT_TAG)
+    works = members.recv([received], source, SHIFT_TAG), members.send([x], to, SHIFT_TAG)
     for work in works:
         _register_work(received, work)
     return received

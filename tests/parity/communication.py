@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from smp.parallel.collectives import SHIFT_TAG
 from tests.nccl_rules import MESSAGES, group_of, partners
 
 Log = dict[tuple[str, tuple[int, ...]], list[str]]
@@ -33,7 +34,10 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional") and (group := group_of(args)) is not None:
             ranks = partners(func, args, group)
-            self.log.setdefault((group.group_name, ranks), []).append(_text(func, args, ranks))
+            text = _text(func, args, ranks)
+            # a shift over gloo, which is all that sends so, receives first: each direction has an order of its own
+            way = text.partition(":")[0] if func._schema.name in MESSAGES and args[-1] == SHIFT_TAG else ""
+            self.log.setdefault((f"{group.group_name} {way}".strip(), ranks), []).append(text)
         return func(*args, **(kwargs or {}))
 
 
