@@ -137,6 +137,19 @@ def test_fine_tuning_takes_the_model_from_its_folder(v1: str) -> None:
     assert found.config is not None and found.config.model.rotary_base == 500000.0
 
 
+def test_a_known_size_is_pretrained_by_its_name() -> None:
+    """HyperPod's recipe of Falcon has no widths, only the name of a folder of the hub."""
+    leaves = {
+        "model.model_type": "falcon",
+        "model.do_finetune": False,
+        "model.hf_model_name_or_path": "tiiuae/falcon-7b",
+    }
+    found = translate(leaves)
+    assert not found.finetune and {**found.values, **found.shape}["model"] == "falcon-7b"
+    with pytest.raises(ConfigError, match="goes with model.do_finetune"):
+        translate({**leaves, "model.hf_model_name_or_path": "tiiuae/falcon-40b"})
+
+
 def test_qlora_is_lora_on_weights_in_4_bits(v1: str) -> None:
     words = ["recipes.model.do_finetune=true", "recipes.model.hf_model_name_or_path=/models/x"]
     found = recipe(v1, *words, "recipes.model.peft={peft_type: qlora_4bit, rank: 16}")

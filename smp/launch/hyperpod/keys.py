@@ -148,7 +148,7 @@ _MODEL = {
     ),
     "max_context_width": to("seq_length"),
     "do_finetune": Key("`finetune.py`, else `pretrain_gpt.py`", lambda value, get: {}),
-    "hf_model_name_or_path": Key("`load`, with do_finetune", values.load),
+    "hf_model_name_or_path": Key("`load`, with do_finetune; else `model`, of a size that is known", values.load),
     "hf_access_token": nothing("models are loaded from a folder; download with `hf download` before"),
     "peft.peft_type": Key(
         "lora: `lora_rank`, `lora_alpha`, `lora_dropout`; qlora_4bit: `load_in_4bit`, too", values.peft

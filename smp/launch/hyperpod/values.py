@@ -27,12 +27,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_r1_llama_v3": {},
     "deepseek_r1_qwen_v2": {"add_qkv_bias": True},
     "qwen_v2": {"add_qkv_bias": True},
+    "falcon": {},
 }
+SIZES = {"tiiuae/falcon-7b": "falcon-7b"}
+"""Folders of the Hugging Face hub whose architecture a recipe trains from the beginning, and the size of that name."""
 _MISSING_FAMILIES = {
     "deepseek_r1": "weights in FP8 read from its files",
     "gpt_oss": "attention sinks",
     "llama_v4": "experts whose input is weighted",
-    "falcon": "one normalization for attention and MLP together, as in Falcon",
 }
 
 
@@ -150,11 +152,13 @@ def targets(value: Any, get: Get) -> Mapping[str, Any]:
 
 
 def load(value: Any, get: Get) -> Mapping[str, Any]:
-    if not get("model.do_finetune"):
+    if get("model.do_finetune"):
+        return {"load": value}
+    if value not in SIZES:
         raise ConfigError(
             f"{value} goes with model.do_finetune: pretraining takes the architecture from the recipe's keys"
         )
-    return {"load": value}
+    return {"model": SIZES[value]}
 
 
 def train_data(value: Any, get: Get) -> Mapping[str, Any]:
