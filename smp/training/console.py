@@ -211,8 +211,8 @@ def short_line(
         f"learning rate: {record['learning rate']:.3E}",
         *([f"skipped: {record['skipped iterations']:.0f}"] if record["skipped iterations"] else []),
         f"left: {left}",
-        *(f"{name}: {value:.4f}" for name, value in metrics.items()),
         f"tokens/s: {record['tokens/s']:.0f}",
+        *(f"{name}: {value:.4f}" for name, value in metrics.items()),
         f"peak memory (GB): {record['peak memory (GB)']:.2f}",
         *([f"MFU: {record['MFU']:.3f}"] if "MFU" in record else []),
     ]
