@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from smp.config import Layout, ModelConfig
 from smp.kernels.token_layout import TokenLayout
 from smp.layers import init_weights
-from smp.models.gpt import GPT, activation_of
+from smp.models.build_layers import activation_of
+from smp.models.gpt import GPT
 from smp.models.micro_batch import MicroBatch
 from tests.fake_group import fake_context
 from tests.layers.whole import draw, error, load_all
