@@ -40,8 +40,11 @@ class ExpertKeys:
     own_width: bool = False
 
 
-WITHOUT_CLASSIFIER = frozenset(("olmoe", "glm4_moe"))
-"""Families that have no ...ForSequenceClassification in transformers."""
+CLASSIFIERS: dict[str, str | None] = {
+    **dict.fromkeys(("olmoe", "glm4_moe", "granite", "cohere", "cohere2")),
+    "gemma3_text": "Gemma3TextForSequenceClassification",
+}
+"""Families whose ...ForSequenceClassification in transformers does not exist (None), or has another name."""
 
 Factor = Literal["same", "inverse", "inverse_root"]
 """A setting is the number in config.json, 1 / it, or 1 / its square root."""
@@ -112,8 +115,8 @@ class Family:
     @property
     def classifier(self) -> str | None:
         """Its architecture with a head of scores; None: transformers has none."""
-        if self.model_type in WITHOUT_CLASSIFIER:
-            return None
+        if self.model_type in CLASSIFIERS:
+            return CLASSIFIERS[self.model_type]
         return self.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "ForSequenceClassification"
 
 
