@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from smp.convert.families import FAMILIES
+from smp.convert.more_families import FAMILIES
 from smp.data.tuning.batches import TuningDataset
 from smp.training.finetune_settings import read_finetune_settings
 from tests.distributed import run_distributed
