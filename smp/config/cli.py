@@ -55,7 +55,9 @@ def load_config(argv: Sequence[str], presets: Presets, described: Describe = lam
         model = described(values["load"])
     if model is None:
         model = _preset(values.get("model"), presets)
+    no_flags = {name: model.pop(name) for name in list(model) if name not in settings(PRETRAIN)}
     config = build_tree(PRETRAIN, model | values)
+    config = replace(config, model=replace(config.model, **no_flags))  # a reward model's head
     # what else of a named size is without effect beside the flags goes with it
     return replace(config, model=effective(config.model, keep=values.keys()))
 

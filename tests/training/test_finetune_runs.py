@@ -313,7 +313,7 @@ REFUSED = {
     "another scale": ("--save {0}/lora --resume --lora-rank 2 --lora-alpha 9", "in this run of rank 2, scaled by 4.5"),
     "other layers": ("--save {0}/lora --resume --lora-rank 2 --lora-target-modules up", "key is of rank 2"),
     "another optimizer": ("--save {0}/full --resume --optimizer sgd", "give --optimizer as it was"),
-    "adapters alone": ("--load {0}/lora", "holds adapters without their model: tools/merge_lora.py"),
+    "adapters alone": ("--load {0}/lora", "holds adapters without their model: python tools/merge_lora.py"),
     "an adapter's folder": ("--load {0}/lora/adapter", "neither a Hugging Face model nor"),
 }
 
