@@ -105,6 +105,14 @@ def notes_on_effects(config: Config, layout: Layout | None = None) -> list[str]:
     return notes
 
 
+def _check_kernels(config: Config) -> None:
+    require(
+        not (config.parallel.kernels == "apex" and config.model.apply_layernorm_1p),
+        "--kernels apex and --apply-layernorm-1p exclude each other: apex takes a norm's weight in the precision of its "
+        "input, which rounds 1 + w; take --kernels triton or torch",
+    )
+
+
 def check_model(model: ModelConfig) -> None:
     """Check what a model with its defaults filled in says as a whole."""
     check_effects(Config(model=model), "model")

@@ -8,7 +8,8 @@ from smp.config.checks import check_effects, check_paths, check_ranges
 from smp.config.fields import flag_of, given, require
 from smp.config.schema import Config, DataConfig, LoraConfig, ObjectiveConfig
 
-ALL_LINEAR = "query,key,value,output,gate,up,down"
+ALL_LINEAR = "query,key,value,output,gate,up,down,query_down,query_up,key_value_down,key_value_up"
+"""Every linear layer of any model but experts; the last four are latent attention's."""
 
 
 def fill_in(config: Config) -> Config:

@@ -133,7 +133,11 @@ def _check_finetuning(config: Config) -> None:
     moves = given(config.model, "moe_router_bias_update_rate")
     if config.objective is None:
         return
-    losses += given(config.model, "moe_expert_capacity_factor")
+    capacity = given(config.model, "moe_expert_capacity_factor")
+    require(
+        not capacity,
+        f"{''.join(capacity)}: rows of fine-tuning are padded, and padding would take the room of tokens; leave it out",
+    )
     require(
         not (config.judges_answers and losses + moves),
         f"{', '.join(losses + moves)}: pairs of answers (--objective {config.objective.objective}) train without "

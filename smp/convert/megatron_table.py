@@ -124,6 +124,7 @@ _NOT_THERE = (
     *("position_embedding_offset", "rotary_base_local", "layernorm_bias", "norm_placement", "embedding_layernorm"),
     *("geglu", "relu", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "logit_scale"),
     *("embedding_multiplier", "residual_multiplier", "parallel_residual", "qk_layernorm_across_heads"),
+    *("multi_latent_attention", "moe_router_group_score"),
 )
 """Settings that Megatron's GPT, as it is run by its own scripts, has at their default only."""
 

@@ -157,8 +157,8 @@ def add_adapters(
     Args:
         model: with layers of this package.
         targets: shell patterns; a layer is chosen when one of them matches its whole name in ``model`` or the last
-            part of it, as ``query`` and ``layers.1?.mlp.*`` do. Experts are chosen by their whole names only, as by
-            ``*.experts.*``.
+            part of it, as ``query`` and ``layers.1?.mlp.*`` do. Experts are chosen by patterns that name them, as
+            ``*.experts.*`` does.
         rank, alpha, dropout: see :class:`Lora`.
         seed: keys dropout.
 
@@ -178,9 +178,10 @@ def choose(model: nn.Module, targets: Sequence[str]) -> dict[str, list[str]]:
 
 
 def matching(names: Sequence[str], experts: Sequence[str], target: str) -> list[str]:
-    """Names of layers that a pattern matches, whole or in their last part, and of experts that it matches whole."""
+    """Names of layers that a pattern matches, whole or in their last part, and of experts where it names them and
+    matches them whole."""
     found = [name for name in names if fnmatchcase(name, target) or fnmatchcase(name.rpartition(".")[2], target)]
-    return [*found, *(name for name in experts if fnmatchcase(name, target))]
+    return [*found, *(name for name in experts if "experts" in target and fnmatchcase(name, target))]
 
 
 def attach(model: nn.Module, sizes: Mapping[str, tuple[int, float]], *, dropout: float = 0.0, seed: int = 0) -> None:

@@ -68,8 +68,9 @@ class Norm(nn.Module):
         bias = None if self.bias is None else local(self.bias, dtype, summed_over=self.shared_by)
         if not self.one_plus:
             return local(self.weight, dtype, summed_over=self.shared_by), bias
-        weight = 1 + local(self.weight, summed_over=self.shared_by).to(accumulation_dtype(dtype))  # bf16 has no 1.001
-        return weight if bias is None and self.backend != "apex" else weight.to(dtype), bias
+        own = local(self.weight, dtype, summed_over=self.shared_by)  # as FSDP gathers it
+        weight = 1 + own.to(accumulation_dtype(dtype))  # bf16 has no 1.001
+        return weight, None if bias is None else bias.to(weight.dtype)
 
 
 class RMSNorm(Norm):

@@ -202,7 +202,7 @@ class GPT(nn.Module):
             return ModelOutput(hidden=x)._replace(**beside)
         assert self.final_norm is not None and self.head is not None
         x = self.final_norm(x)
-        if self.config.logit_scale != 1.0:
+        if self.config.logit_scale != 1.0 and not self.config.scalar_head:
             x = x * self.config.logit_scale
         if labels is None or weights is None:
             output = self.head(x, tied_weight=tied_weight)

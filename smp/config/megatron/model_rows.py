@@ -140,8 +140,11 @@ MODEL: tuple[Row, ...] = (
         "--moe-z-loss-coeff:1 --moe-shared-expert-intermediate-size:1 --moe-router-score-function:1 "
         "--moe-router-topk-scaling-factor:1 --moe-router-pre-softmax --expert-model-parallel-size:1 "
         "--moe-router-num-groups:1 --moe-router-group-topk:1 --moe-router-enable-expert-bias "
-        "--moe-router-bias-update-rate:1 --moe-shared-expert-gate --moe-expert-capacity-factor:1 "
-        "--moe-token-drop-policy:1"
+        "--moe-router-bias-update-rate:1 --moe-shared-expert-gate --moe-token-drop-policy:1"
+    ),
+    becomes(
+        "--moe-expert-capacity-factor:1",
+        "--moe-expert-capacity-factor: counted over each sequence, not over a process's micro-batch, and in training only",
     ),
     chosen(
         "--moe-router-load-balancing-type:1",
