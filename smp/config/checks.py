@@ -73,6 +73,7 @@ def check_combinations(config: Config, layout: Layout) -> None:
     check_fp8(config, layout)
     check_offload(config)
     check_qlora(config, layout)
+    _check_kernels(config)
     require(
         not (config.training.deterministic_mode and config.parallel.data_parallel_collectives == "auto"),
         "--deterministic-mode and --data-parallel-collectives auto exclude each other: what is measured at the start "
@@ -108,7 +109,7 @@ def notes_on_effects(config: Config, layout: Layout | None = None) -> list[str]:
 def _check_kernels(config: Config) -> None:
     require(
         not (config.parallel.kernels == "apex" and config.model.apply_layernorm_1p),
-        "--kernels apex and --apply-layernorm-1p exclude each other: apex takes a norm's weight in the precision of its "
+        "--kernels apex and --apply-layernorm-1p exclude each other: apex takes a weight in the precision of its "
         "input, which rounds 1 + w; take --kernels triton or torch",
     )
 

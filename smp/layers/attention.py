@@ -171,7 +171,7 @@ class SelfAttention(nn.Module):
         table = {"global": layout.rope, "local": layout.local_rope, None: None}[self.rope]
         if table is not None:
             if self.rope_interleaved:
-                q, k = (halves(self._heads(y), table[0].shape[-1]) for y in (q, k))
+                q, k = (deinterleaved(self._heads(y), table[0].shape[-1]) for y in (q, k))
                 in_place = False
             q, k = rope(q, k, *table, self.head_dim, self.kernels.rope, in_place=in_place)
         q, k, v = (self._heads(y) for y in (q, k, v))
@@ -198,7 +198,7 @@ def dropout_key_of(attention: Any, key: torch.Tensor | None, token_index: torch.
     return key
 
 
-def halves(x: torch.Tensor, rotated: int) -> torch.Tensor:
+def deinterleaved(x: torch.Tensor, rotated: int) -> torch.Tensor:
     """(tokens, heads, head_dim) with the first ``rotated`` channels in the order 0, 2, ..., 1, 3, ...: what interleaved
     rotation pairs lies half of them apart. Products of queries and keys are the same in any order of channels."""
     pairs = x[..., :rotated].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

@@ -28,7 +28,7 @@ from smp.kernels import TORCH, Kernels
 from smp.kernels.attention_core import AttentionSpec
 from smp.kernels.rope import rope
 from smp.kernels.token_layout import TokenLayout
-from smp.layers.attention import KeyValueCache, dropout_key_of, halves
+from smp.layers.attention import KeyValueCache, deinterleaved, dropout_key_of
 from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from smp.layers.norm import RMSNorm
 from smp.parallel.collectives import copy_to_group, gather_tokens
@@ -124,9 +124,9 @@ class LatentAttention(nn.Module):
         gather = gather_tokens if self.sequence_parallel else copy_to_group
         key_rope = gather(key_rope, self.group)[:, None]  # (tokens, 1, rope_dim), of all heads of all ranks
         plain, rotated = q.split((self.qk_head_dim, self.rope_dim), dim=-1)
-        if layout.rope is not None:
-            pairs = halves(rotated, self.rope_dim), halves(key_rope, self.rope_dim)
-            rotated, key_rope = rope(*pairs, *layout.rope, self.rope_dim, self.kernels.rope)
+        assert layout.rope is not None, "positions enter by RoPE alone"
+        pairs = deinterleaved(rotated, self.rope_dim), deinterleaved(key_rope, self.rope_dim)
+        rotated, key_rope = rope(*pairs, *layout.rope, self.rope_dim, self.kernels.rope)
         if self.cache is not None:
             latents, key_rope, layout = self.cache.append(latent[:, None], key_rope, layout)
             latent, local_index = latents.flatten(1), None

@@ -145,6 +145,7 @@ def estimate_memory(
     at_once = layers * held / len(parts)
     if parallel.offload_activations:
         at_once = min(at_once, parallel.activation_loading_horizon)
+    logits = last and not model.scalar_head  # a score's matrix is one row
     chunk = min(tokens, max(1, chunk_bytes // (4 * rows))) * rows * b
     head = 0 if adapters else vocabulary * (b * losses + (4 if b < 4 else 0))
     return MemoryEstimate(
@@ -155,7 +156,7 @@ def estimate_memory(
         reduced=reduced * largest,
         activations=int(tokens * _activations_per_token(config, layout, b, at_once, last)),
         backward=tokens * one_block * (1 if parallel.recompute_granularity == "none" else 2),
-        logits=last * (chunk + head),
+        logits=logits * (chunk + head),
         accumulates=layout.pp > 1 or (data.global_batch_size or 1) > data.micro_batch_size * layout.data_parallel,
     )
 

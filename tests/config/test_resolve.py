@@ -122,6 +122,7 @@ def test_a_resolved_config_resolves_to_itself(flags, length, tmp_path_factory):
         ("--tanh-gelu --squared-relu --no-swiglu", "--squared-relu and --tanh-gelu exclude each other"),
         ("--relu --squared-relu --no-swiglu", "--relu and --squared-relu exclude each other"),
         ("--geglu --relu --no-swiglu", "--geglu and --relu exclude each other"),
+        ("--kernels apex --apply-layernorm-1p", "--kernels apex and --apply-layernorm-1p exclude each other"),
         ("--geglu", "--geglu has no effect without --no-swiglu"),
         (
             "--norm-placement post --parallel-residual",

@@ -10,7 +10,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from smp.checkpoint import collect_logical_rows
 from smp.config import Layout, ModelConfig, resolve_model
-from smp.layers.lora import linear_layers
+from smp.config.finetune import ALL_LINEAR
+from smp.layers.linear import linear_layers
+from smp.layers.lora import choose
 from smp.models.gpt import GPT
 from smp.models.inventory import inventory
 from smp.models.part import ModelPart
@@ -64,6 +66,14 @@ def test_the_built_model_is_the_inventory(tp: int) -> None:
     with fake_context(Layout(tp=tp)) as context:
         for name, config in MODELS.items():
             assert _built(GPT(config, context.tp)) == _described(config, tp), name
+
+
+def test_adapters_go_on_every_linear_layer_by_default() -> None:
+    with fake_context(Layout()) as context:
+        for name, config in MODELS.items():
+            model = GPT(config, context)
+            chosen = {layer for layers in choose(model, ALL_LINEAR.split(",")).values() for layer in layers}
+            assert chosen == linear_layers(model).keys(), name
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3-8b"])

@@ -40,6 +40,12 @@ MODELS = {
     "qwen3": replace(MODEL, qk_layernorm=True, num_query_groups=2),
     "dropout": replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1),
     "parallel residual": replace(MODEL, parallel_residual=True),
+    "gemma": replace(
+        MODEL, apply_layernorm_1p=True, norm_placement="sandwich", swiglu=False, geglu=True, attn_logit_softcapping=2.0
+    ),
+    "1p with biases": replace(GPT2_LIKE, apply_layernorm_1p=True),
+    "command": replace(MODEL, normalization="LayerNorm", layernorm_bias=False, logit_scale=0.25),
+    "bloom": replace(GPT2_LIKE, position_embedding_type="alibi", embedding_layernorm=True),
 }
 
 
@@ -52,6 +58,15 @@ def with_fsdp(config: ModelConfig, context: Any, sp: bool) -> GPT:
     return model
 
 
+def move_norms(model: GPT) -> None:
+    """Away from their initial 0 or 1, which bf16 has."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                local = parameter.to_local()  # type: ignore[attr-defined]
+                local.add_(torch.linspace(-0.05, 0.05, local.numel()))
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
 def test_bf16_computes_what_fsdp_would(name: str, tp: int) -> None:
@@ -60,6 +75,7 @@ def test_bf16_computes_what_fsdp_would(name: str, tp: int) -> None:
     parallel = ParallelConfig(tp, sequence_parallel=tp > 1, bf16=True)
     with fake_context(Layout(tp=tp)) as context:
         for model in (build(context, MODELS[name], parallel), with_fsdp(MODELS[name], context, tp > 1)):
+            move_norms(model)
             for micro_batch in range(2):
                 loss = loss_of(model) * (1 + micro_batch)
                 loss.backward()

@@ -144,7 +144,8 @@ MODEL: tuple[Row, ...] = (
     ),
     becomes(
         "--moe-expert-capacity-factor:1",
-        "--moe-expert-capacity-factor: counted over each sequence, not over a process's micro-batch, and in training only",
+        "--moe-expert-capacity-factor {}",
+        "counted over each sequence, not over what a process computes at a time, and in training only",
     ),
     chosen(
         "--moe-router-load-balancing-type:1",

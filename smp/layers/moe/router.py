@@ -193,9 +193,8 @@ class Router(nn.Module):
     def balance(self, routing: Routing, counted: Counted, kept: torch.Tensor | None = None) -> Balance:
         """Both auxiliary losses without their coefficients; the largest load of an expert as a multiple of the mean,
         the entropy of the scores in nats, and the share of choices that are dropped, these times the tokens' weight and
-        without gradient. Under sequence
-        parallelism summed over its ranks, so that all TP ranks hold the same; a part of the sum over data-parallel
-        ranks, as the loss is.
+        without gradient. Under sequence parallelism summed over its ranks, so that all TP ranks hold the same; a part
+        of the sum over data-parallel ranks, as the loss is.
 
         Args:
             routing: of the tokens of this rank.
