@@ -20,6 +20,9 @@ from tools.generate import end_ids, load_model, main, stream
 pytest.importorskip("transformers")
 Run = Callable[..., tuple[int, str, str]]
 PROMPT, COUNT = [5, 17, 80, 3, 41, 9], 64
+MONOTONOUS = ("gemma2", "gemma3", "bloom")
+"""Tied models of random weights, which say a token or two again and again. That their cache changes nothing is tested
+with weights that say more, in tests/models/test_generation.py."""
 
 
 def greedy(rank: int, world: int, folders: list[str]) -> list[list[int]]:
@@ -39,7 +42,7 @@ def test_greedy_tokens_are_theirs(tmp_path: Path) -> None:
     folders = {kind: str(save_theirs(kind, tmp_path / kind)) for kind in TINY}
     (found,) = run_distributed(greedy, 1, list(folders.values()))
     for kind, ours in zip(TINY, found, strict=True):
-        assert len(ours) == COUNT and len(set(ours)) > 2
+        assert len(ours) == COUNT and (len(set(ours)) > 2 or kind in MONOTONOUS)
         assert ours == theirs(kind), kind
 
 

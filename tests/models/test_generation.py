@@ -28,6 +28,15 @@ MODELS = {
     "latent": SIZES | LATENT,
     "window": SIZES | {"window_size": 5},
     "learned positions": SIZES | GPT2,
+    "gemma": SIZES
+    | {
+        **{"apply_layernorm_1p": True, "norm_placement": "sandwich", "swiglu": False, "geglu": True},
+        **{"attn_logit_softcapping": 2.0, "window_size": 5, "window_attn_skip_freq": "2", "rotary_base_local": 50.0},
+    },
+    "olmo": SIZES | {"norm_placement": "post", "qk_layernorm": True, "qk_layernorm_across_heads": True},
+    "command": SIZES | {"rotary_interleaved": True, "no_rope_freq": "2", "logit_scale": 2.0},
+    "bloom": SIZES | GPT2 | {"position_embedding_type": "alibi", "embedding_layernorm": True},
+    "opt": SIZES | GPT2 | {"position_embedding_offset": 2, "relu": True},
 }
 GREEDY = Sampling(temperature=0)
 

@@ -103,7 +103,7 @@ def test_selective_recompute_keeps_products_of_8_bits(runs: Runs, monkeypatch: p
         (f"{HOST} {SMALL}", "--optimizer-cpu-offload keeps Adam's moments in fp32"),
         (f"{HOST} {MUON}", "--optimizer-cpu-offload"),
         (f"{SMALL} {MUON}", "--exp-avg-dtype"),
-        (f"{FP8} delayed {EXPERTS}", "--fp8-format hybrid"),
+        (f"{FP8} blockwise {EXPERTS}", "--fp8-recipe blockwise"),
     ],
 )
 def test_what_does_not_go_together_is_one_line(runs: Runs, flags: str, named: str) -> None:
