@@ -111,6 +111,9 @@ def check(model: nn.Module, comm_type: str) -> None:
     for number in ("attn_logit_softcapping", "attention_dropout", "attention_chunk_size"):
         if getattr(config, number, None):
             raise ConfigError(f"{what}: config.{number} is {getattr(config, number)}: cut sequences have none")
+    for name, module in model.named_modules():
+        if getattr(module, "is_causal", True) is not True:
+            raise ConfigError(f"{what}: {name}.is_causal is {module.is_causal}: attention over cut sequences is causal")
 
 
 def install(model: nn.Module, comm_type: str) -> None:
