@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from smp.config.schema import ConfigError
-from smp.hf import context, sequence, trainer, weights
+from smp.hf import adapters, context, sequence, trainer, weights
 from smp.hf.compat import INSTEAD
 from smp.hf.loss import GATHERED
 from smp.hf.loss import check as check_loss
@@ -98,6 +98,7 @@ def transform(
         _check_optimizers(model)
         _check_device(model, device, load_state_dict_from_rank0)
         if tp.size == 1:
+            adapters.check(model)  # saved as with several ranks
             check_given(model, rows or {}, rows or {})
         plan = make_plan(model, rows, tp.size, tp.rank) if tp.size > 1 else Plan()
         check_loss(model, loss, tp.size, plan)
