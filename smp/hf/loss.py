@@ -43,6 +43,8 @@ from smp.parallel.collectives import Group, copy_to_group
 
 GATHERED, VOCAB_PARALLEL, CHUNKED = "gathered", "vocab_parallel", "chunked"
 LOSSES = (GATHERED, VOCAB_PARALLEL, CHUNKED)
+_BETWEEN = ("logits_scaling", "logit_scale", "final_logit_softcapping")
+"""Numbers of configs by which models change their logits."""
 
 
 @dataclass
@@ -124,6 +126,13 @@ def check(model: nn.Module, kind: str, tp_size: int, plan: Plan) -> None:
     function = getattr(getattr(base, "loss_function", None), "__name__", None)
     if function != "ForCausalLMLoss":
         raise ConfigError(f"{what}: the loss of {type(base).__name__} is {function}, not ForCausalLMLoss")
+    text = base.config.get_text_config()
+    between = next((number for number in _BETWEEN if getattr(text, number, None) is not None), None)
+    if kind == CHUNKED and between is not None:
+        raise ConfigError(
+            f"{what}: {type(base).__name__} computes between its head and its loss (config.{between}); "
+            f"loss={VOCAB_PARALLEL!r} takes that"
+        )
 
 
 def install(model: nn.Module, kind: str, group: Group) -> None:

@@ -132,6 +132,21 @@ def test_a_head_that_is_not_cut_is_refused() -> None:
     check(build("Llama"), "chunked", 1, Plan())
 
 
+def test_chunks_of_logits_that_a_model_changes_are_refused() -> None:
+    for family, number in (
+        ("Granite", "logits_scaling"),
+        ("Cohere", "logit_scale"),
+        ("Gemma 2", "final_logit_softcapping"),
+    ):
+        model = build(family)
+        plan = make_plan(model, None, 2, 0)
+        message = rf"ForCausalLM computes between its head and its loss \(config.{number}\); loss='vocab_parallel'"
+        with pytest.raises(ConfigError, match=message):
+            check(model, "chunked", 2, plan)
+        check(model, "vocab_parallel", 2, plan)
+    check(build("Gemma 3"), "chunked", 2, make_plan(build("Gemma 3"), None, 2, 0))
+
+
 def _memory(rank: int, world_size: int) -> dict[str, int]:
     smp.init({"tensor_parallel_degree": 2})
     largest = {}
