@@ -53,12 +53,12 @@ def with_adapters(model: nn.Module, rows: Mapping[str, str], pattern_of: Any) ->
     """``rows`` of the model without adapters as rows of ``model`` with them.
 
     Raises:
-        ConfigError: for anything of peft's but plain LoRA on linear layers.
+        ConfigError: as :func:`check`.
     """
     base, prefix = base_of(model)
     if base is model:
         return dict(rows)
-    _check(model)
+    check(model)
     full = {prefix + pattern: style for pattern, style in rows.items()}
     for name, _ in model.named_modules():
         target = target_of(name)
@@ -73,7 +73,18 @@ def with_adapters(model: nn.Module, rows: Mapping[str, str], pattern_of: Any) ->
     return full
 
 
-def _check(model: nn.Module) -> None:
+def check(model: Any) -> None:
+    """What peft has added can be cut and saved.
+
+    Raises:
+        ConfigError: for anything of peft's but plain LoRA on linear layers.
+    """
+    if not _is_peft(model):
+        return
+    for adapter, config in model.peft_config.items():
+        bias = getattr(config, "bias", "none")
+        if bias != "none":
+            raise ConfigError(f"adapter {adapter}: bias is {bias!r}: smp.transform takes LoraConfig(bias='none')")
     for name, module in model.named_modules():
         kind = type(module)
         if not kind.__module__.startswith("peft.") or kind.__module__ == "peft.peft_model":

@@ -20,6 +20,7 @@ from torch import nn
 from smp.config.schema import ConfigError
 from smp.data.sample import IGNORE_INDEX
 from smp.hf.adapters import base_of
+from smp.hf.plan import check_dropout
 from smp.hf.state import state
 from smp.kernels.attention_core import DEFAULT_ATTENTION, AttentionCore, AttentionSpec
 from smp.kernels.sequence_cut import cut_sequences
@@ -108,9 +109,13 @@ def check(model: nn.Module, comm_type: str) -> None:
     what = f"context_parallel_degree {state.cp_size}"
     if kind not in FAMILIES or not hasattr(base, "loss_function"):
         raise ConfigError(f"{what}: not for {type(base).__name__} ({kind}); compared are {', '.join(FAMILIES)}")
-    for number in ("attn_logit_softcapping", "attention_dropout", "attention_chunk_size"):
+    for number in ("attn_logit_softcapping", "attention_chunk_size"):
         if getattr(config, number, None):
             raise ConfigError(f"{what}: config.{number} is {getattr(config, number)}: cut sequences have none")
+    for name, module in model.named_modules():
+        if getattr(module, "is_causal", True) is not True:
+            raise ConfigError(f"{what}: {name}.is_causal is {module.is_causal}: attention over cut sequences is causal")
+    check_dropout(model)
 
 
 def install(model: nn.Module, comm_type: str) -> None:
@@ -174,7 +179,8 @@ def _complete(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
     given |= given.pop(rest, {})
     tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
-    assert tokens is not None, "input_ids or inputs_embeds"
+    if tokens is None:
+        raise ConfigError(f"{type(model).__name__}: cut sequences are given by name, input_ids= or inputs_embeds=")
     batch, length = tokens.shape[:2]
     mask = given.pop("attention_mask", None)
     if mask is not None and not bool(torch.as_tensor(mask).all()):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -207,7 +208,8 @@ class DelayedParamIniter:
             assert parameter is not None
             twin._parameters[own] = nn.Parameter(torch.full(parameter.shape, torch.nan, dtype=parameter.dtype))
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(stable_hash(self.seed, name) & 0xFFFFFFFF)  # all that a CPU generator takes of it
+            seed = stable_hash(self.seed, name) & 0xFFFFFFFF  # all that a CPU generator takes of it
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed GPUs too, for good
             _init_weights(self.model, twin)
         for own in missing:
             self._keep(f"{name}.{own}", module._parameters[own], twin._parameters[own])
@@ -236,4 +238,5 @@ def _check_rules(model: Any) -> None:
 
 def _reaches_down(source: str) -> bool:
     """Whether rules say ``module.child.weight`` or walk over children."""
-    return any(part in source for part in ("named_parameters", "c_proj.weight", ".modules()", ".children()"))
+    walks = any(part in source for part in ("named_parameters", ".modules()", ".children()"))
+    return walks or re.search(r"\bmodule\.(\w+\.)+(weight|bias)\b", source) is not None

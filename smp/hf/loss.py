@@ -33,6 +33,8 @@ from smp.config.schema import ConfigError
 from smp.data.sample import IGNORE_INDEX
 from smp.hf.adapters import base_of
 from smp.hf.modules import local_weight_and_bias
+from smp.hf.plan import Plan
+from smp.hf.rows import REPLICATE
 from smp.hf.state import state
 from smp.kernels.dispatch import choose_kernels
 from smp.layers.cross_entropy import VocabShard, linear_cross_entropy, vocab_parallel_cross_entropy
@@ -41,6 +43,8 @@ from smp.parallel.collectives import Group, copy_to_group
 
 GATHERED, VOCAB_PARALLEL, CHUNKED = "gathered", "vocab_parallel", "chunked"
 LOSSES = (GATHERED, VOCAB_PARALLEL, CHUNKED)
+_BETWEEN = ("logits_scaling", "logit_scale", "final_logit_softcapping")
+"""Numbers of configs by which models change their logits."""
 
 
 @dataclass
@@ -96,8 +100,8 @@ class ParallelLoss:
         self.targets = self.head = self.value = self.weight = None
 
 
-def check(model: nn.Module, kind: str, tp_size: int) -> None:
-    """``kind`` works for ``model``, which is not cut yet.
+def check(model: nn.Module, kind: str, tp_size: int, plan: Plan) -> None:
+    """``kind`` works for ``model``, which is not cut yet, with the cuts of ``plan``.
 
     Raises:
         ConfigError: with the reason.
@@ -113,11 +117,22 @@ def check(model: nn.Module, kind: str, tp_size: int) -> None:
         raise ConfigError(f"{what}: the head of {type(base).__name__} is {type(head).__name__}, not nn.Linear")
     if head.out_features % tp_size:
         raise ConfigError(f"{what}: {head.out_features} ids are not divisible by tensor_parallel_degree {tp_size}")
+    name = next(name for name, module in model.named_modules() if module is head)
+    step = plan.steps.get(name)
+    if tp_size > 1 and (step is None or step.cuts["weight"] != 0):
+        raise ConfigError(f"{what}: {name} is {step.style if step else REPLICATE}: its rows are not cut over the ranks")
     if kind == CHUNKED and head.bias is not None:
         raise ConfigError(f"{what}: the head has a bias; loss={VOCAB_PARALLEL!r} takes one")
-    name = getattr(getattr(base, "loss_function", None), "__name__", None)
-    if name != "ForCausalLMLoss":
-        raise ConfigError(f"{what}: the loss of {type(base).__name__} is {name}, not ForCausalLMLoss")
+    function = getattr(getattr(base, "loss_function", None), "__name__", None)
+    if function != "ForCausalLMLoss":
+        raise ConfigError(f"{what}: the loss of {type(base).__name__} is {function}, not ForCausalLMLoss")
+    text = base.config.get_text_config()
+    between = next((number for number in _BETWEEN if getattr(text, number, None) is not None), None)
+    if kind == CHUNKED and between is not None:
+        raise ConfigError(
+            f"{what}: {type(base).__name__} computes between its head and its loss (config.{between}); "
+            f"loss={VOCAB_PARALLEL!r} takes that"
+        )
 
 
 def install(model: nn.Module, kind: str, group: Group) -> None:

@@ -76,7 +76,7 @@ def make_plan(model: nn.Module, given: Mapping[str, str] | None, tp_size: int, t
     _numbers(modules, rows, tp_size, plan)
     _check_regions(modules, rows, whole, plan)
     _check_shared(modules, plan)
-    _check_dropout(model, modules)
+    check_dropout(model)
     return plan
 
 
@@ -231,11 +231,15 @@ def _cuts(modules: Mapping[str, nn.Module], plan: Plan) -> Iterator[tuple[str, n
             yield f"{name}.{own}", modules[name].get_parameter(own), dim
 
 
-def _check_dropout(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
-    """Masks come from each rank's generator: heads of different ranks would get the same one, and a residual stream
-    another one on each rank."""
+def check_dropout(model: nn.Module) -> None:
+    """Masks come from each rank's generator: heads or chunks of different ranks would get the same one, and a residual
+    stream another one on each rank.
+
+    Raises:
+        ConfigError: with the first module or number that drops anything.
+    """
     found: dict[str, float] = {}
-    for name, module in modules.items():
+    for name, module in model.named_modules():
         if isinstance(module, _DropoutNd):
             found[f"{name}.p"] = module.p
         numbers = {key: value for key, value in vars(module).items() if "drop" in key and isinstance(value, float)}
@@ -245,8 +249,8 @@ def _check_dropout(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
     for where, value in found.items():
         if value > 0:
             raise ConfigError(
-                f"{where} is {value}: dropout under tensor parallelism would not equal one process; set the dropouts "
-                "of the model's config to 0"
+                f"{where} is {value}: dropout under tensor parallelism or context parallelism would not equal one "
+                "process; set the dropouts of the model's config to 0"
             )
 
 

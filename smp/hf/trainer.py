@@ -52,6 +52,9 @@ def _distributed_config(model: nn.Module, tp_size: int, data_size: int) -> Any:
         def __deepcopy__(self, memo: dict[int, Any]) -> DistributedConfig:
             return _distributed_config(memo.get(id(model), model), tp_size, data_size)  # of the copied model
 
+        def __reduce__(self) -> Any:  # in a file it is numbers, without the model
+            return partial(DistributedConfig, tp_size=tp_size, fsdp_size=data_size), ()
+
     made = Cut(tp_size=tp_size, fsdp_size=data_size)
     made.cut = model
     return made

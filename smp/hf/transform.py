@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from smp.config.schema import ConfigError
-from smp.hf import context, sequence, trainer, weights
+from smp.hf import adapters, context, sequence, trainer, weights
 from smp.hf.compat import INSTEAD
 from smp.hf.loss import GATHERED
 from smp.hf.loss import check as check_loss
@@ -94,17 +94,17 @@ def transform(
         if config is not None:
             raise ConfigError(f"transform(config={type(config).__name__}): {INSTEAD['moe.moe_config.MoEConfig']}")
         check_untouched(model)
-        check_loss(model, loss, tp.size)
         context.check(model, cp_comm_type)
         _check_optimizers(model)
         _check_device(model, device, load_state_dict_from_rank0)
-        if tp.size > 1:
-            plan = make_plan(model, rows, tp.size, tp.rank)
-            if state.settings.sequence_parallel:
-                layers.append(sequence.check(model, plan))
-            return plan
-        check_given(model, rows or {}, rows or {})
-        return Plan()
+        if tp.size == 1:
+            adapters.check(model)  # saved as with several ranks
+            check_given(model, rows or {}, rows or {})
+        plan = make_plan(model, rows, tp.size, tp.rank) if tp.size > 1 else Plan()
+        check_loss(model, loss, tp.size, plan)
+        if tp.size > 1 and state.settings.sequence_parallel:
+            layers.append(sequence.check(model, plan))
+        return plan
 
     plan = on_all_or_none(decide, ConfigError, "smp.transform")
     on_meta = any(parameter.is_meta for parameter in model.parameters())

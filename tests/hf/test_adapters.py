@@ -119,6 +119,8 @@ def _refused(rank: int, world_size: int) -> None:
         ({"use_dora": True}, "plain LoRA, without variants such as use_dora"),
         ({"lora_dropout": 0.1}, "dropout under tensor parallelism"),
         ({"target_modules": ["q_proj", "embed_tokens"]}, r"Embedding\): of peft, smp.transform takes LoRA on linear"),
+        ({"bias": "all"}, r"adapter default: bias is 'all': smp.transform takes LoraConfig\(bias='none'\)"),
+        ({"bias": "lora_only"}, "bias is 'lora_only'"),
         ({"modules_to_save": ["lm_head"]}, "ModulesToSaveWrapper.*: of peft"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -126,6 +128,10 @@ def _refused(rank: int, world_size: int) -> None:
     late = peft.get_peft_model(smp.transform(build("Qwen3")), peft.LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(ConfigError, match=r"q_proj became Linear after smp.transform.*get_peft_model first"):
         late(**batch(1))
+    smp.state.reset()
+    smp.init({"tensor_parallel_degree": 1})
+    with pytest.raises(ConfigError, match="bias is 'all'"):  # its file would lack the biases
+        smp.transform(_adapted("Qwen3", bias="all"))
 
 
 def test_what_would_be_wrong_is_refused() -> None:

@@ -76,11 +76,26 @@ def test_more_families_over_cut_sequences() -> None:
     _all_equal(SLOW)
 
 
+def _changed(family: str, **changes: Any) -> Any:
+    import transformers
+
+    config, values = FAMILIES[family]
+    return transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**{**values, **changes}))
+
+
 def _refused(rank: int, world_size: int) -> None:
     smp.init({"context_parallel_degree": 2})
     for family, message in (("Gemma 2", "not for Gemma2ForCausalLM"), ("GPT-2", "not for GPT2LMHeadModel")):
         with pytest.raises(ConfigError, match=message):
             smp.transform(build(family))
+    for family, changes, message in (
+        ("Gemma 3", {"use_bidirectional_attention": True}, "layers.0.self_attn.is_causal is False"),
+        ("Phi", {"resid_pdrop": 0.1}, "resid_dropout.p is 0.1: dropout under .* context parallelism"),
+        ("GPT-NeoX", {"hidden_dropout": 0.1}, "dropout.p is 0.1"),
+        ("Llama", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            smp.transform(_changed(family, **changes))
     with pytest.raises(ConfigError, match=r"cp_comm_type='a2a'\): there are p2p, all_gather"):
         smp.transform(build("Llama"), cp_comm_type="a2a")
     model = smp.transform(build("Llama"))
@@ -89,6 +104,7 @@ def _refused(rank: int, world_size: int) -> None:
         ({"attention_mask": batch(1, 4, 8)["attention_mask"]}, "attention_mask: cut sequences are not padded"),
         ({"position_ids": torch.arange(8)[None]}, "position_ids: of cut sequences"),
         ({"input_ids": cut["input_ids"][:, :7], "labels": None}, "7 tokens on each rank"),
+        ({"input_ids": None}, "given by name, input_ids= or inputs_embeds="),
     ):
         with pytest.raises(ConfigError, match=message):
             model(**(cut | more))

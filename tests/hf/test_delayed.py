@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import smp
 from smp.checkpoint import CheckpointError
 from smp.config import ConfigError
+from smp.hf.delayed import _check_rules
 from tests.distributed import run_distributed
 from tests.hf.families import FAMILIES, batch, build, whole
 
@@ -132,6 +133,16 @@ def test_a_rank_holds_its_parts_and_one_tensor(tmp_path: Path) -> None:
         for peak, model, tensor in results:
             norms = 0.03 * model  # whole on every rank of a tensor-parallel group
             assert model / 4 <= peak <= model / 4 + tensor + norms, (peak, model, tensor)
+
+
+def test_rules_that_reach_into_children_are_found() -> None:
+    for config, reaches in (("NanoChatConfig", True), ("GPT2Config", True), ("Qwen3Config", False)):
+        model = _on_meta(getattr(transformers, config)(**({"num_hidden_layers": 1} | {"vocab_size": 96})))
+        if reaches:
+            with pytest.raises(ConfigError, match="PreTrainedModel gives first values from outside"):
+                _check_rules(model)
+        else:
+            _check_rules(model)
 
 
 def _refused(rank: int, world_size: int, folder: str) -> None:

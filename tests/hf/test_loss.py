@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import smp
 from smp.config import ConfigError
+from smp.hf.loss import check
+from smp.hf.plan import Plan, make_plan
 from tests.distributed import run_distributed
 from tests.hf.families import VOCAB, batch, build, whole, worst
 
@@ -101,6 +103,48 @@ def test_losses_equal_hugging_faces() -> None:
     for results in run_distributed(_compare, 2):
         assert len(results) == len(CASES) + 2
         assert all(error <= 1e-5 for *_, error, _ in results), results
+
+
+def test_a_head_that_is_not_cut_is_refused() -> None:
+    import transformers
+
+    bert = transformers.BertLMHeadModel(
+        transformers.BertConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            is_decoder=True,
+        )
+    )
+    whole_head = {"lm_head": "replicate"}
+    for model, rows, message in (
+        (bert, None, "cls.predictions.decoder is replicate: its rows are not cut over the ranks"),
+        (build("Llama"), whole_head, "lm_head is replicate: its rows are not cut over the ranks"),
+        (build("Llama"), {"lm_head": "rowwise_split_input"}, "lm_head is rowwise_split_input: its rows are not cut"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check(model, "vocab_parallel", 2, make_plan(model, rows, 2, 0))
+    check(build("Llama"), "chunked", 2, make_plan(build("Llama"), None, 2, 0))
+    check(build("Llama"), "chunked", 1, Plan())
+
+
+def test_chunks_of_logits_that_a_model_changes_are_refused() -> None:
+    for family, number in (
+        ("Granite", "logits_scaling"),
+        ("Cohere", "logit_scale"),
+        ("Gemma 2", "final_logit_softcapping"),
+    ):
+        model = build(family)
+        plan = make_plan(model, None, 2, 0)
+        message = rf"ForCausalLM computes between its head and its loss \(config.{number}\); loss='vocab_parallel'"
+        with pytest.raises(ConfigError, match=message):
+            check(model, "chunked", 2, plan)
+        check(model, "vocab_parallel", 2, plan)
+    check(build("Gemma 3"), "chunked", 2, make_plan(build("Gemma 3"), None, 2, 0))
 
 
 def _memory(rank: int, world_size: int) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import smp
 from smp.config import ConfigError
-from smp.hf.trainer import parallelism_config
+from smp.hf.trainer import _distributed_config, parallelism_config
 from tests.distributed import run_distributed
 from tests.hf.families import VOCAB, build, whole, worst
 
@@ -93,6 +94,15 @@ def _parallel(rank: int, world_size: int, folder: str, tp: int, wanted: Any, wei
         loaded = transformers.AutoModelForCausalLM.from_pretrained(saved)
         assert all(torch.equal(found[name], p) for name, p in loaded.named_parameters())
     return sorted(path.name for path in Path(folder, "final").iterdir())
+
+
+def test_the_config_of_a_cut_model_pickles() -> None:
+    model = build("Qwen3")
+    model.config.distributed_config = _distributed_config(model, 2, 4)
+    loaded = pickle.loads(pickle.dumps(model.config))
+    assert (loaded.distributed_config.tp_size, loaded.distributed_config.dp_size) == (2, 4)
+    copied = copy.deepcopy(model)
+    assert copied.config.distributed_config.cut is copied
 
 
 @pytest.mark.parametrize(("ranks", "tp"), [(2, 2), (4, 2)])
