@@ -62,8 +62,9 @@ def check(args: argparse.Namespace) -> None:
     """
     if bool(args.data_path) == bool(args.tasks):
         raise ConfigError("give --data-path, whose text is scored, or --tasks of lm-evaluation-harness")
-    if args.data_path and (idle := [name for name in OF_TASKS if getattr(args, name)]):
-        raise ConfigError(f"--{idle[0].replace('_', '-')} has no effect without --tasks; leave it out")
+    given = [name for name in OF_TASKS if (value := getattr(args, name)) is not None and value is not False]
+    if args.data_path and given:
+        raise ConfigError(f"--{given[0].replace('_', '-')} has no effect without --tasks; leave it out")
     if args.tasks and args.json_key != "text":
         raise ConfigError("--json-key has no effect with --tasks; leave it out")
     if args.output:

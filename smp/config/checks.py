@@ -79,11 +79,23 @@ def check_combinations(config: Config, layout: Layout) -> None:
         "--deterministic-mode and --data-parallel-collectives auto exclude each other: what is measured at the start "
         "decides in which order gradients are summed; flat and hierarchical work",
     )
+    _check_rounded_between_nodes(config.parallel, layout)
     _check_schedule(config.optim, config.training.train_iters)
     _check_training(config.training)
     if config.objective is None:
         _check_loading(config.checkpoint)
     _check_saving(config.checkpoint, config.training)
+
+
+def _check_rounded_between_nodes(parallel: ParallelConfig, layout: Layout) -> None:
+    """Blocks that share a scale run over a unit's flat buffer: what every tensor-parallel rank has a copy of (norms,
+    routers, some biases) would be rounded with neighbours that differ from rank to rank, and its copies drift apart."""
+    flags = given(parallel, "zero_quantized_weights", "zero_quantized_gradients")
+    require(
+        not (flags and layout.tp > 1),
+        f"{' and '.join(flags)} and --tensor-model-parallel-size {layout.tp} exclude each other: copies of norms would "
+        "be rounded differently on each tensor-parallel process; leave out one",
+    )
 
 
 def check_effects(config: Config, *groups: str) -> None:
@@ -109,8 +121,8 @@ def notes_on_effects(config: Config, layout: Layout | None = None) -> list[str]:
 def _check_kernels(config: Config) -> None:
     require(
         not (config.parallel.kernels == "apex" and config.model.apply_layernorm_1p),
-        "--kernels apex and --apply-layernorm-1p exclude each other: apex takes a weight in the precision of its "
-        "input, which rounds 1 + w; take --kernels triton or torch",
+        "--kernels apex and --apply-layernorm-1p exclude each other: apex takes a norm's weight in the precision of "
+        "its input, which rounds 1 + w; take --kernels triton or torch",
     )
 
 

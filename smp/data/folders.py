@@ -9,6 +9,8 @@ from pathlib import Path
 from smp.config.blend import is_text
 
 _SPLIT = re.compile(r"(train|test|valid|validation|val|dev|eval)(?![a-z])", re.IGNORECASE)
+_NO_DATA = ("README", "LICENSE")
+"""Beginnings of names of files that lie beside data, as text."""
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -19,26 +21,41 @@ def files_of(folder: Path) -> list[Path]:
             from.
     """
     if (folder / "dataset_dict.json").is_file():
-        splits = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
-        raise ValueError(f"{folder} holds the data sets {', '.join(splits)}: name one, {folder / splits[0]}")
+        try:
+            splits = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+            names, first = ", ".join(splits), folder / splits[0]
+        except (ValueError, LookupError, TypeError) as error:
+            raise ValueError(f"{folder / 'dataset_dict.json'}: not what save_to_disk writes ({error})") from None
+        raise ValueError(f"{folder} holds the data sets {names}: name one, {first}")
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
         try:
             state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
             return [folder / entry["filename"] for entry in state["_data_files"]]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{folder / 'state.json'}: not what save_to_disk writes ({error})") from None
-    found = sorted(
-        path for path in folder.rglob("*") if path.is_file() and is_text(path.name) and not _hidden(path, folder)
-    )
+    found = sorted(path for path in folder.rglob("*") if path.is_file() and _is_data(path.relative_to(folder)))
     if not found:
         raise ValueError(f"{folder}: no file of data in this folder")
-    parts = {match[1].lower() for path in found if (match := _SPLIT.match(path.name))}
+    parts = _parts(folder, found)
     if len(parts) > 1:
-        raise ValueError(
-            f"{folder} holds files of {', '.join(sorted(parts))}: name those to train on, as {folder}/train*"
-        )
+        name = parts.get("train") or min(parts.values())
+        raise ValueError(f"{folder} holds files of {', '.join(sorted(parts))}: name those to train on, as {name}")
     return found
 
 
-def _hidden(path: Path, folder: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(folder).parts)
+def _parts(folder: Path, files: list[Path]) -> dict[str, str]:
+    """Parts of a data set that files or folders are named after, and how to name one of them alone."""
+    out = dict[str, str]()
+    for path in files:
+        place = folder
+        for name in path.relative_to(folder).parts:
+            if match := _SPLIT.match(name):
+                out.setdefault(match[1].lower(), str(place / name if place / name != path else place / f"{match[1]}*"))
+            place /= name
+    return out
+
+
+def _is_data(path: Path) -> bool:
+    """Whether a file, relative to its folder, is one of data."""
+    hidden = any(part.startswith(".") for part in path.parts)
+    return is_text(path.name) and not hidden and not path.name.startswith(_NO_DATA)

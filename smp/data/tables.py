@@ -110,11 +110,15 @@ def json_array(path: Path, text: str) -> Iterator[list[Any]]:
             at = _skip(text, at)
             if text[at : at + 1] == ",":
                 at = _skip(text, at + 1)
+                if text[at : at + 1] == "]":
+                    raise ValueError(f"no element behind the comma, at character {at}")
             elif text[at : at + 1] != "]":
                 raise ValueError(f"no comma or bracket at character {at}")
             if len(found) == _AT_ONCE:
                 yield found
                 found = []
+        if (at := _skip(text, at + 1)) < len(text):
+            raise ValueError(f"more behind the array, at character {at}")
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not a JSON array that can be read ({error})") from None
     if found:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _register_work, _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh
 
 from smp.kernels.registry import define
@@ -91,6 +90,9 @@ def start_shift(x: torch.Tensor, group: Group, distance: int) -> torch.Tensor:
 def _start_to_and_from(x: torch.Tensor, group: Group, to: int, source: int) -> torch.Tensor:
     """The same over gloo, receive first. Its all-to-all sends first, so that the word that a rank is ready to receive
     may queue behind all that it sends: a slow link then carries one direction at a time."""
+    # Here and not above: private names, which a torch without distributed does not have, and only shifts need them.
+    from torch._C._distributed_c10d import _register_work, _resolve_process_group
+
     name: Any = group.name  # of a type of its own in torch 2.13
     members, received = _resolve_process_group(name), torch.empty_like(x)
     works = members.recv([received], source, SHIFT_TAG), members.send([x], to, SHIFT_TAG)

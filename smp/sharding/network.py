@@ -45,7 +45,8 @@ class GatherWeights(_Allocates):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        way = self._network.way("all-gather", output_tensor)
+        coded = self._quantization is not None
+        way = self._network.way_quantized(input_tensor) if coded else self._network.way("all-gather", output_tensor)
         if way.route is None:
             return all_gather_flat(output_tensor, input_tensor, group=group, async_op=async_op)
         if self._quantization is None:

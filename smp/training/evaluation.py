@@ -56,8 +56,9 @@ class TextScorer:
         together, and the spaces that end the context are the text's. What does not fit is cut off at the beginning.
 
         Raises:
-            ValueError: the text alone is longer than a window.
+            ValueError: the text alone is longer than a window, or has no token of its own and is not empty.
         """
+        empty = not text
         spaces = len(context) - len(context.rstrip())
         context, text = context[: len(context) - spaces], context[len(context) - spaces :] + text
         before = [*self.tokenizer.before, *self.tokenizer.encode(context)] if context else self.prefix
@@ -66,8 +67,10 @@ class TextScorer:
         count = len(ids) - len(before)
         if count > self.length:
             raise ValueError(f"a continuation of {count} tokens is longer than the window of {self.length}")
-        if count == 0:
+        if count == 0 and empty:
             return 0.0, True
+        if count <= 0:  # 0.0 would be the best of all choices
+            raise ValueError(f"the continuation {text!r} has no token of its own behind {context[-40:]!r}: no score")
         ids = ids[-self.length - 1 :]
         log_probs, likeliest = token_scores(self.model, ids, self.length, self.length, len(ids) - count)
         return float(log_probs.sum()), bool(likeliest.all())

@@ -178,6 +178,14 @@ def test_a_resolved_config_resolves_to_itself(flags, length, tmp_path_factory):
             "--lr-wsd-decay-iters 95 --lr-decay-style WSD --lr-warmup-iters 6",
             "--lr-warmup-iters 6 + --lr-wsd-decay-iters 95 is above --lr-decay-iters 100",
         ),
+        (
+            "--data-parallel-collectives hierarchical --zero-quantized-weights --tensor-model-parallel-size 2",
+            "--zero-quantized-weights and --tensor-model-parallel-size 2 exclude each other",
+        ),
+        (
+            "--data-parallel-collectives hierarchical --zero-quantized-gradients --tensor-model-parallel-size 2",
+            "--zero-quantized-gradients and --tensor-model-parallel-size 2 exclude each other",
+        ),
         ("--global-batch-size 6", "--global-batch-size 6 is not divisible by --micro-batch-size 1 x 4 data-parallel"),
         ("--seq-length 4096", "--seq-length 4096 is above --max-position-embeddings 2048"),
         ("--data-path x", "--data-path x and --mock-data: give one"),

@@ -74,6 +74,9 @@ def test_every_kind_of_file_gives_the_same_records(tmp_path: Path, name: str) ->
         ("a.json", "[1]", "a.json:1: not a JSON object"),
         ("a.json", '[{"text": "x"} {"text": "y"}]', "not a JSON array that can be read .no comma"),
         ("a.json", '[{"text": "x"}', "not a JSON array that can be read"),
+        ("a.json", '[{"text": "x"}] \n[{"text": "y"}]', "not a JSON array .*more behind .* at character 17"),
+        ("a.json", '[{"text": "x"}]}', "more behind the array, at character 15"),
+        ("a.json", '[{"text": "x"},\n]', "no element behind the comma, at character 16"),
         ("a.json", '"text"', "neither a JSON array nor a JSON object on each line"),
         ("a.csv", "text\na,b\n", "row 1 has more fields than the 1 of the first line"),
         ("a.csv", 'text\n"a', "not a .csv file that can be read, behind row 0"),
@@ -91,7 +94,8 @@ def test_folders(tmp_path: Path) -> None:
     write(tmp_path / "many" / "b.jsonl", ROWS[2:4])
     write(tmp_path / "many" / "a" / "x.csv", ROWS[:2])
     write(tmp_path / "many" / ".cache" / "y.csv", ROWS[:2])
-    (tmp_path / "many" / "README.md").write_text("no data")
+    for name in ("README.md", "README.txt", "LICENSE.txt", "a/LICENSE-2.txt.gz"):
+        (tmp_path / "many" / name).write_text("no data")
     assert [parse(record) for _, record in read_records([f"{tmp_path}/many"])] == ROWS[:4]
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="empty: no file of data in this folder"):
@@ -99,8 +103,16 @@ def test_folders(tmp_path: Path) -> None:
     write(tmp_path / "parts" / "train-0.jsonl", ROWS[:1])
     assert len(expand_paths([f"{tmp_path}/parts"])) == 1
     write(tmp_path / "parts" / "test-0.jsonl", ROWS[:1])
-    with pytest.raises(ValueError, match="parts holds files of test, train: name those to train on"):
+    with pytest.raises(
+        ValueError, match="parts holds files of test, train: name those to train on, as .*parts/train.$"
+    ):
         expand_paths([f"{tmp_path}/parts"])
+    assert len(expand_paths([f"{tmp_path}/parts/train*"])) == 1
+    for part in ("train", "Validation"):
+        write(tmp_path / "folders" / "en" / part / "0.jsonl", ROWS[:1])
+    with pytest.raises(ValueError, match="folders holds files of train, validation: .* as .*folders/en/train$"):
+        expand_paths([f"{tmp_path}/folders"])
+    assert len(expand_paths([f"{tmp_path}/folders/en/train"])) == 1
 
 
 def test_what_save_to_disk_leaves(tmp_path: Path) -> None:
@@ -114,6 +126,10 @@ def test_what_save_to_disk_leaves(tmp_path: Path) -> None:
     (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     with pytest.raises(ValueError, match="saved holds the data sets train, test: name one"):
         expand_paths([f"{tmp_path}/saved"])
+    for damaged in ("{}", "[", '{"splits": []}', '{"splits": [1]}', '{"splits": null}'):
+        (tmp_path / "saved" / "dataset_dict.json").write_text(damaged)
+        with pytest.raises(ValueError, match="dataset_dict.json: not what save_to_disk writes"):
+            expand_paths([f"{tmp_path}/saved"])
 
 
 def test_preprocessing_is_the_same_from_all_of_them_and_a_folder_is_a_tokenizer(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from smp.parallel.network.quantize import decode, encode
 from tests.distributed import run_distributed
 
 
@@ -53,13 +54,35 @@ def train(rank: int, world: int) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
             losses[name].append(loss.item())
-    return {"losses": losses, "works": {isinstance(work, dist.Work) for work in returned}}
+    works = {isinstance(work, dist.Work) for work in returned}
+    return {"losses": losses, "works": works, "coded": [gather_codes(network, dtype, rank) for dtype in DTYPES]}
+
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def gather_codes(network: Any, dtype: torch.dtype, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a rank has given to a quantized gather of 301 numbers from each, and what it has then of all."""
+    from smp.parallel.network.quantize import Quantization
+
+    given = torch.randn(301, generator=torch.Generator().manual_seed(rank)).to(dtype)
+    output = torch.empty(4 * 301, dtype=dtype)
+    way = network.way_quantized(given)
+    assert way.route is not None
+    network.all_gather_quantized(output, given, way, Quantization(weights=True)).wait()
+    return given, output
 
 
 def test_gathers_change_no_bit_and_sums_repeat() -> None:
-    for found in run_distributed(train, 4):
+    every = run_distributed(train, 4)
+    for rank, found in enumerate(every):
         losses = found["losses"]
         assert losses["gathers"] == losses["flat"], "bit for bit over 20 steps"
         assert losses["again"] == losses["all"]
         assert max(abs(a - b) / b for a, b in zip(losses["all"], losses["flat"], strict=False)) < 1e-3
         assert found["works"] == {True}, "torch waits for nothing else"
+        for (given, output), (_, of_first) in zip(found["coded"], every[0]["coded"], strict=True):
+            assert torch.equal(output, of_first), "all ranks compute with the same weights, the owner too"
+            own = torch.empty_like(given)
+            decode(encode(given), own)
+            assert torch.equal(output.view(4, -1)[rank], own) and not torch.equal(own, given)

@@ -106,6 +106,9 @@ def test_flags_change_what_is_measured(folder: Path, tmp_path: Path, capsys: pyt
         (["--stride", "9", "--seq-length", "8"], "--stride 9 is not between 1 and --seq-length 8"),
         (["--seq-length", "65"], "--seq-length 65 is not between 2 and the model's longest sequence, 64"),
         (["--limit", "3"], "--limit has no effect without --tasks"),
+        (["--limit", "0"], "--limit has no effect without --tasks"),
+        (["--num-fewshot", "0"], "--num-fewshot has no effect without --tasks"),
+        (["--apply-chat-template"], "--apply-chat-template has no effect without --tasks"),
         (["--tasks", "x"], "give --data-path, whose text is scored, or --tasks"),
         (["--json-key", "other"], "texts.jsonl:1: not a JSON object with a string under 'other'"),
     ):
@@ -172,6 +175,23 @@ def test_requests_of_the_harness(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         assert ours.apply_chat_template(messages) == tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )
+
+
+class MergingTokenizer:
+    """Two characters are a token, and so is what is left over."""
+
+    before: tuple[int, ...] = ()
+    bos, eos = None, 0
+
+    def encode(self, text: str) -> list[int]:
+        return [1] * ((len(text) + 1) // 2)
+
+
+def test_a_continuation_that_merges_into_its_context_is_not_scored() -> None:
+    scorer = TextScorer(None, MergingTokenizer(), (0,), 64, 64)  # type: ignore[arg-type]
+    assert scorer.continuation("abc", "") == (0.0, True)
+    with pytest.raises(ValueError, match="the continuation 'd' has no token of its own behind 'abc': no score"):
+        scorer.continuation("abc", "d")
 
 
 def test_without_the_library_it_says_how_to_get_it(

@@ -266,6 +266,10 @@ BAD: dict[str, tuple[str, str]] = {
     "for orpo": ("--load {0} --data-path x --train-iters 1 --objective orpo --dpo-beta 0.3", "--objective dpo"),
     "template": ("--load {0} --data-path {0}/sft.jsonl --train-iters 1 --chat-template {0}/gone", "cannot be read"),
     "validation": (f"{ONE} --eval-interval 1 --split 999,1,0", "leaves none of 60 samples for validation"),
+    "one to validate kto": (
+        "--load {0} --data-path {0}/kto.jsonl --train-iters 1 --objective kto --eval-interval 1 --split 59,1,0",
+        "there is one sample only for validation",
+    ),
     "pretraining's": ("--load {0} --mock-data", "unknown flag --mock-data"),
 }  # fmt: skip
 

@@ -77,10 +77,13 @@ def read_data(config: Config, tokenizer: TuningTokenizer) -> TuningData:
     )
     if len(train) == 0:
         raise ConfigError(f"--split {data.split} leaves none of {report.used} samples to train on")
-    if labelled and len(train) < 2:
-        raise ConfigError("--objective kto compares prompts with answers of other samples: there is one sample only")
     if config.training.eval_interval is not None and len(valid) == 0:
         raise ConfigError(f"--eval-interval: --split {data.split} leaves none of {report.used} samples for validation")
+    for part, used in (("training", len(train)), ("validation", len(valid) if config.training.eval_interval else 0)):
+        if labelled and used == 1:
+            raise ConfigError(
+                f"--objective kto compares prompts with answers of other samples: there is one sample only for {part}"
+            )
     lines = [*report.lines(), *(_described(name, part) for name, part in (("training", train), ("validation", valid)))]
     return TuningData(tokenizer, samples, train, valid, pairs, tuple(lines))
 

@@ -60,20 +60,20 @@ def recognise(record: dict[str, Any], *, chat: bool) -> Sample:
     Raises:
         BadSampleError: none of the shapes, or a broken one.
     """
-    if type(record.get("label")) is bool:
-        raise BadSampleError("its label says whether the answer is desirable: give --objective kto")
-    if "chosen" in record and "rejected" in record:
-        raise BadSampleError("chosen and rejected are a pair of answers: give --objective dpo, orpo or reward")
     if "messages" in record:
         return _conversation(record["messages"], record)
     if "conversations" in record:
         return _conversation(_from_sharegpt(record["conversations"]), record)
     if "prompt" in record and "completion" in record:
+        if type(record.get("label")) is bool:
+            raise BadSampleError("its label says whether the answer is desirable: give --objective kto")
         return _answer(record["prompt"], record["completion"], record)
     if "instruction" in record and "output" in record:
         return _alpaca(record, chat)
     if "text" in record:
         return Plain(((_text(record["text"], "text"), True),))
+    if "chosen" in record and "rejected" in record:
+        raise BadSampleError("chosen and rejected are a pair of answers: give --objective dpo, orpo or reward")
     raise BadSampleError(f"keys {', '.join(sorted(record)) or 'none'} are none of the known shapes: {SHAPES}")
 
 
@@ -167,7 +167,7 @@ def _message(message: Any, number: int) -> dict[str, Any]:
         raise BadSampleError(f"message {number}: unknown role {role!r}; known are {', '.join(ROLES)}")
     if content is None and not message.get("tool_calls"):
         raise BadSampleError(f"message {number} ({role}) has no content")
-    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+    if isinstance(content, list) and content and all(isinstance(part, dict) for part in content):
         content = _joined(content, f"message {number} ({role})")
     if content is not None and not isinstance(content, str):
         raise BadSampleError(f"message {number} ({role}): content is not text")

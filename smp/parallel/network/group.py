@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from smp.parallel.network.cost import Policy, Way
-from smp.parallel.network.quantize import CodedBetweenNodes, Quantization, decode
+from smp.parallel.network.quantize import CodedBetweenNodes, Quantization, coded_bytes, decode
 from smp.parallel.network.run import Execution, Transport, pieces_of
 from smp.parallel.network.schedule import Kind, Message, even_sizes
 from smp.parallel.network.schedules import actions_of
@@ -64,6 +64,10 @@ class NetworkGroup:
     def way(self, kind: Kind, tensor: torch.Tensor) -> Way:
         """How a collective with this whole buffer is to run; see :class:`Way` for flat ones, which callers run."""
         return self.policy.way(kind, tensor.numel() * tensor.element_size())
+
+    def way_quantized(self, given: torch.Tensor) -> Way:
+        """How :meth:`all_gather_quantized` of this part is to run: by the bytes of its codes, which are sent."""
+        return self.policy.way("all-gather", len(self.ranks) * coded_bytes(given.numel()))
 
     def all_gather(self, output: torch.Tensor, given: torch.Tensor, way: Way) -> Running:
         """All ranks' ``given`` into ``output``, in the order of ranks, 1 / ranks of it each; it may be its own part."""

@@ -89,6 +89,7 @@ def test_what_a_message_does_not_have_may_be_null() -> None:
         ({"messages": [USER, {"role": "narrator", "content": "x"}]}, "message 1: unknown role 'narrator'"),
         ({"messages": [USER, {"role": "assistant"}]}, "message 1 (assistant) has no content"),
         ({"messages": [USER, {**ANSWER, "content": ["x"]}]}, "content is not text"),
+        ({"messages": [USER, {**ANSWER, "content": []}]}, "message 1 (assistant): content is not text"),
         ({"messages": [USER, {**ANSWER, "train": "yes"}]}, "train is 'yes'"),
         ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "weight is 0.5, not 1 or 0"),
         ({"instruction": "a", "output": "b", "history": [["q", "a"]]}, "turns before the instruction"),
@@ -140,6 +141,8 @@ def test_labels_and_pairs_ask_for_their_objective() -> None:
         recognise_pair(labelled)
     with pytest.raises(BadSampleError, match="give --objective dpo"):
         label_of({"prompt": "a", "chosen": "b", "rejected": "c"})
+    beside = {"messages": [USER, ANSWER], "chosen": "b", "rejected": "c", "label": True}
+    assert recognise(beside, chat=True) == CHAT, "what is known is trained on"
     assert recognise({"text": "a", "label": 3}, chat=False) == Plain((("a", True),)), "a class, which is noted"
 
 
