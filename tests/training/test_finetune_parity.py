@@ -129,6 +129,12 @@ def test_dpo_begins_at_ln_2_exactly(results: Results) -> None:
         assert last["reward margin"] > 0 and last["reward accuracy"] > 0.5
 
 
+def test_the_last_step_of_kto_has_a_divergence(results: Results) -> None:
+    """It is cut off at 0, where layouts would agree whatever they compute."""
+    for method in ("kto, full", "kto, lora"):
+        assert results["alone", method]["more"][-1]["KL"] > 1e-3, method
+
+
 def test_only_adapters_are_trained(results: Results) -> None:
     for method in methods(results, "alone"):
         trained = {name.partition(".lora.")[0].split(".", 2)[-1] for name in results["alone", method]["initial"]}
