@@ -76,12 +76,12 @@ def _of_layers(config: ModelConfig) -> dict[str, Any]:
     windows, turned = ([getattr(layer, name) is not None for layer in layers] for name in ("window", "rope"))
     local = config.rotary_base_local
     same = local == config.rotary_base and not config.use_rope_scaling
-    assert config.kv_channels is not None, "resolved before"
+    usual = config.kv_channels is not None and config.softmax_scale == config.kv_channels**-0.5
     return {
         "window_attn_skip_freq": skip_pattern(windows, ones=True) if any(windows) else None,
         "no_rope_freq": skip_pattern(turned, ones=False) if any(turned) else None,
         "rotary_base_local": None if same or not any(layer.rope == "local" for layer in layers) else local,
-        "softmax_scale": None if config.softmax_scale == config.kv_channels**-0.5 else config.softmax_scale,
+        "softmax_scale": None if usual else config.softmax_scale,
     }
 
 
