@@ -117,15 +117,15 @@ def check(model: nn.Module, kind: str, tp_size: int, plan: Plan) -> None:
         raise ConfigError(f"{what}: the head of {type(base).__name__} is {type(head).__name__}, not nn.Linear")
     if head.out_features % tp_size:
         raise ConfigError(f"{what}: {head.out_features} ids are not divisible by tensor_parallel_degree {tp_size}")
+    function = getattr(getattr(base, "loss_function", None), "__name__", None)
+    if function != "ForCausalLMLoss":
+        raise ConfigError(f"{what}: the loss of {type(base).__name__} is {function}, not ForCausalLMLoss")
     name = next(name for name, module in model.named_modules() if module is head)
     step = plan.steps.get(name)
     if tp_size > 1 and (step is None or step.cuts["weight"] != 0):
         raise ConfigError(f"{what}: {name} is {step.style if step else REPLICATE}: its rows are not cut over the ranks")
     if kind == CHUNKED and head.bias is not None:
         raise ConfigError(f"{what}: the head has a bias; loss={VOCAB_PARALLEL!r} takes one")
-    function = getattr(getattr(base, "loss_function", None), "__name__", None)
-    if function != "ForCausalLMLoss":
-        raise ConfigError(f"{what}: the loss of {type(base).__name__} is {function}, not ForCausalLMLoss")
     text = base.config.get_text_config()
     between = next((number for number in _BETWEEN if getattr(text, number, None) is not None), None)
     if kind == CHUNKED and between is not None:
