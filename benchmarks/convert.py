@@ -25,7 +25,7 @@ import torch
 
 from smp.checkpoint.local import LocalFolder, sync_to_disk
 from smp.checkpoint.tensor_file import lay_out, raw_bytes, write_file
-from smp.convert.families import FAMILIES
+from smp.convert.more_families import FAMILIES
 from smp.convert.hf_config import resolved, to_hf
 from smp.convert.hf_store import INDEX
 from smp.convert.layout import by_external_name, links
