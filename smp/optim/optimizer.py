@@ -106,7 +106,8 @@ def _optimizer_of(model: nn.Module, config: OptimizerConfig, copier: Copier | No
     if config.optimizer == "muon":
         return Muon(groups, config)
     if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.sgd_momentum)
+        # One operation after the other per parameter, each with DTensor's dispatch: seconds at the first step.
+        return _on_local_shards(torch.optim.SGD)(groups, lr=config.lr, momentum=config.sgd_momentum)
     if (config.exp_avg_dtype, config.exp_avg_sq_dtype) != ("fp32", "fp32"):
         names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
         return LowPrecisionAdamW(groups, config, names, seed)
@@ -139,12 +140,23 @@ def _apex_adam(groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.o
             "--optimizer adam is torch's fused AdamW"
         ) from None
 
-    class LocalFusedAdam(FusedAdam):  # type: ignore[misc]
-        """apex's kernel works on raw pointers: during a step each DTensor stands aside for its local shard.
+    try:
+        # apex's kernel works on raw pointers
+        return _on_local_shards(FusedAdam)(groups, adam_w_mode=True, **options)
+    except RuntimeError as error:  # apex was built without its CUDA extensions
+        raise ConfigError(f"--optimizer apex-adam: {error}; --optimizer adam is torch's fused AdamW") from None
 
-        Between steps parameters and moments are DTensors, as every other part of the program expects.
-        """
 
+def _on_local_shards(kind: Any) -> Any:
+    """An optimizer of class ``kind`` during whose step each DTensor stands aside for its local shard.
+
+    Right where an update looks at one element at a time. Between steps parameters and state are DTensors, as every
+    other part of the program expects.
+    """
+    # torch wraps the step of a class whose instances it makes to run hooks: ours runs them, once
+    step_on_shards = kind.step.__wrapped__ if getattr(kind.step, "hooked", False) else kind.step
+
+    class OnLocalShards(kind):  # type: ignore[misc]
         @torch.no_grad()
         def step(self, closure: None = None) -> None:
             this: Any = self
@@ -153,17 +165,15 @@ def _apex_adam(groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.o
             this.state = defaultdict(dict, {local[p]: _map_tensors(s, local_part) for p, s in states.items()})
             for group in this.param_groups:
                 group["params"] = [local[p] for p in group["params"]]
-            super().step(closure)
+            step_on_shards(self, closure)
             inner, this.state = this.state, states
             for group, params in zip(this.param_groups, groups, strict=True):
                 group["params"] = params
                 for p in params:
-                    states[p] = _map_tensors(inner[local[p]], partial(_like, p))
+                    if local[p] in inner:
+                        states[p] = _map_tensors(inner[local[p]], partial(_like, p))
 
-    try:
-        return LocalFusedAdam(groups, adam_w_mode=True, **options)
-    except RuntimeError as error:  # apex was built without its CUDA extensions
-        raise ConfigError(f"--optimizer apex-adam: {error}; --optimizer adam is torch's fused AdamW") from None
+    return OnLocalShards
 
 
 def _local_twin(parameter: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from smp.training.settings import read_settings
 from tests.distributed import run_distributed
 from tests.training.flag_runs import TINY
 
-SAVED_AT, STEPS = 2, 5
+SAVED_AT, STEPS = 2, 2
 COMMON = "--seq-length 24 --num-layers 3 --micro-batch-size 2 --global-batch-size 12 --lr 0.003 "
 COMMON += f"--train-iters {SAVED_AT + STEPS} "
 MODELS = {"untied": "", "tied": "--no-untie-embeddings-and-output-weights "}
