@@ -153,7 +153,6 @@ def writer_of(trainer: int) -> int | None:
 
 MOMENTS = [
     ("writer:0", ["--async-save"], 24),
-    ("trainer:0", ["--async-save"], 14),
     ("trainer:1", [], 6),
 ]
 

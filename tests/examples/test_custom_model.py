@@ -22,7 +22,7 @@ def losses(folder: Path, processes: int, *flags: object) -> dict[int, float]:
 def test_another_layout_goes_on_where_the_first_stopped(tmp_path: Path) -> None:
     sharded = losses(tmp_path, 4, "--tp", 2, "--shard", 2, "--steps", 20, "--save", "encoder")
     assert list(sharded) == [0, 10, 20] and sharded[20] < 0.9 * sharded[0]
-    for processes, flags in ((2, ("--shard", 2)), (2, ("--tp", 2)), (1, ())):
+    for processes, flags in ((2, ("--tp", 2)), (1, ())):
         resumed = losses(tmp_path, processes, *flags, "--steps", 10, "--load", "encoder")
         assert resumed[20] == pytest.approx(sharded[20], rel=1e-5)
         assert resumed[30] < sharded[20]

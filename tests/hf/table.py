@@ -29,7 +29,7 @@ def main() -> None:
     """The largest error of any rank."""
     from tests.hf.test_families import _compare
 
-    ranks = run_distributed(_compare, 4, list(FAMILIES), timeout=1800.0)
+    ranks = run_distributed(_compare, 4, list(FAMILIES), (1, 2, 4), 10, timeout=1800.0)
     worst: dict[str, dict[str, float]] = {}
     for results in ranks:
         for case, errors, _ in results:

@@ -84,6 +84,7 @@ def test_cancel_saves_and_resume_goes_on(tmp_path: Path) -> None:
         f"base_results_dir={tmp_path}",
         "recipes.train_iters=100000",
         "recipes.save_interval=50000",
+        "recipes.trainer.devices=1",
     ]
     assert launcher(*words, "cluster.background=true").returncode == 0
     wait_for(lambda: (job / "log.txt").exists() and "iteration 3/" in (job / "log.txt").read_text())

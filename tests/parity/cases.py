@@ -389,7 +389,7 @@ def pairwise_cases() -> list[Case]:
     return cases
 
 
-def short(case: Case, steps: int = 4) -> Case:
+def short(case: Case, steps: int = 3) -> Case:
     """The same with fewer steps, for the fast suite; ``make parity`` and the slow suite train on."""
     return replace(case, problem=replace(case.problem, steps=steps))
 

@@ -1,6 +1,6 @@
 """Every layout trains like one process, and one process like plain torch in float64.
 
-Compared are the losses and gradient norms of four steps, the gradients of the first and the last, the final weights,
+Compared are the losses and gradient norms of three steps, the gradients of the first and the last, the final weights,
 and bit for bit the initial ones. ``make parity`` trains ten and writes the errors of these cases to docs/parity.md.
 """
 

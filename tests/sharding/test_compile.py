@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -47,7 +46,7 @@ def run(model: GPT) -> dict[str, torch.Tensor]:
 def compare_models(rank: int, world: int) -> dict[str, dict[str, float]]:
     torch.compile = functools.partial(torch.compile, backend=BACKEND)  # type: ignore[assignment]
     context, out = build_context(Layout(tp=world), "cpu"), {}
-    for (name, config), sp in itertools.product({"llama": MODEL, "gpt2": GPT2}.items(), (False, True)):
+    for name, config, sp in (("llama", MODEL, True), ("gpt2", GPT2, False)):
         parallel = ParallelConfig(world, sequence_parallel=sp)
         torch._dynamo.reset()
         plain, compiled = (run(build(context, config, replace(parallel, compile=c))) for c in (False, True))
@@ -57,7 +56,7 @@ def compare_models(rank: int, world: int) -> dict[str, dict[str, float]]:
 
 def test_a_compiled_model_trains_and_evaluates_like_an_uncompiled_one() -> None:
     for measured in run_distributed(compare_models, 2):
-        assert len(measured) == 4
+        assert len(measured) == 2
         for case, errors in measured.items():
             assert {"loss", "evaluation", "frozen"} < errors.keys()
             assert {name: e for name, e in errors.items() if not e < 1e-6} == {}, case

@@ -42,6 +42,13 @@ CASES: dict[str, tuple[dict[str, Any], float | None, str]] = {
     "LoRA with dropout on some layers": ({}, 0.25, "none"),
 }
 """Settings of the model, dropout of adapters if there are any, and recompute."""
+FAST = (
+    "attention dropout",
+    "window",
+    "LoRA with dropout, documents, GPT-NeoX",
+    "LoRA with dropout, hidden dropout, full recompute",
+    "LoRA with dropout on some layers",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +79,9 @@ def micro_batch(step: int, documents: bool = False) -> MicroBatch:
     )
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in CASES if case not in FAST)]
+)
 def test_blocks_are_one_graph(case: str) -> None:
     changes, dropout, recompute = CASES[case]
     with fake_context() as context:

@@ -55,19 +55,19 @@ STEPS = "--train-iters 3 --seq-length 48 --micro-batch-size 2 --global-batch-siz
 
 
 FAST = {
-    "tp 2 + sp": ("lora", "dpo, full", "kto, full", "reward"),
-    "pp 2": ("full", "dpo, lora", "kto, lora", "reward"),
-    "shard 2": ("lora", "dpo, full", "ipo", "kto, full", "reward"),
-    "replicas 2": ("full", "dpo, table"),
-    "tp 2 x pp 2": ("lora, unpacked", "dpo, full", "orpo"),
-    "shard 2 x tp 2": ("full", "dpo, lora"),
-    "cp 2": ("lora", "dpo, full", "kto, lora", "reward"),
-    "cp 3": ("lora, unpacked", "dpo, lora"),
-    "cp 2 x tp 2 + sp": ("full", "dpo, lora", "ipo", "orpo"),
-    "cp 2 x pp 2": ("lora, unpacked", "dpo, table"),
-    "cp 4": ("full", "dpo, table"),
+    "tp 2 + sp": ("lora", "dpo, full"),
+    "pp 2": ("dpo, lora", "kto, lora"),
+    "shard 2": ("kto, full", "reward"),
+    "replicas 2": ("dpo, table",),
+    "tp 2 x pp 2": ("lora, unpacked", "orpo"),
+    "shard 2 x tp 2": ("full",),
+    "cp 2": ("dpo, full", "reward"),
+    "cp 3": ("lora, unpacked",),
+    "cp 2 x tp 2 + sp": ("full", "ipo"),
+    "cp 2 x pp 2": ("dpo, table",),
+    "cp 4": ("full",),
 }
-"""Of the product of methods and layouts: every layout with weights and with adapters, with samples and with pairs."""
+"""Of the product of methods and layouts: every one of each."""
 SLOW = {layout: tuple(method for method in METHODS if method not in fast) for layout, fast in FAST.items()}
 Results = dict[tuple[str, str], dict[str, Any]]
 
