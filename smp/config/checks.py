@@ -36,7 +36,7 @@ _FROM_ZERO = {
     *("lr_warmup_iters", "min_lr", "weight_decay", "clip_grad", "seed", "moe_aux_loss_coeff"),
     "moe_router_bias_update_rate",
     *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
-    "position_embedding_offset",
+    *("position_embedding_offset", "glu_linear_offset"),
 }
 # What random generators and timers can hold.
 _BELOW = {"seed": 2**63, "distributed_timeout_minutes": 10**6}
@@ -143,6 +143,8 @@ def _check_activation(model: ModelConfig) -> None:
         require(len(flags) < 2, f"{' and '.join(flags)} exclude each other; give one")
     flags = given(model, "relu", "squared_relu")
     require(not (model.geglu and flags), f"--geglu and {''.join(flags)} exclude each other; give one")
+    flags = given(model, "geglu", "tanh_gelu", "relu", "squared_relu")
+    require(not (model.quick_geglu and flags), f"--quick-geglu and {', '.join(flags)} exclude each other; give one")
 
 
 def _check_norms(model: ModelConfig) -> None:

@@ -47,8 +47,10 @@ def check_moe_model(model: ModelConfig) -> None:
     if experts is None:
         return
     require(k <= experts, f"--moe-router-topk {k} is above --num-experts {experts}; change one of them")
-    require(model.swiglu, "--num-experts: experts have SwiGLU; leave out --no-swiglu")
-    require(model.disable_bias_linear, "--num-experts: experts have no biases; leave out --no-disable-bias-linear")
+    require(
+        model.swiglu or model.quick_geglu,
+        "--num-experts: experts have SwiGLU or --quick-geglu; leave out --no-swiglu or give that",
+    )
     sigmoid = model.moe_router_score_function == "sigmoid"
     require(
         not (sigmoid and model.moe_router_pre_softmax),
@@ -87,11 +89,17 @@ def _check_groups(model: ModelConfig) -> None:
 def _check_balancing(model: ModelConfig) -> None:
     kind, coefficient = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
     require(
-        kind != "none" or coefficient == 0,
-        f"--moe-aux-loss-coeff {coefficient} has no effect with --moe-router-load-balancing-type none; leave it out",
+        kind not in ("none", "sinkhorn") or coefficient == 0,
+        f"--moe-aux-loss-coeff {coefficient} has no effect with --moe-router-load-balancing-type {kind}; leave it out",
+    )
+    flags = given(model, "moe_router_enable_expert_bias", "moe_router_num_groups")
+    require(
+        kind != "sinkhorn" or not flags,
+        f"--moe-router-load-balancing-type sinkhorn and {', '.join(flags)} exclude each other: each says which experts "
+        "are chosen; leave out one",
     )
     require(
-        kind in ("aux_loss", "none") or coefficient > 0,
+        kind in ("aux_loss", "sinkhorn", "none") or coefficient > 0,
         f"--moe-router-load-balancing-type {kind} has no effect without --moe-aux-loss-coeff; give it",
     )
 
@@ -115,14 +123,20 @@ def check_moe(config: Config, layout: Layout) -> None:
             f"{flag} {size} is not divisible by --tensor-model-parallel-size {tp}; change one of them",
         )
     require(
+        model.disable_bias_linear or model.hidden_size % tp == 0,
+        f"--hidden-size {model.hidden_size} is not divisible by --tensor-model-parallel-size {tp}, over which biases "
+        "of experts are cut; change one of them, or leave out --no-disable-bias-linear",
+    )
+    require(
         not (parallel.compile and ep > 1),
         f"--compile cannot trace --expert-model-parallel-size {ep}, where each step exchanges other numbers of rows; "
         "leave one of them out",
     )
+    uneven = model.moe_expert_capacity_factor is not None and not model.moe_pad_expert_input_to_capacity
     require(
-        not (parallel.compile and model.moe_expert_capacity_factor is not None),
+        not (parallel.compile and uneven),
         f"--compile cannot trace --moe-expert-capacity-factor {model.moe_expert_capacity_factor}, with which each step "
-        "computes other numbers of rows; leave one of them out",
+        "computes other numbers of rows; leave one of them out, or give --moe-pad-expert-input-to-capacity",
     )
     _check_finetuning(config)
 
@@ -137,6 +151,11 @@ def _check_finetuning(config: Config) -> None:
     require(
         not capacity,
         f"{''.join(capacity)}: rows of fine-tuning are padded, and padding would take the room of tokens; leave it out",
+    )
+    require(
+        config.model.moe_router_load_balancing_type != "sinkhorn",
+        "--moe-router-load-balancing-type sinkhorn: rows of fine-tuning are padded, and padding would be balanced with "
+        "their tokens; leave it out",
     )
     require(
         not (config.judges_answers and losses + moves),

@@ -116,6 +116,12 @@ class ModelConfig:
     """Gated SiLU MLP with three matrices; --no-swiglu is a plain MLP with GELU."""
     geglu: bool = only_with(False, swiglu=False)
     """Gated GELU MLP with three matrices (Gemma, with --tanh-gelu; needs --no-swiglu)."""
+    quick_geglu: bool = only_with(False, swiglu=False)
+    """Gated MLP with x sigmoid(1.702 x), three matrices; also of experts (GPT-OSS; needs --no-swiglu)."""
+    activation_func_clamp_value: float | None = only_with(None, quick_geglu=True)
+    """Keep --quick-geglu's gate below this, and its up projection within +- this. Default: as they are."""
+    glu_linear_offset: float = only_with(0.0, quick_geglu=True)
+    """Added to --quick-geglu's up projection (GPT-OSS: 1)."""
     relu: bool = only_with(False, swiglu=False)
     """ReLU in the plain MLP instead of GELU (OPT; needs --no-swiglu)."""
     squared_relu: bool = only_with(False, swiglu=False)
@@ -128,7 +134,7 @@ class ModelConfig:
     """A row in place of the output matrix, whose product with a text's last token is its score: a reward model, which
     --objective reward makes. No flag."""
     disable_bias_linear: bool = True
-    """No bias in linear layers; --no-disable-bias-linear adds them."""
+    """No bias in linear layers; --no-disable-bias-linear adds them, also to experts and their router."""
     add_qkv_bias: bool = only_with(False, disable_bias_linear=True)
     """Bias on the query, key and value projections even when other biases are off (Qwen 2.5)."""
     qk_layernorm: bool = False
@@ -155,6 +161,9 @@ class ModelConfig:
     for each layer with and a 0 for each without it. Default: none."""
     softmax_scale: float | None = None
     """Products of queries and keys are multiplied by this. Default: 1 / square root of --kv-channels."""
+    softmax_type: Literal["vanilla", "learnable"] = "vanilla"
+    """learnable: each head has a learned score that takes part in every softmax and belongs to no key, an attention
+    sink (GPT-OSS)."""
     attn_logit_softcapping: float | None = None
     """Keep attention's scores s within +-c, by c x tanh(s / c) (Gemma 2). They are materialised then. Default: as they
     are."""
@@ -200,12 +209,12 @@ class ModelConfig:
     """How much the expert bias changes after a step. 0: it stays."""
     moe_shared_expert_gate: bool = only_with(False, moe_shared_expert_intermediate_size=GIVEN)
     """Multiply what the shared MLP gives by the sigmoid of one more logit of each token (Qwen 2)."""
-    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"] = only_with(
-        "aux_loss", num_experts=GIVEN
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"] = (
+        only_with("aux_loss", num_experts=GIVEN)
     )
     """What loads are counted over in the loss of --moe-aux-loss-coeff. aux_loss: the micro-batches that the
     data-parallel processes compute at the same time; global_aux_loss: those and the step's before; seq_aux_loss: each
-    sequence; none: there is no such loss."""
+    sequence. none: there is no such loss; sinkhorn: nor then, choices are balanced over each sequence in training."""
     moe_aux_loss_coeff: float = only_with(0.0, num_experts=GIVEN)
     """Coefficient of the loss that keeps the experts' loads even (Switch), summed over layers; see
     --moe-router-load-balancing-type."""
@@ -218,6 +227,8 @@ class ModelConfig:
     moe_token_drop_policy: Literal["probs", "position"] = only_with("probs", moe_expert_capacity_factor=GIVEN)
     """Which choices an expert takes then. probs: those with the largest weights; position: those of the first
     tokens."""
+    moe_pad_expert_input_to_capacity: bool = only_with(False, moe_expert_capacity_factor=GIVEN)
+    """Compute as many rows of each expert as it may take, so that the host waits for no numbers of rows."""
     parallel_residual: bool = False
     """Attention and MLP read the same input and are added together (GPT-NeoX)."""
     parallel_residual_shared_norm: bool = only_with(False, parallel_residual=True)
@@ -232,7 +243,7 @@ class ModelConfig:
     @property
     def gated(self) -> bool:
         """Whether the MLP has three matrices."""
-        return self.swiglu or self.geglu
+        return self.swiglu or self.geglu or self.quick_geglu
 
     @property
     def rotary_channels(self) -> int:

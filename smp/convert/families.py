@@ -88,6 +88,7 @@ class Family:
         predicts: files may have layers behind the last that predict further tokens.
         factors: keys of numbers that something is multiplied by -> the setting, and how one follows from the other.
         own: what its keys say beyond all this.
+        quantized: names of its tensors in files whose experts are in MXFP4; None: there are no such files.
     """
 
     architecture: str
@@ -111,6 +112,7 @@ class Family:
     predicts: bool = False
     factors: Mapping[str, tuple[str, Factor]] = field(default_factory=dict)
     own: Own | None = None
+    quantized: Table | None = None
 
     @property
     def classifier(self) -> str | None:
@@ -492,7 +494,6 @@ REASONS: dict[str, str] = {
     "bert": "encoder layers",
     "mamba": "state-space layers",
     "vl": "layers for images",
-    "gpt_oss": "attention sinks, and biases in its experts",
     "gptj": "a bias in its output layer",
     "gpt_neo": "local attention layers",
 }

@@ -20,6 +20,7 @@ from smp.convert.families import Family
 from smp.convert.hf_config import CONFIG, family_of, from_hf, is_hf_folder, read_hf_config, to_hf
 from smp.convert.hf_store import INDEX, SINGLE, open_store
 from smp.convert.layout import Link, by_external_name, links
+from smp.convert.mxfp4 import BLOCKS, Mxfp4Store
 from smp.convert.pieces import Feed, Planned, in_files, plan
 from smp.convert.store import PieceStore
 from smp.convert.weights import LinkedWeights, Weights
@@ -63,8 +64,11 @@ def open_hf(folder: str | Path, *, allow_pickle: bool = False) -> LinkedWeights:
     family, config = family_of(content, where), from_hf(content, where)
     store = open_store(folder, allow_pickle)
     stacked = any(name.endswith(_STACKED) for name in store.tensors)
-    found = _spelled(links(family.table, config, stacked=stacked), store, family)
+    quantized = any(name.endswith(BLOCKS) for name in store.tensors) and family.quantized is not None
+    store, table = (Mxfp4Store(store), family.quantized or family.table) if quantized else (store, family.table)
+    found = _spelled(links(table, config, stacked=stacked), store, family)
     weights = LinkedWeights(store, found, config)
+    weights.notes += ["experts in MXFP4 are read as bf16"] if quantized else []
     embedding = weights.links["embedding.weight"][0].external_name
     predicting = _further_layers(store, config)
     copies = weights.refuse_extra(

@@ -19,12 +19,12 @@ from smp.convert.hf_reader import Reader, written_number, written_scaling, writt
 from smp.convert.more_families import FAMILIES
 
 CONFIG = "config.json"
-_CONTRADICTIONS = {"use_rope_scaling", "squared_relu", "tanh_gelu", "relu", "geglu"}
+_CONTRADICTIONS = {"use_rope_scaling", "squared_relu", "tanh_gelu", "relu", "geglu", "quick_geglu"}
 """Settings that a file may not give where they have no effect: the model would lack what it asks for. Numbers of a part
 that the model does not have mean nothing, and other programs always write them."""
 FREE = {
     *("model", "hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"),
-    *("moe_expert_capacity_factor", "moe_token_drop_policy"),
+    *("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity"),
     *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type", "moe_router_bias_update_rate"),
 }
 """Settings that do not belong to the architecture: the same weights mean the same whatever they are."""
@@ -150,7 +150,8 @@ def from_hf(content: Mapping[str, Any], where: str = CONFIG) -> ModelConfig:
     """
     family = family_of(content, where)
     reader = Reader(family, content, where)
-    if content.get("quantization_config"):
+    quantized = content.get("quantization_config")
+    if quantized and (family.quantized is None or quantized.get("quant_method") != "mxfp4"):
         raise ConfigError(f"{where}: its weights are quantized (quantization_config), which is not supported")
     for key, value in family.required.items():
         reader.require(key, value)
@@ -197,7 +198,7 @@ def to_hf(config: ModelConfig, dtype: str, base: Mapping[str, Any] | None = None
         )
     wanted = architecture(config)
     if base is not None and _describes(base, wanted):
-        out = dict(base)
+        out = {name: value for name, value in base.items() if name != "quantization_config"}
     else:
         # an id that is not there would be the one that transformers has for the family, of another tokenizer
         out = dict.fromkeys(_IDS) | {key: base[key] for key in _CARRIED if base is not None and key in base}

@@ -125,3 +125,19 @@ def _write_falcon(config: ModelConfig) -> Values:
 
 
 FALCON = Own(_read_falcon, _write_falcon)
+
+
+def _read_gpt_oss(reader: Reader, values: Values) -> Values:
+    """Without any word about RoPE it is scaled."""
+    if reader.content.get("rope_parameters") or reader.content.get("rope_scaling"):
+        return {}
+    scaling = {"rope_scaling_factor": 32.0, "rope_original_max_position": 4096, "yarn_truncate": False}
+    return {"use_rope_scaling": True, "rope_scaling_type": "yarn", **scaling}
+
+
+def _write_gpt_oss(config: ModelConfig) -> Values:
+    """RoPE as it is has to be said."""
+    return {} if config.use_rope_scaling else {"rope_scaling": {"rope_type": "default"}}
+
+
+GPT_OSS = Own(_read_gpt_oss, _write_gpt_oss)

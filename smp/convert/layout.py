@@ -1,9 +1,9 @@
 """Which rows of another program's tensors are which of this project's. Tables of families are written in these words.
 
 Four things happen to a matrix on its way: several lie in one (fused query, key and value; gate and up), its dimensions
-are swapped (GPT-2), all layers or all experts lie in one tensor (Megatron's stacked checkpoints; transformers 5), or
-each expert has a tensor of its own, where this project has one for all of them. Values are never changed.
-``smp_name`` is this project's name of a tensor, ``external_name`` Hugging Face's or Megatron's. No torch here.
+are swapped (GPT-2; GPT-OSS's experts), all layers or all experts lie in one tensor (Megatron's stacked checkpoints;
+transformers 5), or each expert has a tensor of its own, where this project has one for all of them. Values are never
+changed. ``smp_name`` is this project's name of a tensor, ``external_name`` Hugging Face's or Megatron's. No torch here.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from smp.models.inventory import weights_of
 SCORE = "score"
 """The head of transformers' ...ForSequenceClassification, the same in all families."""
 
-Fusion = Literal["per_group", "stacked", "halves"]
+Fusion = Literal["per_group", "stacked", "halves", "interleaved"]
 """How matrices lie in a fused one, by rows:
 
 per_group: for each key/value head its query heads, the key, the value (Megatron; Falcon; GPT-NeoX and BLOOM, where each
 has one query).
 stacked: all of query, then all of key, then all of value (GPT-2, Phi-3).
 halves: all of gate, then all of up (Megatron, Phi-3).
+interleaved: a row of gate, a row of up, and so on (GPT-OSS).
 """
 
 
@@ -47,6 +48,7 @@ class Table:
             The name of a single tensor, with what follows the module, comes first.
         ends: outside of blocks.
         transposed: matrices of blocks are (in, out) there.
+        experts_transposed: all experts' matrices of a layer are (experts, in, out) there.
         stacked: what is called otherwise in files in which all experts of a layer lie in one tensor.
         shared_norm: what is called otherwise where attention and MLP read the same norm.
     """
@@ -55,6 +57,7 @@ class Table:
     modules: Mapping[str, str | Fused]
     ends: Mapping[str, str]
     transposed: bool = False
+    experts_transposed: bool = False
     stacked: Mapping[str, str | Fused] = field(default_factory=dict)
     shared_norm: Mapping[str, str | Fused] = field(default_factory=dict)
 
@@ -73,6 +76,11 @@ class Rows:
     def whole(self) -> bool:
         """Whether these are all rows, in their order."""
         return self.slots == self.count
+
+    @property
+    def single(self) -> bool:
+        """Whether it is each ``slots``-th row, from ``start`` on."""
+        return self.count == self.unit == 1 and not self.whole
 
     @property
     def smp_rows(self) -> int:
@@ -157,7 +165,9 @@ def _links(table: Table, config: ModelConfig, name: str, shape: tuple[int, ...])
     if isinstance(whole, str):
         return [Link(name, front + whole, shape, all_rows(shape))]
     if len(shape) == 3:
-        return [_expert_link(front, table.modules[module], config, name, shape, e) for e in range(shape[0])]
+        return [_expert_link(front, table, module, config, name, shape, e) for e in range(shape[0])]
+    if whole is not None:  # biases of all experts, of two projections in one tensor
+        return [_expert_link(front, table, f"{module}.{part}", config, name, shape, e) for e in range(shape[0])]
     target, rows = table.modules[module], all_rows(shape)
     if isinstance(target, Fused):
         rows, target = _fused_rows(target, config, shape), target.external_name
@@ -166,16 +176,17 @@ def _links(table: Table, config: ModelConfig, name: str, shape: tuple[int, ...])
 
 
 def _expert_link(
-    front: str, target: str | Fused, config: ModelConfig, name: str, shape: tuple[int, ...], expert: int
+    front: str, table: Table, module: str, config: ModelConfig, name: str, shape: tuple[int, ...], expert: int
 ) -> Link:
-    """Of one expert of a tensor (experts, out, in). A stacked external tensor is no module's: it has no ending."""
-    count, inner = shape[0], shape[1:]
-    rows = all_rows(inner)
+    """Of one expert of a tensor (experts, out, in) or (experts, out). A stacked external tensor is no module's: it has
+    no ending."""
+    count, inner, target = shape[0], shape[1:], table.modules[module]
+    rows, transposed = all_rows(inner), table.experts_transposed and len(inner) == 2
     if isinstance(target, Fused):
         rows, target = _fused_rows(target, config, inner), target.external_name
     if "{}" in target:
         return Link(name, f"{front}{target.format(expert)}.weight", inner, rows, entry=expert)
-    return Link(name, front + target, inner, rows, leading=((expert, count),), entry=expert)
+    return Link(name, front + target, inner, rows, transposed, leading=((expert, count),), entry=expert)
 
 
 def all_rows(shape: tuple[int, ...]) -> Rows:
@@ -186,8 +197,10 @@ def all_rows(shape: tuple[int, ...]) -> Rows:
 def _fused_rows(fused: Fused, config: ModelConfig, shape: tuple[int, ...]) -> Rows:
     heads, groups, width = config.num_attention_heads, config.num_query_groups, config.kv_channels
     assert groups and width, "resolved before"
-    if fused.kind == "halves":
+    if fused.kind in ("halves", "interleaved"):
         start = ("gate", "up").index(fused.member)
+        if fused.kind == "interleaved":
+            return Rows(blocks=shape[0], slots=2, start=start, count=1, unit=1)
         return Rows(blocks=1, slots=2, start=start, count=1, unit=shape[0])
     if fused.kind == "stacked":
         start, count = {"query": (0, heads), "key": (heads, groups), "value": (heads + groups, groups)}[fused.member]

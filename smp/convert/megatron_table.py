@@ -124,7 +124,7 @@ _NOT_THERE = (
     *("position_embedding_offset", "rotary_base_local", "layernorm_bias", "norm_placement", "embedding_layernorm"),
     *("geglu", "relu", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "logit_scale"),
     *("embedding_multiplier", "residual_multiplier", "parallel_residual", "qk_layernorm_across_heads"),
-    *("multi_latent_attention", "moe_router_group_score"),
+    *("multi_latent_attention", "moe_router_group_score", "quick_geglu", "softmax_type"),
 )
 """Settings that Megatron's GPT, as it is run by its own scripts, has at their default only."""
 
@@ -194,6 +194,8 @@ def _experts_of(args: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise ConfigError(
             f"{where}: a model with moe_layer_freq {layers} is not supported, only experts in every layer"
         )
+    if args.get("add_bias_linear", True):
+        raise ConfigError(f"{where}: a model with experts that have biases (add_bias_linear) is not supported")
     return {"num_experts": args["num_experts"]} | {name: args.get(name, value) for name, value in _OF_EXPERTS.items()}
 
 
@@ -252,6 +254,8 @@ def to_args(config: ModelConfig, tp: int) -> Namespace:
         "seq_length": c.max_position_embeddings,
     }
     if c.num_experts is not None:
+        if not c.disable_bias_linear:
+            raise ConfigError("--no-disable-bias-linear: experts with biases are not written for Megatron's GPT")
         if not all(has_experts(c, layer) for layer in range(c.num_layers)):
             raise ConfigError(
                 f"--moe-layer-freq {c.moe_layer_freq}: only models with experts in every layer are written"

@@ -21,9 +21,10 @@ from smp.convert.families import (
     NO_BIAS,
     QK_MODULES,
     SIZES,
+    ExpertKeys,
     Family,
 )
-from smp.convert.hf_own import COHERE2, FALCON, GEMMA, GEMMA3, OLMO3, SMOLLM3
+from smp.convert.hf_own import COHERE2, FALCON, GEMMA, GEMMA3, GPT_OSS, OLMO3, SMOLLM3
 from smp.convert.layout import Fused, Table
 
 
@@ -170,6 +171,32 @@ _GLM = replace(
     | {"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1.5625e-07}
     | {"attention_bias": True, "partial_rotary_factor": 0.5},
     fixed=LLAMA_FIXED | {"disable_bias_linear": True, "window_size": None, "rotary_interleaved": True},
+)
+_GPT_OSS = Table(
+    "model.layers.{}.",
+    {name: target for name, target in LLAMA_MODULES.items() if not name.startswith("mlp.")}
+    | {
+        "attention.sinks": "self_attn.sinks",
+        "mlp.router": "mlp.router",
+        "mlp.experts.gate": Fused("mlp.experts.gate_up_proj", "interleaved", "gate"),
+        "mlp.experts.up": Fused("mlp.experts.gate_up_proj", "interleaved", "up"),
+        "mlp.experts.down": "mlp.experts.down_proj",
+        "mlp.experts.gate.bias": Fused("mlp.experts.gate_up_proj_bias", "interleaved", "gate"),
+        "mlp.experts.up.bias": Fused("mlp.experts.gate_up_proj_bias", "interleaved", "up"),
+        "mlp.experts.down.bias": "mlp.experts.down_proj_bias",
+    },
+    LLAMA_ENDS,
+    experts_transposed=True,
+)
+_GPT_OSS_MXFP4 = replace(
+    _GPT_OSS,
+    modules={
+        **_GPT_OSS.modules,
+        "mlp.experts.gate": Fused("mlp.experts.gate_up_proj_blocks", "interleaved", "gate"),
+        "mlp.experts.up": Fused("mlp.experts.gate_up_proj_blocks", "interleaved", "up"),
+        "mlp.experts.down": "mlp.experts.down_proj_blocks",
+    },
+    experts_transposed=False,
 )
 _MORE = (
     _GEMMA,
@@ -339,6 +366,29 @@ _MORE = (
         activation_key=None,
         rope_keys=None,
         aliases={"hidden_size": "n_embed", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"},
+    ),
+    replace(
+        LLAMA_FAMILY,
+        architecture="GptOssForCausalLM",
+        model_type="gpt_oss",
+        table=_GPT_OSS,
+        quantized=_GPT_OSS_MXFP4,
+        fields=LLAMA_FIELDS,
+        defaults=LLAMA_DEFAULTS
+        | {"num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
+        | {"rope_theta": 150000.0, "sliding_window": 128, "swiglu_limit": 7.0}
+        | {"num_local_experts": 128, "num_experts_per_tok": 4},
+        fixed=LLAMA_FIXED
+        | {"swiglu": False, "quick_geglu": True, "glu_linear_offset": 1.0, "softmax_type": "learnable"}
+        | {"disable_bias_linear": False, "qk_layernorm": False},
+        required={"attention_bias": True, "swiglu_alpha": 1.702},
+        activation_key=None,
+        factors={"swiglu_limit": ("activation_func_clamp_value", "same")},
+        window_key="sliding_window",
+        window_period=2,
+        aliases={"num_local_experts": "num_experts"},
+        experts=ExpertKeys("num_local_experts"),
+        own=GPT_OSS,
     ),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (*FIRST_FAMILIES, *_MORE)}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from smp.config import ModelConfig
+from smp.config import ConfigError, ModelConfig
 from smp.convert.adapters import Adapter
 from smp.convert.families import Family
 from smp.convert.layout import Link, links
@@ -41,10 +41,12 @@ def expert_tensors(config: ModelConfig, family: Family, chosen: Callable[[str, l
     found: dict[str, dict[str, Link]] = {}
     counts: dict[str, int] = {}
     for link in links(family.table, config, stacked=True) if config.num_experts is not None else ():
-        if link.entry == 0 and link.leading:
+        if link.entry == 0 and link.leading and link.smp_name.endswith(".weight"):
             found.setdefault(link.external_name, {})[link.smp_name.removesuffix(".weight")] = link
             counts[link.external_name] = link.leading[0][1]
     names = [name for name, members in found.items() if chosen(name, list(members))]
+    if names and family.table.experts_transposed:
+        raise ConfigError(f"adapters of {family.architecture}'s experts are neither read nor written in peft's format")
     tensors = []
     for i, name in enumerate(names):
         module = name.rpartition(".")[0]

@@ -178,9 +178,10 @@ class Feed:
         self._read(part, zeros, tensor)
         out = out.t() if part.transposed else out
         step = max(1, CHUNK // max(1, tensor[0].nbytes))
-        for row, at, count in part.rows.runs(0, part.rows.smp_rows):
-            targets = out[row : row + count].split(step)
-            for target, rows in zip(targets, tensor[at : at + count].split(step), strict=True):
+        runs = ((out[row : row + n], tensor[at : at + n]) for row, at, n in part.rows.runs(0, part.rows.smp_rows))
+        single = [(out[part.rows.start :: part.rows.slots], tensor)]
+        for place, given in single if part.rows.single else runs:
+            for target, rows in zip(place.split(step), given.split(step), strict=True):
                 target.copy_(_cast(rows, planned))
 
     def _part(self, part: Link) -> Stored:

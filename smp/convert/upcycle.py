@@ -52,6 +52,8 @@ class Upcycled(Weights):
         if name.endswith(".router.weight"):
             box = Box(tuple(offsets), tuple(out.shape))
             out.copy_(keyed_normal(_SEED, name, self.tensors[name].shape, box, self.config.init_method_std))
+        elif name.endswith(".router.bias"):
+            out.zero_()
         elif ".experts." in name:
             self._dense.read_into(_source(name), offsets[1:], out[0])
             out[1:] = out[0]

@@ -95,13 +95,29 @@ class LinkedWeights(Weights):
             self._read(link, offsets[1:], target)
 
     def _read(self, link: Link, offsets: Sequence[int], out: torch.Tensor) -> None:
+        if link.rows.single:
+            self._read_between(link, offsets, out)
+            return
         for row, at, count in link.rows.runs(offsets[0], out.shape[0]):
-            start, target = (row, *offsets[1:]), out[at : at + count]
-            if link.transposed:
-                start, target = start[::-1], target.t()
-            for index, _ in reversed(link.leading):
-                start, target = (index, *start), target.unsqueeze(0)
-            self.store.read_into(link.external_name, start, target)
+            self._read_rows(link, (row, *offsets[1:]), out[at : at + count])
+
+    def _read_between(self, link: Link, offsets: Sequence[int], out: torch.Tensor) -> None:
+        """Rows that lie one by one between those of others: all of them are read, as they lie, and some taken."""
+        slots, others = link.rows.slots, out.shape[1:]
+        rows = out.shape[0] * slots
+        shape = (*others, rows) if link.transposed else (rows, *others)
+        all_rows = torch.empty(shape, dtype=out.dtype)
+        all_rows = all_rows.t() if link.transposed else all_rows
+        self._read_rows(link, (offsets[0] * slots, *offsets[1:]), all_rows)
+        out.copy_(all_rows[link.rows.start :: slots])
+
+    def _read_rows(self, link: Link, start: tuple[int, ...], target: torch.Tensor) -> None:
+        """Of the external tensor, from ``start`` on; both as this project's tensor lies."""
+        if link.transposed:
+            start, target = start[::-1], target.t()
+        for index, _ in reversed(link.leading):
+            start, target = (index, *start), target.unsqueeze(0)
+        self.store.read_into(link.external_name, start, target)
 
     def fingerprint(self) -> Any:
         return self.store.files.fingerprint()

@@ -21,6 +21,7 @@ from einops import rearrange
 
 from smp.kernels.dropout import keyed_dropout
 from smp.kernels.sdpa import Scores, operator_for
+from smp.kernels.sinks import attend_with_sinks
 from smp.kernels.token_layout import Pattern, TokenLayout
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -78,9 +79,11 @@ class AttentionCore(Protocol):
         layout: TokenLayout,
         spec: AttentionSpec,
         dropout_key: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> Pair:
         """(out, lse). With ``dropout_key``, 0-dim int64, probabilities are dropped, keyed by the layout's
-        token_index, the global head and the place of the key."""
+        token_index, the global head and the place of the key. With ``sinks``, (heads,), each head has a score beside
+        those of its keys, see :mod:`smp.kernels.sinks`."""
 
 
 class BlockCore(AttentionCore, Protocol):
@@ -133,7 +136,10 @@ class MathAttention(_Masked):
         layout: TokenLayout,
         spec: AttentionSpec,
         dropout_key: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> Pair:
+        if sinks is not None:
+            return attend_with_sinks(self, q, k, v, layout, spec, dropout_key, sinks)
         rows, dtype, accumulation = q.shape[0], q.dtype, torch.promote_types(q.dtype, torch.float32)
         if dropout_key is None:
             q, k, v = (x.to(accumulation) for x in (q, k, v))
@@ -256,7 +262,10 @@ class FusedAttention(_Masked):
         layout: TokenLayout,
         spec: AttentionSpec,
         dropout_key: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> Pair:
+        if sinks is not None:
+            return attend_with_sinks(self, q, k, v, layout, spec, dropout_key, sinks)
         if dropout_key is not None:
             return MathAttention()(q, k, v, layout, spec, dropout_key)
         queries, keys, values, scores = self.arguments(q, k, v, layout, spec)
@@ -325,8 +334,9 @@ class DefaultAttention(_Masked):
         layout: TokenLayout,
         spec: AttentionSpec,
         dropout_key: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> Pair:
-        return self._chosen(q, layout, spec)(q, k, v, layout, spec, dropout_key)
+        return self._chosen(q, layout, spec)(q, k, v, layout, spec, dropout_key, sinks)
 
     def backward(
         self,

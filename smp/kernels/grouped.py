@@ -42,6 +42,12 @@ def grouped_weight_gradient(grad: torch.Tensor, x: torch.Tensor, counts: torch.T
     return _weight_gradient_op(grad, x, counts)
 
 
+def add_rows_of_groups(y: torch.Tensor, bias: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """(n, out) sorted by expert plus the row of each one's expert, (experts, out). Its gradient is a grouped product
+    with ones: sums in fp32 in one order, without atomics."""
+    return _AddRows.apply(y, bias, counts)
+
+
 def repeat_rows(x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, k: int) -> torch.Tensor:
     """The rows of k choices of each token, sorted: (tokens, h) -> (tokens x k, h). Gradients of a token's rows are
     summed in the order of its choices, in fp32."""
@@ -72,6 +78,22 @@ class _Product(torch.autograd.Function):
         dx = _input_gradient_op(grad, weight, counts) if ctx.needs_input_grad[0] else None
         dw = _weight_gradient_op(grad, x, counts) if ctx.needs_input_grad[1] else None
         return dx, dw, None
+
+
+class _AddRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, bias: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(counts)
+        own = torch.arange(len(bias), device=y.device)
+        return y + bias.index_select(0, own.repeat_interleave(counts.to(y.device), output_size=len(y)))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        (counts,) = ctx.saved_tensors
+        if not ctx.needs_input_grad[1]:
+            return grad, None, None
+        ones = grad.new_ones(len(grad), 8)  # as many as the grouped kernel loads at a time
+        return grad, _weight_gradient_op(grad.contiguous(), ones, counts)[..., 0], None
 
 
 class _Repeat(torch.autograd.Function):

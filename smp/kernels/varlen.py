@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from smp.kernels.attention_core import AttentionSpec, FusedAttention, pad_rows
+from smp.kernels.sinks import attend_with_sinks
 from smp.kernels.token_layout import TokenLayout
 
 
@@ -52,7 +53,10 @@ class VarlenAttention:
         layout: TokenLayout,
         spec: AttentionSpec,
         dropout_key: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if sinks is not None:
+            return attend_with_sinks(self, q, k, v, layout, spec, dropout_key, sinks)
         if dropout_key is not None or spec.changes_scores or not layout.needs_mask(spec.pattern(layout)):
             return self.dense(q, k, v, layout, spec, dropout_key)
         from torch.nn.attention.varlen import AuxRequest, varlen_attn  # which imports triton; most runs need neither

@@ -11,10 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from smp.kernels import TORCH, Kernels
 from smp.kernels.attention_core import AttentionSpec
+from smp.kernels.registry import accumulation_dtype
 from smp.kernels.rope import rope
 from smp.kernels.token_layout import TokenLayout
 from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from smp.layers.norm import RMSNorm, SplitRMSNorm
+from smp.layers.parameter import SHARD_ROWS, Initializer, Normal, local, tp_parameter
 from smp.parallel.context import ParallelContext
 
 
@@ -71,6 +73,7 @@ class SelfAttention(nn.Module):
         scale: of products of queries and keys; None: 1 / sqrt(head_dim).
         softcap: keeps scores s within +-c, by c x tanh(s / c).
         alibi: scores fall with the distance, by each head's slope.
+        sinks: each head has a learned score beside those of its keys, see :mod:`smp.kernels.sinks`.
         rope: which of the layout's tables rotates queries and keys: "global", "local", or None.
         rope_interleaved: channels 0 and 1, 2 and 3, ... are rotated, not the two halves of a head.
         causal: a token does not see later ones.
@@ -101,6 +104,7 @@ class SelfAttention(nn.Module):
         scale: float | None = None,
         softcap: float | None = None,
         alibi: bool = False,
+        sinks: bool = False,
         rope: Literal["global", "local"] | None = "global",
         rope_interleaved: bool = False,
         causal: bool = True,
@@ -147,6 +151,10 @@ class SelfAttention(nn.Module):
                 )
                 for _ in range(2)
             )
+        self.sinks: nn.Parameter | None = None
+        if sinks:
+            self.sinks = tp_parameter((num_heads,), SHARD_ROWS, context.tp)
+            self.initializers: dict[str, Initializer] = {"sinks": Normal(init_std)}
         self.spec = AttentionSpec(
             causal=causal,
             window=window,
@@ -178,7 +186,9 @@ class SelfAttention(nn.Module):
         token_index = layout.token_index
         if self.cache is not None:
             k, v, layout = self.cache.append(k, v, layout)
-        out, _ = self.kernels.attention(q, k, v, layout, self.spec, dropout_key_of(self, key, token_index))
+        dropped = dropout_key_of(self, key, token_index)
+        sinks = None if self.sinks is None else local(self.sinks, q.dtype).to(accumulation_dtype(q.dtype))
+        out, _ = self.kernels.attention(q, k, v, layout, self.spec, dropped, sinks)
         return self.output(out.flatten(1), token_index=token_index)
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from smp.kernels import TORCH, Kernels
+from smp.kernels.quick_geglu import QuickGeglu
 from smp.kernels.swiglu import FusedSwiglu, swiglu
 from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from smp.parallel.context import ParallelContext
@@ -37,7 +38,7 @@ class MLP(nn.Module):
         hidden_size, ffn_hidden_size: global sizes; ffn must be divisible by the number of TP ranks.
         parallel: a context, or a plain 1-D tensor-parallel mesh. Under its ``sequence_parallel`` input and output are
             split along dim 0.
-        activation: see :data:`Activation`.
+        activation: see :data:`Activation`; or a gated one with settings of its own.
         bias: biases on all projections.
         init_std, output_std: standard deviations of the initial weights, inner and last.
         kernels: what computes SwiGLU; fused ones keep only the projections' outputs.
@@ -54,21 +55,21 @@ class MLP(nn.Module):
         ffn_hidden_size: int,
         parallel: ParallelContext | DeviceMesh,
         *,
-        activation: Activation = "swiglu",
+        activation: Activation | QuickGeglu = "swiglu",
         bias: bool = False,
         init_std: float = 0.02,
         output_std: float = 0.02,
         kernels: Kernels = TORCH,
     ) -> None:
         super().__init__()
-        if activation not in get_args(Activation):
+        if not isinstance(activation, QuickGeglu) and activation not in get_args(Activation):
             raise ValueError(f"activation {activation!r} is not one of {', '.join(get_args(Activation))}")
         context = ParallelContext.of(parallel)
-        self.activation: Activation = activation
+        self.activation: Activation | QuickGeglu = activation
         self.sequence_parallel = context.sequence_parallel
         self.backend = kernels.swiglu
         self.gate: ColumnParallelLinear | None = None
-        if activation in GATED:
+        if isinstance(activation, QuickGeglu) or activation in GATED:
             self.gate = ColumnParallelLinear(hidden_size, ffn_hidden_size, context, bias=bias, init_std=init_std)
         self.up = ColumnParallelLinear(hidden_size, ffn_hidden_size, context, bias=bias, init_std=init_std)
         self.down = RowParallelLinear(ffn_hidden_size, hidden_size, context, bias=bias, init_std=output_std)
@@ -85,9 +86,12 @@ class MLP(nn.Module):
         dropout in adapters.
         """
         if self.gate is None:
+            assert not isinstance(self.activation, QuickGeglu), "which has a gate"
             a = _activate(self.up(x, local_token_index), self.activation)
             return self.down(a, token_index=token_index)
         gate, up = column_parallel(x, [self.gate, self.up], local_token_index)  # (tokens, ffn/p) each
+        if isinstance(self.activation, QuickGeglu):
+            return self.down(self.activation(gate, up), token_index=token_index)
         if self.activation != "swiglu":
             gelu = F.gelu(gate, approximate="tanh" if self.activation == "tanh_geglu" else "none")
             return self.down(gelu * up, token_index=token_index)

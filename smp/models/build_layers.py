@@ -8,6 +8,7 @@ from smp.config import ModelConfig
 from smp.config.layer_pattern import layer_attention
 from smp.config.moe import has_experts
 from smp.kernels import Kernels
+from smp.kernels.quick_geglu import QuickGeglu
 from smp.layers.attention import SelfAttention
 from smp.layers.block import MoEBlock, TransformerBlock
 from smp.layers.head import VocabParallelHead
@@ -22,10 +23,12 @@ from smp.models.rope_scaling import latent_scale
 from smp.parallel.context import ParallelContext
 
 
-def activation_of(config: ModelConfig) -> Activation:
+def activation_of(config: ModelConfig) -> Activation | QuickGeglu:
     """The MLP's activation that the switches name."""
     if config.swiglu:
         return "swiglu"
+    if config.quick_geglu:
+        return QuickGeglu(config.activation_func_clamp_value, config.glu_linear_offset)
     if config.geglu:
         return "tanh_geglu" if config.tanh_gelu else "geglu"
     if config.relu or config.squared_relu:
@@ -82,6 +85,7 @@ def _attention(
         scale=config.softmax_scale,
         softcap=config.attn_logit_softcapping,
         alibi=config.position_embedding_type == "alibi",
+        sinks=config.softmax_type == "learnable",
         rope=own.rope,
         rope_interleaved=config.rotary_interleaved,
         dropout=config.attention_dropout,
@@ -152,7 +156,7 @@ def _moe(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> MoE
     assert config.num_experts is not None and config.moe_ffn_hidden_size is not None, "resolved before"
     std, output_std = _stds(config)
     kind = config.moe_router_load_balancing_type
-    balancing: Balancing = "aux_loss" if kind == "none" else kind
+    balancing: Balancing = "aux_loss" if kind == "none" or kind == "sinkhorn" else kind  # what the log says of loads
     router = Router(
         config.hidden_size,
         config.num_experts,
@@ -166,13 +170,18 @@ def _moe(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> MoE
         group_topk=config.moe_router_group_topk,
         group_score=config.moe_router_group_score,
         balancing=balancing,
+        bias=not config.disable_bias_linear,
+        sinkhorn=kind == "sinkhorn",
         init_std=std,
     )
+    activation = activation_of(config)
     experts = Experts(
         config.num_experts,
         config.hidden_size,
         config.moe_ffn_hidden_size,
         context,
+        activation=activation if isinstance(activation, QuickGeglu) else None,
+        bias=not config.disable_bias_linear,
         init_std=std,
         output_std=output_std,
         kernels=kernels,
@@ -181,5 +190,7 @@ def _moe(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> MoE
     shared = None if width is None else _mlp(config, width, context, kernels)
     gate = SharedExpertGate(config.hidden_size, context, init_std=std) if config.moe_shared_expert_gate else None
     factor, policy = config.moe_expert_capacity_factor, config.moe_token_drop_policy
-    capacity = None if factor is None else Capacity(factor, policy, context.cp_group)
+    capacity = (
+        None if factor is None else Capacity(factor, policy, context.cp_group, config.moe_pad_expert_input_to_capacity)
+    )
     return MoE(router, experts, context, shared=shared, gate=gate, capacity=capacity)

@@ -44,6 +44,7 @@ def _heads(model: ModelConfig) -> str:
         windows = [layer.window for layer in layer_attentions(model)]
         some = "" if all(windows) else f" in {len(windows) - windows.count(None)} of {len(windows)} layers"
         text += f" that see {model.window_size:,} tokens{some}"
+    text += ", with sinks" if model.softmax_type == "learnable" else ""
     return text + (f", scores within +-{model.attn_logit_softcapping:g}" if model.attn_logit_softcapping else "")
 
 
@@ -91,6 +92,8 @@ def _positions(model: ModelConfig) -> str:
 def _activation(model: ModelConfig) -> str:
     if model.swiglu:
         return "SwiGLU"
+    if model.quick_geglu:
+        return "quick GEGLU" if model.activation_func_clamp_value is None else "clamped quick GEGLU"
     if model.geglu:
         return "tanh-GEGLU" if model.tanh_gelu else "GEGLU"
     if model.relu:

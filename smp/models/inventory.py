@@ -144,6 +144,8 @@ def _attention(model: ModelConfig, attention: str) -> Iterator[Parameter]:
     yield from _linear(f"{attention}.key", hidden, kv, 0, qkv_bias, groups)
     yield from _linear(f"{attention}.value", hidden, kv, 0, qkv_bias, groups)
     yield from _linear(f"{attention}.output", q, hidden, 1, bias)
+    if model.softmax_type == "learnable":
+        yield Parameter(f"{attention}.sinks", (model.num_attention_heads,), 0)
 
 
 def _latent_attention(model: ModelConfig, attention: str) -> Iterator[Parameter]:
@@ -177,10 +179,16 @@ def _experts(model: ModelConfig, name: str) -> Iterator[Parameter]:
     count, k, hidden, ffn = model.num_experts, model.moe_router_topk, model.hidden_size, model.moe_ffn_hidden_size
     assert count is not None and ffn is not None, "resolved before"
     yield Parameter(f"{name}.router.weight", (count, hidden), flops=2 * count * hidden)
-    flops = 2 * k * hidden * ffn
-    for projection in ("gate", "up"):
-        yield Parameter(f"{name}.experts.{projection}.weight", (count, ffn, hidden), 1, flops=flops, chosen=k)
-    yield Parameter(f"{name}.experts.down.weight", (count, hidden, ffn), 2, flops=flops, chosen=k)
+    bias, flops = not model.disable_bias_linear, 2 * k * hidden * ffn
+    if bias:
+        yield Parameter(f"{name}.router.bias", (count,))
+    for projection, shape, dim in (
+        *(("gate", (ffn, hidden), 1), ("up", (ffn, hidden), 1)),
+        ("down", (hidden, ffn), 2),
+    ):
+        yield Parameter(f"{name}.experts.{projection}.weight", (count, *shape), dim, flops=flops, chosen=k)
+        if bias:
+            yield Parameter(f"{name}.experts.{projection}.bias", (count, shape[0]), 1, chosen=k)
 
 
 def _norm(model: ModelConfig, name: str) -> Iterator[Parameter]:

@@ -130,6 +130,14 @@ _GEMMA3: Preset = _GEMMA2 | {
     **{"attn_logit_softcapping": None, "final_logit_softcapping": None},
 }
 
+_GPT_OSS: Preset = {
+    **{"vocab_size": 201088, "max_position_embeddings": 131072, "norm_epsilon": 1e-5, "kv_channels": 64},
+    **{"rotary_base": 150000.0, "use_rope_scaling": True, "rope_scaling_type": "yarn", "rope_scaling_factor": 32.0},
+    **{"rope_original_max_position": 4096, "yarn_truncate": False, "window_size": 128, "window_attn_skip_freq": "2"},
+    **{"swiglu": False, "quick_geglu": True, "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0},
+    **{"disable_bias_linear": False, "softmax_type": "learnable"},
+}
+
 
 def _embedded(hidden: int) -> Preset:
     """Gemma's factor of the embedding."""
@@ -306,5 +314,7 @@ PRESETS: dict[str, Preset] = {
     | {"vocab_size": 129280, "q_lora_rank": 1536, "yarn_mscale": 1.0, "yarn_mscale_all_dim": 1.0}
     | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     | {"moe_router_num_groups": 8, "moe_router_group_topk": 4, "moe_router_topk_scaling_factor": 2.5},
+    "gpt-oss-20b": _GPT_OSS | _size(24, 2880, 64, 8, 2880) | _experts(32, 4, 2880),
+    "gpt-oss-120b": _GPT_OSS | _size(36, 2880, 64, 8, 2880) | _experts(128, 4, 2880),
 }
 """``--model`` name -> ``ModelConfig`` field -> value. ``debug`` leaves the vocabulary to the tokenizer."""

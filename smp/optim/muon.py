@@ -79,7 +79,12 @@ def matrices_of(model: nn.Module) -> set[nn.Parameter]:
         asked: Any = model
         output = asked.get_output_embeddings()
         of_tables |= set() if output is None else set(output.parameters())
-    return {p for p in model.parameters() if p.requires_grad and p.ndim > 1} - of_tables
+    return {p for p in model.parameters() if p.requires_grad} - of_tables - vectors_of(model)
+
+
+def vectors_of(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters without weight decay: those with one dimension, and biases of experts, which are one for each."""
+    return {p for name, p in model.named_parameters() if p.ndim <= 1 or name.endswith(".bias")}
 
 
 class Muon(torch.optim.Optimizer):

@@ -19,7 +19,7 @@ from smp.config import ConfigError, OptimizerConfig
 from smp.kernels.copier import Copier, copier_of
 from smp.optim.host import HostAdamW
 from smp.optim.low_precision import LowPrecisionAdamW
-from smp.optim.muon import Muon, matrices_of
+from smp.optim.muon import Muon, matrices_of, vectors_of
 from smp.parallel.boxes import local_part, placed_like
 
 _NONE: Mapping[torch.Tensor, int] = {}
@@ -36,7 +36,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer that ``config`` names, over all trainable parameters of a parallelized model.
 
-    Weight decay skips tensors with one dimension (biases, norms).
+    Weight decay skips biases and tensors with one dimension (norms).
 
     Args:
         model: any module, after ``parallelize`` or ``shard``.
@@ -95,9 +95,11 @@ def _check_trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def _optimizer_of(model: nn.Module, config: OptimizerConfig, copier: Copier | None, seed: int) -> torch.optim.Optimizer:
     parameters = [p for p in model.parameters() if p.requires_grad]
     matrices = matrices_of(model) if config.optimizer == "muon" else set()
+    vectors = vectors_of(model)
+    decayed = [p for p in parameters if p not in vectors and p not in matrices]
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in parameters if p.ndim > 1 and p not in matrices], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p in vectors], "weight_decay": 0.0},
     ]
     if config.optimizer == "muon":
         by_muon = {"params": [p for p in parameters if p in matrices], "weight_decay": config.weight_decay}

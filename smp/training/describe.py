@@ -106,8 +106,11 @@ def _tried_steps(config: Config, layout: Layout, plan: Plan | None) -> list[Step
     assert data.global_batch_size is not None, "resolved before"
     micro_batches = data.global_batch_size // (data.micro_batch_size * layout.data_parallel)
     passes = config.model.num_layers * (min(micro_batches, MOST_MICRO_BATCHES) if plan is None else micro_batches)
-    dropping = config.model.moe_expert_capacity_factor is not None
-    counted = config.model.num_experts is not None and (layout.ep > 1 or dropping)
+    model = config.model
+    dropping, padded = model.moe_expert_capacity_factor is not None, model.moe_pad_expert_input_to_capacity
+    across = dropping or model.moe_router_load_balancing_type == "sinkhorn"  # parts of a sequence, by their places
+    counted = layout.ep > 1 or (dropping and not padded) or (layout.cp > 1 and across)
+    counted = counted and model.num_experts is not None
     if config.objective is not None or counted or passes > MOST_PASSES:
         return None
     arguments = config, layout, gpu_kernels(config), CHUNK_BYTES["cuda"], plan

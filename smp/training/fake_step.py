@@ -152,8 +152,9 @@ class _PlannedOnTheHost:
         layout: TokenLayout,
         spec: AttentionSpec,
         dropout_key: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> Pair:
-        return self.core(q, k, v, layout, spec, dropout_key)
+        return self.core(q, k, v, layout, spec, dropout_key, sinks)
 
 
 class _Uncounted(HostCopier):

@@ -194,7 +194,8 @@ def _state_bytes(optim: OptimizerConfig, parameter: Parameter) -> float:
     matrix = len(parameter.shape) > 1
     if optim.optimizer == "sgd":
         return 4 * (optim.sgd_momentum > 0)
-    if optim.optimizer == "muon" and matrix and parameter.module.startswith("layers."):
+    bias = parameter.name.endswith(".bias")  # of experts two-dimensional
+    if optim.optimizer == "muon" and matrix and not bias and parameter.module.startswith("layers."):
         return 4
     kinds = (optim.exp_avg_dtype, optim.exp_avg_sq_dtype) if matrix else ("fp32", "fp32")
     return sum({"fp32": 4.0, "bf16": 2.0, "fp8": 1 + 4 / 128}[kind] for kind in kinds)

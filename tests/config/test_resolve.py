@@ -122,6 +122,19 @@ def test_a_resolved_config_resolves_to_itself(flags, length, tmp_path_factory):
         ("--tanh-gelu --squared-relu --no-swiglu", "--squared-relu and --tanh-gelu exclude each other"),
         ("--relu --squared-relu --no-swiglu", "--relu and --squared-relu exclude each other"),
         ("--geglu --relu --no-swiglu", "--geglu and --relu exclude each other"),
+        ("--quick-geglu --geglu --no-swiglu", "--quick-geglu and --geglu exclude each other"),
+        ("--quick-geglu", "--quick-geglu has no effect without --no-swiglu"),
+        ("--glu-linear-offset 1", "--glu-linear-offset 1.0 has no effect without --quick-geglu"),
+        (
+            "--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 1",
+            "--moe-aux-loss-coeff 1.0 has no effect with --moe-router-load-balancing-type sinkhorn",
+        ),
+        (
+            "--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-router-score-function sigmoid "
+            "--moe-router-enable-expert-bias",
+            "--moe-router-load-balancing-type sinkhorn and --moe-router-enable-expert-bias exclude each other",
+        ),
+        ("--geglu --no-swiglu --num-experts 4", "experts have SwiGLU or --quick-geglu"),
         ("--kernels apex --apply-layernorm-1p", "--kernels apex and --apply-layernorm-1p exclude each other"),
         ("--geglu", "--geglu has no effect without --no-swiglu"),
         (

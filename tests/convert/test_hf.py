@@ -131,3 +131,37 @@ def test_an_expert_bias_keeps_its_dtype(tmp_path: Path) -> None:
     assert kinds.pop("model.layers.1.mlp.gate.e_score_correction_bias") == torch.float32
     assert set(kinds.values()) == {torch.bfloat16}
     assert read_hf_config(tmp_path / "back")["dtype"] == "bfloat16"
+
+
+def in_mxfp4(theirs: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """A folder like ``theirs`` whose experts are drawn in MXFP4; and what transformers makes of them, by name."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    tensors, generator, exact = tensors_of(theirs), torch.Generator().manual_seed(0), {}
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(110, 130, blocks.shape[:-1], dtype=torch.uint8, generator=generator)
+        exact[name] = convert_moe_packed_tensors(blocks, scales)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    content = read_hf_config(theirs) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(content))
+    return exact
+
+
+def test_experts_in_mxfp4_are_read_and_written_as_bf16(tmp_path: Path) -> None:
+    theirs = save_theirs("gpt-oss", tmp_path / "theirs", torch.bfloat16)
+    exact = in_mxfp4(theirs, tmp_path / "mxfp4")
+    with open_hf(tmp_path / "mxfp4") as weights:
+        assert "experts in MXFP4 are read as bf16" in weights.notes
+        up = torch.empty(2, 9, 21, dtype=torch.bfloat16)
+        weights.read_into("layers.1.mlp.experts.up.weight", (3, 5, 7), up)
+    wanted = exact["model.layers.1.mlp.experts.gate_up_proj"][3:5, 7:28, 11:29:2]  # (experts, in, every other of out)
+    assert torch.equal(up, wanted.transpose(1, 2))
+    back = to_hf(to_smp(tmp_path / "mxfp4", tmp_path / "ours"), tmp_path / "back", tmp_path / "mxfp4")
+    written = tensors_of(back)
+    assert written.keys() == tensors_of(theirs).keys() and "quantization_config" not in read_hf_config(back)
+    for name, tensor in exact.items():
+        assert written[name].dtype == torch.bfloat16 and torch.equal(written[name], tensor.contiguous()), name

@@ -86,6 +86,12 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         {**_DEEPSEEK_MODEL, **_rope("yarn", **_DEEPSEEK), "q_lora_rank": 14, "num_experts_per_tok": 4}
         | {"n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0},
     ),
+    "gpt-oss": (
+        "GptOss",
+        {**_LLAMA, **_rope("yarn", **{**_YARN, "truncate": False}), "head_dim": 16, "num_local_experts": 8}
+        | {"num_experts_per_tok": 3, "sliding_window": 7, "swiglu_limit": 1.0, "num_hidden_layers": 3}
+        | {"tie_word_embeddings": False, "intermediate_size": 64},
+    ),
     "gpt2": ("GPT2", {"vocab_size": VOCAB, "n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 4, **_IDS}),
     "gpt2-untied": (
         "GPT2",
@@ -161,7 +167,7 @@ SCALED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 TINY |= SCALED
 """Those with scales, caps, norms or layers of their own."""
-EXPERTS = [kind for kind in TINY if kind == "mixtral" or "moe" in kind or "deepseek" in kind]
+EXPERTS = [kind for kind in TINY if kind in ("mixtral", "gpt-oss") or "moe" in kind or "deepseek" in kind]
 """Those with experts."""
 
 

@@ -33,6 +33,12 @@ MODELS = {
         **{"apply_layernorm_1p": True, "norm_placement": "sandwich", "swiglu": False, "geglu": True},
         **{"attn_logit_softcapping": 2.0, "window_size": 5, "window_attn_skip_freq": "2", "rotary_base_local": 50.0},
     },
+    "gpt-oss": SIZES
+    | {
+        **{"softmax_type": "learnable", "window_size": 5, "window_attn_skip_freq": "2", "disable_bias_linear": False},
+        **{"swiglu": False, "quick_geglu": True, "activation_func_clamp_value": 0.5, "glu_linear_offset": 1.0},
+        **{"num_experts": 4},
+    },
     "olmo": SIZES | {"norm_placement": "post", "qk_layernorm": True, "qk_layernorm_across_heads": True},
     "command": SIZES | {"rotary_interleaved": True, "no_rope_freq": "2", "logit_scale": 2.0},
     "bloom": SIZES | GPT2 | {"position_embedding_type": "alibi", "embedding_layernorm": True},

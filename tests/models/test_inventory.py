@@ -56,6 +56,7 @@ EXPERTS = {
     "experts in some layers, and a shared one": shrunk(
         "debug", num_experts=8, moe_shared_expert_intermediate_size=24, moe_layer_freq="[0]+[1]*2"
     ),
+    "experts with biases, and sinks": shrunk("gpt-oss-20b", num_experts=8, moe_ffn_hidden_size=16),
 }
 MODELS |= EXPERTS
 PARTS = ([ModelPart(0, 1, embedding=True)], [ModelPart(1, 1)], [ModelPart(2, 1, head=True)])

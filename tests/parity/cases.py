@@ -227,12 +227,25 @@ _EXPERTS: dict[str, dict[str, Any]] = {
         **{"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 8, "moe_expert_capacity_factor": 0.9},
         **{"moe_shared_expert_intermediate_size": 8, **_LOSSES},
     },
+    "padded": {
+        **{"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 8, "moe_expert_capacity_factor": 0.9},
+        **{"moe_pad_expert_input_to_capacity": True, **_LOSSES},
+    },
     "latent": {
         **{"num_experts": 8, "moe_router_topk": 3, "moe_router_pre_softmax": True, "moe_ffn_hidden_size": 8},
         **{"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_group_score": "max", **_LOSSES},
         **{"multi_latent_attention": True, "qk_layernorm": True, "q_lora_rank": 7, "kv_lora_rank": 10},
         **{"qk_head_dim": 4, "qk_pos_emb_head_dim": 6, "v_head_dim": 5, "moe_layer_freq": "2"},
         **{"kv_channels": None, "num_query_groups": None},
+    },
+    "gpt-oss": {
+        **{"num_experts": 4, "moe_router_topk": 3, "moe_ffn_hidden_size": 12, "swiglu": False, "quick_geglu": True},
+        **{"activation_func_clamp_value": 0.3, "glu_linear_offset": 1.0, "disable_bias_linear": False},
+        **{"softmax_type": "learnable", "window_size": 3, "window_attn_skip_freq": "2", **_LOSSES},
+    },
+    "sinkhorn": {
+        **{"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 8, "moe_router_pre_softmax": True},
+        **{"moe_router_load_balancing_type": "sinkhorn", "moe_z_loss_coeff": 0.01},
     },
     "qwen2": {
         **{"num_experts": 4, "moe_router_topk": 2, "moe_router_pre_softmax": True, "moe_shared_expert_gate": True},

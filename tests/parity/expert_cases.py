@@ -23,7 +23,19 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "ep": (1, 2, 4),
     "shard": (1, 2, 4),
     "beside": tuple(_BESIDE),
-    "experts": ("mixtral", "pre-softmax", "sigmoid", "top-1", "deepseek", "qwen2", "latent", "capacity"),
+    "experts": (
+        "mixtral",
+        "pre-softmax",
+        "sigmoid",
+        "top-1",
+        "deepseek",
+        "qwen2",
+        "latent",
+        "capacity",
+        "gpt-oss",
+        "sinkhorn",
+        "padded",
+    ),
     "accumulation": (1, 3),
     "recompute": ("none", "selective", "full"),
 }
@@ -111,6 +123,21 @@ def fast_cases() -> list[Case]:
         _row(1, 1, "latent", "zb-v"),
         _row(2, 1, "capacity", "cp", "full", packed=True),
         _row(2, 2, "capacity", "tp and sp", accumulation=3),
+        _row(2, 2, "gpt-oss", "tp and sp", "selective", accumulation=3),
+        _row(2, 1, "gpt-oss", "cp", "full"),
+        _row(1, 1, "gpt-oss", "cp", exchange="a2a", packed=True),
+        _row(2, 1, "sinkhorn", "cp", "full", packed=True),
+        _row(2, 2, "sinkhorn", "tp and sp", accumulation=3),
+        _row(2, 1, "padded", "cp", "full"),
+    ]
+
+
+def slow_cases() -> list[Case]:
+    """Attention sinks where the pairs have none."""
+    return [
+        _row(1, 1, "gpt-oss", "cp", exchange="all_gather", dropout=True),
+        _row(2, 2, "gpt-oss", "cp", "selective", exchange="all_gather"),
+        _row(2, 2, "gpt-oss", "zb-v", dropout=True),
     ]
 
 
@@ -129,4 +156,6 @@ def compiled_cases() -> list[Case]:
         _row(1, 1, "sigmoid", "1f1b", compile=True),
         _row(1, 2, "mixtral", "tp", "full", clip=True, compile=True),
         _row(1, 1, "pre-softmax", "cp", dropout=True, compile=True),
+        _row(1, 1, "gpt-oss", "tp and sp", compile=True),
+        _row(1, 2, "padded", "alone", compile=True),
     ]

@@ -190,7 +190,13 @@ def attend(
         slopes = 2.0 ** (-8 * torch.arange(1, heads + 1, dtype=torch.float64) / heads)
         scores = scores - slopes[:, None, None] * distance
     visible = (distance >= 0) & (distance < (window or length)) & layout.together
-    probabilities = dropout.of_probabilities(scores.masked_fill(~visible, -math.inf).softmax(-1), 3 * layer)
+    scores = scores.masked_fill(~visible, -math.inf)
+    if config.softmax_type == "learnable":
+        sinks = weights[f"{name}.sinks"][:, None, None].expand(*scores.shape[:-1], 1)
+        probabilities = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+    else:
+        probabilities = scores.softmax(-1)
+    probabilities = dropout.of_probabilities(probabilities, 3 * layer)
     merged = (probabilities @ v[:, shared]).transpose(1, 2).flatten(2)
     return linear(merged, weights, f"{name}.output")
 
@@ -212,6 +218,16 @@ def dense(x: torch.Tensor, weights: Weights, name: str, config: ModelConfig) -> 
     return linear(inner, weights, f"{name}.down")
 
 
+def gated(gate: torch.Tensor, up: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    """SwiGLU, or the clamped one of QuickGELU, of experts."""
+    if config.swiglu:
+        return F.silu(gate) * up
+    limit = config.activation_func_clamp_value or math.inf
+    gate = torch.minimum(gate, torch.tensor(limit))
+    up = torch.maximum(torch.minimum(up, torch.tensor(limit)), torch.tensor(-limit))
+    return gate / (1 + torch.exp(-1.702 * gate)) * (up + config.glu_linear_offset)
+
+
 def largest(gates: torch.Tensor, limit: int) -> torch.Tensor:
     """Of one expert and sequence, (length,): the largest as they are, 0 for the others."""
     order = sorted(range(len(gates)), key=lambda t: -gates[t].item())
@@ -220,16 +236,27 @@ def largest(gates: torch.Tensor, limit: int) -> torch.Tensor:
     )
 
 
+def balanced(logits: torch.Tensor) -> torch.Tensor:
+    """Of a sequence (length, experts): exp(logits) with equal sums of rows, and nearly equal ones of columns."""
+    matrix = logits.exp()
+    for _ in range(10):
+        matrix = matrix / matrix.sum(1, keepdim=True)
+        matrix = matrix / matrix.sum(0, keepdim=True)
+    return matrix
+
+
 def experts(
     x: torch.Tensor, weights: Weights, layer: int, config: ModelConfig, labels: torch.Tensor, micro_batches: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A loop over experts, each on all tokens; the auxiliary losses by their definitions, which count loads in each
     of ``micro_batches`` parts of the rows apart, or in each row; and the tokens of each expert."""
     name, k, count = f"layers.{layer}.mlp", config.moe_router_topk, config.num_experts or 0
-    logits = x @ weights[f"{name}.router.weight"].t()  # (batch, length, experts)
+    logits = linear(x, weights, f"{name}.router")  # (batch, length, experts)
     sigmoid = config.moe_router_score_function == "sigmoid"
     scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
     values = scores + weights.get(f"{name}.router.expert_bias", torch.zeros(())).detach()
+    if config.moe_router_load_balancing_type == "sinkhorn":
+        values = torch.stack([balanced(row) for row in logits.detach()])
     if config.moe_router_num_groups is not None:
         best = config.moe_router_group_topk or 0
         grouped = values.unflatten(-1, (config.moe_router_num_groups, -1))
@@ -248,8 +275,9 @@ def experts(
         gates = torch.stack([torch.stack([largest(row[:, e], limit) for e in range(count)], -1) for row in gates])
     y = torch.zeros_like(x)
     for e in range(count):
-        gate, up, down = (weights[f"{name}.experts.{part}.weight"][e] for part in ("gate", "up", "down"))
-        y = y + gates[..., e, None] * ((F.silu(x @ gate.t()) * (x @ up.t())) @ down.t())
+        own = {part: w[e] for part, w in weights.items() if part.startswith(f"{name}.experts.")}
+        inner = gated(*(linear(x, own, f"{name}.experts.{part}") for part in ("gate", "up")), config)
+        y = y + gates[..., e, None] * linear(inner, own, f"{name}.experts.down")
     if config.moe_shared_expert_intermediate_size is not None:
         shared = dense(x, weights, f"{name}.shared_experts", config)
         gate = (x @ weights[f"{name}.shared_expert_gate.weight"].t()).sigmoid() if config.moe_shared_expert_gate else 1
@@ -309,7 +337,9 @@ def train(case: Case, initial: Weights) -> Result:
     config = config_of(case.one_rank_fp32)
     weights = {name: w.double().requires_grad_() for name, w in initial.items()}
     trained = [w for name, w in weights.items() if not name.endswith(".expert_bias")]
-    matrices, vectors = ([w for w in trained if (w.ndim > 1) == wanted] for wanted in (True, False))
+    biases = [w for name, w in weights.items() if name.endswith(".bias")]
+    vectors = [w for w in trained if w.ndim <= 1 or any(w is bias for bias in biases)]
+    matrices = [w for w in trained if not any(w is vector for vector in vectors)]
     decayed = [{"params": matrices, "weight_decay": config.optim.weight_decay}, {"params": vectors}]
     optimizer = torch.optim.SGD(decayed, lr=config.optim.lr)
     losses, norms, gradients = [], [], {}

@@ -13,6 +13,7 @@ from tests.parity.test_matrix import errors, lab_of, within_rounding
 COMPILED = cases.compiled_cases()
 FAST = [short(case) for case in [*cases.fast_cases(), COMPILED[0]]]
 PAIRWISE = cases.pairwise_cases()
+SLOW = cases.slow_cases()
 BF16 = cases.bf16_cases()
 
 
@@ -23,7 +24,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 @pytest.fixture(scope="module")
 def slow_lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
-    return lab_of([*PAIRWISE, *BF16, *COMPILED], tmp_path_factory.mktemp("slow"))
+    return lab_of([*PAIRWISE, *SLOW, *BF16, *COMPILED], tmp_path_factory.mktemp("slow"))
 
 
 def test_the_set_covers_every_pair() -> None:
@@ -45,7 +46,7 @@ def test_spread_experts_train_like_those_of_one_rank(lab: Lab, case: Case) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", PAIRWISE, ids=str)
+@pytest.mark.parametrize("case", [*PAIRWISE, *SLOW], ids=str)
 def test_every_pair_trains_like_one_rank(slow_lab: Lab, case: Case) -> None:
     assert errors(slow_lab, case).worst <= TOLERANCE, errors(slow_lab, case)
 

@@ -97,6 +97,12 @@ def drops(got: Run, base: Run) -> None:
     assert shares and all(0.4 <= share < 1 for share in shares) and not base.records("dropped share")
 
 
+def same_numbers(got: Run, base: Run) -> None:
+    """What it changes is how many rows are computed, see ``tests/layers/moe/test_capacity.py``."""
+    assert got.losses == pytest.approx(base.losses, rel=1e-6)
+    assert got.records("dropped share") == base.records("dropped share") and got.records("dropped share")[0] > 0
+
+
 def same_losses(got: Run, base: Run) -> None:
     assert got.losses == base.losses and got.records("dropped share") == [0.0] * 3
 
@@ -120,6 +126,7 @@ TABLE: list[tuple[str, str, str, Check]] = [
     ("moe_router_group_score", TWO_OF_A_GROUP + "--moe-router-group-score max", TWO_OF_A_GROUP, other_math),
     ("moe_expert_capacity_factor", MOE + "--moe-expert-capacity-factor 0.5", MOE, drops),
     ("moe_expert_capacity_factor", MOE + "--moe-expert-capacity-factor 4", MOE, same_losses),
+    ("moe_pad_expert_input_to_capacity", FULL + "--moe-pad-expert-input-to-capacity", FULL, same_numbers),
     ("moe_token_drop_policy", FULL + "--moe-token-drop-policy position", FULL, other_math),
     ("moe_router_enable_expert_bias", BIAS + "--moe-router-bias-update-rate 0.5", SIGMOID, moves_the_bias),
     ("moe_router_bias_update_rate", BIAS + "--moe-router-bias-update-rate 0.5", BIAS, moves_the_bias),
@@ -127,6 +134,7 @@ TABLE: list[tuple[str, str, str, Check]] = [
     ("moe_router_load_balancing_type", BALANCED + "seq_aux_loss", BALANCED + "aux_loss", other_balance),
     ("moe_router_load_balancing_type", BALANCED + "global_aux_loss", BALANCED + "aux_loss", other_balance),
     ("moe_router_load_balancing_type", MOE + "--moe-router-load-balancing-type none", MOE, as_before),
+    ("moe_router_load_balancing_type", MOE + "--moe-router-load-balancing-type sinkhorn", MOE, other_math),
     ("moe_aux_loss_coeff", MOE + "--moe-aux-loss-coeff 0.1", MOE, minimises("load balancing loss", 0.1)),
     ("moe_z_loss_coeff", MOE + "--moe-z-loss-coeff 0.1", MOE, minimises("z loss", 0.1)),
 ]

@@ -102,6 +102,7 @@ LATENT = "--multi-latent-attention --num-query-groups 4 --qk-head-dim 2 --qk-pos
 YARN = ROPE + "--rope-scaling-type yarn "
 ALONE = "--yarn-attention-factor 1"
 PLAIN_MLP = "--no-swiglu "
+QUICK = PLAIN_MLP + "--quick-geglu "
 QKV_BIAS = dict.fromkeys(("query.bias",), (32,)) | dict.fromkeys(("key.bias", "value.bias"), (16,))
 ALL_BIASES = QKV_BIAS | {"output.bias": (32,), "gate.bias": (64,), "up.bias": (64,), "down.bias": (32,)}
 
@@ -215,6 +216,11 @@ TABLE: list[tuple[str, str, str, Check]] = [
     ("embedding_layernorm", "--embedding-layernorm", "", with_suffix({"embedding_norm.weight": (32,)})),
     ("geglu", PLAIN_MLP + "--geglu", "", other_math),
     ("geglu", PLAIN_MLP + "--geglu --tanh-gelu", PLAIN_MLP + "--geglu", other_math),
+    ("quick_geglu", QUICK, "", other_math),
+    ("activation_func_clamp_value", QUICK + "--activation-func-clamp-value 1e-3", QUICK, other_math),
+    ("activation_func_clamp_value", QUICK + "--activation-func-clamp-value 1e3", QUICK, same_run),
+    ("glu_linear_offset", QUICK + "--glu-linear-offset 1", QUICK, other_math),
+    ("softmax_type", "--softmax-type learnable", "", with_suffix({"attention.sinks": (4,)})),
     ("relu", PLAIN_MLP + "--relu", PLAIN_MLP, other_math),
     ("position_embedding_type", "--position-embedding-type alibi", "", other_math),
     (

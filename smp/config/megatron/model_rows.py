@@ -5,7 +5,7 @@ from __future__ import annotations
 from smp.config.megatron.rows import Row, becomes, chosen, derived, left_out, refused, same
 
 _KERNELS = "how operations are fused is --kernels' choice, printed at the start"
-_MOE = "mixtures of experts have what --help lists under --moe-..., and pad no expert"
+_MOE = "mixtures of experts have what --help lists under --moe-..."
 _NO = "this architecture does not exist; the decoder is --help's group model"
 
 MODEL: tuple[Row, ...] = (
@@ -90,13 +90,15 @@ MODEL: tuple[Row, ...] = (
     refused("--mrope-section:+", "positions are numbers, not coordinates of images"),
     refused("--no-rope-freq-per-layer:1", "--no-rope-freq says which layers have no RoPE"),
     refused("--relative-attention-num-buckets:1 --relative-attention-max-distance:1", _NO),
-    refused(
-        "--quick-geglu --glu-linear-offset:1 --activation-func-clamp-value:1",
-        "--swiglu, --geglu, GELU, --relu and --squared-relu are what there is",
+    same("--quick-geglu --glu-linear-offset:1 --activation-func-clamp-value:1"),
+    chosen(
+        "--softmax-type:1",
+        {"vanilla": "", "learnable": "--softmax-type learnable"},
+        "take vanilla or learnable: a sink whose score is always 0 does not exist",
     ),
     refused(
         "--fp32-residual-connection --qk-clip --qk-clip-alpha:1 --qk-clip-threshold:1 --log-max-attention-logit "
-        "--softmax-type:1 --attention-output-gate --qk-l2-norm --no-weight-decay-cond-type:1",
+        "--attention-output-gate --qk-l2-norm --no-weight-decay-cond-type:1",
         _NO,
     ),
     refused(
@@ -140,7 +142,8 @@ MODEL: tuple[Row, ...] = (
         "--moe-z-loss-coeff:1 --moe-shared-expert-intermediate-size:1 --moe-router-score-function:1 "
         "--moe-router-topk-scaling-factor:1 --moe-router-pre-softmax --expert-model-parallel-size:1 "
         "--moe-router-num-groups:1 --moe-router-group-topk:1 --moe-router-enable-expert-bias "
-        "--moe-router-bias-update-rate:1 --moe-shared-expert-gate --moe-token-drop-policy:1"
+        "--moe-router-bias-update-rate:1 --moe-shared-expert-gate --moe-token-drop-policy:1 "
+        "--moe-pad-expert-input-to-capacity"
     ),
     becomes(
         "--moe-expert-capacity-factor:1",
@@ -155,7 +158,8 @@ MODEL: tuple[Row, ...] = (
             "global_aux_loss": "--moe-router-load-balancing-type global_aux_loss",
             "none": "--moe-router-load-balancing-type none",
         },
-        "take aux_loss, seq_aux_loss, global_aux_loss or none: sinkhorn and several at once do not exist",
+        "take aux_loss, seq_aux_loss, global_aux_loss or none; several at once do not exist, and what sinkhorn needs "
+        "beside it says --help: weights are those of the router's other flags here",
     ),
     refused("--moe-router-dtype:1", "the router computes in fp32", {"fp32": ""}),
     left_out(
@@ -164,7 +168,7 @@ MODEL: tuple[Row, ...] = (
         "how experts are computed and tokens sent has one way here",
     ),
     refused(
-        "--moe-pad-expert-input-to-capacity --moe-pad-experts-for-cuda-graph-inference --moe-token-dropping "
+        "--moe-pad-experts-for-cuda-graph-inference --moe-token-dropping "
         "--moe-router-force-load-balancing --moe-router-force-biased:1 "
         "--moe-router-padding-for-fp8 --moe-router-padding-for-quantization "
         "--moe-router-topk-limited-devices:1 --moe-input-jitter-eps:1 "

@@ -104,13 +104,17 @@ _MODEL = {
         lambda value, get: {} if value == 1 else {"expert_model_parallel_size": value},
     ),
     "moe": Key(
-        "with num_local_experts; `moe_z_loss_coeff` and, unless moe_load_balancing is none, `moe_aux_loss_coeff` of "
-        "SMP v2, 0.001",
+        "with num_local_experts; `moe_z_loss_coeff` and, unless moe_load_balancing is none or sinkhorn, "
+        "`moe_aux_loss_coeff` of SMP v2, 0.001",
         values.moe,
     ),
     "num_local_experts": Key("`num_experts`, with moe", values.with_experts("num_experts"), shape=True),
     "num_experts_per_tok": Key("`moe_router_topk`, with moe", values.with_experts("moe_router_topk"), shape=True),
-    "moe_load_balancing": Key("aux_loss or none; sinkhorn and balanced become aux_loss", values.load_balancing),
+    "moe_load_balancing": Key(
+        "aux_loss or none; `moe_router_load_balancing_type: sinkhorn`; balanced, and in fine-tuning sinkhorn, become "
+        "aux_loss",
+        values.load_balancing,
+    ),
     "moe_all_to_all_dispatcher": nothing("rows go to experts by all-to-all"),
     "global_token_shuffle": nothing("tokens are routed where they are"),
     "multi_modal": only((False,), "smp trains language models only"),

@@ -28,12 +28,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_r1_qwen_v2": {"add_qkv_bias": True},
     "qwen_v2": {"add_qkv_bias": True},
     "falcon": {},
+    "gpt_oss": {
+        **{"kv_channels": 64, "disable_bias_linear": False, "softmax_type": "learnable"},
+        **{"swiglu": False, "quick_geglu": True, "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0},
+        **{"use_rope_scaling": True, "rope_scaling_type": "yarn", "rope_scaling_factor": 32.0},
+        **{"rope_original_max_position": 4096, "yarn_truncate": False},
+    },
 }
 SIZES = {"tiiuae/falcon-7b": "falcon-7b"}
 """Folders of the Hugging Face hub whose architecture a recipe trains from the beginning, and the size of that name."""
 _MISSING_FAMILIES = {
     "deepseek_r1": "weights in FP8 read from its files",
-    "gpt_oss": "attention sinks",
     "llama_v4": "experts whose input is weighted",
 }
 
@@ -58,7 +63,7 @@ def moe(value: Any, get: Get) -> Mapping[str, Any]:
     if get("model.dpo.enabled"):  # routers are not measured with pairs
         return {}
     losses = {"moe_z_loss_coeff": SMP_COEFFICIENT}
-    if get("model.moe_load_balancing") != "none":
+    if get("model.moe_load_balancing") != "none" and not _sinkhorn(get):
         losses["moe_aux_loss_coeff"] = SMP_COEFFICIENT
     return losses
 
@@ -68,12 +73,19 @@ def with_experts(name: str) -> Convert:
     return lambda value, get: {name: value} if get("model.moe") else {}
 
 
+def _sinkhorn(get: Get) -> bool:
+    """Whether choices are balanced by it: fine-tuning, whose rows are padded, takes the loss in its place."""
+    return get("model.moe_load_balancing") == "sinkhorn" and not get("model.do_finetune")
+
+
 def load_balancing(value: Any, get: Get) -> Mapping[str, Any] | str:
     if value not in ("sinkhorn", "balanced", "aux_loss", "none"):
         raise ConfigError(f"{value} cannot be had: take aux_loss or none")
     if value in ("aux_loss", "none") or not get("model.moe"):
         return {}
-    return f"{value} does not exist: loads are evened by aux_loss with moe_aux_loss_coeff {SMP_COEFFICIENT}"
+    if _sinkhorn(get):
+        return {"moe_router_load_balancing_type": "sinkhorn"}
+    return f"{value} does not exist here: loads are evened by aux_loss with moe_aux_loss_coeff {SMP_COEFFICIENT}"
 
 
 def shard(value: Any, get: Get) -> Mapping[str, Any]:

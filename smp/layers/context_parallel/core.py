@@ -48,12 +48,13 @@ class CutAttention(ABC):
         layout: TokenLayout,
         spec: AttentionSpec,
         dropout_key: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> Pair:
         if layout.cut is None:
-            return self.core(q, k, v, layout, spec, dropout_key)
+            return self.core(q, k, v, layout, spec, dropout_key, sinks)
         if layout.plan is None:
             layout = self.prepare(layout, [spec], q.dtype, q.device)
-        return self.exchange(q, k, v, layout, spec, dropout_key)
+        return self.exchange(q, k, v, layout, spec, dropout_key, sinks)
 
     @abstractmethod
     def plan(
@@ -75,5 +76,6 @@ class CutAttention(ABC):
         layout: TokenLayout,
         spec: AttentionSpec,
         dropout_key: torch.Tensor | None,
+        sinks: torch.Tensor | None,
     ) -> Pair:
         """Attention of cut sequences, whose layout has a plan."""

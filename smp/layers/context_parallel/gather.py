@@ -21,6 +21,7 @@ import torch
 
 from smp.kernels.attention_core import AttentionSpec, BlockCore, Pair
 from smp.kernels.sequence_cut import SequenceCut
+from smp.kernels.sinks import sinks_gradient
 from smp.kernels.token_layout import TokenLayout
 from smp.kernels.transfer import to_device
 from smp.layers.context_parallel.auto import heads_at_once
@@ -71,36 +72,44 @@ class AllGatherAttention(CutAttention):
         layout: TokenLayout,
         spec: AttentionSpec,
         dropout_key: torch.Tensor | None,
+        sinks: torch.Tensor | None,
     ) -> Pair:
         assert layout.cut is not None, "whole sequences do not come here"
         calls = layout.plan[kind_of(spec, layout.cut)]
         rows, count = q.shape[0], layout.num_queries
         layer = Layer(self.core, spec, dropout_key)
-        out, lse = _Gathered.apply(q[:count], k[:count], v[:count], calls, layer, self.group)
+        out, lse = _Gathered.apply(q[:count], k[:count], v[:count], sinks, calls, layer, self.group)
         return finished((out, lse), q, rows)
 
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, calls: tuple[Call, ...], layer: Layer, group: Group
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        calls: tuple[Call, ...],
+        layer: Layer,
+        group: Group,
     ) -> Pair:
         outs, log_sums = [], []
         for part, keys, values in _gathered(q, k, v, layer, group):
             heads, one = part
             sums = one.attend(q[:, heads], keys, values, calls)
-            out, lse = finished(sums, q[:, heads], q.shape[0])
+            out, lse = finished(sums, q[:, heads], q.shape[0], None if sinks is None else sinks[heads])
             outs.append(out)
             log_sums.append(lse)
         out, lse = torch.cat(outs, 1), torch.cat(log_sums, 0)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.calls, ctx.layer, ctx.group = calls, layer, group
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, sinks, out, lse = ctx.saved_tensors
         dtype, group = lse.dtype, ctx.group
         grads, started = [], []
         for part, keys, values in _gathered(q, k, v, ctx.layer, group):
@@ -111,7 +120,8 @@ class _Gathered(torch.autograd.Function):
             grads.append(dq.to(q.dtype))
             started.append(start_reduce_scatter(torch.stack((dk, dv), 1), group))  # (cp x tokens, 2, groups, head_dim)
         dkv = torch.cat([wait(x, group) for x in started], 2).to(k.dtype)
-        return torch.cat(grads, 1), dkv[:, 0], dkv[:, 1], None, None, None
+        dsinks = None if sinks is None else sinks_gradient(dout, out, lse, sinks)
+        return torch.cat(grads, 1), dkv[:, 0], dkv[:, 1], dsinks, None, None, None
 
 
 def _gathered(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from smp.kernels.attention_core import AttentionSpec, BlockCore, Pair, merge, pad_rows
+from smp.kernels.sinks import with_sinks
 from smp.layers.context_parallel.blocks import Call
 
 Tensors = tuple[torch.Tensor, ...]
@@ -88,9 +89,11 @@ class Layer:
         return sums
 
 
-def finished(sums: Pair | None, q: torch.Tensor, rows: int) -> Pair:
-    """(out, lse) in the dtype of ``q`` and with ``rows`` rows; rows of padding have out 0 and lse -inf."""
+def finished(sums: Pair | None, q: torch.Tensor, rows: int, sinks: torch.Tensor | None = None) -> Pair:
+    """(out, lse) in the dtype of ``q`` and with ``rows`` rows; rows of padding have out 0 and lse -inf. ``sinks`` are
+    those of the heads in ``q``, if there are any."""
     out, lse = _nothing(q, torch.promote_types(q.dtype, torch.float32)) if sums is None else sums
+    out, lse = (out, lse) if sinks is None else with_sinks(out, lse, sinks)
     padding = rows - out.shape[0]
     lse = torch.nn.functional.pad(lse, (0, padding), value=-torch.inf) if padding else lse
     return pad_rows(out.to(q.dtype), rows), lse

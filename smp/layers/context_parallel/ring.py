@@ -24,6 +24,7 @@ import torch
 
 from smp.kernels.attention_core import AttentionSpec, BlockCore, Pair
 from smp.kernels.sequence_cut import SequenceCut
+from smp.kernels.sinks import sinks_gradient
 from smp.kernels.token_layout import TokenLayout
 from smp.layers.context_parallel.blocks import Call, Planner, last_step, runs_of
 from smp.layers.context_parallel.core import CutAttention
@@ -74,30 +75,38 @@ class RingAttention(CutAttention):
         layout: TokenLayout,
         spec: AttentionSpec,
         dropout_key: torch.Tensor | None,
+        sinks: torch.Tensor | None,
     ) -> Pair:
         assert layout.cut is not None, "whole sequences do not come here"
         steps = layout.plan[kind_of(spec, layout.cut)]
         rows, count, layer = q.shape[0], layout.num_queries, Layer(self.core, spec, dropout_key)
-        return finished(_Ring.apply(q[:count], k[:count], v[:count], steps, layer, self.group), q, rows)
+        return finished(_Ring.apply(q[:count], k[:count], v[:count], sinks, steps, layer, self.group), q, rows)
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, steps: Steps, layer: Layer, group: Group
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        steps: Steps,
+        layer: Layer,
+        group: Group,
     ) -> Pair:
         sums = None
         for calls, keys, values in _round(k, v, steps, group):
             sums = layer.attend(q, keys, values, calls, sums)
-        out, lse = finished(sums, q, q.shape[0])
-        ctx.save_for_backward(q, k, v, out, lse)
+        out, lse = finished(sums, q, q.shape[0], sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.steps, ctx.layer, ctx.group = steps, layer, group
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, sinks, out, lse = ctx.saved_tensors
         dtype, group, last = lse.dtype, ctx.group, len(ctx.steps) - 1
         early, late = _halves(ctx.steps[0])
         given, coming = (dout, q, out, lse), None
@@ -115,7 +124,8 @@ class _Ring(torch.autograd.Function):
         dq, dk, dv = ctx.layer.backward(given, k, v, late, own)
         if coming is not None:
             dk, dv = (x + y for x, y in zip((dk, dv), wait(coming, group), strict=True))
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+        dsinks = None if sinks is None else sinks_gradient(dout, out, lse, sinks)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None
 
 
 def _halves(calls: tuple[Call, ...]) -> tuple[tuple[Call, ...], tuple[Call, ...]]:

@@ -95,6 +95,7 @@ class UlyssesAttention(CutAttention):
         layout: TokenLayout,
         spec: AttentionSpec,
         dropout_key: torch.Tensor | None,
+        sinks: torch.Tensor | None,
     ) -> Pair:
         plan, size, rows, count = layout.plan, self.group.size, q.shape[0], layout.num_queries
         heads, copies = q.shape[1] // size, repeats_of_keys(q.shape[1], k.shape[1], size)
@@ -104,7 +105,8 @@ class UlyssesAttention(CutAttention):
         sent = torch.cat(parts, 2).transpose(0, 1).flatten(0, 1)  # (cp x tokens, all three, head_dim)
         given = _Permuted.apply(all_to_all(sent, self.group), plan.order, plan.back)
         q, k, v = given.split([part.shape[2] for part in parts], dim=1)
-        out, lse = self.core(q, k, v, plan.layout, spec, dropout_key)
+        sinks = None if sinks is None else sinks.unflatten(0, (size, -1))[self.group.rank]
+        out, lse = self.core(q, k, v, plan.layout, spec, dropout_key, sinks)
         out, lse = _TokensBack.apply(out, lse, plan, self.group)
         padding = rows - count
         return pad_rows(out, rows), torch.nn.functional.pad(lse, (0, padding), value=-torch.inf) if padding else lse

@@ -5,9 +5,11 @@ Of a sequence of S tokens with k experts each, every one of E experts takes at m
     ceil(factor S k / E)
 
 choices: those with the largest weights, or those of the first tokens. A dropped choice adds nothing to its token; its
-other experts and shared experts stay as they are. Counting over sequences, and not over what a rank computes at a time
-as Megatron does, makes it a matter of the sequence alone: micro-batches and layouts do not show. Where sequences are
-cut, ranks tell each other their choices and weights.
+other experts and shared experts stay as they are. With ``pad`` every expert computes as many rows as it may take, some
+of them of nothing, so that numbers of rows are those of the layout and no host has to read them.
+
+Counting over sequences, and not over what a rank computes at a time as Megatron does, makes it a matter of the sequence
+alone: micro-batches and layouts do not show. Where sequences are cut, ranks tell each other their choices and weights.
 """
 
 from __future__ import annotations
@@ -33,11 +35,23 @@ class Capacity:
         factor: 1: as many as at an even load.
         policy: ``probs``: those with the largest weights, of equal ones the first; ``position``: the first.
         group: the context-parallel ranks that hold parts of the same sequences; None: sequences are whole.
+        pad: each expert computes as many rows as it may take.
     """
 
     factor: float
     policy: DropPolicy = "probs"
     group: Group | None = None
+    pad: bool = False
+
+    def limit(self, length: int, k: int, num_experts: int) -> int:
+        """Choices that an expert takes of a sequence of ``length`` tokens with k experts each."""
+        return math.ceil(self.factor * (length * k) / num_experts)
+
+    def slots(self, k: int, num_experts: int, layout: TokenLayout) -> int | None:
+        """Rows of each expert for the tokens of this rank if they are padded. Of a part of a sequence all may be on
+        this rank, but each token chooses an expert once."""
+        length = layout.length if layout.cut is None else layout.cut.length
+        return layout.batch * min(self.limit(length, k, num_experts), layout.length) if self.pad else None
 
     @torch.no_grad()
     def kept(self, experts: torch.Tensor, weights: torch.Tensor, num_experts: int, layout: TokenLayout) -> torch.Tensor:
@@ -51,7 +65,7 @@ class Capacity:
             chosen, worth = (wait(start_all_gather(x, self.group), self.group)[order] for x in (chosen, worth))
             back = places[self.group.rank * count :][:count]
         chosen, worth = (x.reshape(layout.batch, -1) for x in (chosen, worth))  # (batch, S x k)
-        limit = math.ceil(self.factor * chosen.shape[1] / num_experts)
+        limit = self.limit(chosen.shape[1] // k, k, num_experts)
         fitting = _fitting(chosen, worth if self.policy == "probs" else None, limit, num_experts).view(-1, k)
         fitting = fitting if back is None else fitting[back]
         return torch.cat((fitting, fitting.new_zeros(len(experts) - count, k)))

@@ -11,7 +11,8 @@ so a layer moves
 
 With p = 1 the host need not wait for the device: n is T k, and how many rows an expert has stays there, where products
 read it (:mod:`smp.kernels.grouped`). With more ranks
-it has to know how many rows go where, and waits for it once per layer: E integers from every rank.
+it has to know how many rows go where, and waits for it once per layer: E integers from every rank. With experts that
+are padded to a capacity it knows, and waits for nothing.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Dispatch:
         group: of expert parallelism; None: every rank has all experts.
         sent_rows: choices that are not dropped, if some may be; then ``order`` has one more, for a row of zeros that
             stands for all that are. None: none is.
+        padded: rows of experts are filled up with those of one more token, of zeros and of weight 0, behind the others.
     """
 
     k: int
@@ -50,6 +52,35 @@ class Dispatch:
     local_inverse: torch.Tensor | None = None
     group: Group | None = None
     sent_rows: int | None = None
+    padded: bool = False
+
+    @staticmethod
+    def to_slots(
+        experts: torch.Tensor, num_experts: int, group: Group | None, kept: torch.Tensor, slots: int
+    ) -> Dispatch:
+        """As :meth:`of`, where each expert gets ``slots`` rows of this rank, as many as are kept or more: numbers of
+        rows are known, and the host waits for nothing."""
+        k, rows = experts.shape[1], num_experts * slots
+        chosen = experts.masked_fill(~kept, num_experts).flatten()
+        first = chosen.argsort(stable=True)
+        counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=chosen.device)
+        counts = counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+        of_row = chosen.index_select(0, first)
+        places = torch.arange(len(chosen), device=chosen.device) - (counts.cumsum(0) - counts).index_select(0, of_row)
+        slot = (of_row * slots + places).clamp(max=rows)  # what is dropped: behind all
+        order = torch.full((rows + 1,), len(chosen), dtype=torch.int64, device=chosen.device)
+        order = order.scatter_(0, slot, first).index_fill_(0, torch.tensor([rows], device=chosen.device), len(chosen))
+        inverse = F.pad(torch.empty_like(slot).scatter_(0, first, slot), (0, k), value=rows)
+        ranks = 1 if group is None else group.size
+        own = num_experts // ranks
+        received = torch.full((own,), ranks * slots, dtype=torch.int64, device=chosen.device)
+        if group is None or group.size == 1:
+            return Dispatch(k, received, order, inverse, [], [], sent_rows=rows, padded=True)
+        each = [own * slots] * ranks
+        local = torch.arange(rows, device=chosen.device).view(ranks, own, slots).transpose(0, 1).flatten()
+        return Dispatch(
+            k, received, order, inverse, each, each, local, _inverse(local), group, sent_rows=rows, padded=True
+        )
 
     @staticmethod
     def of(experts: torch.Tensor, num_experts: int, group: Group | None, kept: torch.Tensor | None = None) -> Dispatch:
@@ -88,6 +119,7 @@ class Dispatch:
 
     def to_experts(self, x: torch.Tensor) -> torch.Tensor:
         """(tokens, h) -> the rows of this rank's experts, (sum of counts, h), sorted by expert."""
+        x = F.pad(x, (0, 0, 0, 1)) if self.padded else x
         rows = repeat_rows(x, self.order, self.inverse, self.k)
         rows = rows if self.sent_rows is None else rows[: self.sent_rows]
         if self.group is None:
@@ -103,6 +135,8 @@ class Dispatch:
             rows = permute_rows(rows, self.local_inverse, self.local_order)
             rows = exchange_rows(rows, self.received, self.sent, self.group)
         rows = rows if self.sent_rows is None else F.pad(rows, (0, 0, 0, 1))
+        if self.padded:
+            return combine_rows(rows, F.pad(weights, (0, 0, 0, 1)), self.order, self.inverse)[:-1]
         return combine_rows(rows, weights, self.order, self.inverse)
 
 

@@ -1,4 +1,4 @@
-"""The experts: many SwiGLU networks of one shape, each projection of all of them one parameter.
+"""The experts: many gated networks of one shape, each projection of all of them one parameter.
 
 A parameter (experts, out, in) is cut by experts over the expert-parallel ranks and by its inner width over the
 tensor-parallel ones, which is Megatron's expert tensor parallelism of the size of the tensor parallelism. FSDP cuts
@@ -11,15 +11,17 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from smp.kernels import TORCH, Kernels
-from smp.kernels.grouped import counts_where_read, grouped_product
+from smp.kernels.grouped import add_rows_of_groups, counts_where_read, grouped_product
+from smp.kernels.quick_geglu import QuickGeglu
 from smp.kernels.swiglu import swiglu
 from smp.layers.fp8.grouped import scaled_experts
-from smp.layers.parameter import Initializer, Normal, local, placed_parameter
+from smp.layers.parameter import Constant, Initializer, Normal, local, placed_parameter
 from smp.parallel.context import ParallelContext
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ class ExpertLinear(nn.Module):
         num_experts, in_features, out_features: global sizes.
         context: of the layer.
         tp_dim: the dimension of the weight (experts, out, in) that the TP ranks cut.
+        bias: each expert has one. Where the TP ranks have parts of a sum each adds its share of it.
         init_std: standard deviation of the initial weights.
 
     Attributes:
@@ -52,21 +55,36 @@ class ExpertLinear(nn.Module):
         *,
         tp_dim: int,
         init_std: float,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         shape = num_experts, out_features, in_features
         self.tp_dim, self.tp_group = tp_dim, context.tp_group
-        if context.ep_tp is None:
-            self.weight = placed_parameter(shape, (Shard(tp_dim),), context.tp)
-        else:
-            self.weight = placed_parameter(shape, (Shard(0), Shard(tp_dim)), context.ep_tp)
-        self.initializers: dict[str, Initializer] = {"weight": Normal(init_std)}
+
+        def spread(shape: tuple[int, ...], tp_dim: int) -> nn.Parameter:
+            if context.ep_tp is None:
+                return placed_parameter(shape, (Shard(tp_dim),), context.tp)
+            return placed_parameter(shape, (Shard(0), Shard(tp_dim)), context.ep_tp)
+
+        self.weight = spread(shape, tp_dim)
+        self.bias = spread(shape[:2], 1) if bias else None
+        self.initializers: dict[str, Initializer] = {"weight": Normal(init_std), "bias": Constant(0.0)}
         self.kind: Literal["column", "row"] = "column" if tp_dim == 1 else "row"
         self.scaling: LayerScaling | None = None
 
     def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """(n, in [/p]) sorted by expert, ``counts`` of each -> (n, out [/p])."""
         return apply_experts(rows, [self], counts)[0]
+
+    def add_bias(self, y: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """(n, out [/p]) sorted by expert, with the bias of each row's expert. Parts of a sum get it in the columns
+        that are this TP rank's share, so the sum has it once."""
+        assert self.bias is not None
+        bias = local(self.bias, y.dtype)  # (experts, out/p)
+        if self.kind == "row" and self.tp_group.size > 1:
+            share, rank = bias.shape[1], self.tp_group.rank
+            bias = F.pad(bias, (rank * share, y.shape[1] - (rank + 1) * share))
+        return add_rows_of_groups(y, bias, counts)
 
 
 def apply_experts(
@@ -79,6 +97,10 @@ def apply_experts(
         outputs = scaled_experts(rows, weights, counts, scalings[0].of_call(scalings))
     else:
         outputs = tuple(grouped_product(rows, weight, counts) for weight in weights)
+    outputs = tuple(
+        y if projection.bias is None else projection.add_bias(y, counts)
+        for projection, y in zip(projections, outputs, strict=True)
+    )
     return tuple(
         y if projection.add_low_rank is None else projection.add_low_rank(rows, y, counts)
         for projection, y in zip(projections, outputs, strict=True)
@@ -91,17 +113,19 @@ def expert_layers(model: nn.Module) -> dict[str, ExpertLinear]:
 
 
 class Experts(nn.Module):
-    """``down(SiLU(gate x) * up x)`` for each expert.
+    """``down(SiLU(gate x) * up x)`` for each expert, or another activation of the same two.
 
     Args:
         num_experts: of the whole group; this rank has an equal share of them.
         hidden_size, ffn_hidden_size: global widths; ffn must be divisible by the number of TP ranks.
         parallel: a context, or a plain 1-D tensor-parallel mesh: then every rank has its part of all experts.
+        activation: in place of SwiGLU.
+        bias: biases on all projections.
         init_std, output_std: standard deviations of the initial weights, inner and last.
         kernels: what computes SwiGLU.
 
     Raises:
-        ValueError: when the ranks do not divide the number of experts or their width.
+        ValueError: when the ranks do not divide the number of experts or their width, or with ``bias`` that of tokens.
     """
 
     def __init__(
@@ -111,18 +135,21 @@ class Experts(nn.Module):
         ffn_hidden_size: int,
         parallel: ParallelContext | DeviceMesh,
         *,
+        activation: QuickGeglu | None = None,
+        bias: bool = False,
         init_std: float = 0.02,
         output_std: float = 0.02,
         kernels: Kernels = TORCH,
     ) -> None:
         super().__init__()
         context = ParallelContext.of(parallel)
-        self.backend = kernels.swiglu
+        self.activation, self.backend = activation, kernels.swiglu
         self.widths = hidden_size, ffn_hidden_size // context.tp.size()
         inner = num_experts, hidden_size, ffn_hidden_size, context
-        self.gate = ExpertLinear(*inner, tp_dim=1, init_std=init_std)
-        self.up = ExpertLinear(*inner, tp_dim=1, init_std=init_std)
-        self.down = ExpertLinear(num_experts, ffn_hidden_size, hidden_size, context, tp_dim=2, init_std=output_std)
+        self.gate = ExpertLinear(*inner, tp_dim=1, init_std=init_std, bias=bias)
+        self.up = ExpertLinear(*inner, tp_dim=1, init_std=init_std, bias=bias)
+        outer = num_experts, ffn_hidden_size, hidden_size, context
+        self.down = ExpertLinear(*outer, tp_dim=2, init_std=output_std, bias=bias)
 
     def forward(self, run: Callable[..., Any], *arguments: Any) -> Any:
         """``run(*arguments)``, in which :meth:`compute` is called. FSDP gathers and frees weights around ``forward``;
@@ -135,4 +162,5 @@ class Experts(nn.Module):
         in_loops = self.gate.scaling is not None  # in FP8
         counts = counts.cpu() if in_loops else counts_where_read(counts, rows, *self.widths)
         gate, up = apply_experts(rows, [self.gate, self.up], counts)  # (n, ffn/p) each
-        return self.down(swiglu(gate, up, self.backend), counts)
+        inner = swiglu(gate, up, self.backend) if self.activation is None else self.activation(gate, up)
+        return self.down(inner, counts)

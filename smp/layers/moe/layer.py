@@ -90,9 +90,10 @@ class MoE(nn.Module):
     ) -> tuple[torch.Tensor, Balance | None]:
         """(tokens [/p], hidden) -> (the same, what :meth:`Router.balance` measures of ``counted``).
 
-        ``token_index`` and ``local_token_index`` are as in :class:`MLP`; a capacity needs ``layout`` in training.
+        ``token_index`` and ``local_token_index`` are as in :class:`MLP`; a capacity, and a router with sinkhorn, need
+        ``layout`` in training.
         """
-        routing = self.router(x)
+        routing = self.router(x, layout)
         gather = gather_tokens if self.sequence_parallel else copy_to_group
         tokens, weights = gather(x, self.group), gather(routing.weights, self.group)  # (tokens, ...)
         chosen = gather(routing.experts, self.group) if self.sequence_parallel else routing.experts
@@ -100,7 +101,7 @@ class MoE(nn.Module):
         if self.capacity is not None and self.training:
             assert layout is not None, "which says where sequences begin"
             kept = self.capacity.kept(chosen, weights, self.router.num_experts, layout)
-        dispatch = Dispatch.of(chosen, self.router.num_experts, self.ep, kept)
+        dispatch = self._dispatch(chosen, kept, layout)
         rows = self.experts.compute(dispatch.to_experts(tokens), dispatch.counts)
         y = dispatch.from_experts(rows, weights)
         reduce = reduce_scatter_tokens if self.sequence_parallel else reduce_from_group
@@ -114,3 +115,12 @@ class MoE(nn.Module):
             shared = self.shared_experts(x, token_index, local_token_index)
             y = y + (shared if self.shared_expert_gate is None else self.shared_expert_gate(x, shared))
         return y, measured
+
+    def _dispatch(self, chosen: torch.Tensor, kept: torch.Tensor | None, layout: TokenLayout | None) -> Dispatch:
+        experts = self.router.num_experts
+        if kept is None or self.capacity is None or layout is None:
+            return Dispatch.of(chosen, experts, self.ep)
+        slots = self.capacity.slots(chosen.shape[1], experts, layout)
+        if slots is None:
+            return Dispatch.of(chosen, experts, self.ep, kept)
+        return Dispatch.to_slots(chosen, experts, self.ep, kept, slots)

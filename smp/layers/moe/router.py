@@ -1,19 +1,22 @@
 """The router: which experts a token gets, with which weights, and what keeps their loads even.
 
-Logits are ``x W^T`` in fp32, (tokens, experts). With k = ``topk``, chosen experts C_t and scaling factor f:
+Logits are ``x W^T``, or with a bias ``x W^T + b`` (GPT-OSS), in fp32, (tokens, experts). With k = ``topk``, chosen
+experts C_t and scaling factor f:
 
     softmax              weights = f softmax(logits of C_t)                 (Mixtral, Qwen 3)
     softmax, pre_softmax weights = f (softmax(logits) of C_t)               (sum below f; OLMoE, Qwen 2)
     sigmoid              weights = f s / (sum of s over C_t), s = sigmoid   (DeepSeek-V3; with k = 1 f s)
 
 The experts chosen are those with the k largest logits, and of equal ones those with the lowest numbers: the same on
-every device, whatever order a top-k leaves equal values in. Two things change the choice, and not the weights:
+every device, whatever order a top-k leaves equal values in. Three things change the choice, and not the weights:
 
     expert bias          sigmoid + b_e is compared. b is no parameter: after each step b_e += u sign(mean c - c_e), with
                          the tokens c of the global batch (arXiv 2408.15664)
     groups               of G groups of neighbours the g best are kept, by the sum of their k // g largest values
                          (DeepSeek-V3) or by their largest (DeepSeek-V2); of sigmoids, of the softmax with
                          pre_softmax, else of logits
+
+    sinkhorn             in training logits + log d1 of the token's sequence are compared, see ``sinkhorn.py``
 
 Auxiliary losses, with p the scores of all experts (softmax, or sigmoids divided by their sum), w the loss weights of
 the tokens, E experts, and c the tokens that chose each:
@@ -40,6 +43,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from smp.kernels.registry import accumulation_dtype
+from smp.kernels.token_layout import TokenLayout
+from smp.layers.moe.sinkhorn import Sinkhorn
 from smp.layers.parameter import REPLICATE, Constant, Initializer, Normal, local, tp_parameter
 from smp.parallel.collectives import Group, reduce_from_group, sum_over
 from smp.parallel.context import ParallelContext
@@ -106,6 +111,8 @@ class Router(nn.Module):
         num_groups, group_topk: G and g; None: no groups.
         group_score: what a group is worth, the sum of its k // g largest values or its largest.
         balancing: what loads are counted over.
+        bias: logits have a trained bias.
+        sinkhorn: balances choices in training; not beside an expert bias or groups.
         init_std: standard deviation of the initial weights.
 
     Raises:
@@ -129,6 +136,8 @@ class Router(nn.Module):
         group_topk: int | None = None,
         group_score: GroupScore = "sum",
         balancing: Balancing = "aux_loss",
+        bias: bool = False,
+        sinkhorn: bool = False,
         init_std: float = 0.02,
     ) -> None:
         super().__init__()
@@ -144,17 +153,24 @@ class Router(nn.Module):
         slices = () if self.shared_by is None else (self.shared_by,)
         self.token_groups = (*slices, *context.data_groups)
         self.sequence_groups = (*slices, *(() if context.cp_group is None else (context.cp_group,)))
+        self.sinkhorn = Sinkhorn(self.shared_by, context.cp_group) if sinkhorn else None
         self.weight = tp_parameter((num_experts, hidden_size), REPLICATE, context.tp)
-        self.initializers: dict[str, Initializer] = {"weight": Normal(init_std), "expert_bias": Constant(0.0)}
-        bias = None if bias_update_rate is None else torch.zeros(num_experts, dtype=torch.float32)
-        self.register_buffer("expert_bias", bias)
+        self.bias = tp_parameter((num_experts,), REPLICATE, context.tp) if bias else None
+        zero = Constant(0.0)
+        self.initializers: dict[str, Initializer] = {"weight": Normal(init_std), "bias": zero, "expert_bias": zero}
+        moving = None if bias_update_rate is None else torch.zeros(num_experts, dtype=torch.float32)
+        self.register_buffer("expert_bias", moving)
 
-    def forward(self, x: torch.Tensor) -> Routing:
-        """(tokens [/p], hidden) -> the routing of these tokens."""
+    def forward(self, x: torch.Tensor, layout: TokenLayout | None = None) -> Routing:
+        """(tokens [/p], hidden) -> the routing of these tokens. Sinkhorn's needs ``layout`` in training."""
         weight = local(self.weight, x.dtype, summed_over=self.shared_by)
         wide = accumulation_dtype(x.dtype)
-        logits = F.linear(x.to(wide), weight.to(wide))
+        bias = None if self.bias is None else local(self.bias, x.dtype, summed_over=self.shared_by).to(wide)
+        logits = F.linear(x.to(wide), weight.to(wide), bias)
         compared = self._compared(logits.detach())
+        if self.sinkhorn is not None and self.training:
+            assert layout is not None, "which says where sequences begin"
+            compared = compared + self.sinkhorn.bias(compared, layout)
         experts = compared.sort(dim=-1, descending=True, stable=True).indices[:, : self.topk]
         return Routing(experts, self._weights(logits, experts), logits)
 

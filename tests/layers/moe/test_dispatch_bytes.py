@@ -48,7 +48,7 @@ def sent_bytes(rank: int, world: int, even: bool, recompute: bool) -> tuple[int,
     moe, own, elsewhere = layer(context), EXPERTS // world, []
     routed = moe.router.forward
 
-    def forward(x: torch.Tensor) -> Routing:
+    def forward(x: torch.Tensor, layout: object = None) -> Routing:
         found = routed(x)
         if even:  # one expert of each token on either rank
             found = found._replace(experts=torch.tensor([1, own + 1]).expand(TOKENS, K).contiguous())

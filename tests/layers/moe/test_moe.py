@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smp.config import Layout
-from smp.kernels.grouped import combine_rows, grouped_product, permute_rows, repeat_rows
+from smp.kernels.grouped import add_rows_of_groups, combine_rows, grouped_product, permute_rows, repeat_rows
 from smp.layers import init_weights
 from smp.layers.moe import Counted, Experts, MoE, Router, Routing
 from smp.layers.moe.dispatch import Dispatch
@@ -174,3 +174,10 @@ def test_what_cannot_be_spread_is_an_error() -> None:
         Experts(6, HIDDEN, FFN, context)
     with fake_context() as context, pytest.raises(ValueError, match="3 of 2 experts"):
         Router(HIDDEN, 2, 3, context)
+
+
+def test_biases_of_experts_are_added_to_their_rows_and_get_the_sum_of_their_gradients() -> None:
+    y, bias = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((7, 3), (4, 3)))
+    counts = torch.tensor([3, 0, 4, 0])
+    assert torch.equal(add_rows_of_groups(y, bias, counts), y + bias[[0, 0, 0, 2, 2, 2, 2]])
+    assert torch.autograd.gradcheck(lambda y, bias: add_rows_of_groups(y, bias, counts), (y, bias))
