@@ -418,6 +418,9 @@ class LoraConfig:
     """Linear layers that get an adapter: shell patterns with commas in between, of whole names or of their last part
     (query, key, value, output, gate, up, down). Experts by whole names only, as *.experts.*. Default: all of them but
     experts."""
+    use_dora: bool = False
+    """Adapters also train the norms of a weight's rows (DoRA), as peft's use_dora. Without --lora-dropout, and not on
+    experts. --load-adapter brings it."""
     load_in_4bit: bool = False
     """Keep the frozen weights of linear layers in 4 bits, NF4 of bitsandbytes (QLoRA); embedding, output matrix and
     experts stay as they are. Needs adapters."""
