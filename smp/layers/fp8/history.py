@@ -53,7 +53,7 @@ class AmaxHistory:
         self._formats = (E4M3, E4M3, gradient)
         fp32: dict[str, Any] = {"dtype": torch.float32, "device": device}
         self._maxima = torch.zeros(len(names), length, 3, **fp32)  # newest first
-        self.now = [torch.zeros(3, **fp32) for _ in names]  # each on its own: compiled code writes into it
+        self.now = [torch.zeros(3, **fp32) for _ in names]
         self._step = torch.zeros(len(names), 3, **fp32)
         self.inverse = torch.ones(len(names), 3, **fp32)
         self.inverses = self.inverse.unbind()
