@@ -63,12 +63,17 @@ def _check_source(config: Config) -> None:
 
 
 def _check_lora(lora: LoraConfig) -> None:
-    brought = given(lora, "lora_rank", "lora_alpha", "lora_target_modules")
+    brought = given(lora, "lora_rank", "lora_alpha", "lora_target_modules", "use_dora")
     if lora.load_adapter is not None:
         require(not brought, f"{', '.join(brought)}: --load-adapter {lora.load_adapter} brings it; leave it out")
     elif lora.lora_rank is None:
         alone = brought + given(lora, "lora_dropout", "load_in_4bit")
         require(not alone, f"{', '.join(alone)}: there are no adapters; give --lora-rank or --load-adapter")
+    require(
+        not (lora.use_dora and lora.lora_dropout),
+        f"--use-dora and --lora-dropout {lora.lora_dropout} exclude each other: dropout would be on the input of the "
+        "frozen weight too, which is computed once; leave one out",
+    )
 
 
 def _check_objective(config: Config, objective: ObjectiveConfig) -> None:

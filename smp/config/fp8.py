@@ -8,7 +8,7 @@ from smp.config.schema import Config, ConfigError, ModelConfig, ParallelConfig
 
 _ONLY_WITH_FP8 = (
     *("fp8_recipe", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_emulate", "first_last_layers_bf16"),
-    *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+    *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "fp8_param_gather"),
 )
 _BLOCKS = {"blockwise": 128, "mxfp8": 32}
 """Neighbouring numbers that share a scale."""
@@ -46,18 +46,11 @@ def check_fp8(config: Config, layout: Layout) -> None:
         "--num-experts delayed, tensorwise and rowwise work",
     )
     require(
-        not model.multi_latent_attention,
-        f"{flag}: latent attention is not there in FP8 yet; leave it out, or --multi-latent-attention",
-    )
-    require(
-        not config.judges_answers,
-        f"{flag}: finetune.py trains in FP8 with --objective sft only; leave it out here",
-    )
-    require(
         config.lora is None or not config.lora.load_in_4bit,
         f"{flag} and --load-in-4bit exclude each other: products of weights in 4 bits are in bf16; leave one out",
     )
     _check_layers(model, parallel)
+    _check_gather(parallel, layout)
     groups = model.num_query_groups or 1
     require(
         groups % layout.tp == 0,
@@ -78,6 +71,21 @@ def _check_layers(model: ModelConfig, parallel: ParallelConfig) -> None:
         )
 
 
+def _check_gather(parallel: ParallelConfig, layout: Layout) -> None:
+    if not parallel.fp8_param_gather:
+        return
+    require(
+        layout.dp_shard * layout.cp > 1,
+        "--fp8-param-gather: no weights are sharded, so none are gathered; leave it out, or take more processes and "
+        "--hybrid-shard-degree 0",
+    )
+    require(
+        parallel.data_parallel_collectives == "flat",
+        f"--fp8-param-gather: --data-parallel-collectives {parallel.data_parallel_collectives} has gathers of its own; "
+        "flat works",
+    )
+
+
 def _check_tokens(config: Config, layout: Layout) -> None:
     """Rows that only fill up a slice of the tokens would take part in maxima."""
     length, micro = config.data.seq_length or 0, config.data.micro_batch_size
@@ -95,26 +103,28 @@ def _check_tokens(config: Config, layout: Layout) -> None:
             f"--fp8-recipe {config.parallel.fp8_recipe}: --seq-length {length}{cut} = {piece} is not a multiple of its "
             f"blocks of {block} tokens; --fp8-recipe rowwise takes any length"
         )
+    slices = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
+    own = micro * length // layout.cp // slices
+    require(
+        own % block == 0 or not config.model.multi_latent_attention,
+        f"--fp8-recipe {config.parallel.fp8_recipe}: with --sequence-parallel a process projects {own} tokens to the "
+        f"latents of --multi-latent-attention, which are not whole blocks of {block}; --fp8-recipe rowwise takes any",
+    )
 
 
 def _check_widths(model: ModelConfig, parallel: ParallelConfig, tp: int) -> None:
-    head_dim, groups, ffn = model.kv_channels, model.num_query_groups, model.ffn_hidden_size
-    assert head_dim is not None and groups is not None and ffn is not None, "filled in before"
-    widths = {
-        "--hidden-size": model.hidden_size,
-        "--ffn-hidden-size": ffn // tp,
-        "--num-attention-heads x --kv-channels": model.num_attention_heads * head_dim // tp,
-        "--num-query-groups x --kv-channels": groups * head_dim // tp,
-    }
+    assert model.ffn_hidden_size is not None, "filled in before"
     experts = {
         "--moe-ffn-hidden-size": model.moe_ffn_hidden_size,
         "--moe-shared-expert-intermediate-size": model.moe_shared_expert_intermediate_size,
     }
-    widths |= {name: width // tp for name, width in experts.items() if width is not None}
+    cut = {"--ffn-hidden-size": model.ffn_hidden_size, **_widths_of_heads(model)}
+    cut |= {name: width for name, width in experts.items() if width is not None}
+    whole = {"--hidden-size": model.hidden_size, **_widths_of_latents(model)}
     shared = "" if tp == 1 else f" on each of {tp} tensor-parallel processes"
     multiple = _BLOCKS.get(parallel.fp8_recipe, 1 if parallel.fp8_emulate else _ALIGNED)
-    for name, width in widths.items():
-        place = "" if name == "--hidden-size" else shared
+    for name, width in (whole | {name: width // tp for name, width in cut.items()}).items():
+        place = "" if name in whole else shared
         require(
             width % multiple == 0,
             f"--fp8-recipe {parallel.fp8_recipe} takes widths that are multiples of {multiple}: {name} is {width}"
@@ -132,3 +142,31 @@ def _check_widths(model: ModelConfig, parallel: ParallelConfig, tp: int) -> None
         f"--fp8-format {parallel.fp8_format} on tensor cores makes bf16 of its products: give --bf16, or "
         "--fp8-emulate where there are none",
     )
+
+
+def _widths_of_heads(model: ModelConfig) -> dict[str, int]:
+    """Of attention's projections that TP cuts."""
+    heads, groups, head_dim = model.num_attention_heads, model.num_query_groups, model.kv_channels
+    assert head_dim is not None and groups is not None, "filled in before"
+    if not model.multi_latent_attention:
+        return {
+            "--num-attention-heads x --kv-channels": heads * head_dim,
+            "--num-query-groups x --kv-channels": groups * head_dim,
+        }
+    return {
+        "--num-attention-heads x (--qk-head-dim + --qk-pos-emb-head-dim)": heads
+        * (model.qk_head_dim + model.qk_pos_emb_head_dim),
+        "--num-attention-heads x (--qk-head-dim + --v-head-dim)": heads * (model.qk_head_dim + model.v_head_dim),
+        "--num-attention-heads x --v-head-dim": heads * model.v_head_dim,
+    }
+
+
+def _widths_of_latents(model: ModelConfig) -> dict[str, int]:
+    """Of latent attention's projections that every process has whole."""
+    if not model.multi_latent_attention:
+        return {}
+    found = {
+        "--kv-lora-rank": model.kv_lora_rank,
+        "--kv-lora-rank + --qk-pos-emb-head-dim": model.kv_lora_rank + model.qk_pos_emb_head_dim,
+    }
+    return found if model.q_lora_rank is None else found | {"--q-lora-rank": model.q_lora_rank}

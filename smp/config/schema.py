@@ -327,6 +327,9 @@ class ParallelConfig:
     fp8_emulate: bool = only_with(False, fp8_format=GIVEN)
     """Compute the same 8-bit numbers without tensor cores, on any device: products of what was rounded, in fp32. For
     tests and to try what FP8 does to a loss; it is slower than no FP8."""
+    fp8_param_gather: bool = only_with(False, fp8_recipe=("delayed", "tensorwise"))
+    """FP8: gather weights that are sharded over data-parallel processes as 8-bit numbers, 1 byte each. The result is
+    the same, bit for bit."""
     first_last_layers_bf16: bool = only_with(False, fp8_format=GIVEN)
     """FP8: leave the first and the last layers as they are without it."""
     num_layers_at_start_in_bf16: int = only_with(1, first_last_layers_bf16=True)
@@ -429,6 +432,9 @@ class LoraConfig:
     """Linear layers that get an adapter: shell patterns with commas in between, of whole names or of their last part
     (query, key, value, output, gate, up, down). Experts by whole names only, as *.experts.*. Default: all of them but
     experts."""
+    use_dora: bool = False
+    """Adapters also train the norms of a weight's rows (DoRA), as peft's use_dora. Without --lora-dropout, and not on
+    experts. --load-adapter brings it."""
     load_in_4bit: bool = False
     """Keep the frozen weights of linear layers in 4 bits, NF4 of bitsandbytes (QLoRA); embedding, output matrix and
     experts stay as they are. Needs adapters."""

@@ -8,7 +8,7 @@ becomes several with the same A and each its rows of B. See ``peft_read`` and ``
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ from smp.convert.weights import Weights
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 """Files of peft's format."""
+MAGNITUDE = "lora_magnitude_vector"
+"""What DoRA's tensors are called there."""
 FRONT = "base_model.model."
 """What stands in front of the model's own names there."""
 
@@ -39,11 +41,13 @@ class Adapter:
     Attributes:
         a, b: (rank, in) and (out, rank), whole; of experts (experts, rank, in) and (experts, out, rank).
         scale: alpha / rank.
+        magnitude: (out,), with DoRA the norms that the rows of the sum are scaled to.
     """
 
     a: torch.Tensor
     b: torch.Tensor
     scale: float
+    magnitude: torch.Tensor | None = None
 
     @property
     def rank(self) -> int:
@@ -83,6 +87,12 @@ def linear_modules(config: ModelConfig, family: Family) -> dict[str, dict[str, L
     return out
 
 
+def partly_adapted(names: Collection[str], config: ModelConfig, family: Family) -> list[str]:
+    """Hugging Face's modules in which some of the layers ``names`` lie beside others."""
+    modules = linear_modules(config, family).items()
+    return [module for module, found in modules if 0 < sum(name in names for name in found) < len(found)]
+
+
 def check_shapes(a: torch.Tensor, b: torch.Tensor, matrix: tuple[int, ...], what: str) -> None:
     """Raise CheckpointError unless ``b @ a`` is as large as the matrix, or those of experts, that it is added to."""
     *experts, rows, columns = matrix
@@ -95,7 +105,8 @@ def check_shapes(a: torch.Tensor, b: torch.Tensor, matrix: tuple[int, ...], what
 
 
 class MergedWeights(Weights):
-    """A model's weights with adapters added into them: ``W + scale x B A``, computed in fp32 and rounded once.
+    """A model's weights with adapters added into them: ``W + scale x B A``, with DoRA rows of it scaled to their
+    magnitudes, computed in fp32 and rounded once.
 
     Args:
         base: the model.
@@ -117,21 +128,42 @@ class MergedWeights(Weights):
         self.notes = [*base.notes, f"{len(adapters)} adapters are merged"]
 
     def read_into(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> None:
+        adapter = self.adapters.get(name)
+        if adapter is not None and adapter.magnitude is not None:
+            out.copy_(self._scaled_rows(name, offsets, out.shape, adapter.magnitude))
+            return
         block = torch.empty(out.shape, dtype=self.base.tensors[name].dtype)
         self.base.read_into(name, offsets, block)
-        adapter = self.adapters.get(name)
-        if adapter is not None:
-            *first, rows, columns = (slice(o, o + n) for o, n in zip(offsets, out.shape, strict=True))
-            b, a = adapter.b[(*first, rows)], adapter.a[(*first, slice(None), columns)]
-            block = block.float() + adapter.scale * (b @ a)
-        out.copy_(block)
+        out.copy_(block if adapter is None else _added(block, adapter, offsets))
+
+    def _scaled_rows(
+        self, name: str, offsets: Sequence[int], shape: Sequence[int], magnitude: torch.Tensor
+    ) -> torch.Tensor:
+        """A box of a matrix under DoRA: norms are of whole rows."""
+        stored, (row, column) = self.base.tensors[name], offsets
+        whole = torch.empty(shape[0], stored.shape[1], dtype=stored.dtype)
+        self.base.read_into(name, (row, 0), whole)
+        added = _added(whole, self.adapters[name], (row, 0))
+        scale = magnitude[row : row + shape[0]] / torch.linalg.vector_norm(added, dim=1)
+        return added[:, column : column + shape[1]] * scale[:, None]
 
     def fingerprint(self) -> Any:
-        parts = [[n, m.scale, *map(_hash, (m.a, m.b))] for n, m in self.adapters.items()]
+        parts = [[n, m.scale, *map(_hash, _tensors(m))] for n, m in self.adapters.items()]
         return [self.base.fingerprint(), parts]
 
     def close(self) -> None:
         self.base.close()
+
+
+def _added(block: torch.Tensor, adapter: Adapter, offsets: Sequence[int]) -> torch.Tensor:
+    """A box of a matrix, fp32, with that of ``scale x B A``."""
+    *first, rows, columns = (slice(o, o + n) for o, n in zip(offsets, block.shape, strict=True))
+    b, a = adapter.b[(*first, rows)], adapter.a[(*first, slice(None), columns)]
+    return block.float() + adapter.scale * (b @ a)
+
+
+def _tensors(adapter: Adapter) -> list[torch.Tensor]:
+    return [adapter.a, adapter.b, *([] if adapter.magnitude is None else [adapter.magnitude])]
 
 
 def _hash(tensor: torch.Tensor) -> str:

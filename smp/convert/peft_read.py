@@ -13,7 +13,7 @@ import torch
 
 from smp.checkpoint import CheckpointError
 from smp.config import ConfigError, ModelConfig
-from smp.convert.adapters import CONFIG, FRONT, TENSORS, Adapter, check_shapes, linear_modules
+from smp.convert.adapters import CONFIG, FRONT, MAGNITUDE, TENSORS, Adapter, check_shapes, linear_modules
 from smp.convert.families import Family
 from smp.convert.hf_config import read_json
 from smp.convert.hf_store import safetensors_store
@@ -21,7 +21,7 @@ from smp.convert.peft_experts import expert_tensors, parted
 
 _KNOWN = {
     *("peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision"),
-    *("inference_mode", "r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern", "use_rslora"),
+    *("inference_mode", "r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"),
     *(
         "target_parameters",
@@ -34,7 +34,7 @@ _KNOWN = {
     ),
 }
 """What may be set in adapter_config.json. Anything else that is set makes the adapter compute something else than
-``scale x B A`` on top of the model's own weights, as far as anybody can know."""
+``scale x B A`` on top of the model's own weights, or DoRA, as far as anybody can know."""
 _STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Of ``init_lora_weights``. Others (PiSSA, OLoRA, CorDA, LoftQ) change the model's weights as well."""
 
@@ -48,7 +48,9 @@ def read_adapters(folder: str | Path, config: ModelConfig, family: Family) -> tu
     """
     folder = Path(folder)
     content = _read_config(folder)
-    modules, found = linear_modules(config, family), dict(_pairs(folder))
+    tensors = _read_tensors(folder)
+    magnitudes = _magnitudes(tensors)
+    modules, found = linear_modules(config, family), dict(_pairs(folder, tensors))
     of_experts = _experts(content, config, family, found, folder)
     if strange := sorted(found.keys() - modules.keys()):
         raise CheckpointError(f"{folder / TENSORS}: {strange[0]} is no linear layer of this model")
@@ -62,8 +64,11 @@ def read_adapters(folder: str | Path, config: ModelConfig, family: Family) -> tu
         a, b = found[module]
         for name, link in modules[module].items():
             check_shapes(a, b, (link.rows.external_rows, link.shape[1]), f"{folder / TENSORS}: the adapter of {module}")
-            rows = [b[row : row + count] for row, _, count in link.rows.runs(0, link.rows.smp_rows)]
-            adapters[name] = Adapter(a, torch.cat(rows), _scale(content, module, a.shape[0], folder))
+            runs = list(link.rows.runs(0, link.rows.smp_rows))
+            rows = torch.cat([b[row : row + count] for row, _, count in runs])
+            m = _magnitude(content, module, magnitudes, b.shape[0], folder)
+            m = None if m is None else torch.cat([m[row : row + count] for row, _, count in runs])
+            adapters[name] = Adapter(a, rows, _scale(content, module, a.shape[0], folder), m)
     adapters |= of_experts
     if not adapters:
         raise CheckpointError(f"{folder / TENSORS} holds no adapter")
@@ -126,7 +131,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     for key, value in content.items():
         off = value in (None, False, 0) or value == {} or value == []
         if key not in _KNOWN and not off:
-            raise ConfigError(f"{path}: {key} is {_short(value)}, and only plain LoRA is supported")
+            raise ConfigError(f"{path}: {key} is {_short(value)}, and only LoRA and DoRA are supported")
     if content.get("bias", "none") != "none":
         raise ConfigError(f"{path}: trained biases are not supported")
     if (start := content.get("init_lora_weights", True)) not in _STARTS:
@@ -167,16 +172,48 @@ def _scale(content: Mapping[str, Any], module: str, rank: int, folder: Path) -> 
     return alpha / (math.sqrt(rank) if content.get("use_rslora") else rank)
 
 
-def _pairs(folder: Path) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """(Hugging Face's module, (A, B)) in fp32."""
+def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All that is in the file."""
     store, tensors = safetensors_store(folder, TENSORS), {}
-    ends = (".lora_A.weight", ".lora_B.weight")
     for key, stored in store.tensors.items():
-        if not key.endswith(ends):
-            raise CheckpointError(f"{folder / TENSORS}: tensor {key} is neither A nor B of an adapter")
         tensors[key] = torch.empty(stored.shape, dtype=stored.dtype)
         store.read_into(key, (0,) * len(stored.shape), tensors[key])
     store.files.close()
+    return tensors
+
+
+def _magnitudes(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """DoRA's, fp32, by the name of the module; they are taken out of ``tensors``. Their names have had two forms."""
+    ends = (f".{MAGNITUDE}.weight", f".{MAGNITUDE}")
+    keys = [(key, end) for key in tensors for end in ends if key.endswith(end)]
+    return {key.removesuffix(end).removeprefix(FRONT): tensors.pop(key).float() for key, end in keys}
+
+
+def _magnitude(
+    content: Mapping[str, Any], module: str, magnitudes: Mapping[str, torch.Tensor], rows: int, folder: Path
+) -> torch.Tensor | None:
+    """Of a module with DoRA, (out,); None without."""
+    found = magnitudes.get(module)
+    if bool(content.get("use_dora")) != (found is not None):
+        raise CheckpointError(
+            f"{folder / TENSORS}: {module} has {'a' if found is not None else 'no'} magnitude, and use_dora is "
+            f"{_short(content.get('use_dora', False))}"
+        )
+    if found is not None and found.shape != (rows,):
+        raise CheckpointError(
+            f"{folder / TENSORS}: the magnitude of {module} has shape {list(found.shape)}, the matrix has {rows} rows"
+        )
+    return found
+
+
+def _pairs(
+    folder: Path, tensors: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """(Hugging Face's module, (A, B)) in fp32."""
+    ends = (".lora_A.weight", ".lora_B.weight")
+    for key in tensors:
+        if not key.endswith(ends):
+            raise CheckpointError(f"{folder / TENSORS}: tensor {key} is neither A nor B of an adapter")
     for module in dict.fromkeys(key[: -len(ends[0])] for key in tensors):
         a, b = (tensors.get(module + end) for end in ends)
         if a is None or b is None:

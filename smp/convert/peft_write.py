@@ -11,7 +11,7 @@ import torch
 from smp.checkpoint.folder import Folder
 from smp.checkpoint.tensor_file import lay_out, raw_bytes, write_file
 from smp.config import ModelConfig
-from smp.convert.adapters import CONFIG, FRONT, TENSORS, Adapter, linear_modules
+from smp.convert.adapters import CONFIG, FRONT, MAGNITUDE, TENSORS, Adapter, linear_modules
 from smp.convert.families import Family
 from smp.convert.layout import Link
 from smp.convert.peft_experts import expert_tensors, joined
@@ -39,6 +39,8 @@ def write_adapters(
             tensors[f"{FRONT}{module}.lora_A.weight"] = a
             tensors[f"{FRONT}{module}.lora_B.weight"] = b
             ranks[module], alphas[module] = a.shape[0], scale * a.shape[0]
+            if (magnitude := _magnitude(members)) is not None:
+                tensors[f"{FRONT}{module}.{MAGNITUDE}.weight"] = magnitude
     targets = _targets(ranks, modules.keys())
     stacked = expert_tensors(config, family, lambda _, members: any(name in adapters for name in members))
     for tensor in stacked:
@@ -47,6 +49,7 @@ def write_adapters(
         ranks[tensor.name] = a.shape[0] // tensor.count
         alphas[tensor.name] = scale * ranks[tensor.name]
     content = _config(ranks, alphas, targets, [t.name for t in stacked], dropout, base, family.table.transposed)
+    content["use_dora"] = any(adapter.magnitude is not None for adapter in adapters.values())
     folder.make()
     folder.delete(CONFIG)  # it comes last: a folder without it is no adapter
     folder.delete(TENSORS)
@@ -69,6 +72,19 @@ def _fused(members: Sequence[tuple[Link, Adapter]]) -> tuple[torch.Tensor, torch
             b[row : row + count, column : column + m.rank] = m.b[at : at + count] * (m.scale / adapter.scale)
         column += m.rank
     return torch.cat([m.a for _, m in members]), b, adapter.scale
+
+
+def _magnitude(members: Sequence[tuple[Link, Adapter]]) -> torch.Tensor | None:
+    """DoRA's norms of the rows of a matrix that several may lie in; None without."""
+    out, filled = torch.zeros(members[0][0].rows.external_rows), 0
+    for link, adapter in members:
+        if adapter.magnitude is None:
+            return None
+        for row, at, count in link.rows.runs(0, link.rows.smp_rows):
+            out[row : row + count] = adapter.magnitude[at : at + count]
+            filled += count
+    assert filled == len(out), "all layers of a matrix have adapters; see partly_adapted"
+    return out
 
 
 def _config(
@@ -98,7 +114,6 @@ def _config(
         "fan_in_fan_out": transposed,
         "inference_mode": True,
         "use_rslora": False,
-        "use_dora": False,
         "modules_to_save": None,
     }
 

@@ -113,7 +113,7 @@ def logits_to_gradient_reference(
         z = logits[rows, :valid]
         gradient = z if z.dtype == scratch.dtype else scratch[: z.shape[0]]
         torch.sub(z, stats[0, rows, None], out=gradient).sub_(stats[1, rows, None]).exp_().mul_(weights[rows, None])
-        gradient.scatter_add_(1, columns[rows], minus[rows])
+        gradient.scatter_add_(1, columns[rows], minus[rows].to(gradient.dtype))
         if gradient is not z:
             z.copy_(gradient)
     logits[:, valid:] = 0.0

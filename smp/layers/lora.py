@@ -18,6 +18,7 @@ compute the same gradient.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -29,6 +30,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smp.kernels.dropout import keyed_dropout
+from smp.layers.dora import matrix_of, with_magnitude
 from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, linear_layers
 from smp.layers.moe.experts import ExpertLinear, expert_layers
 from smp.layers.moe.lora import ExpertLora, LoraExpertLinear
@@ -52,6 +54,7 @@ class Lora(nn.Module):
         alpha: B A is scaled by alpha / rank.
         dropout: on the input of A, not on that of W.
         key: of the dropout's masks, see ``smp.parallel.rng``.
+        dora: train the norms of the weight's rows, too, see ``smp.layers.dora``; they are cut as B is.
 
     A starts as N(0, 1 / (3 in)), the variance of the usual uniform start, and B as 0: the layer starts as it was.
     Both are fp32 whatever the layer's weight is.
@@ -64,15 +67,20 @@ class Lora(nn.Module):
         alpha: float,
         dropout: float = 0.0,
         key: int = 0,
+        *,
+        dora: bool = False,
     ) -> None:
         super().__init__()
         weight = cast(DTensor, layer.weight)
         (out_features, in_features), [placement] = weight.shape, weight.placements
-        by_columns = placement == SHARD_COLUMNS
+        self.by_columns = placement == SHARD_COLUMNS
+        of_a, of_b = (SHARD_COLUMNS, REPLICATE) if self.by_columns else (REPLICATE, placement)
         with torch.device(weight.device):
-            self.a = tp_parameter((rank, in_features), SHARD_COLUMNS if by_columns else REPLICATE, weight.device_mesh)
-            self.b = tp_parameter((out_features, rank), REPLICATE if by_columns else placement, weight.device_mesh)
+            self.a = tp_parameter((rank, in_features), of_a, weight.device_mesh)
+            self.b = tp_parameter((out_features, rank), of_b, weight.device_mesh)
+            self.magnitude = tp_parameter((out_features,), of_b, weight.device_mesh) if dora else None
         self.initializers: dict[str, Initializer] = {"a": Normal((3 * in_features) ** -0.5), "b": Constant(0.0)}
+        self.initializers["magnitude"] = Constant(math.nan)  # of the weight: begin_magnitudes
         self.rank, self.alpha, self.dropout = rank, alpha, dropout
         # A tensor: compiled code would be made anew for each adapter's number. On the host, where a kernel reads it
         # without a copy to its device; no buffer, which to_empty would lose.
@@ -80,13 +88,18 @@ class Lora(nn.Module):
         self.first_channel = local_box(weight).offsets[1]
         self.enabled = True
 
+    @property
+    def scale(self) -> float:
+        """Of B A."""
+        return self.alpha / self.rank
+
     def down(self, x: torch.Tensor, a: torch.Tensor, token_index: torch.Tensor | None) -> torch.Tensor:
         """``(alpha / rank) dropout(x) A^T``: (tokens, ..., in) -> (tokens, ..., rank)."""
         if self.dropout > 0.0 and self.training:
             if token_index is None:
                 raise ValueError("dropout of adapters needs token_index: its masks are keyed by the token's number")
             x = keyed_dropout(x, self.key, token_index, self.dropout, first_channel=self.first_channel)
-        return F.linear(x, a) * (self.alpha / self.rank)
+        return F.linear(x, a) * self.scale
 
 
 class LoraColumnParallelLinear(ColumnParallelLinear):
@@ -118,11 +131,23 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
         factors = [local(m.a, x.dtype, summed_over=layers[0].shared_by) for m in used]
         low = torch.cat([m.down(x, a, token_index) for m, a in zip(used, factors, strict=True)], dim=-1)
         low = gather_tokens(low, group) if split else copy_to_group(low, group)  # (tokens, ..., sum of ranks)
-        slices = iter(low.split([m.rank for m in used], dim=-1))
+        parts = iter(zip(factors, low.split([m.rank for m in used], dim=-1), strict=True))
         return [
-            y if m is None else y + F.linear(next(slices), layer.own_rows(m.b, y.dtype))
+            y if m is None else _added_to_column(y, layer, m, *next(parts))
             for y, m, layer in zip(outputs, adapters, layers, strict=True)
         ]
+
+
+def _added_to_column(
+    y: torch.Tensor, layer: ColumnParallelLinear, adapter: Lora, a: torch.Tensor, low: torch.Tensor
+) -> torch.Tensor:
+    """``y`` of a column-parallel layer with its adapter, of which ``a`` is A and ``low`` the low-rank activations."""
+    b = layer.own_rows(adapter.b, y.dtype)
+    y = y + F.linear(low, b)
+    if adapter.magnitude is None:
+        return y
+    weight = matrix_of(layer, layer.own_rows(layer.weight, y.dtype), y.dtype)
+    return with_magnitude(y, layer.own_rows(adapter.magnitude, y.dtype), weight, (a, b), adapter.scale)
 
 
 class LoraRowParallelLinear(RowParallelLinear):
@@ -140,10 +165,16 @@ class LoraRowParallelLinear(RowParallelLinear):
         """
         if not self.lora.enabled:
             return output
-        low = self.lora.down(x, local(self.lora.a, x.dtype), token_index)  # (tokens, ..., rank), a part of the sum
+        a = local(self.lora.a, x.dtype)
+        low = self.lora.down(x, a, token_index)  # (tokens, ..., rank), a part of the sum
         reduce = reduce_scatter_tokens if self.sequence_parallel else reduce_from_group
         b = local(self.lora.b, output.dtype, summed_over=self.shared_by)
-        return output + F.linear(reduce(low, self.group), b)
+        y = output + F.linear(reduce(low, self.group), b)
+        if self.lora.magnitude is None:
+            return y
+        weight = matrix_of(self, local(self.weight, output.dtype), output.dtype)
+        magnitude = local(self.lora.magnitude, output.dtype, summed_over=self.shared_by)
+        return with_magnitude(y, magnitude, weight, (a, b), self.lora.scale, (self.group,))
 
 
 Adapted = LoraColumnParallelLinear | LoraRowParallelLinear | LoraExpertLinear
@@ -184,21 +215,29 @@ def matching(names: Sequence[str], experts: Sequence[str], target: str) -> list[
     return [*found, *(name for name in experts if "experts" in target and fnmatchcase(name, target))]
 
 
-def attach(model: nn.Module, sizes: Mapping[str, tuple[int, float]], *, dropout: float = 0.0, seed: int = 0) -> None:
+def attach(
+    model: nn.Module,
+    sizes: Mapping[str, tuple[int, float]],
+    *,
+    dropout: float = 0.0,
+    seed: int = 0,
+    dora: bool = False,
+) -> None:
     """Put an adapter of the given (rank, alpha) on each named layer, and freeze everything else. Names of layers that
     this part of a model does not have are passed over.
 
     A layer becomes one of the adapted class in place, as a module becomes an ``FSDPModule`` under ``fully_shard``: it
-    keeps its parameters and their names, and the adapter's are ``<layer>.lora.a`` and ``.b``.
+    keeps its parameters and their names, and the adapter's are ``<layer>.lora.a`` and ``.b``, with ``dora`` also
+    ``.magnitude``, which ``smp.layers.dora.begin_magnitudes`` fills when there are weights.
 
     Raises:
-        ValueError: a layer has an adapter already, or is of a class of its own; dropout for experts.
+        ValueError: a layer has an adapter already, or is of a class of its own; dropout or ``dora`` for experts.
     """
     model.requires_grad_(False)
     for name, experts in expert_layers(model).items():
         if name in sizes:
-            if type(experts) is not ExpertLinear or dropout:
-                raise ValueError(f"{name}: adapters go on plain experts, once, and without dropout")
+            if type(experts) is not ExpertLinear or dropout or dora:
+                raise ValueError(f"{name}: adapters go on plain experts, once, without dropout and DoRA")
             experts.__class__ = LoraExpertLinear
             cast(LoraExpertLinear, experts).lora = ExpertLora(experts, *sizes[name])
     for name, layer in linear_layers(model).items():
@@ -207,7 +246,7 @@ def attach(model: nn.Module, sizes: Mapping[str, tuple[int, float]], *, dropout:
                 raise ValueError(f"{name} is a {type(layer).__name__}: adapters go on plain layers, once")
             column = isinstance(layer, ColumnParallelLinear)
             layer.__class__ = LoraColumnParallelLinear if column else LoraRowParallelLinear
-            layer.lora = Lora(layer, *sizes[name], dropout, dropout_key(seed, f"{name}.lora"))
+            layer.lora = Lora(layer, *sizes[name], dropout, dropout_key(seed, f"{name}.lora"), dora=dora)
 
 
 def adapters_of(model: nn.Module) -> dict[str, Lora | ExpertLora]:

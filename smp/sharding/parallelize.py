@@ -27,6 +27,7 @@ from smp.layers.moe import Experts, MoE
 from smp.layers.moe.experts import ExpertLinear
 from smp.parallel.context import ParallelContext
 from smp.parallel.network.choose import NetworkCollectives
+from smp.sharding.fp8_gather import gather_in_fp8
 from smp.sharding.network import communicate_by
 from smp.sharding.offload import Offload
 
@@ -92,6 +93,8 @@ def parallelize(
     if context.expert_fsdp is not None:
         _shard_experts(model, context.expert_fsdp, context.collectives, bf16=config.bf16)
     shard(model, fsdp_units(), context.fsdp, bf16=config.bf16, collectives=context.collectives)
+    if config.fp8_param_gather:
+        gather_in_fp8(model)
     if context.pp_size == 1:  # a pipeline's schedule says itself when weights are gathered
         prefetch(blocks)
         _gather_once(model)

@@ -84,7 +84,8 @@ def read_saved_adapters(folder: Folder, manifest: Manifest) -> dict[str, Adapter
     out = {}
     for layer, scale in scales.items():
         a, b = (_read(folder, manifest, f"model.{layer}.lora.{part}") for part in ("a", "b"))
-        out[layer] = Adapter(a, b, scale)
+        magnitude = f"model.{layer}.lora.magnitude"
+        out[layer] = Adapter(a, b, scale, _read(folder, manifest, magnitude) if magnitude in manifest.tensors else None)
     return out
 
 

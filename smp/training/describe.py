@@ -215,4 +215,5 @@ def adapter_elements(config: Config, layout: Layout) -> int:
     chosen = {name for target in targets for name in matching(plain, experts, target)}
     # A (rank, in) and B (out, rank) are cut as the weight (out, in) is; each expert has its own
     shapes = [weights[name].local_shape(layout) for name in chosen]
-    return lora.lora_rank * sum(math.prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes)
+    magnitudes = sum(shape[-2] for shape in shapes) if lora.use_dora else 0
+    return magnitudes + lora.lora_rank * sum(math.prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes)

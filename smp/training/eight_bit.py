@@ -68,6 +68,7 @@ def describe_fp8(config: Config) -> list[str]:
     kept += ["adapters"] if config.has_adapters else []
     formats = "e4m3, gradients e5m2" if parallel.fp8_format == "hybrid" else "e4m3"
     how = "emulated: rounded to 8 bits, multiplied in fp32" if parallel.fp8_emulate else "on tensor cores"
+    how += ", weights gathered as 8-bit numbers" if parallel.fp8_param_gather else ""
     return [f"FP8: linear layers in {formats}, {_recipe(config)} scales, {how}; in {otherwise}: {'; '.join(kept)}"]
 
 

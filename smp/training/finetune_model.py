@@ -17,7 +17,7 @@ from smp.checkpoint.together import together
 from smp.config import Config, ConfigError
 from smp.config.finetune import ALL_LINEAR
 from smp.config.schema import LoraConfig
-from smp.convert.adapters import Adapter
+from smp.convert.adapters import Adapter, family_for, partly_adapted
 from smp.convert.describe import read_architecture
 from smp.convert.hf import open_hf
 from smp.convert.hf_config import is_hf_folder
@@ -25,6 +25,7 @@ from smp.convert.load import load_weights
 from smp.convert.smp_format import SmpWeights
 from smp.convert.weights import Weights
 from smp.layers import init_weights
+from smp.layers.dora import begin_magnitudes
 from smp.layers.linear import linear_layers
 from smp.layers.lora import adapters_of, attach, choose
 from smp.layers.quantized import Blocks, fill, quantize_layers, quantized_layers, read_blocks, whole_shape
@@ -32,6 +33,7 @@ from smp.models.gpt import GPT
 from smp.parallel.agree import gather
 from smp.parallel.boxes import local_box
 from smp.sharding.parallelize import parallelize
+from smp.training.adapter_files import reference_config
 from smp.training.build import Workplace, assemble
 
 
@@ -78,7 +80,8 @@ def build_finetune_model(
     model.to_empty(device=place.device)
     if config.has_adapters:
         init_weights(model, config.training.seed, only="lora")
-    of_adapters = {f"{layer}.lora.{name}" for layer in adapters_of(model) for name in ("a", "b")}
+    adapters = adapters_of(model)
+    of_adapters = {f"{layer}.lora.{name}" for layer, m in adapters.items() for name, _ in m.named_parameters()}
     if config.has_scores and not (read_architecture(config.checkpoint.load or "") or {}).get("scalar_head"):
         init_weights(model, config.training.seed, only="head")  # the files are of a language model
         of_adapters.add("head.weight")
@@ -90,6 +93,8 @@ def build_finetune_model(
         _load_in_4_bits(model, config)
     if start is not None:
         _fill_adapters(model, start)
+    elif config.has_adapters:
+        begin_magnitudes(layer for name, layer in linear_layers(model).items() if name in adapters)
     if config.has_adapters and config.model.num_experts is not None:
         adapted = any(gather(any(".experts." in name for name in adapters_of(model))))
         notes.append(f"note: {'routers' if adapted else 'experts and routers'} have no adapters: they stay as they are")
@@ -126,13 +131,17 @@ def _add_adapters(model: GPT, config: Config, start: Mapping[str, Adapter] | Non
     assert lora is not None, "settings of a fine-tuning run"
     if start is not None:
         sizes = {name: (adapter.rank, adapter.alpha) for name, adapter in start.items()}
+        dora = any(adapter.magnitude is not None for adapter in start.values())
     else:
         assert lora.lora_rank is not None and lora.lora_alpha is not None, "filled in before"
-        sizes = dict.fromkeys(_chosen_layers(model, lora), (lora.lora_rank, lora.lora_alpha))
-    attach(model, sizes, dropout=lora.lora_dropout or 0.0, seed=config.training.seed)
+        sizes = dict.fromkeys(_chosen_layers(model, config, lora), (lora.lora_rank, lora.lora_alpha))
+        dora = lora.use_dora
+    if dora and lora.lora_dropout:  # of a file
+        raise ConfigError("--load-adapter has use_dora and a dropout, which do not go together; give --lora-dropout 0")
+    attach(model, sizes, dropout=lora.lora_dropout or 0.0, seed=config.training.seed, dora=dora)
 
 
-def _chosen_layers(model: GPT, lora: LoraConfig) -> list[str]:
+def _chosen_layers(model: GPT, config: Config, lora: LoraConfig) -> list[str]:
     """Names of this rank's layers that --lora-target-modules chooses."""
     assert lora.lora_target_modules is not None, "filled in before"
     targets = [target.strip() for target in lora.lora_target_modules.split(",")]
@@ -145,11 +154,21 @@ def _chosen_layers(model: GPT, lora: LoraConfig) -> list[str]:
             f"--lora-target-modules {nothing[0]} chooses no linear layer of this model: they are {', '.join(last)}"
         )
     names = [name for names in chosen.values() for name in names]
-    if lora.lora_dropout and any(gather(any(".experts." in name for name in names))):
-        raise ConfigError(
-            f"--lora-dropout {lora.lora_dropout}: adapters on experts have none; leave it out, or experts"
-        )
+    refused = f"--lora-dropout {lora.lora_dropout}" if lora.lora_dropout else "--use-dora" if lora.use_dora else ""
+    if refused and any(gather(any(".experts." in name for name in names))):
+        raise ConfigError(f"{refused}: adapters on experts do not have it; leave it out, or experts")
+    if lora.use_dora:
+        _check_whole_modules(names, config)
     return names
+
+
+def _check_whole_modules(names: list[str], config: Config) -> None:
+    """In peft's format, which the end of a run writes, DoRA has the norms of all rows of a module."""
+    if partly := partly_adapted(names, config.model, family_for(config.model, reference_config(config))):
+        raise ConfigError(
+            f"--use-dora: {partly[0]} is one matrix of several layers in Hugging Face's model, and "
+            "--lora-target-modules has to choose all of them or none"
+        )
 
 
 def _keep_in_bf16(model: nn.Module) -> None:
@@ -164,7 +183,10 @@ def _keep_in_bf16(model: nn.Module) -> None:
 def _fill_adapters(model: GPT, start: Mapping[str, Adapter]) -> None:
     """Every rank takes its boxes of A and B."""
     for name, adapter in adapters_of(model).items():
-        for parameter, whole in ((adapter.a, start[name].a), (adapter.b, start[name].b)):
+        for part_name, parameter in adapter.named_parameters():
+            whole = getattr(start[name], part_name)
+            if whole is None:
+                raise CheckpointError(f"--load-adapter: {name} has no magnitude, which other layers have")
             box = local_box(parameter)
             part = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
             cast(DTensor, parameter).to_local().copy_(whole[part])

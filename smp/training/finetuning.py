@@ -20,6 +20,7 @@ from smp.data.tuning.batches import PairBatch, TuningDataset
 from smp.data.tuning.build import TuningData
 from smp.data.tuning.sequences import Sequences, lay_out
 from smp.kernels import Kernels
+from smp.layers.fp8.apply import read_scales_of
 from smp.layers.lora import adapters_off
 from smp.models.arithmetic import count_parameters
 from smp.models.gpt import GPT
@@ -199,6 +200,7 @@ class _Build:
             free_gathered(model)
             return TableReference(table)
         copy, _ = build_finetune_model(self.config, self.place, self.start, trainable=False)
+        read_scales_of(copy, model)
         return ModelReference(copy, build_forward_backward(self.config, self.place, copy), device, cp=cp)
 
     def _table(self, reference: ModelReference) -> torch.Tensor:

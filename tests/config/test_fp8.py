@@ -29,6 +29,8 @@ def read(flags: str, processes: int = 4) -> Config:
         "--fp8-format e4m3 --fp8-emulate --fp8-recipe blockwise --num-query-groups 2 --tensor-model-parallel-size 2 "
         "--kv-channels 128",
         FP8 + "--fp8-amax-history-len 1 --fp8-amax-compute-algo most_recent --context-parallel-size 2",
+        FP8 + "--fp8-param-gather",
+        FP8 + "--multi-latent-attention --kv-lora-rank 32 --tensor-model-parallel-size 2 --sequence-parallel",
         FP8 + "--num-experts 4 --moe-ffn-hidden-size 64 --expert-model-parallel-size 2",
     ],
 )
@@ -45,6 +47,22 @@ def test_what_works_is_taken(flags: str) -> None:
         (FP8 + "--fp8-recipe rowwise --fp8-amax-history-len 3", "has no effect without --fp8-recipe delayed"),
         (FP8 + "--num-layers-at-end-in-bf16 2", "has no effect without --first-last-layers-bf16"),
         (FP8 + "--compile", "and --compile exclude each other"),
+        (FP8 + "--fp8-recipe rowwise --fp8-param-gather", "--fp8-param-gather has no effect without --fp8-recipe"),
+        ("--fp8-param-gather", "--fp8-param-gather has no effect without --fp8-format"),
+        (FP8 + "--fp8-param-gather --hybrid-shard-degree 1", "no weights are sharded"),
+        (
+            FP8 + "--fp8-param-gather --data-parallel-collectives hierarchical",
+            "--data-parallel-collectives hierarchical has gathers of its own",
+        ),
+        (
+            FP8 + "--multi-latent-attention --kv-lora-rank 24 --qk-head-dim 64",
+            "multiples of 16: --kv-lora-rank is 24",
+        ),
+        (
+            FP8 + "--fp8-emulate --fp8-recipe blockwise --multi-latent-attention --kv-lora-rank 128 --qk-head-dim 64 "
+            "--qk-pos-emb-head-dim 128 --v-head-dim 128 --tensor-model-parallel-size 4 --sequence-parallel",
+            "a process projects 64 tokens to the latents",
+        ),
         (FP8 + "--fp8-emulate --fp8-recipe blockwise --num-experts 4", "an expert has any number of tokens"),
         (FP8 + "--num-experts 4 --moe-ffn-hidden-size 40", "multiples of 16: --moe-ffn-hidden-size is 40"),
         (

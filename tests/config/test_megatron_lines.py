@@ -202,10 +202,9 @@ def test_the_8b_line_with_tensor_and_pipeline_parallelism(paths: dict[str, str])
     assert resolved(alone.format(**paths), 8).parallel.data_parallel_sharding_strategy == "optim"
 
 
-def test_a_gather_in_fp8_and_decoupled_rates_are_refused_together(paths: dict[str, str]) -> None:
+def test_decoupled_rates_are_refused_beside_fp8(paths: dict[str, str]) -> None:
     message = refusal(LLAMA_8B.format(**paths) + FP8 + DECOUPLED, processes=8)
-    assert "--fp8-param-gather: weights are gathered as --bf16 has them" in message
-    assert "--fp8-format" not in message
+    assert "--fp8" not in message
     assert "--decoupled-lr 5.0e-4, --decoupled-min-lr 4.5e-5: embedding and output layer have no" in message
 
 

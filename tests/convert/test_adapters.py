@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,9 @@ def test_what_was_written_is_read(folder: Path) -> None:
         ({"alpha_pattern": [3]}, "alpha_pattern is no object"),
         ({"alpha_pattern": {"(q": 3}}, 'alpha_pattern "(q": '),
         ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern is null, not a number"),
-        ({"use_dora": True}, "use_dora is true, and only plain LoRA"),
+        ({"use_dora": True}, "has no magnitude, and use_dora is true"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
-        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens is [1, 2], and only plain LoRA"),
+        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens is [1, 2], and only LoRA and DoRA"),
         ({"of_tomorrow": {"x": 1}}, "of_tomorrow is"),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the model's own weights too"),
         ({"bias": "lora_only"}, "trained biases"),
@@ -89,6 +90,33 @@ def test_what_an_adapter_does_beside_plain_lora_is_refused(folder: Path, changes
     with pytest.raises((ConfigError, CheckpointError)) as error:
         read_adapters(folder, MODEL, LLAMA)
     assert why in str(error.value) and "\n" not in str(error.value)
+
+
+def test_row_norms_are_written_read_and_merged(tmp_path: Path) -> None:
+    """DoRA: what was written is read; a file without use_dora, or with norms of another matrix, is refused; and merged
+    rows have the norms, of whole rows whatever box is read."""
+    norms = {name: 1 + draw(len(m.b), seed=9).abs() for name, m in ADAPTERS.items()}
+    adapters = {name: replace(m, magnitude=norms[name]) for name, m in ADAPTERS.items()}
+    write_adapters(LocalFolder(tmp_path), adapters, MODEL, LLAMA, dropout=0.0, base="base")
+    found, _ = read_adapters(tmp_path, MODEL, LLAMA)
+    for name, adapter in found.items():
+        assert adapter.magnitude is not None and torch.equal(adapter.magnitude, norms[name])
+    base = Given({p.name: draw(*p.shape, seed=7) for p in inventory(MODEL)})
+    merged, part = MergedWeights(base, found), torch.empty(3, 5)
+    for name, norm in norms.items():
+        whole = merged.read(f"{name}.weight")
+        torch.testing.assert_close(whole.norm(dim=1), norm)
+        merged.read_into(f"{name}.weight", (2, 4), part)
+        torch.testing.assert_close(part, whole[2:5, 4:9])
+    edit(tmp_path, use_dora=False)
+    with pytest.raises(CheckpointError, match="has a magnitude, and use_dora is false"):
+        read_adapters(tmp_path, MODEL, LLAMA)
+    edit(tmp_path, use_dora=True)
+    tensors = load_file(tmp_path / TENSORS)
+    first = next(key for key in tensors if "magnitude" in key)
+    save_file({**tensors, first: torch.ones(3)}, tmp_path / TENSORS)
+    with pytest.raises(CheckpointError, match=r"has shape \[3\], the matrix has 16 rows"):
+        read_adapters(tmp_path, MODEL, LLAMA)
 
 
 def test_settings_that_change_nothing_are_taken(folder: Path) -> None:

@@ -95,6 +95,7 @@ class Spread:
     ep: int = 1
     exchange: str = "p2p"  # of context-parallel ranks; "a2a+p2p" in groups of two
     host_steps: bool = False  # of the optimizer, on the host
+    fp8_gather: bool = False  # weights travel as 8-bit numbers
     horizon: int = 0  # blocks with activations on the device, the others' are offloaded; 0: all are on the device
     chunk_bytes: int | None = None  # of logits at a time; None: as users have it, more than these problems have
 
@@ -150,6 +151,7 @@ class Case:
             "" if s.recompute == "none" else s.recompute,
             f"horizon{s.horizon}" if s.horizon else "",
             "host-steps" if s.host_steps else "",
+            "fp8-gather" if s.fp8_gather else "",
             *(name for name in ("dropout", "unequal", "clip", "packed") if getattr(p, name)),
             *(name for name in ("bf16", "compile") if getattr(s, name)),
             "" if s.chunk_bytes is None else f"chunks{s.chunk_bytes}",
@@ -307,6 +309,7 @@ def config_of(case: Case) -> Config:
             fp8_format="hybrid" if problem.fp8 else None,
             fp8_recipe=problem.fp8 or "delayed",  # type: ignore[arg-type]
             fp8_emulate=bool(problem.fp8),
+            fp8_param_gather=spread.fp8_gather,
             **({"offload_activations": True, "activation_loading_horizon": spread.horizon} if spread.horizon else {}),
             **({"min_offloaded_tensor_size": 1} if spread.horizon and spread.recompute == "none" else {}),
         ),

@@ -41,6 +41,8 @@ _PROBLEMS: dict[str, _Values] = {
     "experts": {"style": "llama", "experts": "mixtral", "unequal": True},
     "shared experts": {"style": "llama", "experts": "qwen2", "kv_heads": 2},
 }
+_LATENT: _Values = {"style": "llama", "experts": "latent", "clip": True}
+"""Latent attention, with experts in the first layer and without in the second."""
 FACTORS: dict[str, tuple[Any, ...]] = {
     "recipe": RECIPES,
     "beside": tuple(_BESIDE),
@@ -53,7 +55,7 @@ def fp8_case(values: _Values, **more: Any) -> Case:
     """The case with these values of factors; ``more`` are fields of its layout."""
     spread = Spread(recompute=values.get("recompute", "none"), **{**_BESIDE[values["beside"]], **more})
     blocks = values["recipe"] in IN_BLOCKS
-    chosen = dict(_PROBLEMS[values.get("problem", "gated")])
+    chosen = dict((_PROBLEMS | {"latent": _LATENT})[values.get("problem", "gated")])
     made = Problem(
         fp8=values["recipe"],
         steps=3,
@@ -119,6 +121,19 @@ def fast_cases() -> list[Case]:
         _row("tensorwise", "experts of two ranks", "full", "experts"),
         _row("delayed", "experts of two ranks", "selective", "shared experts"),
         _row("rowwise", "tp and sp", "none", "shared experts"),
+        _row("tensorwise", "tp and sp", "full", "latent"),
+        _row("rowwise", "tp and sp", "selective", "latent"),
+        _row("delayed", "tp", "none", "latent"),
+        *gathering_cases(),
+    ]
+
+
+def gathering_cases() -> list[Case]:
+    """Weights that are gathered as 8-bit numbers."""
+    return [
+        _row("delayed", "shard", "none", "plain", fp8_gather=True),
+        _row("tensorwise", "shard", "full", fp8_gather=True),
+        _row("tensorwise", "experts of two ranks", "none", "experts", fp8_gather=True),
     ]
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from tests.parity import fp8_cases as cases
 from tests.parity.cases import Case
@@ -13,6 +16,11 @@ from tests.parity.test_matrix import errors
 FAST = cases.fast_cases()
 SABOTAGED = cases.sabotaged_cases()
 PAIRWISE = cases.pairwise_cases()
+GATHERING = cases.gathering_cases()
+
+
+def without_gather(case: Case) -> Case:
+    return replace(case, spread=replace(case.spread, fp8_gather=False))
 
 
 def lab_of(layouts: list[Case], folder: object) -> Lab:
@@ -21,12 +29,20 @@ def lab_of(layouts: list[Case], folder: object) -> Lab:
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
-    return lab_of([*FAST, *SABOTAGED], tmp_path_factory.mktemp("fast"))
+    return lab_of([*FAST, *SABOTAGED, *map(without_gather, GATHERING)], tmp_path_factory.mktemp("fast"))
 
 
 @pytest.mark.parametrize("case", FAST, ids=str)
 def test_fp8_trains_like_one_rank(lab: Lab, case: Case) -> None:
     assert errors(lab, case).worst <= TOLERANCE, errors(lab, case)
+
+
+@pytest.mark.parametrize("case", GATHERING, ids=str)
+def test_a_gather_of_8_bits_changes_none(lab: Lab, case: Case) -> None:
+    """Weights are rounded before they travel or where they are used: to the same numbers."""
+    got, want = lab.result(case), lab.result(without_gather(case))
+    assert got.losses == want.losses and got.norms == want.norms
+    assert all(torch.equal(got.final[name], tensor) for name, tensor in want.final.items())
 
 
 @pytest.mark.parametrize("case", SABOTAGED, ids=str)

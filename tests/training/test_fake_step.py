@@ -62,6 +62,7 @@ LAYOUTS = {
         "--offload-activations --activation-loading-horizon 1 --optimizer-cpu-offload --recompute-granularity full",
         "--optimizer muon",
         "--exp-avg-dtype fp8 --exp-avg-sq-dtype bf16",
+        "--fp8-format hybrid --fp8-emulate",
         f"{EXPERTS} --global-batch-size 6 --moe-shared-expert-intermediate-size 64",
         f"{EXPERTS} --bf16 --recompute-granularity selective --moe-aux-loss-coeff 0.01",
     ],

@@ -35,6 +35,7 @@ RUNS = {
     "alpha": f"{LORA} --lora-alpha 9",
     "dropout": f"{LORA} --lora-dropout 0.5",
     "targets": f"{LORA} --lora-target-modules up",
+    "dora": f"{LORA} --use-dora",
     "adapter": "--load-adapter {0}/theirs --train-iters 2 --lr 0.05",
     "plain": f"{LORA} --load {{0}}/wide",
     "4 bits": f"{LORA} --load {{0}}/wide --load-in-4bit",
@@ -95,6 +96,16 @@ def test_adapters(runs: dict[str, dict[str, Any]]) -> None:
     assert runs["dropout"]["losses"][1] != lora[1], "--lora-dropout"
     assert {name.split(".")[-3] for name in runs["targets"]["initial"]} == {"up"}, "--lora-target-modules"
     assert runs["adapter"]["losses"][0] != pytest.approx(base[0], rel=1e-3), "--load-adapter"
+
+
+@proves("use_dora")
+def test_row_norms_are_trained(runs: dict[str, dict[str, Any]]) -> None:
+    """--use-dora: the model begins as it was, and norms of rows move beside A and B."""
+    lora, dora = runs["lora"], runs["dora"]
+    assert dora["losses"][0] == pytest.approx(lora["losses"][0], rel=1e-5) and dora["losses"][1] != lora["losses"][1]
+    names = {name for name in dora["initial"] if name.endswith(".lora.magnitude")}
+    assert len(names) == len({name for name in lora["initial"] if name.endswith(".lora.a")})
+    assert names <= dora["moved"][0] and not any("magnitude" in name for name in lora["initial"])
 
 
 @proves("load_in_4bit", "bnb_4bit_use_double_quant")

@@ -21,6 +21,7 @@ METHODS = {
     "full": "--data-path {0}/sft.jsonl",
     "lora": f"--data-path {{0}}/sft.jsonl {LORA} --hidden-dropout 0.1",
     "lora, unpacked": f"--data-path {{0}}/sft.jsonl --packing off {LORA} --lora-target-modules query,down",
+    "dora": "--data-path {0}/sft.jsonl --lora-rank 4 --use-dora",
     "dpo, full": "--data-path {0}/dpo.jsonl --objective dpo --dpo-label-smoothing 0.1",
     "dpo, lora": "--data-path {0}/dpo.jsonl --objective dpo --lora-rank 4 --lora-target-modules value,gate",
     "dpo, table": "--data-path {0}/dpo.jsonl --objective dpo --lora-rank 4 --dpo-reference precomputed "
@@ -30,6 +31,10 @@ METHODS = {
     "kto, full": "--data-path {0}/kto.jsonl --objective kto --kto-desirable-weight 1.3",
     "reward": "--data-path {0}/dpo.jsonl --objective reward --reward-center-coefficient 0.01 --eval-interval 3",
     "kto, lora": "--data-path {0}/kto.jsonl --objective kto --lora-rank 4 --eval-interval 3",
+    "fp8, dpo": "--data-path {0}/dpo.jsonl --objective dpo --fp8-format hybrid --fp8-emulate",
+    "fp8, kto": "--data-path {0}/kto.jsonl --objective kto --lora-rank 4 --fp8-format hybrid --fp8-emulate "
+    "--fp8-recipe rowwise",
+    "fp8, reward": "--data-path {0}/dpo.jsonl --objective reward --fp8-format hybrid --fp8-emulate",
 }
 LAYOUTS = {
     "tp 2 + sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
@@ -55,9 +60,9 @@ STEPS = "--train-iters 3 --seq-length 48 --micro-batch-size 2 --global-batch-siz
 
 
 FAST = {
-    "tp 2 + sp": ("lora", "dpo, full"),
-    "pp 2": ("dpo, lora", "kto, lora"),
-    "shard 2": ("kto, full", "reward"),
+    "tp 2 + sp": ("lora", "dpo, full", "fp8, dpo", "dora"),
+    "pp 2": ("dpo, lora", "kto, lora", "fp8, reward"),
+    "shard 2": ("kto, full", "reward", "fp8, kto"),
     "replicas 2": ("dpo, table",),
     "tp 2 x pp 2": ("lora, unpacked", "orpo"),
     "shard 2 x tp 2": ("full",),

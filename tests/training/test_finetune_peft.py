@@ -234,10 +234,11 @@ def logits(folder: Path, adapter: Path) -> torch.Tensor:
         model = GPT(config, context.tp, device="cpu")
         load_hf(model, folder)
         found, _ = read_adapters(adapter, config, family_for(config, read_hf_config(folder)))
-        attach(model, {name: (a.rank, a.alpha) for name, a in found.items()})
+        dora = any(a.magnitude is not None for a in found.values())
+        attach(model, {name: (a.rank, a.alpha) for name, a in found.items()}, dora=dora)
         for name, layer in adapters_of(model).items():
-            layer.a.to_local().copy_(found[name].a)  # type: ignore[operator]
-            layer.b.to_local().copy_(found[name].b)  # type: ignore[operator]
+            for part, parameter in layer.named_parameters():
+                parameter.to_local().copy_(getattr(found[name], part))  # type: ignore[operator]
         return model.eval()(MicroBatch(torch.arange(3, 40)[None])).logits
 
 
@@ -253,6 +254,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "llama, rslora": {"r": 4, "lora_alpha": 3, "target_modules": ["gate_proj", "o_proj"], "use_rslora": True},
     "phi3": {"r": 3, "lora_alpha": 5, "target_modules": ["qkv_proj", "gate_up_proj", "down_proj"]},
     "gpt2": {"r": 3, "lora_alpha": 5, "target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True},
+    "llama, dora": {"r": 4, "lora_alpha": 10, "target_modules": MODULES, "use_dora": True},
+    "phi3, dora": {"r": 3, "lora_alpha": 5, "target_modules": ["qkv_proj", "down_proj"], "use_dora": True},
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from smp.config import Config, Layout, ParallelConfig
 from smp.layers.fp8.apply import fp8_history
 from smp.layers.head import CHUNK_BYTES
 from smp.layers.linear import linear_layers
+from smp.models.inventory import inventory
 from smp.models.presets import PRESETS
 from smp.training.eight_bit import choose_fp8
 from smp.training.fake_step import fake_step, gpu_kernels
@@ -265,6 +267,22 @@ def test_a_gather_moves_bytes() -> None:
     for recipe in ("delayed", "tensorwise"):
         assert sent[recipe] < 0.62 * sent[""], recipe
     assert sent["delayed"] == sent["tensorwise"] < sent["rowwise"] < sent[""]
+
+
+@proves("fp8_param_gather")
+def test_a_gather_of_weights_moves_bytes() -> None:
+    """--fp8-param-gather: weights of FP8 layers travel as 1 byte in place of bf16's 2, those of embedding and output
+    layer as they did."""
+    sent = []
+    for more in ("", "--fp8-param-gather"):
+        flags = f"--seq-length 64 --hidden-size 128 --bf16 --fp8-format hybrid {more}".split()
+        config = read_settings([*TINY.split(), *flags], PRESETS, 2)
+        step = fake_step(config, Layout.from_config(config.parallel, 2), gpu_kernels(config), CHUNK_BYTES["cuda"])
+        sent.append(step.counts.traffic["dp_shard", "all-gather"].sent)
+        model = config.model
+    in_fp8 = sum(math.prod(p.shape) for p in inventory(model) if p.name.startswith("layers.") and len(p.shape) == 2)
+    passes = 2 * (config.data.global_batch_size or 0) // (2 * config.data.micro_batch_size)
+    assert sent[0] - sent[1] == pytest.approx(passes * in_fp8 / 2, rel=1e-3)
 
 
 @pytest.mark.parametrize(("there", "word"), [(True, "Triton"), (False, "PyTorch, which is slower")])

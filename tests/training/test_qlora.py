@@ -33,16 +33,17 @@ METHODS = {
     "few layers": "--data-path {0}/sft.jsonl --load-in-4bit --lora-rank 4 --lora-target-modules value,up "
     "--no-bnb-4bit-use-double-quant",
     "dpo": "--data-path {0}/dpo.jsonl --objective dpo --load-in-4bit --lora-rank 4",
+    "dora": "--data-path {0}/sft.jsonl --load-in-4bit --lora-rank 4 --use-dora",
 }
 LAYOUTS = {
-    "tp 2 + sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel", ("sft", "few layers")),
+    "tp 2 + sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel", ("sft", "few layers", "dora")),
     "pp 2": (2, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1", ("few layers",)),
     "shard 2": (2, "--recompute-granularity selective", ("sft", "dpo")),
     "cp 2": (2, "--context-parallel-size 2 --cp-comm-type p2p --recompute-granularity full", ("sft",)),
     "shard 2 x tp 4": (
         8,
         "--tensor-model-parallel-size 4 --recompute-granularity selective",
-        ("sft", "few layers", "dpo"),
+        ("sft", "few layers", "dpo", "dora"),
     ),
 }
 """With 2 key/value heads, which 4 ranks do not cut."""
@@ -127,7 +128,7 @@ def logits_of(rank: int, world: int, flags: str) -> tuple[dict[str, torch.Tensor
     return wide, logits
 
 
-@pytest.mark.parametrize("more", ["", "--no-bnb-4bit-use-double-quant"])
+@pytest.mark.parametrize("more", ["", "--no-bnb-4bit-use-double-quant", "--use-dora --lora-dropout 0"])
 def test_peft_computes_the_same_on_the_widened_weights(folder: Path, more: str) -> None:
     flags = f"{flags_of(folder, 'sft')} --save {folder}/run{len(more)} {more}"
     [(wide, logits)] = run_distributed(logits_of, 1, flags)
@@ -179,6 +180,8 @@ def test_the_dry_run_knows_the_bytes(folder: Path) -> None:
 
 
 REFUSED = {
+    "--use-dora": "--use-dora: there are no adapters",
+    "--lora-rank 2 --use-dora --lora-dropout 0.1": "--use-dora and --lora-dropout 0.1 exclude each other",
     "--load-in-4bit": "--load-in-4bit: there are no adapters",
     "--lora-rank 2 --no-bnb-4bit-use-double-quant": "--no-bnb-4bit-use-double-quant",
     "--lora-rank 2 --load-in-4bit --compile": "--compile",

@@ -110,4 +110,9 @@ def write_adapter(folder: Path, adapter: Path, seed: int = 1, **options: Any) ->
     torch.manual_seed(seed)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
     config = peft.LoraConfig(init_lora_weights=False, task_type="CAUSAL_LM", **options)
-    peft.get_peft_model(model, config).save_pretrained(str(adapter))
+    tuned = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in tuned.named_parameters():
+            if "lora_magnitude_vector" in name:  # which begins as the norm that there is
+                parameter.mul_(0.7 + 0.6 * torch.rand(parameter.shape))
+    tuned.save_pretrained(str(adapter))

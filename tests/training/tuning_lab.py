@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from smp.training.run import Run, RunParts
 from smp.training.runtime import StopSignal
 from smp.training.settings import read_settings
 from smp.training.trainer import Progress, StepResult
+from tests.parity.worker import fp64
 
 QUIET = "--no-tensorboard --no-progress-bar --clip-grad 0 --lr-decay-style constant --weight-decay 0.1"
 
@@ -125,8 +127,12 @@ def held_parameters(run: Recording) -> list[torch.Tensor]:
 
 
 def tune_all(rank: int, world_size: int, flags: list[str]) -> list[dict[str, Any]]:
-    """Several runs in one start."""
-    return [tune(rank, world_size, each) for each in flags]
+    """Several runs in one start. Those in FP8 are fp64 but for their 8-bit products, see ``fp64``."""
+    out = []
+    for each in flags:
+        with fp64() if "--fp8-format" in each else nullcontext():
+            out.append(tune(rank, world_size, each))
+    return out
 
 
 def together(ranks: list[dict[str, Any]]) -> dict[str, Any]:

@@ -103,7 +103,7 @@ PARALLEL: tuple[Row, ...] = (
     ),
     same(
         "--fp8-format:1 --fp8-amax-history-len:1 --fp8-amax-compute-algo:1 --first-last-layers-bf16 "
-        "--num-layers-at-start-in-bf16:1 --num-layers-at-end-in-bf16:1"
+        "--num-layers-at-start-in-bf16:1 --num-layers-at-end-in-bf16:1 --fp8-param-gather"
     ),
     chosen(
         "--fp8-recipe:1",
@@ -115,7 +115,7 @@ PARALLEL: tuple[Row, ...] = (
     refused("--fp8-margin:1", "scales are the powers of two that fit, without a margin", {"0": ""}),
     left_out("--fp8-interval:1", "scales are those of every step"),
     refused("--no-fp8-wgrad", "--fp8-recipe rowwise keeps gradients of weights out of FP8"),
-    refused("--fp8-param-gather --fp8-param", "weights are gathered as --bf16 has them, and rounded then"),
+    becomes("--fp8-param", "--fp8-param-gather"),
     refused(
         "--fp8-quantizer-factory:1 --fp8-output-proj --fp8-dot-product-attention --fp8-multi-head-attention "
         "--fp4-format:1 --fp4-recipe:1 "

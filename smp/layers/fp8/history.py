@@ -20,7 +20,7 @@ from smp.layers.fp8.scaling import Operands, Precision
 from smp.parallel.collectives import Group, max_over, sum_over
 
 Algorithm = Literal["max", "most_recent"]
-_INPUT, _WEIGHT, _GRADIENT = 0, 1, 2
+INPUT, WEIGHT, GRADIENT = 0, 1, 2
 HISTORY = "fp8.amax_history."
 """What names of its tensors in checkpoints begin with."""
 
@@ -53,8 +53,10 @@ class AmaxHistory:
         self._formats = (E4M3, E4M3, gradient)
         fp32: dict[str, Any] = {"dtype": torch.float32, "device": device}
         self._maxima = torch.zeros(len(names), length, 3, **fp32)  # newest first
-        self.now = torch.zeros(len(names), 3, **fp32)
+        self.now = [torch.zeros(3, **fp32) for _ in names]
+        self._step = torch.zeros(len(names), 3, **fp32)
         self.inverse = torch.ones(len(names), 3, **fp32)
+        self.inverses = self.inverse.unbind()
         self._ends = torch.tensor([LARGEST[number] for number in self._formats], **fp32)
         self.is_empty = True
 
@@ -71,14 +73,15 @@ class AmaxHistory:
     def checked(self, norm: torch.Tensor) -> torch.Tensor:
         """Make the maxima of a step those of all ranks. ``norm``, or NaN when one of them is not finite: an infinite
         number becomes the largest one when it is quantised, and would not show."""
-        self.now.copy_(max_over(self.now, self.groups))
-        return torch.where(self._anywhere(self.now).isfinite(), norm, torch.nan)
+        if self.now:
+            self._step = max_over(torch.stack(self.now), self.groups)
+        return torch.where(self._anywhere(self._step).isfinite(), norm, torch.nan)
 
     def saturated(self) -> torch.Tensor:
         """Of the step that was checked: tensors of all pipeline ranks whose largest number did not fit, fp32 0-dim."""
         if self.is_empty:
-            return self.now.new_zeros(())
-        return sum_over((self.now > self._ends * self.inverse).float().sum(), self.pipeline)
+            return self._step.new_zeros(())
+        return sum_over((self._step > self._ends * self.inverse).float().sum(), self.pipeline)
 
     def advance(self, is_finite: torch.Tensor) -> None:
         """End a step: its maxima enter the history, but for one that was skipped, because it was not finite.
@@ -86,12 +89,13 @@ class AmaxHistory:
         The host waits for a step only as long as there is no history: one without a gradient leaves none.
         """
         if self.is_empty:
-            self.is_empty = not bool(is_finite & (self._anywhere(self.now[:, _GRADIENT]) > 0))
+            self.is_empty = not bool(is_finite & (self._anywhere(self._step[:, GRADIENT]) > 0))
         if not self.is_empty:
-            newer = torch.cat((self.now[:, None], self._maxima[:, :-1]), dim=1)
+            newer = torch.cat((self._step[:, None], self._maxima[:, :-1]), dim=1)
             self._maxima.copy_(torch.where(is_finite, newer, self._maxima))
             self._set_scales()
-        self.now.zero_()
+        for maxima in self.now:
+            maxima.zero_()
 
     def _set_scales(self) -> None:
         maxima = self._maxima.amax(1) if self.algorithm == "max" else self._maxima[:, 0]
@@ -104,50 +108,56 @@ class AmaxHistory:
         return max_over(own, self.pipeline)
 
 
+def note(tensors: Sequence[torch.Tensor], now: Sequence[torch.Tensor], column: int) -> None:
+    """Note the maxima of tensors, one for each layer or one of all, in a column of the layers' maxima (3,)."""
+    amaxes = [largest(tensor) for tensor in tensors]
+    for maxima, amax in zip(now, amaxes * (len(now) // len(amaxes)), strict=True):
+        torch.maximum(maxima[column], amax, out=maxima[column])
+
+
 @dataclass(frozen=True)
 class DelayedScaling:
-    """Scales from ``history``, of the layers ``rows`` in it, which share an input.
+    """Scales from the history of layers that share an input.
 
     Attributes:
-        notes: note maxima, as training does and evaluation does not.
+        now: fp32 (3,) of each layer, the maxima of this step: noted as training does; empty: evaluation notes none.
+        inverse: fp32 (3,) of each layer, its scales.
+        is_empty: there is no history yet.
+        notes_weights: also maxima of weights; False: a gather does, before it rounds them.
     """
 
     precision: Precision
-    history: AmaxHistory
-    rows: tuple[int, ...]
-    notes: bool = True
+    now: tuple[torch.Tensor, ...]
+    inverse: tuple[torch.Tensor, ...]
+    is_empty: bool
+    notes_weights: bool = True
 
     gathers_first = False
 
     def product(self, dtype: torch.dtype) -> str:
-        return "dense" if self.history.is_empty else self.precision.product(dtype)
+        return "dense" if self.is_empty else self.precision.product(dtype)
 
-    def _note(self, column: int, amaxes: Sequence[torch.Tensor]) -> None:
-        for row, amax in zip(self.rows, amaxes, strict=True):
-            cell = self.history.now[row, column]
-            torch.maximum(cell, amax, out=cell)
-
-    def _quantised(self, x: torch.Tensor, row: int, column: int) -> Operand:
-        if self.history.is_empty:
+    def _quantised(self, x: torch.Tensor, inverse: torch.Tensor, column: int) -> Operand:
+        if self.is_empty:
             return x
-        dtype = self.precision.gradient if column == _GRADIENT else E4M3
-        return quantise(x, self.history.inverse[row, column], dtype)
+        return quantise(x, inverse[column], self.precision.gradient if column == GRADIENT else E4M3)
 
     def forward(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Operands:
-        if self.notes:
-            self._note(_INPUT, [largest(x)] * len(self.rows))
-            self._note(_WEIGHT, [largest(w) for w in weights])
+        if self.now:
+            note([x], self.now, INPUT)
+        if self.now and self.notes_weights:
+            note(weights, self.now, WEIGHT)
         used = self.kept(x, [])
         return Operands(used, used, self.weights(weights, []), [])
 
     def kept(self, x: torch.Tensor, scales: Sequence[torch.Tensor]) -> Operand:
-        return self._quantised(x, self.rows[0], _INPUT)
+        return self._quantised(x, self.inverse[0], INPUT)
 
     def weights(self, weights: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> list[Operand]:
-        return [self._quantised(w, row, _WEIGHT) for w, row in zip(weights, self.rows, strict=True)]
+        return [self._quantised(w, inverse, WEIGHT) for w, inverse in zip(weights, self.inverse, strict=True)]
 
     def gradients(self, grads: Sequence[torch.Tensor]) -> list[tuple[Operand, Operand]]:
-        if self.notes:
-            self._note(_GRADIENT, [largest(grad) for grad in grads])
-        made = [self._quantised(grad, row, _GRADIENT) for grad, row in zip(grads, self.rows, strict=True)]
+        if self.now:
+            note(grads, self.now, GRADIENT)
+        made = [self._quantised(grad, inverse, GRADIENT) for grad, inverse in zip(grads, self.inverse, strict=True)]
         return [(grad, grad) for grad in made]

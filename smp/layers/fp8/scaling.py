@@ -108,7 +108,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class TensorScaling:
-    """One scale for a tensor, from its maximum over all ranks that have a part of it."""
+    """One scale for a tensor, from its maximum over the ranks of ``groups``, all that have a part of it."""
 
     precision: Precision
     groups: tuple[Group, ...]

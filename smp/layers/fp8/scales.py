@@ -1,0 +1,45 @@
+"""How the scales of a layer are made: by which recipe, and over which ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from smp.layers.fp8.history import DelayedScaling
+from smp.layers.fp8.scaling import BlockScaling, Precision, RowScaling, Scaling, TensorScaling
+from smp.parallel.collectives import Group
+
+
+@dataclass(frozen=True)
+class Scales:
+    """How the scales of a layer are made.
+
+    Attributes:
+        precision: recipe and formats.
+        groups: whose ranks have parts of a tensor, or with scales of rows the one whose ranks have parts of rows.
+        kind: of the layer, for scales of rows.
+    """
+
+    precision: Precision
+    groups: tuple[Group, ...]
+    kind: Literal["column", "row"] = "column"
+
+    def scaling(
+        self,
+        now: Sequence[torch.Tensor],
+        inverse: Sequence[torch.Tensor],
+        is_empty: bool,
+        notes_weights: bool = True,
+    ) -> Scaling:
+        """Of a call; the arguments are those of :class:`DelayedScaling`."""
+        recipe = self.precision.recipe
+        if recipe == "delayed":
+            return DelayedScaling(self.precision, tuple(now), tuple(inverse), is_empty, notes_weights)
+        if recipe == "tensorwise":
+            return TensorScaling(self.precision, self.groups)
+        if recipe == "rowwise":
+            return RowScaling(self.precision, self.kind, self.groups[0])
+        return BlockScaling(self.precision)
