@@ -34,6 +34,9 @@ from smp.parallel.boxes import local_box
 from smp.sharding.parallelize import parallelize
 from smp.training.build import Workplace, assemble
 
+AdapterSizes = Mapping[str, tuple[int, float]]
+"""(rank, alpha) of the adapter of each named layer."""
+
 
 def open_base(config: Config) -> Weights:
     """The weights that --load names.
@@ -64,16 +67,8 @@ def build_finetune_model(
         CheckpointError: the weights cannot be read.
     """
     model = assemble(config, place)
-    if config.has_adapters:
-        _add_adapters(model, config, start)
-    if not trainable:
-        model.requires_grad_(False)
     in_4_bits = config.lora is not None and config.lora.load_in_4bit
-    if in_4_bits:
-        assert config.lora is not None
-        quantize_layers(model, double=config.lora.bnb_4bit_use_double_quant)
-    if config.parallel.bf16:
-        _keep_in_bf16(model)
+    tune(model, config, _adapter_sizes(model, config, start) if config.has_adapters else None, trainable=trainable)
     parallelize(model, place.context, config.parallel, place.offload)
     model.to_empty(device=place.device)
     if config.has_adapters:
@@ -120,22 +115,45 @@ def _load_in_4_bits(model: GPT, config: Config) -> None:
         fill(layer, found.pop(name))
 
 
-def _add_adapters(model: GPT, config: Config, start: Mapping[str, Adapter] | None) -> None:
-    """Put adapters on ``model``, which is then frozen but for them."""
+def tune(model: GPT, config: Config, sizes: AdapterSizes | None, *, trainable: bool = True) -> None:
+    """Make a model without memory what this run trains, before it is sharded: with adapters it is frozen but for them,
+    and what is frozen rests in bf16 or in 4 bits.
+
+    Args:
+        sizes: of the adapters by layer; None: there are none.
+        trainable: False for a frozen copy.
+    """
+    lora = config.lora
+    assert lora is not None, "settings of a fine-tuning run"
+    if sizes is not None:
+        attach(model, sizes, dropout=lora.lora_dropout or 0.0, seed=config.training.seed)
+    if not trainable:
+        model.requires_grad_(False)
+    if lora.load_in_4bit:
+        quantize_layers(model, double=lora.bnb_4bit_use_double_quant)
+    if config.parallel.bf16:
+        _keep_in_bf16(model)
+
+
+def _adapter_sizes(model: GPT, config: Config, start: Mapping[str, Adapter] | None) -> AdapterSizes:
+    """Of this rank's layers at least."""
     lora = config.lora
     assert lora is not None, "settings of a fine-tuning run"
     if start is not None:
-        sizes = {name: (adapter.rank, adapter.alpha) for name, adapter in start.items()}
-    else:
-        assert lora.lora_rank is not None and lora.lora_alpha is not None, "filled in before"
-        sizes = dict.fromkeys(_chosen_layers(model, lora), (lora.lora_rank, lora.lora_alpha))
-    attach(model, sizes, dropout=lora.lora_dropout or 0.0, seed=config.training.seed)
+        return {name: (adapter.rank, adapter.alpha) for name, adapter in start.items()}
+    assert lora.lora_rank is not None and lora.lora_alpha is not None, "filled in before"
+    return dict.fromkeys(_chosen_layers(model, lora), (lora.lora_rank, lora.lora_alpha))
+
+
+def asked_targets(lora: LoraConfig) -> list[str]:
+    """Patterns of --lora-target-modules."""
+    assert lora.lora_target_modules is not None, "filled in before"
+    return [target.strip() for target in lora.lora_target_modules.split(",")]
 
 
 def _chosen_layers(model: GPT, lora: LoraConfig) -> list[str]:
     """Names of this rank's layers that --lora-target-modules chooses."""
-    assert lora.lora_target_modules is not None, "filled in before"
-    targets = [target.strip() for target in lora.lora_target_modules.split(",")]
+    targets = asked_targets(lora)
     chosen = choose(model, targets)
     everywhere = gather({target: len(names) for target, names in chosen.items()})  # pipeline ranks have parts
     nothing = [target for target in targets if not any(counts[target] for counts in everywhere)]

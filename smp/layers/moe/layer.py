@@ -11,7 +11,7 @@ from smp.kernels.registry import accumulation_dtype
 from smp.kernels.token_layout import TokenLayout
 from smp.layers.mlp import MLP
 from smp.layers.moe.capacity import Capacity
-from smp.layers.moe.dispatch import Dispatch
+from smp.layers.moe.dispatch import Dispatch, ReadCounts, read_counts
 from smp.layers.moe.experts import Experts
 from smp.layers.moe.router import Balance, Counted, Router
 from smp.layers.parameter import REPLICATE, Initializer, Normal, local, tp_parameter
@@ -63,6 +63,9 @@ class MoE(nn.Module):
         capacity: of each expert in training; None: no choice is dropped.
 
     Shapes: (tokens [/p], hidden) -> the same.
+
+    Attributes:
+        read_counts: how the host learns how many rows an expert gets; a step on tensors without data takes even loads.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class MoE(nn.Module):
         self.router, self.experts, self.shared_experts, self.shared_expert_gate = router, experts, shared, gate
         self.sequence_parallel, self.capacity = parallel.sequence_parallel, capacity
         self.group, self.ep = parallel.tp_group, parallel.ep_group
+        self.read_counts: ReadCounts = read_counts
 
     def forward(
         self,
@@ -100,7 +104,7 @@ class MoE(nn.Module):
         if self.capacity is not None and self.training:
             assert layout is not None, "which says where sequences begin"
             kept = self.capacity.kept(chosen, weights, self.router.num_experts, layout)
-        dispatch = Dispatch.of(chosen, self.router.num_experts, self.ep, kept)
+        dispatch = Dispatch.of(chosen, self.router.num_experts, self.ep, kept, self.read_counts)
         rows = self.experts.compute(dispatch.to_experts(tokens), dispatch.counts)
         y = dispatch.from_experts(rows, weights)
         reduce = reduce_scatter_tokens if self.sequence_parallel else reduce_from_group
