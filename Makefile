@@ -8,6 +8,7 @@
 # make fuzz-parity MINUTES=20 SEED=0   random layouts and settings against one process, written there too
 # make bench    benchmarks of this machine; make bench-cpu: the tables of make gpu on a CPU
 # make gpu      all that needs a GPU, with the machine's own python; installs nothing
+# make gpu-check   that every part of make gpu can run, as far as a machine without a GPU can tell; says what is left out
 # make gpu-multi   the parity matrix on NCCL, on a machine with 2 to 8 GPUs
 #
 # Which torch: the default index has a CUDA build for Linux, so a machine with an NVIDIA GPU needs no more than "make env".
@@ -24,7 +25,7 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip
 READY = $(VENV)/.ready
 
-.PHONY: env demo finetune-demo moe-demo test test-slow test-slurm parity fuzz-parity check bench bench-cpu gpu gpu-multi clean
+.PHONY: env demo finetune-demo moe-demo test test-slow test-slurm parity fuzz-parity check bench bench-cpu gpu gpu-check gpu-multi clean
 .DELETE_ON_ERROR:
 
 env: $(READY)
@@ -85,6 +86,9 @@ gpu: export PYTHONPATH = $(CURDIR)
 gpu:
 	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu: torch sees no CUDA device")'
 	$(PYTHON) benchmarks/gpu.py
+
+gpu-check: $(READY)
+	$(BIN)/python benchmarks/gpu.py --check
 
 gpu-multi: export PYTHONPATH = $(CURDIR)
 gpu-multi:

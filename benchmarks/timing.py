@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import statistics
@@ -15,7 +16,8 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = Path(os.environ.get("SMP_BENCHMARK_RESULTS", ROOT / "benchmarks" / "results"))
+"""Where tables go; a check that they can be made writes them elsewhere."""
 
 
 def commit() -> str:

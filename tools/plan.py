@@ -2,11 +2,13 @@
 
     python tools/plan.py --model llama3-70b --gpus 64 --gpu h100 --seq-length 8192 --global-batch-size 256
     python tools/plan.py --model llama3-8b --gpus 8 --gpu a100 --tensor-model-parallel-size 2 --top 5 --output plan.png
+    python tools/plan.py --model debug --vocab-size 512 --gpus 2 --gpu cpu --global-batch-size 8
 
 Flags of pretrain_gpt.py are what was decided already; the rest (tensor, pipeline and context parallelism, schedule,
 sharding, recompute, micro-batch size) is tried. Memory is --dry-run's estimate, time a roofline with stated shares of
 what data sheets promise: docs/planning.md has both, and how far off predictions of published runs are. --output draws
-where the time goes. Nothing is run, and no GPU is needed.
+where the time goes. Nothing is run, and no GPU is needed. --gpu cpu is this machine with --gpus processes: what steps
+call is timed first, call by call, about half a minute.
 """
 
 from __future__ import annotations
@@ -26,12 +28,16 @@ from smp.models.presets import PRESETS
 from smp.planner.devices import DEVICES, GB, Device
 from smp.planner.search import Candidate, candidates, ranked
 
+CPU = "cpu"
+"""The kind of GPU that is none: this machine's processor."""
+
 WORDS = {
     "products": "matrix products",
     "attention": "attention",
     "elementwise": "reading and writing memory",
     "tensor": "tensor-parallel collectives",
     "context": "context-parallel exchange",
+    "experts": "rows on their way to experts",
     "data": "gathers of weights and reductions of gradients",
     "bubble": "waiting in the pipeline",
     "optimizer": "optimizer",
@@ -43,8 +49,8 @@ WORDS = {
 def read_arguments(argv: Sequence[str] | None) -> tuple[Any, list[str]]:
     """This tool's options, and the flags of training."""
     parser = CommandParser(description=__doc__)
-    parser.add_argument("--gpus", type=int, required=True, help="number of GPUs")
-    parser.add_argument("--gpu", choices=sorted(DEVICES), required=True, help="kind of GPU")
+    parser.add_argument("--gpus", type=int, required=True, help="number of GPUs, or with --gpu cpu of processes")
+    parser.add_argument("--gpu", choices=[CPU, *sorted(DEVICES)], required=True, help="kind of GPU")
     parser.add_argument("--gpus-per-node", type=int, help="GPUs that a node has (default: the kind's, 8)")
     parser.add_argument("--node-bandwidth", type=float, help="GB/s that each GPU can send to other nodes")
     parser.add_argument("--top", type=int, default=10, help="lines of the table")
@@ -63,18 +69,13 @@ def device_of(given: Any) -> Device:
 
 
 def asked_for(flags: Sequence[str], gpus: int) -> Config:
-    """Settings that were decided: bf16 always, and without a batch size four samples on each GPU."""
-    config = load_config([*flags, "--bf16", "--dry-run"], PRESETS)
+    """Settings that were decided, and without a batch size four samples on each GPU."""
+    config = load_config([*flags, "--dry-run"], PRESETS)
     data = config.data
     if config.model.multi_latent_attention:
         raise ConfigError(
             "--multi-latent-attention: steps of latent attention are not predicted yet; pretrain_gpt.py --dry-run "
             "tells what a step takes"
-        )
-    if config.model.num_experts is not None:
-        raise ConfigError(
-            "--num-experts: steps of mixtures of experts are not predicted yet; pretrain_gpt.py --dry-run tells what "
-            "memory they take"
         )
     if config.model.vocab_size is None:
         raise ConfigError("the size of the vocabulary is missing: give --vocab-size")
@@ -141,17 +142,31 @@ def _check(given: Any) -> None:
             raise ConfigError(f"--{flag} {value} has to be at least 1")
     if given.node_bandwidth is not None and given.node_bandwidth <= 0:
         raise ConfigError(f"--node-bandwidth {given.node_bandwidth} has to be above 0")
+    if given.gpu == CPU:
+        for flag, value in (("gpus-per-node", given.gpus_per_node), ("node-bandwidth", given.node_bandwidth)):
+            if value is not None:
+                raise ConfigError(f"--{flag} has no effect with --gpu cpu, which is this machine")
+        return
     each = device_of(given).devices_per_node
     if given.gpus > each and given.gpus % each:
         raise ConfigError(f"--gpus {given.gpus} is no number of whole nodes of {each}; see --gpus-per-node")
 
 
-def plan(argv: Sequence[str] | None) -> None:
-    """Print the table, and the first line as a command."""
-    given, flags = read_arguments(argv)
-    _check(given)
-    device, asked, why = device_of(given), asked_for(flags, given.gpus), list[str]()
-    decided = read_values(flags, PRETRAIN, "").keys()
+def predicted(given: Any, flags: Sequence[str]) -> tuple[list[Candidate], int, Device]:
+    """Layouts that fit, fastest first; how many were tried; and what was predicted for.
+
+    Raises:
+        ConfigError: none works, or none fits.
+    """
+    on_cpu, why = given.gpu == CPU, list[str]()
+    asked, decided = asked_for(flags, given.gpus), set(read_values(flags, PRETRAIN, ""))
+    if on_cpu:
+        from smp.planner.measured import this_machine, timed
+
+        device = this_machine(given.gpus)
+        decided.add("recompute_granularity")  # it saves memory, which a processor has
+    else:
+        device = device_of(given)
     found = list(candidates(asked, given.gpus, device, decided, why))
     fitting = ranked(found)
     if not found:
@@ -162,14 +177,32 @@ def plan(argv: Sequence[str] | None) -> None:
             f"none of {len(found)} layouts fits into {device.memory / GB:.0f} GB of {given.gpus} GPUs; the least needs "
             f"{least.memory.total / GB:.0f} GB: {least.flags}"
         )
-    best = fitting[: given.top]
-    print(f"{len(fitting)} of {len(found)} layouts fit; predicted, not measured:\n{table(best, device)}")
+    if on_cpu:
+        measured, times = timed(fitting, given.gpus, lambda line: print(line, file=sys.stderr, flush=True))
+        fitting, device = ranked(measured), replace(device, peak=times.product_rate())
+    return fitting, len(found), device
+
+
+def command(given: Any, flags: Sequence[str], best: Candidate, device: Device) -> str:
+    """The line that starts ``best``."""
     nodes, each = -(-given.gpus // device.devices_per_node), min(given.gpus, device.devices_per_node)
     several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if nodes > 1 else ""
-    start = f"torchrun {several}--nproc-per-node {each}"
-    batch = f"--global-batch-size {asked.data.global_batch_size}"
-    chosen = " ".join([*flags, *([] if "--global-batch-size" in flags else [batch]), "--bf16", best[0].flags])
-    print(f"\nThe first one, without data and --train-iters:\n{start} pretrain_gpt.py {chosen}".rstrip())
+    batch = [] if "--global-batch-size" in flags else [f"--global-batch-size {best.config.data.global_batch_size}"]
+    start = f"torchrun {several}--nproc-per-node {each} pretrain_gpt.py"
+    return " ".join([start, *flags, *batch, best.flags]).rstrip()
+
+
+def plan(argv: Sequence[str] | None) -> None:
+    """Print the table, and the first line as a command."""
+    given, flags = read_arguments(argv)
+    _check(given)
+    if given.gpu != CPU and "--bf16" not in flags:
+        flags = [*flags, "--bf16"]
+    fitting, tried, device = predicted(given, flags)
+    best = fitting[: given.top]
+    how = "predicted from times of what they call" if given.gpu == CPU else "predicted, not measured"
+    print(f"{len(fitting)} of {tried} layouts fit; {how}:\n{table(best, device)}")
+    print(f"\nThe first one, without data and --train-iters:\n{command(given, flags, best[0], device)}")
     if given.output:
         draw(best, given.output)
 

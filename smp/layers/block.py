@@ -15,8 +15,9 @@ from smp.layers.latent_attention import LatentAttention
 from smp.layers.mlp import MLP
 from smp.layers.moe.layer import MoE
 from smp.layers.moe.router import Balance, Counted
-from smp.layers.norm import Norm
+from smp.layers.norm import Norm, Own, own_together
 
+_NORMS = "attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm"
 Run = Callable[..., Any]
 """What ``forward`` of a block gets, to what it returns."""
 
@@ -84,24 +85,33 @@ class TransformerBlock(nn.Module):
     def _computed(
         self, x: torch.Tensor, layout: TokenLayout, keys: torch.Tensor | None, mlp: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
-        normed = x if self.attention_norm is None else self.attention_norm(x)
+        own = self._own_of_norms(x.dtype)
+        normed = x if self.attention_norm is None else self.attention_norm(x, own["attention_norm"])
         attended = self.attention(normed, layout, None if keys is None else keys[0])
-        attended = self._added(attended, self.attention_post_norm, layout, keys, 1)
+        if self.attention_post_norm is not None:
+            attended = self.attention_post_norm(attended, own["attention_post_norm"])
+        attended = self._added(attended, layout, keys, 1)
         index = layout.token_index, layout.local_token_index
         if self.parallel_residual:
-            fed = mlp(normed if self.mlp_norm is None else self.mlp_norm(x), *index)
-            return x + attended + self._added(fed, None, layout, keys, 2)
+            fed = mlp(normed if self.mlp_norm is None else self.mlp_norm(x, own["mlp_norm"]), *index)
+            return x + attended + self._added(fed, layout, keys, 2)
         if self.mlp_norm is None:
             normed = x = x + attended
         else:
-            normed, x = self.mlp_norm.after_addition(x, attended)
-        return x + self._added(mlp(normed, *index), self.mlp_post_norm, layout, keys, 2)
+            normed, x = self.mlp_norm.after_addition(x, attended, own["mlp_norm"])
+        fed = mlp(normed, *index)
+        if self.mlp_post_norm is not None:
+            fed = self.mlp_post_norm(fed, own["mlp_post_norm"])
+        return x + self._added(fed, layout, keys, 2)
 
-    def _added(
-        self, y: torch.Tensor, norm: Norm | None, layout: TokenLayout, keys: torch.Tensor | None, site: int
-    ) -> torch.Tensor:
+    def _own_of_norms(self, dtype: torch.dtype) -> dict[str, Own]:
+        """By name: what the norms compute with, whose gradients are summed together."""
+        norms = {name: norm for name in _NORMS if (norm := getattr(self, name)) is not None}
+        return dict(zip(norms, own_together(list(norms.values()), dtype), strict=True)) if norms else {}
+
+    def _added(self, y: torch.Tensor, layout: TokenLayout, keys: torch.Tensor | None, site: int) -> torch.Tensor:
         """What a part that gave ``y`` adds to the residual stream."""
-        y = self._drop(y if norm is None else norm(y), layout, keys, site)
+        y = self._drop(y, layout, keys, site)
         return y if self.multiplier == 1.0 else y * self.multiplier
 
     def _drop(self, x: torch.Tensor, layout: TokenLayout, keys: torch.Tensor | None, site: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,8 +13,11 @@ from smp.kernels import TORCH, Kernels
 from smp.kernels.norm import add_norm, norm
 from smp.kernels.registry import accumulation_dtype
 from smp.layers.parameter import REPLICATE, SHARD_ROWS, Constant, Initializer, local, tp_parameter
-from smp.parallel.collectives import copy_to_group, reduce_from_group
+from smp.parallel.collectives import copy_to_group, reduce_from_group, sum_gradients
 from smp.parallel.context import ParallelContext
+
+Own = Sequence[torch.Tensor]
+"""A norm's weight and, if it has one, its bias, whose gradients will be sums over the ranks that share them."""
 
 
 class Norm(nn.Module):
@@ -56,21 +60,39 @@ class Norm(nn.Module):
             "bias": Constant(0.0),
         }
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalize the last dimension; the arithmetic is fp32 inside."""
-        return norm(x, *self._weights(x.dtype), self.eps, self.backend)
+    def forward(self, x: torch.Tensor, own: Own | None = None) -> torch.Tensor:
+        """Normalize the last dimension; the arithmetic is fp32 inside. ``own`` is from :func:`own_together`."""
+        return norm(x, *self._weights(x.dtype, own), self.eps, self.backend)
 
-    def after_addition(self, x: torch.Tensor, added: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def after_addition(
+        self, x: torch.Tensor, added: torch.Tensor, own: Own | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(normalized x + added, x + added), in one pass where the kernel can."""
-        return add_norm(x, added, *self._weights(x.dtype), self.eps, self.backend)
+        return add_norm(x, added, *self._weights(x.dtype, own), self.eps, self.backend)
 
-    def _weights(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-        bias = None if self.bias is None else local(self.bias, dtype, summed_over=self.shared_by)
-        if not self.one_plus:
-            return local(self.weight, dtype, summed_over=self.shared_by), bias
-        own = local(self.weight, dtype, summed_over=self.shared_by)  # as FSDP gathers it
-        weight = 1 + own.to(accumulation_dtype(dtype))  # bf16 has no 1.001
-        return weight, None if bias is None else bias.to(weight.dtype)
+    def parts(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Weight and, if there is one, bias of this rank, whose gradients are not yet summed."""
+        return [local(p, dtype) for p in (self.weight, self.bias) if p is not None]
+
+    def _weights(self, dtype: torch.dtype, own: Own | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        weight, *biases = own_together([self], dtype)[0] if own is None else own
+        bias = biases[0] if biases else None
+        if self.one_plus:
+            weight = 1 + weight.to(accumulation_dtype(dtype))  # bf16 has no 1.001
+            bias = None if bias is None else bias.to(weight.dtype)
+        return weight, bias
+
+
+def own_together(norms: Sequence[Norm], dtype: torch.dtype) -> list[Own]:
+    """What each norm computes with in ``dtype``. Gradients of norms that the same ranks share are summed in one
+    all-reduce, when all are there; so the norms are of one unit of FSDP, which takes its gradients together."""
+    parts = [each.parts(dtype) for each in norms]
+    shared_by = norms[0].shared_by
+    assert all(each.shared_by == shared_by for each in norms), "norms that the same ranks share"
+    if shared_by is None:
+        return list(parts)
+    summed = iter(sum_gradients([part for own in parts for part in own], shared_by))
+    return [[next(summed) for _ in own] for own in parts]
 
 
 class RMSNorm(Norm):
@@ -111,6 +133,6 @@ class LayerNorm(Norm):
     ) -> None:
         super().__init__(features, parallel, bias=bias, **options)
 
-    def _weights(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-        weight, bias = super()._weights(dtype)
+    def _weights(self, dtype: torch.dtype, own: Own | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        weight, bias = super()._weights(dtype, own)
         return weight, torch.zeros_like(weight) if bias is None else bias  # a kernel centers where there is a bias

@@ -201,6 +201,29 @@ would show in the result.
 """
 
 
+class _SumGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Group, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.group = group
+        return tuple(_identity(weight, group) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        whole = _all_reduce_fp32(torch.cat([grad.float().flatten() for grad in grads]), ctx.group)
+        parts = whole.split([grad.numel() for grad in grads])
+        return None, *(part.view_as(grad).to(grad.dtype) for part, grad in zip(parts, grads, strict=True))
+
+
+def sum_gradients(weights: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
+    """:data:`sum_gradient` of several weights in one all-reduce, once the gradients of all are there: the same numbers,
+    but for the order in which more than two ranks are summed, which is the collective's. Compiled code sums each by
+    itself: torch 2.13's compiler takes a function of any number of tensors, without gradients, for one without ``ctx``.
+    """
+    if group.size == 1 or len(weights) == 1 or torch.compiler.is_compiling():
+        return [sum_gradient(weight, group) for weight in weights]
+    return list(_SumGradients.apply(group, *weights))
+
+
 class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sent: list[int], received: list[int], group: Group) -> torch.Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,20 @@ from smp.pipeline.actions import Action
 from smp.pipeline.timeline import Span, Timeline
 
 Mark = float | torch.cuda.Event
+
+
+@runtime_checkable
+class Watcher(Protocol):
+    """Sees the actions of a rank."""
+
+    def posted(self, receive: Action) -> None:
+        """A receive begins."""
+
+    def arrived(self, receive: Action) -> None:
+        """Its message is here."""
+
+    def running(self, action: Action) -> AbstractContextManager[None]:
+        """What an action runs in."""
 
 
 class Recorder:

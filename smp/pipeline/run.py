@@ -17,7 +17,7 @@ import torch.distributed as dist
 from smp.parallel.links import Links
 from smp.pipeline.actions import RECEIVE, SEND, Action, Op, Schedule, completed, counterpart, needs
 from smp.pipeline.failure import PipelineError, naming, reason
-from smp.pipeline.recorder import Recorder
+from smp.pipeline.recorder import Watcher
 
 
 class Stages(Protocol):
@@ -57,7 +57,7 @@ class Runner:
         self.links = links
         self.new_message = partial(torch.empty, shape, dtype=dtype, device=device)  # a buffer to receive into
 
-    def run(self, schedule: Schedule, stages: Stages, recorder: Recorder | None = None) -> None:
+    def run(self, schedule: Schedule, stages: Stages, recorder: Watcher | None = None) -> None:
         """One step: all actions of this rank.
 
         Raises:
@@ -72,7 +72,7 @@ class Runner:
 class _Step:
     """Tensors and messages under way in one step."""
 
-    def __init__(self, runner: Runner, schedule: Schedule, stages: Stages, recorder: Recorder | None) -> None:
+    def __init__(self, runner: Runner, schedule: Schedule, stages: Stages, recorder: Watcher | None) -> None:
         self.runner, self.schedule, self.stages, self.recorder = runner, schedule, stages, recorder
         self.received: dict[Action, tuple[dist.Work, torch.Tensor]] = {}
         self.results: dict[Action, torch.Tensor] = {}  # by the action that computed it

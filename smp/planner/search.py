@@ -111,13 +111,16 @@ def _configs(asked: Config, world_size: int, device: Device, decided: Collection
     context = given("context_parallel_size", parallel.context_parallel_size, [1, 2, 4, 8] if is_long else [1])
     recompute = given("recompute_granularity", parallel.recompute_granularity, RECOMPUTE)
     rows = given("micro_batch_size", asked.data.micro_batch_size, [1, 2, 4, 8])
-    for tp, pp, cp, again, row in product(tensor, pipeline, context, recompute, rows):
+    spread = [n for n in _divisors(asked.model.num_experts or 1) if n <= world_size]
+    experts = given("expert_model_parallel_size", parallel.expert_model_parallel_size, spread)
+    for tp, pp, cp, ep, again, row in product(tensor, pipeline, context, experts, recompute, rows):
         degrees = replace(
             parallel,
             tensor_model_parallel_size=tp,
             sequence_parallel=parallel.sequence_parallel if "sequence_parallel" in decided else tp > 1,
             pipeline_model_parallel_size=pp,
             context_parallel_size=cp,
+            expert_model_parallel_size=ep,
             recompute_granularity=again,
         )
         data = replace(asked.data, micro_batch_size=row)
@@ -170,6 +173,7 @@ _PARALLEL = (
     "pipeline_schedule",
     "num_virtual_stages_per_pipeline_rank",
     "context_parallel_size",
+    "expert_model_parallel_size",
     "hybrid_shard_degree",
     "data_parallel_sharding_strategy",
     "recompute_granularity",

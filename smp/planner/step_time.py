@@ -9,9 +9,12 @@ for cost all of their time. A stage is as fast as its slower half: the device, o
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from smp.config import Config, Layout
+from smp.config.moe import has_experts
 from smp.models.arithmetic import forward_flops
 from smp.models.inventory import Parameter, block_parameters, inventory, vocabulary_matrix
 from smp.models.part import ModelPart, whole
@@ -35,6 +38,7 @@ class StepTime:
         products, attention, elementwise: of the device, with what is computed again.
         tensor: exposed collectives of tensor parallelism.
         context: exposed transfers of context parallelism.
+        experts: rows on their way to experts of other ranks and back; loads are taken to be even.
         data: exposed gathers of weights and reductions of gradients.
         bubble: waiting of a pipeline's slowest rank, messages included.
         optimizer: clipping and update.
@@ -46,6 +50,7 @@ class StepTime:
     elementwise: float
     tensor: float
     context: float
+    experts: float
     data: float
     bubble: float
     optimizer: float
@@ -66,6 +71,7 @@ class _Pass:
     elementwise: float = 0.0
     tensor: float = 0.0
     context: float = 0.0
+    experts: float = 0.0
     host: float = 0.0
 
     def __add__(self, other: _Pass) -> _Pass:
@@ -102,24 +108,33 @@ class StepModel:
         self.micro_batches = data.global_batch_size // (data.micro_batch_size * layout.data_parallel)
         self.width = 2 if parallel.bf16 else 4
         self.peak = device.peak if parallel.bf16 else device.peak / 2  # TF32
-        self.blocks = list(block_parameters(model, 0))
-        self.forward, self.backward = self._block_passes()
+        self.blocks = [list(block_parameters(model, layer)) for layer in range(model.num_layers)]
+        self.forward, self.backward = self._mean_passes()
 
     def predict(self) -> StepTime:
         """The step of the slowest rank."""
         return self._with_pipeline(self.plan) if self.plan else self._without_pipeline()
 
-    def _block_passes(self) -> tuple[_Pass, _Pass]:
-        """A block's forward and backward pass for one micro-batch."""
+    def _mean_passes(self) -> tuple[_Pass, _Pass]:
+        """A block's forward and backward pass for one micro-batch; the mean of blocks with experts and others."""
+        model, forward, backward = self.config.model, _Pass(), _Pass()
+        layers = range(model.num_layers)
+        for kind, number in Counter(has_experts(model, layer) for layer in layers).items():
+            example = next(layer for layer in layers if has_experts(model, layer) == kind)
+            ahead, back = self._block_passes(self.blocks[example], experts=kind)
+            forward, backward = forward + ahead * (number / len(layers)), backward + back * (number / len(layers))
+        return forward, backward
+
+    def _block_passes(self, block: Sequence[Parameter], *, experts: bool) -> tuple[_Pass, _Pass]:
         flops = forward_flops(self.config.model, self.config.data.seq_length or 1)
-        attended = flops.layer - sum(p.flops for p in self.blocks)
+        attended = flops.layer - sum(p.flops for each in self.blocks for p in each) / len(self.blocks)
         attention = attended * self.tokens / self.layout.tp / (self.peak * self.device.attention_share)
-        products = sum(self._product(p) for p in self.blocks)
-        elementwise = self._elementwise()
+        products = sum(self._product(p) for p in block)
+        elementwise, exchange = self._elementwise(experts=experts), self._expert_exchange() if experts else 0.0
         tensor, context = self._tensor_collectives(), self._context_exchange(attention)
-        ahead = _Pass(products, attention, elementwise, tensor, context[0]).issued(OPERATIONS, self.device)
+        ahead = _Pass(products, attention, elementwise, tensor, context[0], exchange).issued(OPERATIONS, self.device)
         # half of the backward pass's collectives of tensor parallelism run beside products of weight gradients
-        back = _Pass(2 * products, 2.5 / 0.85 * attention, 2 * elementwise, tensor / 2, context[1])
+        back = _Pass(2 * products, 2.5 / 0.85 * attention, 2 * elementwise, tensor / 2, context[1], exchange)
         back = back.issued(2 * OPERATIONS, self.device)
         granularity = self.config.parallel.recompute_granularity
         if granularity == "full":
@@ -129,31 +144,47 @@ class StepModel:
         return ahead, back
 
     def _product(self, parameter: Parameter) -> float:
-        """Seconds of a linear layer's forward product on one rank: of whole waves of tiles."""
+        """Seconds of a linear layer's forward product on one rank, or of all its experts': of whole waves of tiles."""
         if not parameter.flops:
             return 0.0
-        rows, inner = parameter.local_shape(self.layout)
-        flops = 2 * self.tokens * rows * inner
-        tiles = math.ceil(self.tokens / TILE[0]) * math.ceil(rows / TILE[1])
-        filled = self.tokens * rows / (TILE[0] * TILE[1]) / (math.ceil(tiles / self.device.tiles) * self.device.tiles)
+        *experts, rows, inner = parameter.local_shape(self.layout)
+        number = experts[0] if experts else 1
+        tokens = self.tokens if parameter.chosen is None else self.tokens * parameter.chosen / number
+        flops = 2 * number * tokens * rows * inner
+        tiles = number * math.ceil(tokens / TILE[0]) * math.ceil(rows / TILE[1])
+        waves = math.ceil(tiles / self.device.tiles) * self.device.tiles
+        filled = number * tokens * rows / (TILE[0] * TILE[1]) / waves
         # smaller tiles, or a product that is split along its inner dimension, fill a wave in part at most half empty
         return flops / (self.peak * self.device.product_share * max(filled, 0.5))
 
-    def _elementwise(self) -> float:
-        """Seconds that norms, RoPE, activation and residuals of a forward pass read and write memory."""
+    def _elementwise(self, *, experts: bool) -> float:
+        """Seconds that norms, RoPE, activation and residuals of a forward pass read and write memory; with experts also
+        what sorts rows by them, and sums what comes back."""
         model, tp = self.config.model, self.layout.tp
         split = tp if self.config.parallel.sequence_parallel else 1
         heads, groups = model.num_attention_heads, model.num_query_groups or model.num_attention_heads
         assert model.kv_channels is not None and model.ffn_hidden_size is not None, "resolved before"
         rotated = 2 * (heads + groups) * model.kv_channels // tp
-        activation = (3 if model.gated else 2) * model.ffn_hidden_size // tp
-        numbers = 10 * model.hidden_size // split + rotated + activation  # two norms and two sums: 2 x 2 + 2 x 3
+        wide, sorted_ = model.ffn_hidden_size, 0
+        if experts:
+            wide = (model.moe_shared_expert_intermediate_size or 0) + model.moe_router_topk * (
+                model.moe_ffn_hidden_size or 0
+            )
+            sorted_ = (3 * model.moe_router_topk + 1) * model.hidden_size  # read and written, then read and summed
+        activation = (3 if model.gated else 2) * wide // tp
+        numbers = 10 * model.hidden_size // split + rotated + activation + sorted_  # two norms, two sums: 2 x 2 + 2 x 3
         return self.tokens * numbers * self.width / (self.device.bandwidth * self.device.memory_share)
 
     def _tensor_collectives(self) -> float:
         """Seconds of the four of a forward pass, or of two all-reduces, which move as much."""
         bytes_ = self.tokens * self.config.model.hidden_size * self.width
         return 4 * self._collective(bytes_, "tp")
+
+    def _expert_exchange(self) -> float:
+        """Seconds of both all-to-alls of a pass, which nothing hides."""
+        model, ep = self.config.model, self.layout.ep
+        rows = self.tokens * model.moe_router_topk * model.hidden_size * self.width
+        return 2 * self._collective(rows, "ep") if ep > 1 else 0.0
 
     def _context_exchange(self, attention: float) -> tuple[float, float]:
         """Seconds that attention's exchange takes longer than attention, forward and backward."""
@@ -174,24 +205,41 @@ class StepModel:
 
     def _link(self, dim: str) -> float:
         """Bytes/s of a ring over a dimension: several ranks on a node share the way to the next one's links."""
-        order = ["tp", "cp", "dp_shard", "dp_replicate", "pp"]  # the first varies fastest
+        # the first varies fastest; ranks of ep are neighbours in what data and context parallelism share
+        order = ["tp", "ep"] if dim == "ep" else ["tp", "cp", "dp_shard", "dp_replicate", "pp"]
         stride = math.prod(getattr(self.layout, name) for name in order[: order.index(dim)])
         size, per_node = getattr(self.layout, dim), self.device.devices_per_node
         beside = max(1, per_node // stride)
         link = self.device.local_link if size <= beside else self.device.node_link * min(size, beside)
         return min(link, self.device.local_link) * self.device.link_share
 
-    def _sharded(self, elements: int, width: int) -> float:
-        """Seconds of gathering weights, or reducing gradients, of this many elements over FSDP's ranks."""
-        layout = self.layout
-        ranks = layout.dp_shard * layout.cp
-        if ranks == 1:
-            return 0.0
-        over = "cp" if layout.dp_shard == 1 else "dp_shard"
-        return elements * width * (ranks - 1) / ranks / self._link(over) + self.device.latency * (ranks - 1)
+    def _sharded(self, parameters: Sequence[Parameter], width: int) -> float:
+        """Seconds of gathering weights, or reducing gradients, over FSDP's ranks; those of experts over fewer."""
+        over, seconds = "cp" if self.layout.dp_shard == 1 else "dp_shard", 0.0
+        for experts in (False, True):
+            ranks = self._sharing(experts=experts)
+            elements = self._elements([p for p in parameters if (p.chosen is not None) == experts])
+            if ranks > 1 and elements:
+                seconds += elements * width * (ranks - 1) / ranks / self._link(over) + self.device.latency * (ranks - 1)
+        return seconds
 
-    def _elements(self, part: ModelPart) -> int:
-        return sum(math.prod(p.local_shape(self.layout)) for p in inventory(self.config.model, [part]))
+    def _sharing(self, *, experts: bool) -> int:
+        """Ranks that FSDP spreads a parameter over."""
+        ranks = self.layout.dp_shard * self.layout.cp
+        return ranks // self.layout.ep if experts else ranks
+
+    def _elements(self, parameters: Sequence[Parameter]) -> int:
+        """That a rank computes with."""
+        return sum(math.prod(p.local_shape(self.layout)) for p in parameters)
+
+    def _owned(self, parameters: Sequence[Parameter]) -> float:
+        """Elements that a rank updates."""
+        return sum(
+            math.prod(p.local_shape(self.layout)) / self._sharing(experts=p.chosen is not None) for p in parameters
+        )
+
+    def _parameters(self, part: ModelPart) -> list[Parameter]:
+        return list(inventory(self.config.model, [part]))
 
     def _head(self) -> _Pass:
         """The output layer and the loss of a micro-batch, forward and backward: three products; logits are read and
@@ -205,14 +253,15 @@ class StepModel:
         model, count = self.config.model, self.micro_batches
         layers = model.num_layers
         work = ((self.forward + self.backward) * layers + self._head()) * count
-        data = self._exposed_gathers() + self._replicas(self._elements(whole(layers)))
-        return self._step(work, data, 0.0, self._elements(whole(layers)))
+        parameters = self._parameters(whole(layers))
+        return self._step(work, self._exposed_gathers() + self._replicas(parameters), 0.0, parameters)
 
     def _exposed_gathers(self) -> float:
         """Seconds of FSDP that no computation hides. The next block's weights come during the current one's passes; in
         the backward pass gradients go beside them. Each micro-batch gathers again, unless the strategy keeps them."""
-        block = sum(math.prod(p.local_shape(self.layout)) for p in self.blocks)
-        gather, reduce_ = self._sharded(block, self.width), self._sharded(block, 4)
+        gather, reduce_ = (
+            sum(self._sharded(block, width) for block in self.blocks) / len(self.blocks) for width in (self.width, 4)
+        )
         layers, strategy = self.config.model.num_layers, self.config.parallel.data_parallel_sharding_strategy
         late_forward = max(0.0, gather - self.forward.total) * (layers - 1)
         late_backward = max(0.0, gather + reduce_ - self.backward.total) * (layers - 1)
@@ -224,12 +273,11 @@ class StepModel:
         times = self.micro_batches if strategy == "optim_grads" else 1
         return first + late_reduce * times
 
-    def _replicas(self, elements: int) -> float:
+    def _replicas(self, parameters: Sequence[Parameter]) -> float:
         """Seconds of the sum over replicas, which runs beside the backward pass of the last micro-batch."""
         if self.layout.dp_replicate == 1:
             return 0.0
-        shard = elements // (self.layout.dp_shard * self.layout.cp)
-        taken = 2 * self._collective(shard * 4, "dp_replicate")
+        taken = 2 * self._collective(self._owned(parameters) * 4, "dp_replicate")
         return max(0.0, taken - self.backward.total * self.config.model.num_layers / self.layout.pp)
 
     def _with_pipeline(self, plan: Plan) -> StepTime:
@@ -237,12 +285,12 @@ class StepModel:
         head = self._head()
         passes = [self.forward * part.count + head * (part.head / 3) for part in plan.parts]
         backs = [self.backward * part.count + head * (part.head * 2 / 3) for part in plan.parts]
-        elements = [self._elements(part) for part in plan.parts]
+        parameters = [self._parameters(part) for part in plan.parts]
         costs = [
             StageCosts(
-                ahead.total, back.total * 0.55, back.total * 0.45, self._sharded(n, self.width), self._sharded(n, 4)
+                ahead.total, back.total * 0.55, back.total * 0.45, self._sharded(own, self.width), self._sharded(own, 4)
             )
-            for ahead, back, n in zip(passes, backs, elements, strict=True)
+            for ahead, back, own in zip(passes, backs, parameters, strict=True)
         ]
         timeline = simulate(plan.training, costs, self._message())
         busiest = max(range(self.layout.pp), key=lambda rank: timeline.work[rank])
@@ -250,8 +298,8 @@ class StepModel:
         work = _Pass()
         for stage in own:
             work += (passes[stage] + backs[stage]) * self.micro_batches
-        n = sum(elements[stage] for stage in own)
-        return self._step(work, self._replicas(n), timeline.step_time - timeline.work[busiest], n)
+        held = [p for stage in own for p in parameters[stage]]
+        return self._step(work, self._replicas(held), timeline.step_time - timeline.work[busiest], held)
 
     def _message(self) -> float:
         """Seconds of one message between stages."""
@@ -259,7 +307,6 @@ class StepModel:
         size = self.tokens * self.config.model.hidden_size * self.width / split
         return size / (self._link("pp") if self.layout.pp > 1 else math.inf) + self.device.latency
 
-    def _step(self, work: _Pass, data: float, bubble: float, elements: int) -> StepTime:
-        owned = elements / (self.layout.dp_shard * self.layout.cp)
-        update = owned * OPTIMIZER_BYTES / (self.device.bandwidth * self.device.memory_share)
+    def _step(self, work: _Pass, data: float, bubble: float, parameters: Sequence[Parameter]) -> StepTime:
+        update = self._owned(parameters) * OPTIMIZER_BYTES / (self.device.bandwidth * self.device.memory_share)
         return StepTime(**vars(work), data=data, bubble=bubble, optimizer=update)

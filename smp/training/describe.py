@@ -97,21 +97,22 @@ def predicted_memory(config: Config, world_size: int) -> MemoryEstimate:
 
 
 def _tried_steps(config: Config, layout: Layout, plan: Plan | None) -> list[StepMeasures] | None:
-    """A step of each pipeline rank on fake tensors; None for what takes too long, for fine-tuning, and for experts that
-    are spread over ranks, whose rows the host has to count."""
+    """A step of each pipeline rank on fake tensors; None for what takes too long, and for objectives that no such step
+    is written for."""
     # here, because it brings torch's tools for fake tensors, and with them triton, which only a dry run needs
     from smp.training.fake_step import MOST_MICRO_BATCHES, fake_step, gpu_kernels
+    from smp.training.fake_tuning import can_be_tried
 
     data = config.data
     assert data.global_batch_size is not None, "resolved before"
     micro_batches = data.global_batch_size // (data.micro_batch_size * layout.data_parallel)
     passes = config.model.num_layers * (min(micro_batches, MOST_MICRO_BATCHES) if plan is None else micro_batches)
+    passes *= 1 + config.has_pairs
     model = config.model
-    dropping, padded = model.moe_expert_capacity_factor is not None, model.moe_pad_expert_input_to_capacity
-    across = dropping or model.moe_router_load_balancing_type == "sinkhorn"  # parts of a sequence, by their places
-    counted = layout.ep > 1 or (dropping and not padded) or (layout.cp > 1 and across)
-    counted = counted and model.num_experts is not None
-    if config.objective is not None or counted or passes > MOST_PASSES:
+    # which of a sequence's tokens are on a process is not known without data
+    placed = model.moe_expert_capacity_factor is not None or model.moe_router_load_balancing_type == "sinkhorn"
+    across = layout.cp > 1 and model.num_experts is not None and placed
+    if across or not can_be_tried(config) or passes > MOST_PASSES:
         return None
     arguments = config, layout, gpu_kernels(config), CHUNK_BYTES["cuda"], plan
     return [fake_step(*arguments, pp_rank=rank) for rank in range(layout.pp)]

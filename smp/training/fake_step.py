@@ -6,7 +6,7 @@ tensors without memory. So a plan for a thousand GPUs is tried on a laptop's CPU
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,18 +29,22 @@ from smp.kernels.token_layout import TokenLayout
 from smp.layers.context_parallel.choose import context_parallel_attention
 from smp.layers.fp8.apply import fp8_history
 from smp.layers.head import VocabParallelHead
+from smp.layers.moe.layer import MoE
 from smp.models.gpt import GPT
 from smp.models.micro_batch import MicroBatch
 from smp.optim.optimizer import build_optimizer, clip_gradients
 from smp.parallel.context import ParallelContext, build_context
 from smp.pipeline.plan import Plan
+from smp.pipeline.recorder import Watcher
 from smp.sharding.offload import offload_of
 from smp.sharding.parallelize import parallelize
 from smp.training.build import Workplace, assemble, build_forward_backward
 from smp.training.exchange import exchange_of
+from smp.training.fake_tuning import FakeReference, judged, tuned
 from smp.training.forward_backward import ForwardBackward
 from smp.training.meter import Counts, Meter
 from smp.training.micro_batches import MicroBatches
+from smp.training.pipelined import Pipelined
 
 _CPU = torch.device("cpu")
 MOST_MICRO_BATCHES = 3
@@ -52,7 +56,7 @@ class StepMeasures:
 
     Attributes:
         parameters, optimizer, gradients: bytes that are there between steps, and after the backward pass.
-        peaks: most bytes at once by phase: forward, backward, clipping, optimizer.
+        peaks: most bytes at once by phase: reference (of pairs), forward, backward, clipping, optimizer.
         counts: work and traffic of the step.
         host: bytes of the host's memory that activations and the optimizer have.
         copied: bytes to the host and back, in the micro-batches that were run.
@@ -91,12 +95,20 @@ def gpu_kernels(config: Config) -> Kernels:
 
 
 def fake_step(
-    config: Config, layout: Layout, kernels: Kernels, chunk_bytes: int, plan: Plan | None = None, pp_rank: int = 0
+    config: Config,
+    layout: Layout,
+    kernels: Kernels,
+    chunk_bytes: int,
+    plan: Plan | None = None,
+    pp_rank: int = 0,
+    make_meter: Callable[[Mapping[str, str]], Meter] = Meter,
 ) -> StepMeasures:
-    """A step of pretraining after the first one, on the first rank of a pipeline stage.
+    """A step after the first one, of pretraining or fine-tuning on sequences or pairs, on the first rank of a pipeline
+    stage.
 
     Without a pipeline it runs three micro-batches at most and counts the others as the second: memory does not grow any
-    more. Documents are left out, a window is only left out of the mask, and compiled code counts as what it is made of.
+    more. Experts get even loads, also where a capacity would drop some. Documents are left out, a window is only left
+    out of the mask, and compiled code counts as what it is made of.
 
     Args:
         config: resolved.
@@ -105,6 +117,7 @@ def fake_step(
         chunk_bytes: of fp32 logits, ``smp.layers.head.CHUNK_BYTES`` of the device.
         plan: of the pipeline.
         pp_rank: whose step.
+        make_meter: from the groups' names. One that watches actions of a pipeline is its recorder.
     """
     config = _plain(config)
     with _fake_group(layout, pp_rank * layout.world_size // layout.pp):
@@ -115,18 +128,56 @@ def fake_step(
         if context.cp_exchange is not None:
             core = context_parallel_attention(kernels.attention, context.cp_exchange, exchange.kind)  # type: ignore[arg-type]
             kernels = replace(kernels, attention=_PlannedOnTheHost(core))
-        meter = Meter(_names(context))
+        meter = make_meter(_names(context))
         copier = _Uncounted(meter)
         place = Workplace(context, _CPU, kernels, plan, offload_of(config.parallel, copier))
-        model = assemble(config, place)
-        if isinstance(model.head, VocabParallelHead):
-            model.head.chunk_bytes = chunk_bytes
-        parallelize(model, context, config.parallel, place.offload)
-        if (history := fp8_history(model)) is not None:
-            history.is_empty = False  # as after a step
-        passes = build_forward_backward(config, place, model)
+
+        def build(trained: bool) -> tuple[GPT, ForwardBackward]:
+            model = _built(config, place, chunk_bytes, trained=trained)
+            return model, build_forward_backward(config, place, model)
+
+        model, passes = build(True)
+        reference = FakeReference(config, model, passes, build)
+        if isinstance(passes, Pipelined) and isinstance(meter, Watcher):
+            passes.watched_by(meter)
         with FakeTensorMode(allow_non_fake_inputs=True), meter.counting():
-            return _measure(config, context, model, passes, meter, copier)
+            return _measure(config, context, _Tried(model, passes, reference), meter, copier)
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """What a step goes through."""
+
+    model: GPT
+    passes: ForwardBackward
+    reference: FakeReference
+
+
+def _built(config: Config, place: Workplace, chunk_bytes: int, *, trained: bool) -> GPT:
+    """A model as a run has it before there are numbers."""
+    model = assemble(config, place)
+    tuned(model, config, trained=trained)
+    if isinstance(model.head, VocabParallelHead):
+        model.head.chunk_bytes = chunk_bytes
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.read_counts = even_counts
+    parallelize(model, place.context, config.parallel, place.offload)
+    if (history := fp8_history(model)) is not None:
+        history.is_empty = False  # as after a step
+    return model
+
+
+def even_counts(counts: torch.Tensor, rows: int) -> Any:
+    """``rows`` over experts as evenly as they go, and from each rank as many; in the shape of ``counts``, (experts,) or
+    (both ways, ranks, experts of a rank)."""
+    experts = counts.shape[-1] if counts.ndim == 1 else counts.shape[1] * counts.shape[2]
+    each = [rows // experts + (i < rows % experts) for i in range(experts)]
+    if counts.ndim == 1:
+        return each
+    own = counts.shape[2]
+    table = [each[start : start + own] for start in range(0, experts, own)]
+    return [table for _ in range(counts.shape[0])]
 
 
 @dataclass(frozen=True)
@@ -178,10 +229,11 @@ def _plain(config: Config) -> Config:
     return replace(config, model=model, optim=optim, parallel=replace(config.parallel, compile=False))
 
 
-def _measure(
-    config: Config, context: ParallelContext, model: GPT, passes: ForwardBackward, meter: Meter, copier: Copier
-) -> StepMeasures:
+def _measure(config: Config, context: ParallelContext, tried: _Tried, meter: Meter, copier: Copier) -> StepMeasures:
+    model, passes = tried.model, tried.passes
     model.to_empty(device=_CPU)
+    if tried.reference.copy is not None:
+        tried.reference.copy.to_empty(device=_CPU)
     parameters = meter.held
     optimizer = build_optimizer(model, config.optim, context.fsdp, context.expert_fsdp, copier=copier)
     # An update makes the optimizer's state; and a first use of an operation on DTensors tries it on tensors of global
@@ -193,9 +245,12 @@ def _measure(
     optimizer.zero_grad()
     resting, copied = meter.held, (copier.bytes_out, copier.bytes_back)
     meter.start()
-    count, counted = _count(config, context), _Snapshots(meter)
+    count, counted, compared = _count(config, context), _Snapshots(meter), _Snapshots(meter)
+    run = count if context.pp_size > 1 else min(count, MOST_MICRO_BATCHES)
+    if tried.reference.is_computed:
+        with meter.phase("reference"):
+            tried.reference.run(_micro_batches(config, context, run, compared, by_reference=True))
     with meter.phase("forward"):
-        run = count if context.pp_size > 1 else min(count, MOST_MICRO_BATCHES)
         passes.train(_micro_batches(config, context, run, counted))
     gradients = meter.held - resting
     with meter.phase("clipping"):
@@ -203,7 +258,9 @@ def _measure(
     with meter.phase("optimizer"):
         optimizer.step()
     again = max(count - MOST_MICRO_BATCHES, 0) if context.pp_size == 1 else 0
-    total = meter.counts.plus(counted.second(), again) if again else meter.counts
+    total = meter.counts
+    for snapshots in (counted, compared) if again else ():
+        total = total.plus(snapshots.second(), again)
     out, back = copier.bytes_out - copied[0], copier.bytes_back - copied[1]
     return StepMeasures(
         parameters=parameters,
@@ -227,7 +284,9 @@ class _Snapshots:
             self._before[micro_batch] = Counts().plus(self._meter.counts, 1)
 
     def second(self) -> Counts:
-        """What the second took, as each one but the first and the last."""
+        """What the second took, as each one but the first and the last; nothing, if none was asked for."""
+        if not self._before:
+            return Counts()
         return self._before[2].plus(self._before[1], -1)
 
 
@@ -237,15 +296,18 @@ def _count(config: Config, context: ParallelContext) -> int:
     return config.data.global_batch_size // (config.data.micro_batch_size * context.data_size)
 
 
-def _micro_batches(config: Config, context: ParallelContext, count: int, counted: _Snapshots) -> MicroBatches:
+def _micro_batches(
+    config: Config, context: ParallelContext, count: int, counted: _Snapshots, *, by_reference: bool = False
+) -> MicroBatches:
     assert config.data.seq_length is not None, "resolved before"
-    rows, cut = config.data.micro_batch_size, _cut(config, context)
+    rows = config.data.micro_batch_size * (1 + config.has_pairs)
+    cut = _cut(config, context, rows)
     shape = rows, config.data.seq_length // context.cp_size
 
     def make(i: int) -> MicroBatch:
         counted.take(i)
         ids = torch.zeros(shape, dtype=torch.int64)
-        return MicroBatch(
+        whole = MicroBatch(
             ids,
             labels=ids.clone(),
             loss_weights=torch.ones(shape),
@@ -253,16 +315,17 @@ def _micro_batches(config: Config, context: ParallelContext, count: int, counted
             token_index=ids.clone(),
             cut=cut,
         )
+        return judged(config, whole, by_reference=by_reference)
 
     return MicroBatches(count, make)
 
 
-def _cut(config: Config, context: ParallelContext) -> SequenceCut | None:
+def _cut(config: Config, context: ParallelContext, rows: int) -> SequenceCut | None:
     """Of sequences that are one document each."""
     if context.cp_group is None:
         return None
     with unset_fake_temporarily():
-        return cut_sequences(config.data.micro_batch_size, config.data.seq_length or 0, context.cp_group.size)
+        return cut_sequences(rows, config.data.seq_length or 0, context.cp_group.size)
 
 
 @contextmanager
@@ -285,4 +348,8 @@ def _names(context: ParallelContext) -> dict[str, str]:
     if (fsdp := context.fsdp) is not None:
         dims = fsdp.mesh_dim_names or ()
         names |= {fsdp.get_group(i).group_name: name for i, name in enumerate(dims)}
+    if context.ep is not None and (experts := context.expert_fsdp) is not None:
+        dims = experts.mesh_dim_names or ()
+        names |= {experts.get_group(i).group_name: f"{name} of experts" for i, name in enumerate(dims)}
+        names[context.ep.get_group().group_name] = "ep"
     return names

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -37,6 +38,39 @@ from smp.training.adapter_files import reference_config
 from smp.training.build import Workplace, assemble
 
 
+@dataclass(frozen=True)
+class AdapterPlan:
+    """Which layers get an adapter.
+
+    Attributes:
+        sizes: (rank, alpha) of the adapter of each named layer.
+        dora: whether they train the norms of rows too.
+    """
+
+    sizes: Mapping[str, tuple[int, float]]
+    dora: bool
+
+    @staticmethod
+    def asked(names: Iterable[str], lora: LoraConfig) -> AdapterPlan:
+        """Of these layers, as --lora-rank, --lora-alpha and --use-dora say."""
+        assert lora.lora_rank is not None and lora.lora_alpha is not None, "filled in before"
+        return AdapterPlan(dict.fromkeys(names, (lora.lora_rank, lora.lora_alpha)), lora.use_dora)
+
+    @staticmethod
+    def of_files(found: Mapping[str, Adapter], lora: LoraConfig) -> AdapterPlan:
+        """As those that --load-adapter names.
+
+        Raises:
+            ConfigError: they have norms of rows, which go with no dropout.
+        """
+        dora = any(adapter.magnitude is not None for adapter in found.values())
+        if dora and lora.lora_dropout:
+            raise ConfigError(
+                "--load-adapter has use_dora and a dropout, which do not go together; give --lora-dropout 0"
+            )
+        return AdapterPlan({name: (adapter.rank, adapter.alpha) for name, adapter in found.items()}, dora)
+
+
 def open_base(config: Config) -> Weights:
     """The weights that --load names.
 
@@ -66,16 +100,8 @@ def build_finetune_model(
         CheckpointError: the weights cannot be read.
     """
     model = assemble(config, place)
-    if config.has_adapters:
-        _add_adapters(model, config, start)
-    if not trainable:
-        model.requires_grad_(False)
     in_4_bits = config.lora is not None and config.lora.load_in_4bit
-    if in_4_bits:
-        assert config.lora is not None
-        quantize_layers(model, double=config.lora.bnb_4bit_use_double_quant)
-    if config.parallel.bf16:
-        _keep_in_bf16(model)
+    tune(model, config, _adapter_plan(model, config, start) if config.has_adapters else None, trainable=trainable)
     parallelize(model, place.context, config.parallel, place.offload)
     model.to_empty(device=place.device)
     if config.has_adapters:
@@ -125,26 +151,44 @@ def _load_in_4_bits(model: GPT, config: Config) -> None:
         fill(layer, found.pop(name))
 
 
-def _add_adapters(model: GPT, config: Config, start: Mapping[str, Adapter] | None) -> None:
-    """Put adapters on ``model``, which is then frozen but for them."""
+def tune(model: GPT, config: Config, plan: AdapterPlan | None, *, trainable: bool = True) -> None:
+    """Make a model without memory what this run trains, before it is sharded: with adapters it is frozen but for them,
+    and what is frozen rests in bf16 or in 4 bits.
+
+    Args:
+        plan: of the adapters; None: there are none.
+        trainable: False for a frozen copy.
+    """
+    lora = config.lora
+    assert lora is not None, "settings of a fine-tuning run"
+    if plan is not None:
+        attach(model, plan.sizes, dropout=lora.lora_dropout or 0.0, seed=config.training.seed, dora=plan.dora)
+    if not trainable:
+        model.requires_grad_(False)
+    if lora.load_in_4bit:
+        quantize_layers(model, double=lora.bnb_4bit_use_double_quant)
+    if config.parallel.bf16:
+        _keep_in_bf16(model)
+
+
+def _adapter_plan(model: GPT, config: Config, start: Mapping[str, Adapter] | None) -> AdapterPlan:
+    """Of this rank's layers at least."""
     lora = config.lora
     assert lora is not None, "settings of a fine-tuning run"
     if start is not None:
-        sizes = {name: (adapter.rank, adapter.alpha) for name, adapter in start.items()}
-        dora = any(adapter.magnitude is not None for adapter in start.values())
-    else:
-        assert lora.lora_rank is not None and lora.lora_alpha is not None, "filled in before"
-        sizes = dict.fromkeys(_chosen_layers(model, config, lora), (lora.lora_rank, lora.lora_alpha))
-        dora = lora.use_dora
-    if dora and lora.lora_dropout:  # of a file
-        raise ConfigError("--load-adapter has use_dora and a dropout, which do not go together; give --lora-dropout 0")
-    attach(model, sizes, dropout=lora.lora_dropout or 0.0, seed=config.training.seed, dora=dora)
+        return AdapterPlan.of_files(start, lora)
+    return AdapterPlan.asked(_chosen_layers(model, config, lora), lora)
+
+
+def asked_targets(lora: LoraConfig) -> list[str]:
+    """Patterns of --lora-target-modules."""
+    assert lora.lora_target_modules is not None, "filled in before"
+    return [target.strip() for target in lora.lora_target_modules.split(",")]
 
 
 def _chosen_layers(model: GPT, config: Config, lora: LoraConfig) -> list[str]:
     """Names of this rank's layers that --lora-target-modules chooses."""
-    assert lora.lora_target_modules is not None, "filled in before"
-    targets = [target.strip() for target in lora.lora_target_modules.split(",")]
+    targets = asked_targets(lora)
     chosen = choose(model, targets)
     everywhere = gather({target: len(names) for target, names in chosen.items()})  # pipeline ranks have parts
     nothing = [target for target in targets if not any(counts[target] for counts in everywhere)]

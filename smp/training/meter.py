@@ -8,8 +8,8 @@ and libraries allocate inside).
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +34,7 @@ _KINDS = (
     | {"send": "send", "alltoall_base_": "all-to-all", "all_to_all_single": "all-to-all"}
 )
 _FUSED = ("triton", "cuda", "apex")
-_FREE = {"view", "t", "transpose", "detach", "permute", "as_strided", "slice", "alias", "expand", "unsqueeze", "split"}
+FREE = {"view", "t", "transpose", "detach", "permute", "as_strided", "slice", "alias", "expand", "unsqueeze", "split"}
 """Operations that launch nothing."""
 
 
@@ -58,11 +58,13 @@ class Counts:
         flops: of matrix products and attention; a causal one counts whole.
         kernels: operations that are no views.
         traffic: by group and kind.
+        calls: how often each was made, of a meter that keeps them (``smp.planner.record``).
     """
 
     flops: int = 0
     kernels: int = 0
     traffic: defaultdict[Key, Traffic] = field(default_factory=lambda: defaultdict(Traffic))
+    calls: Counter[Hashable] = field(default_factory=Counter)
 
     def plus(self, other: Counts, times: int) -> Counts:
         """The sum of this and ``times`` the other."""
@@ -70,6 +72,7 @@ class Counts:
         for key in self.traffic.keys() | other.traffic.keys():
             one, two = self.traffic.get(key, Traffic()), other.traffic.get(key, Traffic())
             total.traffic[key] = Traffic(one.calls + times * two.calls, one.sent + times * two.sent)
+        total.calls = Counter({call: self.calls[call] + times * other.calls[call] for call in self.calls | other.calls})
         return total
 
 
@@ -149,11 +152,20 @@ class Meter(TorchDispatchMode):
         for tensor in tree_iter(result):
             if isinstance(tensor, torch.Tensor):
                 self._made(tensor.untyped_storage())
-        self.counts.kernels += func._opname not in _FREE
+        self.counts.kernels += func._opname not in FREE
         self.counts.flops += _flops(func._overloadpacket, args, kwargs, result)
-        if func.namespace in ("c10d", "_c10d_functional") and func._opname in _KINDS:
-            self._communicated(func._opname, args)
+        if func.namespace in ("c10d", "_c10d_functional"):
+            if func._opname in _KINDS:
+                self._communicated(func._opname, args)
+        else:
+            self._ran(func, args, kwargs)
         return result
+
+    def _ran(self, func: Any, args: Any, kwargs: Any) -> None:
+        """For who wants more of an operation than counts."""
+
+    def _sent(self, key: Key, ranks: int, size: int) -> None:
+        """The same of a collective of ``ranks`` on a tensor of ``size`` bytes, all parts together."""
 
     def _made(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
@@ -181,19 +193,27 @@ class Meter(TorchDispatchMode):
         self.elsewhere_held -= size
         del self._sizes[key]
 
+    @property
+    def current_phase(self) -> str | None:
+        """What :meth:`phase` was entered with, or backward."""
+        in_backward = self._phase is not None and torch._C._current_graph_task_id() >= 0
+        return "backward" if in_backward else self._phase
+
     def _note_peak(self) -> None:
-        if self._phase is not None:
-            phase = "backward" if torch._C._current_graph_task_id() >= 0 else self._phase
+        if (phase := self.current_phase) is not None:
             self.peaks[phase] = max(self.peaks.get(phase, 0), self.held)
 
     def _communicated(self, name: str, args: Any) -> None:
         group = _group(args)
         size = group.size()
-        entry = self.counts.traffic[self.groups.get(group.group_name, "pp" if name == "send" else "all"), _KINDS[name]]
+        key = self.groups.get(group.group_name, "pp" if name == "send" else "all"), _KINDS[name]
+        entry = self.counts.traffic[key]
         entry.calls += size > 1
         if name == "all_to_all_single":  # its rows, but for those that this rank keeps
             x, _, rows, _ = args
-            entry.sent += (sum(rows) - rows[group.rank()]) * x[:1].numel() * x.itemsize
+            row = x[:1].numel() * x.itemsize
+            entry.sent += (sum(rows) - rows[group.rank()]) * row
+            self._sent(key, size, sum(rows) * row)
             return
         tensors = [tensor for tensor in tree_iter(args) if isinstance(tensor, torch.Tensor)]
         whole = max(tensor.numel() * tensor.itemsize for tensor in tensors)
@@ -201,6 +221,7 @@ class Meter(TorchDispatchMode):
             whole *= size
         times = {"send": 1.0, "all-reduce": 2 * (size - 1) / size}.get(_KINDS[name], (size - 1) / size)
         entry.sent += times * whole
+        self._sent(key, size, whole)
 
 
 def _group(args: Any) -> dist.ProcessGroup:

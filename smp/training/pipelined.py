@@ -19,7 +19,7 @@ from smp.parallel.context import ParallelContext
 from smp.parallel.links import Channel, Links
 from smp.pipeline.actions import SEND, Op
 from smp.pipeline.plan import Plan, plans_by_size
-from smp.pipeline.recorder import Recorder
+from smp.pipeline.recorder import Recorder, Watcher
 from smp.pipeline.run import Runner
 from smp.pipeline.timeline import Timeline
 from smp.sharding.offload import Offload
@@ -63,6 +63,7 @@ class Pipelined:
         self._sharded = ShardedStages(model, self._parts, split_backward=plan.split_backward)
         self._tied = TiedMatrix(model, links, ends) if tied else None
         self._recorder: Recorder | None = None
+        self._watcher: Watcher | None = None
 
     @property
     def place(self) -> str:
@@ -80,7 +81,7 @@ class Pipelined:
         if self.offload is not None:
             own = schedule.actions[self._runner.links.rank]
             self.offload.plan([(action.stage, action.micro_batch) for action in own if action.op in _BACKWARD])
-        self._runner.run(schedule, stages, self._recorder)
+        self._runner.run(schedule, stages, self._recorder or self._watcher)
         self._sharded.finish()
         if self._tied is not None:
             self._tied.sum_gradients()
@@ -92,6 +93,10 @@ class Pipelined:
         self._runner.run(self.plan.evaluation, stages)
         self._sharded.finish()
         return [stages.outputs[key] for key in sorted(stages.outputs)]
+
+    def watched_by(self, watcher: Watcher) -> None:
+        """Tell it of the actions of all training steps that :meth:`record` does not take the times of."""
+        self._watcher = watcher
 
     def record(self) -> None:
         """Take the times of the next training step; every rank calls it."""

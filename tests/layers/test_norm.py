@@ -11,6 +11,8 @@ import torch
 
 from smp.config import Layout
 from smp.layers import LayerNorm, RMSNorm
+from smp.layers.norm import own_together
+from smp.parallel import collectives
 from smp.parallel.context import ParallelContext, build_context
 from tests.distributed import run_distributed
 from tests.layers.whole import beyond, draw, error, gradient, leaf, load_all, part
@@ -54,8 +56,32 @@ def errors_of(mesh: Any, kind: str, split: bool, dtype: torch.dtype) -> dict[str
     return errors | {f"d{name}": error(gradient(layer.get_parameter(name)), w.grad) for name, w in wholes.items()}
 
 
+def gradients(mesh: Any, *, together: bool) -> tuple[list[torch.Tensor], int]:
+    """Of three norms one behind the other, each rank with its own tokens, and how many sums they took."""
+    context = ParallelContext.of(mesh, sequence_parallel=True)
+    norms = [KINDS[kind](FEATURES, context, eps=EPS) for kind in ("RMSNorm", "LayerNorm", "RMSNorm from 1")]
+    for layer in norms:
+        load_all(layer)
+    x, whole, sums = part(draw(TOKENS, FEATURES, seed=1), mesh, split=True), collectives.start_all_reduce, list[int]()
+
+    def counted(x: torch.Tensor, group: collectives.Group) -> torch.Tensor:
+        sums.append(x.numel())
+        return whole(x, group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "start_all_reduce", counted)
+        own = own_together(norms, x.dtype) if together else [None] * len(norms)
+        for layer, mine in zip(norms, own, strict=True):
+            x = layer(x, mine)
+        x.square().sum().backward()
+    return [gradient(parameter) for layer in norms for parameter in layer.parameters()], len(sums)
+
+
 def measure(rank: int, world: int) -> dict[str, float]:
-    out = {}
+    mesh = build_context(Layout(tp=world), "cpu").tp
+    (one, sums), (each, several) = (gradients(mesh, together=together) for together in (True, False))
+    same = all(torch.equal(a, b) and a.any() for a, b in zip(one, each, strict=True))
+    out: dict[str, float] = {"same bits": same, "sums together": sums, "sums of each": several}
     for tp, kind, split, dtype in itertools.product((1, 2), KINDS, (False, True), (torch.float32, torch.bfloat16)):
         mesh = build_context(Layout(dp_replicate=world // tp, tp=tp), "cpu").tp
         errors = errors_of(mesh, kind, split, dtype)
@@ -74,6 +100,7 @@ def test_values_and_gradients_are_those_of_the_formula(
     measured: list[dict[str, float]], dtype: str, bound: float
 ) -> None:
     for errors in measured:
+        assert (errors["same bits"], errors["sums together"], errors["sums of each"]) == (1, 1, 3)
         chosen = {name: e for name, e in errors.items() if dtype in name}
         assert len(chosen) == 4 * (3 + 4 + 3 + 4 + 3)
         assert beyond(chosen, bound) == {}

@@ -482,6 +482,7 @@ def sabotaged_cases() -> list[tuple[Case, str]]:
     """Each bug of the negative control in a layout where it shows, and the kind of error that must show it."""
     chosen: list[tuple[str, str, dict[str, Any]]] = [
         ("sum_gradient", "copies", {"tensor": (2, True)}),
+        ("sum_gradients", "copies", {"tensor": (2, True)}),
         ("copy_to_group", "copies", {"tensor": (2, False)}),
         ("gather_tokens", "gradient", {"tensor": (2, True)}),
         ("average_gradients", "gradient", {"shard": 2}),

@@ -187,6 +187,11 @@ def _break_adjoint(name: str) -> Callable[[pytest.MonkeyPatch], None]:
     return sabotage
 
 
+def _keep_own_sums(patch: pytest.MonkeyPatch) -> None:
+    """Gradients of a block's norms are those of the rank's own tokens."""
+    patch.setattr(collectives._SumGradients, "backward", staticmethod(lambda ctx, *grads: (None, *grads)))
+
+
 def _keep_own_part(patch: pytest.MonkeyPatch) -> None:
     """gather_tokens as if all ranks did the same work behind it: each keeps its part of the gradient."""
     backward = lambda ctx, grad: (collectives._own_part(grad, ctx.group), None)  # noqa: E731
@@ -311,6 +316,7 @@ def _stale_history(patch: pytest.MonkeyPatch) -> None:
 
 SABOTAGE: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "sum_gradient": _break_adjoint("sum_gradient"),
+    "sum_gradients": _keep_own_sums,
     "copy_to_group": _break_adjoint("copy_to_group"),
     "gather_tokens": _keep_own_part,
     "average_gradients": _average_gradients,

@@ -12,7 +12,10 @@ from smp.config import Config, Layout, load_config, resolve
 from smp.models.arithmetic import training_flops_per_token
 from smp.models.presets import PRESETS
 from smp.pipeline.plan import plan_pipeline
+from smp.planner import measured
 from smp.planner.devices import DEVICES, Device
+from smp.planner.machine import MachineTimes, timed_calls
+from smp.planner.record import Calls
 from smp.planner.search import candidates, ranked
 from smp.planner.step_time import StepModel
 from smp.training.settings import read_settings
@@ -123,6 +126,7 @@ def test_a_decision_for_the_default_stays(flags: str, capsys: pytest.CaptureFixt
         ("--gpus 8 --gpu h100 --gpus-per-node 0", "--gpus-per-node 0 has to be at least 1"),
         ("--gpus 8 --gpu h100 --node-bandwidth 0", "--node-bandwidth 0.0 has to be above 0"),
         ("--gpus 8 --gpu h100 --tensor-model-parallel-size 3", "8 is not divisible by 3"),
+        ("--gpus 2 --gpu cpu --node-bandwidth 3", "--node-bandwidth has no effect with --gpu cpu"),
     ],
 )
 def test_what_cannot_be_planned(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,9 +139,54 @@ def test_a_model_without_a_vocabulary_says_what_is_missing(capsys: pytest.Captur
     assert "give --vocab-size" in capsys.readouterr().err
 
 
-def test_experts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*EIGHT.split(), "--num-experts", "8"]) == 2
-    assert "mixtures of experts are not predicted" in capsys.readouterr().err
+MIXTURE = (
+    "--vocab-size 32000 --num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 4096 --num-experts 16 "
+    "--moe-router-topk 2 --moe-ffn-hidden-size 4096 --global-batch-size 16 --max-position-embeddings 4096"
+)
+
+
+def test_experts_are_spread_where_that_pays(capsys: pytest.CaptureFixture[str]) -> None:
+    decided = "--micro-batch-size 1 --pipeline-model-parallel-size 1 --recompute-granularity none --top 40"
+    assert main(["--gpus", "8", "--gpu", "h100", *MIXTURE.split(), *decided.split()]) == 0
+    out = capsys.readouterr().out
+    assert "--expert-model-parallel-size 8" in out
+    resolved, layout = config(f"{MIXTURE} --expert-model-parallel-size 4", 8)
+    parts, slow = DEVICES["h100"], replace(DEVICES["h100"], local_link=1e9)
+    spread, late = (StepModel(resolved, layout, device).predict() for device in (parts, slow))
+    rows = 4096 * 2 * 2048 * 2  # bytes of a micro-batch's
+    passes = 4 * 8 * 2  # all-to-alls of both passes, of each layer, of each micro-batch
+    took = passes * (rows * 3 / 4 / (parts.local_link * parts.link_share) + 3 * parts.latency)
+    assert spread.experts == pytest.approx(took) and late.experts > 100 * spread.experts
+    alone, _ = config(MIXTURE, 8)
+    together = StepModel(alone, Layout.from_config(alone.parallel, 8), parts).predict()
+    assert together.experts == 0 and together.data > spread.data  # all experts are gathered instead
+
+
+def test_on_an_ideal_device_experts_take_the_flops_of_those_that_a_token_gets() -> None:
+    resolved, layout = config(f"{MIXTURE} --expert-model-parallel-size 8", 8)
+    time = StepModel(resolved, layout, IDEAL).predict()
+    flops = training_flops_per_token(resolved.model, 4096, 32000)
+    shared = time.attention * 3 / (1 + 2.5 / 0.85)
+    assert (time.products + shared) * IDEAL.peak == pytest.approx(flops * 2 * 4096, rel=0.01)
+
+
+def test_this_machines_processor_is_planned_with_times_of_calls(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every call takes a millisecond, so layouts with fewer calls come first. The times are measured elsewhere."""
+
+    def calibrate(processes: int, steps: list[Calls], kinds: list[str], *, threads: int) -> MachineTimes:
+        return MachineTimes(dict.fromkeys(timed_calls(steps), 1e-3), dict.fromkeys(kinds, 0.0))
+
+    monkeypatch.setattr(measured, "calibrate", calibrate)
+    sizes = "--vocab-size 60 --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16"
+    decided = "--pipeline-model-parallel-size 1 --data-parallel-sharding-strategy optim"
+    assert main(["--gpus", "2", "--gpu", "cpu", *sizes.split(), *decided.split(), "--global-batch-size", "8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "predicted from times" in lines[0] and lines[-1].startswith("torchrun --nproc-per-node 2 pretrain_gpt.py")
+    assert "--micro-batch-size" in lines[-1] and not any("bf16" in line or "recompute" in line for line in lines)
+    steps = [float(line.split()[0]) for line in lines if " GB  " in line]
+    assert steps == sorted(steps) and steps[0] < steps[-1] and len(steps) > 4
 
 
 def test_a_slow_network_keeps_tensor_parallelism_inside_of_a_node() -> None:

@@ -49,7 +49,7 @@ def test_an_adapter_from_a_file_is_counted_by_its_size(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_shows_less_memory_with_adapters_and_more_with_a_copy(tmp_path: Path) -> None:
-    large = resolved(num_layers=32, hidden_size=2048, num_attention_heads=16, vocab_size=32000)
+    large = resolved(num_layers=3, hidden_size=2048, num_attention_heads=16, vocab_size=32000)
 
     def gigabytes(config: Config) -> float:
         config.model, config.data.seq_length, config.data.global_batch_size = large, 512, 1

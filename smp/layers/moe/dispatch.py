@@ -17,13 +17,23 @@ are padded to a capacity it knows, and waits for nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from smp.kernels.grouped import combine_rows, permute_rows, repeat_rows
 from smp.parallel.collectives import Group, all_to_all, exchange_rows
+
+ReadCounts = Callable[[torch.Tensor, int], Any]
+"""(counts, this rank's rows) -> the counts as lists; the host waits there."""
+
+
+def read_counts(counts: torch.Tensor, rows: int) -> Any:
+    """What the device counted."""
+    return counts.tolist()
 
 
 @dataclass(frozen=True)
@@ -83,9 +93,15 @@ class Dispatch:
         )
 
     @staticmethod
-    def of(experts: torch.Tensor, num_experts: int, group: Group | None, kept: torch.Tensor | None = None) -> Dispatch:
+    def of(
+        experts: torch.Tensor,
+        num_experts: int,
+        group: Group | None,
+        kept: torch.Tensor | None = None,
+        read: ReadCounts = read_counts,
+    ) -> Dispatch:
         """Of the chosen experts, int64 (tokens, k), and which choices are not dropped, bool (tokens, k); None: all. All
-        ranks of ``group`` call it."""
+        ranks of ``group`` call it. ``read`` brings counts to the host."""
         chosen = (experts if kept is None else experts.masked_fill(~kept, num_experts)).flatten()
         order = chosen.argsort(stable=True)  # what is dropped comes last
         inverse = _inverse(order)
@@ -93,12 +109,12 @@ class Dispatch:
         counts = counts.scatter_add_(0, chosen, torch.ones_like(chosen))[:num_experts]
         rows = None
         if kept is not None and len(chosen):
-            rows = int(counts.sum())  # the host waits here
+            rows = sum(read(counts, len(chosen)))
             order, inverse = torch.cat((order[:rows], order[:1])), inverse.clamp(max=rows)
         if group is None or group.size == 1:
             return Dispatch(experts.shape[1], counts, order, inverse, [], [], sent_rows=rows)
         incoming = all_to_all(counts, group)  # (experts,): for each rank, of each of this rank's experts
-        table = torch.stack((counts, incoming)).view(2, group.size, -1).tolist()  # the host waits here
+        table = read(torch.stack((counts, incoming)).view(2, group.size, -1), len(chosen) if rows is None else rows)
         sent, received = ([sum(row) for row in rows] for rows in table)
         own = num_experts // group.size
         kinds = torch.arange(own, device=chosen.device).repeat(group.size)

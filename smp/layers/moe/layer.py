@@ -11,7 +11,7 @@ from smp.kernels.registry import accumulation_dtype
 from smp.kernels.token_layout import TokenLayout
 from smp.layers.mlp import MLP
 from smp.layers.moe.capacity import Capacity
-from smp.layers.moe.dispatch import Dispatch
+from smp.layers.moe.dispatch import Dispatch, ReadCounts, read_counts
 from smp.layers.moe.experts import Experts
 from smp.layers.moe.router import Balance, Counted, Router
 from smp.layers.parameter import REPLICATE, Initializer, Normal, local, tp_parameter
@@ -63,6 +63,9 @@ class MoE(nn.Module):
         capacity: of each expert in training; None: no choice is dropped.
 
     Shapes: (tokens [/p], hidden) -> the same.
+
+    Attributes:
+        read_counts: how the host learns how many rows an expert gets; a step on tensors without data takes even loads.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class MoE(nn.Module):
         self.router, self.experts, self.shared_experts, self.shared_expert_gate = router, experts, shared, gate
         self.sequence_parallel, self.capacity = parallel.sequence_parallel, capacity
         self.group, self.ep = parallel.tp_group, parallel.ep_group
+        self.read_counts: ReadCounts = read_counts
 
     def forward(
         self,
@@ -119,8 +123,8 @@ class MoE(nn.Module):
     def _dispatch(self, chosen: torch.Tensor, kept: torch.Tensor | None, layout: TokenLayout | None) -> Dispatch:
         experts = self.router.num_experts
         if kept is None or self.capacity is None or layout is None:
-            return Dispatch.of(chosen, experts, self.ep)
+            return Dispatch.of(chosen, experts, self.ep, read=self.read_counts)
         slots = self.capacity.slots(chosen.shape[1], experts, layout)
         if slots is None:
-            return Dispatch.of(chosen, experts, self.ep, kept)
+            return Dispatch.of(chosen, experts, self.ep, kept, self.read_counts)
         return Dispatch.to_slots(chosen, experts, self.ep, kept, slots)

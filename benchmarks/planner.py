@@ -1,0 +1,160 @@
+"""Predicted beside measured steps of small models on this machine's processor, in one process and in two.
+
+    PYTHONPATH=. python benchmarks/planner.py            # two cores that do nothing else; about five minutes
+
+Every operator and collective of every layout is timed and steps are summed from that (``smp/planner/measured.py``).
+Calibrations and steps take turns, so that what else the machine does hits both: each round times all calls, then two
+steps of each layout. Predicted is from the median over rounds of each call's time, measured the median of all steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+from timing import Report
+
+from smp.config import Layout
+from smp.models.presets import PRESETS
+from smp.planner.machine import (
+    MachineTimes,
+    Timed,
+    TrainingRun,
+    host_time,
+    kind_of,
+    run_processes,
+    time_calls,
+    timed_calls,
+    tiny_settings,
+)
+from smp.planner.measured import Recorded, step_time
+from smp.training.settings import read_settings
+
+MODEL = (
+    "--num-layers 4 --hidden-size 384 --ffn-hidden-size 1024 --num-attention-heads 6 --num-query-groups 2 "
+    "--seq-length 256 --vocab-size 4000 --mock-data --train-iters 999 --global-batch-size 4 --no-tensorboard "
+    "--no-progress-bar "
+)
+TP, PP, CP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--context-parallel-size 2"
+LAYOUTS: dict[int, list[str]] = {
+    1: ["", "--micro-batch-size 4", "--micro-batch-size 2 --recompute-granularity full", "--micro-batch-size 2 --bf16"],
+    2: [
+        "",
+        "--micro-batch-size 2",
+        "--micro-batch-size 2 --recompute-granularity selective",
+        "--data-parallel-sharding-strategy optim_grads",
+        "--data-parallel-sharding-strategy optim",
+        f"--micro-batch-size 4 {TP}",
+        f"--micro-batch-size 2 {TP} --sequence-parallel",
+        PP,
+        f"{PP} --pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2",
+        f"{PP} --pipeline-schedule zb-h1",
+        f"--micro-batch-size 2 {CP} --cp-comm-type p2p",
+        f"--micro-batch-size 2 {CP} --cp-comm-type all_gather",
+    ],
+}
+STEPS = 2
+"""Of each layout and round."""
+Times = dict[Timed, float]
+
+
+def recorded(flags: str, processes: int) -> Recorded:
+    """What a layout's steps call."""
+    config = read_settings(shlex.split(MODEL + flags), PRESETS, processes)
+    return Recorded.of(config, Layout.from_config(config.parallel, processes))
+
+
+def tiny(kind: str, processes: int) -> Recorded:
+    """That of the model whose step is all the host's time."""
+    config = tiny_settings(kind, processes)
+    return Recorded.of(config, Layout.from_config(config.parallel, processes))
+
+
+def measure(
+    rank: int, processes: int, wanted: Sequence[Timed], kinds: Sequence[str], flags: Sequence[str], rounds: int
+) -> tuple[list[Times], dict[str, list[float]], list[list[float]], float]:
+    """In turns: seconds of each call, of steps of the tiny models, and of steps of each layout; and what a calibration
+    took."""
+    configs = [read_settings(shlex.split(MODEL + line), PRESETS, processes) for line in flags]
+    small = {kind: TrainingRun(tiny_settings(kind, processes), rank, processes, kind) for kind in kinds}
+    runs = [TrainingRun(config, rank, processes, str(i)) for i, config in enumerate(configs)]
+    calls, host, steps, took = (
+        list[Times](),
+        {kind: list[float]() for kind in kinds},
+        [list[float]() for _ in runs],
+        0.0,
+    )
+    for _ in range(rounds):
+        started = time.perf_counter()
+        calls.append(time_calls(wanted))
+        for kind, run in small.items():
+            host[kind] += [run.step() for _ in range(5)]
+        took = time.perf_counter() - started
+        for run, seconds in zip(runs, steps, strict=True):
+            seconds += [run.step() for _ in range(STEPS)]
+    return calls, host, steps, took
+
+
+def median_of(rounds: Sequence[Times]) -> Times:
+    """Of each call, over the rounds."""
+    return {call: statistics.median(times[call] for times in rounds) for call in rounds[0]}
+
+
+def compare(processes: int, rounds: int, report: Report) -> dict[str, tuple[float, float]]:
+    """(predicted, measured) seconds of each layout of so many processes."""
+    lines = LAYOUTS[processes]
+    layouts = {flags: recorded(flags, processes) for flags in lines}
+    small = {kind: tiny(kind, processes) for kind in {kind_of(one.layout) for one in layouts.values()}}
+    wanted = timed_calls([rank for one in (*layouts.values(), *small.values()) for rank in one.ranks])
+    threads = max(torch.get_num_threads() // processes, 1)
+    found = run_processes(measure, processes, threads, wanted, list(small), lines, rounds)[0]
+    calls, host, steps, took = found
+    known = median_of(calls)
+    times = MachineTimes(
+        known,
+        {kind: host_time(one.ranks[0], known, statistics.median(host[kind])) for kind, one in small.items()},
+    )
+    between = ", ".join(f"{kind} {1e6 * seconds:.0f} us" for kind, seconds in times.host.items())
+    report.say(
+        f"{processes} x {threads} threads: {len(wanted)} calls timed in {took:.0f} s; host between calls: {between}"
+    )
+    return {
+        flags: (step_time(one, times).total, statistics.median(seconds))
+        for (flags, one), seconds in zip(layouts.items(), steps, strict=True)
+    }
+
+
+def show(rows: Mapping[tuple[int, str], tuple[float, float]], report: Report) -> None:
+    """The table, its median error, and what the first choice costs."""
+    report.say("processes | predicted s | measured s | error | flags")
+    for (processes, flags), (predicted, measured) in sorted(rows.items(), key=lambda row: row[1][0]):
+        error = 100 * (predicted / measured - 1)
+        report.say(f"{processes:9} | {predicted:11.3f} | {measured:10.3f} | {error:+4.0f} % | {flags or '(none)'}")
+    errors = [abs(predicted / measured - 1) for predicted, measured in rows.values()]
+    report.say(f"median error of {len(rows)} layouts: {100 * statistics.median(errors):.1f} %")
+    chosen, best = min(rows.values())[1], min(measured for _, measured in rows.values())
+    report.say(f"the first choice takes {100 * (chosen / best - 1):.0f} % longer than the measured best")
+
+
+def main() -> None:
+    """Measure both numbers of processes, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="calibrations, and two steps of each layout in each")
+    args = parser.parse_args()
+    report = Report("planner", "cpu")
+    report.say(f"load of the machine before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    rows = {
+        (processes, flags): row
+        for processes in LAYOUTS
+        for flags, row in compare(processes, args.rounds, report).items()
+    }
+    show(rows, report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""Times of single operators and collectives on this machine's processor, as a training step calls them.
+
+Each distinct call is timed once, in as many processes as will train: two processes that compute at the same time share
+memory and caches, and their collectives are gloo's. Inputs rotate over copies that a core's own cache does not hold,
+as in a step, where other operators come in between.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import shlex
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+
+from smp.config import Config, Layout
+from smp.models.presets import PRESETS
+from smp.planner.record import Calls, Collective, Items, Operator, TensorLike, recorded_step
+from smp.training.meter import FREE
+from smp.training.pretraining import pretraining
+from smp.training.process import Process
+from smp.training.run import Run
+from smp.training.runtime import StopSignal
+from smp.training.settings import read_settings
+
+Timed = Operator | Collective
+ROTATED = 8 << 20
+"""Bytes of the copies of inputs, at most ``COPIES``."""
+COPIES = 8
+REPEATS = 7
+"""Of a collective; an operator is called again for ``PATIENCE`` seconds, 3 to 100 times."""
+PATIENCE = 0.02
+TINY = (
+    "--num-layers 4 --hidden-size {size} --ffn-hidden-size {size} --num-attention-heads {heads} --seq-length 16 "
+    "--vocab-size 64 --mock-data --train-iters 99 --no-tensorboard --no-progress-bar "
+)
+"""A model whose step is all the host's time: what Python, autograd and FSDP need between operators."""
+
+
+@dataclass(frozen=True)
+class MachineTimes:
+    """Seconds on this machine.
+
+    Attributes:
+        calls: of each operator and collective, the latter without a group.
+        host: between two operators, by :func:`kind_of` the layout.
+    """
+
+    calls: Mapping[Timed, float]
+    host: Mapping[str, float]
+
+    def of(self, call: Timed) -> float:
+        """0 for what launches nothing: its time is the host's."""
+        return 0.0 if is_free(call) else self.calls[alike(call)]
+
+    def product_rate(self) -> float:
+        """FLOP/s of the fastest matrix product."""
+        products = [c for c in self.calls if isinstance(c, Operator) and c.name == "aten.mm.default"]
+        rates = [
+            2 * math.prod(c.arguments[0].shape) * c.arguments[1].shape[1] / max(self.calls[c], 1e-9) for c in products
+        ]
+        return max(rates, default=1.0)
+
+
+def alike(call: Timed) -> Timed:
+    """All groups of a machine's processes are alike."""
+    return Collective("", call.kind, call.ranks, call.size) if isinstance(call, Collective) else call
+
+
+def is_free(call: Timed) -> bool:
+    """Whether it launches nothing."""
+    return isinstance(call, Operator) and call.name.split(".")[1] in FREE
+
+
+def kind_of(layout: Layout) -> str:
+    """Which of a step's ways the host goes: FSDP's hooks, tensor-parallel operators, or neither."""
+    if layout.pp * layout.data_parallel * layout.cp > 1:
+        return "sharded"
+    return "tensor" if layout.tp > 1 else "alone"
+
+
+def tiny_settings(kind: str, processes: int) -> Config:
+    """Of the model whose step is all the host's time."""
+    flags = f"--tensor-model-parallel-size {processes} --sequence-parallel" if kind == "tensor" else ""
+    sizes = TINY.format(size=16 * processes, heads=processes)
+    return read_settings(shlex.split(f"{sizes} {flags}"), PRESETS, processes)
+
+
+def calibrate(processes: int, steps: Iterable[Calls], kinds: Iterable[str], *, threads: int) -> MachineTimes:
+    """Time what ``steps`` call.
+
+    Args:
+        processes: that train at the same time.
+        steps: recorded, of any layouts of so many processes.
+        kinds: of these layouts.
+        threads: of each process.
+    """
+    kinds = sorted(set(kinds))
+    tiny = {kind: _tiny_calls(kind, processes) for kind in kinds}
+    wanted = timed_calls([*steps, *tiny.values()])
+    calls, seconds = run_processes(_calibrate, processes, threads, wanted, kinds)[0]
+    return MachineTimes(calls, {kind: host_time(tiny[kind], calls, seconds[kind]) for kind in kinds})
+
+
+def _tiny_calls(kind: str, processes: int) -> Calls:
+    config = tiny_settings(kind, processes)
+    return recorded_step(config, Layout.from_config(config.parallel, processes))[0]
+
+
+def timed_calls(steps: Iterable[Calls]) -> list[Timed]:
+    """Each that takes time once, in an order that all processes agree on."""
+    return list(dict.fromkeys(alike(call) for step in steps for _, call in step if not is_free(call)))
+
+
+def host_time(step: Calls, calls: Mapping[Timed, float], seconds: float) -> float:
+    """Seconds between two operators, from a step that took ``seconds`` in all."""
+    known = sum(times * calls[alike(call)] for (_, call), times in step.items() if not is_free(call))
+    return max(seconds - known, 0.0) / sum(step.values())
+
+
+def run_processes(fn: Callable[..., Any], processes: int, threads: int, *arguments: Any) -> list[Any]:
+    """Call ``fn(rank, processes, *arguments)`` in new processes of one gloo group; their results by rank.
+
+    Raises:
+        RuntimeError: one of them ended without a result.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [spawn.Pipe(duplex=False) for _ in range(processes)]
+        workers = [
+            spawn.Process(target=_work, args=(rank, processes, threads, folder, pipe[1], fn, arguments), daemon=True)
+            for rank, pipe in enumerate(pipes)
+        ]
+        for worker, (_, theirs) in zip(workers, pipes, strict=True):
+            worker.start()
+            theirs.close()
+        try:
+            return [ours.recv() for ours, _ in pipes]
+        except EOFError:
+            raise RuntimeError("a process that measures this machine failed; its message is above") from None
+        finally:
+            for worker in workers:
+                worker.join(timeout=10)
+                worker.kill()
+
+
+def _work(
+    rank: int, processes: int, threads: int, folder: str, answer: Connection, fn: Callable[..., Any], rest: Any
+) -> None:
+    torch.set_num_threads(threads)
+    os.chdir(folder)
+    store = dist.FileStore(f"{folder}/store", processes)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
+    answer.send(fn(rank, processes, *rest))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _calibrate(
+    rank: int, processes: int, wanted: Sequence[Timed], kinds: Sequence[str]
+) -> tuple[dict[Timed, float], dict[str, float]]:
+    calls = time_calls(wanted)
+    tiny = {kind: TrainingRun(tiny_settings(kind, processes), rank, processes, kind) for kind in kinds}
+    return calls, {kind: statistics.median(run.step() for _ in range(5)) for kind, run in tiny.items()}
+
+
+class TrainingRun:
+    """A training run whose steps are timed; its first step is done. Its logs go to a folder ``name``."""
+
+    def __init__(self, config: Config, rank: int, processes: int, name: str) -> None:
+        config.logging.log_dir = name
+        self._run = Run(pretraining(config), Process(rank, processes, rank), torch.device("cpu"), StopSignal())
+        self.step()
+
+    def step(self) -> float:
+        """Seconds of one more step, without the wait for its data."""
+        batch = next(self._run.batches)
+        dist.barrier()
+        started = time.perf_counter()
+        self._run.trainer.train_step(batch)
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        """End it."""
+        self._run.close()
+
+
+def time_calls(wanted: Sequence[Timed]) -> dict[Timed, float]:
+    """Seconds of each; all processes of the group call it with the same ones."""
+    torch.set_flush_denormal(True)
+    return {call: _time_collective(call) if isinstance(call, Collective) else _time(call) for call in wanted}
+
+
+@torch.no_grad()
+def _time(call: Operator) -> float:
+    namespace, name, overload = call.name.split(".")
+    run = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    copies = [_inputs(call)]
+    size = sum(tensor.untyped_storage().nbytes() for tensor in tree_leaves(copies) if isinstance(tensor, torch.Tensor))
+    copies += [_inputs(call) for _ in range(min(COPIES, ROTATED // max(size, 1)) - 1)]
+    times, begin = list[float](), time.perf_counter()
+    while len(times) < 4 or (len(times) < 100 and time.perf_counter() - begin < PATIENCE):
+        arguments, keywords = copies[len(times) % len(copies)]
+        started = time.perf_counter()
+        run(*arguments, **keywords)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:])
+
+
+def _inputs(call: Operator) -> tuple[list[Any], dict[str, Any]]:
+    return [_made(value) for value in call.arguments], {name: _made(value) for name, value in call.keywords}
+
+
+def _made(value: Any) -> Any:
+    """An argument from what stands for it. Floats are 1, which products in place keep; integers 0, which is an index
+    of everything."""
+    if isinstance(value, Items):
+        return [_made(item) for item in value.items]
+    if not isinstance(value, TensorLike):
+        return value
+    tensor = torch.empty_strided(value.shape, value.stride, dtype=value.dtype)
+    storage = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
+    storage.fill_(1 if value.dtype.is_floating_point or value.dtype == torch.bool else 0)
+    return tensor
+
+
+def _time_collective(call: Collective) -> float:
+    run = _collective(call)
+    run()
+    times = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def _collective(call: Collective) -> Callable[[], Any]:
+    """Of all processes, on bytes as floats; a group that is smaller is taken to be as slow."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    part = torch.ones(-(-call.size // (4 * ranks)))
+    whole = torch.ones(part.numel() * ranks)
+    if call.kind == "all-gather":
+        return lambda: dist.all_gather_into_tensor(whole, part)
+    if call.kind == "reduce-scatter":
+        return lambda: dist.reduce_scatter_tensor(part, whole)
+    if call.kind == "all-to-all":
+        other = torch.empty_like(whole)
+        return lambda: dist.all_to_all_single(other, whole)
+    if call.kind == "all-reduce":
+        return lambda: dist.all_reduce(whole)
+    assert call.kind == "send", f"{call.kind} is no collective that a step has"
+
+    def message() -> None:
+        """From even ranks to odd ones."""
+        if rank % 2 == 0 and rank + 1 < ranks:
+            dist.send(whole, rank + 1)
+        elif rank % 2:
+            dist.recv(whole, rank - 1)
+
+    return message

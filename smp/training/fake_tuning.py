@@ -1,0 +1,101 @@
+"""What fine-tuning changes of a step on tensors without data: adapters, frozen weights, pairs and their reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from smp.config import Config
+from smp.convert.adapters import family_for
+from smp.convert.peft_read import read_adapters
+from smp.layers.lora import adapters_off, choose
+from smp.layers.preference import Preference
+from smp.models.gpt import GPT
+from smp.models.micro_batch import MicroBatch
+from smp.sharding.parallelize import free_gathered
+from smp.training.adapter_files import reference_config
+from smp.training.finetune_model import AdapterPlan, asked_targets, tune
+from smp.training.forward_backward import ForwardBackward
+from smp.training.micro_batches import MicroBatches
+
+Build = Callable[[bool], tuple[GPT, ForwardBackward]]
+"""(whether it is trained) -> a sharded model and how micro-batches go through it."""
+
+
+def can_be_tried(config: Config) -> bool:
+    """Whether the step of this objective is here."""
+    return config.objective is None or config.objective.objective in ("sft", "dpo", "orpo")
+
+
+def tuned(model: GPT, config: Config, *, trained: bool) -> None:
+    """What a run does to a model before it is sharded; nothing in pretraining."""
+    if config.objective is not None:
+        tune(model, config, _adapters(model, config) if config.has_adapters else None, trainable=trained)
+
+
+def _adapters(model: GPT, config: Config) -> AdapterPlan:
+    """On this rank's layers. Which patterns choose nothing, a run says."""
+    lora = config.lora
+    assert lora is not None, "settings of a fine-tuning run"
+    if lora.load_adapter is not None:
+        family = family_for(config.model, reference_config(config))
+        found, _ = read_adapters(lora.load_adapter, config.model, family)
+        return AdapterPlan.of_files(found, lora)
+    return AdapterPlan.asked((name for names in choose(model, asked_targets(lora)).values() for name in names), lora)
+
+
+def judged(config: Config, micro_batch: MicroBatch, *, by_reference: bool = False) -> MicroBatch:
+    """Whose loss is that of pairs, if this run's is; ``by_reference``: only log-probabilities are wanted."""
+    objective = config.objective
+    if objective is None or not config.has_pairs:
+        return micro_batch
+    rows, length = micro_batch.input_ids.shape
+    wanted = Preference(rows, length)
+    if not by_reference:
+        orpo = objective.objective == "orpo"
+        wanted = replace(
+            wanted,
+            loss_type="orpo" if orpo else objective.dpo_loss_type,
+            beta=objective.orpo_beta if orpo else objective.dpo_beta,
+            label_smoothing=objective.dpo_label_smoothing,
+            reference=torch.zeros(rows),
+        )
+    return replace(micro_batch, preference=wanted)
+
+
+class FakeReference:
+    """What a step of pairs runs before its own passes: the frozen copy, or the model with its adapters off; nothing
+    where a table was made, or the loss has no reference.
+
+    Attributes:
+        copy: None, if there is none.
+    """
+
+    def __init__(self, config: Config, policy: GPT, passes: ForwardBackward, build: Build) -> None:
+        kind = None if config.objective is None else config.objective.dpo_reference
+        self.copy: GPT | None = None
+        self._around: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._passes: ForwardBackward | None = None
+        if not config.has_pairs:
+            return
+        if kind == "copy":
+            self.copy, self._passes = build(False)
+        elif kind == "adapters-off":
+            self._passes, self._around = passes, partial(adapters_off, policy)
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether a step runs anything for it."""
+        return self._passes is not None
+
+    def run(self, micro_batches: MicroBatches) -> None:
+        """As ``smp.training.objective.ModelReference`` does."""
+        assert self._passes is not None, "is_computed was asked before"
+        with self._around():
+            self._passes.forward(micro_batches)
+        if self.copy is not None:
+            free_gathered(self.copy)

@@ -1,0 +1,140 @@
+"""Steps of this machine's processor are the sum of what they call; what is called is recorded once, with its shapes."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+import torch
+
+from smp.config import Layout
+from smp.models.presets import PRESETS
+from smp.pipeline.actions import Op
+from smp.planner import machine
+from smp.planner.machine import MachineTimes, Timed, alike, host_time, is_free, kind_of, time_calls, timed_calls
+from smp.planner.measured import Recorded, step_time
+from smp.planner.record import Calls, Collective, Operator, Place, TensorLike
+from smp.training.settings import read_settings
+from tests.distributed import run_distributed
+
+SMALL = (
+    "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 2 --seq-length 16 --vocab-size 60 "
+    "--mock-data --train-iters 1 --global-batch-size 4 "
+)
+FORWARD, BACKWARD = Place("forward"), Place("backward")
+
+
+def recorded(flags: str, world: int) -> Recorded:
+    config = read_settings(shlex.split(SMALL + flags), PRESETS, world)
+    return Recorded.of(config, Layout.from_config(config.parallel, world))
+
+
+def products(calls: Calls, place: Place | None = None) -> dict[tuple[tuple[int, ...], tuple[int, ...]], int]:
+    """Calls of aten.mm by the shapes of their operands, without the head's, which have an ``out``."""
+    found: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+    for (where, call), times in calls.items():
+        if isinstance(call, Operator) and call.name == "aten.mm.default" and place in (None, where):
+            shapes = call.arguments[0].shape, call.arguments[1].shape
+            found[shapes] = found.get(shapes, 0) + times
+    return found
+
+
+def all_one(*steps: Recorded) -> MachineTimes:
+    """Every call takes a second, and the host none."""
+    calls = dict.fromkeys(timed_calls([rank for one in steps for rank in one.ranks]), 1.0)
+    return MachineTimes(calls, dict.fromkeys(("alone", "sharded", "tensor"), 0.0))
+
+
+def test_calls_are_those_of_every_block_and_micro_batch() -> None:
+    """Four micro-batches, of which three are run; two blocks with seven products each."""
+    found = products(recorded("", 1).ranks[0], FORWARD)
+    assert found[(16, 32), (32, 32)] == 4 * 2 * 4  # query, key, value and output
+    assert found[(16, 32), (32, 48)] == 4 * 2 * 2 and found[(16, 48), (48, 32)] == 4 * 2
+    wide = products(recorded("--micro-batch-size 4", 1).ranks[0], FORWARD)
+    assert wide == {((64, *a[1:]), b): times // 4 for (a, b), times in found.items()}
+
+
+def test_collectives_are_recorded_with_their_bytes() -> None:
+    calls = recorded("--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 4", 2).ranks[0]
+    found = {(place, call): times for (place, call), times in calls.items() if isinstance(call, Collective)}
+    gathers = Collective("tp", "all-gather", 2, 64 * 32 * 4)
+    assert found[FORWARD, gathers] == 2 * 2 + 1  # two for each block, and the head's
+    assert found[FORWARD, Collective("tp", "reduce-scatter", 2, 64 * 32 * 4)] == 2 * 2 + 1  # and the embedding's
+    assert found[BACKWARD, Collective("tp", "all-reduce", 2, 2 * 32 * 4)] == 2  # gradients of a block's norms together
+    assert found[BACKWARD, Collective("tp", "all-reduce", 2, 32 * 4)] == 1  # and of the last one
+
+
+def test_a_step_is_the_sum_of_its_calls_and_of_the_host_between_them() -> None:
+    one = recorded("", 1)
+    free = sum(times for (_, call), times in one.ranks[0].items() if is_free(call))
+    count = sum(one.ranks[0].values())
+    times = all_one(one)
+    step = step_time(one, times)
+    assert step.total == pytest.approx(count - free) and step.bubble == step.data == step.tensor == step.host == 0
+    assert step.attention == 2 * 4 * 2  # both passes
+    late = step_time(one, MachineTimes(times.calls, {"alone": 0.5}))
+    assert late.host == pytest.approx(count / 2) and late.total == pytest.approx(step.total + count / 2)
+
+
+def test_the_host_takes_what_the_calls_do_not() -> None:
+    calls: dict[Timed, float] = {Operator("aten.mm.default", (), ()): 2.0}
+    step: Calls = {(FORWARD, *calls): 3, (BACKWARD, Operator("aten.view.default", (), ())): 5}  # type: ignore[dict-item]
+    assert host_time(step, calls, 10.0) == pytest.approx((10.0 - 3 * 2.0) / 8)
+    assert host_time(step, calls, 5.0) == 0.0
+
+
+def test_a_pipeline_is_simulated_with_the_times_of_its_actions() -> None:
+    pipeline = recorded("--pipeline-model-parallel-size 2", 2)
+    ops = {place.op for calls in pipeline.ranks for place, _ in calls}
+    assert {Op.FORWARD, Op.BACKWARD, None} <= ops
+    times = all_one(pipeline)
+    step, link = step_time(pipeline, times), 0.0
+    free = {call: 0.0 if isinstance(call, Collective) and call.kind == "send" else 1.0 for call in times.calls}
+    without = step_time(pipeline, MachineTimes(free, times.host))
+    assert step.bubble > without.bubble > link and step.products == without.products
+    # rank 0 waits at least for the other's first and last pass
+    busy = [sum(n for (place, c), n in calls.items() if place.op and not is_free(c)) for calls in pipeline.ranks]
+    assert without.bubble >= min(busy) / 4
+
+
+def test_layouts_that_do_more_take_longer() -> None:
+    layouts = [recorded(flags, 1) for flags in ("--micro-batch-size 4", "", "--recompute-granularity full")]
+    times = all_one(*layouts)
+    steps = [step_time(one, times).total for one in layouts]
+    assert steps == sorted(steps) and steps[0] < steps[1] < steps[2]
+
+
+def test_kinds_of_layouts() -> None:
+    assert [kind_of(layout) for layout in (Layout(), Layout(tp=2), Layout(dp_shard=2), Layout(pp=2), Layout(cp=2))] == [
+        "alone",
+        "tensor",
+        "sharded",
+        "sharded",
+        "sharded",
+    ]
+
+
+def _times(rank: int, world: int, wanted: list[Timed]) -> list[float]:
+    machine.PATIENCE = 0.0
+    return list(time_calls(wanted).values())
+
+
+def test_every_call_of_a_step_can_be_timed() -> None:
+    flags = ["--bf16 --tensor-model-parallel-size 2 --sequence-parallel", "--optimizer sgd --global-batch-size 2"]
+    flags += ["--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --micro-batch-size 2"]
+    wanted = timed_calls([rank for line in flags for rank in recorded(line, 2).ranks])
+    kinds = {call.kind for call in wanted if isinstance(call, Collective)}
+    assert {"all-gather", "reduce-scatter", "all-reduce", "send"} <= kinds
+    for times in run_distributed(_times, 2, wanted):
+        assert len(times) == len(wanted) and min(times) > 0
+
+
+def test_an_argument_is_made_as_it_was() -> None:
+    made = machine._made(TensorLike((3, 4), (1, 3), torch.bfloat16))
+    assert made.shape == (3, 4) and made.stride() == (1, 3) and made.dtype is torch.bfloat16 and (made == 1).all()
+    spread = machine._made(TensorLike((3, 4), (0, 1), torch.int64))
+    assert spread.stride() == (0, 1) and (spread == 0).all()
+
+
+def test_groups_are_alike() -> None:
+    assert alike(Collective("tp", "send", 2, 8)) == alike(Collective("cp", "send", 2, 8))
