@@ -33,6 +33,8 @@ from smp.models.gpt import GPT
 from smp.models.micro_batch import MicroBatch
 from smp.optim.optimizer import build_optimizer, clip_gradients
 from smp.parallel.context import ParallelContext, build_context
+from smp.parallel.network.choose import NetworkCollectives
+from smp.parallel.network.secondary import secondary_shards
 from smp.pipeline.plan import Plan
 from smp.sharding.offload import offload_of
 from smp.sharding.parallelize import parallelize
@@ -56,6 +58,7 @@ class StepMeasures:
         counts: work and traffic of the step.
         host: bytes of the host's memory that activations and the optimizer have.
         copied: bytes to the host and back, in the micro-batches that were run.
+        secondary: bytes of weights that are kept once more for backward passes.
     """
 
     parameters: int
@@ -65,6 +68,7 @@ class StepMeasures:
     counts: Counts
     host: int = 0
     copied: tuple[int, int] = (0, 0)
+    secondary: int = 0
 
     @property
     def peak(self) -> int:
@@ -112,6 +116,8 @@ def fake_step(
         context = build_context(
             layout, "cpu", sequence_parallel=config.parallel.sequence_parallel, heads_group=exchange.heads_group
         )
+        secondary = secondary_shards(context.secondary_parts(config.parallel.zero_hpz_partition_size))
+        context = replace(context, collectives=NetworkCollectives(secondary=secondary))
         if context.cp_exchange is not None:
             core = context_parallel_attention(kernels.attention, context.cp_exchange, exchange.kind)  # type: ignore[arg-type]
             kernels = replace(kernels, attention=_PlannedOnTheHost(core))
@@ -196,7 +202,8 @@ def _measure(
     with meter.phase("forward"):
         run = count if context.pp_size > 1 else min(count, MOST_MICRO_BATCHES)
         passes.train(_micro_batches(config, context, run, counted))
-    gradients = meter.held - resting
+    secondary = sum(shards.nbytes for shards in (context.collectives or NetworkCollectives()).secondary.values())
+    gradients = meter.held - resting - secondary
     with meter.phase("clipping"):
         clip_gradients(model.parameters(), config.optim.clip_grad, copies=passes.copies, device=_CPU)
     with meter.phase("optimizer"):
@@ -212,6 +219,7 @@ def _measure(
         counts=total,
         host=meter.elsewhere_held,
         copied=(out, back),
+        secondary=secondary,
     )
 
 
@@ -284,4 +292,6 @@ def _names(context: ParallelContext) -> dict[str, str]:
     if (fsdp := context.fsdp) is not None:
         dims = fsdp.mesh_dim_names or ()
         names |= {fsdp.get_group(i).group_name: name for i, name in enumerate(dims)}
+    if (collectives := context.collectives) is not None:
+        names |= {shards.group.group_name: "secondary" for shards in collectives.secondary.values()}
     return names
