@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +50,6 @@ LAYOUTS = {
         "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2 "
         "--recompute-granularity full",
     ),
-    "shard 4, on two nodes": (
-        4,
-        "--data-parallel-collectives hierarchical --network-topology {0}/nodes.json --zero-hpz-partition-size 2",
-    ),
-}
-NODES = {
-    "nodes": [[0, 1], [2, 3]],
-    "between": {"gbit_per_s": 1, "latency_us": 50},
-    "inside": {"gbit_per_s": 8, "latency_us": 5},
 }
 STEPS = "--train-iters 3 --seq-length 48 --micro-batch-size 2 --global-batch-size 8 --lr 0.02 --optimizer sgd"
 
@@ -76,7 +66,6 @@ FAST = {
     "cp 2 x tp 2 + sp": ("full", "dpo, lora", "ipo", "orpo"),
     "cp 2 x pp 2": ("lora, unpacked", "dpo, table"),
     "cp 4": ("full", "dpo, table"),
-    "shard 4, on two nodes": ("lora", "dpo, full"),
 }
 """Of the product of methods and layouts: every layout with weights and with adapters, with samples and with pairs."""
 SLOW = {layout: tuple(method for method in METHODS if method not in fast) for layout, fast in FAST.items()}
@@ -90,7 +79,6 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     write_tokenizer(folder)
     write_model(folder, layers=2)
     write_samples(folder)
-    (folder / "nodes.json").write_text(json.dumps(NODES))
     out = {}
     layouts, chosen = {"alone": (1, "")} | LAYOUTS, {"alone": tuple(METHODS)} | request.param
     for world in (1, 2, 3, 4):
@@ -105,7 +93,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def _flags(folder: Path, layout: str, method: str) -> str:
-    return f"--load {folder} --log-dir {folder}/logs {STEPS} {METHODS[method].format(folder)} {layout.format(folder)}"
+    return f"--load {folder} --log-dir {folder}/logs {STEPS} {METHODS[method].format(folder)} {layout}"
 
 
 def methods(results: Results, layout: str) -> list[str]:
