@@ -7,6 +7,7 @@ network of nodes with names of their own, such as namespaces with shaped uplinks
 
     netlab run --nodes 2 --procs 2 --rate 100mbit --launcher env -- benchmarks/collectives.py --rate 100
     netlab run --nodes 2 --procs 2 --rate 100mbit --launcher env -- benchmarks/collectives.py --rate 100 --step
+    netlab run --nodes 2 --procs 2 --rate 100mbit --launcher env -- benchmarks/collectives.py --rate 100 --step --hpz 2
 
 On one node, where there is nothing to gain and nothing may be lost:
 
@@ -35,7 +36,7 @@ from smp.models.micro_batch import MicroBatch
 from smp.parallel import backend
 from smp.parallel.agree import gather
 from smp.parallel.context import build_context
-from smp.parallel.network.choose import choose_collectives, spans_nodes
+from smp.parallel.network.choose import choose_collectives, spans_nodes, with_secondary_shards
 from smp.parallel.network.cost import Policy, Way, least_chunks, simulated
 from smp.parallel.network.group import CollectiveWork, NetworkGroup
 from smp.parallel.network.measure import measure_links
@@ -139,6 +140,7 @@ class TrainingStep:
 
     setting: Any
     options: argparse.Namespace
+    hpz: int = 1
     calls: tuple[list[tuple[Kind, int]], list[tuple[Kind, int]]] = ([], [])
 
     def __post_init__(self) -> None:
@@ -150,6 +152,8 @@ class TrainingStep:
         spans = self.setting != "flat" and spans_nodes()
         context = build_context(layout, "cpu", replica_backend=backend.NAME if spans else None)
         self.collectives = choose_collectives({"parameters": context.fsdp}, self.setting)
+        if self.hpz > 1:
+            self.collectives = with_secondary_shards(self.collectives, context.secondary_parts(self.hpz))
         context = dataclasses.replace(context, collectives=self.collectives)
         with torch.device("meta"):
             self.model = GPT(config, context, compute_dtype=torch.bfloat16)
@@ -191,7 +195,7 @@ class _Nothing:
     def finish(self) -> None:
         pass
 
-    def work(self, result: Any) -> CollectiveWork:
+    def work(self, result: Any, then: Callable[[], None] = lambda: None) -> CollectiveWork:
         done = CollectiveWork(result)
         done.end(None)
         return done
@@ -213,6 +217,8 @@ def compare_steps(options: argparse.Namespace) -> list[str]:
     made = {setting: TrainingStep(setting, options) for setting in ("flat", options.step)}
     steps: dict[str, Callable[[], None]] = dict(made)
     chosen = made[options.step]
+    if options.hpz > 1:
+        steps[f"{options.step}, hpZ {options.hpz}"] = TrainingStep(options.step, options, options.hpz)
     if chosen.collectives.groups:
         steps["computing alone"] = chosen.compute_alone
     found: dict[str, list[tuple[float, int]]] = {name: [] for name in steps}
@@ -230,14 +236,14 @@ def compare_steps(options: argparse.Namespace) -> list[str]:
         taken = sorted(seconds for seconds, _ in values)
         sent = statistics.median(count for _, count in values) / MIB
         lines.append(
-            f"{name:<16} {statistics.median(taken):>7.3f} s (least {taken[0]:.3f}) {sent:>8.2f} MiB per uplink"
+            f"{name:<20} {statistics.median(taken):>7.3f} s (least {taken[0]:.3f}) {sent:>8.2f} MiB per uplink"
         )
     if chosen.collectives.groups:
         policy = next(iter(chosen.collectives.groups.values())).policy
         if policy.links is None:
             policy = dataclasses.replace(policy, links=measure_links(policy.topology))
         computing = statistics.median(seconds for seconds, _ in found["computing alone"])
-        lines.append(f"{'predicted':<16} {predicted_step(chosen, policy, computing):>7.3f} s")
+        lines.append(f"{'predicted':<20} {predicted_step(chosen, policy, computing):>7.3f} s")
     return lines
 
 
@@ -250,6 +256,7 @@ def main() -> None:
         "--step", nargs="?", const="hierarchical", choices=["hierarchical", "auto"], help="whole training steps by this"
     )
     parser.add_argument("--replicas", type=int, default=1, help="of the model, with --step")
+    parser.add_argument("--hpz", type=int, default=1, help="with --step, also with secondary shards over so many ranks")
     parser.add_argument("--layers", type=int, default=8)
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -5,8 +5,9 @@
 
 For each number of nodes: bytes that cross a node's uplink and seconds of all gathers of weights (bf16, for the forward
 and for the backward pass) and reductions of gradients (fp32) of one micro-batch. Full sharding by flat rings, by
-hierarchical collectives (the best way for each size, which --data-parallel-collectives auto takes), and hybrid sharding
-within nodes with a sum over replicas. A unit is a layer, or embedding and output layer. Nothing is overlapped with
+hierarchical collectives (the best way for each size, which --data-parallel-collectives auto takes), these with
+secondary shards (hpZ: --zero-hpz-partition-size of all ranks of a node), and hybrid sharding within nodes with a sum
+over replicas. A unit is a layer, or embedding and output layer. Nothing is overlapped with
 computation here. It is the model of docs/collectives.md; nothing is run.
 """
 
@@ -60,16 +61,22 @@ def flat(units: Sequence[int], network: Topology, links: Links, gloo: bool) -> P
     return Predicted(seconds, sum(rounds[kind] * size * (ranks - 1) / ranks for kind, size in calls(units)))
 
 
-def hierarchical(units: Sequence[int], network: Topology, links: Links) -> tuple[Predicted, Way]:
-    """Each size by its best way; also which that is for the largest gather."""
-    nodes = len(network.nodes)
+def hierarchical(
+    units: Sequence[int], network: Topology, links: Links, *, secondary: bool = False, gloo: bool = False
+) -> tuple[Predicted, Way]:
+    """Each size by its best way; also which that is for the largest gather. With ``secondary`` shards the gathers of
+    the backward pass are flat ones within nodes."""
+    nodes, within = len(network.nodes), Topology.even(1, len(network.nodes[0]))
+    again: list[tuple[Kind, int]] = [("all-gather", BF16 * unit) for unit in units] if secondary else []
+    between = calls(units)[len(again) :]
 
     def best(kind: Kind, size: int) -> tuple[float, Way]:
         tried = [(two_levels(kind, network, links, size, way), way) for way in ways(network, size // network.size)]
         return min(tried, key=lambda pair: pair[0])
 
-    seconds = _total(calls(units), lambda kind, size: best(kind, size)[0])
-    sent = sum(size * (nodes - 1) / nodes for _, size in calls(units))
+    seconds = _total(between, lambda kind, size: best(kind, size)[0])
+    seconds += _total(again, lambda kind, size: flat_ring(kind, within, links, size, gloo=gloo))
+    sent = sum(size * (nodes - 1) / nodes for _, size in between)
     return Predicted(seconds, sent), best("all-gather", BF16 * max(units))[1]
 
 
@@ -118,16 +125,18 @@ def table(given: Any) -> str:
         f"{given.model}, {sum(units):,} parameters; nodes of {local} ranks, uplink {given.between_gbit:g} Gbit/s, "
         f"inside {given.inside_gbit:g} Gbit/s of a rank; seconds of a micro-batch, GB that a node sends",
         "",
-        "nodes | ranks  | flat s    GB    | hierarchical s    GB    gain  largest gather           | hybrid s    GB",
+        "nodes | ranks  | flat s    GB    | hierarchical s    GB    gain  largest gather           |   hpZ s     GB | "
+        "hybrid s    GB",
     ]
     for nodes in given.nodes:
         network = Topology.even(nodes, local)
         ring, (best, way) = flat(units, network, links, gloo), hierarchical(units, network, links)
         inside = hybrid(units, network, links, gloo)
+        kept, _ = hierarchical(units, network, links, secondary=True, gloo=gloo)
         lines.append(
             f"{nodes:>5} | {network.size:>6} | {ring.seconds:>6.3f} {ring.uplink / 1e9:>7.2f} | "
             f"{best.seconds:>14.3f} {best.uplink / 1e9:>7.2f} {ring.seconds / best.seconds:>6.2f}  {way!s:<24.24} | "
-            f"{inside.seconds:>8.3f} {inside.uplink / 1e9:>6.2f}"
+            f"{kept.seconds:>7.3f} {kept.uplink / 1e9:>6.2f} | {inside.seconds:>8.3f} {inside.uplink / 1e9:>6.2f}"
         )
     return "\n".join(lines)
 

@@ -80,6 +80,7 @@ def check_combinations(config: Config, layout: Layout) -> None:
         "decides in which order gradients are summed; flat and hierarchical work",
     )
     _check_rounded_between_nodes(config.parallel, layout)
+    _check_secondary_shards(config.parallel, layout)
     _check_schedule(config.optim, config.training.train_iters)
     _check_training(config.training)
     if config.objective is None:
@@ -95,6 +96,26 @@ def _check_rounded_between_nodes(parallel: ParallelConfig, layout: Layout) -> No
         not (flags and layout.tp > 1),
         f"{' and '.join(flags)} and --tensor-model-parallel-size {layout.tp} exclude each other: copies of norms would "
         "be rounded differently on each tensor-parallel process; leave out one",
+    )
+
+
+def _check_secondary_shards(parallel: ParallelConfig, layout: Layout) -> None:
+    """What is known before a process group is: that the neighbours are on one node shows at the start."""
+    size, shards, ep = parallel.zero_hpz_partition_size, layout.dp_shard * layout.cp, layout.ep
+    if size == 1:
+        return
+    require(
+        layout.pp == 1,
+        f"--zero-hpz-partition-size {size} and a pipeline exclude each other: it gathers weights once per step",
+    )
+    require(
+        size < shards and shards % size == 0,
+        f"--zero-hpz-partition-size {size} has to divide, and be below, the {shards} processes that shard weights "
+        "(--hybrid-shard-degree x --context-parallel-size)",
+    )
+    require(
+        size % ep == 0 or ep % size == 0,
+        f"--zero-hpz-partition-size {size} and --expert-model-parallel-size {ep}: one has to divide the other",
     )
 
 

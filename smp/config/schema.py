@@ -298,7 +298,9 @@ class ParallelConfig:
     hierarchical: once over each node's uplink, then inside of nodes (CPUs only, where a node has several of the
     processes); auto: by predicted time for each size, from links measured at the start. The choice is printed. Sums are
     taken in another order than flat ones."""
-    network_topology: str | None = only_with(None, data_parallel_collectives=("auto", "hierarchical"))
+    network_topology: str | None = only_with(
+        None, data_parallel_collectives=("auto", "hierarchical"), zero_hpz_partition_size=GIVEN
+    )
     """JSON file that says which processes are on one node, what links carry, or both. Default: hostnames say it, and
     auto measures links."""
     zero_quantized_weights: bool = only_with(False, data_parallel_collectives="hierarchical")
@@ -307,6 +309,10 @@ class ParallelConfig:
     zero_quantized_gradients: bool = only_with(False, data_parallel_collectives="hierarchical")
     """Round what reductions of gradients send between nodes to int8, in blocks of 128 numbers with a scale, after
     the sum within each node (ZeRO++). Sums over replicas stay exact. The relative error is logged."""
+    zero_hpz_partition_size: int = only_with(1, data_parallel_sharding_strategy="optim_grads_params")
+    """Neighbours on one node, among the processes that shard weights, that keep what a forward pass has gathered once
+    more, cut over them; the backward pass gathers within them (ZeRO++): less traffic between nodes, more memory. Has to
+    divide --hybrid-shard-degree x --context-parallel-size. 1: none."""
     bf16: bool = False
     """Compute in bfloat16; master weights, gradient reduction and optimizer stay in fp32. Without it all is fp32, on
     CUDA with matrix products in TF32."""

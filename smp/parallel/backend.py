@@ -49,11 +49,11 @@ _ADDED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _ProcessGroup: Any = dist.ProcessGroup  # its methods have other names in torch 2.11 than in 2.13
 
 
-def _without_ours(name: str) -> Callable[..., Any]:
+def _forwarded(name: str) -> Callable[..., Any]:
     """A method that is the plain group's; see this module."""
 
     def method(self: Any, *args: Any, **more: Any) -> Any:
-        return getattr(self._without_ours, name)(*args, **more)
+        return getattr(self._plain_group, name)(*args, **more)
 
     return method
 
@@ -67,14 +67,14 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
         timeout: timedelta = options.timeout
         self.counts: Counter[str] = Counter()
         self._gloo = _gloo(options)
-        nccl = _nccl(options) if torch.cuda.is_available() and dist.is_nccl_available() else None
+        self._nccl = _nccl(options) if torch.cuda.is_available() and dist.is_nccl_available() else None
         kind = dist.ProcessGroup.BackendType
-        self._without_ours = _ProcessGroup(rank, size)
-        for group in (self, self._without_ours):
+        self._plain_group = _ProcessGroup(rank, size)
+        for group in (self, self._plain_group):
             group._set_default_backend(kind.GLOO)
             group._register_backend(torch.device("cpu"), kind.GLOO, self._gloo)
-            if nccl is not None:
-                group._register_backend(torch.device("cuda"), kind.NCCL, nccl)
+            if self._nccl is not None:
+                group._register_backend(torch.device("cuda"), kind.NCCL, self._nccl)
         topology, links = _topology(options)
         smallest = SMALLEST if links is None else 0
         policy = Policy(topology, links, hierarchical=topology.several_levels, smallest=smallest)
@@ -100,17 +100,18 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
         opts = _options(dist.AllreduceOptions, opts, more)
         given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         way = self.network.way("all-reduce", given[0])
-        if way.route is None or len(given) > 1 or not _adds(given[0], opts.reduceOp) or not given[0].is_contiguous():
-            return self._left("all-reduce").allreduce(given, opts)
+        fits = len(given) == 1 and _contiguous_on_cpu(given[0]) and _is_summed(given[0], opts.reduceOp)
+        if way.route is None or not fits:
+            return self._inner("all-reduce", given[0]).allreduce(given, opts)
         self.counts["hierarchical all-reduce"] += 1
         return self._run(self.network.all_reduce(given[0], way), given[0], opts, list(given))
 
     def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None, **more: Any) -> Any:
         """(n) of every rank -> (n x ranks)."""
         way = self.network.way("all-gather", output)
-        if way.route is None or not _plain(output, given):
+        if way.route is None or not _contiguous_on_cpu(output, given):
             opts = _options(AllgatherOptions, opts, more)
-            return self._left("all-gather")._allgather_base(output, given, opts)
+            return self._inner("all-gather", given)._allgather_base(output, given, opts)
         self.counts["hierarchical all-gather"] += 1
         running = self.network.all_gather(output.view(-1), given.view(-1), way)
         return running.work([output])
@@ -119,8 +120,8 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """(n x ranks) of every rank -> (n) of the sum."""
         opts = _options(dist.ReduceScatterOptions, opts, more)
         way = self.network.way("reduce-scatter", given)
-        if way.route is None or not _plain(output, given) or not _adds(given, opts.reduceOp):
-            return self._left("reduce-scatter")._reduce_scatter_base(output, given, opts)
+        if way.route is None or not _contiguous_on_cpu(output, given) or not _is_summed(given, opts.reduceOp):
+            return self._inner("reduce-scatter", given)._reduce_scatter_base(output, given, opts)
         self.counts["hierarchical reduce-scatter"] += 1
         return self._run(self.network.reduce_scatter(output.view(-1), given.view(-1), way), output, opts, [output])
 
@@ -144,18 +145,19 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # what else torch looks for in a subclass, PyProcessGroup.hpp
     allgather, allreduce_coalesced, reduce_scatter = map(
-        _without_ours, ("allgather", "allreduce_coalesced", "reduce_scatter")
+        _forwarded, ("allgather", "allreduce_coalesced", "reduce_scatter")
     )
-    all_to_all_single, alltoall_base = map(_without_ours, ("all_to_all_single", "alltoall_base"))
-    barrier, broadcast, recv, send = map(_without_ours, ("barrier", "broadcast", "recv", "send"))
+    all_to_all_single, alltoall_base = map(_forwarded, ("all_to_all_single", "alltoall_base"))
+    barrier, broadcast, recv, send = map(_forwarded, ("barrier", "broadcast", "recv", "send"))
 
     def _run(self, running: Any, result: torch.Tensor, opts: Any, tensors: list[torch.Tensor]) -> CollectiveWork:
         average = opts.reduceOp == dist.ReduceOp.AVG
         return running.work(tensors, (lambda: result.div_(self.size())) if average else (lambda: None))
 
-    def _left(self, what: str) -> Any:
-        self.counts[f"gloo {what}"] += 1
-        return self._gloo
+    def _inner(self, what: str, tensor: torch.Tensor) -> Any:
+        """The backend of the tensor's device."""
+        self.counts[f"{'nccl' if tensor.is_cuda else 'gloo'} {what}"] += 1
+        return self._nccl if tensor.is_cuda else self._gloo
 
 
 def _gloo(options: Any) -> Any:
@@ -202,14 +204,14 @@ def _options(kind: Any, opts: Any, more: dict[str, Any]) -> Any:
     return made
 
 
-def _adds(tensor: torch.Tensor, op: Any) -> bool:
+def _is_summed(tensor: torch.Tensor, op: Any) -> bool:
     """Whether a schedule can do it: sums of anything, averages of what can be divided."""
     return (op == dist.ReduceOp.SUM and tensor.dtype is not torch.bool) or (
         op == dist.ReduceOp.AVG and tensor.dtype in _ADDED
     )
 
 
-def _plain(*tensors: torch.Tensor) -> bool:
+def _contiguous_on_cpu(*tensors: torch.Tensor) -> bool:
     return all(tensor.is_contiguous() and tensor.device.type == "cpu" for tensor in tensors)
 
 

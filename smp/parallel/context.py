@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from smp.config import Layout
 from smp.parallel.collectives import Group
 from smp.parallel.network.choose import NetworkCollectives
+from smp.parallel.network.secondary import Parts
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Dimensions of the ranks, slowest first."""
@@ -111,6 +112,12 @@ class ParallelContext:
             return ()
         dims = range(mesh.ndim)
         return tuple(Group(mesh.get_group(i).group_name, mesh.size(i), mesh.get_local_rank(i)) for i in dims)
+
+    def secondary_parts(self, size: int) -> Parts:
+        """What :func:`with_secondary_shards` takes, for ``size`` neighbours that shard. Of experts, which these
+        neighbours hold different ones of, it is so many times fewer."""
+        ep = 1 if self.ep is None else self.ep.size()
+        return {"parameters": (self.fsdp, size), "experts": (self.expert_fsdp, size // ep)}
 
     @property
     def cp_group(self) -> Group | None:

@@ -4,11 +4,14 @@ FSDP2 calls these objects by keyword where it would call torch.distributed (read
 describes them by are not exported). A gather runs on a thread of its own and returns a ``Work``, which FSDP2 waits for
 where a unit's weights are used: with ``prefetch`` transfers go on while a CPU computes. A gradient's sum is read in the
 next line, so it is waited for.
+
+With secondary shards (hpZ) a gather in a backward pass comes from ranks of the node alone. torch has
+``fully_shard(reshard_after_forward=size)`` for that, but not for DTensors, which all weights here are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,24 +22,37 @@ from torch.distributed.fsdp import FSDPModule
 
 from smp.parallel.collectives import all_gather_flat
 from smp.parallel.network.choose import NetworkCollectives
+from smp.parallel.network.cost import FLAT
 from smp.parallel.network.group import NetworkGroup
 from smp.parallel.network.quantize import Quantization
+from smp.parallel.network.secondary import SecondaryShard
 
 # The name in torch 2.11 is deprecated in 2.13.
 _flat_reduce: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class _Allocates:
-    def __init__(self, network: NetworkGroup, quantization: Quantization | None = None) -> None:
-        self._network, self._quantization = network, quantization
-
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A buffer of the collective."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class GatherWeights(_Allocates):
-    """All-gather of one unit's weights, (n) -> (n x ranks)."""
+    """All-gather of one unit's weights, (n) -> (n x ranks).
+
+    Args:
+        network: of the group; None: flat.
+        quantization: of what crosses uplinks.
+        secondary: what backward passes gather from.
+    """
+
+    def __init__(
+        self,
+        network: NetworkGroup | None,
+        quantization: Quantization | None = None,
+        secondary: SecondaryShard | None = None,
+    ) -> None:
+        self._network, self._quantization, self._secondary = network, quantization, secondary
 
     def __call__(
         self,
@@ -45,19 +61,54 @@ class GatherWeights(_Allocates):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        coded = self._quantization is not None
-        way = self._network.way_quantized(input_tensor) if coded else self._network.way("all-gather", output_tensor)
-        if way.route is None:
-            return all_gather_flat(output_tensor, input_tensor, group=group, async_op=async_op)
-        if self._quantization is None:
-            return self._network.all_gather(output_tensor, input_tensor, way).work(output_tensor)
-        if not input_tensor.is_floating_point():
-            raise ValueError(f"weights of {input_tensor.dtype} cannot be quantized; leave --zero-quantized-weights out")
-        return self._network.all_gather_quantized(output_tensor, input_tensor, way, self._quantization)
+        secondary = self._secondary
+        if secondary is None:
+            return self._gather(output_tensor, input_tensor, group, async_op, _nothing)
+        if secondary.own is not None and _in_backward():
+            return secondary.gather(output_tensor, async_op=async_op)
+        return self._gather(output_tensor, input_tensor, group, False, lambda: secondary.keep(output_tensor))
+
+    def _gather(
+        self,
+        output: torch.Tensor,
+        given: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool,
+        then: Callable[[], None],
+    ) -> dist.Work | None:
+        """Over all ranks of the group, and ``then``; without ``async_op`` a flat one is over when this returns."""
+        network, quantization = self._network, self._quantization
+        if network is None:
+            way = FLAT
+        elif quantization is None:
+            way = network.way("all-gather", output)
+        else:
+            way = network.way_quantized(given)
+        if network is None or way.route is None:
+            work: dist.Work | None = all_gather_flat(output, given, group=group, async_op=async_op)
+            then()
+            return work
+        if quantization is None:
+            return network.all_gather(output, given, way).work(output, then)
+        if not given.is_floating_point():
+            raise ValueError(f"weights of {given.dtype} cannot be quantized; leave --zero-quantized-weights out")
+        return network.all_gather_quantized(output, given, way, quantization, then)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _in_backward() -> bool:
+    """Whether autograd runs a backward pass on this thread, as FSDP2 and torch.utils.checkpoint ask it."""
+    return torch._C._current_graph_task_id() >= 0
 
 
 class ReduceGradients(_Allocates):
     """Reduce-scatter of one unit's gradients, (n x ranks) -> (n)."""
+
+    def __init__(self, network: NetworkGroup, quantization: Quantization | None) -> None:
+        self._network, self._quantization = network, quantization
 
     def __call__(
         self,
@@ -76,16 +127,25 @@ class ReduceGradients(_Allocates):
             self._network.reduce_scatter(output_tensor, input_tensor, way, self._quantization).finish()
 
 
-def communicate_by(modules: Iterable[nn.Module], mesh: DeviceMesh, collectives: NetworkCollectives) -> None:
+def communicate_by(
+    modules: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    collectives: NetworkCollectives,
+    gathered_again: Container[nn.Module] = (),
+) -> None:
     """Let the FSDP units among ``modules``, sharded over the last dimension of ``mesh``, gather and reduce as was
-    chosen for that group."""
-    network = collectives.of(mesh.get_group(mesh.ndim - 1))
-    if network is None:
-        return
+    chosen for that group. Those in ``gathered_again`` are gathered for the backward pass once more: they have secondary
+    shards where the group has."""
+    group = mesh.get_group(mesh.ndim - 1)
+    network, secondary = collectives.of(group), collectives.secondary.get(group.group_name)
     coded = collectives.quantization
     weights = coded if coded is not None and coded.weights else None
     gradients = coded if coded is not None and coded.gradients else None
     for module in modules:
-        if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(GatherWeights(network, weights))  # type: ignore[arg-type]
+        if not isinstance(module, FSDPModule):
+            continue
+        kept = secondary.of_a_unit() if secondary is not None and module in gathered_again else None
+        if network is not None or kept is not None:
+            module.set_custom_all_gather(GatherWeights(network, weights, kept))  # type: ignore[arg-type]
+        if network is not None:
             module.set_custom_reduce_scatter(ReduceGradients(network, gradients))  # type: ignore[arg-type]

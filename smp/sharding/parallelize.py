@@ -197,8 +197,17 @@ def shard(
         fully_shard(unit, mesh=mesh, mp_policy=_precision(bf16), shard_placement_fn=_expert_cut(model, mesh))
     here = [module for module in model.modules() if module not in elsewhere]
     _sum_gradients(here, mesh)
-    communicate_by(here, mesh, collectives or NetworkCollectives())
+    again = _gathered_again(units) if _is_trained(model) else set()
+    communicate_by(here, mesh, collectives or NetworkCollectives(), again)
     return model
+
+
+def _gathered_again(units: list[Any]) -> set[nn.Module]:
+    """The modules of units that are gathered for the backward pass, too: not FSDP2's root, which is none of them, and
+    not what :func:`_gather_once` spares."""
+    lists = [unit if isinstance(unit, list) else [unit] for unit in units]
+    once = VocabParallelHead | VocabParallelEmbedding
+    return {module for modules in lists if not any(isinstance(m, once) for m in modules) for module in modules}
 
 
 def _shard_experts(model: nn.Module, mesh: DeviceMesh, collectives: NetworkCollectives | None, *, bf16: bool) -> None:
@@ -209,7 +218,13 @@ def _shard_experts(model: nn.Module, mesh: DeviceMesh, collectives: NetworkColle
     for module in experts:
         fully_shard(module, mesh=mesh, mp_policy=_precision(bf16), shard_placement_fn=_expert_cut(module, mesh))
     _sum_gradients(experts, mesh)
-    communicate_by(experts, mesh, collectives or NetworkCollectives())
+    again = experts if _is_trained(model) else []
+    communicate_by(experts, mesh, collectives or NetworkCollectives(), again)
+
+
+def _is_trained(model: nn.Module) -> bool:
+    """Not a reference model, which has no backward pass. (Under adapters some blocks may have frozen weights alone.)"""
+    return any(parameter.requires_grad for parameter in model.parameters())
 
 
 def _precision(bf16: bool) -> MixedPrecisionPolicy:

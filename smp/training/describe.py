@@ -124,6 +124,8 @@ def _measured(steps: list[StepMeasures]) -> list[str]:
     rank = f"pipeline rank {steps.index(step)}, which needs most" if len(steps) > 1 else "each rank"
     held = {"parameters": step.parameters, "optimizer": step.optimizer, "gradients": step.gradients}
     peaks = {f"peak in {phase}": peak for phase, peak in step.peaks.items()}
+    if step.secondary:
+        held["secondary shards"] = step.secondary
     rows = {**held, **peaks, "total": step.peak}
     if step.host:
         rows["on the host"] = step.host
@@ -152,6 +154,8 @@ def _left_out(config: Config) -> list[str]:
 def _estimated(memory: MemoryEstimate, plan: Plan | None) -> list[str]:
     """The formula's parts as lines."""
     sizes = {f.name: getattr(memory, f.name) for f in fields(memory) if f.name != "accumulates"}
+    if not memory.secondary:
+        del sizes["secondary"]
     sizes["total"] = memory.total  # less than the sum: they do not all peak at once
     return [
         "memory per rank, estimated:" if plan is None else "memory of the rank that needs most, estimated:",

@@ -34,6 +34,8 @@ from smp.models.gpt import GPT
 from smp.models.micro_batch import MicroBatch
 from smp.optim.optimizer import build_optimizer, clip_gradients
 from smp.parallel.context import ParallelContext, build_context
+from smp.parallel.network.choose import NetworkCollectives
+from smp.parallel.network.secondary import secondary_shards
 from smp.pipeline.plan import Plan
 from smp.pipeline.recorder import Watcher
 from smp.sharding.offload import offload_of
@@ -60,6 +62,7 @@ class StepMeasures:
         counts: work and traffic of the step.
         host: bytes of the host's memory that activations and the optimizer have.
         copied: bytes to the host and back, in the micro-batches that were run.
+        secondary: bytes of weights that are kept once more for backward passes.
     """
 
     parameters: int
@@ -69,6 +72,7 @@ class StepMeasures:
     counts: Counts
     host: int = 0
     copied: tuple[int, int] = (0, 0)
+    secondary: int = 0
 
     @property
     def peak(self) -> int:
@@ -125,6 +129,8 @@ def fake_step(
         context = build_context(
             layout, "cpu", sequence_parallel=config.parallel.sequence_parallel, heads_group=exchange.heads_group
         )
+        secondary = secondary_shards(context.secondary_parts(config.parallel.zero_hpz_partition_size))
+        context = replace(context, collectives=NetworkCollectives(secondary=secondary))
         if context.cp_exchange is not None:
             core = context_parallel_attention(kernels.attention, context.cp_exchange, exchange.kind)  # type: ignore[arg-type]
             kernels = replace(kernels, attention=_PlannedOnTheHost(core))
@@ -252,7 +258,8 @@ def _measure(config: Config, context: ParallelContext, tried: _Tried, meter: Met
             tried.reference.run(_micro_batches(config, context, run, compared, by_reference=True))
     with meter.phase("forward"):
         passes.train(_micro_batches(config, context, run, counted))
-    gradients = meter.held - resting
+    secondary = sum(shards.nbytes for shards in (context.collectives or NetworkCollectives()).secondary.values())
+    gradients = meter.held - resting - secondary
     with meter.phase("clipping"):
         clip_gradients(model.parameters(), config.optim.clip_grad, copies=passes.copies, device=_CPU)
     with meter.phase("optimizer"):
@@ -270,6 +277,7 @@ def _measure(config: Config, context: ParallelContext, tried: _Tried, meter: Met
         counts=total,
         host=meter.elsewhere_held,
         copied=(out, back),
+        secondary=secondary,
     )
 
 
@@ -352,4 +360,6 @@ def _names(context: ParallelContext) -> dict[str, str]:
         dims = experts.mesh_dim_names or ()
         names |= {experts.get_group(i).group_name: f"{name} of experts" for i, name in enumerate(dims)}
         names[context.ep.get_group().group_name] = "ep"
+    if (collectives := context.collectives) is not None:
+        names |= {shards.group.group_name: "secondary" for shards in collectives.secondary.values()}
     return names

@@ -28,6 +28,7 @@ class MemoryEstimate:
 
     Attributes:
         accumulates: whether there are gradients in a forward pass, of an earlier micro-batch.
+        secondary: secondary shards of the weights.
     """
 
     parameters: int
@@ -39,6 +40,7 @@ class MemoryEstimate:
     backward: int
     logits: int
     accumulates: bool
+    secondary: int = 0
 
     @property
     def total(self) -> int:
@@ -47,7 +49,7 @@ class MemoryEstimate:
         waiting = self.gradients if self.accumulates else 0
         kept, backward = waiting + self.activations + self.gathered, self.backward + self.reduced
         moments = kept + self.logits, kept + backward, self.gradients + self.gathered + backward
-        return self.parameters + self.optimizer + max(moments)
+        return self.parameters + self.optimizer + self.secondary + max(moments)
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ def estimate_memory(
     - gathered: weights in compute precision that FSDP holds unsharded: two blocks (one in use, one on its way) and the
       vocabulary matrix at the loss. Without FSDP (one data-parallel rank, no pipeline and no context parallelism) in
       bf16 runs the cast weights, which layers keep for the backward pass (under recompute those of one block).
+    - secondary: with --zero-hpz-partition-size z the blocks' weights in compute precision, once more, / z.
     - reduced: the gradient of the largest unit, in compute precision and as the fp32 input of its reduction; without
       FSDP on its way to the sum.
     - activations: layers x what a block keeps (``_kept_per_token`` x T), and what the output layer takes and gives.
@@ -158,6 +161,7 @@ def estimate_memory(
         backward=tokens * one_block * (1 if parallel.recompute_granularity == "none" else 2),
         logits=logits * (chunk + head),
         accumulates=layout.pp > 1 or (data.global_batch_size or 1) > data.micro_batch_size * layout.data_parallel,
+        secondary=_secondary(config, layout, tuned),
     )
 
 
@@ -178,6 +182,17 @@ def largest_memory(
 def _elements(parameters: Iterable[Parameter], layout: Layout) -> int:
     """Elements on one process."""
     return sum(math.prod(p.local_shape(layout)) for p in parameters)
+
+
+def _secondary(config: Config, layout: Layout, tuned: Tuned) -> int:
+    """Of blocks, which are gathered twice; of experts where several of the neighbours have the same."""
+    model, size = config.model, config.parallel.zero_hpz_partition_size
+    if size == 1:
+        return 0
+    b, whole_layout = 2 if config.parallel.bf16 else 4, replace(layout, ep=1)
+    blocks = [p for layer in range(model.num_layers) for p in block_parameters(model, layer)]
+    kept = [p for p in blocks if p.chosen is None or size // layout.ep > 1]
+    return (sum(_frozen_bytes(p, whole_layout, tuned, b) for p in kept) + b * tuned.adapters) // size
 
 
 def _cast(parallel: ParallelConfig, blocks: Sequence[int]) -> int:

@@ -29,7 +29,7 @@ from smp.optim.optimizer import build_optimizer
 from smp.parallel import backend
 from smp.parallel.agree import on_all_or_none, on_rank_zero
 from smp.parallel.context import ParallelContext, build_context
-from smp.parallel.network.choose import choose_collectives, spans_nodes
+from smp.parallel.network.choose import choose_collectives, spans_nodes, with_secondary_shards
 from smp.parallel.network.quantize import Quantization
 from smp.pipeline.failure import naming
 from smp.pipeline.plan import describe_plan, plan_pipeline
@@ -152,6 +152,8 @@ class Run:
         coded = Quantization(parallel.zero_quantized_weights, parallel.zero_quantized_gradients)
         quantization = coded if coded.names else None
         collectives = choose_collectives(meshes, setting, timeout, file, quantization)
+        if (size := parallel.zero_hpz_partition_size) > 1:
+            collectives = with_secondary_shards(collectives, context.secondary_parts(size), timeout, file)
         return dataclasses.replace(context, collectives=collectives)
 
     def _read_data(self) -> Datasets:

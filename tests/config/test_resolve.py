@@ -199,6 +199,23 @@ def test_a_resolved_config_resolves_to_itself(flags, length, tmp_path_factory):
             "--data-parallel-collectives hierarchical --zero-quantized-gradients --tensor-model-parallel-size 2",
             "--zero-quantized-gradients and --tensor-model-parallel-size 2 exclude each other",
         ),
+        (
+            "--zero-hpz-partition-size 3",
+            "--zero-hpz-partition-size 3 has to divide, and be below, the 4 processes that shard weights",
+        ),
+        (
+            "--zero-hpz-partition-size 2 --hybrid-shard-degree 2",
+            "--zero-hpz-partition-size 2 has to divide, and be below, the 2 processes that shard weights",
+        ),
+        ("--zero-hpz-partition-size 0", "--zero-hpz-partition-size 0 must be above 0"),
+        (
+            "--zero-hpz-partition-size 2 --pipeline-model-parallel-size 2",
+            "--zero-hpz-partition-size 2 and a pipeline exclude each other",
+        ),
+        (
+            "--zero-hpz-partition-size 2 --data-parallel-sharding-strategy optim_grads",
+            "--zero-hpz-partition-size 2 has no effect without --data-parallel-sharding-strategy optim_grads_params",
+        ),
         ("--global-batch-size 6", "--global-batch-size 6 is not divisible by --micro-batch-size 1 x 4 data-parallel"),
         ("--seq-length 4096", "--seq-length 4096 is above --max-position-embeddings 2048"),
         ("--data-path x", "--data-path x and --mock-data: give one"),

@@ -10,13 +10,16 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.distributed import run_distributed
+from tests.fake_group import lone_context
 
 N = 40_001
 """Elements: above the size from which collectives are hierarchical, and divisible by nothing."""
@@ -89,6 +92,7 @@ def lists_and_objects(rank: int, world: int, group: Any) -> dict[str, Any]:
     said = [rank]
     dist.broadcast_object_list(said, 2, group=group)
     out["objects"] = (got, said)
+    out |= other_options(rank, world, group)
     dist.barrier(group=group)
     into = torch.empty(N)
     works = dist.batch_isend_irecv(
@@ -97,6 +101,35 @@ def lists_and_objects(rank: int, world: int, group: Any) -> dict[str, Any]:
     for work in works:
         work.wait()
     out["batch_isend_irecv"] = into
+    return out
+
+
+def other_options(rank: int, world: int, group: Any) -> dict[str, Any]:
+    """Other operations and dtypes, unequal parts, messages, and objects of one rank."""
+    out: dict[str, Any] = {}
+    ops = dist.ReduceOp
+    for op in (ops.BAND, ops.BOR, ops.BXOR):
+        dist.all_reduce(x := torch.tensor([rank + 1]), op, group=group)
+        out[str(op)] = x
+    dist.all_reduce(flag := torch.tensor([rank == 0]), ops.MAX, group=group)
+    dist.all_reduce(both := torch.full((N,), complex(rank, 1)), group=group)
+    out["bool, complex"] = (flag, both)
+    sizes = [rank + i for i in range(world)]
+    sent = torch.arange(float(sum(sizes))) + rank
+    dist.all_to_all_single(swapped := torch.empty(sum(sizes)), sent, sizes, sizes, group=group)
+    part = torch.empty(N)
+    dist.reduce_scatter(part, [numbers(rank + i) for i in range(world)], group=group)
+    out["all_to_all_single, reduce_scatter"] = (swapped, part)
+    message = numbers(rank)
+    if rank < 2:
+        dist.send(message, rank + 2, group=group)
+    else:
+        dist.recv(message, rank - 2, group=group)
+    got: list[Any] = [None]
+    dist.scatter_object_list(got, [f"for {i}" for i in range(world)], 1, group=group)
+    every: list[Any] | None = [None] * world if rank == 2 else None
+    dist.gather_object({"of": rank}, every, 2, group=group)
+    out["send, objects"] = (message, got, every)
     return out
 
 
@@ -234,6 +267,27 @@ def test_no_method_is_left_that_torch_calls_with_the_interpreter_lock_held() -> 
     assert looked_for - set(vars(NetworkProcessGroup)) == set()
 
 
+def test_cuda_tensors_go_to_nccl() -> None:
+    """On tensors without memory, in a group whose NCCL is a stand-in: also where a CPU's would be hierarchical."""
+    import smp.parallel.backend  # noqa: F401
+    from smp.parallel.network.cost import Policy
+    from smp.parallel.network.topology import Topology
+
+    with lone_context():
+        group: Any = dist.new_group(backend="smp")
+        group.network.policy = Policy(Topology.of(["left", "left", "right", "right"]))
+        group._nccl = Mock()
+        with FakeTensorMode():
+            x, whole = torch.empty(100_000, device="cuda"), torch.empty(400_000, device="cuda")
+            assert group.network.way("all-reduce", x).route is not None
+            group.allreduce([x])
+            group.all_gather_single(whole, x)
+            group.reduce_scatter_single(x, whole)
+        called = [name for name, *_ in group._nccl.mock_calls]
+        assert called == ["allreduce", "_allgather_base", "_reduce_scatter_base"]
+        assert group.counts == {"nccl all-reduce": 1, "nccl all-gather": 1, "nccl reduce-scatter": 1}
+
+
 def same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b) and a.dtype == b.dtype
@@ -255,7 +309,9 @@ def test_everything_is_as_on_gloo(found: list[dict[str, Any]]) -> None:
 
 def test_large_sums_and_gathers_are_hierarchical_and_the_rest_is_counted(found: list[dict[str, Any]]) -> None:
     counted, later = found[0]["counted"], found[0]["later"]
-    assert counted["hierarchical all-reduce"] == 4 + 3, "sums in 4 dtypes (uint8 is small), of a shape, async, strided"
+    assert counted["hierarchical all-reduce"] == 4 + 4, (
+        "sums in 4 dtypes (uint8 is small), complex, shape, async, strided"
+    )
     assert counted["hierarchical all-gather"] >= 6 and counted["hierarchical reduce-scatter"] == 5
     assert counted["gloo all-reduce"] >= 15, "maxima, minima, products, small ones"
     assert all(later[f"hierarchical {kind}"] > 0 for kind in ("all-reduce", "all-gather", "reduce-scatter"))

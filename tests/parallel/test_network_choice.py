@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from smp.parallel.network.cost import FLAT, LEAST_CHUNK, SIMULATED, Policy, Way, least_chunks, simulated, ways
+from smp.parallel.network.cost import FLAT, LEAST_CHUNK, MESSAGES, Policy, Way, least_chunks, messages, simulated, ways
 from smp.parallel.network.schedule import Kind
 from smp.parallel.network.topology import Link, Links, Topology
 
@@ -14,11 +14,13 @@ KINDS: tuple[Kind, ...] = ("all-gather", "reduce-scatter", "all-reduce")
 MIB = 1 << 20
 
 
-def drawn(seed: int, most: int) -> tuple[Topology, Links, int]:
-    """Up to ``most`` ranks on 2 to 8 nodes, equal or not, in any order; uplinks of 0.1 to 250 Gbit/s; bytes."""
+def drawn(seed: int, most: int, least: int = 0) -> tuple[Topology, Links, int]:
+    """``least`` to ``most`` ranks on nodes, equal or not, in any order; uplinks of 0.1 to 250 Gbit/s; bytes."""
     draw = random.Random(seed)
     nodes = draw.randint(2, 8)
     counts = [draw.randint(1, 8)] * nodes if draw.random() < 0.6 else [draw.randint(1, 8) for _ in range(nodes)]
+    while sum(counts) < least:
+        counts.append(draw.choice(counts))
     hosts = [f"node{node}" for node, count in enumerate(counts) for _ in range(count)][:most]
     if draw.random() < 0.3:
         draw.shuffle(hosts)
@@ -29,11 +31,11 @@ def drawn(seed: int, most: int) -> tuple[Topology, Links, int]:
     return Topology.of(hosts), links, int(2 ** draw.uniform(14, 27))
 
 
-def worst(seeds: range, most: int) -> tuple[float, str]:
+def worst(seeds: range, most: int, least: int = 0) -> tuple[float, str]:
     """How much longer than the best way the picked one takes, at most, by the simulator; and where."""
     found = (1.0, "nowhere")
     for seed in seeds:
-        topology, links, size = drawn(seed, most)
+        topology, links, size = drawn(seed, most, least)
         policy = Policy(topology, links)
         for kind in KINDS:
             picked = policy.way(kind, size)
@@ -52,8 +54,25 @@ def test_the_picked_way_is_about_the_best() -> None:
 
 @pytest.mark.slow
 def test_the_picked_way_is_about_the_best_in_200_topologies() -> None:
-    ratio, where = worst(range(200), most=SIMULATED)
+    ratio, where = worst(range(200), most=16)
     assert ratio <= 1.05, where
+
+
+def test_the_picked_way_is_about_the_best_of_larger_groups() -> None:
+    ratio, where = worst(range(2000, 2003), most=24, least=17)
+    assert ratio <= 1.05, where
+
+
+@pytest.mark.slow
+def test_the_picked_way_is_about_the_best_in_12_larger_topologies() -> None:
+    ratio, where = worst(range(12), most=32, least=17)
+    assert ratio <= 1.05, where
+
+
+def test_what_would_take_too_long_to_simulate_is_left_to_the_formula() -> None:
+    links, network = Links(between=Link(5e-4, 12.5e6), inside=Link(5e-4, 200e6)), Topology.even(64, 8)
+    assert all(messages(kind, network, FLAT) > MESSAGES for kind in KINDS)
+    assert Policy(network, links).way("all-gather", 256 * MIB).route == "ring"
 
 
 def test_streams_of_several_nodes_do_not_meet_where_a_ring_is_as_fast() -> None:

@@ -23,7 +23,8 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     sent = 8 * 8_030_261_248 / 1e9  # two gathers in bf16, one reduction in fp32
     assert float(cells[2].split()[1]) == pytest.approx(sent * 15 / 16, abs=0.01)
     assert float(cells[3].split()[1]) == pytest.approx(sent / 2, abs=0.01)
-    assert float(cells[2].split()[0]) > float(cells[3].split()[0])
+    assert float(cells[4].split()[1]) == pytest.approx(sent * 6 / 8 / 2, abs=0.01), "one gather of two"
+    assert float(cells[2].split()[0]) > float(cells[3].split()[0]) > float(cells[4].split()[0])
 
 
 def test_units_are_those_of_each_layer() -> None:

@@ -36,6 +36,8 @@ FILES: dict[str, Any] = {
     "fast": {"nodes": [[0, 1, 2], [3]], **FAST},
     "one": {"nodes": [[0, 1, 2, 3]]},
     "three": {"nodes": [[0, 1, 2], [3]]},
+    "crossed": {"nodes": [[0, 2], [1, 3]]},
+    "halves": {"nodes": [[0, 1, 2, 3], [4, 5, 6, 7]]},
     "eight": {"nodes": [[0, 1, 2, 3, 4], [5, 6, 7]]},
 }
 EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --global-batch-size 8"
@@ -52,6 +54,10 @@ CASES = {
     "rounded weights": f"{HIERARCHICAL} --zero-quantized-weights",
     "rounded gradients": f"{HIERARCHICAL} --zero-quantized-gradients",
     "nothing to round": f"{HIERARCHICAL} --zero-quantized-weights --hybrid-shard-degree 1 --global-batch-size 8",
+    "secondary": f"{HIERARCHICAL} --zero-hpz-partition-size 2",
+    "secondary flat": "--zero-hpz-partition-size 2 --network-topology nodes.json",
+    "secondary across": "--zero-hpz-partition-size 2 --network-topology crossed.json",
+    "secondary on one": "--zero-hpz-partition-size 2",
     "replicas flat": "--hybrid-shard-degree 1 --global-batch-size 8",
     "replicas": "--hybrid-shard-degree 1 --data-parallel-collectives hierarchical --network-topology nodes.json "
     "--global-batch-size 8",
@@ -62,6 +68,8 @@ LARGER = {
     "--network-topology eight.json",
     "experts flat": EXPERTS,
     "experts": f"{EXPERTS} --data-parallel-collectives hierarchical --network-topology eight.json",
+    "experts secondary": f"{EXPERTS} --zero-hpz-partition-size 4 --network-topology halves.json",
+    "experts with one": f"{EXPERTS} --zero-hpz-partition-size 2 --network-topology halves.json",
     "pipeline flat": "--pipeline-model-parallel-size 2 --global-batch-size 8",
     "pipeline": "--pipeline-model-parallel-size 2 --global-batch-size 8 --data-parallel-collectives hierarchical "
     "--network-topology eight.json",
@@ -95,6 +103,7 @@ def run_case(rank: int, world: int, name: str, flags: str) -> Any:
         "errors": logged(words[-1]) if rank == 0 else [],
         "noted": [line for line in said.getvalue().splitlines() if "rounded to int8" in line],
         "lines": [line for line in said.getvalue().splitlines() if line.startswith("data-parallel collectives")],
+        "secondary": [line for line in said.getvalue().splitlines() if line.startswith("secondary shards")],
     }
 
 
@@ -155,7 +164,7 @@ def test_auto_picks_by_links_and_says_so(found: list[dict[str, Any]]) -> None:
         "data-parallel collectives: flat: by hostnames, no data-parallel group has several ranks on one of several "
         "nodes"
     ]
-    assert torch.equal(of["auto one"]["weights"], of["flat"]["weights"])
+    assert of["auto one"]["calls"] == 0 and torch.equal(of["auto one"]["weights"], of["flat"]["weights"])
 
 
 @proves("zero_quantized_weights", "zero_quantized_gradients")
@@ -175,6 +184,23 @@ def test_what_is_rounded_between_nodes_is_near_and_its_error_is_logged(found: li
     )
 
 
+@proves("zero_hpz_partition_size")
+def test_backward_passes_gather_within_nodes(found: list[dict[str, Any]]) -> None:
+    for of in found:
+        assert torch.equal(of["secondary"]["weights"], of["two nodes"]["weights"])
+        assert torch.equal(of["secondary flat"]["weights"], of["flat"]["weights"])
+        assert of["secondary"]["calls"] == of["two nodes"]["calls"] - 2 * 2, "of two blocks in two steps"
+        assert of["secondary across"] == (
+            "--zero-hpz-partition-size: by --network-topology rank 0 on node0 and rank 1 on node1 would share "
+            "secondary shards of parameters"
+        )
+        assert "by hostnames all processes that share weights are on one node" in of["secondary on one"]
+    assert found[0]["secondary flat"]["secondary"] == [
+        "secondary shards of parameters: 2 neighbours in a node hold the weights once more; forward passes gather over "
+        "4 ranks, backward passes over these 2"
+    ]
+
+
 def test_sums_over_replicas_go_once_over_each_uplink(found: list[dict[str, Any]]) -> None:
     for of in found:
         assert of["replicas flat"]["calls"] == 0 < of["replicas"]["calls"]
@@ -191,6 +217,10 @@ def test_hybrid_shards_experts_and_pipelines(tmp_path: Path) -> None:
         for of in larger:
             assert near(of[name]["weights"], of[f"{name} flat"]["weights"], 2e-4 if name == "hybrid" else 2e-5)
     assert any("experts, sharded over 2 nodes" in line for line in larger[0]["experts"]["lines"])
+    for name, said in (("secondary", "2 neighbours in a node hold"), ("with one", "none: of each node's neighbours")):
+        for of in larger:
+            assert torch.equal(of[f"experts {name}"]["weights"], of["experts flat"]["weights"])
+        assert f"secondary shards of experts: {said}" in larger[0][f"experts {name}"]["secondary"][1]
 
 
 LONG = f"{HIERARCHICAL} --num-layers 1 --seq-length 32 --micro-batch-size 2 --train-iters 300 --lr 1e-3 "

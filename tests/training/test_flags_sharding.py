@@ -14,7 +14,9 @@ from smp.config import ConfigError, Layout
 from smp.layers.head import CHUNK_BYTES
 from smp.models.presets import PRESETS
 from smp.training.build import choose_backends
+from smp.training.describe import describe
 from smp.training.fake_step import StepMeasures, fake_step
+from smp.training.memory import estimate_memory
 from smp.training.pretraining import pretraining
 from smp.training.process import Process
 from smp.training.run import Run
@@ -58,6 +60,26 @@ def test_what_is_not_sharded_is_communicated_once_per_step() -> None:
     assert counts == {"optim_grads_params": (18, 12), "optim_grads": (4, 12), "optim": (4, 4)}
     peaks = [steps[s].peak for s in STRATEGIES]
     assert peaks == sorted(set(peaks)), "each takes more memory than the one before"
+
+
+@proves("zero_hpz_partition_size")
+def test_backward_passes_gather_secondary_shards() -> None:
+    """Three micro-batches on four ranks, of which two share a secondary shard: of two blocks, in bf16."""
+    flags = "--global-batch-size 24 --bf16"
+    without, kept = (measure(f"{flags} {more}", 4) for more in ("", "--zero-hpz-partition-size 2"))
+    assert calls(kept, "all-gather") == calls(without, "all-gather") - 3 * 2
+    assert calls(kept, "all-gather", "secondary") == 3 * 2
+    block = 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32)
+    traffic = [of.counts.traffic["dp_shard", "all-gather"].sent for of in (without, kept)]
+    assert traffic[0] - traffic[1] == 3 * 2 * block * 3 / 4
+    assert kept.counts.traffic["secondary", "all-gather"].sent == 3 * 2 * block / 2
+    assert kept.secondary == 2 * block // 2 == kept.peak - without.peak and without.secondary == 0
+    assert kept.gradients == without.gradients
+    words = [*SMALL.split(), *flags.split(), "--zero-hpz-partition-size", "2"]
+    config = read_settings(words, PRESETS, 4)
+    layout = Layout.from_config(config.parallel, 4)
+    assert estimate_memory(config, layout, CHUNK_BYTES["cpu"]).secondary == kept.secondary
+    assert "secondary shards" in describe(config, 4)
 
 
 def test_replicas_reduce_once_per_step() -> None:

@@ -20,6 +20,7 @@ from smp.parallel.network.group import NetworkGroup
 from smp.parallel.network.measure import measure_links
 from smp.parallel.network.quantize import BLOCK, Quantization
 from smp.parallel.network.schedule import Kind
+from smp.parallel.network.secondary import Parts, SecondaryShards, neighbours_of, secondary_shards
 from smp.parallel.network.topology import Links, Topology, read_topology
 
 Setting = Literal["auto", "flat", "hierarchical"]
@@ -37,11 +38,14 @@ class NetworkCollectives:
         groups: by the name of a process group; what is not here is flat.
         lines: what was picked for each group and why, to be printed.
         quantization: of what FSDP's hierarchical collectives send between nodes; None: nothing is coded.
+        secondary: by the name of a group that shards, what backward passes gather from; see
+            :func:`with_secondary_shards`.
     """
 
     groups: Mapping[str, NetworkGroup] = field(default_factory=dict)
     lines: tuple[str, ...] = ()
     quantization: Quantization | None = None
+    secondary: Mapping[str, SecondaryShards] = field(default_factory=dict)
 
     def of(self, group: dist.ProcessGroup) -> NetworkGroup | None:
         """Of one process group; None: flat."""
@@ -91,7 +95,7 @@ def choose_collectives(
                 "--network-topology FILE says which ranks are on a node"
             )
         for name, group in groups.items():
-            _bound(group, Policy(parts[name], hierarchical=False), timeout)
+            _network_group(group, Policy(parts[name], hierarchical=False), timeout)
         return NetworkCollectives(lines=(f"data-parallel collectives: flat: {why}",))
     source = f"links of {topology_file}"
     if links is None and setting == "auto":
@@ -102,15 +106,15 @@ def choose_collectives(
     lines = []
     for name, group in groups.items():
         policy = _policy(parts[name], links, setting)
-        lines.append(_said(name, policy, source))
-        made[group.group_name] = _bound(group, policy, timeout)
+        lines.append(_describe_policy(name, policy, source))
+        made[group.group_name] = _network_group(group, policy, timeout)
     if quantization is not None:
         shards = [part for name, part in parts.items() if name.endswith("sharded")]
-        lines.append(_said_of_codes(quantization, any(gather(any(part.several_levels for part in shards)))))
+        lines.append(_describe_quantization(quantization, any(gather(any(part.several_levels for part in shards)))))
     return NetworkCollectives(made, tuple(lines), quantization)
 
 
-def _said_of_codes(quantization: Quantization, useful: bool) -> str:
+def _describe_quantization(quantization: Quantization, useful: bool) -> str:
     flags = {"--zero-quantized-weights": quantization.weights, "--zero-quantized-gradients": quantization.gradients}
     given = [flag for flag, wanted in flags.items() if wanted]
     if not useful:
@@ -122,6 +126,52 @@ def _said_of_codes(quantization: Quantization, useful: bool) -> str:
         f"{' and '.join(what[flag] for flag in given)} are rounded to int8 between nodes, blocks of {BLOCK} with a "
         "scale: training is not exact; the relative error is logged"
     )
+
+
+def with_secondary_shards(
+    collectives: NetworkCollectives,
+    parts: Parts,
+    timeout: timedelta | None = None,
+    topology_file: str | None = None,
+) -> NetworkCollectives:
+    """The same, and weights are kept once more within nodes for the backward pass, on CPUs and on GPUs; every rank of
+    the default group calls this.
+
+    Args:
+        collectives: flat or not.
+        parts: how many neighbours of each mesh hold the weights once more.
+        timeout: of their collectives.
+        topology_file: as of :func:`choose_collectives`.
+
+    Raises:
+        ConfigError: neighbours are on several nodes, or all that share weights are on one.
+    """
+    topology = _network(topology_file)[0]
+    where = "--network-topology" if topology_file else "hostnames"
+    problem, spared, lines = None, False, []
+    for name, (mesh, size) in parts.items():
+        if mesh is None:
+            continue
+        if size < 2:
+            lines.append(f"secondary shards of {name}: none: of each node's neighbours one holds them")
+            continue
+        group = mesh.get_group(mesh.ndim - 1)
+        near = neighbours_of(group, size)
+        hosts = {topology.name_of(rank): rank for rank in near}
+        if len(hosts) > 1:
+            said = " and ".join(f"rank {rank} on {host}" for host, rank in hosts.items())
+            problem = problem or f"by {where} {said} would share secondary shards of {name}"
+        spared = spared or len({topology.name_of(rank) for rank in dist.get_process_group_ranks(group)}) > 1
+        lines.append(
+            f"secondary shards of {name}: {size} neighbours in a node hold the weights once more; forward passes "
+            f"gather over {group.size()} ranks, backward passes over these {size}"
+        )
+    found, several = next((said for said in gather(problem) if said), None), any(gather(spared))
+    if found or not several:
+        why = found or f"by {where} all processes that share weights are on one node, so nothing would be spared"
+        raise ConfigError(f"--zero-hpz-partition-size: {why}")
+    made = secondary_shards(parts, timeout)
+    return replace(collectives, secondary=made, lines=(*collectives.lines, *lines))
 
 
 def _groups(meshes: Mapping[str, DeviceMesh | None]) -> dict[str, dist.ProcessGroup]:
@@ -166,7 +216,7 @@ def _policy(topology: Topology, links: Links | None, setting: Setting) -> Policy
     return replace(policy, smallest=SMALLEST) if links is None else policy
 
 
-def _bound(group: dist.ProcessGroup, policy: Policy, timeout: timedelta) -> NetworkGroup:
+def _network_group(group: dist.ProcessGroup, policy: Policy, timeout: timedelta) -> NetworkGroup:
     """A group of the backend ``smp`` uses the policy itself."""
     if hasattr(group, "network"):
         group.network.policy = policy
@@ -174,7 +224,7 @@ def _bound(group: dist.ProcessGroup, policy: Policy, timeout: timedelta) -> Netw
     return NetworkGroup.of(group, policy, timeout)
 
 
-def _said(name: str, policy: Policy, source: str) -> str:
+def _describe_policy(name: str, policy: Policy, source: str) -> str:
     """What was picked for one group, and why."""
     begin = f"data-parallel collectives of {name} over {policy.topology}:"
     if not policy.hierarchical:

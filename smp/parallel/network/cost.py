@@ -10,8 +10,8 @@ n nodes of P ranks, N ranks, S bytes of the whole buffer, B an uplink's rate, L 
     all-reduce      the sum of both
 
 With unequal nodes the busiest counts. What a ring's link carries when ranks of a node are not neighbours is counted,
-too. On unequal nodes, or where both kinds of links are about as fast, the formulas are off by up to a half. So groups
-of up to ``SIMULATED`` ranks are simulated, message by message.
+too. On unequal nodes, or where both kinds of links are about as fast, the formulas are off by up to a half. So what
+is best by formula is simulated, message by message, as far as that takes no longer than a second.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from smp.parallel.network.schedule import Kind, Route, even_sizes
 from smp.parallel.network.schedules import schedule_of
@@ -27,9 +28,10 @@ from smp.parallel.network.topology import Links, Topology
 
 CHUNKS = (1, 2, 4, 8, 16)
 """Numbers of chunks that are tried."""
-SIMULATED = 16
-"""Ranks of a group whose collectives are simulated: all ways of a size in up to a second, once. Of 120 cases of up to
-24 ranks the formulas alone picked a way that was more than 5 % off the best in 21, at worst 2.1 times as slow."""
+MESSAGES = 60_000
+"""What is simulated to choose a way for a size, in about a second, once: all ways of a group of up to 16 ranks. Of
+larger groups the best by formula; where that is not even one, above 170 to 240 ranks, the formula alone decides. Of 30
+unequal groups of 17 to 40 ranks it picked a way more than 5 % off the best in 9, at worst 2.7 times as slow."""
 MEETING = 1.05
 """Streams of several nodes that meet at a node's uplink do not share it evenly, which no formula here knows: a mesh has
 to be predicted to be so much faster than a ring. (By TCP on 4 nodes of 2 ranks it took 1.07 to 1.25 times as long.)"""
@@ -125,7 +127,6 @@ class Policy:
         allow_flat: else it is always hierarchical.
         hierarchical: else it is always flat.
         smallest: bytes below which it is flat.
-        gloo: flat reduce-scatters are gloo's.
     """
 
     topology: Topology
@@ -133,7 +134,6 @@ class Policy:
     allow_flat: bool = True
     hierarchical: bool = True
     smallest: int = 0
-    gloo: bool = True
     _known: dict[tuple[Kind, int], Way] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def way(self, kind: Kind, size: int) -> Way:
@@ -148,31 +148,39 @@ class Policy:
         piece = size // self.topology.size
         if self.links is None:
             return least_chunks(self.topology, piece)
-        tried = list(ways(self.topology, piece))
-        return min([FLAT, *tried] if self.allow_flat else tried, key=lambda way: self._weighed(kind, size, way))
+        tried = [*([FLAT] if self.allow_flat else []), *ways(self.topology, piece)]
+        tried.sort(key=lambda way: self._formula(kind, size, way) * self._weight(way))
+        sent = accumulate(messages(kind, self.topology, way) for way in tried)
+        tried = [way for way, total in zip(tried, sent, strict=True) if total <= MESSAGES] or tried[:1]
+        return min(tried, key=lambda way: self.seconds(kind, size, way) * self._weight(way))
 
-    def _weighed(self, kind: Kind, size: int, way: Way) -> float:
-        meets = way.route == "mesh" and len(self.topology.nodes) > 2
-        return self.seconds(kind, size, way) * (MEETING if meets else 1)
+    def _weight(self, way: Way) -> float:
+        return MEETING if way.route == "mesh" and len(self.topology.nodes) > 2 else 1.0
 
     def seconds(self, kind: Kind, size: int, way: Way) -> float:
         """Predicted."""
         assert self.links is not None, "nothing is predicted without links"
-        if self.topology.size <= SIMULATED:
-            return simulated(kind, self.topology, self.links, size, way, gloo=self.gloo)
+        if messages(kind, self.topology, way) <= MESSAGES:
+            return simulated(kind, self.topology, self.links, size, way)
         return self._formula(kind, size, way)
 
     def _formula(self, kind: Kind, size: int, way: Way) -> float:
         assert self.links is not None, "nothing is predicted without links"
         if way.route is None:
-            return flat_ring(kind, self.topology, self.links, size, gloo=self.gloo)
+            return flat_ring(kind, self.topology, self.links, size)
         return two_levels(kind, self.topology, self.links, size, way)
 
 
-def simulated(kind: Kind, topology: Topology, links: Links, size: int, way: Way, *, gloo: bool = True) -> float:
-    """Seconds by the simulator; see :func:`flat_ring` and :func:`two_levels`."""
+def messages(kind: Kind, topology: Topology, way: Way) -> int:
+    """How many all ranks send: of each chunk all ranks but one get it, or add to it."""
+    twice = kind == "all-reduce" or (kind == "reduce-scatter" and way == FLAT)
+    return (2 if twice else 1) * topology.size * (topology.size - 1) * way.chunks
+
+
+def simulated(kind: Kind, topology: Topology, links: Links, size: int, way: Way) -> float:
+    """Seconds by the simulator, a flat collective as gloo does it; see :func:`flat_ring` and :func:`two_levels`."""
     sizes, chunks = even_sizes(size, topology.size), [way.chunks] * topology.size
     if way.route is not None:
         return simulate(schedule_of(kind, topology, chunks, way.route), sizes, links).end
-    kind = "all-reduce" if kind == "reduce-scatter" and gloo else kind
+    kind = "all-reduce" if kind == "reduce-scatter" else kind
     return simulate(schedule_of(kind, topology.each_alone(), chunks, "ring"), sizes, links, topology).end

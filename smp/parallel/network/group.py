@@ -79,9 +79,15 @@ class NetworkGroup:
         return self._start("all-gather", pieces, way)
 
     def all_gather_quantized(
-        self, output: torch.Tensor, given: torch.Tensor, way: Way, quantization: Quantization
+        self,
+        output: torch.Tensor,
+        given: torch.Tensor,
+        way: Way,
+        quantization: Quantization,
+        then: Callable[[], None] = lambda: None,
     ) -> CollectiveWork:
-        """:meth:`all_gather` of int8 numbers with scales, on this group's thread; see ``network.quantize``."""
+        """:meth:`all_gather` of int8 numbers with scales, on this group's thread, and ``then``; see
+        ``network.quantize``."""
         own = quantization.encoded(given.reshape(-1), "weights")
         coded = torch.empty(len(self.ranks) * own.numel(), dtype=torch.uint8)
         parts = pieces_of(output, [given.numel()] * len(self.ranks))
@@ -89,6 +95,7 @@ class NetworkGroup:
         def decode_all() -> None:
             for part, codes in zip(parts, coded.view(len(self.ranks), -1), strict=True):
                 decode(codes, part)
+            then()
 
         return self.all_gather(coded, own, way).work(output, decode_all)
 
