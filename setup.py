@@ -88,6 +88,7 @@ EXTRAS = {
     "s3": S3,
     "sagemaker": SAGEMAKER,
     "wandb": ["wandb"],
+    "mlflow": ["mlflow-skinny"],
     "eval": ["lm-eval>=0.4.9"],
     "plot": ["matplotlib"],
     # setuptools builds the wheel that the packaging test installs; since 70.1 it needs no "wheel" for that.

@@ -25,10 +25,10 @@ import torch
 
 from smp.checkpoint.local import LocalFolder, sync_to_disk
 from smp.checkpoint.tensor_file import lay_out, raw_bytes, write_file
-from smp.convert.more_families import FAMILIES
 from smp.convert.hf_config import resolved, to_hf
 from smp.convert.hf_store import INDEX
 from smp.convert.layout import by_external_name, links
+from smp.convert.more_families import FAMILIES
 from smp.models.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]

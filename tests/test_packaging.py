@@ -25,7 +25,7 @@ from smp.kernels.cuda.build import nvcc_path
 
 ROOT = Path(__file__).parents[1]
 PYPI_NAMES = {"yaml": "pyyaml"}
-NOT_PINNED = {"wandb", "lm-eval", "triton"}  # extras that no test needs; torch's choice, where it has CUDA
+NOT_PINNED = {"wandb", "mlflow-skinny", "lm-eval", "triton"}  # extras that no test needs; torch's choice with CUDA
 NOT_ON_AN_INDEX = {"apex"}  # used where it is installed
 
 IMPORT_ALL = """
