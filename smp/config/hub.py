@@ -15,7 +15,8 @@ PREFIX = "hub:"
 Kind = Literal["model", "tokenizer", "dataset"]
 _MODEL = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"]
 _TOKENIZER = ["*.json", "*.model", "*.jinja", "*.txt"]
-_COPIES = ["original/*", "onnx/*", "*.index.json.lock"]
+_COPIES = ["original/*", "onnx/*"]
+"""Folders with the same weights in other formats."""
 _FLAGS: dict[str, Kind] = {
     **{"load": "model", "tokenizer_model": "tokenizer", "load_adapter": "model"},
     **dict.fromkeys(("data_path", "train_data_path", "valid_data_path", "test_data_path"), "dataset"),
