@@ -72,7 +72,7 @@ BASE = [
     "tqdm",
     "xxhash>=3",
 ]
-HF = ["transformers>=5", "accelerate>=1.10"]  # accelerate: of transformers.Trainer
+HF = ["transformers>=5", "accelerate>=1.10", "huggingface_hub>=1"]  # accelerate: of transformers.Trainer
 DATA = ["pyarrow", "tiktoken"]  # kinds of files and tokenizers
 GIGATOKEN = ["gigatoken", "awkward"]  # a faster library for preprocessing, and the arrays that it returns
 S3 = ["s3fs>=2024.10"]
@@ -84,10 +84,11 @@ EXTRAS = {
     "data": DATA,
     "gigatoken": GIGATOKEN,
     "hf": HF,
-    "fsspec": ["fsspec>=2024.10"],  # checkpoints in any object store; its back-end comes on top
+    "fsspec": ["fsspec>=2024.10", "aiohttp"],  # any object store, whose back-end comes on top; aiohttp: of http
     "s3": S3,
     "sagemaker": SAGEMAKER,
     "wandb": ["wandb"],
+    "mlflow": ["mlflow-skinny"],
     "eval": ["lm-eval>=0.4.9"],
     "plot": ["matplotlib"],
     # setuptools builds the wheel that the packaging test installs; since 70.1 it needs no "wheel" for that.

@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from smp.config import ConfigError
 from smp.config.command import CommandParser, run_tool
+from smp.config.hub import model_path
 from smp.convert.convert import ERRORS, write
 from smp.convert.formats import FORMATS, Format, detect, make_target, open_checkpoint
 from smp.convert.hf import TOKENIZERS, companions
@@ -39,7 +40,7 @@ def parser() -> CommandParser:
     out = CommandParser(description=__doc__)
     out.add_argument("--from", dest="source", choices=FORMATS, help="format of --load (default: found out)")
     out.add_argument("--to", choices=FORMATS, help="format of --save (default: smp, or hf when --load is smp)")
-    out.add_argument("--load", required=True, type=Path, help="folder to read; of a run its newest")
+    out.add_argument("--load", required=True, type=model_path, help="folder to read; of a run its newest")
     out.add_argument("--save", required=True, type=Path, help="folder to write; must not exist")
     out.add_argument(
         "--reference",

@@ -23,11 +23,10 @@ from tqdm import tqdm
 
 from smp.config import ConfigError
 from smp.config.command import CommandParser, refuse_existing, run_tool
-from smp.convert.formats import Opened
+from smp.config.hub import model_path, tokenizer_path
 from smp.data.text_files import expand_paths, read_texts
-from smp.data.tuning.tokenizer import TuningTokenizer, open_tokenizer
 from smp.training.evaluation import Perplexity, TextScorer, harness_model
-from smp.training.text_model import DTYPES, alone, end_ids, load_model, open_model
+from smp.training.text_model import DTYPES, alone, end_ids, folder_tokenizer, load_model, open_model
 
 OF_TASKS = ("num_fewshot", "include_path", "apply_chat_template", "limit")
 
@@ -35,10 +34,10 @@ OF_TASKS = ("num_fewshot", "include_path", "apply_chat_template", "limit")
 def build_parser() -> CommandParser:
     """All flags."""
     out = CommandParser(description=__doc__)
-    out.add_argument("--load", required=True, type=Path, help="the model's folder")
+    out.add_argument("--load", required=True, type=model_path, help="the model's folder, or hub:NAME")
     out.add_argument("--adapter", type=Path, help="folder in peft's format, or checkpoints of a LoRA run")
     out.add_argument("--reference", type=Path, help="Hugging Face folder that says what --load does not")
-    out.add_argument("--tokenizer-model", type=Path, help="folder with tokenizer.json, or a sentencepiece model")
+    out.add_argument("--tokenizer-model", type=tokenizer_path, help="folder with tokenizer.json, or a file")
     out.add_argument("--dtype", choices=DTYPES, default="fp32", help="of weights and arithmetic")
     out.add_argument("--data-path", nargs="+", help="text: files, folders or glob patterns")
     out.add_argument("--json-key", default="text", help="key or column of the text")
@@ -69,18 +68,6 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError("--json-key has no effect with --tasks; leave it out")
     if args.output:
         refuse_existing(args.output)
-
-
-def find_tokenizer(opened: Opened, path: Path | None) -> TuningTokenizer:
-    """Of --tokenizer-model, or what lies with the model.
-
-    Raises:
-        ValueError: there is none.
-    """
-    folder = path or opened.reference
-    if folder is None:
-        raise ValueError("no tokenizer lies with the model: give --tokenizer-model, or --reference a folder with one")
-    return open_tokenizer(folder.parent if folder.name == "tokenizer.json" else folder)
 
 
 def window(args: argparse.Namespace, longest: int) -> tuple[int, int]:
@@ -133,7 +120,7 @@ def work(args: argparse.Namespace) -> None:
     paths = expand_paths(args.data_path or [])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     opened = open_model(args.load, args.adapter, args.reference)
-    tokenizer = find_tokenizer(opened, args.tokenizer_model)
+    tokenizer = folder_tokenizer(opened, args.tokenizer_model)
     length, stride = window(args, opened.weights.config.max_position_embeddings)
     with alone(device):
         model = load_model(opened, device, DTYPES[args.dtype])

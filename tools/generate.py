@@ -21,13 +21,22 @@ from typing import Any
 import torch
 
 from smp.config.command import CommandParser, run_tool
+from smp.config.hub import model_path, tokenizer_path
 from smp.convert.formats import Opened
 from smp.data.tokenizer_files import PATTERNS
 from smp.data.tuning.chat_template import ChatTemplate
-from smp.data.tuning.tokenizer import TuningTokenizer, open_tokenizer
+from smp.data.tuning.tokenizer import TuningTokenizer
 from smp.models.generation import Sampling, generate
 from smp.models.gpt import GPT
-from smp.training.text_model import DTYPES, alone, end_ids, find_tokenizer, load_model, open_model
+from smp.training.text_model import (
+    DTYPES,
+    alone,
+    end_ids,
+    find_tokenizer,
+    folder_tokenizer,
+    load_model,
+    open_model,
+)
 
 Decode = Callable[[list[int]], str]
 _UNFINISHED = "\ufffd"  # what decoders write for a character of which only some bytes are there
@@ -39,12 +48,9 @@ def open_chat(opened: Opened, given: Path | None) -> tuple[TuningTokenizer, Chat
     Raises:
         ValueError: one of them is missing.
     """
-    folder = given or opened.reference
-    if folder is None:
-        raise ValueError("--chat: no tokenizer lies with the model: give --reference a folder that has one")
-    tokenizer = open_tokenizer(folder)
+    tokenizer = folder_tokenizer(opened, given)
     if tokenizer.template is None:
-        raise ValueError(f"--chat: {folder} has no chat template")
+        raise ValueError(f"--chat: {given or opened.reference} has no chat template")
     template = ChatTemplate(tokenizer.template, tokenizer.template_tokens)
     return tokenizer, template, [*end_ids(opened.reference), tokenizer.eos]
 
@@ -66,9 +72,11 @@ def stream(ids: Iterable[int], before: list[int], decode: Decode, show: Callable
 def parser() -> CommandParser:
     """All flags."""
     out = CommandParser(description=__doc__)
-    out.add_argument("--load", required=True, type=Path, help="folder of checkpoints, or one checkpoint's own folder")
+    out.add_argument("--load", required=True, type=model_path, help="folder of checkpoints, one of them, or hub:NAME")
     out.add_argument(
-        "--tokenizer-model", type=Path, help="its file, of any kind, or folder (default: what lies with the model)"
+        "--tokenizer-model",
+        type=tokenizer_path,
+        help="its file, or folder (default: what lies with --load)",
     )
     out.add_argument("--tiktoken-pattern", choices=PATTERNS, help="how a tiktoken file's text is cut")
     out.add_argument("--reference", type=Path, help="Hugging Face folder that says what --load does not")

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from smp.config import ConfigError
 from smp.config.command import CommandParser, run_tool
+from smp.config.hub import model_path
 from smp.convert.adapters import MergedWeights
 from smp.convert.convert import ERRORS, write
 from smp.convert.formats import FORMATS, make_target, open_checkpoint
@@ -56,7 +57,7 @@ def merge(args: argparse.Namespace) -> None:
 def parser() -> CommandParser:
     """All flags."""
     out = CommandParser(description=__doc__)
-    out.add_argument("--load", required=True, type=Path, help="the model; of a run its newest checkpoint")
+    out.add_argument("--load", required=True, type=model_path, help="the model; of a run its newest checkpoint")
     out.add_argument("--adapter", required=True, type=Path, help="folder in peft's format, or checkpoints of LoRA")
     out.add_argument("--save", required=True, type=Path, help="folder to write; must not exist")
     out.add_argument("--to", choices=FORMATS, default="hf", help="format of --save")

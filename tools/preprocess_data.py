@@ -20,6 +20,7 @@ import numpy as np
 
 from smp.config.command import CommandParser, run_tool
 from smp.config.commands import pip_install
+from smp.config.hub import on_this_machine
 from smp.data.indexed_dataset import IndexedDataset, check_new
 from smp.data.job_output import is_unfinished
 from smp.data.preprocess import Encoder, preprocess
@@ -29,7 +30,7 @@ from smp.data.tokenizer_files import PATTERNS
 
 def build_parser() -> CommandParser:
     parser = CommandParser(description=__doc__)
-    parser.add_argument("--input", nargs="+", required=True, help="files, folders or glob patterns, in this order")
+    parser.add_argument("--input", nargs="+", required=True, help="files, folders, patterns or URLs, in this order")
     parser.add_argument("--json-keys", nargs="+", default=["text"], help="keys or columns to tokenize; .txt has one")
     parser.add_argument("--output-prefix", required=True, help="output path without _<key>_document.bin")
     parser.add_argument(
@@ -59,14 +60,14 @@ def work(args: argparse.Namespace) -> None:
     if not is_unfinished(args.output_prefix):
         check_new(*names)
     encoder = Encoder(
-        args.tokenizer_model,
+        on_this_machine(args.tokenizer_model, "tokenizer", "--tokenizer-model"),
         tuple(args.json_keys),
         args.append_eod,
         args.tiktoken_pattern,
         args.backend,
         args.on_error == "skip",
     )
-    paths = expand_paths(args.input)
+    paths = expand_paths([on_this_machine(name, "dataset", "--input") for name in args.input])
     if args.partitions is not None:
         print(f"note: --partitions {args.partitions} has no effect: the {args.workers} --workers share each file")
     report = preprocess(paths, args.output_prefix, names, encoder, args.workers, print)

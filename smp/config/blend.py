@@ -30,6 +30,11 @@ def is_text(path: str) -> bool:
     return path.endswith(TEXT_SUFFIXES)
 
 
+def is_remote(path: str) -> bool:
+    """Whether it is a URL, such as s3://bucket/data."""
+    return "://" in path
+
+
 def parse_blend(flag: str, text: str) -> list[BlendPart]:
     """``P``, ``P1 P2 ...`` or ``w1 P1 w2 P2 ...``. Weights are exact: 0.1 is a tenth.
 

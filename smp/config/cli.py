@@ -27,6 +27,7 @@ from smp.config.fields import (
     settings,
     title_of,
 )
+from smp.config.hub import with_folders
 from smp.config.megatron.table import answer_of
 from smp.config.schema import Config, ConfigError
 
@@ -72,7 +73,7 @@ def read_values(argv: Sequence[str], entry: EntryPoint, epilog: str) -> dict[str
     if len(files) > 1:
         raise ConfigError(f"--config is given {len(files)} times: {', '.join(files)}; flags may override one file")
     values = read_yaml(files[0], entry) if files else {}
-    return values | {name: _flag_value(settings(entry)[name], text) for name, text in texts.items()}
+    return with_folders(values | {name: _flag_value(settings(entry)[name], text) for name, text in texts.items()})
 
 
 def build_tree(entry: EntryPoint, values: Mapping[str, Any]) -> Config:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from smp.config.fields import given, require
+import math
+
+from smp.config.fields import flag_of, given, require
 from smp.config.layer_pattern import layer_attentions
-from smp.config.schema import ModelConfig
+from smp.config.schema import ConfigError, ModelConfig
 
 _LLAMA3 = ("rope_low_freq_factor", "rope_high_freq_factor")
+_UNUSED = {
+    "linear": (*_LLAMA3, "rope_original_max_position"),
+    "yarn": _LLAMA3,
+    "longrope": (*_LLAMA3, "rope_scaling_factor"),
+    "llama3": (),
+}
+"""Settings of some scalings that these do not read."""
 
 
 def check_positions(model: ModelConfig) -> None:
@@ -58,9 +67,10 @@ def _check_layers(model: ModelConfig) -> None:
 
 def _check_rope_scaling(model: ModelConfig) -> None:
     kind, fast, slow = model.rope_scaling_type, model.yarn_beta_fast, model.yarn_beta_slow
-    unused = {"linear": (*_LLAMA3, "rope_original_max_position"), "yarn": _LLAMA3, "llama3": ()}[kind]
-    named = given(model, *unused)
+    named = given(model, *_UNUSED[kind])
     require(not named, f"{', '.join(named)} has no effect with --rope-scaling-type {kind}; leave it out")
+    if kind == "longrope" and model.use_rope_scaling:
+        _check_longrope(model)
     if kind != "yarn":
         return
     require(fast > slow, f"--yarn-beta-fast {fast} must be above --yarn-beta-slow {slow}")
@@ -74,3 +84,35 @@ def _check_rope_scaling(model: ModelConfig) -> None:
         f"--yarn-attention-factor {model.yarn_attention_factor} and --yarn-mscale {model.yarn_mscale} are both given; "
         "give one",
     )
+
+
+def longrope_factors(model: ModelConfig) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """LongRoPE's factors of short and of long sequences.
+
+    Raises:
+        ConfigError: they are missing, or no numbers above 0, or not as many as there are pairs of rotated channels.
+    """
+    short, long = (_factors(model, name) for name in ("longrope_short_factor", "longrope_long_factor"))
+    return short, long
+
+
+def _factors(model: ModelConfig, name: str) -> tuple[float, ...]:
+    text, flag, pairs = getattr(model, name), flag_of(name), model.rotary_channels // 2
+    require(text is not None, f"--rope-scaling-type longrope needs {flag}, {pairs} numbers")
+    try:
+        numbers = tuple(float(word) for word in text.split())
+    except ValueError:
+        raise ConfigError(f"{flag} {text}: expected numbers") from None
+    require(all(0 < x < math.inf for x in numbers), f"{flag} {text}: expected numbers above 0")
+    require(
+        len(numbers) == pairs,
+        f"{flag} has {len(numbers)} numbers, but {model.rotary_channels} rotated channels are {pairs} pairs",
+    )
+    return numbers
+
+
+def _check_longrope(model: ModelConfig) -> None:
+    longrope_factors(model)
+    original, scale = model.rope_original_max_position, model.longrope_attention_factor
+    require(original > 1, f"--rope-original-max-position {original} must be above 1 with --rope-scaling-type longrope")
+    require(scale is None or scale > 0, f"--longrope-attention-factor {scale} must be above 0")

@@ -9,7 +9,7 @@ import os
 from dataclasses import replace
 
 from smp.config.batch import BatchSizes
-from smp.config.blend import BlendPart, data_parts, is_text
+from smp.config.blend import BlendPart, data_parts, is_remote, is_text
 from smp.config.checks import check_combinations, check_effects, check_model, check_ranges
 from smp.config.commands import tool
 from smp.config.latent import head_width
@@ -139,7 +139,10 @@ def check_files(config: Config) -> None:
     data, load = config.data, config.checkpoint.load
     for flag, parts in data_parts(data).items():
         for part in parts:
-            _check_data_files(flag, part)
+            if not is_remote(part.path):
+                _check_data_files(flag, part)
+            elif data.data_cache_path is None:
+                raise ConfigError(f"{flag} {part.path} needs --data-cache-path FOLDER, on this machine, for its index")
     if data.tokenizer_model is not None and not os.path.exists(data.tokenizer_model):
         raise ConfigError(f"--tokenizer-model {data.tokenizer_model}: there is no such file or folder")
     must_exist = load is not None and load != "auto" and config.checkpoint.exit_on_missing_checkpoint

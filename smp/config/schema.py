@@ -74,9 +74,9 @@ class ModelConfig:
     others."""
     use_rope_scaling: bool = only_with(False, position_embedding_type="rope")
     """Scale RoPE's frequencies for sequences longer than the model was trained on, as --rope-scaling-type says."""
-    rope_scaling_type: Literal["llama3", "linear", "yarn"] = only_with("llama3", use_rope_scaling=True)
+    rope_scaling_type: Literal["llama3", "linear", "yarn", "longrope"] = only_with("llama3", use_rope_scaling=True)
     """llama3: Llama 3.1's, which slows down low frequencies; linear: all frequencies alike (position interpolation);
-    yarn: YaRN, which slows down low ones and makes attention sharper."""
+    yarn: YaRN, which slows down low ones and makes attention sharper; longrope: each by a factor of its own (Phi-3)."""
     rope_scaling_factor: float = only_with(8.0, use_rope_scaling=True)
     """RoPE scaling: how much low frequencies are slowed down; with linear all of them."""
     rope_low_freq_factor: float = only_with(1.0, use_rope_scaling=True)
@@ -84,7 +84,15 @@ class ModelConfig:
     rope_high_freq_factor: float = only_with(4.0, use_rope_scaling=True)
     """Llama 3.1 RoPE scaling: wavelengths below original length / this are left alone."""
     rope_original_max_position: int = only_with(8192, use_rope_scaling=True)
-    """Llama 3.1 RoPE scaling and YaRN: context length before the scaling."""
+    """Llama 3.1 RoPE scaling, YaRN and LongRoPE: context length before the scaling."""
+    longrope_short_factor: Words | None = only_with(None, rope_scaling_type="longrope")  # noqa: RUF009 (text)
+    """LongRoPE: how much each frequency is slowed down in sequences up to --rope-original-max-position, a number for
+    each pair of rotated channels."""
+    longrope_long_factor: Words | None = only_with(None, rope_scaling_type="longrope")  # noqa: RUF009 (text)
+    """LongRoPE: the same in longer sequences."""
+    longrope_attention_factor: float | None = only_with(None, rope_scaling_type="longrope")
+    """LongRoPE: queries and keys are multiplied by this. Default: sqrt(1 + ln(s) / ln(o)), where o is
+    --rope-original-max-position and s is --max-position-embeddings / o."""
     yarn_beta_fast: float = only_with(32.0, rope_scaling_type="yarn")
     """YaRN: frequencies that turn more often than this within the original context are left alone."""
     yarn_beta_slow: float = only_with(1.0, rope_scaling_type="yarn")
@@ -629,6 +637,12 @@ class LoggingConfig:
     """Also log to this Weights & Biases project (wandb must be installed)."""
     wandb_exp_name: str | None = only_with(None, wandb_project=GIVEN)
     """Name of the Weights & Biases run."""
+    mlflow_experiment: str | None = None
+    """Also log to this experiment of MLflow, settings as its parameters (mlflow or mlflow-skinny must be installed)."""
+    mlflow_run_name: str | None = only_with(None, mlflow_experiment=GIVEN)
+    """Name of the run in MLflow."""
+    mlflow_tracking_uri: str | None = only_with(None, mlflow_experiment=GIVEN)
+    """MLflow's server, or a folder as file:PATH. Default: what MLFLOW_TRACKING_URI says."""
     progress_bar: bool = True
     """Show a progress bar on rank 0's stderr."""
     status_file: str | None = None

@@ -13,9 +13,10 @@ from smp.config import Config, ConfigError, ModelConfig, TrainingConfig, resolve
 from smp.config.command import DamageError
 from smp.config.fields import effective
 from smp.config.layer_pattern import layer_attentions, skip_pattern
+from smp.config.positions import longrope_factors
 from smp.convert.families import REASONS, Family
 from smp.convert.hf_experts import canonical, read_experts, write_experts
-from smp.convert.hf_reader import Reader, written_number, written_scaling, written_windows
+from smp.convert.hf_reader import Reader, is_longrope_family, written_number, written_rope, written_windows
 from smp.convert.more_families import FAMILIES
 
 CONFIG = "config.json"
@@ -76,11 +77,16 @@ def _of_layers(config: ModelConfig) -> dict[str, Any]:
     windows, turned = ([getattr(layer, name) is not None for layer in layers] for name in ("window", "rope"))
     local = config.rotary_base_local
     same = local == config.rotary_base and not config.use_rope_scaling
+    factors: tuple[tuple[float, ...], ...] | tuple[None, None] = (None, None)
+    if config.use_rope_scaling and config.rope_scaling_type == "longrope":
+        factors = longrope_factors(config)
     usual = config.kv_channels is not None and config.softmax_scale == config.kv_channels**-0.5
     return {
         "window_attn_skip_freq": skip_pattern(windows, ones=True) if any(windows) else None,
         "no_rope_freq": skip_pattern(turned, ones=False) if any(turned) else None,
         "rotary_base_local": None if same or not any(layer.rope == "local" for layer in layers) else local,
+        "longrope_short_factor": factors[0],
+        "longrope_long_factor": factors[1],
         "softmax_scale": None if usual else config.softmax_scale,
     }
 
@@ -221,6 +227,8 @@ def _describes(content: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
 def _family_for(config: ModelConfig, base: Mapping[str, Any] | None) -> Family:
     """The family of ``base`` if it can say it, else the first of the table that can."""
     first = [f for f in FAMILIES.values() if base is not None and f.model_type == base.get("model_type")]
+    if config.use_rope_scaling and config.rope_scaling_type == "longrope":
+        first += [family for family in FAMILIES.values() if is_longrope_family(family)]
     wanted, nearest = architecture(config), {}
     for family in [*first, *FAMILIES.values()]:
         try:
@@ -256,11 +264,7 @@ def _written(config: ModelConfig, family: Family) -> dict[str, Any]:
     if family.activation_key is not None:
         out |= _written_activation(config, family, family.activation_key)
     if family.rope_keys is not None:
-        base_key, fraction_key = family.rope_keys
-        out[base_key] = config.rotary_base
-        if fraction_key in family.defaults:
-            out[fraction_key] = config.rotary_percent
-        out["rope_scaling"] = written_scaling(config)
+        out |= written_rope(config, family)
     if family.window_key is not None:
         out |= written_windows(config, family)
     if family.experts is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from smp.config import ConfigError, ModelConfig
 from smp.config.layer_pattern import layer_attentions, skip_pattern
+from smp.config.positions import longrope_factors
 from smp.convert.families import Factor, Family
 
 _FACTOR = {"factor": "rope_scaling_factor"}
@@ -19,10 +20,15 @@ SCALINGS: dict[str, dict[str, str]] = {
     | _ORIGINAL,
     "linear": _FACTOR,
     "yarn": _FACTOR | _ORIGINAL | {name: f"yarn_{name}" for name in _YARN},
+    "longrope": _ORIGINAL
+    | {"short_factor": "longrope_short_factor", "long_factor": "longrope_long_factor"}
+    | {"attention_factor": "longrope_attention_factor"},
 }
 """Scalings of RoPE by --rope-scaling-type, which has Hugging Face's names: their key -> setting."""
 WINDOW_IN_ALL = ("mistral", "mixtral", "phi3", "starcoder2")
 """Families whose sliding window is in all layers or none."""
+OLD_LONGROPE = {"phi3": ("su", "yarn")}
+"""Families whose files say LongRoPE by older names, too."""
 LAYERED_ROPE = ("gemma3_text", "olmo3")
 """Families whose layers with a window may have another RoPE."""
 _BOOLEANS = ("parallel_residual", "add_qkv_bias", "qk_layernorm")
@@ -120,6 +126,8 @@ class Reader:
         if values["rotary_percent"] != 1.0 and fraction_key not in self.family.defaults:
             raise ConfigError(f"{self.where}: {fraction_key} is not a setting of {self.family.architecture}")
         kind = given.get("rope_type", given.get("type", "default"))
+        if kind in OLD_LONGROPE.get(self.family.model_type, ()):
+            kind = "longrope"
         if kind == "default":
             return values
         if kind not in SCALINGS:
@@ -131,7 +139,8 @@ class Reader:
         """Of RoPE. The original length may be beside it, and is by default the model's; YaRN's other settings have
         defaults."""
         longest = self.content.get("max_position_embeddings")
-        beside = self.content.get("original_max_position_embeddings")
+        default = self.family.defaults.get("original_max_position_embeddings")
+        beside = self.content.get("original_max_position_embeddings", default)
         scaling = {"original_max_position_embeddings": longest, **given}
         if beside is not None:
             scaling["original_max_position_embeddings"] = beside
@@ -140,7 +149,9 @@ class Reader:
             self.check_number("max_position_embeddings", longest)
             self.check_number("original_max_position_embeddings", original)
             scaling["factor"] = longest / original
-        optional = _YARN if kind == "yarn" else ()
+        if kind == "longrope":
+            scaling |= self._longrope(given, longest, original)
+        optional = {"yarn": _YARN, "longrope": ("attention_factor",)}.get(kind, ())
         missing = [key for key in SCALINGS[kind] if scaling.get(key) is None and key not in optional]
         if missing:
             raise ConfigError(f"{self.where}: RoPE of type {kind} without {missing[0]}")
@@ -154,6 +165,26 @@ class Reader:
         if "yarn_attention_factor" in values or not {"yarn_mscale", "yarn_mscale_all_dim"} <= values.keys():
             values = {name: value for name, value in values.items() if not name.startswith("yarn_mscale")}
         return values
+
+    def _longrope(self, given: Mapping[str, Any], longest: Any, original: Any) -> dict[str, Any]:
+        """LongRoPE's factors as texts. A factor of the context that its lengths do not have is one of attention."""
+        out: dict[str, Any] = {}
+        for key in ("short_factor", "long_factor"):
+            numbers = given.get(key)
+            if not isinstance(numbers, list):
+                raise ConfigError(f"{self.where}: RoPE of type longrope without a list {key}")
+            for number in numbers:
+                self.check_number(key, number)
+            out[key] = " ".join(str(float(number)) for number in numbers)
+        factor = given.get("factor")
+        if factor is not None and given.get("attention_factor") is None:
+            for key, value in (("factor", factor), ("max_position_embeddings", longest)):
+                self.check_number(key, value)
+            self.check_number("original_max_position_embeddings", original, int)
+            if factor != longest / max(original, 2):
+                scale = math.sqrt(1 + math.log(factor) / math.log(max(original, 2))) if factor > 1 else 1.0
+                out["attention_factor"] = scale
+        return out
 
     def windows(self, layers: int) -> dict[str, Any]:
         """The sliding window, and which layers have it."""
@@ -195,7 +226,30 @@ def written_scaling(config: ModelConfig) -> dict[str, Any] | None:
         return None
     kind = config.rope_scaling_type
     said = {key: getattr(config, name) for key, name in SCALINGS[kind].items()}
+    if kind == "longrope":
+        short, long = longrope_factors(config)
+        said |= {"short_factor": list(short), "long_factor": list(long)}
     return {"rope_type": kind} | {key: value for key, value in said.items() if value is not None}
+
+
+def is_longrope_family(family: Family) -> bool:
+    """Whether it is LongRoPE's own, which has the original length beside the scaling."""
+    return "original_max_position_embeddings" in family.defaults
+
+
+def written_rope(config: ModelConfig, family: Family) -> dict[str, Any]:
+    """The keys of a config.json for RoPE."""
+    assert family.rope_keys is not None
+    base_key, fraction_key = family.rope_keys
+    out: dict[str, Any] = {base_key: config.rotary_base}
+    if fraction_key in family.defaults:
+        out[fraction_key] = config.rotary_percent
+    scaling = written_scaling(config)
+    if scaling is None or config.rope_scaling_type != "longrope" or not is_longrope_family(family):
+        return out | {"rope_scaling": scaling}
+    beside = "original_max_position_embeddings"
+    # transformers 4 takes exactly the keys type, short_factor and long_factor for Phi-3
+    return out | {beside: scaling.pop(beside), "rope_scaling": {"type": scaling.pop("rope_type"), **scaling}}
 
 
 def written_windows(config: ModelConfig, family: Family) -> dict[str, Any]:

@@ -233,7 +233,7 @@ _MORE = (
         fields=LLAMA_FIELDS,
         defaults=LLAMA_DEFAULTS
         | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0}
-        | {"sliding_window": None},
+        | {"sliding_window": None, "original_max_position_embeddings": 4096},
         fixed=LLAMA_FIXED | NO_BIAS,
         window_key="sliding_window",
     ),

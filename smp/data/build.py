@@ -8,16 +8,17 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from smp.config.blend import BlendPart, data_parts, is_text, parse_split
+from smp.config.blend import BlendPart, data_parts, is_remote, is_text, parse_split
 from smp.config.schema import ConfigError, DataConfig
 from smp.data.blend import BlendedDataset, Source, integer_weights
 from smp.data.cache import NodeCache
-from smp.data.contents import Contents, check_vocabulary, contents_of
+from smp.data.contents import Contents, check_integers, check_vocabulary, contents_of
 from smp.data.gpt_dataset import GPTDataset, split_documents
 from smp.data.indexed_dataset import IndexedDataset
 from smp.data.mock_dataset import MockDataset
 from smp.data.online import tokenized
 from smp.data.packed_dataset import PackedDataset
+from smp.data.remote import RemoteDataset
 
 
 class Datasets(NamedTuple):
@@ -80,10 +81,17 @@ class _Corpus:
 
     def __init__(self, part: BlendPart, data: DataConfig, vocab_size: int, seed: int) -> None:
         self.part, self.data, self.seed = part, data, seed
+        self.dataset: IndexedDataset
+        self.contents: Contents
         self.cache = NodeCache(data.data_cache_path or Path(part.path).parent / "cache")
+        if is_remote(part.path) and not is_text(part.path):
+            remote = RemoteDataset(part.path, vocab_size, self.cache)
+            check_integers(remote)
+            self.dataset, self.contents = remote, remote.contents()
+            return
         prefix = tokenized(part.path, data, self.cache) if is_text(part.path) else part.path
         self.dataset = IndexedDataset(prefix)
-        self.contents: Contents = contents_of(self.dataset, self.cache)
+        self.contents = contents_of(self.dataset, self.cache)
         check_vocabulary(self.dataset, self.contents, vocab_size)
 
     def source(self, documents: range) -> Source:

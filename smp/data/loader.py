@@ -31,6 +31,8 @@ class RankBatch:
         position_ids: like ``input_ids``; None: counted from 0 in every row.
         lengths: of each micro-batch, the columns before those that are padding in all of its rows; None: all columns.
         padding: tokens that are none.
+        sequence_lengths: like ``input_ids``: tokens of the sequence of each token, or of its document where positions
+            are counted in documents, without padding; None: all columns.
         attended_lengths: int64, tokens of each document, or of each row where tokens see other documents, without
             padding; None: rows are full and whole.
     """
@@ -42,6 +44,7 @@ class RankBatch:
     position_ids: torch.Tensor | None = None
     lengths: tuple[int, ...] | None = None
     padding: int = 0
+    sequence_lengths: torch.Tensor | None = None
     attended_lengths: npt.NDArray[np.int64] | None = None
 
     @property
@@ -186,6 +189,9 @@ class BatchLoader(Iterator[RankBatch]):
             document_ids=rows([sample.document_ids for sample in samples]) if self._with_documents else None,
             position_ids=rows([sample.position_ids for sample in samples]) if self._with_positions else None,
             padding=sum(sample.padding for sample in samples),
+            sequence_lengths=rows([sample.sequence_lengths(self._with_positions) for sample in samples])
+            if self._with_positions or any(sample.padding for sample in samples)
+            else None,
             attended_lengths=self._attended(samples),
         )
 

@@ -14,6 +14,7 @@ from smp.config.schema import ConfigError, DataConfig
 from smp.data.cache import NodeCache
 from smp.data.indexed_dataset import dataset_paths
 from smp.data.preprocess import Encoder, preprocess
+from smp.data.remote import file_state, local_or_remote
 from smp.data.tokenizer_files import tokenizer_key
 
 _LARGE = 1 << 24
@@ -26,7 +27,7 @@ def tokenized(path: str, data: DataConfig, cache: NodeCache) -> Path:
     The first process of a node makes it, with all cores; the others wait for it.
 
     Args:
-        path: .jsonl (its key text), .txt or .parquet, also compressed.
+        path: a file or a URL: .jsonl (its key text), .txt or .parquet, also compressed.
         data: names the tokenizer.
         cache: where it goes.
 
@@ -36,10 +37,11 @@ def tokenized(path: str, data: DataConfig, cache: NodeCache) -> Path:
     """
     if data.tokenizer_model is None:
         raise ConfigError(f"{path} is text: give --tokenizer-model")
-    stat = os.stat(path)
+    source = local_or_remote(path)
+    name, size, state = file_state(source)
     key = tokenizer_key(data.tokenizer_model, data.tiktoken_pattern)
-    stands_for = f"{os.path.realpath(path)} {stat.st_size} {stat.st_mtime_ns} {key}"
-    prefix = cache.folder / f"{Path(path).name}-{xxhash.xxh3_64_hexdigest(stands_for.encode())}"
+    stands_for = f"{name} {size} {state} {key}"
+    prefix = cache.folder / f"{source.name}-{xxhash.xxh3_64_hexdigest(stands_for.encode())}"
     finished = dataset_paths(prefix)
     if finished[1].exists():
         return prefix
@@ -48,9 +50,9 @@ def tokenized(path: str, data: DataConfig, cache: NodeCache) -> Path:
             print(f"tokenizing {path} into {prefix}", file=sys.stderr)
             own = str(cache.folder / f".{prefix.name}.{socket.gethostname()}")
             encoder = Encoder(data.tokenizer_model, ("text",), True, data.tiktoken_pattern)
-            workers = os.cpu_count() or 1 if stat.st_size > _LARGE else 1
+            workers = os.cpu_count() or 1 if size > _LARGE else 1
             try:
-                preprocess([Path(path)], own, [own], encoder, workers)
+                preprocess([source], own, [own], encoder, workers)
             except ValueError:  # the text has to be changed, so nobody will ever go on from there
                 shutil.rmtree(f"{own}.partial", ignore_errors=True)
                 raise

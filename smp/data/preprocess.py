@@ -26,6 +26,7 @@ from smp.data import text_files
 from smp.data.gigatoken_backend import GigatokenTokenizer
 from smp.data.indexed_dataset import dtype_for_vocab
 from smp.data.job_output import PART_CHUNKS, BadRecordError, Encoded, Output, Report
+from smp.data.remote import RemoteFile, file_state
 from smp.data.text_files import Chunk, kind_of, read_chunks, texts_of
 from smp.data.tokenizer import Batch, Tokenizer
 from smp.data.tokenizer_files import load_tokenizer, tokenizer_key
@@ -146,7 +147,7 @@ def _end_with_parent() -> None:
 
 
 def preprocess(
-    paths: Sequence[Path],
+    paths: Sequence[Path | RemoteFile],
     prefix: str,
     names: Sequence[str],
     encoder: Encoder,
@@ -183,10 +184,10 @@ def preprocess(
     return output.report
 
 
-def _write(paths: Sequence[Path], encoder: Encoder, workers: int, output: Output) -> None:
+def _write(paths: Sequence[Path | RemoteFile], encoder: Encoder, workers: int, output: Output) -> None:
     """Everything that is not in ``output`` yet, with a progress bar."""
     chunks = read_chunks(paths, encoder.keys)
-    size = sum(path.stat().st_size for path in paths)
+    size = sum(file_state(path)[1] for path in paths)
     with tqdm(total=size, unit="B", unit_scale=True, desc="tokenizing") as bar:
         for chunk in islice(chunks, output.parts * PART_CHUNKS):
             bar.update(chunk.size)
@@ -199,7 +200,7 @@ def _write(paths: Sequence[Path], encoder: Encoder, workers: int, output: Output
             bar.update(encoded.size)
 
 
-def _check_input(paths: Sequence[Path], keys: Sequence[str]) -> None:
+def _check_input(paths: Sequence[Path | RemoteFile], keys: Sequence[str]) -> None:
     for key in keys:
         if keys.count(key) > 1 or "/" in key:
             why = "named twice" if keys.count(key) > 1 else "cannot be part of a file's name"
@@ -209,15 +210,15 @@ def _check_input(paths: Sequence[Path], keys: Sequence[str]) -> None:
             raise ValueError(f"{path}: a .txt file holds one text, --json-keys {' '.join(keys)} wants {len(keys)}")
 
 
-def _job(paths: Sequence[Path], names: Sequence[str], encoder: Encoder) -> str:
+def _job(paths: Sequence[Path | RemoteFile], names: Sequence[str], encoder: Encoder) -> str:
     """Stands for everything that the parts depend on. Whether bad records are skipped may change on the way."""
-    stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    stats = [file_state(path) for path in paths]
     tokenizer = tokenizer_key(encoder.tokenizer_model, encoder.tiktoken_pattern)
     settings = [tokenizer, list(encoder.keys), encoder.append_eod, text_files.CHUNK_BYTES, PART_CHUNKS]
     return xxhash.xxh3_128_hexdigest(json.dumps([stats, list(names), settings]).encode())
 
 
-def _check_backend(encoder: Encoder, paths: Sequence[Path], say: Callable[[str], None]) -> None:
+def _check_backend(encoder: Encoder, paths: Sequence[Path | RemoteFile], say: Callable[[str], None]) -> None:
     """Compare a faster back-end with the tokenizer on the first chunk, and say so."""
     tokenizer = encoder.tokenizer
     if not isinstance(tokenizer, GigatokenTokenizer):

@@ -35,6 +35,14 @@ class Sample:
         lengths = np.diff(begins, append=len(self.document_ids))
         return lengths[:-1] if self.padding else lengths
 
+    def sequence_lengths(self, of_documents: bool) -> npt.NDArray[np.int64]:
+        """Of each token, tokens of its document or of the whole sample; padding has those of a document behind."""
+        if of_documents:
+            begins = np.flatnonzero(np.diff(self.document_ids, prepend=self.document_ids[0] - 1))
+            lengths = np.diff(begins, append=len(self.document_ids))
+            return np.repeat(lengths, lengths)
+        return np.full_like(self.input_ids, len(self.input_ids) - self.padding)
+
     @property
     def position_ids(self) -> npt.NDArray[np.int64]:
         """Positions of the tokens in their documents, or in what of them the sequence holds."""

@@ -7,11 +7,13 @@ import csv
 import io
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from smp.config.commands import pip_install
+from smp.data.remote import RemoteFile, file_state
 
 Rows = tuple[list[dict[str, Any]], int]
 """Rows that follow each other, and bytes of the file that they take."""
@@ -21,7 +23,7 @@ _LONGEST_FIELD = (1 << 31) - 1
 _SPACE = " \t\r\n"
 
 
-def pyarrow_for(path: Path) -> Any:
+def pyarrow_for(path: Path | RemoteFile) -> Any:
     """The library pyarrow with its readers. Raises ValueError when it is not installed."""
     try:
         import pyarrow.ipc
@@ -31,16 +33,21 @@ def pyarrow_for(path: Path) -> Any:
     return pyarrow
 
 
-def parquet_rows(path: Path, keys: Sequence[str] | None, chunk_bytes: int) -> Iterator[Rows]:
+def _source(path: Path | RemoteFile) -> AbstractContextManager[Any]:
+    """What pyarrow reads a .parquet file from."""
+    return nullcontext(path) if isinstance(path, Path) else path.open()
+
+
+def parquet_rows(path: Path | RemoteFile, keys: Sequence[str] | None, chunk_bytes: int) -> Iterator[Rows]:
     """Of a .parquet file; ``keys``: columns, by default all. Raises ValueError when it lacks one or is damaged."""
     pyarrow = pyarrow_for(path)
     try:
-        with pyarrow.parquet.ParquetFile(path) as table:
+        with _source(path) as file, pyarrow.parquet.ParquetFile(file) as table:
             _check_columns(path, table.schema_arrow.names, keys)
             total, groups = max(1, table.metadata.num_rows), range(table.num_row_groups)
             uncompressed = sum(table.metadata.row_group(group).total_byte_size for group in groups)
             at_once = min(total, chunk_bytes * total // max(1, uncompressed)) or 1  # of about chunk_bytes
-            share = path.stat().st_size / total
+            share = file_state(path)[1] / total
             for batch in table.iter_batches(at_once, columns=keys and list(keys)):
                 rows = batch.to_pylist()
                 yield rows, int(share * len(rows))
@@ -48,11 +55,11 @@ def parquet_rows(path: Path, keys: Sequence[str] | None, chunk_bytes: int) -> It
         raise _unreadable(error, path, "parquet") from None
 
 
-def arrow_rows(path: Path, keys: Sequence[str] | None) -> Iterator[Rows]:
+def arrow_rows(path: Path | RemoteFile, keys: Sequence[str] | None) -> Iterator[Rows]:
     """Of an .arrow file, streamed or with an index. Raises ValueError as :func:`parquet_rows`."""
     pyarrow = pyarrow_for(path)
     try:
-        with pyarrow.memory_map(str(path)) as file:
+        with pyarrow.memory_map(str(path)) if isinstance(path, Path) else path.open() as file:
             try:
                 batches = pyarrow.ipc.open_stream(file)
                 _check_columns(path, batches.schema.names, keys)
@@ -69,7 +76,7 @@ def arrow_rows(path: Path, keys: Sequence[str] | None) -> Iterator[Rows]:
         raise _unreadable(error, path, "arrow") from None
 
 
-def csv_rows(path: Path, file: BinaryIO) -> Iterator[list[dict[str, Any]]]:
+def csv_rows(path: Path | RemoteFile, file: BinaryIO) -> Iterator[list[dict[str, Any]]]:
     """Of comma-separated text in UTF-8 whose first line names the columns; all values are text.
 
     Raises:
@@ -93,7 +100,7 @@ def csv_rows(path: Path, file: BinaryIO) -> Iterator[list[dict[str, Any]]]:
         text.detach()  # the caller closes the file
 
 
-def json_array(path: Path, text: str) -> Iterator[list[Any]]:
+def json_array(path: Path | RemoteFile, text: str) -> Iterator[list[Any]]:
     """Of a JSON array, decoded a thousand elements at a time.
 
     Raises:
@@ -131,13 +138,13 @@ def _skip(text: str, at: int) -> int:
     return at
 
 
-def _check_columns(path: Path, names: Sequence[str], keys: Sequence[str] | None) -> None:
+def _check_columns(path: Path | RemoteFile, names: Sequence[str], keys: Sequence[str] | None) -> None:
     missing = [key for key in keys or () if key not in names]
     if missing:
         raise ValueError(f"{path}: has no column {', '.join(missing)}, but {', '.join(names)}")
 
 
-def _unreadable(error: Exception, path: Path, kind: str) -> Exception:
+def _unreadable(error: Exception, path: Path | RemoteFile, kind: str) -> Exception:
     if getattr(error, "errno", None) is not None:  # of the system, not a page that cannot be decoded
         return error
     return ValueError(f"{path}: not a {kind} file that can be read ({' '.join(str(error).split())})")

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from smp.config.blend import COMPRESSED_SUFFIXES, TEXT_SUFFIXES
+from smp.config.blend import COMPRESSED_SUFFIXES, TEXT_SUFFIXES, is_remote
 from smp.config.command import DamageError
 from smp.data.folders import files_of
+from smp.data.remote import RemoteFile, expand, file_state
 from smp.data.tables import arrow_rows, csv_rows, json_array, parquet_rows, pyarrow_for
 from smp.data.tokenizer import check_text
 
@@ -42,11 +43,14 @@ class Chunk:
     size: int
 
 
-def expand_paths(patterns: Sequence[str]) -> list[Path]:
-    """Files of every path, folder or glob pattern, in the order given, each pattern's matches sorted by name. Raises
-    ValueError for a pattern that matches no file, or a file that is there twice."""
-    paths: list[Path] = []
+def expand_paths(patterns: Sequence[str]) -> list[Path | RemoteFile]:
+    """Files of every path, folder, glob pattern or URL, in the order given, each pattern's matches sorted by name.
+    Raises ValueError for a pattern that matches no file, or a file that is there twice."""
+    paths: list[Path | RemoteFile] = []
     for pattern in patterns:
+        if is_remote(pattern):
+            paths += expand(pattern)
+            continue
         if Path(pattern).is_dir():
             paths += files_of(Path(pattern))
             continue
@@ -57,14 +61,14 @@ def expand_paths(patterns: Sequence[str]) -> list[Path]:
         paths += files
     seen: set[str] = set()
     for path in paths:
-        real = os.path.realpath(path)
+        real = str(path) if isinstance(path, RemoteFile) else os.path.realpath(path)
         if real in seen:
             raise ValueError(f"{path}: named twice")
         seen.add(real)
     return paths
 
 
-def kind_of(path: Path) -> str:
+def kind_of(path: Path | RemoteFile) -> str:
     """``.jsonl``, ``.json``, ``.csv``, ``.txt``, ``.parquet`` or ``.arrow``. Raises ValueError for another kind of
     file."""
     plain = path.with_suffix("") if path.suffix in COMPRESSED_SUFFIXES else path
@@ -111,14 +115,14 @@ def texts_of(record: Any, path: str, number: int, keys: Sequence[str]) -> list[s
     return texts
 
 
-def read_texts(paths: Sequence[Path], json_key: str) -> Iterator[str]:
+def read_texts(paths: Sequence[Path | RemoteFile], json_key: str) -> Iterator[str]:
     """Documents of ``paths``, one after the other."""
     for chunk in read_chunks(paths, [json_key]):
         for number, record in enumerate(chunk.records, start=chunk.first):
             yield texts_of(record, chunk.path, number, [json_key])[0]
 
 
-def read_chunks(paths: Sequence[Path], keys: Sequence[str] | None = None) -> Iterator[Chunk]:
+def read_chunks(paths: Sequence[Path | RemoteFile], keys: Sequence[str] | None = None) -> Iterator[Chunk]:
     """The files' records in order, about CHUNK_BYTES of text at a time.
 
     Args:
@@ -149,7 +153,7 @@ def read_chunks(paths: Sequence[Path], keys: Sequence[str] | None = None) -> Ite
             raise DamageError(f"{path}: damaged after {first - 1} records ({error})") from None
 
 
-def _parts(path: Path, kind: str, text: BinaryIO) -> Iterator[list[Any]]:
+def _parts(path: Path | RemoteFile, kind: str, text: BinaryIO) -> Iterator[list[Any]]:
     """Records of a file of text."""
     if kind == ".txt":
         yield from filter(all, [[text.read()]])
@@ -177,10 +181,10 @@ def _first_character(text: BinaryIO) -> bytes:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+def _opened(path: Path | RemoteFile) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """The text of a file, uncompressed, and the file itself."""
     with path.open("rb") as raw:
-        if path.suffix in COMPRESSED_SUFFIXES and not path.stat().st_size:  # gzip takes it for no text
+        if path.suffix in COMPRESSED_SUFFIXES and not file_state(path)[1]:  # gzip takes it for no text
             raise DamageError(f"{path}: damaged (0 bytes)")
         if path.suffix == ".gz":
             with gzip.open(raw) as text:

@@ -18,7 +18,7 @@ from smp.layers.mlp import MLP
 from smp.layers.moe import Experts, MoE, Router
 from smp.layers.norm import LayerNorm, RMSNorm
 from smp.layers.parameter import Constant, Normal, init_weights, local, tp_parameter
-from smp.layers.rope import LinearScaling, RopeScaling, YarnScaling, rope_frequencies, rope_table
+from smp.layers.rope import LinearScaling, LongRopeScaling, RopeScaling, YarnScaling, rope_frequencies, rope_table
 from smp.parallel.context import ParallelContext, build_context
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "Experts",
     "LayerNorm",
     "LinearScaling",
+    "LongRopeScaling",
     "Lora",
     "MoE",
     "MoEBlock",

@@ -75,6 +75,37 @@ class YarnScaling:
         return pairs * math.log(self.original_max_position / (turns * 2 * math.pi)) / math.log(base)
 
 
+@dataclass(frozen=True)
+class LongRopeScaling:
+    """LongRoPE (Ding et al. 2024, arXiv 2402.13753), as Phi-3 has it: every wavelength has two factors of its own, one
+    for sequences up to the original context length and one for longer ones. All tokens of a sequence have the same.
+
+    Attributes:
+        short, long: the factors, one for each pair of channels.
+        original_max_position: context length before the scaling.
+        amplitude: what rotated queries and keys are multiplied by, see :func:`longrope_amplitude`.
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_max_position: int
+    amplitude: float = 1.0
+
+    def frequencies(self, freqs: torch.Tensor, sequence_lengths: torch.Tensor) -> torch.Tensor:
+        """Those of each token, (tokens, dim / 2).
+
+        Args:
+            freqs: what :func:`rope_frequencies` gives, (2, dim / 2).
+            sequence_lengths: (tokens,), tokens of the sequence that each belongs to.
+        """
+        return freqs[(sequence_lengths > self.original_max_position).long()]
+
+
+def longrope_amplitude(factor: float, original_max_position: int) -> float:
+    """What LongRoPE multiplies queries and keys by where the context grows by ``factor``."""
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original_max_position))
+
+
 def yarn_amplitude(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
     """What YaRN multiplies queries and keys by: 0.1 ln(factor) + 1, or DeepSeek's quotient of two such numbers."""
 
@@ -88,12 +119,15 @@ def yarn_growth(factor: float, weight: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
-Scaling = RopeScaling | LinearScaling | YarnScaling
+Scaling = RopeScaling | LinearScaling | YarnScaling | LongRopeScaling
 
 
 def rope_frequencies(dim: int, base: float, scaling: Scaling | None, device: torch.device) -> torch.Tensor:
-    """Angular frequencies, fp32 (dim / 2,). Computed when needed: a buffer would be lost by meta-device init."""
+    """Angular frequencies, fp32 (dim / 2,); with LongRoPE (2, dim / 2), of short and of long sequences. Computed when
+    needed: a buffer would be lost by meta-device init."""
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+    if isinstance(scaling, LongRopeScaling):
+        return 1.0 / (torch.tensor((scaling.short, scaling.long), device=device) * base**exponents)
     freqs = 1.0 / base**exponents
     if scaling is None:
         return freqs
@@ -105,7 +139,7 @@ def rope_table(
     positions: torch.Tensor, freqs: torch.Tensor, amplitude: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin for integer ``positions`` (tokens,), each fp32 (tokens, 1, dim): one head axis to broadcast over.
-    Both are multiplied by ``amplitude``, and so is what they rotate."""
+    ``freqs`` are (dim / 2,), or (tokens, dim / 2). Both are multiplied by ``amplitude``, and so is what they rotate."""
     angles = positions.to(torch.float32)[:, None] * freqs  # (tokens, dim / 2)
     angles = torch.cat((angles, angles), dim=-1)[:, None, :]
     cos, sin = angles.cos(), angles.sin()

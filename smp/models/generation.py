@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from smp.config import ModelConfig
 from smp.layers.attention import KeyValueCache, SelfAttention
 from smp.layers.latent_attention import LatentAttention
 from smp.models.gpt import GPT
@@ -57,6 +58,13 @@ def cached(model: GPT, length: int) -> Iterator[None]:
             layer.cache = None
 
 
+def _forget(model: GPT) -> None:
+    """Empty the caches."""
+    for module in model.modules():
+        if isinstance(module, SelfAttention | LatentAttention) and module.cache is not None:
+            module.cache.filled = 0
+
+
 def generate(model: GPT, prompt: Sequence[int], count: int, sampling: Sampling, ends: Sequence[int]) -> Iterator[int]:
     """Up to ``count`` token ids after ``prompt``, one by one. Ends before any id of ``ends``, and where the model's
     longest sequence ends.
@@ -88,20 +96,31 @@ def _tokens(model: GPT, prompt: Sequence[int], total: int, sampling: Sampling, e
     """Up to ``total`` tokens, the prompt's included, which are not repeated."""
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(sampling.seed)
-    waiting, done = list(prompt), 0  # tokens that the model has not seen, and how many it has
+    text, done = list(prompt), 0  # all tokens, and how many of them the model has seen
     with cached(model, total):
-        while done + len(waiting) < total:
-            new, waiting = waiting[:PIECE], waiting[PIECE:]
+        while len(text) < total:
+            if done and len(text) == _other_rope_from(model.config):
+                _forget(model)  # keys were rotated by the frequencies of shorter texts
+                done = 0
+            new = text[done : done + PIECE]
             position_ids = torch.arange(done, done + len(new), device=device)[None]
-            logits = model(MicroBatch(torch.tensor([new], device=device), position_ids=position_ids)).logits
+            lengths = torch.full_like(position_ids, len(text))
+            ids = torch.tensor([new], device=device)
+            logits = model(MicroBatch(ids, position_ids=position_ids, sequence_lengths=lengths)).logits
             done += len(new)
-            if waiting:
+            if done < len(text):
                 continue
             choice = choose(logits[0, -1].float().cpu(), sampling, generator)
             if choice in ends:
                 return
             yield choice
-            waiting = [choice]
+            text.append(choice)
+
+
+def _other_rope_from(config: ModelConfig) -> int | None:
+    """The length from which on a text has other frequencies of RoPE."""
+    long = config.use_rope_scaling and config.rope_scaling_type == "longrope"
+    return config.rope_original_max_position + 1 if long else None
 
 
 def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:

@@ -20,7 +20,7 @@ from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from smp.layers.head import ModelOutput, VocabParallelHead
 from smp.layers.moe import Counted, MoE
 from smp.layers.norm import Norm
-from smp.layers.rope import rope_frequencies, rope_table
+from smp.layers.rope import LongRopeScaling, rope_frequencies, rope_table
 from smp.layers.score import ScoreHead
 from smp.models.build_layers import build_block, build_head, build_norm
 from smp.models.micro_batch import MicroBatch
@@ -277,13 +277,17 @@ class GPT(nn.Module):
             local_token_index=None if index is None else self._own(index),
             document_ids=micro_batch.document_ids,
             cut=micro_batch.cut,
-            rope=self._rope(position_ids) if "global" in self.ropes else None,
+            rope=self._rope(position_ids, micro_batch, padding) if "global" in self.ropes else None,
             local_rope=self._local_rope(position_ids) if "local" in self.ropes else None,
         )
 
-    def _rope(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rope(
+        self, position_ids: torch.Tensor, micro_batch: MicroBatch, padding: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         c, scaling = self.config, rope_scaling(self.config)
         freqs = rope_frequencies(c.rotary_channels, c.rotary_base, scaling, position_ids.device)
+        if isinstance(scaling, LongRopeScaling):
+            freqs = scaling.frequencies(freqs, _flat(micro_batch.whole_lengths(), padding))
         return rope_table(position_ids, freqs, 1.0 if scaling is None else scaling.amplitude)
 
     def _local_rope(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -81,7 +81,10 @@ def _positions(model: ModelConfig) -> str:
     if model.position_embedding_type == "none":
         return "no positions"
     part = "" if model.rotary_percent == 1 else f" on {model.rotary_channels} channels"
-    scaling = f", {model.rope_scaling_type} scaling by {model.rope_scaling_factor:g}" if model.use_rope_scaling else ""
+    factor = model.rope_scaling_factor
+    if model.rope_scaling_type == "longrope":
+        factor = model.max_position_embeddings / model.rope_original_max_position
+    scaling = f", {model.rope_scaling_type} scaling by {factor:g}" if model.use_rope_scaling else ""
     kinds = [layer.rope for layer in layer_attentions(model)]
     local = f"; {model.rotary_base_local:g} in {kinds.count('local')} layers" if "local" in kinds else ""
     without = f", none in {kinds.count(None)} layers" if None in kinds else ""

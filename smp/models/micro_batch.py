@@ -28,6 +28,8 @@ class MicroBatch:
             mode when there is any.
         cut: the tensors are this rank's columns of every sequence, in the order of the cut; ``position_ids`` are given
             then, and documents are those of the cut. None: whole sequences.
+        sequence_lengths: int64 (batch, length), tokens of the whole sequence that each token belongs to, or of its
+            document where positions begin anew with each: LongRoPE goes by it. None: rows are whole, or of the cut.
         preference: rows are pairs of answers, whose loss this describes; tokens of weight 0 belong to the prompt.
     """
 
@@ -38,4 +40,12 @@ class MicroBatch:
     document_ids: torch.Tensor | None = None
     token_index: torch.Tensor | None = None
     cut: SequenceCut | None = None
+    sequence_lengths: torch.Tensor | None = None
     preference: Preference | None = None
+
+    def whole_lengths(self) -> torch.Tensor:
+        """``sequence_lengths``, made where they are not given."""
+        if self.sequence_lengths is not None:
+            return self.sequence_lengths
+        whole = self.input_ids.shape[1] if self.cut is None else self.cut.length
+        return torch.full_like(self.input_ids, whole)

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from smp.config import ModelConfig
-from smp.layers.rope import LinearScaling, RopeScaling, Scaling, YarnScaling, yarn_amplitude, yarn_growth
+from smp.config.positions import longrope_factors
+from smp.layers.rope import (
+    LinearScaling,
+    LongRopeScaling,
+    RopeScaling,
+    Scaling,
+    YarnScaling,
+    longrope_amplitude,
+    yarn_amplitude,
+    yarn_growth,
+)
 
 
 def latent_scale(config: ModelConfig) -> float:
@@ -23,6 +33,10 @@ def rope_scaling(config: ModelConfig) -> Scaling | None:
         return None
     if c.rope_scaling_type == "linear":
         return LinearScaling(factor)
+    if c.rope_scaling_type == "longrope":
+        original = c.rope_original_max_position
+        usual = longrope_amplitude(c.max_position_embeddings / original, original)
+        return LongRopeScaling(*longrope_factors(c), original, c.longrope_attention_factor or usual)
     if c.rope_scaling_type == "llama3":
         return RopeScaling(factor, c.rope_low_freq_factor, c.rope_high_freq_factor, c.rope_original_max_position)
     return YarnScaling(

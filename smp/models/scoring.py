@@ -71,7 +71,9 @@ def _window(model: GPT, ids: Sequence[int], scored: int) -> tuple[torch.Tensor, 
         for at in range(0, len(inputs), PIECE):
             new = inputs[at : at + PIECE]
             position_ids = torch.arange(at, at + len(new), device=device)[None]
-            logits = model(MicroBatch(new[None], position_ids=position_ids)).logits[0].double()
+            lengths = torch.full_like(position_ids, len(inputs))
+            piece = MicroBatch(new[None], position_ids=position_ids, sequence_lengths=lengths)
+            logits = model(piece).logits[0].double()
             if not bool(logits.isfinite().all()):
                 raise ValueError("the model's logits are not finite: its weights are damaged, or too large")
             wanted = targets[at : at + len(new)]

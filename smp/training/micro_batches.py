@@ -74,4 +74,5 @@ def token_micro_batch(
         # tokens keep the numbers that they have in whole rows
         token_index=index[:, None] * full_length + columns,
         cut=cut,
+        sequence_lengths=None if batch.sequence_lengths is None else own(batch.sequence_lengths),
     )

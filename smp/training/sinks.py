@@ -1,4 +1,4 @@
-"""Where records go: a JSONL file, TensorBoard, Weights & Biases. Each goes on after a resume as one run."""
+"""Where records go: a JSONL file, TensorBoard, Weights & Biases, MLflow. Each goes on after a resume as one run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import IO, Any, Protocol
 
 from smp.config import Config, ConfigError, LoggingConfig
 from smp.config.commands import pip_install
+from smp.training.mlflow_sink import MlflowSink
 from smp.training.run_record import STARTS
 
 METRICS = "metrics.jsonl"
@@ -37,7 +38,8 @@ class Sink(Protocol):
 
 
 def open_sinks(config: LoggingConfig, iteration: int) -> list[Sink]:
-    """``metrics.jsonl`` always; TensorBoard unless it is switched off; W&B when a project is named.
+    """``metrics.jsonl`` always; TensorBoard unless it is switched off; W&B when a project is named, MLflow when an
+    experiment is.
 
     Args:
         config: what goes where.
@@ -49,6 +51,9 @@ def open_sinks(config: LoggingConfig, iteration: int) -> list[Sink]:
     folder, sinks = Path(config.log_dir), list[Sink]()
     if config.wandb_project is not None:
         sinks.append(WandbSink(folder, config.wandb_project, config.wandb_exp_name, iteration))
+    if config.mlflow_experiment is not None:
+        name, uri = config.mlflow_run_name, config.mlflow_tracking_uri
+        sinks.append(MlflowSink(folder, config.mlflow_experiment, name, uri, iteration))
     if config.tensorboard:
         sinks.append(TensorBoardSink(folder / "tensorboard", iteration))
     return [*sinks, JsonlSink(folder / METRICS, iteration)]

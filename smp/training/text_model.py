@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 from smp.config import Layout
-from smp.config.commands import pip_install
 from smp.convert.adapters import MergedWeights
 from smp.convert.formats import Opened, open_checkpoint
 from smp.convert.hf_config import read_json
 from smp.convert.load import load_weights
 from smp.data.tokenizer import Tokenizer
-from smp.data.tokenizer_files import load_tokenizer, tokenizer_file
+from smp.data.tokenizer_files import load_tokenizer, open_tokenizer_json, tokenizer_file
+from smp.data.tuning.tokenizer import TuningTokenizer, open_tokenizer
 from smp.models.gpt import GPT
 from smp.parallel.context import build_context
 from smp.training.adapter_files import companions_of, open_adapters, require_adapter
@@ -29,14 +29,7 @@ class TokenizerFile:
     """A tokenizer.json, used as transformers uses it: with the special tokens that it puts in front of a text."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            import tokenizers
-        except ImportError:
-            raise ValueError(f"{path} needs the library tokenizers: {pip_install('tokenizers')}") from None
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
-            raise ValueError(f"{path} is not a tokenizer.json ({error})") from None
+        self._tokenizer = open_tokenizer_json(path)
 
     def encode(self, text: str) -> list[int]:
         """Token ids."""
@@ -69,6 +62,18 @@ def find_tokenizer(
     return tokenizer, [*ends, tokenizer.eod]
 
 
+def folder_tokenizer(opened: Opened, given: Path | None) -> TuningTokenizer:
+    """That of --tokenizer-model, or what lies with the model: with its special tokens and chat template.
+
+    Raises:
+        ValueError: there is none.
+    """
+    folder = given or opened.reference
+    if folder is None:
+        raise ValueError("no tokenizer lies with the model: give --tokenizer-model, or --reference a folder with one")
+    return open_tokenizer(folder.parent if folder.name == "tokenizer.json" else folder)
+
+
 def end_ids(folder: Path | None) -> list[int]:
     """What generation_config.json or config.json say.
 
@@ -99,11 +104,14 @@ def open_model(load: Path, adapter: Path | None = None, reference: Path | None =
     if adapter is not None:
         require_adapter(adapter)
     opened = open_checkpoint(load, reference=reference)
+    said = "is a reward model: it scores answers and predicts no text"
     if opened.weights.config.scalar_head:
-        raise ValueError(f"--load {load} is a reward model: it scores answers and predicts no text")
+        raise ValueError(f"--load {load} {said}")
     if adapter is None:
         return opened
     merged = MergedWeights(opened.weights, open_adapters(adapter, opened))
+    if merged.config.scalar_head:
+        raise ValueError(f"--adapter {adapter} {said}")
     companions = None if reference else companions_of(adapter)
     return replace(opened, weights=merged, reference=companions or opened.reference)
 

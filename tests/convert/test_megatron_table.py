@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from smp.checkpoint import CheckpointError
 from smp.checkpoint.tensor_file import Slot
 from smp.config import ConfigError
+from smp.config.layer_pattern import layer_attentions
 from smp.convert.convert import write
 from smp.convert.formats import Opened, make_target, open_checkpoint
 from smp.convert.hf_config import architecture, resolved, to_hf
@@ -243,3 +245,36 @@ def test_dense_layers_between_experts_are_not_written() -> None:
     config = resolved(**LLAMA, num_experts=4, swiglu=True, disable_bias_linear=True, moe_layer_freq="[0]+[1]")
     with pytest.raises(ConfigError, match="only models with experts in every layer are written"):
         to_args(config, 1)
+
+
+@pytest.mark.parametrize("said", [2, [1, 0, 1, 0]])
+def test_layers_with_a_window_by_megatrons_words(said: Any) -> None:
+    """There a layer is counted from 1, and every n-th has no window; (15, 0) are 15 tokens before each and it."""
+    config = resolved(**LLAMA | {"num_layers": 4, "window_size": 16, "window_attn_skip_freq": "2"})
+    args = vars(to_args(config, 1))
+    assert args["window_size"] == (15, 0) and args["window_attn_skip_freq"] == [1, 0, 1, 0]
+    found = from_args(args | {"window_attn_skip_freq": said}, "there", 128)
+    assert [layer.window for layer in layer_attentions(found)] == [16, None, 16, None]
+    everywhere = from_args(args | {"window_attn_skip_freq": None}, "there", 128)
+    assert [layer.window for layer in layer_attentions(everywhere)] == [16] * 4
+
+
+def test_norms_of_one_plus_w_keep_their_numbers(tmp_path: Path) -> None:
+    """There, too, files hold w; an older version's arguments do not say so and mean w itself."""
+    args = vars(to_args(resolved(**LLAMA | {"apply_layernorm_1p": True}), 1))
+    assert args["apply_layernorm_1p"] is True
+    assert from_args(args, "there", 128).apply_layernorm_1p
+    del args["apply_layernorm_1p"]
+    assert not from_args(args, "there", 128).apply_layernorm_1p
+    folder, drawn = written(tmp_path / "there", apply_layernorm_1p=True), Drawn(apply_layernorm_1p=True)
+    name = "decoder.layers.self_attention.linear_qkv.layer_norm_weight"
+    state = {name: torch.empty(2, 32)}
+    dcp.load(state, checkpoint_id=str(folder), no_dist=True)
+    again = open_checkpoint(folder).weights
+    assert again.config.apply_layernorm_1p
+    for layer in range(2):
+        ours = f"layers.{layer}.attention_norm.weight"
+        want, back = torch.empty(32), torch.empty(32)
+        drawn.read_into(ours, (0,), want)
+        again.read_into(ours, (0,), back)
+        assert torch.equal(state[name][layer], want) and torch.equal(back, want)

@@ -132,6 +132,9 @@ _COHERE |= {"layer_norm_eps": 1e-3, "logit_scale": 0.25, **_rope()}
 _GLM = {**_LLAMA, **_rope(partial_rotary_factor=0.5), "head_dim": 16, "pad_token_id": None}
 _FALCON: dict[str, Any] = {**_SIZES, **_IDS, **_rope(), "ffn_hidden_size": 80, "hidden_dropout": 0.0}
 _OPT: dict[str, Any] = {**_SIZES, **_IDS, "ffn_dim": 72, "pad_token_id": 0, "dropout": 0.0}
+_FACTORS = {"short_factor": [1.0, 1.1, 1.5, 2.5], "long_factor": [1.0, 2.0, 4.0, 7.0]}
+_LONGROPE: dict[str, Any] = {**_LLAMA, **_rope("longrope", **_FACTORS), "pad_token_id": 0}
+_LONGROPE |= {"original_max_position_embeddings": 50}
 SCALED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {**_LLAMA, **_rope(), "head_dim": 16, "num_key_value_heads": 1}),
     "gemma2": ("Gemma2", {**_GEMMA, **_rope(), "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}),
@@ -143,6 +146,8 @@ SCALED: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {**_LLAMA, **_rope()}),
     "olmo3": ("Olmo3", {**_LLAMA, **_two_ropes(500.0, **_YARN, rope_type="yarn"), "sliding_window": 7}),
     "phi3": ("Phi3", {**_LLAMA, **_rope(partial_rotary_factor=0.5), "sliding_window": 9, "pad_token_id": 0}),
+    "phi3-long": ("Phi3", {**_LONGROPE, "original_max_position_embeddings": 32}),
+    "phi3-long-factor": ("Phi3", {**_LONGROPE, **_rope("longrope", **_FACTORS, factor=3.0)}),
     "granite": (
         "Granite",
         {**_LLAMA, **_rope(), "embedding_multiplier": 3.0, "logits_scaling": 3.0, "residual_multiplier": 0.6}

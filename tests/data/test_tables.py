@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from smp.data.indexed_dataset import dataset_paths
-from smp.data.text_files import expand_paths, read_texts
+from smp.data.text_files import expand_paths, read_chunks, read_texts
 from smp.data.tokenizer_files import load_tokenizer, tokenizer_key
 from smp.data.tuning.files import parse, read_records
 from tests.training.tiny_hf import write_tokenizer
@@ -147,3 +147,11 @@ def test_preprocessing_is_the_same_from_all_of_them_and_a_folder_is_a_tokenizer(
     assert all(each == made[0] for each in made)
     with pytest.raises(ValueError, match="neither tokenizer.json nor tokenizer.model in this folder"):
         load_tokenizer(tmp_path)
+
+
+def test_what_the_library_datasets_saves_itself(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"text": f"document {i}"} for i in range(5)]
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"), num_shards=2)
+    chunks = read_chunks(expand_paths([str(tmp_path / "saved")]))
+    assert [record for chunk in chunks for record in chunk.records] == rows

@@ -15,10 +15,13 @@ from tests.layers.whole import load_all
 from tests.models.test_gpt import GPT2, LLAMA, build, draw_tokens
 
 LENGTHS = (5, 1, 6, 4)
+FACTORS = " ".join(str(1 + n) for n in range(LLAMA.rotary_channels // 2))
+LONG = replace(LLAMA, use_rope_scaling=True, rope_scaling_type="longrope", rope_original_max_position=5)
 MODELS = {
     "rope": LLAMA,
     "learned positions": GPT2,
     "window": replace(LLAMA, window_size=3),
+    "LongRoPE": replace(LONG, longrope_short_factor=FACTORS.replace("1", "2"), longrope_long_factor=FACTORS),
     "query and key norms": replace(LLAMA, qk_layernorm=True, num_query_groups=1),
 }
 
@@ -39,7 +42,8 @@ def test_packed_equals_separate(name: str) -> None:
     rows = [draw_tokens(length + 1, seed=length) for length in LENGTHS]
     separate = [MicroBatch(row[None, :-1], row[None, 1:], torch.ones(1, len(row) - 1)) for row in rows]
     tokens, labels = (torch.cat([getattr(b, name) for b in separate], dim=1) for name in ("input_ids", "labels"))
-    whole = MicroBatch(tokens, labels, torch.ones(tokens.shape))
+    lengths = torch.tensor(LENGTHS).repeat_interleave(torch.tensor(LENGTHS))[None]
+    whole = MicroBatch(tokens, labels, torch.ones(tokens.shape), sequence_lengths=lengths)
     documents = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))[None]
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     with fake_context() as context:

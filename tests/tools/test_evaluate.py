@@ -14,10 +14,10 @@ import torch
 
 from smp.models.scoring import windows
 from smp.training.evaluation import TextScorer, harness_model
-from smp.training.text_model import alone, load_model, open_model
+from smp.training.text_model import alone, folder_tokenizer, load_model, open_model
 from tests.training.tiny_hf import WORDS, write_adapter, write_model, write_tokenizer
 from tools.convert_checkpoint import main as convert
-from tools.evaluate import find_tokenizer, main
+from tools.evaluate import main
 
 transformers = pytest.importorskip("transformers")
 LENGTH, STRIDE = 24, 10
@@ -118,7 +118,7 @@ def test_flags_change_what_is_measured(folder: Path, tmp_path: Path, capsys: pyt
 
 def harness(folder: Path, model: Any) -> Any:
     opened = open_model(folder)
-    tokenizer = find_tokenizer(opened, None)
+    tokenizer = folder_tokenizer(opened, None)
     return harness_model(TextScorer(model, tokenizer, (tokenizer.eos,), 64, 64), "tiny")
 
 

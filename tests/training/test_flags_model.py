@@ -101,6 +101,8 @@ LINEAR = "--rotary-base 10 --use-rope-scaling --rope-scaling-type linear "
 LATENT = "--multi-latent-attention --num-query-groups 4 --qk-head-dim 2 --qk-pos-emb-head-dim 4 --v-head-dim 4 "
 YARN = ROPE + "--rope-scaling-type yarn "
 ALONE = "--yarn-attention-factor 1"
+LONG = "--rotary-base 10 --use-rope-scaling --rope-scaling-type longrope --rope-original-max-position"
+FACTORS = "--longrope-attention-factor 1 --longrope-short-factor 1 1 1 1 --longrope-long-factor 1 2 3 4"
 PLAIN_MLP = "--no-swiglu "
 QUICK = PLAIN_MLP + "--quick-geglu "
 QKV_BIAS = dict.fromkeys(("query.bias",), (32,)) | dict.fromkeys(("key.bias", "value.bias"), (16,))
@@ -154,6 +156,11 @@ TABLE: list[tuple[str, str, str, Check]] = [
     ("yarn_mscale", YARN + "--yarn-mscale 1 --yarn-mscale-all-dim 0.5", YARN, other_math),
     ("yarn_mscale_all_dim", f"{YARN} --yarn-mscale 1 --yarn-mscale-all-dim 1", f"{YARN} {ALONE}", same_run),
     ("rope_original_max_position", ROPE + "--rope-original-max-position 8192", "--rotary-base 10", same_run),
+    ("rope_scaling_type", f"{LONG} 16 {FACTORS}", "--rotary-base 10", other_math),
+    ("rope_scaling_type", f"{LONG} 17 {FACTORS}", "--rotary-base 10", same_run),
+    ("longrope_long_factor", f"{LONG} 16 {FACTORS} --longrope-long-factor 1 1 1 1", "--rotary-base 10", same_run),
+    ("longrope_short_factor", f"{LONG} 17 {FACTORS} --longrope-short-factor 1 1 2 1", "--rotary-base 10", other_math),
+    ("longrope_attention_factor", f"{LONG} 17 {FACTORS} --longrope-attention-factor 2", "--rotary-base 10", other_math),
     ("normalization", "--normalization LayerNorm", "", with_suffix({"norm.bias": (32,)})),
     ("norm_epsilon", "--norm-epsilon 1e30", "", no_signal),
     ("swiglu", PLAIN_MLP, "", with_suffix({"gate.weight": ()})),

@@ -227,6 +227,29 @@ def test_wandb_gets_what_the_metrics_file_gets(runs: Runs, monkeypatch: pytest.M
     assert [record["lm loss"] for record in logged] == run.losses
 
 
+@proves("mlflow_experiment", "mlflow_run_name", "mlflow_tracking_uri")
+def test_mlflow_gets_settings_and_what_the_metrics_file_gets(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+    logged: list[Any] = []
+    client = types.SimpleNamespace(
+        get_experiment_by_name=lambda name: types.SimpleNamespace(experiment_id=f"of {name}"),
+        create_run=lambda *a, **k: said.append((a, k)) or types.SimpleNamespace(info=types.SimpleNamespace(run_id="x")),
+        get_run=lambda run: types.SimpleNamespace(data=types.SimpleNamespace(params={})),
+        log_batch=lambda run, **values: logged.extend(entry for entries in values.values() for entry in entries),
+        set_terminated=said.append,
+    )
+    module = types.ModuleType("mlflow")
+    module.MlflowClient = lambda **options: said.append(options) or client  # type: ignore[attr-defined, func-returns-value]
+    kinds = {kind: lambda *values: values for kind in ("Param", "Metric", "RunTag")}
+    module.entities = types.SimpleNamespace(**kinds)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    assert runs.fresh().code == 0 and not said
+    run = runs.fresh("--mlflow-experiment e --mlflow-run-name n --mlflow-tracking-uri file:u")
+    assert said == [{"tracking_uri": "file:u"}, (("of e",), {"run_name": "n"}), "x"]
+    assert ("num_layers", "2") in logged
+    assert [entry[1] for entry in logged if entry[0] == "lm loss"] == run.losses
+
+
 @proves("progress_bar")
 def test_the_progress_bar_is_on_stderr(runs: Runs) -> None:
     run = runs("--progress-bar")

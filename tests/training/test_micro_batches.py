@@ -31,6 +31,7 @@ def batch(*, packed: bool = False, lengths: tuple[int, ...] | None = None) -> Ra
         document_ids=documents if packed else None,
         position_ids=places if packed else None,
         lengths=lengths,
+        sequence_lengths=torch.tensor([7] * 7 + [12] * 12 + [5] * 5).expand_as(ids) if packed else None,
     )
 
 
@@ -48,6 +49,8 @@ def test_every_token_is_on_one_rank_with_what_belongs_to_it(cp: int, packed: boo
     wanted = (uncut.input_ids, uncut.labels, uncut.loss_weights, uncut.token_index, places)
     for name, want in zip(("input_ids", "labels", "loss_weights", "token_index", "position_ids"), wanted, strict=True):
         assert torch.equal(torch.cat([getattr(part, name) for part in cut], dim=1).gather(1, order), want), name
+    whole = torch.cat([part.whole_lengths() for part in cut], dim=1).gather(1, order)
+    assert torch.equal(whole, uncut.whole_lengths())
     for part in cut:
         assert part.input_ids.shape == (ROWS, LENGTH // cp)
         assert part.document_ids is None and part.cut is not None

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from smp.training.mlflow_sink import MlflowSink
 from tests.training.flag_runs import Run, Runs, run_here
 
 EVERYWHERE = "--tensorboard --wandb-project p --wandb-exp-name n --train-iters 4 --eval-interval 2 --eval-iters 1 "
@@ -151,3 +152,56 @@ def test_a_missing_tensorboard_is_one_line_and_nothing_is_written(runs: Runs, mo
     run = runs.fresh("--tensorboard")
     assert run.code == 2 and not run.files
     assert len(run.errors) == 1 and "--no-tensorboard" in run.errors[0]
+
+
+def test_mlflow_itself_holds_a_run_and_its_resume(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a later version wants to be asked for one
+    flags = f"--mlflow-experiment e --mlflow-run-name n --mlflow-tracking-uri file:{tmp_path}/store --train-iters 4 "
+    folder = tmp_path / "resumed"
+    run_here(folder, flags + "--save ck --exit-interval 2")
+    last = run_here(folder, flags + "--load ck --eval-interval 2 --eval-iters 1")
+    client = mlflow.MlflowClient(tracking_uri=f"file:{tmp_path}/store")
+    (run,) = client.search_runs([client.get_experiment_by_name("e").experiment_id])
+    assert (run.info.run_name, run.info.status) == ("n", "FINISHED")
+    losses = client.get_metric_history(run.info.run_id, "lm loss")
+    assert [(point.step, point.value) for point in losses] == list(zip([1, 2, 3, 4], last.losses, strict=True))
+    assert "peak memory GB" in run.data.metrics and run.data.params["num_layers"] == "2"
+    assert run.data.params["eval_interval"] == "none" and run.data.tags["changed.eval_interval"] == "2"
+    assert run.data.tags["smp.iteration"] == "2"
+
+
+def test_mlflow_that_stops_answering_is_said_and_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("no route\nto host")
+
+    module = types.ModuleType("mlflow")
+    info = types.SimpleNamespace(info=types.SimpleNamespace(run_id="x"))
+    client = types.SimpleNamespace(
+        get_experiment_by_name=lambda name: None,
+        create_experiment=lambda name: "1",
+        create_run=lambda number, run_name: info,
+        log_batch=refuse,
+        set_terminated=refuse,
+    )
+    module.MlflowClient = lambda **options: client  # type: ignore[attr-defined]
+    module.entities = types.SimpleNamespace(Metric=lambda *values: values)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    sink = MlflowSink(tmp_path, "e", None, None, 0)
+    sink.log(1, {"lm loss": 1.0})
+    sink.log(2, {"lm loss": 1.0})
+    sink.close()
+    assert capsys.readouterr().err.splitlines() == [
+        "WARNING: MLflow lacks iteration 1: no route to host",
+        "WARNING: MLflow lacks 2 records, which metrics.jsonl has",
+        "WARNING: MLflow was not told of the end of the run: no route to host",
+    ]
+
+
+def test_a_missing_mlflow_is_one_line_and_nothing_is_written(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    run = runs.fresh("--mlflow-experiment e")
+    assert run.code == 2 and not run.files
+    assert run.errors == ["error: --mlflow-experiment e needs MLflow: pip install mlflow-skinny"]

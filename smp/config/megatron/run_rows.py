@@ -205,6 +205,7 @@ CHECKPOINTS: tuple[Row, ...] = (
 
 LOGS: tuple[Row, ...] = (
     same("--log-interval:1 --wandb-project:1 --wandb-exp-name:1"),
+    same("--mlflow-experiment:1 --mlflow-run-name:1 --mlflow-tracking-uri:1"),
     becomes(
         "--tensorboard-dir:1", "--log-dir {}", "--log-dir: one folder for all that a run writes besides checkpoints"
     ),
@@ -227,9 +228,7 @@ LOGS: tuple[Row, ...] = (
         "--app-tag-run-name:1 --app-tag-run-version:1",
         "there is no such logger to switch off",
     ),
-    refused(
-        "--mlflow-tracking-uri:1 --mlflow-experiment:1 --mlflow-run-name:1 --otel-endpoint:1", "TensorBoard and W&B"
-    ),
+    refused("--otel-endpoint:1", "TensorBoard, W&B and MLflow"),
 )
 
 OTHERS: tuple[Row, ...] = (

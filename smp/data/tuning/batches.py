@@ -124,9 +124,9 @@ class TuningDataset:
 
     def _fields(self, rows: npt.NDArray[np.int64], texts: list[list[Encoded]]) -> dict[str, Any]:
         """Of a batch of sequences, each the texts in it; ``rows``: their numbers, (micro-batches, sequences)."""
-        stacked = np.stack([self._row(held) for held in texts]).reshape(*rows.shape, 4, self.seq_length)
-        input_ids, labels, document_ids, position_ids = (
-            torch.from_numpy(np.ascontiguousarray(stacked[:, :, i])) for i in range(4)
+        stacked = np.stack([self._row(held) for held in texts]).reshape(*rows.shape, 5, self.seq_length)
+        input_ids, labels, document_ids, position_ids, lengths = (
+            torch.from_numpy(np.ascontiguousarray(stacked[:, :, i])) for i in range(5)
         )
         return {
             "input_ids": input_ids,
@@ -135,6 +135,7 @@ class TuningDataset:
             "document_ids": document_ids if self.packed else None,
             "position_ids": position_ids if self.packed else None,
             "lengths": _lengths(document_ids) if self.trim else None,
+            "sequence_lengths": lengths,
             "padding": int((document_ids < 0).sum()),
             # the last token of a text is only predicted
             "attended_lengths": np.array([len(ids) - self.predicted for held in texts for ids, _ in held], np.int64),
@@ -169,8 +170,9 @@ class TuningDataset:
         return self.sequences[place * self.rows + part]
 
     def _row(self, texts: list[Encoded]) -> npt.NDArray[np.int64]:
-        """Tokens, labels, documents and positions of a sequence, (4, seq_length). Padding is document -1."""
-        row = np.zeros((4, self.seq_length), np.int64)
+        """Tokens, labels, documents, positions and lengths of texts of a sequence, (5, seq_length). Padding is document
+        -1."""
+        row = np.zeros((5, self.seq_length), np.int64)
         row[1], row[2] = IGNORE_INDEX, -1
         at = 0
         for number, (ids, trained) in enumerate(texts):
@@ -182,6 +184,7 @@ class TuningDataset:
                 row[1, end - 1] = ids[-1]
             row[2, at:end] = number
             row[3, at:end] = np.arange(end - at)
+            row[4, at:end] = end - at
             at = end
         return row
 

@@ -26,11 +26,13 @@ _RUN = {
 }
 _EXP = {
     "exp_dir": Key("where `save` is; null: the job's folder", lambda value, get: {}),
-    "name": Key("`wandb_exp_name`, with create_wandb_logger", lambda value, get: {}),
+    "name": Key("`wandb_exp_name`, `mlflow_run_name`, with their loggers", lambda value, get: {}),
     "create_tensorboard_logger": to("tensorboard"),
     "summary_writer_kwargs.save_dir": nothing("TensorBoard events are in the job's folder"),
-    "create_mlflow_logger": only((False,), "take create_wandb_logger, or metrics.jsonl in the job's folder"),
-    "mlflow_logger_kwargs.tracking_uri": nothing("there is no MLflow logger"),
+    "create_mlflow_logger": Key("`mlflow_experiment`, `mlflow_run_name`, `mlflow_tracking_uri`", values.mlflow),
+    "mlflow_logger_kwargs.tracking_uri": Key("`mlflow_tracking_uri`", lambda value, get: {}),
+    "mlflow_logger_kwargs.experiment_name": Key("`mlflow_experiment`", lambda value, get: {}),
+    "mlflow_logger_kwargs.run_name": Key("`mlflow_run_name`", lambda value, get: {}),
     "create_wandb_logger": Key("`wandb_project`, `wandb_exp_name`", values.wandb),
     "wandb_logger_kwargs.save_dir": nothing("W&B's files are where WANDB_DIR says"),
     "wandb_logger_kwargs.project": Key("`wandb_project`", lambda value, get: {}),

@@ -239,6 +239,18 @@ def wandb(value: Any, get: Get) -> Mapping[str, Any]:
     }
 
 
+def mlflow(value: Any, get: Get) -> Mapping[str, Any]:
+    if not value:
+        return {}
+    given = "exp_manager.mlflow_logger_kwargs."
+    said = {
+        "mlflow_experiment": get(given + "experiment_name") or "smp",
+        "mlflow_run_name": get(given + "run_name") or get("exp_manager.name"),
+        "mlflow_tracking_uri": get(given + "tracking_uri"),
+    }
+    return {name: text for name, text in said.items() if text}
+
+
 def accumulation(value: Any, get: Get) -> Mapping[str, Any]:
     if value in (1, None):
         return {}

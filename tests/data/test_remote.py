@@ -1,0 +1,147 @@
+"""Data behind URLs are the same data: text, tables and tokens, and a run on them resumes exactly."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from smp.config import Config
+from smp.config.resolve import check_files
+from smp.config.schema import ConfigError, DataConfig
+from smp.data.build import build_datasets
+from smp.data.cache import NodeCache
+from smp.data.indexed_dataset import IndexedDatasetWriter
+from smp.data.remote import RemoteDataset
+from smp.data.text_files import expand_paths, read_chunks
+from smp.data.tuning.files import parse, read_records
+
+fsspec = pytest.importorskip("fsspec")
+ROWS = [{"text": f"document {i}", "n": str(i)} for i in range(5)]
+VOCAB = 50
+
+
+@pytest.fixture
+def store() -> Iterator[fsspec.AbstractFileSystem]:
+    """An empty ``memory://`` store."""
+    files = fsspec.filesystem("memory")
+    files.store.clear()
+    yield files
+    files.store.clear()
+
+
+def put(files: fsspec.AbstractFileSystem, path: str, content: bytes) -> None:
+    files.pipe_file(path, content)
+
+
+def rows_of(*urls: str) -> list[dict[str, str]]:
+    return [{key: str(value) for key, value in parse(record).items()} for _, record in read_records(urls)]
+
+
+def test_text_and_tables_are_read_from_urls(store: fsspec.AbstractFileSystem, tmp_path: Path) -> None:
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+    put(store, "/d/a.jsonl", lines)
+    put(store, "/d/b.jsonl.gz", gzip.compress(lines))
+    put(store, "/d/c.csv", b"text,n\n" + b"".join(f"{row['text']},{row['n']}\n".encode() for row in ROWS))
+    put(store, "/d/d.json", json.dumps(ROWS).encode())
+    kinds = ["a.jsonl", "b.jsonl.gz", "c.csv", "d.json"]
+    for kind in kinds:
+        assert rows_of(f"memory://d/{kind}") == ROWS, kind
+    assert rows_of("memory://d/*") == ROWS * 4
+    where = [where for where, _ in read_records(["memory://d/a.jsonl"])]
+    assert where[0] == "memory://d/a.jsonl:1"
+
+
+def test_parquet_and_arrow_are_read_from_urls(store: fsspec.AbstractFileSystem, tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    table = pyarrow.Table.from_pylist(ROWS)
+    parquet.write_table(table, tmp_path / "x.parquet")
+    with pyarrow.OSFile(str(tmp_path / "x.arrow"), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as out:
+        out.write_table(table)
+    for name in ("x.parquet", "x.arrow"):
+        put(store, f"/t/{name}", (tmp_path / name).read_bytes())
+        assert rows_of(f"memory://t/{name}") == ROWS
+
+
+def test_what_is_not_there_is_named(store: fsspec.AbstractFileSystem) -> None:
+    put(store, "/d/a.jsonl", b"{}\n")
+    with pytest.raises(ValueError, match=r"^memory://d/x\.jsonl: no such file$"):
+        expand_paths(["memory://d/x.jsonl"])
+    with pytest.raises(ValueError, match=r"^memory://d is a folder: name its files, as memory://d/\*\.jsonl$"):
+        expand_paths(["memory://d"])
+    with pytest.raises(ValueError, match="named twice"):
+        expand_paths(["memory://d/a.jsonl", "memory://d/*.jsonl"])
+    with pytest.raises(ValueError, match=r"^nowhere://x: .*pip install fsspec and its back-end"):
+        expand_paths(["nowhere://x"])
+    data = DataConfig(data_path="memory://d/a", seq_length=8)
+    with pytest.raises(ConfigError, match=r"--data-path memory://d/a needs --data-cache-path FOLDER"):
+        check_files(Config(data=data))
+
+
+def documents() -> list[np.ndarray]:
+    drawn = np.random.default_rng(0)
+    return [drawn.integers(0, VOCAB, drawn.integers(1, 40)) for _ in range(60)]
+
+
+def test_samples_are_those_of_the_files(store: fsspec.AbstractFileSystem, tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
+        for document in documents():
+            writer.add_document(document)
+    for ending in ("bin", "idx"):
+        put(store, f"/b/x.{ending}", (tmp_path / f"x.{ending}").read_bytes())
+
+    def samples(path: str) -> list[np.ndarray]:
+        data = DataConfig(data_path=path, seq_length=16, split="1", data_cache_path=str(tmp_path / "cache"))
+        train = build_datasets(data, VOCAB, seed=3).train
+        return [train.sample(i).input_ids for i in range(2 * (train.samples_per_epoch or 0))]
+
+    here, there = samples(str(tmp_path / "x")), samples("memory://b/x")
+    assert len(here) > 20 and all(map(np.array_equal, here, there))
+    again = samples("memory://b/x")  # as a run that goes on opens it: with the index that it kept
+    assert all(map(np.array_equal, again, there))
+    assert not list((tmp_path / "cache").glob("*.bin"))
+
+
+def test_tokens_that_do_not_belong_are_refused_when_they_are_read(
+    store: fsspec.AbstractFileSystem, tmp_path: Path
+) -> None:
+    with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
+        writer.add_document([1, 2, 49, 3])
+    for ending in ("bin", "idx"):
+        put(store, f"/b/x.{ending}", (tmp_path / f"x.{ending}").read_bytes())
+    cache = NodeCache(tmp_path / "cache")
+    assert RemoteDataset("memory://b/x", 50, cache).read(1, 3).tolist() == [2, 49]
+    with pytest.raises(ValueError, match=r"^memory://b/x\.bin: token 2 has the id 49, the vocabulary 49$"):
+        RemoteDataset("memory://b/x", 49, cache).read(1, 3)
+    opened = RemoteDataset("memory://b/x", 50, cache)
+    put(store, "/b/x.bin", (tmp_path / "x.bin").read_bytes()[:6])
+    with pytest.raises(ValueError, match="cut while in use"):
+        opened.read(0, 4)
+    with pytest.raises(ValueError, match=r"6 bytes, x\.idx describes 8"):
+        RemoteDataset("memory://b/x", 50, cache)
+    with pytest.raises(ValueError, match=r"memory://b/y\.bin"):
+        RemoteDataset("memory://b/y", 50, cache)
+
+
+def test_a_file_with_other_contents_is_another_one(store: fsspec.AbstractFileSystem, tmp_path: Path) -> None:
+    found = set()
+    for tokens in ([1, 2, 3], [1, 2, 3], [1, 2, 4]):
+        with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
+            writer.add_document(tokens)
+        if not found or tokens[-1] == 4:
+            for ending in ("bin", "idx"):
+                put(store, f"/b/x.{ending}", (tmp_path / f"x.{ending}").read_bytes())
+        found.add(RemoteDataset("memory://b/x", 50, NodeCache(tmp_path / "cache")).contents().key)
+    assert len(found) == 2
+
+
+def test_chunks_name_the_url(store: fsspec.AbstractFileSystem) -> None:
+    put(store, "/d/a.jsonl.gz", gzip.compress(b'{"text": "x"}\n')[:-9])
+    with pytest.raises(ValueError, match=r"^memory://d/a\.jsonl\.gz: damaged after"):
+        list(read_chunks(expand_paths(["memory://d/a.jsonl.gz"])))
