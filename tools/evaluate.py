@@ -24,6 +24,7 @@ from tqdm import tqdm
 from smp.config import ConfigError
 from smp.config.command import CommandParser, refuse_existing, run_tool
 from smp.config.hub import model_path, tokenizer_path
+from smp.data.remote import RemoteFile
 from smp.data.text_files import expand_paths, read_texts
 from smp.training.evaluation import Perplexity, TextScorer, harness_model
 from smp.training.text_model import DTYPES, alone, end_ids, folder_tokenizer, load_model, open_model
@@ -86,7 +87,7 @@ def window(args: argparse.Namespace, longest: int) -> tuple[int, int]:
     return length, stride
 
 
-def perplexity(args: argparse.Namespace, scorer: TextScorer, paths: Sequence[Path]) -> dict[str, Any]:
+def perplexity(args: argparse.Namespace, scorer: TextScorer, paths: Sequence[Path | RemoteFile]) -> dict[str, Any]:
     """Of the documents in --data-path."""
     found = Perplexity()
     for text in tqdm(read_texts(paths, args.json_key), unit=" documents", disable=not sys.stderr.isatty()):

@@ -57,6 +57,6 @@ def tokenized(path: str, data: DataConfig, cache: NodeCache) -> Path:
                 shutil.rmtree(f"{own}.partial", ignore_errors=True)
                 raise
             # A node that shares the folder makes the same bytes. Renaming over them takes them away from nobody.
-            for made, name in zip(dataset_paths(own), finished, strict=True):
-                made.replace(name)
+            for made, final in zip(dataset_paths(own), finished, strict=True):
+                made.replace(final)
     return prefix
