@@ -17,7 +17,8 @@ from smp.checkpoint.local import LocalFolder
 from smp.checkpoint.tensor_file import lay_out, write_file
 from smp.config import ModelConfig
 from smp.convert.families import Family
-from smp.convert.hf_config import CONFIG, family_of, from_hf, is_hf_folder, read_hf_config, to_hf
+from smp.convert.fp8_blocks import Fp8BlockStore
+from smp.convert.hf_config import CONFIG, block_of, family_of, from_hf, is_hf_folder, read_hf_config, to_hf
 from smp.convert.hf_store import INDEX, SINGLE, open_store
 from smp.convert.layout import Link, by_external_name, links
 from smp.convert.mxfp4 import BLOCKS, Mxfp4Store
@@ -66,9 +67,13 @@ def open_hf(folder: str | Path, *, allow_pickle: bool = False) -> LinkedWeights:
     stacked = any(name.endswith(_STACKED) for name in store.tensors)
     quantized = any(name.endswith(BLOCKS) for name in store.tensors) and family.quantized is not None
     store, table = (Mxfp4Store(store), family.quantized or family.table) if quantized else (store, family.table)
+    in_fp8 = any(stored.dtype == torch.float8_e4m3fn for stored in store.tensors.values())
+    if in_fp8:
+        store = Fp8BlockStore(store, block_of(content.get("quantization_config") or {}, where))
     found = _spelled(links(table, config, stacked=stacked), store, family)
     weights = LinkedWeights(store, found, config)
     weights.notes += ["experts in MXFP4 are read as bf16"] if quantized else []
+    weights.notes += ["weights in FP8 are read as bf16"] if in_fp8 else []
     embedding = weights.links["embedding.weight"][0].external_name
     predicting = _further_layers(store, config)
     copies = weights.refuse_extra(

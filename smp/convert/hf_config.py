@@ -144,6 +144,23 @@ def family_of(content: Mapping[str, Any], where: str) -> Family:
     raise ConfigError(f"{where}: {name or kind} is not supported{because}; the nearest that is: {nearest}")
 
 
+def block_of(quantization: Mapping[str, Any], where: str) -> tuple[int, int]:
+    """Rows and columns of a block, from a config.json's ``quantization_config``.
+
+    Raises:
+        ConfigError: the weights are in another format.
+    """
+    kind, block = quantization.get("quant_method"), quantization.get("weight_block_size")
+    sizes = isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+    if kind != "fp8" or quantization.get("fmt", "e4m3") != "e4m3" or not sizes:
+        raise ConfigError(
+            f"{where}: its weights are quantized (quantization_config, {kind}): read are experts in MXFP4, of GPT-OSS, "
+            "and E4M3 with a weight_block_size"
+        )
+    rows, columns = block  # type: ignore[misc]
+    return rows, columns
+
+
 def from_hf(content: Mapping[str, Any], where: str = CONFIG) -> ModelConfig:
     """Settings of the model that a config.json describes, resolved.
 
@@ -158,7 +175,7 @@ def from_hf(content: Mapping[str, Any], where: str = CONFIG) -> ModelConfig:
     reader = Reader(family, content, where)
     quantized = content.get("quantization_config")
     if quantized and (family.quantized is None or quantized.get("quant_method") != "mxfp4"):
-        raise ConfigError(f"{where}: its weights are quantized (quantization_config), which is not supported")
+        block_of(quantized, where)
     for key, value in family.required.items():
         reader.require(key, value)
     for key, other in family.same_as.items():

@@ -106,7 +106,7 @@ class TransformerBlock(nn.Module):
 
     def _own_of_norms(self, dtype: torch.dtype) -> dict[str, Own]:
         """By name: what the norms compute with, whose gradients are summed together."""
-        norms = {name: norm for name in _NORMS if (norm := getattr(self, name)) is not None}
+        norms = {name: getattr(self, name) for name in _NORMS if getattr(self, name) is not None}
         return dict(zip(norms, own_together(list(norms.values()), dtype), strict=True)) if norms else {}
 
     def _added(self, y: torch.Tensor, layout: TokenLayout, keys: torch.Tensor | None, site: int) -> torch.Tensor:

@@ -178,7 +178,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         "DeepseekVLForCausalLM is not supported (it has attention or layers of its own, not converted here); ",
     ),
     "phi moe": ({"architectures": ["PhimoeForCausalLM"], "model_type": "phimoe"}, "it has a router or layers beside"),
-    "rope": ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "type 'longrope' is not supported"),
+    "rope": (
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+        "RoPE of type longrope without a list short_factor",
+    ),
     "one bias": ({"attention_bias": True}, "attention_bias and mlp_bias differ"),
     "activation": ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported, only silu"),
     "heads": ({"num_key_value_heads": 3}, "not divisible by --num-query-groups 3"),

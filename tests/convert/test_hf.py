@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from smp.checkpoint import CheckpointError
 from smp.convert.convert import write
 from smp.convert.hf import HFTarget, open_hf
 from smp.convert.hf_config import read_hf_config
@@ -165,3 +166,55 @@ def test_experts_in_mxfp4_are_read_and_written_as_bf16(tmp_path: Path) -> None:
     assert written.keys() == tensors_of(theirs).keys() and "quantization_config" not in read_hf_config(back)
     for name, tensor in exact.items():
         assert written[name].dtype == torch.bfloat16 and torch.equal(written[name], tensor.contiguous()), name
+
+
+def in_fp8(theirs: Path, folder: Path, block: int) -> dict[str, torch.Tensor]:
+    """A folder like ``theirs`` whose matrices but embedding and head are in FP8; and what they stand for, by name."""
+    tensors, generator, exact = tensors_of(theirs), torch.Generator().manual_seed(0), {}
+    for name in [name for name, tensor in tensors.items() if tensor.ndim == 2 and ".layers." in name]:
+        weight = tensors[name].float().to(torch.float8_e4m3fn)
+        sizes = [-(-n // block) for n in weight.shape]
+        scales = 0.1 + torch.rand(*sizes, generator=generator)
+        spread = scales.repeat_interleave(block, 0).repeat_interleave(block, 1)[: len(weight), : weight.shape[1]]
+        exact[name] = (weight.float() * spread).to(torch.bfloat16)
+        tensors |= {name: weight, f"{name}_scale_inv": scales}
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [block, block]}
+    content = read_hf_config(theirs) | {"quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(content))
+    return exact
+
+
+@pytest.mark.parametrize("kind", ["deepseek-v3", "llama2"])
+def test_weights_in_fp8_are_read_and_written_as_bf16(kind: str, tmp_path: Path) -> None:
+    """Blocks of 12 do not divide the matrices, as 128 does not divide DeepSeek's key/value projection of 576 rows."""
+    theirs = save_theirs(kind, tmp_path / "theirs", torch.bfloat16)
+    exact = in_fp8(theirs, tmp_path / "fp8", 12)
+    assert len(exact) > 4
+    with open_hf(tmp_path / "fp8") as weights:
+        assert "weights in FP8 are read as bf16" in weights.notes
+        part = torch.empty(9, 7, dtype=torch.bfloat16)
+        weights.read_into("layers.0.attention.output.weight", (5, 6), part)
+    assert torch.equal(part, exact["model.layers.0.self_attn.o_proj.weight"][5:14, 6:13])
+    back = to_hf(to_smp(tmp_path / "fp8", tmp_path / "ours"), tmp_path / "back", tmp_path / "fp8")
+    written = tensors_of(back)
+    assert written.keys() == tensors_of(theirs).keys() and "quantization_config" not in read_hf_config(back)
+    for name, tensor in exact.items():
+        assert written[name].dtype == torch.bfloat16 and torch.equal(written[name], tensor), name
+
+
+@pytest.mark.parametrize("spoil", ["scales are missing", "weight is missing", "scales of another shape"])
+def test_fp8_without_its_scales_is_refused(spoil: str, tmp_path: Path) -> None:
+    folder, name = tmp_path / "fp8", "model.layers.0.self_attn.o_proj.weight"
+    in_fp8(save_theirs("llama2", tmp_path / "theirs", torch.bfloat16), folder, 12)
+    tensors = tensors_of(folder)
+    if spoil == "weight is missing":
+        del tensors[name]
+    elif spoil == "scales are missing":
+        del tensors[f"{name}_scale_inv"]
+    else:
+        tensors[f"{name}_scale_inv"] = torch.ones(1, 1)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"{name}.* and its scales are no matrix in FP8"):
+        open_hf(folder)

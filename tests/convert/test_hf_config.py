@@ -33,6 +33,7 @@ def test_named_sizes_there_and_back(name: str) -> None:
     content = to_hf(config, "bfloat16")
     assert architecture(from_hf(content)) == architecture(config)
     family = {
+        "gpt-oss": "GptOss",
         "qwen3-30b": "Qwen3Moe",
         "qwen3-235b": "Qwen3Moe",
         "gpt": "GPT2LMHeadModel",
@@ -133,7 +134,8 @@ def test_windows_in_some_layers() -> None:
     ("changes", "message"),
     [
         ({"model_type": "mistral"}, "there: LlamaForCausalLM with the model_type mistral is a contradiction"),
-        ({"quantization_config": {"quant_method": "fp8"}}, r"weights are quantized \(quantization_config\)"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"weights are quantized \(quantization_config, fp8\)"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"weights are quantized \(quantization_config, awq\)"),
         ({"rope_theta": "10000"}, "rope_theta '10000' is not a number"),
         ({"rope_theta": None}, "rope_theta None is not a number"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps nan is not a number"),
@@ -351,7 +353,11 @@ def test_what_these_families_have_beyond_is_refused(name: str, changes: dict[str
     [
         ("OPTForCausalLM", {"do_layer_norm_before": False}, "do_layer_norm_before False is not supported"),
         ("OPTForCausalLM", {"word_embed_proj_dim": 512}, "word_embed_proj_dim 512 is not supported, only 1024"),
-        ("Phi3ForCausalLM", {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "type 'longrope'"),
+        (
+            "Phi3ForCausalLM",
+            {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}},
+            "RoPE of type longrope without a list short_factor",
+        ),
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, "no_rope_layers [1] is no list of a 0 or 1 for each layer"),
         ("GraniteForCausalLM", {"logits_scaling": 0}, "logits_scaling 0 is not supported, only above 0"),
         ("MptForCausalLM", {}, "it has ALiBi slopes of its own"),

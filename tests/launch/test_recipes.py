@@ -163,7 +163,7 @@ def test_qlora_is_lora_on_weights_in_4_bits(v1: str) -> None:
     ("word", "message"),
     [
         ("recipes.model.num_attention_heads=3", "not divisible by --num-attention-heads 3"),
-        ("recipes.model.model_type=deepseek_r1", "weights in FP8"),
+        ("recipes.model.model_type=llama_v4", "experts whose input is weighted"),
         ("recipes.model.moe=true", "needs num_local_experts beside it"),
         ("recipes.model.tensor_model_paralel_degree=2", "did you mean model.tensor_model_parallel_degree?"),
         ("recipes.model.shard_degree=3", "hybrid_shard_degree 3"),

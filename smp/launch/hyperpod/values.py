@@ -17,6 +17,11 @@ _MODULES = {
     "gate_proj": "gate",
     "up_proj": "up",
     "down_proj": "down",
+    # of latent attention
+    "q_a_proj": "query_down",
+    "q_b_proj": "query_up",
+    "kv_a_proj_with_mqa": "key_value_down",
+    "kv_b_proj": "key_value_up",
 }
 SMP_COEFFICIENT = 1e-3
 """Of SMP v2's auxiliary losses of experts, which its recipes cannot change."""
@@ -24,6 +29,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama_v3": {},
     "mistral": {},
     "mixtral": {},
+    "deepseek_r1": {},
     "deepseek_r1_llama_v3": {},
     "deepseek_r1_qwen_v2": {"add_qkv_bias": True},
     "qwen_v2": {"add_qkv_bias": True},
@@ -38,7 +44,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 SIZES = {"tiiuae/falcon-7b": "falcon-7b"}
 """Folders of the Hugging Face hub whose architecture a recipe trains from the beginning, and the size of that name."""
 _MISSING_FAMILIES = {
-    "deepseek_r1": "weights in FP8 read from its files",
     "llama_v4": "experts whose input is weighted",
 }
 
