@@ -37,7 +37,7 @@ MODELS = {
     | {
         **{"softmax_type": "learnable", "window_size": 5, "window_attn_skip_freq": "2", "disable_bias_linear": False},
         **{"swiglu": False, "quick_geglu": True, "activation_func_clamp_value": 0.5, "glu_linear_offset": 1.0},
-        **{"num_experts": 4},
+        **{"num_experts": 4, "moe_ffn_hidden_size": 24},
     },
     "olmo": SIZES | {"norm_placement": "post", "qk_layernorm": True, "qk_layernorm_across_heads": True},
     "command": SIZES | {"rotary_interleaved": True, "no_rope_freq": "2", "logit_scale": 2.0},
