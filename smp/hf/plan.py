@@ -12,7 +12,18 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from smp.config.schema import ConfigError
 from smp.hf.adapters import base_of, target_of, with_adapters
-from smp.hf.rows import COLUMN, DIVIDE, EMBEDDING, REPLICATE, ROW, STYLES, SUMMED, pattern_of, rows_of
+from smp.hf.rows import (
+    COLUMN,
+    DIVIDE,
+    EMBEDDING,
+    EMBEDDING_COLUMNS,
+    REPLICATE,
+    ROW,
+    STYLES,
+    SUMMED,
+    pattern_of,
+    rows_of,
+)
 
 _DROPOUTS = (
     "activation_dropout",
@@ -67,8 +78,8 @@ def make_plan(model: nn.Module, given: Mapping[str, str] | None, tp_size: int, t
         style = REPLICATE if name in whole else rows.get(pattern_of(name), rows.get(name))
         if style in (*COLUMN, *ROW):
             plan.steps[name] = _linear(model, name, module, style, tp_size, tp_rank, plan)
-        elif style == EMBEDDING:
-            plan.steps[name] = _embedding(name, module, tp_size)
+        elif style in (EMBEDDING, EMBEDDING_COLUMNS):
+            plan.steps[name] = _embedding(name, module, style, tp_size)
         elif style is not None and style not in STYLES:
             raise ConfigError(f"{name}: smp.transform has no style {style}; {_leave_whole(name)}")
         elif own := _own(module):
@@ -175,9 +186,13 @@ def _heads_of_vocabulary(model: Any) -> set[str]:
     return {name for name, module in model.named_modules() if module is head}
 
 
-def _embedding(name: str, module: nn.Module, tp_size: int) -> Step:
+def _embedding(name: str, module: nn.Module, style: str, tp_size: int) -> Step:
     if not isinstance(module, nn.Embedding) or _own(module) != ["weight"]:
-        raise ConfigError(f"{name}: {EMBEDDING} is for nn.Embedding, this is {type(module).__name__}")
+        raise ConfigError(f"{name}: {style} is for nn.Embedding, this is {type(module).__name__}")
+    if style == EMBEDDING_COLUMNS:
+        if module.embedding_dim % tp_size:
+            raise ConfigError(f"{name}: {module.embedding_dim} columns are not divisible by {tp_size}")
+        return Step(style, {"weight": 1})
     if module.max_norm is not None:
         raise ConfigError(f"{name}: max_norm changes rows that other ranks hold; {_leave_whole(name)}")
     rows = module.num_embeddings

@@ -10,6 +10,7 @@ colwise_gather_output             ... and all get all columns
 rowwise                           each has some of the input columns; the results are summed
 rowwise_split_input               ... of an input that all have
 embedding_rowwise                 each has some rows of a table, the results are summed
+embedding_colwise                 each has some columns of a table and keeps them
 replicated_with_grad_allreduce    all have the weight and use it on their own heads: gradients are summed
 replicate                         all compute the same, in the module and all below it
 divide                            the pattern names a number that a module keeps (of heads): it is divided
@@ -30,13 +31,35 @@ COLUMN = ("colwise", "colwise_gather_output")
 ROW = ("rowwise", "rowwise_split_input")
 EMBEDDING = "embedding_rowwise"
 SUMMED = "replicated_with_grad_allreduce"
+EMBEDDING_COLUMNS = "embedding_colwise"
 REPLICATE = "replicate"
 DIVIDE = "divide"
-STYLES = (*COLUMN, *ROW, EMBEDDING, SUMMED, REPLICATE, DIVIDE)
+STYLES = (*COLUMN, *ROW, EMBEDDING, EMBEDDING_COLUMNS, SUMMED, REPLICATE, DIVIDE)
 _OLD_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 
-# Families that transformers has no plan for, by model_type. GPT-2's fused query, key and value lie in thirds, so each
-# rank computes some columns of the product and all compute the attention.
+
+def _attention(where: str, output: str, heads: str | None, names: str = "q_proj k_proj v_proj") -> dict[str, str]:
+    rows = {f"{where}.{name}": "colwise" for name in names.split()} | {f"{where}.{output}": "rowwise"}
+    return rows | ({f"{where}.{heads}": DIVIDE} if heads else {})
+
+
+def _t5(side: str) -> dict[str, str]:
+    layer = f"{side}.block.*.layer.*"
+    dense = dict.fromkeys((f"{layer}.DenseReluDense.{name}" for name in ("wi", "wi_0", "wi_1")), "colwise")
+    rows = {f"{side}.embed_tokens": EMBEDDING, f"{layer}.DenseReluDense.wo": "rowwise"} | dense
+    for attention in ("SelfAttention", "EncDecAttention"):
+        rows |= _attention(f"{layer}.{attention}", "o", "n_heads", "q k v")
+    return rows | {f"{layer}.SelfAttention.relative_attention_bias": EMBEDDING_COLUMNS}  # a column per head
+
+
+def _whisper(layer: str) -> dict[str, str]:
+    rows = {f"{layer}.fc1": "colwise", f"{layer}.fc2": "rowwise", f"{layer}.final_layer_norm": REPLICATE}
+    for attention in ("self_attn", "encoder_attn"):
+        rows |= _attention(f"{layer}.{attention}", "out_proj", "num_heads")
+        rows |= {f"{layer}.{attention}_layer_norm": REPLICATE}
+    return rows
+
+
 OWN: dict[str, dict[str, str]] = {
     "bert": {
         "bert.encoder.layer.*.attention.self.query": "colwise",
@@ -49,6 +72,11 @@ OWN: dict[str, dict[str, str]] = {
         "bert.encoder.layer.*.output.dense": "rowwise",
         "bert.embeddings.word_embeddings": "replicate",  # the head's too, whose bias another module has as well
         "cls.predictions.decoder": "replicate",
+    },
+    "clip_vision_model": {
+        **_attention("encoder.layers.*.self_attn", "out_proj", None),
+        "encoder.layers.*.mlp.fc1": "colwise",
+        "encoder.layers.*.mlp.fc2": "rowwise",
     },
     "gpt2": {
         "transformer.h.*.attn.c_attn": "colwise_gather_output",
@@ -67,16 +95,16 @@ OWN: dict[str, dict[str, str]] = {
         "model.decoder.layers.*.fc2": "rowwise",
         "model.decoder.layers.*.final_layer_norm": "replicate",
     },
+    "t5": _t5("encoder") | _t5("decoder"),
     "vit": {
-        "vit.layers.*.attention.q_proj": "colwise",
-        "vit.layers.*.attention.k_proj": "colwise",
-        "vit.layers.*.attention.v_proj": "colwise",
-        "vit.layers.*.attention.num_attention_heads": "divide",
-        "vit.layers.*.attention.o_proj": "rowwise",
+        **_attention("vit.layers.*.attention", "o_proj", "num_attention_heads"),
         "vit.layers.*.mlp.fc1": "colwise",
         "vit.layers.*.mlp.fc2": "rowwise",
     },
+    "whisper": _whisper("model.encoder.layers.*") | _whisper("model.decoder.layers.*"),
 }
+"""Families that transformers has no plan for, by model_type. GPT-2's fused query, key and value lie in thirds, so each
+rank computes some columns of the product and all compute the attention."""
 
 
 def pattern_of(name: str) -> str:

@@ -17,6 +17,14 @@ transformers = pytest.importorskip("transformers")
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 BERT = {"vocab_size": 96, "max_position_embeddings": 32, **_SIZES, **_NO_DROPOUT}
+T5 = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+WHISPER = {
+    **{"vocab_size": 96, "num_mel_bins": 8, "d_model": 32, "max_source_positions": 12, "max_target_positions": 16},
+    **{f"{side}_layers": 2 for side in ("encoder", "decoder")},
+    **{f"{side}_attention_heads": 4 for side in ("encoder", "decoder")},
+    **{f"{side}_ffn_dim": 64 for side in ("encoder", "decoder")},
+    **{"dropout": 0.0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
+}
 VIT = {"image_size": 16, "patch_size": 8, "num_labels": 5, **_SIZES, **_NO_DROPOUT}
 
 
@@ -34,11 +42,34 @@ def _vit() -> tuple[Any, dict[str, torch.Tensor]]:
     return model, {"pixel_values": pixels, "labels": torch.tensor([1, 4])}
 
 
+def _clip() -> tuple[Any, dict[str, torch.Tensor]]:
+    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    config = transformers.CLIPVisionConfig(image_size=16, patch_size=8, **_SIZES)
+    return transformers.CLIPVisionModel(config), {"pixel_values": pixels}
+
+
+def _t5(kind: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    ids = torch.randint(3, 96, (2, 10), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(10) < torch.tensor([[10], [7]])).long()
+    gated = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False} if kind == "gated" else {}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**T5, **gated, decoder_start_token_id=0))
+    return model, {"input_ids": ids, "attention_mask": mask, "labels": ids[:, :6].contiguous()}
+
+
+def _whisper() -> tuple[Any, dict[str, torch.Tensor]]:
+    sound = torch.randn(2, 8, 24, generator=torch.Generator().manual_seed(0))
+    labels = torch.randint(3, 96, (2, 7), generator=torch.Generator().manual_seed(1))
+    model = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**WHISPER))
+    return model, {"input_features": sound, "labels": labels}
+
+
 def _observe(model: Any, data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     out = model.train()(**data)
-    out.loss.backward()
+    logits = out.logits if "logits" in out else out.pooler_output
+    loss = out.loss if "loss" in out else (logits * torch.linspace(-1, 1, logits.shape[-1])).sum()
+    loss.backward()
     gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    return {"the loss": out.loss.detach().view(1), "the logits": out.logits.detach(), **gradients}
+    return {"the loss": loss.detach().view(1), "the logits": logits.detach(), **gradients}
 
 
 def _compare(rank: int, world_size: int) -> list[tuple[str, int, float, str]]:
@@ -46,6 +77,10 @@ def _compare(rank: int, world_size: int) -> list[tuple[str, int, float, str]]:
         "BERT, masked": lambda: _bert("BertForMaskedLM"),
         "BERT, classes": lambda: _bert("BertForSequenceClassification"),
         "ViT": _vit,
+        "CLIP vision": _clip,
+        "T5": lambda: _t5("relu"),
+        "T5, gated, head of its own": lambda: _t5("gated"),
+        "Whisper": _whisper,
     }
     results = []
     for name, make in makers.items():
@@ -66,4 +101,4 @@ def _compare(rank: int, world_size: int) -> list[tuple[str, int, float, str]]:
 
 def test_encoders_equal_one_process() -> None:
     for results in run_distributed(_compare, 4):
-        assert len(results) == 6 and all(error <= 1e-5 for *_, error, _ in results), results
+        assert len(results) == 14 and all(error <= 1e-5 for *_, error, _ in results), results
