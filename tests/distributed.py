@@ -86,7 +86,12 @@ def forkserver() -> Any:
 
 
 def run_distributed(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 270.0, device: str = "cpu"
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 270.0,
+    device: str = "cpu",
+    preloaded: bool = True,
 ) -> list[Any]:
     """Call ``fn(rank, world_size, *args)`` on every rank and return the results in rank order.
 
@@ -95,12 +100,13 @@ def run_distributed(
         world_size: number of processes.
         timeout: seconds until all processes are killed; with what comes after them it is less than pytest's limit.
         device: cpu, or cuda: each rank has a GPU, and tensors there go through NCCL.
+        preloaded: False for what has to see an import, each rank then starts as a new interpreter.
 
     Raises:
         RuntimeError: with the traceback of every rank that failed, and of those that never answered how they ended or
             where their threads stand.
     """
-    context = forkserver()
+    context = forkserver() if preloaded else multiprocessing.get_context("spawn")
     pipes = [context.Pipe() for _ in range(world_size)]  # one each: no lock that a killed rank could hold
     with tempfile.TemporaryDirectory() as folder:
         common = dict(os.environ), device, fn, args

@@ -188,7 +188,12 @@ def command(given: Any, flags: Sequence[str], best: Candidate, device: Device) -
     nodes, each = -(-given.gpus // device.devices_per_node), min(given.gpus, device.devices_per_node)
     several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if nodes > 1 else ""
     batch = [] if "--global-batch-size" in flags else [f"--global-batch-size {best.config.data.global_batch_size}"]
-    start = f"torchrun {several}--nproc-per-node {each} pretrain_gpt.py"
+    threads = ""
+    if given.gpu == CPU:
+        from smp.planner.measured import threads_of
+
+        threads = f"OMP_NUM_THREADS={threads_of(each)} "  # as measured; torchrun would set 1
+    start = f"{threads}torchrun {several}--nproc-per-node {each} pretrain_gpt.py"
     return " ".join([start, *flags, *batch, best.flags]).rstrip()
 
 

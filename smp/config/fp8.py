@@ -84,6 +84,11 @@ def _check_gather(parallel: ParallelConfig, layout: Layout) -> None:
         f"--fp8-param-gather: --data-parallel-collectives {parallel.data_parallel_collectives} has gathers of its own; "
         "flat works",
     )
+    require(
+        parallel.zero_hpz_partition_size == 1,
+        f"--fp8-param-gather: --zero-hpz-partition-size {parallel.zero_hpz_partition_size} has gathers of its own; "
+        "leave out one of them",
+    )
 
 
 def _check_tokens(config: Config, layout: Layout) -> None:

@@ -144,7 +144,8 @@ class MergedWeights(Weights):
         whole = torch.empty(shape[0], stored.shape[1], dtype=stored.dtype)
         self.base.read_into(name, (row, 0), whole)
         added = _added(whole, self.adapters[name], (row, 0))
-        scale = magnitude[row : row + shape[0]] / torch.linalg.vector_norm(added, dim=1)
+        norms = torch.linalg.vector_norm(added, dim=1)
+        scale = magnitude[row : row + shape[0]] / torch.where(norms > 0, norms, 1.0)  # a row of zeros stays one
         return added[:, column : column + shape[1]] * scale[:, None]
 
     def fingerprint(self) -> Any:

@@ -77,9 +77,9 @@ def _of_layers(config: ModelConfig) -> dict[str, Any]:
     windows, turned = ([getattr(layer, name) is not None for layer in layers] for name in ("window", "rope"))
     local = config.rotary_base_local
     same = local == config.rotary_base and not config.use_rope_scaling
-    factors: tuple[tuple[float, ...], ...] | tuple[None, None] = (None, None)
+    factors: tuple[str | None, ...] = (None, None)
     if config.use_rope_scaling and config.rope_scaling_type == "longrope":
-        factors = longrope_factors(config)
+        factors = tuple(" ".join(map(str, numbers)) for numbers in longrope_factors(config))
     usual = config.kv_channels is not None and config.softmax_scale == config.kv_channels**-0.5
     return {
         "window_attn_skip_freq": skip_pattern(windows, ones=True) if any(windows) else None,

@@ -54,6 +54,8 @@ def read_adapters(folder: str | Path, config: ModelConfig, family: Family) -> tu
     of_experts = _experts(content, config, family, found, folder)
     if strange := sorted(found.keys() - modules.keys()):
         raise CheckpointError(f"{folder / TENSORS}: {strange[0]} is no linear layer of this model")
+    if alone := sorted(magnitudes.keys() - found.keys()):
+        raise CheckpointError(f"{folder / TENSORS}: the magnitude of {alone[0]} has no adapter")
     if missing := [module for module in _targets(content, modules, folder) if module not in found]:
         raise CheckpointError(
             f"{folder / TENSORS} has no adapter for {missing[0]}, which its target_modules choose: it belongs to "

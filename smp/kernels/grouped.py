@@ -44,7 +44,7 @@ def grouped_weight_gradient(grad: torch.Tensor, x: torch.Tensor, counts: torch.T
 
 def add_rows_of_groups(y: torch.Tensor, bias: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """(n, out) sorted by expert plus the row of each one's expert, (experts, out). Its gradient is a grouped product
-    with ones: sums in fp32 in one order, without atomics."""
+    with ones: summed in fp32 in one order, without atomics (of gradients in TF32, where fp32 products are)."""
     return _AddRows.apply(y, bias, counts)
 
 

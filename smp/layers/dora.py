@@ -62,7 +62,9 @@ def with_magnitude(
     """A layer's product and its adapter's together, (tokens, ..., out), scaled to the trained row norms (out,);
     the other arguments are those of :func:`row_norms`."""
     norms = row_norms(weight, *factors, scale, cut_over)
-    return y * (magnitude.to(norms.dtype) / norms).to(y.dtype)
+    norms = torch.where(norms > 0, norms, 1.0)  # a row of zeros stays one
+    # not rounded to bf16 before the product: all outputs of a row would be off alike
+    return (y.to(norms.dtype) * (magnitude.to(norms.dtype) / norms)).to(y.dtype)
 
 
 def matrix_of(layer: Any, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -99,9 +99,6 @@ def _tokens(model: GPT, prompt: Sequence[int], total: int, sampling: Sampling, e
     text, done = list(prompt), 0  # all tokens, and how many of them the model has seen
     with cached(model, total):
         while len(text) < total:
-            if done and len(text) == _other_rope_from(model.config):
-                _forget(model)  # keys were rotated by the frequencies of shorter texts
-                done = 0
             new = text[done : done + PIECE]
             position_ids = torch.arange(done, done + len(new), device=device)[None]
             lengths = torch.full_like(position_ids, len(text))
@@ -115,6 +112,9 @@ def _tokens(model: GPT, prompt: Sequence[int], total: int, sampling: Sampling, e
                 return
             yield choice
             text.append(choice)
+            if len(text) == _other_rope_from(model.config):
+                _forget(model)  # keys were rotated by the frequencies of shorter texts
+                done = 0
 
 
 def _other_rope_from(config: ModelConfig) -> int | None:

@@ -88,9 +88,12 @@ def gather_in_fp8(model: nn.Module) -> None:
 
 
 def _parts_of(unit: FSDPModule) -> list[Part]:
-    """Of the parameters that a unit gathers, in their order."""
+    """Of the parameters that a unit gathers, in their order; nothing of one that is not cut: FSDP then calls no gather,
+    and its layers have to note the maxima of their weights themselves."""
     group: Any = unit._get_fsdp_state()._fsdp_param_group
-    params: Iterable[Any] = () if group is None else group.fsdp_params
+    if group is None or group._all_gather_process_group.size() == 1:
+        return []
+    params: Iterable[Any] = group.fsdp_params
     sized = [(param._sharded_param_data.numel(), _scaling_of(param._module_info)) for param in params]
     ends = list(itertools.accumulate(size for size, _ in sized))
     return [Part(end - size, end, scaling) for end, (size, scaling) in zip(ends, sized, strict=True)]

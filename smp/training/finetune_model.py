@@ -162,6 +162,10 @@ def tune(model: GPT, config: Config, plan: AdapterPlan | None, *, trainable: boo
     lora = config.lora
     assert lora is not None, "settings of a fine-tuning run"
     if plan is not None:
+        if plan.dora and config.parallel.fp8_param_gather:
+            raise ConfigError(
+                "--fp8-param-gather: adapters with use_dora take norms of weights, which would be rounded; leave it out"
+            )
         attach(model, plan.sizes, dropout=lora.lora_dropout or 0.0, seed=config.training.seed, dora=plan.dora)
     if not trainable:
         model.requires_grad_(False)

@@ -19,9 +19,11 @@ from smp.launch import get_recipe, list_recipes
 from smp.launch.cli import main, prepare
 from smp.launch.compose import compose
 from smp.launch.hyperpod import KEYS, flatten, translate
+from smp.launch.hyperpod.values import FAMILIES
 from smp.launch.job import Job
 from smp.launch.recipe import Recipe, read_recipe
 from smp.launch.yaml_text import load_text
+from smp.models.presets import PRESETS
 
 ROOT = Path(__file__).parents[2]
 
@@ -378,3 +380,13 @@ def test_random_overrides(name: str, cluster: str, overrides: list[tuple[str, st
 @given(*CASES)
 def test_ten_thousand_random_overrides(name: str, cluster: str, overrides: list[tuple[str, str, str]]) -> None:
     check_random(name, cluster, overrides)
+
+
+def test_a_family_with_settings_of_its_own_is_the_named_size() -> None:
+    """What a recipe of GPT-OSS does not say is as in the model of that name: a window in every other layer, sinks."""
+    named = PRESETS["gpt-oss-20b"]
+    assert {name: named.get(name) for name in FAMILIES["gpt_oss"]} == FAMILIES["gpt_oss"]
+    said_by_recipes = {"vocab_size", "max_position_embeddings", "norm_epsilon", "rotary_base"}
+    shape = {"num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size"}
+    left = named.keys() - FAMILIES["gpt_oss"].keys() - said_by_recipes - shape
+    assert {name for name in left if not name.startswith(("moe_", "num_experts"))} == set()

@@ -27,6 +27,11 @@ MODELS = {
     "rope": SIZES,
     "latent": SIZES | LATENT,
     "window": SIZES | {"window_size": 5},
+    "longrope": SIZES  # the text grows past 22 tokens, also where it goes through in pieces
+    | {
+        **{"use_rope_scaling": True, "rope_scaling_type": "longrope", "rope_original_max_position": 22},
+        **{"longrope_short_factor": "1 1 1.5 2", "longrope_long_factor": "1 2 4 8"},
+    },
     "learned positions": SIZES | GPT2,
     "gemma": SIZES
     | {

@@ -134,6 +134,7 @@ def gathering_cases() -> list[Case]:
         _row("delayed", "shard", "none", "plain", fp8_gather=True),
         _row("tensorwise", "shard", "full", fp8_gather=True),
         _row("tensorwise", "experts of two ranks", "none", "experts", fp8_gather=True),
+        _row("delayed", "experts of two ranks", "none", "experts", fp8_gather=True),
     ]
 
 

@@ -183,7 +183,9 @@ def test_this_machines_processor_is_planned_with_times_of_calls(
     decided = "--pipeline-model-parallel-size 1 --data-parallel-sharding-strategy optim"
     assert main(["--gpus", "2", "--gpu", "cpu", *sizes.split(), *decided.split(), "--global-batch-size", "8"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "predicted from times" in lines[0] and lines[-1].startswith("torchrun --nproc-per-node 2 pretrain_gpt.py")
+    assert "predicted from times" in lines[0] and lines[-1].startswith(
+        "OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 pretrain_gpt.py"
+    )
     assert "--micro-batch-size" in lines[-1] and not any("bf16" in line or "recompute" in line for line in lines)
     steps = [float(line.split()[0]) for line in lines if " GB  " in line]
     assert steps == sorted(steps) and steps[0] < steps[-1] and len(steps) > 4

@@ -62,7 +62,7 @@ STEPS = "--train-iters 3 --seq-length 48 --micro-batch-size 2 --global-batch-siz
 FAST = {
     "tp 2 + sp": ("lora", "dpo, full", "fp8, dpo", "dora"),
     "pp 2": ("dpo, lora", "kto, lora", "fp8, reward"),
-    "shard 2": ("kto, full", "reward", "fp8, kto"),
+    "shard 2": ("lora", "kto, full", "reward", "fp8, kto"),
     "replicas 2": ("dpo, table",),
     "tp 2 x pp 2": ("lora, unpacked", "orpo"),
     "shard 2 x tp 2": ("full",),

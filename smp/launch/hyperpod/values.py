@@ -37,6 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {
         **{"kv_channels": 64, "disable_bias_linear": False, "softmax_type": "learnable"},
         **{"swiglu": False, "quick_geglu": True, "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0},
+        **{"window_size": 128, "window_attn_skip_freq": "2"},
         **{"use_rope_scaling": True, "rope_scaling_type": "yarn", "rope_scaling_factor": 32.0},
         **{"rope_original_max_position": 4096, "yarn_truncate": False},
     },

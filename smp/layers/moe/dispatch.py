@@ -79,7 +79,7 @@ class Dispatch:
         places = torch.arange(len(chosen), device=chosen.device) - (counts.cumsum(0) - counts).index_select(0, of_row)
         slot = (of_row * slots + places).clamp(max=rows)  # what is dropped: behind all
         order = torch.full((rows + 1,), len(chosen), dtype=torch.int64, device=chosen.device)
-        order = order.scatter_(0, slot, first).index_fill_(0, torch.tensor([rows], device=chosen.device), len(chosen))
+        order.scatter_(0, slot, first)[rows:].fill_(len(chosen))
         inverse = F.pad(torch.empty_like(slot).scatter_(0, first, slot), (0, k), value=rows)
         ranks = 1 if group is None else group.size
         own = num_experts // ranks
