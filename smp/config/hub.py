@@ -53,7 +53,7 @@ def on_this_machine(name: str, kind: Kind, flag: str) -> str:
             repo_type="dataset" if kind == "dataset" else "model",
             revision=revision or None,
             allow_patterns=chosen,
-            ignore_patterns=_COPIES,
+            ignore_patterns=_COPIES if kind == "model" else None,
         )
     except Exception as error:  # of the hub, of the network, or of the disk
         why = " ".join(str(error).split()).partition(". ")[0][:200] or type(error).__name__

@@ -42,6 +42,8 @@ def test_every_setting_that_names_a_folder_takes_one(asked: list[tuple[str, dict
     chosen = {name: options["allow_patterns"] for name, options in asked}
     assert chosen["me/data"] == ["train-*.parquet"]
     assert "*.safetensors" in chosen["me/model"] and "*.safetensors" not in chosen["me/tok"]
+    ignored = {name: options["ignore_patterns"] for name, options in asked}
+    assert ignored["me/model"] and ignored["me/data"] is None  # a data set may well have a folder "original"
 
 
 def test_other_paths_stay_and_ask_nobody(asked: list[tuple[str, dict[str, Any]]]) -> None:
