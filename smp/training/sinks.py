@@ -33,8 +33,12 @@ class Sink(Protocol):
     def log(self, iteration: int, scalars: Scalars) -> None:
         """Write one record."""
 
-    def close(self) -> None:
-        """Write what is buffered and close."""
+    def close(self, failed: bool = False) -> None:
+        """Write what is buffered and close.
+
+        Args:
+            failed: the run ended with an error.
+        """
 
 
 def open_sinks(config: LoggingConfig, iteration: int) -> list[Sink]:
@@ -144,7 +148,7 @@ class JsonlSink:
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         self._file.close()
 
 
@@ -216,7 +220,7 @@ class TensorBoardSink:
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, iteration)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         self._writer.close()
 
 
@@ -244,5 +248,5 @@ class WandbSink:
     def log(self, iteration: int, scalars: Scalars) -> None:
         self._run.log({"iteration": iteration, **scalars})
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         self._run.finish()
