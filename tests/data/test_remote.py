@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from smp.config import Config
+from smp.config.blend import is_text
 from smp.config.resolve import check_files
 from smp.config.schema import ConfigError, DataConfig
 from smp.data import remote
@@ -221,15 +222,15 @@ def test_files_of_a_pattern_have_urls_that_lead_to_them(tmp_path: Path, monkeypa
         f"file://{tmp_path}/{name}.jsonl" for name in ("a", "b")
     ]
 
-    class Host(fsspec.implementations.memory.MemoryFileSystem):
-        """Its names have no host, as those of sftp."""
-
-        def glob(self, path: str, **_: object) -> list[str]:
-            return [path.replace("*", "a")]
-
-    files = Host()
+    files = fsspec.filesystem("memory")  # its names have no host, as those of sftp
+    monkeypatch.setattr(files, "glob", lambda path: [path.replace("*", "a")])
     monkeypatch.setattr(remote, "_system", lambda url: (files, "/" + url.split("://")[1].partition("/")[2]))
     assert [file.url for file in expand("sftp://host/d/*.jsonl")] == ["sftp://host/d/a.jsonl"]
     monkeypatch.setattr(files, "glob", lambda path: ["elsewhere/a.jsonl"])
     with pytest.raises(ValueError, match=r"^sftp://host/d/\*\.jsonl: patterns .* name each file$"):
         expand("sftp://host/d/*.jsonl")
+
+
+def test_the_query_of_a_url_does_not_hide_its_kind() -> None:
+    assert is_text("https://h/x.jsonl?sig=1") and is_text("https://h/x.jsonl.gz?sig=a/b.c")
+    assert not is_text("https://h/x?name=y.json") and is_text("s3://b/x?.jsonl")
