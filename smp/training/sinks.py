@@ -14,7 +14,7 @@ from typing import IO, Any, Protocol
 from smp.config import Config, ConfigError, LoggingConfig
 from smp.config.commands import pip_install
 from smp.training.mlflow_sink import MlflowSink
-from smp.training.run_record import STARTS
+from smp.training.run_record import STARTS, without_credentials
 
 METRICS = "metrics.jsonl"
 """Name of the file of records in --log-dir."""
@@ -93,7 +93,8 @@ def earlier_records(config: Config, iteration: int) -> list[str]:
         notes.append(
             f"note: --log-dir {folder} holds {moved} records of {whose}: they move to {_superseded(path).name}"
         )
-    own = {os.path.realpath(path) for path in (config.checkpoint.save, config.checkpoint.load) if path}
+    paths = (config.checkpoint.save, config.checkpoint.load)
+    own = {os.path.realpath(without_credentials(path)) for path in paths if path}
     other = _last_save(starts)
     if moved < len(lines) and other is not None and os.path.realpath(other) not in own:
         notes.append(
