@@ -183,6 +183,8 @@ class _Stream(io.RawIOBase):
 def _named(error: Exception, url: str) -> RemoteError:
     """Stores raise errors of their own libraries, too. The number tells a reader of text that it is not the text."""
     said = " ".join(str(getattr(error, "strerror", None) or error).split()) or type(error).__name__
+    if isinstance(error, FileNotFoundError):  # whose text is often but the name
+        said = "no such file"
     return RemoteError(getattr(error, "errno", None) or errno.EIO, said, url)
 
 
