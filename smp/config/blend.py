@@ -25,6 +25,8 @@ class BlendPart:
 
 def is_text(path: str) -> bool:
     """Whether a data path names a file of text, and not the prefix of a tokenized data set."""
+    if path.startswith(("http://", "https://")):  # elsewhere ? is a letter of a name
+        path = path.partition("?")[0]
     for suffix in COMPRESSED_SUFFIXES:
         path = path.removesuffix(suffix)
     return path.endswith(TEXT_SUFFIXES)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -53,7 +55,7 @@ def on_this_machine(name: str, kind: Kind, flag: str) -> str:
             repo_type="dataset" if kind == "dataset" else "model",
             revision=revision or None,
             allow_patterns=chosen,
-            ignore_patterns=_COPIES,
+            ignore_patterns=_COPIES if kind == "model" else None,
         )
     except Exception as error:  # of the hub, of the network, or of the disk
         why = " ".join(str(error).split()).partition(". ")[0][:200] or type(error).__name__
@@ -62,6 +64,10 @@ def on_this_machine(name: str, kind: Kind, flag: str) -> str:
             f"{flag} {name} is not on this machine and cannot be fetched ({why}); where there is a network: "
             f"hf download {repository}{data} --local-dir FOLDER, then {flag} FOLDER"
         ) from None
+    commit = Path(folder).name  # in the library's cache
+    if commit != revision and os.environ.get("RANK", "0") == "0":
+        pinned = f"{PREFIX}{repository}{'/' + files if files else ''}@{commit}"
+        print(f"note: {flag} {name} is commit {commit} now; {pinned} stays with it", file=sys.stderr)
     return str(Path(folder, files)) if files else str(folder)
 
 

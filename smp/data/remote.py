@@ -7,8 +7,11 @@ nothing of the ``.bin`` file is kept on a disk.
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
@@ -23,8 +26,17 @@ from smp.data.cache import NodeCache
 from smp.data.contents import Contents
 from smp.data.indexed_dataset import IndexedDataset
 
-_MARKS = ("ETag", "md5Hash", "content_md5", "Content-MD5", "Digest")
-_TIMES = ("LastModified", "Last-Modified", "last_modified", "mtime", "updated", "created")
+_MARKS = ("etag", "md5hash", "contentmd5", "digest", "lfs", "xethash", "blobid", "generation", "sha")
+_TIMES = ("lastmodified", "modificationtime", "mtime", "updated", "modified", "modify", "created")
+"""What stores call them, in small letters without - and _."""
+_said_size_only = False
+
+
+class RemoteError(OSError):
+    """A store or a server did not do what it was asked. Its text is one line with the URL."""
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
 
 
 def _system(url: str) -> tuple[Any, str]:
@@ -42,18 +54,24 @@ def _system(url: str) -> tuple[Any, str]:
 def expand(pattern: str) -> list[RemoteFile]:
     """The files of a URL, which may be a glob pattern, sorted by name. Raises ValueError when there is none."""
     files, path = _system(pattern)
-    scheme = pattern.split("://")[0]
     try:
-        if not any(mark in path for mark in "*[") and files.exists(path):
-            if files.isdir(path) and not files.isfile(path):
-                raise ValueError(f"{pattern} is a folder: name its files, as {pattern.rstrip('/')}/*.jsonl")
-            return [RemoteFile(pattern)]
-        found = sorted(files.glob(path))
-    except OSError as error:
+        is_one = not any(mark in path for mark in "*[") and files.exists(path)
+        is_folder = is_one and files.isdir(path) and not files.isfile(path)
+        found = [] if is_one else sorted(files.glob(path))
+    except Exception as error:
         raise _named(error, pattern) from error
+    if is_folder:
+        raise ValueError(f"{pattern} is a folder: name its files, as {pattern.rstrip('/')}/*.jsonl")
+    if is_one:
+        return [RemoteFile(pattern)]
     if not found:
         raise ValueError(f"{pattern}: no such file")
-    return [RemoteFile(name if "://" in name else f"{scheme}://{name.lstrip('/')}") for name in found]
+    # a name has lost what stands before it in the URL: the scheme, and of some stores the host
+    before = pattern.removesuffix(path.lstrip("/"))
+    urls = [name if "://" in name else f"{before}{name.lstrip('/')}" for name in found]
+    if _system(urls[0]) != (files, found[0]):
+        raise ValueError(f"{pattern}: patterns cannot be told from names at this store: name each file")
+    return [RemoteFile(url) for url in urls]
 
 
 def local_or_remote(path: str) -> Path | RemoteFile:
@@ -95,12 +113,13 @@ class RemoteFile:
         return self._in_store.with_suffix(suffix)
 
     def open(self, mode: str = "rb") -> BinaryIO:
-        """Read it, some megabytes ahead. Raises OSError, with the URL."""
+        """Read it, some megabytes ahead. Raises OSError, with the URL, also while it is read."""
         files, path = _system(self.url)
         try:
-            return cast(BinaryIO, files.open(path, mode))
-        except OSError as error:
+            file = files.open(path, mode)
+        except Exception as error:
             raise _named(error, self.url) from error
+        return cast(BinaryIO, io.BufferedReader(_Stream(file, self.url), 1 << 20))
 
     @property
     def info(self) -> dict[str, Any]:
@@ -108,7 +127,7 @@ class RemoteFile:
         files, path = _system(self.url)
         try:
             return cast(dict[str, Any], files.info(path))
-        except OSError as error:
+        except Exception as error:
             raise _named(error, self.url) from error
 
     @property
@@ -119,13 +138,54 @@ class RemoteFile:
     @property
     def state(self) -> str:
         """A mark of its contents, or else the time of their last change, or else their size."""
-        info = self.info
+        global _said_size_only
+        info = {key.lower().replace("-", "").replace("_", ""): value for key, value in self.info.items()}
         known = next((str(info[key]) for key in (*_MARKS, *_TIMES) if info.get(key)), "")
+        if not known and not _said_size_only:
+            _said_size_only = True  # not for each file of a store
+            message = "has no ETag or time: a change of the same size is not noticed"
+            print(f"WARNING: {self.url} {message}", file=sys.stderr)
         return f"{info.get('size')} {known}"
 
 
-def _named(error: OSError, url: str) -> OSError:
-    return OSError(error.errno, " ".join(str(error.strerror or error).split()) or type(error).__name__, url)
+class _Stream(io.RawIOBase):
+    """A file of fsspec's, whose errors become those with the URL."""
+
+    def __init__(self, file: Any, url: str) -> None:
+        self._file, self._url = file, url
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return bool(self._file.seekable())
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            read = self._file.read(len(buffer))
+        except Exception as error:
+            raise _named(error, self._url) from error
+        buffer[: len(read)] = read
+        return len(read)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return int(self._file.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._file.tell())
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+
+def _named(error: Exception, url: str) -> RemoteError:
+    """Stores raise errors of their own libraries, too. The number tells a reader of text that it is not the text."""
+    said = " ".join(str(getattr(error, "strerror", None) or error).split()) or type(error).__name__
+    if isinstance(error, FileNotFoundError):  # whose text is often but the name
+        said = "no such file"
+    return RemoteError(getattr(error, "errno", None) or errno.EIO, said, url)
 
 
 class RemoteDataset(IndexedDataset):
@@ -137,7 +197,7 @@ class RemoteDataset(IndexedDataset):
         cache: keeps the index.
 
     Raises:
-        ValueError: a file is missing or of another format.
+        ValueError: a file is missing, cannot be read, or is of another format.
         DamageError: one is truncated, or the two do not belong together.
     """
 
@@ -150,8 +210,11 @@ class RemoteDataset(IndexedDataset):
             raise ValueError(f"{error.filename}: {error.strerror}") from error
 
         def fetch(path: Path) -> None:
-            with index.open() as source, path.open("wb") as target:
-                shutil.copyfileobj(source, target)
+            try:
+                with index.open() as source, path.open("wb") as target:
+                    shutil.copyfileobj(source, target)
+            except RemoteError as error:  # which is not the cache folder's fault
+                raise ValueError(str(error)) from error
 
         name = f"remote-{xxhash.xxh3_64_hexdigest(json.dumps([str(index), state]).encode())}.idx"
         self.idx_path = cache.file(name, fetch)
@@ -181,8 +244,13 @@ class RemoteDataset(IndexedDataset):
         files, path = _system(self.bin.url)
         try:
             raw = files.cat_file(path, start=start * size, end=stop * size) if stop > start else b""
-        except OSError as error:
+        except Exception as error:
             raise _named(error, self.bin.url) from error
+        if len(raw) > (stop - start) * size:
+            raise ValueError(
+                f"{self.bin}: {len(raw)} bytes where {(stop - start) * size} were asked for: its server "
+                "ignores ranges; copy the data set to a disk"
+            )
         if len(raw) != (stop - start) * size:
             raise ValueError(f"{self.bin}: {len(raw)} bytes from token {start} to {stop}: it was cut while in use")
         tokens = np.frombuffer(raw, self.dtype)

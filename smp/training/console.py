@@ -38,6 +38,8 @@ class Console:
     ) -> None:
         self.config, self.layout, self.device = config, layout, device
         self._speaks, self._epoch = rank == 0, epoch
+        self.failed = False
+        """Whether the run ended with an error, for :meth:`close`."""
         self._window: list[StepResult] = []
         self._progress = Progress()
         if not self._speaks:
@@ -150,7 +152,7 @@ class Console:
                 self._report(self._progress)
             self._bar.close()
             for sink in self._sinks:
-                sink.close()
+                sink.close(self.failed)
 
 
 def log_line(config: Config, iteration: int, record: Mapping[str, float]) -> str:

@@ -64,7 +64,7 @@ def launch(config: Config, process: Process, make_parts: Callable[[], RunParts],
         raise
     finally:
         if run is not None:
-            run.close()
+            run.close(failed=outcome.status == "failed")
     _write_outcome(config, process, outcome, started=run is not None)
     if outcome.status in ("done", "requeue"):
         dist.barrier()  # gloo may still be handing back the last result, and aborts a process that exits meanwhile

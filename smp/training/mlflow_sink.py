@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import time
@@ -16,14 +17,17 @@ from smp.config.fields import as_text
 
 _AT_ONCE = 100
 """Parameters or tags of one request, of which a server of MLflow's takes no more."""
+_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+"""Instead of MLflow's own 7 and 120 seconds: all processes wait for the one that logs, within
+--distributed-timeout-minutes."""
 _NOT_IN_NAMES = re.compile(r"[^\w\-. /:]")
 
 
 class MlflowSink:
     """A run of MLflow; a resume continues it, by the id that the first start left in ``folder``.
 
-    A server that does not answer while the run goes on does not end it: that is said at once, and at the end how many
-    records it lacks, which metrics.jsonl has.
+    A server that does not answer while the run goes on does not end it: that is said at once, it is asked no more, and
+    at the end it is said how many records it lacks, which metrics.jsonl has.
 
     Args:
         folder: --log-dir.
@@ -37,6 +41,8 @@ class MlflowSink:
     """
 
     def __init__(self, folder: Path, experiment: str, name: str | None, uri: str | None, iteration: int) -> None:
+        for variable, value in _PATIENCE.items():
+            os.environ.setdefault(variable, value)
         try:
             import mlflow
         except ImportError:
@@ -49,7 +55,7 @@ class MlflowSink:
         known = id_file.read_text().strip() if iteration > 0 and id_file.exists() else None
         try:
             self._client: Any = mlflow.MlflowClient(tracking_uri=uri)
-            self._run = self._continued(known) if known else self._begun(experiment, name)
+            self._run = self._continued(known, experiment, name) if known else self._begun(experiment, name)
         except Exception as error:  # of whichever library reaches the server
             raise ConfigError(f"--mlflow-experiment {experiment}: {_in_one_line(error)}") from None
         id_file.write_text(self._run + "\n")
@@ -60,8 +66,12 @@ class MlflowSink:
         number = self._client.create_experiment(experiment) if found is None else found.experiment_id
         return str(self._client.create_run(number, run_name=name).info.run_id)
 
-    def _continued(self, run: str) -> str:
+    def _continued(self, run: str, experiment: str, name: str | None) -> str:
         self._client.update_run(run, status="RUNNING")
+        info = self._client.get_run(run).info
+        own = self._client.get_experiment(info.experiment_id).name
+        if own != experiment or name not in (None, info.run_name):
+            print(f"note: --mlflow-experiment: the run goes on as {info.run_name} of {own}", file=sys.stderr)
         return run
 
     def start(self, record: Mapping[str, Any]) -> None:
@@ -78,20 +88,23 @@ class MlflowSink:
             self._client.log_batch(self._run, tags=new)
 
     def log(self, iteration: int, scalars: Mapping[str, float]) -> None:
+        if self._lost:
+            self._lost += 1
+            return
         metric, now = self._mlflow.entities.Metric, round(time.time() * 1000)
         batch = [metric(metric_name(name), value, now, iteration) for name, value in scalars.items()]
         try:
             self._client.log_batch(self._run, metrics=batch)
         except Exception as error:
-            if not self._lost:
-                print(f"WARNING: MLflow lacks iteration {iteration}: {_in_one_line(error)}", file=sys.stderr)
-            self._lost += 1
+            why = _in_one_line(error)
+            print(f"WARNING: MLflow lacks iteration {iteration} and what follows: {why}", file=sys.stderr)
+            self._lost = 1
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         if self._lost:
             print(f"WARNING: MLflow lacks {self._lost} records, which metrics.jsonl has", file=sys.stderr)
         try:
-            self._client.set_terminated(self._run)
+            self._client.set_terminated(self._run, status="FAILED" if failed else "FINISHED")
         except Exception as error:
             print(f"WARNING: MLflow was not told of the end of the run: {_in_one_line(error)}", file=sys.stderr)
 

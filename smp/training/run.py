@@ -316,6 +316,7 @@ class Run:
         trainer = self.trainer
         return trainer.model, trainer.optimizer, trainer.progress, loss if iteration == self.iteration else None
 
-    def close(self) -> None:
-        """Close the logs, stop background threads and wait for a background save."""
+    def close(self, failed: bool = False) -> None:
+        """Close the logs, which hear whether it failed, stop background threads and wait for a background save."""
+        self.console.failed = failed
         self._opened.close()

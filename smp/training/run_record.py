@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import re
 import shlex
 import socket
 import subprocess
@@ -32,20 +33,32 @@ def start_record(config: Config, layout: Layout, device: torch.device, iteration
         iteration: where it starts: 0, or the checkpoint's.
 
     Returns:
-        JSON types only. ``git`` is None where the program is not run from a checkout of git.
+        JSON types only. ``git`` is None where the program is not run from a checkout of git. URLs have ``***`` in place
+        of user, password and query.
     """
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "iteration": iteration,
-        "command": shlex.join(sys.orig_argv),
+        "command": without_credentials(shlex.join(sys.orig_argv)),
         "folder": os.getcwd(),
         "host": socket.gethostname(),
         "processes": layout.world_size,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine() + " CPU",
         "versions": {"smp": smp.__version__, "python": platform.python_version(), "torch": torch.__version__},
         "git": _git(Path(smp.__file__).parents[1]),
-        "settings": as_flat_dict(config),
+        "settings": {name: without_credentials(value) for name, value in as_flat_dict(config).items()},
     }
+
+
+def without_credentials(value: Any) -> Any:
+    """A text, or texts of a list, whose URLs lack what lets somebody in: records are read by others."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(without_credentials, value))
+    if not isinstance(value, str):
+        return value
+    # abfs://CONTAINER@ACCOUNT is no secret; a query has a =, a ? alone is of a pattern
+    value = re.sub(r"(?<!abfs)(?<!abfss)://[^/\s?'\"]*@", "://***@", value)
+    return re.sub(r"(://[^\s?'\"]*\?)[^\s'\"]*=[^\s'\"]*", r"\1***", value)
 
 
 def _git(folder: Path) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from typing import IO, Any, Protocol
 from smp.config import Config, ConfigError, LoggingConfig
 from smp.config.commands import pip_install
 from smp.training.mlflow_sink import MlflowSink
-from smp.training.run_record import STARTS
+from smp.training.run_record import STARTS, without_credentials
 
 METRICS = "metrics.jsonl"
 """Name of the file of records in --log-dir."""
@@ -33,8 +33,12 @@ class Sink(Protocol):
     def log(self, iteration: int, scalars: Scalars) -> None:
         """Write one record."""
 
-    def close(self) -> None:
-        """Write what is buffered and close."""
+    def close(self, failed: bool = False) -> None:
+        """Write what is buffered and close.
+
+        Args:
+            failed: the run ended with an error.
+        """
 
 
 def open_sinks(config: LoggingConfig, iteration: int) -> list[Sink]:
@@ -89,7 +93,8 @@ def earlier_records(config: Config, iteration: int) -> list[str]:
         notes.append(
             f"note: --log-dir {folder} holds {moved} records of {whose}: they move to {_superseded(path).name}"
         )
-    own = {os.path.realpath(path) for path in (config.checkpoint.save, config.checkpoint.load) if path}
+    paths = (config.checkpoint.save, config.checkpoint.load)
+    own = {os.path.realpath(without_credentials(path)) for path in paths if path}
     other = _last_save(starts)
     if moved < len(lines) and other is not None and os.path.realpath(other) not in own:
         notes.append(
@@ -144,7 +149,7 @@ class JsonlSink:
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         self._file.close()
 
 
@@ -216,7 +221,7 @@ class TensorBoardSink:
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, iteration)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         self._writer.close()
 
 
@@ -244,5 +249,5 @@ class WandbSink:
     def log(self, iteration: int, scalars: Scalars) -> None:
         self._run.log({"iteration": iteration, **scalars})
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         self._run.finish()

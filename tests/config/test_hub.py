@@ -42,6 +42,8 @@ def test_every_setting_that_names_a_folder_takes_one(asked: list[tuple[str, dict
     chosen = {name: options["allow_patterns"] for name, options in asked}
     assert chosen["me/data"] == ["train-*.parquet"]
     assert "*.safetensors" in chosen["me/model"] and "*.safetensors" not in chosen["me/tok"]
+    ignored = {name: options["ignore_patterns"] for name, options in asked}
+    assert ignored["me/model"] and ignored["me/data"] is None  # a data set may well have a folder "original"
 
 
 def test_other_paths_stay_and_ask_nobody(asked: list[tuple[str, dict[str, Any]]]) -> None:
@@ -51,7 +53,9 @@ def test_other_paths_stay_and_ask_nobody(asked: list[tuple[str, dict[str, Any]]]
     assert not asked
 
 
-def test_a_folder_of_the_librarys_cache_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_the_librarys_cache_needs_no_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With the library itself, which may not connect here."""
     folder = tmp_path / "models--me--model"
     snapshot = folder / "snapshots" / COMMIT
@@ -64,6 +68,10 @@ def test_a_folder_of_the_librarys_cache_needs_no_network(tmp_path: Path, monkeyp
         hub, "snapshot_download", lambda *a, **k: download(*a, **k, cache_dir=tmp_path, local_files_only=True)
     )
     assert Path(on_this_machine("hub:me/model", "model", "--load")) == snapshot
+    said = f"note: --load hub:me/model is commit {COMMIT} now; hub:me/model@{COMMIT} stays with it\n"
+    assert capsys.readouterr().err == said
+    assert Path(on_this_machine(f"hub:me/model@{COMMIT}", "model", "--load")) == snapshot
+    assert not capsys.readouterr().err
     with pytest.raises(ConfigError) as error:
         on_this_machine("hub:me/other", "dataset", "--data-path")
     said = str(error.value)

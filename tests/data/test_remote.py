@@ -1,4 +1,4 @@
-"""Data behind URLs are the same data: text, tables and tokens, and a run on them resumes exactly."""
+"""Data behind URLs are the same data: text, tables and tokens, also when they are opened again."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from smp.config import Config
+from smp.config.blend import is_text
 from smp.config.resolve import check_files
 from smp.config.schema import ConfigError, DataConfig
+from smp.data import remote
 from smp.data.build import build_datasets
 from smp.data.cache import NodeCache
 from smp.data.indexed_dataset import IndexedDatasetWriter
-from smp.data.remote import RemoteDataset
+from smp.data.remote import RemoteDataset, RemoteError, RemoteFile, expand
 from smp.data.text_files import expand_paths, read_chunks
 from smp.data.tuning.files import parse, read_records
 
@@ -125,7 +127,7 @@ def test_tokens_that_do_not_belong_are_refused_when_they_are_read(
         opened.read(0, 4)
     with pytest.raises(ValueError, match=r"6 bytes, x\.idx describes 8"):
         RemoteDataset("memory://b/x", 50, cache)
-    with pytest.raises(ValueError, match=r"memory://b/y\.bin"):
+    with pytest.raises(ValueError, match=r"^memory://b/y\.bin: no such file$"):
         RemoteDataset("memory://b/y", 50, cache)
 
 
@@ -145,3 +147,90 @@ def test_chunks_name_the_url(store: fsspec.AbstractFileSystem) -> None:
     put(store, "/d/a.jsonl.gz", gzip.compress(b'{"text": "x"}\n')[:-9])
     with pytest.raises(ValueError, match=r"^memory://d/a\.jsonl\.gz: damaged after"):
         list(read_chunks(expand_paths(["memory://d/a.jsonl.gz"])))
+
+
+class StoreError(Exception):
+    """As libraries of stores have: no OSError."""
+
+
+def fail(*_: object, **__: object) -> None:
+    raise StoreError("503,\nmessage='busy'")
+
+
+def test_errors_of_a_stores_own_library_are_one_line(
+    store: fsspec.AbstractFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
+        writer.add_document([1, 2, 3])
+    for ending in ("bin", "idx"):
+        put(store, f"/b/x.{ending}", (tmp_path / f"x.{ending}").read_bytes())
+    put(store, "/b/x.jsonl", b'{"text": "x"}\n')
+    opened = RemoteDataset("memory://b/x", 50, NodeCache(tmp_path / "cache"))
+    line = r"^memory://b/x\.bin: 503, message='busy'$"
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store), "cat_file", fail)
+        with pytest.raises(RemoteError, match=line):
+            opened.read(0, 2)
+        patch.setattr(type(store), "info", fail)
+        with pytest.raises(ValueError, match=line):
+            RemoteDataset("memory://b/x", 50, NodeCache(tmp_path / "cache"))
+        patch.setattr(type(store), "glob", fail)
+        with pytest.raises(RemoteError, match=r"^memory://b/\*\.bin: 503, message='busy'$"):
+            expand("memory://b/*.bin")
+    monkeypatch.setattr("fsspec.implementations.memory.MemoryFile.read", fail)
+    with pytest.raises(RemoteError, match=r"^memory://b/x\.jsonl: 503, message='busy'$"):  # not "damaged"
+        list(read_chunks(expand_paths(["memory://b/x.jsonl"])))
+    with pytest.raises(ValueError, match=r"^memory://b/x\.idx: 503, message='busy'$"):  # not the cache folder's fault
+        RemoteDataset("memory://b/x", 50, NodeCache(tmp_path / "another"))
+
+
+def test_a_server_that_ignores_ranges_is_named(
+    store: fsspec.AbstractFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
+        writer.add_document([1, 2, 3])
+    for ending in ("bin", "idx"):
+        put(store, f"/b/x.{ending}", (tmp_path / f"x.{ending}").read_bytes())
+    opened = RemoteDataset("memory://b/x", 50, NodeCache(tmp_path / "cache"))
+    monkeypatch.setattr(type(store), "cat_file", lambda *_, **__: bytes(6))
+    with pytest.raises(ValueError, match=r"x\.bin: 6 bytes where 4 were asked for: its server ignores ranges"):
+        opened.read(0, 2)
+
+
+def test_marks_of_other_stores_tell_contents_apart(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(remote, "_said_size_only", False)
+    file = RemoteFile("https://h/x.bin")
+
+    def state(**info: object) -> str:
+        monkeypatch.setattr(RemoteFile, "info", {"size": 4, **info})
+        return file.state
+
+    for key in ("etag", "ETag", "blob_id", "xet_hash", "lfs", "generation", "modificationTime", "Last-Modified"):
+        assert state(**{key: "a"}) != state(**{key: "b"}), key
+    assert not capsys.readouterr().err
+    assert state(type="file") == state()
+    said = "WARNING: https://h/x.bin has no ETag or time: a change of the same size is not noticed\n"
+    assert capsys.readouterr().err == said
+
+
+def test_files_of_a_pattern_have_urls_that_lead_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text("{}\n")
+    assert [file.url for file in expand(f"file://{tmp_path}/*.jsonl")] == [
+        f"file://{tmp_path}/{name}.jsonl" for name in ("a", "b")
+    ]
+
+    files = fsspec.filesystem("memory")  # its names have no host, as those of sftp
+    monkeypatch.setattr(files, "glob", lambda path: [path.replace("*", "a")])
+    monkeypatch.setattr(remote, "_system", lambda url: (files, "/" + url.split("://")[1].partition("/")[2]))
+    assert [file.url for file in expand("sftp://host/d/*.jsonl")] == ["sftp://host/d/a.jsonl"]
+    monkeypatch.setattr(files, "glob", lambda path: ["elsewhere/a.jsonl"])
+    with pytest.raises(ValueError, match=r"^sftp://host/d/\*\.jsonl: patterns .* name each file$"):
+        expand("sftp://host/d/*.jsonl")
+
+
+def test_the_query_of_a_url_does_not_hide_its_kind() -> None:
+    assert is_text("https://h/x.jsonl?sig=1") and is_text("https://h/x.jsonl.gz?sig=a/b.c")
+    assert not is_text("https://h/x?name=y.json") and is_text("s3://b/x?.jsonl")

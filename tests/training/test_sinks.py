@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 import types
@@ -177,13 +178,22 @@ def test_mlflow_that_stops_answering_is_said_and_does_not_end_the_run(
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError("no route\nto host")
 
+    asked = []
+
+    def log_batch(*_: Any, **__: Any) -> None:
+        asked.append(dict(os.environ))
+        refuse()
+
+    for variable in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "7")
     module = types.ModuleType("mlflow")
     info = types.SimpleNamespace(info=types.SimpleNamespace(run_id="x"))
     client = types.SimpleNamespace(
         get_experiment_by_name=lambda name: None,
         create_experiment=lambda name: "1",
         create_run=lambda number, run_name: info,
-        log_batch=refuse,
+        log_batch=log_batch,
         set_terminated=refuse,
     )
     module.MlflowClient = lambda **options: client  # type: ignore[attr-defined]
@@ -193,11 +203,30 @@ def test_mlflow_that_stops_answering_is_said_and_does_not_end_the_run(
     sink.log(1, {"lm loss": 1.0})
     sink.log(2, {"lm loss": 1.0})
     sink.close()
+    assert len(asked) == 1  # all processes would wait for each further answer
+    assert asked[0]["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "1" and asked[0]["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "7"
     assert capsys.readouterr().err.splitlines() == [
-        "WARNING: MLflow lacks iteration 1: no route to host",
+        "WARNING: MLflow lacks iteration 1 and what follows: no route to host",
         "WARNING: MLflow lacks 2 records, which metrics.jsonl has",
         "WARNING: MLflow was not told of the end of the run: no route to host",
     ]
+
+
+def test_mlflow_hears_of_a_failure_and_a_resume_of_another_name_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = f"file:{tmp_path}/store"
+    MlflowSink(tmp_path, "e", "n", uri, 0).close(failed=True)
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("e").experiment_id])
+    assert run.info.status == "FAILED"
+    MlflowSink(tmp_path, "e", None, uri, 2).close()
+    assert "note:" not in capsys.readouterr().err
+    MlflowSink(tmp_path, "e", "other", uri, 2).close()
+    assert "note: --mlflow-experiment: the run goes on as n of e\n" in capsys.readouterr().err
+    assert client.get_run(run.info.run_id).info.status == "FINISHED"
 
 
 def test_a_missing_mlflow_is_one_line_and_nothing_is_written(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
