@@ -236,7 +236,7 @@ def test_mlflow_gets_settings_and_what_the_metrics_file_gets(runs: Runs, monkeyp
         create_run=lambda *a, **k: said.append((a, k)) or types.SimpleNamespace(info=types.SimpleNamespace(run_id="x")),
         get_run=lambda run: types.SimpleNamespace(data=types.SimpleNamespace(params={})),
         log_batch=lambda run, **values: logged.extend(entry for entries in values.values() for entry in entries),
-        set_terminated=said.append,
+        set_terminated=lambda *a: said.append(a),
     )
     module = types.ModuleType("mlflow")
     module.MlflowClient = lambda **options: said.append(options) or client  # type: ignore[attr-defined, func-returns-value]
@@ -245,7 +245,7 @@ def test_mlflow_gets_settings_and_what_the_metrics_file_gets(runs: Runs, monkeyp
     monkeypatch.setitem(sys.modules, "mlflow", module)
     assert runs.fresh().code == 0 and not said
     run = runs.fresh("--mlflow-experiment e --mlflow-run-name n --mlflow-tracking-uri file:u")
-    assert said == [{"tracking_uri": "file:u"}, (("of e",), {"run_name": "n"}), "x"]
+    assert said == [{"tracking_uri": "file:u"}, (("of e",), {"run_name": "n"}), ("x", "FINISHED")]
     assert ("num_layers", "2") in logged
     assert [entry[1] for entry in logged if entry[0] == "lm loss"] == run.losses
 
