@@ -236,7 +236,7 @@ def test_mlflow_gets_settings_and_what_the_metrics_file_gets(runs: Runs, monkeyp
         create_run=lambda *a, **k: said.append((a, k)) or types.SimpleNamespace(info=types.SimpleNamespace(run_id="x")),
         get_run=lambda run: types.SimpleNamespace(data=types.SimpleNamespace(params={})),
         log_batch=lambda run, **values: logged.extend(entry for entries in values.values() for entry in entries),
-        set_terminated=lambda *a: said.append(a),
+        set_terminated=lambda run, status: said.append((run, status)),
     )
     module = types.ModuleType("mlflow")
     module.MlflowClient = lambda **options: said.append(options) or client  # type: ignore[attr-defined, func-returns-value]
