@@ -40,7 +40,9 @@ def _worker(
 ) -> None:
     # A file, not a pipe to the parent: the handler writes without the GIL, so one that is never given up shows too.
     trace = _trace(folder, rank)
-    faulthandler.register(signal.SIGUSR1, file=os.open(f"{trace}.new", os.O_CREAT | os.O_WRONLY), all_threads=True)
+    written = os.open(f"{trace}.new", os.O_CREAT | os.O_WRONLY)
+    faulthandler.register(signal.SIGUSR1, file=written, all_threads=True)
+    faulthandler.enable(file=written)  # a rank that crashes in native code says where
     os.rename(f"{trace}.new", trace)
     import torch
     import torch.distributed as dist
@@ -167,7 +169,9 @@ def _stand(folder: str, silent: dict[int, Any]) -> dict[int, str]:
     said = {}
     for rank, worker in silent.items():
         if not worker.is_alive():
-            said[rank] = f"rank {rank} ended with exit code {worker.exitcode}"
+            crash = _trace(folder, rank).read_text() if _trace(folder, rank).exists() else ""
+            at = f", at:\n{crash}" if crash else ""
+            said[rank] = f"rank {rank} ended with exit code {worker.exitcode}{at}"
         elif rank in asked:
             said[rank] = f"rank {rank} stands at:\n{_trace(folder, rank).read_text()}"
         else:
