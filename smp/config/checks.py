@@ -102,6 +102,7 @@ def _check_rounded_between_nodes(parallel: ParallelConfig, layout: Layout) -> No
 def _check_secondary_shards(parallel: ParallelConfig, layout: Layout) -> None:
     """What is known before a process group is: that the neighbours are on one node shows at the start."""
     size, shards, ep = parallel.zero_hpz_partition_size, layout.dp_shard * layout.cp, layout.ep
+    beside = size * (layout.tp // layout.expert_tp)  # of the neighbours' processes those among which experts lie
     if size == 1:
         return
     require(
@@ -114,8 +115,11 @@ def _check_secondary_shards(parallel: ParallelConfig, layout: Layout) -> None:
         "(--hybrid-shard-degree x --context-parallel-size)",
     )
     require(
-        size % ep == 0 or ep % size == 0,
-        f"--zero-hpz-partition-size {size} and --expert-model-parallel-size {ep}: one has to divide the other",
+        beside % ep == 0 or ep % beside == 0,
+        f"--zero-hpz-partition-size {beside} and --expert-model-parallel-size {ep}: one has to divide the other"
+        if layout.etp is None
+        else f"--zero-hpz-partition-size {size} x {beside // size} of --expert-tensor-parallel-size {layout.etp} and "
+        f"--expert-model-parallel-size {ep}: one has to divide the other",
     )
 
 

@@ -293,7 +293,12 @@ class ParallelConfig:
     """Two numbers for a2a+p2p: processes of an a2a group, and of a ring. Their product is --context-parallel-size."""
     expert_model_parallel_size: int = only_with(1, num_experts=GIVEN)
     """Processes over which the experts of each layer are spread (EP), neighbours among those that shard weights: it has
-    to divide them (--hybrid-shard-degree x --context-parallel-size) and --num-experts."""
+    to divide them (--hybrid-shard-degree x --context-parallel-size, and what --expert-tensor-parallel-size leaves of
+    tensor parallelism) and --num-experts."""
+    expert_tensor_parallel_size: int | None = only_with(None, num_experts=GIVEN)
+    """Processes over which each expert's width is cut (ETP), neighbours among the tensor-parallel ones. Below
+    --tensor-model-parallel-size, with --sequence-parallel, the others have other experts, or shards of them, and tokens
+    go to them by all-to-all. Default: --tensor-model-parallel-size."""
     hybrid_shard_degree: int = 0
     """Processes over which hybrid FSDP shards weights, gradients and optimizer state, times --context-parallel-size.
     0: all data-parallel ones; 1: none (replicas only); n: groups of n, replicated."""

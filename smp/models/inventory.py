@@ -54,12 +54,13 @@ class Parameter:
         return None if replicated else self.shard_dim
 
     def local_shape(self, layout: Layout) -> tuple[int, ...]:
-        """What one rank of ``group`` (and of ep) holds, padding included, before FSDP."""
-        dim, shape = self.placement(layout), list(self.shape)
+        """What one rank of ``group`` (of experts, of ep and etp) holds, padding included, before FSDP."""
+        dim, shape, ranks = self.placement(layout), list(self.shape), getattr(layout, self.group)
         if self.chosen is not None:
             shape[0] //= layout.ep
+            ranks = layout.expert_tp
         if dim is not None:
-            shape[dim] = -(-shape[dim] // (self.pad_to * getattr(layout, self.group))) * self.pad_to
+            shape[dim] = -(-shape[dim] // (self.pad_to * ranks)) * self.pad_to
         return tuple(shape)
 
 

@@ -85,7 +85,7 @@ def parallelize(
         if offload is not None:
             block.run = offload.around(block, block.run)
     _check_parameters(model)
-    if context.fsdp is None or (context.fsdp.size() == 1 and context.pp_size == 1):
+    if context.fsdp is None or not context.has_fsdp:
         if config.bf16:
             _check_compute_dtype(model)
         return model

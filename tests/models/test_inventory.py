@@ -59,6 +59,12 @@ EXPERTS = {
     "experts with biases, and sinks": shrunk("gpt-oss-20b", num_experts=8, moe_ffn_hidden_size=16),
 }
 MODELS |= EXPERTS
+LAYOUTS_OF_EXPERTS = [
+    Layout(dp_shard=4, ep=4),
+    Layout(dp_shard=2, ep=2, tp=4),
+    Layout(dp_shard=2, ep=4, tp=2, etp=1),
+    Layout(tp=4, etp=2),
+]
 PARTS = ([ModelPart(0, 1, embedding=True)], [ModelPart(1, 1)], [ModelPart(2, 1, head=True)])
 
 
@@ -92,7 +98,7 @@ def test_fewer_key_value_heads_than_ranks_are_replicated() -> None:
     assert placed["layers.0.attention.key.weight"] == placed["layers.0.attention.value.bias"] == [0, None]
 
 
-@pytest.mark.parametrize("layout", [Layout(dp_shard=4, ep=4), Layout(dp_shard=2, ep=2, tp=4)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS_OF_EXPERTS, ids=str)
 def test_experts_are_spread_as_the_inventory_says(layout: Layout) -> None:
     with fake_context(layout) as context:
         for config in EXPERTS.values():

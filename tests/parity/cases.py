@@ -93,6 +93,7 @@ class Spread:
     reshard: bool = False
     cp: int = 1
     ep: int = 1
+    etp: int | None = None
     exchange: str = "p2p"  # of context-parallel ranks; "a2a+p2p" in groups of two
     host_steps: bool = False  # of the optimizer, on the host
     fp8_gather: bool = False  # weights travel as 8-bit numbers
@@ -142,6 +143,7 @@ class Case:
             "" if s.pp == 1 else f"pp{s.pp}-{s.schedule}{'-reshard' if s.reshard else ''}",
             f"tp{s.tp}{'sp' if s.sp else ''}-shard{s.shard}-rep{s.replicate}-acc{s.accumulation}",
             f"ep{s.ep}" if p.experts else "",
+            "" if s.etp is None else f"etp{s.etp}",
             "" if s.cp == 1 else f"cp{s.cp}-{s.exchange}",
             p.experts,
             p.fp8,
@@ -301,6 +303,7 @@ def config_of(case: Case) -> Config:
             hybrid_shard_degree=spread.shard,
             context_parallel_size=spread.cp,
             expert_model_parallel_size=spread.ep,
+            expert_tensor_parallel_size=spread.etp,
             cp_comm_type=spread.exchange if spread.cp > 1 else "auto",  # type: ignore[arg-type]
             hierarchical_context_parallel_sizes=f"2 {spread.cp // 2}" if spread.exchange == "a2a+p2p" else None,
             bf16=spread.bf16,

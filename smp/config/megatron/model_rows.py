@@ -143,7 +143,7 @@ MODEL: tuple[Row, ...] = (
         "--moe-router-topk-scaling-factor:1 --moe-router-pre-softmax --expert-model-parallel-size:1 "
         "--moe-router-num-groups:1 --moe-router-group-topk:1 --moe-router-enable-expert-bias "
         "--moe-router-bias-update-rate:1 --moe-shared-expert-gate --moe-token-drop-policy:1 "
-        "--moe-pad-expert-input-to-capacity"
+        "--moe-pad-expert-input-to-capacity --expert-tensor-parallel-size:1"
     ),
     becomes(
         "--moe-expert-capacity-factor:1",
@@ -179,5 +179,4 @@ MODEL: tuple[Row, ...] = (
         "--disable-moe-aux-loss-in-first-layers --use-tokens-per-expert-balance",
         _MOE,
     ),
-    refused("--expert-tensor-parallel-size:1", "experts are cut over the tensor-parallel ranks as all of a layer"),
 )
