@@ -10,6 +10,7 @@ from smp.config.fp8 import check_fp8
 from smp.config.latent import check_latent
 from smp.config.layout import Layout
 from smp.config.moe import check_moe, check_moe_model
+from smp.config.mtp import check_mtp, check_mtp_model
 from smp.config.offload import check_offload
 from smp.config.positions import check_positions
 from smp.config.qlora import check_qlora
@@ -70,6 +71,7 @@ def check_combinations(config: Config, layout: Layout) -> None:
     _check_batch(config.data, config.model, layout)
     check_context_parallel(config, layout)
     check_moe(config, layout)
+    check_mtp(config)
     check_fp8(config, layout)
     check_offload(config)
     check_qlora(config, layout)
@@ -160,6 +162,7 @@ def check_model(model: ModelConfig) -> None:
     _check_norms(model)
     check_positions(model)
     check_moe_model(model)
+    check_mtp_model(model)
 
 
 def _check_activation(model: ModelConfig) -> None:

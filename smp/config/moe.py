@@ -11,7 +11,8 @@ from smp.config.schema import Config, ModelConfig
 
 
 def has_experts(model: ModelConfig, layer: int) -> bool:
-    """Whether this layer's MLP is a mixture of experts."""
+    """Whether this layer's MLP is a mixture of experts. Layers behind the last are as it is."""
+    layer = min(layer, model.num_layers - 1)
     return model.num_experts is not None and _pattern(model.moe_layer_freq, model.num_layers)[layer]
 
 

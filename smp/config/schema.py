@@ -237,6 +237,12 @@ class ModelConfig:
     tokens."""
     moe_pad_expert_input_to_capacity: bool = only_with(False, moe_expert_capacity_factor=GIVEN)
     """Compute as many rows of each expert as it may take, so that the host waits for no numbers of rows."""
+    mtp_num_layers: int | None = None
+    """Layers behind the last, made as it is, that each predict one token more ahead, with the model's own embedding and
+    output matrix (multi-token prediction, DeepSeek-V3). They train, and are left out of validation and generation.
+    Default: none."""
+    mtp_loss_scaling_factor: float = only_with(0.1, mtp_num_layers=GIVEN)
+    """The mean of the losses of these layers is multiplied by this and added to the loss."""
     parallel_residual: bool = False
     """Attention and MLP read the same input and are added together (GPT-NeoX)."""
     parallel_residual_shared_norm: bool = only_with(False, parallel_residual=True)

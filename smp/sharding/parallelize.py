@@ -96,7 +96,8 @@ def parallelize(
     if config.fp8_param_gather:
         gather_in_fp8(model)
     if context.pp_size == 1:  # a pipeline's schedule says itself when weights are gathered
-        prefetch(blocks)
+        only_trained: Sequence[nn.Module] = getattr(model, "further_blocks", ())  # validation would leave them gathered
+        prefetch([block for block in blocks if block not in only_trained])
         _gather_once(model)
         if config.data_parallel_sharding_strategy != "optim_grads_params":
             model.set_reshard_after_forward(False)  # type: ignore[operator]

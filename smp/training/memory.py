@@ -14,6 +14,7 @@ from typing import Literal
 from smp.config import Config, Layout
 from smp.config.layer_pattern import scores_flag
 from smp.config.moe import has_experts
+from smp.config.mtp import further_layers
 from smp.config.qlora import packed_row_bytes
 from smp.config.schema import OptimizerConfig, ParallelConfig
 from smp.models.inventory import Parameter, block_parameters, inventory, vocabulary_matrix
@@ -120,12 +121,14 @@ def estimate_memory(
     tokens = tuned.rows * data.micro_batch_size * data.seq_length // layout.cp
     shards = layout.dp_shard * layout.cp
     parts = parts or (whole(model.num_layers),)
-    layers, last = sum(p.count for p in parts), any(p.head for p in parts)
+    last = any(p.head for p in parts)
+    numbers = [*(i for part in parts for i in part.layers), *(further_layers(model) if last else ())]
+    layers = len(numbers)
     mine = list(inventory(model, parts))
     before_ep = replace(layout, ep=1, etp=None)  # ep takes from FSDP what it cuts
     n = _elements(mine, before_ep)
     whole_n = _elements(inventory(model, parts), layout)
-    blocks = [_elements(block_parameters(model, i), layout) for part in parts for i in part.layers]
+    blocks = [_elements(block_parameters(model, i), layout) for i in numbers]
     block = max(blocks, default=0)
     rows, hidden = vocabulary_matrix(model, "head", has_product=True).local_shape(layout)
     vocabulary = rows * hidden if last or any(p.embedding for p in parts) else 0

@@ -110,11 +110,9 @@ MODEL: tuple[Row, ...] = (
         "--v-head-dim:1"
     ),
     left_out("--cache-mla-latents --mla-down-proj-fusion", "latents are kept while text is generated; " + _KERNELS),
-    refused(
-        "--mtp-num-layers:1 --mtp-loss-scaling-factor:1 --mtp-use-repeated-layer --mtp-standalone",
-        "multi-token prediction does not exist",
-        {"0": ""},
-    ),
+    Row("--mtp-num-layers:1", "same", "the same", values={"0": ""}),
+    same("--mtp-loss-scaling-factor:1"),
+    refused("--mtp-use-repeated-layer --mtp-standalone", "each layer of --mtp-num-layers has weights of its own"),
     refused(
         "--hybrid-attention-ratio:1 --hybrid-mlp-ratio:1 --hybrid-override-pattern:1 --hybrid-layer-pattern:1 "
         "--is-hybrid-model --mamba-state-dim:1 --mamba-head-dim:1 --mamba-num-groups:1 --mamba-num-heads:1 "
