@@ -10,6 +10,7 @@ from smp.config.fp8 import check_fp8
 from smp.config.latent import check_latent
 from smp.config.layout import Layout
 from smp.config.moe import check_moe, check_moe_model
+from smp.config.mtp import check_mtp, check_mtp_model
 from smp.config.offload import check_offload
 from smp.config.positions import check_positions
 from smp.config.qlora import check_qlora
@@ -70,6 +71,7 @@ def check_combinations(config: Config, layout: Layout) -> None:
     _check_batch(config.data, config.model, layout)
     check_context_parallel(config, layout)
     check_moe(config, layout)
+    check_mtp(config)
     check_fp8(config, layout)
     check_offload(config)
     check_qlora(config, layout)
@@ -102,6 +104,7 @@ def _check_rounded_between_nodes(parallel: ParallelConfig, layout: Layout) -> No
 def _check_secondary_shards(parallel: ParallelConfig, layout: Layout) -> None:
     """What is known before a process group is: that the neighbours are on one node shows at the start."""
     size, shards, ep = parallel.zero_hpz_partition_size, layout.dp_shard * layout.cp, layout.ep
+    beside = size * (layout.tp // layout.expert_tp)  # of the neighbours' processes those among which experts lie
     if size == 1:
         return
     require(
@@ -114,8 +117,11 @@ def _check_secondary_shards(parallel: ParallelConfig, layout: Layout) -> None:
         "(--hybrid-shard-degree x --context-parallel-size)",
     )
     require(
-        size % ep == 0 or ep % size == 0,
-        f"--zero-hpz-partition-size {size} and --expert-model-parallel-size {ep}: one has to divide the other",
+        beside % ep == 0 or ep % beside == 0,
+        f"--zero-hpz-partition-size {beside} and --expert-model-parallel-size {ep}: one has to divide the other"
+        if layout.etp is None
+        else f"--zero-hpz-partition-size {size} x {beside // size} of --expert-tensor-parallel-size {layout.etp} and "
+        f"--expert-model-parallel-size {ep}: one has to divide the other",
     )
 
 
@@ -156,6 +162,7 @@ def check_model(model: ModelConfig) -> None:
     _check_norms(model)
     check_positions(model)
     check_moe_model(model)
+    check_mtp_model(model)
 
 
 def _check_activation(model: ModelConfig) -> None:

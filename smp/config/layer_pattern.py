@@ -29,7 +29,8 @@ class LayerAttention:
 
 
 def layer_attention(model: ModelConfig, layer: int) -> LayerAttention:
-    """Of one layer of a resolved model, by its number in the whole model."""
+    """Of one layer of a resolved model, by its number in the whole model. Layers behind the last are as it is."""
+    layer = min(layer, model.num_layers - 1)
     windowed = model.window_size is not None and _windowed(model.window_attn_skip_freq, model.num_layers)[layer]
     window = model.window_size if windowed else None
     turned = model.position_embedding_type == "rope" and not _no_rope(model.no_rope_freq, model.num_layers)[layer]

@@ -10,7 +10,8 @@ from smp.config.schema import ConfigError, ParallelConfig
 @dataclass(frozen=True)
 class Layout:
     """Degrees of the mesh ``(pp, dp_replicate, dp_shard, cp, tp)``; the last one varies fastest over ranks. ``ep``,
-    over which experts are spread, is no dimension of its own: it divides ``dp_shard x cp``."""
+    over which experts are spread, is no dimension of its own: experts lie on ``dp_shard x cp x tp`` as
+    ``expert_shard x ep x etp``, where ``etp`` cuts their width; None: it is ``tp``."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -18,6 +19,22 @@ class Layout:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    etp: int | None = None
+
+    @property
+    def expert_tp(self) -> int:
+        """Number of processes that cut an expert's width."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def expert_shard(self) -> int:
+        """Number of processes over which FSDP shards an expert, without replicas."""
+        return self.dp_shard * self.cp * (self.tp // self.expert_tp) // self.ep
+
+    @property
+    def has_fsdp(self) -> bool:
+        """Whether weights are sharded or replicated by FSDP, which parts of a pipeline always have."""
+        return self.pp * self.data_parallel * self.cp * self.expert_shard > 1
 
     @property
     def world_size(self) -> int:
@@ -62,12 +79,35 @@ class Layout:
                 f"{names}) is impossible: {data} is not divisible by {shard}; change --hybrid-shard-degree or "
                 "--nproc-per-node"
             )
-        ep = parallel.expert_model_parallel_size
-        if ep < 1 or shard * cp % ep:
-            factors = f"{shard} processes that shard weights"
-            factors += f" x --context-parallel-size {cp} = {shard * cp}" if cp > 1 else ""
-            raise ConfigError(
-                f"--expert-model-parallel-size {ep} has to divide the {factors}; change it, --hybrid-shard-degree or "
-                "--nproc-per-node"
-            )
-        return Layout(pp=pp, dp_replicate=data // shard, dp_shard=shard, cp=cp, tp=tp, ep=ep)
+        ep, etp = _of_experts(parallel, shard)
+        return Layout(pp=pp, dp_replicate=data // shard, dp_shard=shard, cp=cp, tp=tp, ep=ep, etp=etp)
+
+
+def _of_experts(parallel: ParallelConfig, shard: int) -> tuple[int, int | None]:
+    """``ep`` and ``etp`` beside ``shard`` processes that shard weights; an ``etp`` of the size of ``tp`` is None.
+
+    Raises:
+        ConfigError: experts cannot be spread so.
+    """
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    if etp is not None and (etp < 1 or tp % etp):
+        raise ConfigError(
+            f"--expert-tensor-parallel-size {etp} has to divide --tensor-model-parallel-size {tp}; change one of them"
+        )
+    beside = 1 if etp is None else tp // etp
+    if ep < 1 or shard * cp * beside % ep:
+        factors = f"{shard} processes that shard weights"
+        factors += f" x --context-parallel-size {cp}" if cp > 1 else ""
+        factors += f" x {beside} of --expert-tensor-parallel-size {etp}" if beside > 1 else ""
+        factors += f" = {shard * cp * beside}" if cp * beside > 1 else ""
+        raise ConfigError(
+            f"--expert-model-parallel-size {ep} has to divide the {factors}; change it, --hybrid-shard-degree or "
+            "--nproc-per-node"
+        )
+    if beside > 1 and not parallel.sequence_parallel:
+        raise ConfigError(
+            f"--expert-tensor-parallel-size {etp} below --tensor-model-parallel-size {tp} needs --sequence-parallel: "
+            "without it all tensor-parallel processes would send the same tokens; give it"
+        )
+    return ep, None if beside == 1 else etp

@@ -11,7 +11,8 @@ from smp.config.schema import Config, ModelConfig
 
 
 def has_experts(model: ModelConfig, layer: int) -> bool:
-    """Whether this layer's MLP is a mixture of experts."""
+    """Whether this layer's MLP is a mixture of experts. Layers behind the last are as it is."""
+    layer = min(layer, model.num_layers - 1)
     return model.num_experts is not None and _pattern(model.moe_layer_freq, model.num_layers)[layer]
 
 
@@ -109,22 +110,21 @@ def check_moe(config: Config, layout: Layout) -> None:
     model, parallel = config.model, config.parallel
     if model.num_experts is None:
         return
-    ep, tp = layout.ep, layout.tp
+    ep, etp = layout.ep, layout.expert_tp
     require(
         model.num_experts % ep == 0,
         f"--num-experts {model.num_experts} is not divisible by --expert-model-parallel-size {ep}; change one of them",
     )
-    for flag, size in (
-        ("--moe-ffn-hidden-size", model.moe_ffn_hidden_size),
-        ("--moe-shared-expert-intermediate-size", model.moe_shared_expert_intermediate_size),
+    tensor = f"--tensor-model-parallel-size {layout.tp}"
+    among = tensor if layout.etp is None else f"--expert-tensor-parallel-size {etp}"
+    for flag, size, tp, its in (
+        ("--moe-ffn-hidden-size", model.moe_ffn_hidden_size, etp, among),
+        ("--moe-shared-expert-intermediate-size", model.moe_shared_expert_intermediate_size, layout.tp, tensor),
     ):
-        require(
-            (size or 0) % tp == 0,
-            f"{flag} {size} is not divisible by --tensor-model-parallel-size {tp}; change one of them",
-        )
+        require((size or 0) % tp == 0, f"{flag} {size} is not divisible by {its}; change one of them")
     require(
-        model.disable_bias_linear or model.hidden_size % tp == 0,
-        f"--hidden-size {model.hidden_size} is not divisible by --tensor-model-parallel-size {tp}, over which biases "
+        model.disable_bias_linear or model.hidden_size % etp == 0,
+        f"--hidden-size {model.hidden_size} is not divisible by {among}, over which biases "
         "of experts are cut; change one of them, or leave out --no-disable-bias-linear",
     )
     require(

@@ -237,6 +237,12 @@ class ModelConfig:
     tokens."""
     moe_pad_expert_input_to_capacity: bool = only_with(False, moe_expert_capacity_factor=GIVEN)
     """Compute as many rows of each expert as it may take, so that the host waits for no numbers of rows."""
+    mtp_num_layers: int | None = None
+    """Layers behind the last, made as it is, that each predict one token more ahead, with the model's own embedding and
+    output matrix (multi-token prediction, DeepSeek-V3). They train, and are left out of validation and generation.
+    Default: none."""
+    mtp_loss_scaling_factor: float = only_with(0.1, mtp_num_layers=GIVEN)
+    """The mean of the losses of these layers is multiplied by this and added to the loss."""
     parallel_residual: bool = False
     """Attention and MLP read the same input and are added together (GPT-NeoX)."""
     parallel_residual_shared_norm: bool = only_with(False, parallel_residual=True)
@@ -293,7 +299,12 @@ class ParallelConfig:
     """Two numbers for a2a+p2p: processes of an a2a group, and of a ring. Their product is --context-parallel-size."""
     expert_model_parallel_size: int = only_with(1, num_experts=GIVEN)
     """Processes over which the experts of each layer are spread (EP), neighbours among those that shard weights: it has
-    to divide them (--hybrid-shard-degree x --context-parallel-size) and --num-experts."""
+    to divide them (--hybrid-shard-degree x --context-parallel-size, and what --expert-tensor-parallel-size leaves of
+    tensor parallelism) and --num-experts."""
+    expert_tensor_parallel_size: int | None = only_with(None, num_experts=GIVEN)
+    """Processes over which each expert's width is cut (ETP), neighbours among the tensor-parallel ones. Below
+    --tensor-model-parallel-size, with --sequence-parallel, the others have other experts, or shards of them, and tokens
+    go to them by all-to-all. Default: --tensor-model-parallel-size."""
     hybrid_shard_degree: int = 0
     """Processes over which hybrid FSDP shards weights, gradients and optimizer state, times --context-parallel-size.
     0: all data-parallel ones; 1: none (replicas only); n: groups of n, replicated."""

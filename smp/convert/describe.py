@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from smp.convert.hf_config import CONFIG, FREE, architecture, from_hf, is_hf_fol
 
 def read_architecture(folder: str) -> dict[str, Any] | None:
     """Settings of the model, by field of ``ModelConfig``: of a Hugging Face folder, a checkpoint, or the newest
-    checkpoint of a run. None: the folder does not say.
+    checkpoint of a run. None: the folder does not say. A Hugging Face folder's layers of multi-token prediction are
+    read where they are asked for.
 
     Raises:
         ConfigError: a Hugging Face folder with an architecture that is not supported.
@@ -21,7 +22,8 @@ def read_architecture(folder: str) -> dict[str, Any] | None:
     if "://" in folder:
         return None
     if is_hf_folder(folder):
-        return architecture(from_hf(read_hf_config(folder), str(Path(folder) / CONFIG)))
+        described = from_hf(read_hf_config(folder), str(Path(folder) / CONFIG))
+        return architecture(replace(described, mtp_num_layers=None))
     try:
         latest = Path(folder) / "latest"
         own = Path(folder) / latest.read_text().strip() if latest.is_file() else Path(folder)

@@ -82,7 +82,7 @@ def open_checkpoint(
     """
     kind = kind or detect(path)
     if kind == "hf":
-        return Opened(open_hf(path, allow_pickle=allow_pickle), _companions(reference) or path)
+        return Opened(open_hf(path, allow_pickle=allow_pickle, predictions=True), _companions(reference) or path)
     if kind == "smp":
         folder = _own_folder(path)
         return Opened(SmpWeights(folder), _companions(reference) or carried(folder))

@@ -12,19 +12,20 @@ from typing import Any
 
 import torch
 
+from smp.checkpoint import CheckpointError
 from smp.checkpoint.latest import ITERATION
 from smp.checkpoint.local import LocalFolder
 from smp.checkpoint.tensor_file import lay_out, write_file
 from smp.config import ModelConfig
 from smp.convert.families import Family
 from smp.convert.fp8_blocks import Fp8BlockStore
-from smp.convert.hf_config import CONFIG, block_of, family_of, from_hf, is_hf_folder, read_hf_config, to_hf
+from smp.convert.hf_config import CONFIG, NEXT_N, block_of, family_of, from_hf, is_hf_folder, read_hf_config, to_hf
 from smp.convert.hf_store import INDEX, SINGLE, open_store
-from smp.convert.layout import Link, by_external_name, links
+from smp.convert.layout import Link, by_external_name, copies_in_predictions, links
 from smp.convert.mxfp4 import BLOCKS, Mxfp4Store
 from smp.convert.pieces import Feed, Planned, in_files, plan
 from smp.convert.store import PieceStore
-from smp.convert.weights import LinkedWeights, Weights
+from smp.convert.weights import LinkedWeights, Weights, same_bits
 from smp.models.inventory import EXPERT_BIAS
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -49,12 +50,13 @@ BESIDE = "model_files"
 """The same beside the checkpoints of a run."""
 
 
-def open_hf(folder: str | Path, *, allow_pickle: bool = False) -> LinkedWeights:
+def open_hf(folder: str | Path, *, allow_pickle: bool = False, predictions: bool = False) -> LinkedWeights:
     """The weights of a Hugging Face folder.
 
     Args:
         folder: with ``config.json`` and safetensors files.
         allow_pickle: read ``pytorch_model*.bin`` when there are no safetensors files, without running what they hold.
+        predictions: with the layers of multi-token prediction, where there are any; else they are left out.
 
     Raises:
         CheckpointError: files are missing or damaged, or tensors are not those of the architecture.
@@ -70,19 +72,49 @@ def open_hf(folder: str | Path, *, allow_pickle: bool = False) -> LinkedWeights:
     in_fp8 = any(stored.dtype == torch.float8_e4m3fn for stored in store.tensors.values())
     if in_fp8:
         store = Fp8BlockStore(store, block_of(content.get("quantization_config") or {}, where))
+    config, missing = _with_predictions(config, store, family, predictions)
     found = _spelled(links(table, config, stacked=stacked), store, family)
+    copied = _spelled(copies_in_predictions(table, config), store, family)
     weights = LinkedWeights(store, found, config)
     weights.notes += ["experts in MXFP4 are read as bf16"] if quantized else []
     weights.notes += ["weights in FP8 are read as bf16"] if in_fp8 else []
     embedding = weights.links["embedding.weight"][0].external_name
+    _check_copies(weights, copied)
     predicting = _further_layers(store, config)
+    further = predicting if family.predicts and config.mtp_num_layers is None else ()
     copies = weights.refuse_extra(
-        embedding, ("lm_head.weight", "embed_out.weight"), (*family.ignored, *(predicting if family.predicts else ()))
+        embedding,
+        ("lm_head.weight", "embed_out.weight"),
+        (*family.ignored, *further, *(link.external_name for link in copied)),
     )
     weights.notes += [f"{name} is left out: it is {embedding} again" for name in copies]
-    if predicting and family.predicts:
-        weights.notes.append(f"{len(predicting)} tensors of layers that predict further tokens are left out")
+    weights.notes += missing
+    if further:
+        weights.notes.append(f"{len(further)} tensors of layers that predict further tokens are left out")
     return weights
+
+
+def _with_predictions(
+    config: ModelConfig, store: PieceStore, family: Family, wanted: bool
+) -> tuple[ModelConfig, list[str]]:
+    """The settings with as many layers of multi-token prediction as are read, and what the user should hear: files
+    that transformers saved lack them."""
+    number = config.mtp_num_layers
+    if not wanted or number is None:
+        return replace(config, mtp_num_layers=None), []
+    first = family.table.block.format(config.num_layers) + "eh_proj.weight"
+    if any(name in store.tensors for name in (first, first.removeprefix("model."))):
+        return config, []
+    return replace(config, mtp_num_layers=None), [f"{NEXT_N} is {number}, and the files have no such layer"]
+
+
+def _check_copies(weights: LinkedWeights, copied: Iterable[Link]) -> None:
+    """Refuse an embedding or an output matrix of a further layer that is not the model's own."""
+    for link in copied:
+        store, name = weights.store, link.external_name
+        own = weights.links[link.smp_name][0].external_name
+        if name in store.tensors and not same_bits(store, name, own):
+            raise CheckpointError(f"{store.where(name)}: tensor {name} differs from {own}, which it is a copy of")
 
 
 _STACKED = ".mlp.experts.down_proj"
@@ -123,7 +155,8 @@ class HFTarget:
         kinds = sorted({str(dtype or t.dtype).removeprefix("torch.") for t in tensors_of.values()})
         self.content = to_hf(weights.config, kinds[0] if len(kinds) == 1 else "float32", base)
         family = family_of(self.content, CONFIG)
-        fused = by_external_name(links(family.table, weights.config))
+        found = links(family.table, weights.config) + copies_in_predictions(family.table, weights.config)
+        fused = by_external_name(found)
         tensors = [plan(weights, name, parts, dtype) for name, parts in fused.items()]
         grouped = in_files(tensors, shard_size)
         names = [f"model-{i + 1:05d}-of-{len(grouped):05d}.safetensors" for i in range(len(grouped))]

@@ -23,8 +23,11 @@ CONFIG = "config.json"
 _CONTRADICTIONS = {"use_rope_scaling", "squared_relu", "tanh_gelu", "relu", "geglu", "quick_geglu"}
 """Settings that a file may not give where they have no effect: the model would lack what it asks for. Numbers of a part
 that the model does not have mean nothing, and other programs always write them."""
+NEXT_N = "num_nextn_predict_layers"
+"""The key of layers of multi-token prediction, which transformers does not read."""
 FREE = {
     *("model", "hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"),
+    "mtp_loss_scaling_factor",
     *("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity"),
     *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type", "moe_router_bias_update_rate"),
 }
@@ -192,6 +195,9 @@ def from_hf(content: Mapping[str, Any], where: str = CONFIG) -> ModelConfig:
         values |= reader.windows(values["num_layers"])
     if family.experts is not None:
         values |= read_experts(reader, family.experts, values["num_layers"])
+    if family.predicts and (number := content.get(NEXT_N)):
+        reader.check_number(NEXT_N, number, int)
+        values["mtp_num_layers"] = number
     if family.own is not None:
         values |= family.own.read(reader, values)
     if family.classifier in (content.get("architectures") or []):
@@ -220,7 +226,10 @@ def to_hf(config: ModelConfig, dtype: str, base: Mapping[str, Any] | None = None
             f"{family.architecture} has no ...ForSequenceClassification: a reward model cannot be written"
         )
     wanted = architecture(config)
-    if base is not None and _describes(base, wanted):
+    predicted = {NEXT_N: config.mtp_num_layers}
+    if base is not None and _describes({**base, **predicted}, wanted):
+        # transformers writes the key also where the files have no such layers
+        base = base if config.mtp_num_layers is None else {**base, **predicted}
         out = {name: value for name, value in base.items() if name != "quantization_config"}
     else:
         # an id that is not there would be the one that transformers has for the family, of another tokenizer
@@ -286,6 +295,8 @@ def _written(config: ModelConfig, family: Family) -> dict[str, Any]:
         out |= written_windows(config, family)
     if family.experts is not None:
         out |= write_experts(config, family.experts)
+    if family.predicts and config.mtp_num_layers is not None:
+        out[NEXT_N] = config.mtp_num_layers
     if family.own is not None:
         out |= family.own.write(config)
     return out | dict(family.said)

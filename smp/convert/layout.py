@@ -13,10 +13,14 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from smp.config import ModelConfig
+from smp.config.mtp import further_layers
 from smp.models.inventory import weights_of
 
 SCORE = "score"
 """The head of transformers' ...ForSequenceClassification, the same in all families."""
+
+PREDICTIONS = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "projection": "eh_proj", "norm": "shared_head.norm"}
+"""What a layer of multi-token prediction has beside its block, and Hugging Face's names of it, in that block."""
 
 Fusion = Literal["per_group", "stacked", "halves", "interleaved"]
 """How matrices lie in a fused one, by rows:
@@ -155,8 +159,24 @@ def links(table: Table, config: ModelConfig, *, stacked: bool = False) -> list[L
     return [link for p in weights_of(config) for link in _links(table, config, p.name, p.shape)]
 
 
+def copies_in_predictions(table: Table, config: ModelConfig) -> list[Link]:
+    """The embedding and the output matrix, which Hugging Face's layers of multi-token prediction have once more."""
+    shapes = {p.name: p.shape for p in weights_of(config)}
+    head = "head.weight" if "head.weight" in shapes else "embedding.weight"
+    names = (("embedding.weight", "embed_tokens.weight"), (head, "shared_head.head.weight"))
+    return [
+        Link(name, table.block.format(layer) + external, shapes[name], all_rows(shapes[name]))
+        for layer in further_layers(config)
+        for name, external in names
+    ]
+
+
 def _links(table: Table, config: ModelConfig, name: str, shape: tuple[int, ...]) -> list[Link]:
     module, part = name.rsplit(".", 1)
+    if module.startswith("predictions."):
+        _, number, module = module.split(".")
+        front = table.block.format(config.num_layers + int(number))
+        return [Link(name, f"{front}{PREDICTIONS[module]}.{part}", shape, all_rows(shape))]
     if not module.startswith("layers."):
         end = SCORE if module == "head" and config.scalar_head else table.ends[module]
         return [Link(name, f"{end}.{part}", shape, all_rows(shape))]

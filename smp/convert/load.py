@@ -18,8 +18,18 @@ from smp.parallel.boxes import local_part
 
 
 def load_hf(model: nn.Module, folder: str | Path) -> list[str]:
-    """Fill a model with the weights of a Hugging Face folder: see :func:`load_weights`."""
-    return load_weights(model, lambda: open_hf(folder))
+    """Fill a model with the weights of a Hugging Face folder: see :func:`load_weights`. Layers of multi-token
+    prediction are read if it has any; then both must have as many."""
+    asked = getattr(getattr(model, "config", None), "mtp_num_layers", None)
+
+    def opened() -> Weights:
+        weights = open_hf(folder, predictions=asked is not None)
+        if weights.config.mtp_num_layers != asked:
+            there = weights.config.mtp_num_layers or "no"
+            raise CheckpointError(f"--mtp-num-layers {asked}: {folder} has {there} such layers")
+        return weights
+
+    return load_weights(model, opened)
 
 
 def load_weights(

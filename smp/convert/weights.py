@@ -144,7 +144,7 @@ class LinkedWeights(Weights):
         tied = not self.config.untie_embeddings_and_output_weights
         copies = [name for name in extra if tied and name in tied_heads]
         for name in copies:
-            if not _equal(self.store, name, embedding):
+            if not same_bits(self.store, name, embedding):
                 where = self.store.where(name)
                 raise CheckpointError(f"{where}: tensor {name} differs from {embedding}, to which it is tied")
         if extra := [name for name in extra if name not in copies]:
@@ -154,7 +154,7 @@ class LinkedWeights(Weights):
         return copies
 
 
-def _equal(store: PieceStore, one: str, other: str) -> bool:
+def same_bits(store: PieceStore, one: str, other: str) -> bool:
     """Whether two matrices have the same bits; a few rows at a time."""
     stored = store.tensors[one]
     if stored != store.tensors[other]:

@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from smp.config import ModelConfig, resolve_model
-from smp.config.layer_pattern import layer_attentions
-from smp.models.inventory import block_parameters, inventory
+from smp.config.layer_pattern import layer_attention, layer_attentions
+from smp.config.mtp import further_layers
+from smp.models.inventory import block_parameters, inventory, prediction_parameters
 from smp.models.part import ModelPart
 
 
@@ -61,6 +62,7 @@ class ForwardFlops:
     layers: tuple[float, ...]
     embedding: float  # it copies and adds
     head: float  # with the loss
+    further: float = 0.0  # layers of multi-token prediction, each with the output matrix once more
 
     @property
     def layer(self) -> float:
@@ -72,11 +74,15 @@ def forward_flops(model: ModelConfig, seq_length: int) -> ForwardFlops:
     """Where a resolved model's FLOPs are; see :func:`training_flops_per_token` for what counts."""
     windows = [layer.window for layer in layer_attentions(model)]
     attention = {w: _pair_flops(model) * int(visible_pairs(seq_length, w)) / seq_length for w in set(windows)}
-    ends = inventory(model, [ModelPart(0, 0, embedding=True, head=True)])
+    ends = inventory(replace(model, mtp_num_layers=None), [ModelPart(0, 0, embedding=True, head=True)])
+    blocks = [sum(p.flops for p in block_parameters(model, i)) + attention[w] for i, w in enumerate(windows)]
+    head, number = sum(p.flops for p in ends), len(further_layers(model))
+    around = sum(p.flops for p in prediction_parameters(model, 0))
     return ForwardFlops(
-        layers=tuple(sum(p.flops for p in block_parameters(model, i)) + attention[w] for i, w in enumerate(windows)),
+        layers=tuple(blocks),
         embedding=2 * model.hidden_size,
-        head=sum(p.flops for p in ends),
+        head=head,
+        further=number * (around + blocks[-1] + head),  # they are made as the last block
     )
 
 
@@ -107,7 +113,7 @@ def training_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: in
         ConfigError: the model's sizes do not fit together.
     """
     flops = forward_flops(resolve_model(replace(model, vocab_size=vocab_size)), seq_length)
-    return 3 * (sum(flops.layers) + flops.head)
+    return 3 * (sum(flops.layers) + flops.head + flops.further)
 
 
 def pair_training_flops(model: ModelConfig) -> int:
@@ -118,7 +124,8 @@ def pair_training_flops(model: ModelConfig) -> int:
 
 def visible_pairs_of_layers(lengths: npt.ArrayLike, model: ModelConfig) -> int:
     """:func:`visible_pairs` of all these documents in all layers of a resolved model."""
-    windows = [layer.window for layer in layer_attentions(model)]
+    layers = (*range(model.num_layers), *further_layers(model))
+    windows = [layer_attention(model, layer).window for layer in layers]
     return sum(windows.count(w) * int(visible_pairs(lengths, w).sum()) for w in set(windows))
 
 

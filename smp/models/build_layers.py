@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from smp.config import ModelConfig
@@ -18,6 +19,7 @@ from smp.layers.moe import Experts, MoE, Router, SharedExpertGate
 from smp.layers.moe.capacity import Capacity
 from smp.layers.moe.router import Balancing
 from smp.layers.norm import LayerNorm, Norm, RMSNorm
+from smp.layers.prediction import Prediction
 from smp.layers.score import ScoreHead
 from smp.models.rope_scaling import latent_scale
 from smp.parallel.context import ParallelContext
@@ -114,6 +116,12 @@ def _latent_attention(config: ModelConfig, context: ParallelContext, kernels: Ke
         output_std=output_std,
         kernels=kernels,
     )
+
+
+def build_prediction(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> Prediction:
+    """What stands around the block of a layer of multi-token prediction."""
+    make_norm = partial(build_norm, config, context, kernels)
+    return Prediction(config.hidden_size, context, make_norm, init_std=config.init_method_std)
 
 
 def build_head(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> VocabParallelHead | ScoreHead:

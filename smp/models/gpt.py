@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from smp.config import ModelConfig
 from smp.config.moe import aux_losses, has_experts
+from smp.config.mtp import MTP_LOSS, further_layers
 from smp.kernels import TORCH, Kernels
 from smp.kernels.dropout import keyed_dropout
 from smp.kernels.token_layout import TokenLayout
@@ -20,9 +21,10 @@ from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from smp.layers.head import ModelOutput, VocabParallelHead
 from smp.layers.moe import Counted, MoE
 from smp.layers.norm import Norm
+from smp.layers.prediction import Prediction
 from smp.layers.rope import LongRopeScaling, rope_frequencies, rope_table
 from smp.layers.score import ScoreHead
-from smp.models.build_layers import build_block, build_head, build_norm
+from smp.models.build_layers import build_block, build_head, build_norm, build_prediction
 from smp.models.micro_batch import MicroBatch
 from smp.models.part import ModelPart, whole
 from smp.models.rope_scaling import rope_scaling
@@ -44,10 +46,11 @@ DROPPED = "dropped share"
 def beside_names(config: ModelConfig) -> tuple[str, ...]:
     """What a model measures beside its loss in training: auxiliary losses and metrics of :class:`ModelOutput`, each a
     part of a mean over the global batch."""
+    further = () if config.mtp_num_layers is None else (MTP_LOSS,)
     if config.num_experts is None:
-        return ()
+        return further
     dropped = () if config.moe_expert_capacity_factor is None else (DROPPED,)
-    return (*aux_losses(config), EXPERT_LOAD, ROUTER_ENTROPY, *dropped)
+    return (*further, *aux_losses(config), EXPERT_LOAD, ROUTER_ENTROPY, *dropped)
 
 
 class GPT(nn.Module):
@@ -63,7 +66,7 @@ class GPT(nn.Module):
         kernels: what computes attention and the operations that have fused kernels.
 
     Blocks live in a ModuleDict under their global number, so a part of the model keeps the whole model's names. With a
-    tied head the part that holds the head has a copy of the embedding's matrix.
+    tied head, and with multi-token prediction, the part that holds the head has a copy of the embedding's matrix.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class GPT(nn.Module):
         self.head: VocabParallelHead | ScoreHead | None = None
         first, last = any(p.embedding for p in self.parts), any(p.head for p in self.parts)
         multiple, std = config.make_vocab_size_divisible_by, config.init_method_std
-        if first or (last and self.tied):
+        if first or (last and self.embeds_at_the_end):
             self.embedding = VocabParallelEmbedding(
                 config.vocab_size,
                 config.hidden_size,
@@ -117,11 +120,15 @@ class GPT(nn.Module):
             )
         if first and config.embedding_layernorm:
             self.embedding_norm = build_norm(config, context, kernels)
-        layers = [i for part in self.parts for i in part.layers]
+        further = further_layers(config) if last else range(0)
+        layers = [*(i for part in self.parts for i in part.layers), *further]
         blocks = {str(i): build_block(config, context, kernels, i) for i in layers}
         self.attention_specs = tuple(dict.fromkeys(block.attention.spec for block in blocks.values()))
         self.ropes = {block.attention.rope for block in blocks.values()}
         self.layers = nn.ModuleDict(blocks)
+        self.further_blocks = [blocks[str(i)] for i in further]
+        predictions = {str(k): build_prediction(config, context, kernels) for k in range(len(further))}
+        self.predictions = nn.ModuleDict(predictions)
         if last:
             self.final_norm = build_norm(config, context, kernels)
             self.head = build_head(config, context, kernels)
@@ -136,19 +143,27 @@ class GPT(nn.Module):
         """Whether the output layer shares the embedding's matrix."""
         return not self.config.untie_embeddings_and_output_weights
 
+    @property
+    def embeds_at_the_end(self) -> bool:
+        """Whether the embedding's matrix is also used behind the blocks."""
+        return self.tied or self.config.mtp_num_layers is not None
+
     def fsdp_units(self) -> list[nn.Module | list[nn.Module]]:
         """What FSDP gathers and frees together: each block, and what comes before and after the blocks.
 
-        A tied matrix is used at both ends: in a whole model it stays in the root unit, with the small rest. A part of a
+        A tied matrix is used at both ends: in a whole model it stays in the root unit, with the small rest. So do, with
+        multi-token prediction, all that it uses more than once. A part of a
         model leaves the root nothing: FSDP gathers the root around every forward, also of stages that need none of it.
         """
         blocks: list[nn.Module | list[nn.Module]] = list(self.layers.values())
-        if self.is_whole and self.tied:
+        if self.is_whole and self.embeds_at_the_end:
             return blocks
         ends: list[nn.Module | None] = [self.embedding]
         if not self.is_whole:
             ends += [self.positions, self.embedding_norm]
-        units = [*blocks, *(module for module in ends if module is not None)]
+        units = [*blocks, *(module for module in ends if module is not None), *self.predictions.values()]
+        if len(self.predictions) and self.head is not None and self.final_norm is not None:
+            return [*units, self.final_norm, *([] if self.tied else [self.head])]
         if self.head is not None and self.final_norm is not None:
             units.append(self.final_norm if self.tied else [self.final_norm, self.head])
         return units
@@ -177,7 +192,7 @@ class GPT(nn.Module):
         layout = self._token_layout(batch, padding)
         keys = self._dropout_keys(layout, batch.input_ids.device)
         tied_weight = None
-        if self.tied and part.head and self.embedding is not None:
+        if self.embeds_at_the_end and part.head and self.embedding is not None:
             tied_weight = self.embedding.table()  # one for both ends, so that its gradients add as FSDP adds them
         x = hidden
         if x is None:
@@ -187,42 +202,85 @@ class GPT(nn.Module):
         counted = self._counted(weights, padding) if measures and weights is not None else None
         balance: list[torch.Tensor] = []
         for i in part.layers:
-            block, site = self.layers[str(i)], SITES_PER_BLOCK * i
-            arguments = x, layout, None if keys is None else keys[site : site + SITES_PER_BLOCK]
-            if isinstance(block, MoEBlock):
-                seen = None if counted is None else counted._replace(seen=self.seen.get(i, counted.seen))
-                x, measured = block(*arguments, seen)
-                if measured is not None:
-                    balance.append(measured.measures)
-                    self.seen[i] = measured.seen
-            else:
-                x = block(*arguments)
-        beside = self._beside(balance)
+            x = self._block(i, x, layout, keys, counted, balance)
         if not part.head:
-            return ModelOutput(hidden=x)._replace(**beside)
+            return ModelOutput(hidden=x)._replace(**self._beside(balance))
         assert self.final_norm is not None and self.head is not None
         x = self.final_norm(x)
-        if self.config.logit_scale != 1.0 and not self.config.scalar_head:
-            x = x * self.config.logit_scale
         if labels is None or weights is None:
-            output = self.head(x, tied_weight=tied_weight)
+            output = self.head(self._scaled(x), tied_weight=tied_weight)
             return ModelOutput(logits=output.logits[: rows * length].view(rows, length, -1))
+        further = self._further_loss(x, batch, layout, tied_weight, balance) if measures and batch.further else None
+        x = self._scaled(x)
         output = self.head(x, _flat(labels, padding), _flat(weights, padding), tied_weight, batch.preference)
+        beside = self._beside(balance, further)
         return output._replace(**beside) if beside else output
 
-    def _beside(self, balance: list[torch.Tensor]) -> dict[str, Any]:
-        """Auxiliary losses and metrics of some layers' routers, as a part of :class:`ModelOutput`."""
+    def _block(
+        self,
+        i: int,
+        x: torch.Tensor,
+        layout: TokenLayout,
+        keys: torch.Tensor | None,
+        counted: Counted | None,
+        balance: list[torch.Tensor],
+    ) -> torch.Tensor:
+        """Block number ``i``; what its router measures goes into ``balance``."""
+        block, site = self.layers[str(i)], SITES_PER_BLOCK * i
+        arguments = x, layout, None if keys is None else keys[site : site + SITES_PER_BLOCK]
+        if not isinstance(block, MoEBlock):
+            result: torch.Tensor = block(*arguments)
+            return result
+        seen = None if counted is None else counted._replace(seen=self.seen.get(i, counted.seen))
+        x, measured = block(*arguments, seen)
+        if measured is not None:
+            balance.append(measured.measures)
+            self.seen[i] = measured.seen
+        return x
+
+    def _further_loss(
+        self,
+        hidden: torch.Tensor,
+        batch: MicroBatch,
+        layout: TokenLayout,
+        table: torch.Tensor | None,
+        balance: list[torch.Tensor],
+    ) -> torch.Tensor:
+        """Loss of the layers of multi-token prediction as it is added, from the final norm's result. See
+        ``smp.layers.prediction``."""
+        assert self.head is not None
+        losses, padding = [], layout.padding
+        for layer, prediction, target in zip(
+            further_layers(self.config), self.predictions.values(), batch.further, strict=True
+        ):
+            embedded = self._embed(_flat(target.input_ids, padding), layout, None, table)
+            x = cast(Prediction, prediction)(hidden, embedded)
+            counted = self._counted(target.loss_weights, padding)
+            hidden = cast(Prediction, prediction).norm(self._block(layer, x, layout, None, counted, balance))
+            labels, weights = _flat(target.labels, padding), _flat(target.loss_weights, padding)
+            losses.append(self.head(self._scaled(hidden), labels, weights, table).loss)
+        return sum(losses[1:], losses[0]) * (self.config.mtp_loss_scaling_factor / len(losses))
+
+    def _scaled(self, x: torch.Tensor) -> torch.Tensor:
+        """What the output matrix is multiplied with, of a norm's result."""
+        return x if self.config.logit_scale == 1.0 or self.config.scalar_head else x * self.config.logit_scale
+
+    def _beside(self, balance: list[torch.Tensor], further: torch.Tensor | None = None) -> dict[str, Any]:
+        """Auxiliary losses and metrics of some layers' routers, and the loss of further layers, as a part of
+        :class:`ModelOutput`."""
+        ahead = {} if further is None else {MTP_LOSS: further}
         if not balance:
-            return {}
+            return {"aux_losses": ahead} if ahead else {}
         total, coefficients = torch.stack(balance).sum(0), aux_losses(self.config)
         kinds = ("load balancing loss", "z loss")
         losses = {name: coefficients[name] * total[i] for i, name in enumerate(kinds) if name in coefficients}
-        layers = sum(has_experts(self.config, i) for i in range(self.config.num_layers))
+        numbers = (*range(self.config.num_layers), *further_layers(self.config))
+        layers = sum(has_experts(self.config, i) for i in numbers)
         means = total.detach() / layers
         metrics = {EXPERT_LOAD: means[2], ROUTER_ENTROPY: means[3]}
         if self.config.moe_expert_capacity_factor is not None:
             metrics[DROPPED] = means[4]
-        return {"aux_losses": losses, "metrics": metrics}
+        return {"aux_losses": ahead | losses, "metrics": metrics}
 
     def _counted(self, weights: torch.Tensor, padding: int) -> Counted | None:
         """What routers measure their balance with, of loss weights (batch, length); padding does not count."""

@@ -13,6 +13,7 @@ from typing import Literal
 
 from smp.config import Layout, ModelConfig
 from smp.config.moe import has_experts
+from smp.config.mtp import further_layers
 from smp.models.part import ModelPart, whole
 
 EXPERT_BIAS = "expert_bias"
@@ -54,22 +55,23 @@ class Parameter:
         return None if replicated else self.shard_dim
 
     def local_shape(self, layout: Layout) -> tuple[int, ...]:
-        """What one rank of ``group`` (and of ep) holds, padding included, before FSDP."""
-        dim, shape = self.placement(layout), list(self.shape)
+        """What one rank of ``group`` (of experts, of ep and etp) holds, padding included, before FSDP."""
+        dim, shape, ranks = self.placement(layout), list(self.shape), getattr(layout, self.group)
         if self.chosen is not None:
             shape[0] //= layout.ep
+            ranks = layout.expert_tp
         if dim is not None:
-            shape[dim] = -(-shape[dim] // (self.pad_to * getattr(layout, self.group))) * self.pad_to
+            shape[dim] = -(-shape[dim] // (self.pad_to * ranks)) * self.pad_to
         return tuple(shape)
 
 
 def inventory(model: ModelConfig, parts: Sequence[ModelPart] | None = None) -> Iterator[Parameter]:
     """Every parameter of a resolved model, or of some of its parts on one process. A tied matrix is there once: as the
-    embedding's, also where only the head is."""
+    embedding's, also where only the head is. Layers of multi-token prediction are the head's, and use the embedding."""
     parts = (whole(model.num_layers),) if parts is None else parts
     first, last = any(p.embedding for p in parts), any(p.head for p in parts)
     tied = not model.untie_embeddings_and_output_weights
-    if first or (last and tied):
+    if first or (last and (tied or model.mtp_num_layers is not None)):
         yield vocabulary_matrix(model, "embedding", has_product=tied)
     if first and model.position_embedding_type == "learned_absolute":
         rows = model.position_embedding_offset + model.max_position_embeddings
@@ -80,6 +82,9 @@ def inventory(model: ModelConfig, parts: Sequence[ModelPart] | None = None) -> I
         for layer in part.layers:
             yield from block_parameters(model, layer)
     if last:
+        for number, layer in enumerate(further_layers(model)):
+            yield from prediction_parameters(model, number)
+            yield from block_parameters(model, layer)
         yield from _norm(model, "final_norm")
     if last and model.scalar_head:
         yield Parameter("head.weight", (1, model.hidden_size), flops=2 * model.hidden_size)
@@ -92,7 +97,7 @@ def weights_of(model: ModelConfig) -> Iterator[Parameter]:
     yield from inventory(model)
     if model.moe_router_enable_expert_bias:
         assert model.num_experts is not None, "checked before"
-        for layer in range(model.num_layers):
+        for layer in (*range(model.num_layers), *further_layers(model)):
             if has_experts(model, layer):
                 yield Parameter(f"layers.{layer}.mlp.router.{EXPERT_BIAS}", (model.num_experts,))
 
@@ -102,6 +107,14 @@ def vocabulary_matrix(model: ModelConfig, module: str, has_product: bool) -> Par
     rows, hidden, pad_to = model.vocab_size, model.hidden_size, model.make_vocab_size_divisible_by
     assert rows is not None, "resolved before"
     return Parameter(f"{module}.weight", (rows, hidden), 0, pad_to=pad_to, flops=2 * rows * hidden * has_product)
+
+
+def prediction_parameters(model: ModelConfig, number: int) -> Iterator[Parameter]:
+    """Of a layer of multi-token prediction what is not its block."""
+    name, hidden = f"predictions.{number}", model.hidden_size
+    for norm in ("embedding_norm", "hidden_norm", "norm"):
+        yield from _norm(model, f"{name}.{norm}")
+    yield from _linear(f"{name}.projection", 2 * hidden, hidden, None, False)
 
 
 def block_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:

@@ -11,6 +11,22 @@ from smp.layers.preference import Preference
 
 
 @dataclass(frozen=True)
+class Further:
+    """What a layer of multi-token prediction reads and predicts, k tokens further than the model: tensors as those of
+    :class:`MicroBatch`, shifted by k.
+
+    Attributes:
+        input_ids: the token k places behind each.
+        labels: the token that follows that.
+        loss_weights: what each counts; 0 where the sequence, or the document, ends before.
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    loss_weights: torch.Tensor
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """Tensors of one forward pass, on the model's device but for ``document_ids``. (A dataclass, so that FSDP, which
     moves the tensors that it finds among a module's arguments to the device, leaves it alone: the host has to count
@@ -31,6 +47,7 @@ class MicroBatch:
         sequence_lengths: int64 (batch, length), tokens of the whole sequence that each token belongs to, or of its
             document where positions begin anew with each: LongRoPE goes by it. None: rows are whole, or of the cut.
         preference: rows are pairs of answers, whose loss this describes; tokens of weight 0 belong to the prompt.
+        further: of each layer of multi-token prediction.
     """
 
     input_ids: torch.Tensor
@@ -42,6 +59,7 @@ class MicroBatch:
     cut: SequenceCut | None = None
     sequence_lengths: torch.Tensor | None = None
     preference: Preference | None = None
+    further: tuple[Further, ...] = ()
 
     def whole_lengths(self) -> torch.Tensor:
         """``sequence_lengths``, made where they are not given."""

@@ -9,7 +9,7 @@ field                ranks                                             who asks
 tp                   share every matrix                                layers
 cp                   hold slices of the same sequences                 attention, the cut of a batch
 ep, expert_fsdp      hold different experts; share the same ones       expert layers and their sharding
-ep_tp                hold parts of one copy of all experts             parameters of experts
+ep_tp                hold parts of one copy of all experts             parameters of experts; expert layers
 fsdp                 (dp_replicate,) dp_shard x cp                     hybrid FSDP of all other parameters
 pp                   hold consecutive layers                           the pipeline
 loss_meshes          compute different parts of one loss               the loss, metrics
@@ -50,7 +50,9 @@ class ParallelContext:
         cp_exchange: what attention exchanges over: ``cp``, or 2-D ``(p2p, a2a)`` of the same ranks, of which neighbours
             exchange heads and the others keys.
         ep: 1-D, the ranks that hold different experts; None: experts are sharded as all other parameters.
-        ep_tp: 2-D ``(ep, tp)``, over which the parameters of experts lie; None without ``ep``: they lie on ``tp``.
+        ep_tp: 2-D ``(ep, tp)``, over which the parameters of experts lie; None without ``ep``: they lie on ``tp``. Its
+            ``tp`` are those neighbours of ``tp`` that cut an expert's width: all, or with expert tensor parallelism of
+            a smaller size some; the others' ranks are then among ``ep`` and ``expert_fsdp``.
         expert_fsdp: as ``fsdp``, of the parameters of experts, on a common root with ``ep_tp``.
         loss_meshes: 1-D meshes over which the parts of a loss are summed, one after the other.
         collectives: how FSDP's gathers and sums over ``fsdp`` and ``expert_fsdp`` run; None: flat.
@@ -104,20 +106,31 @@ class ParallelContext:
         return None if self.ep is None else Group.of(self.ep)
 
     @property
+    def expert_tp_group(self) -> Group:
+        """The ranks that share every matrix of an expert: those of ``tp``, or some of them."""
+        return self.tp_group if self.ep_tp is None else _group_of(self.ep_tp, 1)
+
+    @property
     def data_groups(self) -> tuple[Group, ...]:
         """Groups that together hold the ranks of ``fsdp``: those with different tokens, but for the slices of sequence
         parallelism. A sum over all of them is one over the micro-batches that these ranks compute at the same time."""
         mesh = self.fsdp
         if mesh is None:
             return ()
-        dims = range(mesh.ndim)
-        return tuple(Group(mesh.get_group(i).group_name, mesh.size(i), mesh.get_local_rank(i)) for i in dims)
+        return tuple(_group_of(mesh, dim) for dim in range(mesh.ndim))
 
     def secondary_parts(self, size: int) -> Parts:
         """What :func:`with_secondary_shards` takes, for ``size`` neighbours that shard. Of experts, which these
         neighbours hold different ones of, it is so many times fewer."""
         ep = 1 if self.ep is None else self.ep.size()
-        return {"parameters": (self.fsdp, size), "experts": (self.expert_fsdp, size // ep)}
+        beside = self.tp.size() // self.expert_tp_group.size
+        return {"parameters": (self.fsdp, size), "experts": (self.expert_fsdp, size * beside // ep)}
+
+    @property
+    def has_fsdp(self) -> bool:
+        """Whether weights are sharded or replicated by FSDP. A whole model on one data-parallel rank needs none."""
+        meshes = [mesh for mesh in (self.fsdp, self.expert_fsdp) if mesh is not None]
+        return self.fsdp is not None and (self.pp_size > 1 or any(mesh.size() > 1 for mesh in meshes))
 
     @property
     def cp_group(self) -> Group | None:
@@ -187,9 +200,10 @@ def build_context(
         groups = slices.view(-1, cp // heads_group, heads_group)
         exchange = _mesh(groups, ("slices", "p2p", "a2a"), device_type, timeout)["p2p", "a2a"]
     ep = ep_tp = expert_fsdp = None
-    if layout.ep > 1:
-        # Neighbours within dp_shard x cp hold different experts; what is left of that dimension shards each expert.
-        shape = (pp, replicas, shard * cp // layout.ep, layout.ep, tp)
+    if layout.ep > 1 or layout.expert_tp < tp:
+        # Neighbours within dp_shard x cp (x tp, but for those that cut an expert) hold different experts; what is left
+        # of these ranks shards each expert.
+        shape = (pp, replicas, layout.expert_shard, layout.ep, layout.expert_tp)
         names = ("pp", "dp_replicate", "expert_shard", "ep", "tp")
         expert = _mesh(ranks.view(shape), names, device_type, timeout, replica_backend)
         ep, ep_tp, expert_fsdp = expert["ep"], expert["ep", "tp"], _sharding(expert, "expert_shard")
@@ -207,6 +221,11 @@ def build_context(
         data_rank=dense.get_local_rank("dp_replicate") * shard + dense.get_local_rank("dp_shard") // cp,
         data_size=replicas * shard,
     )
+
+
+def _group_of(mesh: DeviceMesh, dim: int) -> Group:
+    """The group of one dimension."""
+    return Group(mesh.get_group(dim).group_name, mesh.size(dim), mesh.get_local_rank(dim))
 
 
 def _sharding(mesh: DeviceMesh, shard: str) -> DeviceMesh:

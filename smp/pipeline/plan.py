@@ -85,7 +85,7 @@ def _place(model: ModelConfig, parallel: ParallelConfig, stages: int, seq_length
         )
     flops, replays = forward_flops(model, seq_length), _replays(parallel)
     layers = [layer * (1 + replays / 3) for layer in flops.layers]  # a step is 3 forward passes long, or 4
-    return balance(layers, stages, flops.embedding, flops.head)
+    return balance(layers, stages, flops.embedding, flops.head + flops.further)
 
 
 def _replays(parallel: ParallelConfig) -> int:
@@ -98,6 +98,7 @@ def _costs(part: ModelPart, config: Config, tokens: int) -> StageCosts:
     of the forward pass, if there is one. The output layer computes its gradients in its forward pass."""
     flops = forward_flops(config.model, config.data.seq_length or 1)
     layers = sum(flops.layers[i] for i in part.layers) * tokens
+    layers += part.head * flops.further * tokens
     both, head = layers + part.embedding * flops.embedding * tokens, part.head * flops.head * tokens
     return StageCosts(both + 3 * head, both + _replays(config.parallel) * layers, both)
 

@@ -84,7 +84,7 @@ def is_free(call: Timed) -> bool:
 
 def kind_of(layout: Layout) -> str:
     """Which of a step's ways the host goes: FSDP's hooks, tensor-parallel operators, or neither."""
-    if layout.pp * layout.data_parallel * layout.cp > 1:
+    if layout.has_fsdp:
         return "sharded"
     return "tensor" if layout.tp > 1 else "alone"
 

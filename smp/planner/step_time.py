@@ -149,7 +149,9 @@ class StepModel:
             return 0.0
         *experts, rows, inner = parameter.local_shape(self.layout)
         number = experts[0] if experts else 1
-        tokens = self.tokens if parameter.chosen is None else self.tokens * parameter.chosen / number
+        tokens: float = self.tokens
+        if parameter.chosen is not None:
+            tokens = self._tokens_to_experts() * parameter.chosen / number
         flops = 2 * number * tokens * rows * inner
         tiles = number * math.ceil(tokens / TILE[0]) * math.ceil(rows / TILE[1])
         waves = math.ceil(tiles / self.device.tiles) * self.device.tiles
@@ -183,8 +185,12 @@ class StepModel:
     def _expert_exchange(self) -> float:
         """Seconds of both all-to-alls of a pass, which nothing hides."""
         model, ep = self.config.model, self.layout.ep
-        rows = self.tokens * model.moe_router_topk * model.hidden_size * self.width
+        rows = self._tokens_to_experts() * model.moe_router_topk * model.hidden_size * self.width
         return 2 * self._collective(rows, "ep") if ep > 1 else 0.0
+
+    def _tokens_to_experts(self) -> float:
+        """Of this rank: those of the ranks that share every matrix of an expert."""
+        return self.tokens * self.layout.expert_tp / self.layout.tp
 
     def _context_exchange(self, attention: float) -> tuple[float, float]:
         """Seconds that attention's exchange takes longer than attention, forward and backward."""
@@ -206,7 +212,7 @@ class StepModel:
     def _link(self, dim: str) -> float:
         """Bytes/s of a ring over a dimension: several ranks on a node share the way to the next one's links."""
         # the first varies fastest; ranks of ep are neighbours in what data and context parallelism share
-        order = ["tp", "ep"] if dim == "ep" else ["tp", "cp", "dp_shard", "dp_replicate", "pp"]
+        order = ["expert_tp", "ep"] if dim == "ep" else ["tp", "cp", "dp_shard", "dp_replicate", "pp"]
         stride = math.prod(getattr(self.layout, name) for name in order[: order.index(dim)])
         size, per_node = getattr(self.layout, dim), self.device.devices_per_node
         beside = max(1, per_node // stride)
@@ -225,8 +231,7 @@ class StepModel:
 
     def _sharing(self, *, experts: bool) -> int:
         """Ranks that FSDP spreads a parameter over."""
-        ranks = self.layout.dp_shard * self.layout.cp
-        return ranks // self.layout.ep if experts else ranks
+        return self.layout.expert_shard if experts else self.layout.dp_shard * self.layout.cp
 
     def _elements(self, parameters: Sequence[Parameter]) -> int:
         """That a rank computes with."""

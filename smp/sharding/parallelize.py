@@ -85,7 +85,7 @@ def parallelize(
         if offload is not None:
             block.run = offload.around(block, block.run)
     _check_parameters(model)
-    if context.fsdp is None or (context.fsdp.size() == 1 and context.pp_size == 1):
+    if context.fsdp is None or not context.has_fsdp:
         if config.bf16:
             _check_compute_dtype(model)
         return model
@@ -96,7 +96,8 @@ def parallelize(
     if config.fp8_param_gather:
         gather_in_fp8(model)
     if context.pp_size == 1:  # a pipeline's schedule says itself when weights are gathered
-        prefetch(blocks)
+        only_trained: Sequence[nn.Module] = getattr(model, "further_blocks", ())  # validation would leave them gathered
+        prefetch([block for block in blocks if block not in only_trained])
         _gather_once(model)
         if config.data_parallel_sharding_strategy != "optim_grads_params":
             model.set_reshard_after_forward(False)  # type: ignore[operator]

@@ -22,6 +22,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from smp.config.mtp import further_layers
 from smp.layers.linear import linear_layers
 from smp.layers.linear_functions import WeightGradients
 from smp.models.gpt import GPT
@@ -119,8 +120,13 @@ class ShardedStages:
 def _units(model: GPT, part: ModelPart) -> list[Any]:
     """FSDP2 units that hold parameters of ``part``, as ``parallelize`` made them, in the order of their use."""
     first = [model.embedding, model.positions, model.embedding_norm] if part.embedding else []
-    last = [model.final_norm, model.embedding if model.tied else None] if part.head else []  # the norm's is the head's
-    blocks = [module for i in part.layers for module in with_experts(model.layers[str(i)])]
+    last: list[Any] = []
+    if part.head:
+        last = [*model.predictions.values(), model.final_norm]  # the norm's is the head's, but with predictions
+        last += [model.embedding if model.embeds_at_the_end else None]
+        last += [model.head if len(model.predictions) and not model.tied else None]
+    layers = (*part.layers, *(further_layers(model.config) if part.head else ()))
+    blocks = [module for i in layers for module in with_experts(model.layers[str(i)])]
     return list(dict.fromkeys(module for module in (*first, *blocks, *last) if module is not None))
 
 

@@ -10,6 +10,7 @@ import torch
 from tqdm import tqdm
 
 from smp.config import Config, Layout
+from smp.config.mtp import further_layers
 from smp.models.arithmetic import pair_training_flops, training_flops_per_token
 from smp.training.device_peak import peak_flops
 from smp.training.run_record import start_record
@@ -48,7 +49,8 @@ class Console:
         self._share = work / layout.world_size / 1e12  # of a FLOP, in TFLOP of each process
         self._pair_flops = pair_training_flops(config.model)
         alone = training_flops_per_token(config.model, 1, config.model.vocab_size)  # a token that sees itself
-        self._token_flops = alone - config.model.num_layers * self._pair_flops
+        layers = config.model.num_layers + len(further_layers(config.model))
+        self._token_flops = alone - layers * self._pair_flops
         for line in earlier_records(config, iteration):
             tqdm.write(line)
         self._sinks = open_sinks(config.logging, iteration)

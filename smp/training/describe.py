@@ -85,7 +85,7 @@ def _experts(config: Config, layout: Layout, active: int) -> list[str]:
         f"active parameters: {active:,} of a token, which gets {model.moe_router_topk} of {model.num_experts} experts"
         f"{some}",
         f"experts: {model.num_experts // layout.ep} of each layer on a process, shared by "
-        f"{layout.dp_shard * layout.cp // layout.ep} x tensor-parallel {layout.tp}",
+        f"{layout.expert_shard} x tensor-parallel {layout.expert_tp}",
     ]
 
 

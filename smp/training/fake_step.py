@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from smp.config import Config, Layout
 from smp.config.layer_pattern import scores_flag
+from smp.config.mtp import further_layers
 from smp.kernels import Kernels
 from smp.kernels.attention_core import AttentionCore, AttentionSpec, FusedAttention, MathAttention, Pair
 from smp.kernels.copier import Copier, HostCopier
@@ -31,7 +32,7 @@ from smp.layers.fp8.apply import fp8_history
 from smp.layers.head import VocabParallelHead
 from smp.layers.moe.layer import MoE
 from smp.models.gpt import GPT
-from smp.models.micro_batch import MicroBatch
+from smp.models.micro_batch import Further, MicroBatch
 from smp.optim.optimizer import build_optimizer, clip_gradients
 from smp.parallel.context import ParallelContext, build_context
 from smp.parallel.network.choose import NetworkCollectives
@@ -322,6 +323,9 @@ def _micro_batches(
             position_ids=None if cut is None else ids.clone(),
             token_index=ids.clone(),
             cut=cut,
+            further=tuple(
+                Further(ids, ids.clone(), torch.ones(shape)) for _ in further_layers(config.model) if not by_reference
+            ),
         )
         return judged(config, whole, by_reference=by_reference)
 

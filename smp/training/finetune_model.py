@@ -83,7 +83,10 @@ def open_base(config: Config) -> Weights:
         if step is not None:
             raise ConfigError(f"--ckpt-step {step}: --load {load} is a Hugging Face folder")
         return open_hf(load)
-    return SmpWeights(find(load) if step is None else Path(load) / iteration_name(step))
+    weights = SmpWeights(find(load) if step is None else Path(load) / iteration_name(step))
+    if weights.config.mtp_num_layers is not None:
+        weights.notes.append("layers that predict further tokens (--mtp-num-layers) are left out")
+    return weights
 
 
 def build_finetune_model(

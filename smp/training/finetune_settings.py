@@ -85,6 +85,7 @@ def _with_architecture(config: Config, given: set[str]) -> Config:
     found = read_architecture(load)
     if found is None:
         raise ConfigError(f"--load {load} holds neither a Hugging Face model nor a checkpoint of a training run")
+    found["mtp_num_layers"] = None  # they are not fine-tuned; who opens the weights says so
     if config.has_scores:
         family = family_of(read_hf_config(load), load) if is_hf_folder(load) else None
         if family is not None and family.classifier is None:

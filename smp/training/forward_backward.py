@@ -83,8 +83,9 @@ def total_beside(outputs: Sequence[ModelOutput], names: Sequence[str], device: t
     total = torch.zeros(len(names), device=device)
     for output in outputs:
         found = output.metrics | output.aux_losses
-        if found:  # a stage may have no layer that measures any
-            total += torch.stack([found[name] for name in names])
+        if found:  # a stage may have no layer that measures any, or some of them
+            absent = torch.zeros((), device=device)
+            total += torch.stack([found.get(name, absent) for name in names])
     return total
 
 

@@ -14,6 +14,7 @@ from typing import Literal
 from smp.config import Config, Layout
 from smp.config.layer_pattern import scores_flag
 from smp.config.moe import has_experts
+from smp.config.mtp import further_layers
 from smp.config.qlora import packed_row_bytes
 from smp.config.schema import OptimizerConfig, ParallelConfig
 from smp.models.inventory import Parameter, block_parameters, inventory, vocabulary_matrix
@@ -120,18 +121,21 @@ def estimate_memory(
     tokens = tuned.rows * data.micro_batch_size * data.seq_length // layout.cp
     shards = layout.dp_shard * layout.cp
     parts = parts or (whole(model.num_layers),)
-    layers, last = sum(p.count for p in parts), any(p.head for p in parts)
-    mine, before_ep = list(inventory(model, parts)), replace(layout, ep=1)  # ep takes from FSDP what it cuts
+    last = any(p.head for p in parts)
+    numbers = [*(i for part in parts for i in part.layers), *(further_layers(model) if last else ())]
+    layers = len(numbers)
+    mine = list(inventory(model, parts))
+    before_ep = replace(layout, ep=1, etp=None)  # ep takes from FSDP what it cuts
     n = _elements(mine, before_ep)
     whole_n = _elements(inventory(model, parts), layout)
-    blocks = [_elements(block_parameters(model, i), layout) for part in parts for i in part.layers]
+    blocks = [_elements(block_parameters(model, i), layout) for i in numbers]
     block = max(blocks, default=0)
     rows, hidden = vocabulary_matrix(model, "head", has_product=True).local_shape(layout)
     vocabulary = rows * hidden if last or any(p.embedding for p in parts) else 0
     adapters = tuned.adapters * layers // model.num_layers
     trained, frozen = (adapters, n * (tuned.copies + 1)) if adapters else (n, n * tuned.copies)
     largest = adapters // layers if adapters else max(block, vocabulary)
-    if layout.pp == 1 and layout.data_parallel * layout.cp == 1:
+    if not layout.has_fsdp:
         gathered = 0 if b == 4 or tuned.adapters else _cast(parallel, blocks) + vocabulary
         reduced = 4 if b == 4 else b + 4
     else:
@@ -189,9 +193,10 @@ def _secondary(config: Config, layout: Layout, tuned: Tuned) -> int:
     model, size = config.model, config.parallel.zero_hpz_partition_size
     if size == 1:
         return 0
-    b, whole_layout = 2 if config.parallel.bf16 else 4, replace(layout, ep=1)
+    b, whole_layout = 2 if config.parallel.bf16 else 4, replace(layout, ep=1, etp=None)
+    split = layout.tp // layout.expert_tp
     blocks = [p for layer in range(model.num_layers) for p in block_parameters(model, layer)]
-    kept = [p for p in blocks if p.chosen is None or size // layout.ep > 1]
+    kept = [p for p in blocks if p.chosen is None or size * split // layout.ep > 1]
     return (sum(_frozen_bytes(p, whole_layout, tuned, b) for p in kept) + b * tuned.adapters) // size
 
 
@@ -231,7 +236,7 @@ def _gathered_in_4_bits(config: Config, layout: Layout, parts: Sequence[ModelPar
     blocks = [list(block_parameters(model, layer)) for part in parts for layer in part.layers]
     sizes = [sum(_frozen_bytes(p, layout, tuned, b) for p in block) for block in blocks]
     widened = max((b * math.prod(p.local_shape(layout)) for block in blocks for p in block if p.linear), default=0)
-    if layout.pp == 1 and layout.data_parallel * layout.cp == 1:
+    if not layout.has_fsdp:
         return widened
     ends = [p for p in inventory(model, parts) if not p.name.startswith("layers.")]
     freed = parallel.data_parallel_sharding_strategy == "optim_grads_params"
@@ -256,7 +261,7 @@ def kept_by_block(config: Config, layout: Layout, tuned: Tuned = Tuned()) -> int
     b, recompute, fused = 2 if parallel.bf16 else 4, parallel.recompute_granularity, is_fused(config)
     kinds = {has_experts(model, i) for i in range(model.num_layers)}
     kept = max(_kept_per_token(config, layout, b, recompute, fused=fused, experts=kind) for kind in kinds)
-    alone = layout.pp == 1 and layout.data_parallel * layout.cp == 1
+    alone = not layout.has_fsdp
     weights = max(_elements(block_parameters(model, i), layout) for i in range(model.num_layers))
     cast = b * weights if alone and parallel.bf16 and recompute == "none" and not tuned.adapters else 0
     return tuned.rows * data.micro_batch_size * data.seq_length // layout.cp * kept + cast
@@ -323,9 +328,8 @@ def _kept_per_token(
         per_position = 4 + 1 + b
         wide, results = 3 if fused else 4, 2
     if experts:
-        elements += model.moe_router_topk * (
-            results * model.hidden_size + wide * (model.moe_ffn_hidden_size or 0) // tp
-        )
+        rows = results * model.hidden_size * layout.expert_tp // tp  # of the tokens of the ranks that share an expert
+        elements += model.moe_router_topk * (rows + wide * (model.moe_ffn_hidden_size or 0) // tp)
     if model.multi_latent_attention:
         low = (model.kv_lora_rank + (model.q_lora_rank or 0)) // split
         up = heads * (2 * (model.qk_head_dim + model.v_head_dim) + model.qk_pos_emb_head_dim)

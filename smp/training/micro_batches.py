@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
+import torch.nn.functional as F
 
 from smp.data.loader import RankBatch
 from smp.data.sample import IGNORE_INDEX
 from smp.kernels.sequence_cut import cut_sequences
 from smp.kernels.transfer import to_device
-from smp.models.micro_batch import MicroBatch
+from smp.models.micro_batch import Further, MicroBatch
 from smp.parallel.collectives import Group
 
 
@@ -37,7 +38,12 @@ class MicroBatches:
 
 
 def token_micro_batch(
-    batch: RankBatch, i: int, num_valid_tokens: int, device: torch.device, cp: Group | None = None
+    batch: RankBatch,
+    i: int,
+    num_valid_tokens: int,
+    device: torch.device,
+    cp: Group | None = None,
+    further: int = 0,
 ) -> MicroBatch:
     """Micro-batch ``i``, whose loss counts tokens.
 
@@ -49,6 +55,7 @@ def token_micro_batch(
         device: where the model is.
         cp: ranks that share the micro-batch: each gets a part of every sequence. Everything that depends on a token's
             neighbours (its label, position, document and number) is known before the cut.
+        further: layers of multi-token prediction, whose losses are means over the same number of tokens.
     """
     full_length, rows = batch.input_ids.shape[-1], batch.input_ids.shape[1]
     length = full_length if batch.lengths is None else batch.lengths[i]
@@ -58,9 +65,21 @@ def token_micro_batch(
     cut = None if cp is None else cut_sequences(rows, length, cp.size, document_ids)
     chosen = None if cut is None or cp is None else cut.index(cp.rank)  # (rows, length / cp)
 
+    def own_columns(x: torch.Tensor) -> torch.Tensor:
+        """This rank's columns of a tensor (rows, full_length)."""
+        return to_device(x, device)[:, :length] if chosen is None else to_device(x.gather(1, chosen), device)
+
     def own(x: torch.Tensor) -> torch.Tensor:
-        """This rank's columns of a tensor (micro-batches, rows, full_length)."""
-        return to_device(x[i], device)[:, :length] if chosen is None else to_device(x[i].gather(1, chosen), device)
+        """The same of a tensor (micro-batches, rows, full_length)."""
+        return own_columns(x[i])
+
+    def weights_of(labels: torch.Tensor) -> torch.Tensor:
+        return (labels != IGNORE_INDEX).float() / max(num_valid_tokens, 1)
+
+    def ahead(k: int) -> Further:
+        """What the layer that predicts k tokens further reads and predicts."""
+        ids, labels = (own_columns(x) for x in shifted(batch, i, k))
+        return Further(ids, labels, weights_of(labels))
 
     columns = torch.arange(length, device=device) if chosen is None else to_device(chosen, device)
     labels, index = own(batch.labels), to_device(batch.sample_index[i], device)
@@ -68,11 +87,22 @@ def token_micro_batch(
     return MicroBatch(
         input_ids=own(batch.input_ids),
         labels=labels,
-        loss_weights=(labels != IGNORE_INDEX).float() / max(num_valid_tokens, 1),
+        loss_weights=weights_of(labels),
         position_ids=places if batch.position_ids is None else own(batch.position_ids),
         document_ids=document_ids if cut is None else None,
         # tokens keep the numbers that they have in whole rows
         token_index=index[:, None] * full_length + columns,
         cut=cut,
         sequence_lengths=None if batch.sequence_lengths is None else own(batch.sequence_lengths),
+        further=tuple(ahead(k) for k in range(1, further + 1)),
     )
+
+
+def shifted(batch: RankBatch, i: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels k places behind each of micro-batch ``i``, (rows, full_length). Behind the end of a sequence
+    token 0 without a label; nor is there one where another document has begun by then."""
+    ids, labels = (x[i, :, k:] for x in (batch.input_ids, batch.labels))
+    if batch.document_ids is not None:
+        documents = batch.document_ids[i]
+        labels = labels.masked_fill(documents[:, k:] != documents[:, :-k], IGNORE_INDEX)
+    return F.pad(ids, (0, k)), F.pad(labels, (0, k), value=IGNORE_INDEX)

@@ -44,14 +44,23 @@ class NextToken:
         device: of the model.
         cp: ranks that share every sequence.
         metrics: none.
+        further: layers of multi-token prediction.
     """
 
     device: torch.device
     cp: Group | None = None
     metrics: tuple[str, ...] = ()
+    further: int = 0
 
     def micro_batches(self, batch: RankBatch, num_valid: int) -> MicroBatches:
-        make = partial(token_micro_batch, batch, num_valid_tokens=num_valid, device=self.device, cp=self.cp)
+        make = partial(
+            token_micro_batch,
+            batch,
+            num_valid_tokens=num_valid,
+            device=self.device,
+            cp=self.cp,
+            further=self.further,
+        )
         return MicroBatches(len(batch.input_ids), make)
 
 

@@ -52,7 +52,7 @@ class Pipelined:
         self._plans = plans_by_size(config, Layout.from_config(config.parallel, world_size))
         self._group = pp.get_group()
         ends = plan.training.rank_of(0), plan.training.rank_of(plan.training.stages - 1)
-        tied = model.tied and ends[0] != ends[1] and not config.has_adapters
+        tied = model.embeds_at_the_end and ends[0] != ends[1] and not config.has_adapters
         channels = message_channels(self._plans.values(), ends if tied else None)
         links = Links(pp, channels, timedelta(minutes=config.parallel.distributed_timeout_minutes))
         rows = config.data.micro_batch_size * (2 if config.has_pairs else 1)

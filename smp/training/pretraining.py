@@ -28,7 +28,7 @@ def pretraining(config: Config) -> RunParts:
 
 def _trainable(config: Config, place: Workplace) -> Trainable:
     model = build_model(config, place)
-    objective = NextToken(place.device, place.context.cp_group)
+    objective = NextToken(place.device, place.context.cp_group, further=config.model.mtp_num_layers or 0)
     return Trainable(model, build_forward_backward(config, place, model), objective)
 
 

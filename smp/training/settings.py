@@ -57,7 +57,7 @@ def _check_architecture(config: Config) -> None:
     asked, found = architecture(config.model), read_architecture(load)
     assert found is not None
     for name, value in found.items():
-        if asked[name] != value:
+        if asked[name] != value and name != "mtp_num_layers":  # whose weights are read if they are asked for
             raise ConfigError(f"--load {load} is a model with {flag_of(name)} {value}, this run has {asked[name]}")
 
 

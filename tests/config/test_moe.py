@@ -8,6 +8,8 @@ from smp.config import Config, ConfigError, Layout, load_config, resolve
 from smp.config.moe import has_experts
 from smp.config.schema import LoraConfig, ObjectiveConfig
 
+SLICED = " --tensor-model-parallel-size 2 --sequence-parallel"
+_SPREAD_OVER_TP = Layout(dp_shard=2, tp=2, ep=4, etp=1)
 RUN = "--mock-data --vocab-size 100 --train-iters 1 --num-experts 8 --num-layers 4 "
 
 
@@ -22,6 +24,8 @@ def check(flags: str, world_size: int) -> Config:
         ("--expert-model-parallel-size 2 --hybrid-shard-degree 2", 8, Layout(dp_replicate=4, dp_shard=2, ep=2)),
         ("--expert-model-parallel-size 2 --tensor-model-parallel-size 2", 4, Layout(dp_shard=2, tp=2, ep=2)),
         ("--expert-model-parallel-size 2 --context-parallel-size 2", 2, Layout(cp=2, ep=2)),
+        ("--expert-model-parallel-size 4 --expert-tensor-parallel-size 1" + SLICED, 4, _SPREAD_OVER_TP),
+        ("--expert-tensor-parallel-size 2" + SLICED, 2, Layout(tp=2)),
     ],
 )
 def test_layouts(flags: str, world_size: int, layout: Layout) -> None:
@@ -43,6 +47,14 @@ def test_which_layers_have_experts(text: str, layers: list[int]) -> None:
         ("--expert-model-parallel-size 3", 3, "--num-experts 8 is not divisible by --expert-model-parallel-size 3"),
         ("--expert-model-parallel-size 4", 2, "--expert-model-parallel-size 4 has to divide the 2 processes"),
         ("--expert-model-parallel-size 4 --hybrid-shard-degree 2", 8, "--hybrid-shard-degree"),
+        ("--expert-tensor-parallel-size 2", 1, "2 has to divide --tensor-model-parallel-size 1"),
+        ("--expert-tensor-parallel-size 1 --tensor-model-parallel-size 2", 2, "needs --sequence-parallel"),
+        (
+            "--expert-tensor-parallel-size 1 --expert-model-parallel-size 4" + SLICED,
+            2,
+            "the 1 processes that shard weights x 2 of --expert-tensor-parallel-size 1 = 2",
+        ),
+        ("--num-experts none --expert-tensor-parallel-size 1", 1, "has no effect without --num-experts"),
         ("--num-experts none --expert-model-parallel-size 2", 2, "has no effect without --num-experts"),
         ("--num-experts none --moe-router-topk 4", 1, "has no effect without --num-experts"),
         ("--moe-router-topk 9", 1, "--moe-router-topk 9 is above --num-experts 8"),

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 
 from smp.checkpoint import CheckpointError
 from smp.convert.convert import write
 from smp.convert.hf import HFTarget, open_hf
 from smp.convert.hf_config import read_hf_config
+from smp.convert.load import load_hf
 from smp.convert.smp_format import SmpTarget, SmpWeights
+from smp.models.gpt import GPT
 from tests.convert.tiny import EXPERTS, TINY, save_theirs, their_model
+from tests.fake_group import lone_context
 
 pytest.importorskip("transformers")
 
@@ -49,7 +54,7 @@ def assert_same_files(one: Path, other: Path) -> None:
 
 
 def to_smp(source: Path, target: Path, **options: Any) -> Path:
-    with open_hf(source) as weights:
+    with open_hf(source, predictions=True) as weights:
         write(weights, SmpTarget(weights, None, source, **options), target, options={}, workers=2)
     return target
 
@@ -122,6 +127,66 @@ def test_layers_that_predict_further_tokens_are_left_out_and_said(tmp_path: Path
     save_file(tensors, theirs / "model.safetensors")
     with open_hf(theirs) as weights:
         assert "1 tensors of layers that predict further tokens are left out" in weights.notes
+
+
+def with_predictions(folder: Path, number: int) -> Path:
+    """With so many layers behind the last two, of other numbers than these, and what they have beside their blocks."""
+    tensors, content = load_file(folder / "model.safetensors"), read_hf_config(folder)
+    hidden, last = content["hidden_size"], "model.layers.1."
+    block = {name.removeprefix(last): t for name, t in tensors.items() if name.startswith(last)}
+    for layer in range(2, 2 + number):
+        made = {name: t + 0.01 * layer for name, t in block.items()}
+        made |= {f"{name}.weight": torch.randn(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
+        made |= {"eh_proj.weight": torch.randn(hidden, 2 * hidden)}
+        made |= {"embed_tokens.weight": tensors["model.embed_tokens.weight"].clone()}
+        made |= {"shared_head.head.weight": tensors["lm_head.weight"].clone()}
+        tensors |= {f"model.layers.{layer}.{name}": tensor for name, tensor in made.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(content | {"num_nextn_predict_layers": number}))
+    return folder
+
+
+@pytest.mark.parametrize(("kind", "number"), [("glm4-moe", 1), ("deepseek-v3", 2)])
+def test_layers_that_predict_further_tokens_keep_every_bit(kind: str, number: int, tmp_path: Path) -> None:
+    theirs = with_predictions(save_theirs(kind, tmp_path / "theirs"), number)
+    ours = to_smp(theirs, tmp_path / "ours")
+    weights = SmpWeights(ours)
+    assert weights.config.mtp_num_layers == number and "predictions.0.projection.weight" in weights.tensors
+    for reference in (ours / "hf", None):
+        back = to_hf(ours, tmp_path / f"back-{reference is None}", reference)
+        assert_same_tensors(theirs, back)
+        assert read_hf_config(back)["num_nextn_predict_layers"] == number
+    with open_hf(theirs) as left_out:
+        assert left_out.config.mtp_num_layers is None and left_out.notes == [
+            f"{sum(name.startswith(('model.layers.2.', 'model.layers.3.')) for name in tensors_of(theirs))} tensors of "
+            "layers that predict further tokens are left out"
+        ]
+
+
+def test_a_model_with_such_layers_is_filled_with_them(tmp_path: Path) -> None:
+    theirs = with_predictions(save_theirs("deepseek-v3", tmp_path / "theirs"), 1)
+    with lone_context() as context, open_hf(theirs, predictions=True) as weights:
+        model = GPT(weights.config, context, device="cpu")
+        assert load_hf(model, theirs) == []
+        for name in ("predictions.0.projection.weight", "layers.2.mlp.experts.up.weight"):
+            filled = model.get_parameter(name)
+            assert isinstance(filled, DTensor) and torch.equal(filled.to_local(), weights.read(name))
+        more = GPT(replace(weights.config, mtp_num_layers=2), context, device="cpu")
+        with pytest.raises(CheckpointError, match="--mtp-num-layers 2: .* has 1 such layers"):
+            load_hf(more, theirs)
+
+
+def test_layers_that_predict_further_tokens_may_be_missing_or_wrong(tmp_path: Path) -> None:
+    theirs = save_theirs("glm4-moe", tmp_path / "theirs")
+    content = read_hf_config(theirs)
+    (theirs / "config.json").write_text(json.dumps(content | {"num_nextn_predict_layers": 1}))
+    with open_hf(theirs, predictions=True) as weights:
+        assert weights.notes == ["num_nextn_predict_layers is 1, and the files have no such layer"]
+    name = "model.layers.2.embed_tokens.weight"
+    tensors = load_file(with_predictions(theirs, 1) / "model.safetensors")
+    save_file(tensors | {name: tensors[name] + 1}, theirs / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"{name} differs from model.embed_tokens.weight"):
+        open_hf(theirs, predictions=True)
 
 
 def test_an_expert_bias_keeps_its_dtype(tmp_path: Path) -> None:

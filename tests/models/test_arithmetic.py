@@ -38,6 +38,17 @@ def test_parameters_by_hand() -> None:
     assert (count.per_layer, count.total) == (layer, 100 * 16 + 32 * 16 + 2 * layer + 32)
 
 
+def test_a_layer_that_predicts_further_is_a_block_a_projection_and_three_norms() -> None:
+    ahead = replace(SMALL, mtp_num_layers=2)
+    layer = count_parameters(SMALL, 100).per_layer
+    assert count_parameters(ahead, 100).total - count_parameters(SMALL, 100).total == 2 * (layer + 2 * 256 + 3 * 16)
+    plain, flops = (forward_flops(resolve_model(replace(m, vocab_size=100)), 8) for m in (SMALL, ahead))
+    assert flops.layers == plain.layers and flops.head == plain.head == 2 * 16 * 100
+    assert flops.further == 2 * (plain.layers[-1] + 2 * 2 * 256 + plain.head) and plain.further == 0
+    per_token = [training_flops_per_token(m, 8, 100) for m in (SMALL, ahead)]
+    assert per_token[1] - per_token[0] == 3 * flops.further
+
+
 @pytest.mark.parametrize(
     ("change", "more"),
     [

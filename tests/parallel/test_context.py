@@ -101,6 +101,22 @@ def test_experts_are_spread_over_neighbours_and_sharded_over_the_rest() -> None:
         assert context.ep is None and context.expert_fsdp is None
 
 
+def test_ranks_that_do_not_cut_an_expert_have_others() -> None:
+    for rank in range(8):
+        with fake_context(Layout(dp_shard=2, tp=4, ep=2, etp=2), rank) as context:
+            assert context.ep_tp is not None and context.expert_fsdp is not None
+            first, pair = rank // 4 * 4, rank // 2 * 2  # neighbours cut, the next two of a tp group hold others
+            assert context.expert_tp_group.size == 2 and context.expert_tp_group.rank == rank % 2
+            assert ranks_of(context.ep_tp["tp"]) == [pair, pair + 1]
+            assert ranks_of(context.ep) == [first + rank % 2, first + rank % 2 + 2]
+            assert ranks_of(context.expert_fsdp) == [rank % 4, rank % 4 + 4]
+            assert context.secondary_parts(2)["experts"][1] == 2
+    with fake_context(Layout(tp=2, etp=1)) as context:
+        assert context.has_fsdp and context.ep is not None and context.ep.size() == 1
+    with fake_context(Layout(tp=2, ep=2, etp=1)) as context:
+        assert not context.has_fsdp and context.tp_group.size == 2 and context.expert_tp_group.size == 1
+
+
 def test_a_plain_mesh_makes_a_context_of_tensor_parallelism() -> None:
     with fake_context(Layout(tp=2), rank=1) as context:
         plain = ParallelContext.of(context.tp)

@@ -40,6 +40,7 @@ class Problem:
         micro_batches: their number over all ranks in one step.
         layers: number of blocks.
         experts: layers with experts, see ``_EXPERTS``; "": dense ones.
+        further: layers of multi-token prediction.
         fp8: recipe of its linear layers' scales, emulated, in a model that is fp64 otherwise; "": no FP8.
         steps: of training. Gradients are compared at the first, from equal weights, and the last.
         optimizer: as --optimizer says it. Adam amplifies noise, so bits are compared after it or nothing.
@@ -60,6 +61,7 @@ class Problem:
     micro_batches: int = 1
     layers: int = 2
     experts: str = ""
+    further: int = 0
     fp8: str = ""
     steps: int = 10
     optimizer: str = "sgd"
@@ -93,6 +95,7 @@ class Spread:
     reshard: bool = False
     cp: int = 1
     ep: int = 1
+    etp: int | None = None
     exchange: str = "p2p"  # of context-parallel ranks; "a2a+p2p" in groups of two
     host_steps: bool = False  # of the optimizer, on the host
     fp8_gather: bool = False  # weights travel as 8-bit numbers
@@ -142,8 +145,10 @@ class Case:
             "" if s.pp == 1 else f"pp{s.pp}-{s.schedule}{'-reshard' if s.reshard else ''}",
             f"tp{s.tp}{'sp' if s.sp else ''}-shard{s.shard}-rep{s.replicate}-acc{s.accumulation}",
             f"ep{s.ep}" if p.experts else "",
+            "" if s.etp is None else f"etp{s.etp}",
             "" if s.cp == 1 else f"cp{s.cp}-{s.exchange}",
             p.experts,
+            f"mtp{p.further}" if p.further else "",
             p.fp8,
             f"{p.style}-{p.extra}-{'tied' if p.tied else 'untied'}",
             f"vocab{p.vocab[0]}by{p.vocab[1]}-kv{p.kv_heads}of{p.heads}",
@@ -275,6 +280,8 @@ def model_config(problem: Problem) -> ModelConfig:
         init_method_std=0.1,
         hidden_dropout=0.1 if problem.dropout else 0.0,
         attention_dropout=0.2 if problem.dropout else 0.0,
+        mtp_num_layers=problem.further or None,
+        **({"mtp_loss_scaling_factor": 0.7} if problem.further else {}),
         **_architecture(problem),
     )
     return ModelConfig(**values | _EXPERTS[problem.experts])
@@ -301,6 +308,7 @@ def config_of(case: Case) -> Config:
             hybrid_shard_degree=spread.shard,
             context_parallel_size=spread.cp,
             expert_model_parallel_size=spread.ep,
+            expert_tensor_parallel_size=spread.etp,
             cp_comm_type=spread.exchange if spread.cp > 1 else "auto",  # type: ignore[arg-type]
             hierarchical_context_parallel_sizes=f"2 {spread.cp // 2}" if spread.exchange == "a2a+p2p" else None,
             bf16=spread.bf16,

@@ -15,6 +15,7 @@ _BESIDE: dict[str, _Values] = {
     "alone": {},
     "tp": {"tp": 2},
     "tp and sp": {"tp": 2, "sp": True},
+    "tp and etp 1": {"tp": 2, "sp": True, "etp": 1},
     "cp": {"cp": 2},
     "replicate": {"replicate": 2},
     **{name: {"pp": 2, "schedule": name, "accumulation": 4} for name in SCHEDULES},
@@ -43,11 +44,11 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 
 def fits(values: _Values) -> bool:
     """Whether a (partial) choice of values is a layout: experts are spread over ranks that shard weights."""
-    beside = _BESIDE[values.get("beside", "alone")]
-    shard, size = values.get("shard", values.get("ep", 1)), 1
-    for degree in ("tp", "cp", "replicate", "pp"):
-        size *= beside.get(degree, 1)
-    return size * shard <= MAX_WORLD and shard * beside.get("cp", 1) % values.get("ep", 1) == 0
+    degrees: _Values = {"tp": 1, "cp": 1, "replicate": 1, "pp": 1, **_BESIDE[values.get("beside", "alone")]}
+    ep = values.get("ep", 1)
+    shard, tp, cp = values.get("shard", ep), degrees["tp"], degrees["cp"]
+    world = tp * cp * degrees["replicate"] * degrees["pp"] * shard
+    return bool(world <= MAX_WORLD and shard * cp * tp // degrees.get("etp", tp) % ep == 0)
 
 
 def expert_case(values: _Values, **more: Any) -> Case:
@@ -58,8 +59,7 @@ def expert_case(values: _Values, **more: Any) -> Case:
         ep=values["ep"],
         shard=values["shard"],
         recompute=values.get("recompute", "none"),
-        **beside,
-        **{name: value for name, value in more.items() if name not in in_problem},
+        **beside | {name: value for name, value in more.items() if name not in in_problem},
     )
     problem: _Values = {"kv_heads": 2, "length": 16 if spread.cp > 1 else 15, "steps": 2, "layers": 2}
     if spread.schedule in ("interleaved", "zb-v"):
@@ -129,12 +129,34 @@ def fast_cases() -> list[Case]:
         _row(2, 1, "sinkhorn", "cp", "full", packed=True),
         _row(2, 2, "sinkhorn", "tp and sp", accumulation=3),
         _row(2, 1, "padded", "cp", "full"),
+        _row(2, 1, "capacity", "tp and etp 1", "full", clip=True),
+        _row(2, 2, "gpt-oss", "tp and etp 1", accumulation=3),
+        _row(2, 2, "deepseek", "tp and sp", "full", further=2, clip=True),
+        _row(1, 1, "latent", "zb-v", further=1),
+        _row(2, 1, "sigmoid", "cp", accumulation=3, further=1, packed=True),
     ]
 
 
 def slow_cases() -> list[Case]:
-    """Attention sinks where the pairs have none."""
+    """Attention sinks where the pairs have none, and experts cut over some of the TP ranks, or over one, beside what
+    the pairs have no more processes for."""
     return [
+        _row(1, 1, "mixtral", "tp and etp 1", clip=True),
+        _row(4, 2, "mixtral", "tp and etp 1", "full", dropout=True),
+        _row(2, 1, "qwen2", "tp and sp", "selective", tp=4, etp=2, clip=True),
+        _row(2, 1, "padded", "tp and etp 1", cp=2, packed=True),
+        _row(4, 1, "capacity", "tp and etp 1", "full", cp=2),
+        _row(2, 1, "latent", "zb-v", tp=2, sp=True, etp=1),
+        _row(4, 2, "gpt-oss", "1f1b", tp=2, sp=True, etp=1, clip=True),
+        _row(2, 1, "sinkhorn", "tp and etp 1", replicate=2),
+        _row(2, 1, "sigmoid", "tp and etp 1", fp8="tensorwise"),
+        _row(4, 4, "sigmoid", "alone", "selective", 3, further=2, packed=True),
+        _row(2, 2, "mixtral", "replicate", further=1, tied=True),
+        _row(2, 2, "gpt-oss", "1f1b", further=2, clip=True),
+        _row(1, 2, "qwen2", "interleaved", further=1, tied=True),
+        _row(2, 2, "capacity", "tp", "full", further=1),
+        _row(2, 1, "latent", "tp and etp 1", further=2, cp=2),
+        _row(2, 2, "top-1", "zb-h1", "full", tp=2, sp=True, further=1),
         _row(1, 1, "gpt-oss", "cp", exchange="all_gather", dropout=True),
         _row(2, 2, "gpt-oss", "cp", "selective", exchange="all_gather"),
         _row(2, 2, "gpt-oss", "zb-v", dropout=True),

@@ -159,6 +159,7 @@ def _layout(rng: random.Random, world: int, experts: bool) -> Iterator[str]:
         yield rng.choice(["", "--cp-comm-type " + rng.choice(["p2p", "all_gather", "a2a", "a2a+p2p"])])
     if experts:
         yield f"--expert-model-parallel-size {rng.choice([1, 2, 4])}"
+        yield rng.choice(["", f"--expert-tensor-parallel-size {rng.choice([1, 2])}"]) if tensor > 1 else ""
     if data > 1:
         yield rng.choice(["", f"--hybrid-shard-degree {rng.choice([d for d in (1, 2, 4) if data % d == 0])}"])
     yield f"--micro-batch-size {rng.choice([m for m in (1, 2, 4, 8) if BATCH % (m * data) == 0] or [1])}"

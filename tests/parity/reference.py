@@ -28,7 +28,7 @@ class Dropout:
 
     def __init__(self, config: ModelConfig, sample_index: torch.Tensor, length: int) -> None:
         self.hidden, self.attention = config.hidden_dropout, config.attention_dropout
-        self.keys = dropout_keys(SEED, 3 * config.num_layers + 1, torch.device("cpu"))
+        self.keys = dropout_keys(SEED, 3 * (config.num_layers + (config.mtp_num_layers or 0)) + 1, torch.device("cpu"))
         self.numbers = sample_index[:, None] * length + torch.arange(length)  # (batch, length)
 
     def of_stream(self, x: torch.Tensor, site: int) -> torch.Tensor:
@@ -131,9 +131,10 @@ def attention(
     q, k, v = split("query"), split("key"), split("value")
     if config.qk_layernorm and not config.qk_layernorm_across_heads:
         q, k = norm(q, weights, f"{name}.query_norm", config), norm(k, weights, f"{name}.key_norm", config)
-    full = config.window_attn_skip_freq is not None and (layer + 1) % int(config.window_attn_skip_freq) == 0
+    kind = min(layer, config.num_layers - 1)  # layers behind the last are as it is
+    full = config.window_attn_skip_freq is not None and (kind + 1) % int(config.window_attn_skip_freq) == 0
     window = None if full else config.window_size
-    still = config.no_rope_freq is not None and (layer + 1) % int(config.no_rope_freq) == 0
+    still = config.no_rope_freq is not None and (kind + 1) % int(config.no_rope_freq) == 0
     if config.position_embedding_type == "rope" and not still:
         freqs = frequencies(config, None if window is None else config.rotary_base_local)
         q, k = (rotate(y, freqs, layout.places, config.rotary_interleaved) for y in (q, k))
@@ -246,10 +247,17 @@ def balanced(logits: torch.Tensor) -> torch.Tensor:
 
 
 def experts(
-    x: torch.Tensor, weights: Weights, layer: int, config: ModelConfig, labels: torch.Tensor, micro_batches: int
+    x: torch.Tensor,
+    weights: Weights,
+    layer: int,
+    config: ModelConfig,
+    labels: torch.Tensor,
+    micro_batches: int,
+    total: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A loop over experts, each on all tokens; the auxiliary losses by their definitions, which count loads in each
-    of ``micro_batches`` parts of the rows apart, or in each row; and the tokens of each expert."""
+    of ``micro_batches`` parts of the rows apart, or in each row, and divide by ``total``; and the tokens of each
+    expert."""
     name, k, count = f"layers.{layer}.mlp", config.moe_router_topk, config.num_experts or 0
     logits = linear(x, weights, f"{name}.router")  # (batch, length, experts)
     sigmoid = config.moe_router_score_function == "sigmoid"
@@ -283,7 +291,7 @@ def experts(
         gate = (x @ weights[f"{name}.shared_expert_gate.weight"].t()).sigmoid() if config.moe_shared_expert_gate else 1
         y = y + gate * shared
     valid = (labels != -100).double()
-    weight, p = valid / valid.sum(), scores / scores.sum(-1, keepdim=True)
+    weight, p = valid / total, scores / scores.sum(-1, keepdim=True)
     aux = (config.moe_z_loss_coeff or 0.0) * (weight * logits.logsumexp(-1) ** 2).sum()
     kind, per_row = config.moe_router_load_balancing_type, (kept * valid[..., None]).sum(1)  # (batch, experts)
     together = len(x) if kind == "seq_aux_loss" else micro_batches
@@ -308,28 +316,75 @@ def mean_loss(
         x = x + weights["positions.weight"][layout.places + config.position_embedding_offset]
     x = maybe_norm(x, weights, "embedding_norm", config)
     x, aux = dropout.of_stream(x, -1), torch.zeros((), dtype=torch.float64)
+    state = batch, micro_batches, dropout, layout, seen
     for layer in range(config.num_layers):
-        name, added = f"layers.{layer}", config.residual_multiplier
-        first = maybe_norm(x, weights, f"{name}.attention_norm", config)
-        attended = attention(first, weights, layer, config, dropout, layout)
-        attended = maybe_norm(attended, weights, f"{name}.attention_post_norm", config)
-        attended = added * dropout.of_stream(attended, 3 * layer + 1)
-        inner = first
-        if not config.parallel_residual_shared_norm:
-            inner = x if config.parallel_residual else x + attended
-            inner = maybe_norm(inner, weights, f"{name}.mlp_norm", config)
-        if has_experts(config, layer):
-            bias = f"layers.{layer}.mlp.router.expert_bias"
-            fed, more, seen[bias] = experts(inner, weights, layer, config, labels, micro_batches)
-            aux = aux + more
-        else:
-            fed = dense(inner, weights, f"{name}.mlp", config)
-        fed = maybe_norm(fed, weights, f"{name}.mlp_post_norm", config)
-        x = x + attended + added * dropout.of_stream(fed, 3 * layer + 2)
+        x, more = block(x, weights, layer, config, labels, state)
+        aux = aux + more
     head = weights["head.weight"] if config.untie_embeddings_and_output_weights else weights["embedding.weight"]
-    logits = norm(x, weights, "final_norm", config) @ head.t() * config.logit_scale
-    logits = capped(logits, config.final_logit_softcapping)
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), aux, seen  # its default leaves out -100
+
+    def loss_of(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """A sum over tokens, of the number that have a label in the model's own loss."""
+        logits = capped(hidden @ head.t() * config.logit_scale, config.final_logit_softcapping)
+        summed = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")  # it leaves out -100
+        return summed / (batch.labels[0] != -100).sum()
+
+    hidden = norm(x, weights, "final_norm", config)
+    loss = loss_of(hidden, labels)
+    for k in range(1, (config.mtp_num_layers or 0) + 1):
+        hidden, labels, more = further(hidden, weights, k, config, labels, state)
+        share = config.mtp_loss_scaling_factor / (config.mtp_num_layers or 1)
+        aux = aux + more + share * loss_of(hidden, labels)
+    return loss, aux, seen
+
+
+State = tuple[RankBatch, int, Dropout, Layout, Weights]
+
+
+def block(
+    x: torch.Tensor, weights: Weights, layer: int, config: ModelConfig, labels: torch.Tensor, state: State
+) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """One block, and the auxiliary losses of its router, which count the tokens of ``labels``."""
+    batch, micro_batches, dropout, layout, seen = state
+    name, added = f"layers.{layer}", config.residual_multiplier
+    first = maybe_norm(x, weights, f"{name}.attention_norm", config)
+    attended = attention(first, weights, layer, config, dropout, layout)
+    attended = maybe_norm(attended, weights, f"{name}.attention_post_norm", config)
+    attended = added * dropout.of_stream(attended, 3 * layer + 1)
+    inner = first
+    more: torch.Tensor | float = 0.0
+    if not config.parallel_residual_shared_norm:
+        inner = x if config.parallel_residual else x + attended
+        inner = maybe_norm(inner, weights, f"{name}.mlp_norm", config)
+    if has_experts(config, layer):
+        bias = f"layers.{layer}.mlp.router.expert_bias"
+        total = (batch.labels[0] != -100).sum()
+        fed, aux, seen[bias] = experts(inner, weights, layer, config, labels, micro_batches, total)
+        fed, more = maybe_norm(fed, weights, f"{name}.mlp_post_norm", config), aux
+    else:
+        fed = maybe_norm(dense(inner, weights, f"{name}.mlp", config), weights, f"{name}.mlp_post_norm", config)
+    return x + attended + added * dropout.of_stream(fed, 3 * layer + 2), more
+
+
+def further(
+    hidden: torch.Tensor, weights: Weights, k: int, config: ModelConfig, labels: torch.Tensor, state: State
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | float]:
+    """What layer ``k`` of multi-token prediction makes of the hidden states of the one before, and the labels that it
+    predicts, of those that this one did: those of each sequence one further, as long as the document lasts."""
+    batch, _, _, layout, _ = state
+    name, tokens, length = f"predictions.{k - 1}", batch.input_ids[0], hidden.shape[1]
+    ids, next_labels = torch.zeros_like(tokens), torch.full_like(labels, -100)
+    for place in range(length - k):
+        same = layout.together[:, 0, place, place + k]
+        ids[:, place] = tokens[:, place + k]
+        next_labels[:, place] = torch.where(same, batch.labels[0][:, place + k], -100)
+    embedded = weights["embedding.weight"][ids] * config.embedding_multiplier
+    halves = (
+        norm(embedded, weights, f"{name}.embedding_norm", config),
+        norm(hidden, weights, f"{name}.hidden_norm", config),
+    )
+    x = torch.cat(halves, -1) @ weights[f"{name}.projection.weight"].t()
+    x, more = block(x, weights, config.num_layers + k - 1, config, next_labels, state)
+    return norm(x, weights, f"{name}.norm", config), next_labels, more
 
 
 def train(case: Case, initial: Weights) -> Result:

@@ -101,7 +101,7 @@ def train(case: Case, contexts: Contexts, device: torch.device) -> dict[str, Any
     initial = _weights(model)
     optimizer = build_optimizer(model, config.optim, context.fsdp, context.expert_fsdp)
     recording = Recording(build_forward_backward(config, place, model), model, problem.recorded_steps)
-    objective = NextToken(device, context.cp_group)
+    objective = NextToken(device, context.cp_group, further=problem.further)
     trainer = Trainer(config, model, recording, objective, optimizer, context, device, Progress())
     recorder = Recorder()
     steps = []

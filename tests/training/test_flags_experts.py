@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from smp.checkpoint import load, read_manifest
 from smp.checkpoint.folder import open_folder
@@ -167,10 +168,12 @@ def test_a_coefficient_may_change_on_a_resume(tmp_path: Path) -> None:
     assert "moe_aux_loss_coeff was 0.01 in the checkpoint and is 0.1 now" in second.out
 
 
+APART = "--expert-tensor-parallel-size 1"
 LAYOUTS = [
     (4, "--expert-model-parallel-size 4", 2),
     (1, "", 8),
     (4, "--expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel", 4),
+    (2, "--expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel " + APART, 4),
 ]
 """Processes, flags, and how many of 8 experts a process holds."""
 
@@ -186,7 +189,9 @@ def step_and_save(rank: int, world: int, folder: str, number: int) -> tuple[int,
     config = read_settings([*TINY.split(), *said.split()], PRESETS, world)
     run = TrainingRun(pretraining(config), Process(rank, world, rank), torch.device("cpu"), StopSignal())
     weight = run.trainer.model.get_parameter("layers.0.mlp.experts.up.weight")
-    held = weight.to_local().shape[0] * (1 if weight.device_mesh.ndim == 1 else weight.device_mesh.shape[0])  # type: ignore[operator, union-attr]
+    assert isinstance(weight, DTensor)
+    mesh = weight.device_mesh
+    held = weight.shape[0] // dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)).get("ep", 1)
     for _ in range(0 if number else 2):
         run.trainer.train_step(next(run.batches))
     run.save()
@@ -203,9 +208,10 @@ def tensors(run: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-@proves("expert_model_parallel_size")
+@proves("expert_model_parallel_size", "expert_tensor_parallel_size")
 def test_experts_move_between_processes(tmp_path: Path) -> None:
-    """ep 4 -> 1 -> 2 (with TP): weights, expert biases and optimizer to the bit, and the next loss."""
+    """ep 4 -> 1 -> 2 (with TP) -> 2 (of TP, with ETP 1): weights, expert biases and optimizer to the bit, and the next
+    loss."""
     losses = []
     for number, (world, _, experts) in enumerate(LAYOUTS):
         found = run_distributed(step_and_save, world, str(tmp_path), number)

@@ -12,6 +12,7 @@ from smp.models.micro_batch import MicroBatch
 from tests.training.flag_runs import Run, Runs, Watched, proves
 
 Check = Callable[[Run, Run], object]
+FURTHER = "--mtp-num-layers 1"
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,21 @@ def no_signal(got: Run, base: Run) -> None:
     """Normalized by something enormous, every logit is zero and every token equally likely."""
     other_math(got, base)
     assert got.losses[0] == pytest.approx(math.log(97), rel=1e-6)
+
+
+def predicts_further(got: Run, base: Run) -> None:
+    """The model's own loss is the same at first; the other one is as large as one of tokens nobody knows."""
+    losses = got.records("mtp loss")
+    assert got.losses[0] == base.losses[0] and got.losses[-1] != base.losses[-1] and not base.records("mtp loss")
+    assert len(losses) == 3 and 0.8 * math.log(97) < losses[0] / 0.1 < 1.2 * math.log(97)
+    added = got.shapes.keys() - base.shapes.keys()
+    assert {name.partition(".")[0] for name in added} == {"layers", "predictions"}
+    assert not torch.equal(got.grads[0]["embedding.weight"], base.grads[0]["embedding.weight"])
+
+
+def twice_the_share(got: Run, base: Run) -> None:
+    assert got.losses[0] == base.losses[0] and got.losses[-1] != base.losses[-1]
+    assert got.records("mtp loss")[0] == pytest.approx(2 * base.records("mtp loss")[0], rel=1e-5)
 
 
 def more_blocks(got: Run, base: Run) -> None:
@@ -243,6 +259,8 @@ TABLE: list[tuple[str, str, str, Check]] = [
         with_suffix({"mlp_norm.weight": ()}),
     ),
     ("window_size", "--window-size 17", "", same_run),
+    ("mtp_num_layers", FURTHER, "", predicts_further),
+    ("mtp_loss_scaling_factor", FURTHER + " --mtp-loss-scaling-factor 0.2", FURTHER, twice_the_share),
     ("parallel_residual", "--parallel-residual", "", other_math),
     ("init_method_std", "--init-method-std 0.4", "", larger_weights),
 ]

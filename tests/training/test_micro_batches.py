@@ -80,3 +80,23 @@ def test_answers_of_a_pair_are_cut_alike_and_keep_their_order() -> None:
         assert made.preference is not None
         assert (made.preference.rows, made.preference.length) == (2, LENGTH // 2)
         assert torch.equal(made.input_ids[1], made.input_ids[0] + LENGTH)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_further_layers_read_and_predict_what_lies_behind_each_token_wherever_it_is(packed: bool) -> None:
+    """Tokens count up in ``batch``, so what lies behind one is known."""
+    ends = {6, 18, 23} if packed else {23}  # columns where documents, or the sequence, end
+    counted = 0
+    for rank in range(2):
+        part = token_micro_batch(batch(packed=packed), 1, 10, CPU, Group("", 2, rank), further=2)
+        for k, further in enumerate(part.further, start=1):
+            flat = (part.input_ids, further.input_ids, further.labels, further.loss_weights)
+            for token, read, label, weight in zip(*(x.flatten().tolist() for x in flat), strict=True):
+                column = token % LENGTH
+                left = min(end for end in ends if end >= column) - column  # tokens behind it in its document
+                valid = k <= left and (token + k) % 5 != 0
+                assert label == (token + k + 1 if valid else IGNORE_INDEX)
+                assert weight == pytest.approx(0.1 if valid else 0.0)
+                assert column + k >= LENGTH or read == token + k
+                counted += valid
+    assert counted > ROWS * LENGTH

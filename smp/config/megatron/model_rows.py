@@ -110,11 +110,9 @@ MODEL: tuple[Row, ...] = (
         "--v-head-dim:1"
     ),
     left_out("--cache-mla-latents --mla-down-proj-fusion", "latents are kept while text is generated; " + _KERNELS),
-    refused(
-        "--mtp-num-layers:1 --mtp-loss-scaling-factor:1 --mtp-use-repeated-layer --mtp-standalone",
-        "multi-token prediction does not exist",
-        {"0": ""},
-    ),
+    Row("--mtp-num-layers:1", "same", "the same", values={"0": ""}),
+    same("--mtp-loss-scaling-factor:1"),
+    refused("--mtp-use-repeated-layer --mtp-standalone", "each layer of --mtp-num-layers has weights of its own"),
     refused(
         "--hybrid-attention-ratio:1 --hybrid-mlp-ratio:1 --hybrid-override-pattern:1 --hybrid-layer-pattern:1 "
         "--is-hybrid-model --mamba-state-dim:1 --mamba-head-dim:1 --mamba-num-groups:1 --mamba-num-heads:1 "
@@ -143,7 +141,7 @@ MODEL: tuple[Row, ...] = (
         "--moe-router-topk-scaling-factor:1 --moe-router-pre-softmax --expert-model-parallel-size:1 "
         "--moe-router-num-groups:1 --moe-router-group-topk:1 --moe-router-enable-expert-bias "
         "--moe-router-bias-update-rate:1 --moe-shared-expert-gate --moe-token-drop-policy:1 "
-        "--moe-pad-expert-input-to-capacity"
+        "--moe-pad-expert-input-to-capacity --expert-tensor-parallel-size:1"
     ),
     becomes(
         "--moe-expert-capacity-factor:1",
@@ -179,5 +177,4 @@ MODEL: tuple[Row, ...] = (
         "--disable-moe-aux-loss-in-first-layers --use-tokens-per-expert-balance",
         _MOE,
     ),
-    refused("--expert-tensor-parallel-size:1", "experts are cut over the tensor-parallel ranks as all of a layer"),
 )

@@ -1,8 +1,8 @@
 """The experts: many gated networks of one shape, each projection of all of them one parameter.
 
-A parameter (experts, out, in) is cut by experts over the expert-parallel ranks and by its inner width over the
-tensor-parallel ones, which is Megatron's expert tensor parallelism of the size of the tensor parallelism. FSDP cuts
-what is left. So a checkpoint has one tensor per projection and layer, whatever the layout.
+A parameter (experts, out, in) is cut by experts over the expert-parallel ranks and by its inner width over the ranks of
+expert tensor parallelism, which are the tensor-parallel ones or some of them. FSDP cuts what is left. So a checkpoint
+has one tensor per projection and layer, whatever the layout. TP stands for those ranks here.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ExpertLinear(nn.Module):
     ) -> None:
         super().__init__()
         shape = num_experts, out_features, in_features
-        self.tp_dim, self.tp_group = tp_dim, context.tp_group
+        self.tp_dim, self.tp_group = tp_dim, context.expert_tp_group
 
         def spread(shape: tuple[int, ...], tp_dim: int) -> nn.Parameter:
             if context.ep_tp is None:
@@ -144,7 +144,7 @@ class Experts(nn.Module):
         super().__init__()
         context = ParallelContext.of(parallel)
         self.activation, self.backend = activation, kernels.swiglu
-        self.widths = hidden_size, ffn_hidden_size // context.tp.size()
+        self.widths = hidden_size, ffn_hidden_size // context.expert_tp_group.size
         inner = num_experts, hidden_size, ffn_hidden_size, context
         self.gate = ExpertLinear(*inner, tp_dim=1, init_std=init_std, bias=bias)
         self.up = ExpertLinear(*inner, tp_dim=1, init_std=init_std, bias=bias)

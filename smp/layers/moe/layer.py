@@ -53,7 +53,8 @@ class MoE(nn.Module):
     """``y_t = sum over the chosen experts e of weight_te expert_e(x_t)``, plus shared experts, which every token gets.
 
     Under sequence parallelism each TP rank routes its slice of the tokens; tokens, choices and weights are then
-    gathered, as in front of a dense MLP, because every TP rank has a part of each expert's width.
+    gathered, as in front of a dense MLP, over the ranks that have parts of an expert's width: all TP ranks, or with
+    expert tensor parallelism of a smaller size some; of size one none, and each rank sends its slice to the experts.
 
     Args:
         router, experts: of the same context.
@@ -81,7 +82,8 @@ class MoE(nn.Module):
         super().__init__()
         self.router, self.experts, self.shared_experts, self.shared_expert_gate = router, experts, shared, gate
         self.sequence_parallel, self.capacity = parallel.sequence_parallel, capacity
-        self.group, self.ep = parallel.tp_group, parallel.ep_group
+        self.group, self.ep = parallel.expert_tp_group, parallel.ep_group
+        self.all_slices = parallel.tp_group
         self.read_counts: ReadCounts = read_counts
 
     def forward(
@@ -104,7 +106,7 @@ class MoE(nn.Module):
         kept = None
         if self.capacity is not None and self.training:
             assert layout is not None, "which says where sequences begin"
-            kept = self.capacity.kept(chosen, weights, self.router.num_experts, layout)
+            kept = self._kept(self.capacity, chosen, weights, layout)
         dispatch = self._dispatch(chosen, kept, layout)
         rows = self.experts.compute(dispatch.to_experts(tokens), dispatch.counts)
         y = dispatch.from_experts(rows, weights)
@@ -120,6 +122,21 @@ class MoE(nn.Module):
             y = y + (shared if self.shared_expert_gate is None else self.shared_expert_gate(x, shared))
         return y, measured
 
+    def _kept(
+        self, capacity: Capacity, chosen: torch.Tensor, weights: torch.Tensor, layout: TokenLayout
+    ) -> torch.Tensor:
+        """Which choices of these tokens are not dropped. Slices of all TP ranks make up the sequences."""
+        own = len(chosen)
+        beside = self.all_slices.size // self.group.size
+        if self.sequence_parallel and beside > 1:
+            chosen, weights = (self._gathered_from_all(each) for each in (chosen, weights))
+        kept = capacity.kept(chosen, weights, self.router.num_experts, layout)
+        return kept if len(kept) == own else kept.narrow(0, self.all_slices.rank // self.group.size * own, own)
+
+    def _gathered_from_all(self, x: torch.Tensor) -> torch.Tensor:
+        """Of tokens that are those of this rank's expert-tensor-parallel group, those of all TP ranks."""
+        return gather_tokens(split_tokens(x.detach(), self.group), self.all_slices)
+
     def _dispatch(self, chosen: torch.Tensor, kept: torch.Tensor | None, layout: TokenLayout | None) -> Dispatch:
         experts = self.router.num_experts
         if kept is None or self.capacity is None or layout is None:
@@ -127,4 +144,4 @@ class MoE(nn.Module):
         slots = self.capacity.slots(chosen.shape[1], experts, layout)
         if slots is None:
             return Dispatch.of(chosen, experts, self.ep, kept, self.read_counts)
-        return Dispatch.to_slots(chosen, experts, self.ep, kept, slots)
+        return Dispatch.to_slots(chosen, experts, self.ep, kept, min(slots, len(chosen)))

@@ -1,9 +1,9 @@
 """Low-rank adapters on experts: each expert of a projection has its own A (rank, in) and B (out, rank).
 
 They are stacked as the weights are, A (experts, rank, in) and B (experts, out, rank), and cut as they are: by experts
-over the expert-parallel ranks, and over the tensor-parallel ones where the weight's inner width is. Everything that
-leaves an expert there is a part of a sum over these ranks, and so is what its adapter adds: nothing more is sent
-but the gradient of the factor that they share, which is summed over them.
+over the expert-parallel ranks, and over those of expert tensor parallelism where the weight's inner width is.
+Everything that leaves an expert there is a part of a sum over these ranks, and so is what its adapter adds: nothing
+more is sent but the gradient of the factor that they share, which is summed over them.
 """
 
 from __future__ import annotations
