@@ -8,6 +8,7 @@ from smp.config.schema import ConfigError, ModelConfig
 _OF_OTHERS = (
     *("rotary_percent", "rotary_interleaved", "rotary_base_local", "no_rope_freq", "window_attn_skip_freq"),
     *("qk_layernorm_across_heads", "apply_layernorm_1p", "softmax_scale", "softmax_type", "attn_logit_softcapping"),
+    *("qk_l2_norm", "attention_chunk_size"),
 )
 """What only layers with keys and values of their own have."""
 

@@ -1,5 +1,5 @@
-"""What differs between the layers of a model: Megatron's notation of patterns, and which layers' attention has a window
-and RoPE."""
+"""What differs between the layers of a model: Megatron's notation of patterns, and which layers' attention has a
+window, chunks and RoPE."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ class LayerAttention:
     Attributes:
         window: a token sees itself and the window - 1 tokens before it; None: all before it.
         rope: which table rotates queries and keys: of --rotary-base, or of --rotary-base-local; None: nothing does.
+        chunk: a token sees those before it in its own chunk of so many; None: chunks do not matter.
     """
 
     window: int | None = None
     rope: Literal["global", "local"] | None = None
+    chunk: int | None = None
 
 
 def layer_attention(model: ModelConfig, layer: int) -> LayerAttention:
@@ -36,12 +38,20 @@ def layer_attention(model: ModelConfig, layer: int) -> LayerAttention:
     turned = model.position_embedding_type == "rope" and not _no_rope(model.no_rope_freq, model.num_layers)[layer]
     if not turned:
         return LayerAttention(window)
-    return LayerAttention(window, "local" if windowed and model.rotary_base_local is not None else "global")
+    rope: Literal["global", "local"] = "local" if windowed and model.rotary_base_local is not None else "global"
+    return LayerAttention(window, rope, model.attention_chunk_size)
 
 
 def layer_attentions(model: ModelConfig) -> list[LayerAttention]:
     """Of all layers."""
     return [layer_attention(model, layer) for layer in range(model.num_layers)]
+
+
+def hides_tokens(model: ModelConfig, length: int | None = None) -> bool:
+    """Whether some layer has a window or chunks that hide earlier tokens of sequences of ``length``; None: of long
+    ones."""
+    sizes = {model.window_size, model.attention_chunk_size} - {None}
+    return any(length is None or size < length for size in sizes if size is not None)
 
 
 def scores_flag(model: ModelConfig) -> str:

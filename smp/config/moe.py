@@ -62,6 +62,10 @@ def check_moe_model(model: ModelConfig) -> None:
         "--moe-router-topk 1: the softmax over one expert is 1, so the router gets no gradient; give "
         "--moe-router-pre-softmax or --moe-router-score-function sigmoid",
     )
+    require(
+        k == 1 or not model.moe_apply_probs_on_input,
+        f"--moe-apply-probs-on-input needs --moe-router-topk 1, not {k}: a token has one input",
+    )
     _check_groups(model)
     _check_balancing(model)
     has_experts(model, 0)

@@ -28,8 +28,8 @@ def check_positions(model: ModelConfig) -> None:
     _check_rope_scaling(model)
     _check_layers(model)
     require(
-        not model.use_rope_scaling or model.rope_low_freq_factor < model.rope_high_freq_factor,
-        f"--rope-low-freq-factor {model.rope_low_freq_factor} must be below "
+        not model.use_rope_scaling or model.rope_low_freq_factor <= model.rope_high_freq_factor,
+        f"--rope-low-freq-factor {model.rope_low_freq_factor} must not be above "
         f"--rope-high-freq-factor {model.rope_high_freq_factor}",
     )
     assert model.kv_channels is not None, "filled in before"
@@ -58,10 +58,29 @@ def _check_layers(model: ModelConfig) -> None:
         not skipped or kinds != {None},
         f"{''.join(skipped)} leaves no layer with RoPE; --position-embedding-type none is that",
     )
+    _check_of_rope_layers(model)
     require(
         model.position_embedding_type != "alibi" or model.attn_logit_softcapping is None,
         f"--position-embedding-type alibi and --attn-logit-softcapping {model.attn_logit_softcapping} exclude each "
         "other; leave out one",
+    )
+
+
+def _check_of_rope_layers(model: ModelConfig) -> None:
+    """What layers with RoPE have that others have not."""
+    require(
+        model.attention_chunk_size is None or model.window_size is None,
+        f"--attention-chunk-size {model.attention_chunk_size} and --window-size {model.window_size} exclude each "
+        "other: each says which tokens one sees; leave out one",
+    )
+    require(
+        not (model.qk_l2_norm and model.qk_layernorm),
+        "--qk-l2-norm and --qk-layernorm exclude each other: each normalizes queries and keys; leave out one",
+    )
+    require(
+        not (model.qk_l2_norm and model.use_rope_scaling and model.rope_scaling_type in ("yarn", "longrope")),
+        f"--qk-l2-norm and --rope-scaling-type {model.rope_scaling_type} exclude each other: the norm, which comes "
+        "after RoPE, takes back what that multiplies queries and keys by; leave out one",
     )
 
 

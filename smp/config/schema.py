@@ -69,6 +69,13 @@ class ModelConfig:
     no_rope_freq: str | None = only_with(None, position_embedding_type="rope")
     """Layers without RoPE: n for every n-th, from the n-th on, or Megatron's list of a 1 for each layer without and a 0
     for each with it (SmolLM3: 4). Default: none."""
+    attn_temperature_tuning: bool = only_with(False, no_rope_freq=GIVEN)
+    """Queries of layers without RoPE grow with their position p: they are multiplied by
+    1 + --attn-scale x ln(1 + floor((p + 1) / --floor-scale)) (Llama 4)."""
+    attn_scale: float = only_with(0.1, attn_temperature_tuning=True)
+    """See --attn-temperature-tuning."""
+    floor_scale: int = only_with(8192, attn_temperature_tuning=True)
+    """See --attn-temperature-tuning: tokens from one value to the next; before so many it is 1."""
     rotary_base_local: float | None = only_with(None, window_size=GIVEN)
     """RoPE base of the layers with a window, which also go without --use-rope-scaling (Gemma 3). Default: as in all
     others."""
@@ -149,6 +156,9 @@ class ModelConfig:
     """Normalize queries and keys per head before RoPE (Qwen 3)."""
     qk_layernorm_across_heads: bool = only_with(False, qk_layernorm=True)
     """Normalize queries, and keys, of all heads together instead of each head (OLMoE)."""
+    qk_l2_norm: bool = only_with(False, position_embedding_type="rope")
+    """In layers with RoPE divide each head's queries and keys by the root of their mean square, without a weight
+    (Llama 4 Scout)."""
     multi_latent_attention: bool = False
     """Multi-head latent attention: keys and values of all heads are made of a few numbers per token (DeepSeek-V2).
     --qk-layernorm then normalizes these."""
@@ -167,6 +177,9 @@ class ModelConfig:
     window_attn_skip_freq: str | None = only_with(None, window_size=GIVEN)
     """Layers without the window: n for every n-th, from the n-th on (Gemma 2: 2, Gemma 3: 6), or Megatron's list of a 1
     for each layer with and a 0 for each without it. Default: none."""
+    attention_chunk_size: int | None = only_with(None, position_embedding_type="rope")
+    """Chunked attention: in layers with RoPE a token sees only those before it in its own chunk of so many tokens,
+    counted from the beginning of its document (Llama 4: 8192). Default: all before it."""
     softmax_scale: float | None = None
     """Products of queries and keys are multiplied by this. Default: 1 / square root of --kv-channels."""
     softmax_type: Literal["vanilla", "learnable"] = "vanilla"
@@ -203,6 +216,8 @@ class ModelConfig:
     token's experts alone (Mixtral, Qwen 3)."""
     moe_router_topk_scaling_factor: float | None = only_with(None, num_experts=GIVEN)
     """The weights are multiplied by this. Default: they are not."""
+    moe_apply_probs_on_input: bool = only_with(False, num_experts=GIVEN)
+    """Multiply what an expert reads by its weight, not what it gives (Llama 4). With --moe-router-topk 1."""
     moe_router_num_groups: int | None = only_with(None, num_experts=GIVEN)
     """Groups of neighbouring experts; a token's experts are of its --moe-router-group-topk best ones. Default: none."""
     moe_router_group_topk: int | None = only_with(None, moe_router_num_groups=GIVEN)

@@ -20,7 +20,7 @@ from smp.config import ModelConfig
 from smp.convert.families import Family
 from smp.convert.fp8_blocks import Fp8BlockStore
 from smp.convert.hf_config import CONFIG, NEXT_N, block_of, family_of, from_hf, is_hf_folder, read_hf_config, to_hf
-from smp.convert.hf_store import INDEX, SINGLE, open_store
+from smp.convert.hf_store import INDEX, SINGLE, keep_text, open_store
 from smp.convert.layout import Link, by_external_name, copies_in_predictions, links
 from smp.convert.mxfp4 import BLOCKS, Mxfp4Store
 from smp.convert.pieces import Feed, Planned, in_files, plan
@@ -66,6 +66,7 @@ def open_hf(folder: str | Path, *, allow_pickle: bool = False, predictions: bool
     content, where = read_hf_config(folder), str(folder / CONFIG)
     family, config = family_of(content, where), from_hf(content, where)
     store = open_store(folder, allow_pickle)
+    keep_text(store)
     stacked = any(name.endswith(_STACKED) for name in store.tensors)
     quantized = any(name.endswith(BLOCKS) for name in store.tensors) and family.quantized is not None
     store, table = (Mxfp4Store(store), family.quantized or family.table) if quantized else (store, family.table)
@@ -76,6 +77,7 @@ def open_hf(folder: str | Path, *, allow_pickle: bool = False, predictions: bool
     found = _spelled(links(table, config, stacked=stacked), store, family)
     copied = _spelled(copies_in_predictions(table, config), store, family)
     weights = LinkedWeights(store, found, config)
+    weights.notes += store.notes
     weights.notes += ["experts in MXFP4 are read as bf16"] if quantized else []
     weights.notes += ["weights in FP8 are read as bf16"] if in_fp8 else []
     embedding = weights.links["embedding.weight"][0].external_name

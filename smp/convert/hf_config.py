@@ -18,6 +18,7 @@ from smp.convert.families import REASONS, Family
 from smp.convert.hf_experts import canonical, read_experts, write_experts
 from smp.convert.hf_reader import Reader, is_longrope_family, written_number, written_rope, written_windows
 from smp.convert.more_families import FAMILIES
+from smp.convert.text_part import text_config
 
 CONFIG = "config.json"
 _CONTRADICTIONS = {"use_rope_scaling", "squared_relu", "tanh_gelu", "relu", "geglu", "quick_geglu"}
@@ -55,7 +56,7 @@ def is_hf_folder(path: str | Path) -> bool:
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
-    """The content of ``config.json``.
+    """The content of ``config.json``; of a model that also sees images that of its text part, where it can be had.
 
     Raises:
         DamageError: it is no JSON.
@@ -65,7 +66,7 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     content = read_json(path)
     if not isinstance(content, dict):
         raise ConfigError(f"{path} is not a JSON object")
-    return content
+    return text_config(content)
 
 
 def architecture(config: ModelConfig) -> dict[str, Any]:
@@ -83,11 +84,16 @@ def _of_layers(config: ModelConfig) -> dict[str, Any]:
     factors: tuple[str | None, ...] = (None, None)
     if config.use_rope_scaling and config.rope_scaling_type == "longrope":
         factors = tuple(" ".join(map(str, numbers)) for numbers in longrope_factors(config))
+    chunk, tuned = config.attention_chunk_size, config.attn_temperature_tuning and not all(turned)
     usual = config.kv_channels is not None and config.softmax_scale == config.kv_channels**-0.5
     return {
         "window_attn_skip_freq": skip_pattern(windows, ones=True) if any(windows) else None,
         "no_rope_freq": skip_pattern(turned, ones=False) if any(turned) else None,
         "rotary_base_local": None if same or not any(layer.rope == "local" for layer in layers) else local,
+        "attention_chunk_size": chunk if chunk is not None and chunk < config.max_position_embeddings else None,
+        "attn_temperature_tuning": tuned,
+        "attn_scale": config.attn_scale if tuned else ModelConfig.attn_scale,
+        "floor_scale": config.floor_scale if tuned else ModelConfig.floor_scale,
         "longrope_short_factor": factors[0],
         "longrope_long_factor": factors[1],
         "softmax_scale": None if usual else config.softmax_scale,

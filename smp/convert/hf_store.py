@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from smp.convert.torch_file import read_torch_file
 
 SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
+_TEXT = "language_model."
+_IMAGES = ("vision_model", "vision_tower", "multi_modal_projector")
+"""First words of names of tensors, of a model that also sees images."""
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 
 
@@ -36,6 +40,20 @@ def open_store(folder: Path, allow_pickle: bool) -> PieceStore:
             "reads the tensors and runs nothing"
         )
     return _store(folder, "pytorch_model.bin", _torch_tensors)
+
+
+def keep_text(store: PieceStore) -> None:
+    """In a store whose text model has a name of its own: its tensors under the names that they have without, and none
+    of what sees images, of which a note says what it is."""
+    if not any(name.startswith(_TEXT) for name in store.tensors):
+        return
+    left = Counter(front for name in store.tensors if (front := name.split(".")[0]) in _IMAGES)
+    kept = {name: name.removeprefix(_TEXT) for name in store.tensors if name.split(".")[0] not in left}
+    store.pieces = {new: store.pieces[old] for old, new in kept.items()}
+    store.tensors = {new: store.tensors[old] for old, new in kept.items()}
+    if left:
+        counts = " and ".join(f"{count} tensors of {front}" for front, count in sorted(left.items()))
+        store.notes.append(f"{counts} are left out: smp trains the text part")
 
 
 def safetensors_store(folder: Path, single: str) -> PieceStore:

@@ -125,7 +125,7 @@ _NOT_THERE = (
     *("geglu", "relu", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "logit_scale"),
     *("embedding_multiplier", "residual_multiplier", "parallel_residual", "qk_layernorm_across_heads"),
     *("multi_latent_attention", "moe_router_group_score", "quick_geglu", "softmax_type"),
-    "mtp_num_layers",
+    *("mtp_num_layers", "attention_chunk_size", "qk_l2_norm", "attn_temperature_tuning", "moe_apply_probs_on_input"),
 )
 """Settings that Megatron's GPT, as it is run by its own scripts, has at their default only."""
 

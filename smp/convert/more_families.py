@@ -24,6 +24,7 @@ from smp.convert.families import (
     ExpertKeys,
     Family,
 )
+from smp.convert.hf_llama4 import LLAMA4
 from smp.convert.hf_own import COHERE2, FALCON, GEMMA, GEMMA3, GPT_OSS, OLMO3, SMOLLM3
 from smp.convert.layout import Fused, Table
 
@@ -198,6 +199,15 @@ _GPT_OSS_MXFP4 = replace(
     },
     experts_transposed=False,
 )
+_LLAMA4_MLP: dict[str, str | Fused] = {
+    **{f"mlp.{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+    "mlp.router": "feed_forward.router",
+    "mlp.experts.gate": Fused("feed_forward.experts.gate_up_proj", "halves", "gate"),
+    "mlp.experts.up": Fused("feed_forward.experts.gate_up_proj", "halves", "up"),
+    "mlp.experts.down": "feed_forward.experts.down_proj",
+    **{f"mlp.shared_experts.{part}": f"feed_forward.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+}
+_LLAMA4 = Table("model.layers.{}.", LLAMA_MODULES | _LLAMA4_MLP, LLAMA_ENDS, experts_transposed=True)
 _MORE = (
     _GEMMA,
     _GEMMA2,
@@ -389,6 +399,23 @@ _MORE = (
         aliases={"num_local_experts": "num_experts"},
         experts=ExpertKeys("num_local_experts"),
         own=GPT_OSS,
+    ),
+    replace(
+        LLAMA_FAMILY,
+        architecture="Llama4ForCausalLM",
+        model_type="llama4_text",
+        table=_LLAMA4,
+        fields={key: name for key, name in LLAMA_FIELDS.items() if key != "intermediate_size"}
+        | {"intermediate_size_mlp": "ffn_hidden_size"},
+        defaults=LLAMA_DEFAULTS
+        | {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
+        | {"intermediate_size_mlp": 16384, "rope_theta": 500000.0, "attention_chunk_size": 8192, "use_qk_norm": True}
+        | {"no_rope_layers": None, "no_rope_layer_interval": 4, "attn_temperature_tuning": True}
+        | {"attn_scale": 0.1, "floor_scale": 8192, "num_local_experts": 16, "num_experts_per_tok": 1}
+        | {"moe_layers": None, "interleave_moe_layer_step": 1},
+        fixed=LLAMA_FIXED | NO_BIAS | {"qk_layernorm": False, "window_size": None, "rotary_interleaved": True},
+        required={"attention_bias": False},
+        own=LLAMA4,
     ),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (*FIRST_FAMILIES, *_MORE)}

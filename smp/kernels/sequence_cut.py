@@ -13,7 +13,7 @@ function of the document ids alone, so every rank computes the same one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -71,6 +71,15 @@ class SequenceCut:
         """The cut over cp / ``ranks`` groups of as many neighbouring ranks, as if each were one rank."""
         return SequenceCut(self.ranks // ranks, self.cp // ranks, self.document_ids, self.whole)
 
+    def in_chunks(self, size: int) -> SequenceCut:
+        """The same tokens on each rank, where a token sees only tokens of its own chunk: ``size`` tokens of a document,
+        counted from its beginning. A chunk is a document then."""
+        if self.length <= size:
+            return self
+        ids = self.document_ids
+        ids = torch.zeros(self.batch, self.length, dtype=torch.int64) if ids is None else ids
+        return replace(self, document_ids=chunks_of_documents(ids, size))
+
     def places(self) -> torch.Tensor:
         """int64 (batch, length): the number of tokens before each in its document, which it may see beside itself."""
         if self.document_ids is None:
@@ -89,6 +98,13 @@ class SequenceCut:
             return f"{2 * self.cp} chunks of {self.length // (2 * self.cp)} tokens, a first and a last one on each rank"
         kept = f", those below {self.whole} tokens whole where there is room" if self.whole else ""
         return f"each document in {2 * self.cp} pieces, a first and a last one on each rank{kept}"
+
+
+def chunks_of_documents(ids: torch.Tensor, size: int) -> torch.Tensor:
+    """Numbers of chunks of ``size`` tokens of each document of ``ids``, integers (batch, length): int64 of that shape,
+    the same for two tokens of a sequence where they are of one chunk."""
+    chunks = torch.stack([_places(row) for row in ids]) // size
+    return ids.long() * (ids.shape[1] // size + 1) + chunks
 
 
 def cut_sequences(batch: int, length: int, cp: int, document_ids: torch.Tensor | None = None) -> SequenceCut:

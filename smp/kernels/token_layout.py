@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from smp.kernels.sequence_cut import SequenceCut
+from smp.kernels.sequence_cut import SequenceCut, chunks_of_documents
 from smp.kernels.transfer import to_device
 
 Pattern = tuple[bool, int | None]
@@ -37,6 +37,8 @@ class TokenLayout:
         key_document_ids: integers (batch, key_length); by default ``document_ids``.
         rope: cos and sin tables, fp32 (tokens, 1, rotated channels), or None.
         local_rope: the same for layers that have a base of their own, as those with a window may.
+        query_scale: fp32 (tokens, 1, 1), what some layers multiply queries by, or None.
+        chunked: the layout of layers whose tokens see their own chunk only, see :meth:`in_chunks`.
         masks: by pattern, (batch or 1, 1, length, key_length), added to scores. A core makes them for all layers.
         cu_seqlens_q, cu_seqlens_k: int32 (documents + 1,), where documents begin in queries and keys. Likewise.
         max_seqlen_q, max_seqlen_k: at least the tokens of the longest document.
@@ -58,6 +60,8 @@ class TokenLayout:
     key_document_ids: torch.Tensor | None = None
     rope: tuple[torch.Tensor, torch.Tensor] | None = None
     local_rope: tuple[torch.Tensor, torch.Tensor] | None = None
+    query_scale: torch.Tensor | None = None
+    chunked: TokenLayout | None = None
     masks: Mapping[Pattern, torch.Tensor] = field(default_factory=dict)
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
@@ -134,6 +138,28 @@ class TokenLayout:
         """The layout with the masks of ``patterns``, one for all layers that have the pattern."""
         needed = [pattern for pattern in dict.fromkeys(patterns) if self.needs_mask(pattern)]
         return replace(self, masks={pattern: self.make_mask(pattern, dtype, device) for pattern in needed})
+
+    def in_chunks(self, size: int) -> TokenLayout:
+        """The layout in which a token sees only tokens of its own chunk: ``size`` tokens of a document, counted from
+        its beginning. A chunk is a document then, so that all cores compute it, and the layout has no masks yet.
+
+        Raises:
+            ValueError: there are documents, of which some tokens are missing.
+        """
+        if self.cut is not None:
+            return replace(self, cut=self.cut.in_chunks(size))
+        if self.query_start + self.length <= size:
+            return self
+        if self.document_ids is None:
+            queries, keys = (
+                (torch.arange(start, start + count) // size).expand(self.batch, count)
+                for start, count in ((self.query_start, self.length), (self.key_start, self.keys))
+            )
+            same = self.sees_itself and self.length == self.keys
+            return replace(self, document_ids=queries, key_document_ids=None if same else keys)
+        if self.query_start or self.key_start or self.key_document_ids is not None or self.keys != self.length:
+            raise ValueError("chunks are counted from the beginning of documents: their first tokens are missing")
+        return replace(self, document_ids=chunks_of_documents(self.document_ids, size))
 
     def with_documents_found(self, device: torch.device) -> TokenLayout:
         """The layout with ``cu_seqlens_q`` and ``cu_seqlens_k`` on ``device``, counted on the host.

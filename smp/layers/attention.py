@@ -15,7 +15,7 @@ from smp.kernels.registry import accumulation_dtype
 from smp.kernels.rope import rope
 from smp.kernels.token_layout import TokenLayout
 from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
-from smp.layers.norm import RMSNorm, SplitRMSNorm
+from smp.layers.norm import RMSNorm, SplitRMSNorm, l2_normed
 from smp.layers.parameter import SHARD_ROWS, Initializer, Normal, local, tp_parameter
 from smp.parallel.context import ParallelContext
 
@@ -76,6 +76,9 @@ class SelfAttention(nn.Module):
         sinks: each head has a learned score beside those of its keys, see :mod:`smp.kernels.sinks`.
         rope: which of the layout's tables rotates queries and keys: "global", "local", or None.
         rope_interleaved: channels 0 and 1, 2 and 3, ... are rotated, not the two halves of a head.
+        l2_norm_eps: when given, each head's queries and keys are divided by sqrt(mean(x^2) + this), after RoPE.
+        query_scaled: queries are multiplied by the layout's ``query_scale``.
+        chunk: a token sees only tokens of its own chunk of so many, those of the layout's ``chunked``.
         causal: a token does not see later ones.
         dropout: on attention probabilities; above 0 they are materialised.
         init_std, output_std: standard deviations of the initial weights, inner and last.
@@ -107,6 +110,9 @@ class SelfAttention(nn.Module):
         sinks: bool = False,
         rope: Literal["global", "local"] | None = "global",
         rope_interleaved: bool = False,
+        l2_norm_eps: float | None = None,
+        query_scaled: bool = False,
+        chunk: int | None = None,
         causal: bool = True,
         dropout: float = 0.0,
         init_std: float = 0.02,
@@ -125,6 +131,7 @@ class SelfAttention(nn.Module):
             raise ValueError("a sliding window needs causal attention")
         self.sequence_parallel = context.sequence_parallel
         self.kernels, self.rope, self.rope_interleaved = kernels, rope, rope_interleaved
+        self.l2_norm_eps, self.query_scaled, self.chunk = l2_norm_eps, query_scaled, chunk
         width, kv_width = num_heads * self.head_dim, groups * self.head_dim
         self.query = ColumnParallelLinear(hidden_size, width, context, bias=qkv_bias, init_std=init_std)
         self.key, self.value = (
@@ -183,9 +190,18 @@ class SelfAttention(nn.Module):
                 in_place = False
             q, k = rope(q, k, *table, self.head_dim, self.kernels.rope, in_place=in_place)
         q, k, v = (self._heads(y) for y in (q, k, v))
+        if self.l2_norm_eps is not None:
+            q, k = (l2_normed(y, self.l2_norm_eps) for y in (q, k))
+        if self.query_scaled:
+            assert layout.query_scale is not None, "the model gives it to such layers"
+            q = (q * layout.query_scale).to(q.dtype)
         token_index = layout.token_index
         if self.cache is not None:
             k, v, layout = self.cache.append(k, v, layout)
+            layout = layout if self.chunk is None else layout.in_chunks(self.chunk)
+        elif self.chunk is not None:
+            assert layout.chunked is not None, "the model gives it to such layers"
+            layout = layout.chunked
         dropped = dropout_key_of(self, key, token_index)
         sinks = None if self.sinks is None else local(self.sinks, q.dtype).to(accumulation_dtype(q.dtype))
         out, _ = self.kernels.attention(q, k, v, layout, self.spec, dropped, sinks)

@@ -115,6 +115,7 @@ class LatentAttention(nn.Module):
         first_head = self.group.rank * (heads // ranks)
         self.spec = AttentionSpec(window=window, scale=scale, dropout=dropout, first_head=first_head)
         self.rope: Literal["global"] = "global"  # the table that rotates, as of SelfAttention
+        self.chunk: int | None = None  # likewise
         self.cache: KeyValueCache | None = None  # of latents and rotated keys, set while text is generated
 
     def forward(self, x: torch.Tensor, layout: TokenLayout, key: torch.Tensor | None = None) -> torch.Tensor:

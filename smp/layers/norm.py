@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -123,6 +124,11 @@ class SplitRMSNorm(nn.Module):
         squares = copy_to_group(squares, self.group)  # every rank divides its own features by it
         normed = wide * torch.rsqrt(squares / self.features + self.eps)
         return (normed * local(self.weight, x.dtype)).to(x.dtype)
+
+
+def l2_normed(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """``x / sqrt(mean(x^2) + eps)`` of the last dimension, without a weight; the arithmetic is fp32 inside."""
+    return F.rms_norm(x.to(accumulation_dtype(x.dtype)), x.shape[-1:], eps=eps).to(x.dtype)
 
 
 class LayerNorm(Norm):

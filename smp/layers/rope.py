@@ -24,6 +24,8 @@ class RopeScaling:
         """By frequency, 1: left alone, 0: divided by the factor."""
         turns = self.original_max_position * freqs / (2 * math.pi)  # rotations within the original context
         low, high = self.low_freq_factor, self.high_freq_factor
+        if low == high:  # no ramp: a step
+            return (turns > low).to(freqs.dtype)
         return ((turns - low) / (high - low)).clamp(0.0, 1.0)
 
 
@@ -144,3 +146,10 @@ def rope_table(
     angles = torch.cat((angles, angles), dim=-1)[:, None, :]
     cos, sin = angles.cos(), angles.sin()
     return (cos, sin) if amplitude == 1.0 else (cos * amplitude, sin * amplitude)
+
+
+def temperature(positions: torch.Tensor, floor_scale: int, attn_scale: float) -> torch.Tensor:
+    """What queries at integer ``positions`` (tokens,) are multiplied by where long texts would flatten attention
+    (Llama 4, after arXiv 2501.19399): fp32 (tokens, 1, 1), 1 for the first ``floor_scale`` - 1 tokens."""
+    steps = ((positions.to(torch.float32) + 1) / floor_scale).floor()
+    return (steps.log1p() * attn_scale + 1)[:, None, None]

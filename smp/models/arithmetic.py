@@ -72,10 +72,10 @@ class ForwardFlops:
 
 def forward_flops(model: ModelConfig, seq_length: int) -> ForwardFlops:
     """Where a resolved model's FLOPs are; see :func:`training_flops_per_token` for what counts."""
-    windows = [layer.window for layer in layer_attentions(model)]
-    attention = {w: _pair_flops(model) * int(visible_pairs(seq_length, w)) / seq_length for w in set(windows)}
+    seen = [(layer.window, layer.chunk) for layer in layer_attentions(model)]
+    attention = {of: _pair_flops(model) * int(visible_pairs(seq_length, *of)) / seq_length for of in set(seen)}
     ends = inventory(replace(model, mtp_num_layers=None), [ModelPart(0, 0, embedding=True, head=True)])
-    blocks = [sum(p.flops for p in block_parameters(model, i)) + attention[w] for i, w in enumerate(windows)]
+    blocks = [sum(p.flops for p in block_parameters(model, i)) + attention[of] for i, of in enumerate(seen)]
     head, number = sum(p.flops for p in ends), len(further_layers(model))
     around = sum(p.flops for p in prediction_parameters(model, 0))
     return ForwardFlops(
@@ -98,11 +98,10 @@ def training_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: in
     """Model FLOPs of one training step divided by its tokens; what MFU is measured in (PaLM, arXiv 2204.02311, app. B).
 
     Forward per token: 2 x elements of all matrices (a multiply and an add), output matrix included, of experts those
-    that a token gets, and per layer 4 q
-    x tokens seen (scores, then the weighted sum; q is heads x head width). A causal token i sees min(i + 1, window)
-    tokens, so (s + 1) / 2 on average without a window: half of what full attention computes. The backward pass is twice
-    the forward. Norms, biases, activations, softmax and lookups are left out, and so is everything that is computed
-    again under recompute.
+    that a token gets, and per layer 4 q x tokens seen (scores, then the weighted sum; q is heads x head width). A token
+    i sees min(i + 1, window) tokens, or those before it in its chunk, so (s + 1) / 2 on average without either:
+    half of what full attention computes. The backward pass is twice the forward. Norms, biases, activations, softmax
+    and lookups are left out, and so is everything that is computed again under recompute.
 
     Args:
         model: resolved or not.
@@ -125,13 +124,16 @@ def pair_training_flops(model: ModelConfig) -> int:
 def visible_pairs_of_layers(lengths: npt.ArrayLike, model: ModelConfig) -> int:
     """:func:`visible_pairs` of all these documents in all layers of a resolved model."""
     layers = (*range(model.num_layers), *further_layers(model))
-    windows = [layer_attention(model, layer).window for layer in layers]
-    return sum(windows.count(w) * int(visible_pairs(lengths, w).sum()) for w in set(windows))
+    attentions = [layer_attention(model, layer) for layer in layers]
+    seen = [(attention.window, attention.chunk) for attention in attentions]
+    return sum(seen.count(of) * int(visible_pairs(lengths, *of).sum()) for of in set(seen))
 
 
-def visible_pairs(lengths: npt.ArrayLike, window: int | None) -> npt.NDArray[np.int64]:
+def visible_pairs(lengths: npt.ArrayLike, window: int | None, chunk: int | None = None) -> npt.NDArray[np.int64]:
     """Pairs (token, token it sees) of causal documents of these lengths, each: the first tokens see 1, 2, ..., the rest
-    see ``window``."""
+    see ``window``. With ``chunk`` each so many tokens are as a document."""
     length = np.asarray(lengths, dtype=np.int64)
+    if chunk is not None:
+        return length // chunk * visible_pairs(chunk, window) + visible_pairs(length % chunk, window)
     w = length if window is None else np.minimum(window, length)
     return w * (w + 1) // 2 + (length - w) * w

@@ -90,6 +90,9 @@ def _attention(
         sinks=config.softmax_type == "learnable",
         rope=own.rope,
         rope_interleaved=config.rotary_interleaved,
+        l2_norm_eps=config.norm_epsilon if config.qk_l2_norm and own.rope is not None else None,
+        query_scaled=config.attn_temperature_tuning and own.rope is None,
+        chunk=own.chunk,
         dropout=config.attention_dropout,
         init_std=std,
         output_std=output_std,
@@ -201,4 +204,12 @@ def _moe(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> MoE
     capacity = (
         None if factor is None else Capacity(factor, policy, context.cp_group, config.moe_pad_expert_input_to_capacity)
     )
-    return MoE(router, experts, context, shared=shared, gate=gate, capacity=capacity)
+    return MoE(
+        router,
+        experts,
+        context,
+        shared=shared,
+        gate=gate,
+        capacity=capacity,
+        weighs_input=config.moe_apply_probs_on_input,
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -14,15 +15,18 @@ from smp.config import ModelConfig
 from smp.config.moe import aux_losses, has_experts
 from smp.config.mtp import MTP_LOSS, further_layers
 from smp.kernels import TORCH, Kernels
+from smp.kernels.attention_core import AttentionSpec
 from smp.kernels.dropout import keyed_dropout
 from smp.kernels.token_layout import TokenLayout
+from smp.layers.attention import SelfAttention
 from smp.layers.block import MoEBlock, TransformerBlock
 from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from smp.layers.head import ModelOutput, VocabParallelHead
+from smp.layers.latent_attention import LatentAttention
 from smp.layers.moe import Counted, MoE
 from smp.layers.norm import Norm
 from smp.layers.prediction import Prediction
-from smp.layers.rope import LongRopeScaling, rope_frequencies, rope_table
+from smp.layers.rope import LongRopeScaling, rope_frequencies, rope_table, temperature
 from smp.layers.score import ScoreHead
 from smp.models.build_layers import build_block, build_head, build_norm, build_prediction
 from smp.models.micro_batch import MicroBatch
@@ -123,8 +127,10 @@ class GPT(nn.Module):
         further = further_layers(config) if last else range(0)
         layers = [*(i for part in self.parts for i in part.layers), *further]
         blocks = {str(i): build_block(config, context, kernels, i) for i in layers}
-        self.attention_specs = tuple(dict.fromkeys(block.attention.spec for block in blocks.values()))
-        self.ropes = {block.attention.rope for block in blocks.values()}
+        attentions = [block.attention for block in blocks.values()]
+        self.attention_specs = _specs(attentions, chunk=None)
+        self.chunked_specs = _specs(attentions, chunk=config.attention_chunk_size)
+        self.ropes = {attention.rope for attention in attentions}
         self.layers = nn.ModuleDict(blocks)
         self.further_blocks = [blocks[str(i)] for i in further]
         predictions = {str(k): build_prediction(config, context, kernels) for k in range(len(further))}
@@ -197,7 +203,7 @@ class GPT(nn.Module):
         x = hidden
         if x is None:
             x = self._embed(_flat(batch.input_ids, padding), layout, keys, tied_weight)
-        layout = self.attention.prepare(layout, self.attention_specs, x.dtype, x.device)  # for all layers
+        layout = self._prepared(layout, x)
         measures = self.training and weights is not None and batch.preference is None
         counted = self._counted(weights, padding) if measures and weights is not None else None
         balance: list[torch.Tensor] = []
@@ -337,7 +343,19 @@ class GPT(nn.Module):
             cut=micro_batch.cut,
             rope=self._rope(position_ids, micro_batch, padding) if "global" in self.ropes else None,
             local_rope=self._local_rope(position_ids) if "local" in self.ropes else None,
+            query_scale=temperature(position_ids, self.config.floor_scale, self.config.attn_scale)
+            if self.config.attn_temperature_tuning
+            else None,
         )
+
+    def _prepared(self, layout: TokenLayout, x: torch.Tensor) -> TokenLayout:
+        """With what attention to ``x`` derives from the layout for all layers, and from that of chunks for theirs."""
+        prepared = self.attention.prepare(layout, self.attention_specs, x.dtype, x.device)
+        size = self.config.attention_chunk_size
+        if size is None or not self.chunked_specs:
+            return prepared
+        chunked = self.attention.prepare(layout.in_chunks(size), self.chunked_specs, x.dtype, x.device)
+        return replace(prepared, chunked=chunked)
 
     def _rope(
         self, position_ids: torch.Tensor, micro_batch: MicroBatch, padding: int
@@ -394,3 +412,8 @@ class GPT(nn.Module):
 def _flat(x: torch.Tensor, padding: int) -> torch.Tensor:
     """(batch, length) -> (batch x length + padding,), zeros at the end: of weight 0 in the loss."""
     return F.pad(x.reshape(-1), (0, padding)) if padding else x.reshape(-1)
+
+
+def _specs(layers: Iterable[SelfAttention | LatentAttention], chunk: int | None) -> tuple[AttentionSpec, ...]:
+    """Those of layers with chunks of this size, each once."""
+    return tuple(dict.fromkeys(layer.spec for layer in layers if layer.chunk == chunk))

@@ -44,8 +44,20 @@ def _heads(model: ModelConfig) -> str:
         windows = [layer.window for layer in layer_attentions(model)]
         some = "" if all(windows) else f" in {len(windows) - windows.count(None)} of {len(windows)} layers"
         text += f" that see {model.window_size:,} tokens{some}"
+    text += _of_rope_layers(model)
     text += ", with sinks" if model.softmax_type == "learnable" else ""
     return text + (f", scores within +-{model.attn_logit_softcapping:g}" if model.attn_logit_softcapping else "")
+
+
+def _of_rope_layers(model: ModelConfig) -> str:
+    """What heads of layers with RoPE, and those of layers without, have of their own."""
+    count = sum(layer.rope is not None for layer in layer_attentions(model))
+    some = "" if count == model.num_layers else f" in {count} of {model.num_layers} layers"
+    text = f", each divided by its L2 norm{some}" if model.qk_l2_norm else ""
+    if model.attention_chunk_size is not None:
+        text += f" that see chunks of {model.attention_chunk_size:,} tokens{some}"
+    others = model.num_layers - count
+    return text + (f", queries growing with positions in {others} layers" if model.attn_temperature_tuning else "")
 
 
 def _norms(model: ModelConfig) -> str:
@@ -70,7 +82,8 @@ def _has_dense(model: ModelConfig) -> bool:
 def _experts(model: ModelConfig) -> str:
     shared = model.moe_shared_expert_intermediate_size
     beside = "" if shared is None else f" and a shared one of {shared:,}"
-    return f"{model.moe_router_topk} of {model.num_experts} experts of {model.moe_ffn_hidden_size:,}{beside}"
+    weighed = " of weighted inputs" if model.moe_apply_probs_on_input else ""
+    return f"{model.moe_router_topk} of {model.num_experts} experts of {model.moe_ffn_hidden_size:,}{weighed}{beside}"
 
 
 def _positions(model: ModelConfig) -> str:

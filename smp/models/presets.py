@@ -138,6 +138,12 @@ _GPT_OSS: Preset = {
     **{"disable_bias_linear": False, "softmax_type": "learnable"},
 }
 
+_LLAMA4: Preset = {
+    **{"vocab_size": 202048, "norm_epsilon": 1e-5, "kv_channels": 128, "rotary_base": 500000.0},
+    **{"rotary_interleaved": True, "no_rope_freq": "4", "attention_chunk_size": 8192, "attn_temperature_tuning": True},
+    **{"moe_router_score_function": "sigmoid", "moe_apply_probs_on_input": True},
+}
+
 
 def _embedded(hidden: int) -> Preset:
     """Gemma's factor of the embedding."""
@@ -314,6 +320,16 @@ PRESETS: dict[str, Preset] = {
     | {"vocab_size": 129280, "q_lora_rank": 1536, "yarn_mscale": 1.0, "yarn_mscale_all_dim": 1.0}
     | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     | {"moe_router_num_groups": 8, "moe_router_group_topk": 4, "moe_router_topk_scaling_factor": 2.5},
+    "llama4-scout": _LLAMA4
+    | _size(48, 5120, 40, 8, 16384)
+    | _experts(16, 1, 8192, **_shared(8192))
+    | {"max_position_embeddings": 10485760, "qk_l2_norm": True}
+    | {"use_rope_scaling": True, "rope_scaling_factor": 16.0}
+    | {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 1.0, "rope_original_max_position": 8192},
+    "llama4-maverick": _LLAMA4
+    | _size(48, 5120, 40, 8, 16384)
+    | _experts(128, 1, 8192, moe_layer_freq="[0,1]*24", **_shared(8192))
+    | {"max_position_embeddings": 1048576},
     "gpt-oss-20b": _GPT_OSS | _size(24, 2880, 64, 8, 2880) | _experts(32, 4, 2880),
     "gpt-oss-120b": _GPT_OSS | _size(36, 2880, 64, 8, 2880) | _experts(128, 4, 2880),
 }

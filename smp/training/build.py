@@ -9,7 +9,7 @@ import torch
 
 from smp.config import Config
 from smp.config.batch import BatchSizes
-from smp.config.layer_pattern import scores_flag
+from smp.config.layer_pattern import hides_tokens, scores_flag
 from smp.data.loader import BatchLoader, ReadBatch
 from smp.kernels.attention import AttentionShape, choose_attention
 from smp.kernels.attention_core import AttentionCore
@@ -69,7 +69,7 @@ def choose_backends(
         length=length,
         head_dim=model.kv_channels,
         dtype=torch.bfloat16 if parallel.bf16 else torch.float32,
-        masked=documents or (model.window_size is not None and model.window_size < length),
+        masked=documents or hides_tokens(model, length),
         spans=model.attention_dropout == 0.0,
         other_lengths=other_lengths,
         changes_scores=scores_flag(model),

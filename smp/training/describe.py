@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from smp.config import Config, Layout, to_yaml
 from smp.config.checks import notes_on_effects
-from smp.config.layer_pattern import scores_flag
+from smp.config.layer_pattern import hides_tokens, scores_flag
 from smp.config.moe import has_experts
 from smp.convert.adapters import TENSORS
 from smp.layers.context_parallel.cost import bytes_sent
@@ -146,9 +146,10 @@ def _left_out(config: Config) -> list[str]:
     """What the step on tensors without data does not have."""
     documents = config.data.reset_attention_mask or config.data.packing == "best-fit"
     whole = config.parallel.attention_backend == "math" or bool(scores_flag(config.model))
-    window = config.model.window_size is not None and not whole
+    hidden = "window is" if config.model.window_size is not None else "chunks are"
+    masked = hides_tokens(config.model) and not whole
     lines = ["documents are left out of it: its attention is over whole sequences"] if documents else []
-    return lines + (["the window is left out of it: its attention is over all tokens before"] if window else [])
+    return lines + ([f"the {hidden} left out of it: its attention is over all tokens before"] if masked else [])
 
 
 def _estimated(memory: MemoryEstimate, plan: Plan | None) -> list[str]:

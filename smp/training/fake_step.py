@@ -19,7 +19,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from smp.config import Config, Layout
-from smp.config.layer_pattern import scores_flag
+from smp.config.layer_pattern import hides_tokens, scores_flag
 from smp.config.mtp import further_layers
 from smp.kernels import Kernels
 from smp.kernels.attention_core import AttentionCore, AttentionSpec, FusedAttention, MathAttention, Pair
@@ -86,7 +86,7 @@ def gpu_kernels(config: Config) -> Kernels:
     instead of a mask, for which key/value heads are repeated."""
     model, parallel = config.model, config.parallel
     fused = parallel.kernels != "torch" and not parallel.compile
-    masked = model.window_size is not None
+    masked = hides_tokens(model)
     grouped = (model.num_query_groups or model.num_attention_heads) < model.num_attention_heads and not masked
     math = parallel.attention_backend == "math" or bool(scores_flag(model))
     return Kernels(
@@ -230,8 +230,8 @@ class _Uncounted(HostCopier):
 def _plain(config: Config) -> Config:
     """Without what fake tensors cannot do. apex's Adam holds what torch's does."""
     whole = config.parallel.attention_backend == "math" or bool(scores_flag(config.model))
-    masked = config.model.window_size is not None and not whole
-    model = replace(config.model, window_size=None) if masked else config.model
+    masked = hides_tokens(config.model) and not whole
+    model = replace(config.model, window_size=None, attention_chunk_size=None) if masked else config.model
     optim = replace(config.optim, optimizer="adam") if config.optim.optimizer == "apex-adam" else config.optim
     return replace(config, model=model, optim=optim, parallel=replace(config.parallel, compile=False))
 

@@ -100,6 +100,7 @@ def test_every_family_and_every_link_is_there() -> None:
         "OPT",
         "BLOOM",
         "GPT-OSS",
+        "Llama 4",
     )
     for family, name in zip(FAMILIES, names, strict=True):
         rows = [line for line in PAGE.splitlines() if line.startswith(f"| {name}")]

@@ -110,10 +110,10 @@ def test_without_their_configuration_an_equivalent_one_is_written(kind: str, tmp
 
 @pytest.mark.parametrize("kind", EXPERTS)
 def test_experts_that_lie_in_one_tensor_are_the_same(kind: str, tmp_path: Path) -> None:
-    """Transformers 5 can save its own layout, all experts of a layer in one tensor."""
+    """Transformers 5 can save its own layout, all experts of a layer in one tensor. (Llama 4 has no other.)"""
     theirs = save_theirs(kind, tmp_path / "theirs")
     their_model(kind).save_pretrained(tmp_path / "stacked", save_original_format=False)
-    assert any(name.endswith("mlp.experts.gate_up_proj") for name in tensors_of(tmp_path / "stacked"))
+    assert any(name.endswith(".experts.gate_up_proj") for name in tensors_of(tmp_path / "stacked"))
     ours = [to_smp(folder, tmp_path / f"{folder.name}-ours") for folder in (theirs, tmp_path / "stacked")]
     a, b = (SmpWeights(folder) for folder in ours)
     assert a.tensors == b.tensors
@@ -197,6 +197,42 @@ def test_an_expert_bias_keeps_its_dtype(tmp_path: Path) -> None:
     assert kinds.pop("model.layers.1.mlp.gate.e_score_correction_bias") == torch.float32
     assert set(kinds.values()) == {torch.bfloat16}
     assert read_hf_config(tmp_path / "back")["dtype"] == "bfloat16"
+
+
+IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama4-scout": (
+        "Llama4",
+        {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+        | {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16, "image_size": 28},
+    ),
+    "gemma3": (
+        "Gemma3",
+        {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+        | {"image_size": 28, "patch_size": 14},
+    ),
+}
+"""Kind of the text part -> the class that also sees images, and its vision model's configuration."""
+
+
+@pytest.mark.parametrize("kind", IMAGES)
+def test_of_a_model_that_sees_images_the_text_part_is_read(kind: str, tmp_path: Path) -> None:
+    import transformers
+
+    name, vision = IMAGES[kind]
+    text = their_model(kind)
+    config = getattr(transformers, f"{name}Config")(text_config=text.config.to_dict(), vision_config=vision)
+    whole = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    whole.save_pretrained(tmp_path / "whole")
+    ours = to_smp(tmp_path / "whole", tmp_path / "ours")
+    with open_hf(tmp_path / "whole") as weights:
+        (note,) = (note for note in weights.notes if "left out" in note)
+    assert "of multi_modal_projector and" in note and "smp trains the text part" in note
+    back = tensors_of(to_hf(ours, tmp_path / "back", ours / "hf"))
+    saved, front = tensors_of(tmp_path / "whole"), "language_model."
+    assert back.keys() == {key.removeprefix(front) for key in saved if key.startswith(front)} and len(saved) > len(back)
+    assert all(torch.equal(tensor, saved[front + key]) for key, tensor in back.items())
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert type(loaded) is type(text) and not any(info.values())
 
 
 def in_mxfp4(theirs: Path, folder: Path) -> dict[str, torch.Tensor]:

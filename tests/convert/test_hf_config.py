@@ -9,6 +9,7 @@ import pytest
 from smp.config import ConfigError
 from smp.config.layer_pattern import layer_attentions
 from smp.convert.hf_config import architecture, from_hf, resolved, to_hf
+from smp.convert.text_part import text_config
 from smp.models.presets import PRESETS
 
 NAMED = {name: preset for name, preset in PRESETS.items() if "vocab_size" in preset}
@@ -47,6 +48,7 @@ def test_named_sizes_there_and_back(name: str) -> None:
     family |= {"granite": "Granite", "command-r-": "Cohere", "command-r7b": "Cohere2", "smollm3": "SmolLM3"}
     family |= {"starcoder2": "Starcoder2", "glm-4-9b-0414": "Glm4", "glm": "Glm", "falcon": "Falcon"}
     family |= {"opt": "OPT", "bloom": "Bloom"}
+    family = {"llama4": "Llama4"} | family
     family |= {"deepseek-v2": "DeepseekV2", "deepseek-v3": "DeepseekV3"}
     expected = next(value for key, value in family.items() if name.startswith(key))
     assert content["architectures"][0] == expected.removesuffix("LMHeadModel") + (
@@ -284,7 +286,33 @@ def _published(architecture_name: str, layers: int, hidden: int, heads: int, voc
     }
 
 
+_LLAMA4: dict[str, Any] = {
+    **{"model_type": "llama4_text", "intermediate_size": 8192, "intermediate_size_mlp": 16384, "head_dim": 128},
+    **{"num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "attention_bias": False},
+    **{"attention_chunk_size": 8192, "attn_temperature_tuning": 4, "floor_scale": 8192, "attn_scale": 0.1},
+    **{"no_rope_layers": [], "num_experts_per_tok": 1, "hidden_act": "silu", "tie_word_embeddings": False},
+    **{"for_llm_compressor": False, "output_router_logits": False, "router_aux_loss_coef": 0.001},
+}
+_LOW: dict[str, Any] = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0}
+_LOW |= {"original_max_position_embeddings": 8192}
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "llama4-scout": _published(
+        *("Llama4ForCausalLM", 48, 5120, 40, 202048),
+        **_LLAMA4,
+        **{"max_position_embeddings": 10485760, "num_local_experts": 16, "interleave_moe_layer_step": 1},
+        **{"use_qk_norm": True, "rope_scaling": _LOW},
+    ),
+    "llama4-maverick": text_config(
+        {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "vision_config": {}}
+        | {
+            "text_config": _published(
+                *("Llama4ForCausalLM", 48, 5120, 40, 202048),
+                **_LLAMA4,
+                **{"max_position_embeddings": 1048576, "num_local_experts": 128, "interleave_moe_layer_step": 2},
+                **{"use_qk_norm": False, "rope_scaling": None, "architectures": None},
+            )
+        }
+    ),
     "gemma-2-2b": _published(
         *("Gemma2ForCausalLM", 26, 2304, 8, 256000),
         **{"intermediate_size": 9216, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192},
@@ -337,6 +365,15 @@ def test_published_files_are_the_named_sizes(name: str) -> None:
         ),
         ("gemma-3-1b", {"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supported"),
         ("gemma-3-1b", {"architectures": ["Gemma3ForConditionalGeneration"]}, "it has layers for images"),
+        ("llama4-scout", {"num_experts_per_tok": 2}, "num_experts_per_tok 2 is not supported, only 1"),
+        (
+            "llama4-scout",
+            {"layer_types": ["full_attention"] * 48},
+            "layer_types other than chunked_attention with RoPE",
+        ),
+        ("llama4-scout", {"attention_chunk_size": None}, "attention_chunk_size None is not an integer"),
+        ("llama4-scout", {"no_rope_layers": [0] * 48}, "no_rope_layers without a layer that has RoPE"),
+        ("llama4-scout", {"moe_layers": [48]}, "moe_layers [48] are no layers of 48"),
         ("command-r7b", {"use_qk_norm": True}, "use_qk_norm True is not supported"),
         ("falcon-7b", {"alibi": True}, "alibi True is not supported"),
         ("falcon-7b", {"parallel_attn": False}, "parallel_attn False is not supported"),

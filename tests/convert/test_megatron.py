@@ -54,13 +54,13 @@ def test_the_long_way_round_keeps_every_bit(kind: str, tmp_path: Path) -> None:
     assert (back / "generation_config.json").read_bytes() == (theirs / "generation_config.json").read_bytes()
 
 
-@pytest.mark.parametrize("kind", ["neox", "llama3.1", "qwen2-yarn", "gemma2", "olmo2", "bloom"])
+@pytest.mark.parametrize("kind", ["neox", "llama3.1", "qwen2-yarn", "gemma2", "olmo2", "bloom", "llama4-scout"])
 def test_what_megatron_does_not_compute_is_refused(kind: str, tmp_path: Path) -> None:
     theirs = save_theirs(kind, tmp_path / "theirs")
     with pytest.raises(
         ConfigError,
         match="Megatron's GPT has no --(parallel-residual|rope-original-max-position|rope-scaling-type yarn|"
-        "norm-placement|position-embedding-type alibi)",
+        "norm-placement|position-embedding-type alibi|attention-chunk-size)",
     ):
         convert(theirs, tmp_path / "megatron", "megatron")
     assert list(tmp_path.iterdir()) == [theirs]

@@ -34,6 +34,9 @@ _DEEPSEEK_MODEL |= {"moe_intermediate_size": 24, "first_k_dense_replace": 1, "n_
 _DEEPSEEK_MODEL |= {"tie_word_embeddings": False, "routed_scaling_factor": 2.5}
 _LLAMA32 = _rope("llama3", 500_000.0, **{**_LLAMA3, "factor": 32.0, "original_max_position_embeddings": 8192})
 
+_LLAMA4: dict[str, Any] = {**_LLAMA, "head_dim": 16, "intermediate_size": 24, "intermediate_size_mlp": 40}
+_LLAMA4 |= {"num_local_experts": 8, "attention_chunk_size": 7, "floor_scale": 5, "attn_scale": 0.4, "pad_token_id": 0}
+_LLAMA4 |= {"tie_word_embeddings": False}
 
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {**_LLAMA, **_rope(), "num_key_value_heads": 4, "tie_word_embeddings": False}),
@@ -91,6 +94,15 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         {**_LLAMA, **_rope("yarn", **{**_YARN, "truncate": False}), "head_dim": 16, "num_local_experts": 8}
         | {"num_experts_per_tok": 3, "sliding_window": 7, "swiglu_limit": 1.0, "num_hidden_layers": 3}
         | {"tie_word_embeddings": False, "intermediate_size": 64},
+    ),
+    "llama4-scout": (
+        "Llama4Text",
+        {**_LLAMA4, **_rope("llama3", **{**_LLAMA3, "high_freq_factor": 1.0}), "no_rope_layer_interval": 2},
+    ),
+    "llama4-maverick": (
+        "Llama4Text",
+        {**_LLAMA4, **_rope(), "num_hidden_layers": 4, "interleave_moe_layer_step": 2, "use_qk_norm": False}
+        | {"attention_chunk_size": 12, "tie_word_embeddings": True},
     ),
     "gpt2": ("GPT2", {"vocab_size": VOCAB, "n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 4, **_IDS}),
     "gpt2-untied": (
@@ -172,7 +184,7 @@ SCALED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 TINY |= SCALED
 """Those with scales, caps, norms or layers of their own."""
-EXPERTS = [kind for kind in TINY if kind in ("mixtral", "gpt-oss") or "moe" in kind or "deepseek" in kind]
+EXPERTS = [kind for kind in TINY if kind.startswith(("mixtral", "gpt-oss", "deepseek", "llama4")) or "moe" in kind]
 """Those with experts."""
 
 
@@ -183,7 +195,8 @@ def their_model(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     name, settings = TINY[kind]
     config_name = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
     config = getattr(transformers, config_name)(**deepcopy(settings))  # some are changed there
-    model = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")(config).eval()
+    model_name = {"GPT2": "GPT2LMHeadModel", "Llama4Text": "Llama4ForCausalLM"}.get(name, f"{name}ForCausalLM")
+    model = getattr(transformers, model_name)(config).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

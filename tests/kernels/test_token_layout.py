@@ -54,6 +54,23 @@ def test_layers_with_the_same_pattern_share_a_mask() -> None:
     assert documents.masks[True, None].shape == (2, 1, 10, 10)
 
 
+def test_chunks_are_documents() -> None:
+    places = torch.cat([torch.arange(n) for n in (3, 2, 1, 2, 2, 10)]).view(2, 10)
+    chunks = TokenLayout(2, 10, document_ids=DOCUMENTS).in_chunks(2)
+    causal = torch.ones(10, 10).tril().bool()
+    same = (DOCUMENTS[:, :, None] == DOCUMENTS[:, None, :]) & (places[:, :, None] // 2 == places[:, None, :] // 2)
+    assert torch.equal(chunks.make_mask((True, None), torch.float32, CPU)[:, 0] == 0, same & causal)
+    plain = TokenLayout(2, 10)
+    assert plain.in_chunks(10) is plain
+    assert TokenLayout(1, 5).in_chunks(2).with_documents_found(CPU).cu_seqlens_q.tolist() == [0, 2, 4, 5, 5]  # type: ignore[union-attr]
+    late = TokenLayout(1, 2, query_start=5, key_length=7).in_chunks(3)  # with a cache: tokens 5 and 6
+    assert (late.make_mask((True, None), torch.float32, CPU) == 0).int().tolist() == [
+        [[[0, 0, 0, 1, 1, 1, 0], [0, 0, 0, 0, 0, 0, 1]]]
+    ]
+    with pytest.raises(ValueError, match="first tokens are missing"):
+        TokenLayout(1, 2, query_start=5, key_length=7, document_ids=DOCUMENTS[:1, :2]).in_chunks(3)
+
+
 def test_this_ranks_token_index_is_all_of_it_by_default() -> None:
     index = torch.arange(6)
     assert TokenLayout(2, 3, token_index=index).local_token_index is index

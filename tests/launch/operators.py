@@ -1,14 +1,24 @@
 """What two operators take around a pod: the schema of their custom resources, but for the pod's template.
 
 Fields, types and choices are those of kubeflow.org/v1 ``pytorchjobs`` and sagemaker.amazonaws.com/v1
-``hyperpodpytorchjobs``. An API server drops a field that it does not know; here it is an error.
+``hyperpodpytorchjobs``. An API server drops a field that it does not know; here it is an error. The operators' own
+definitions, pods included, are read where ``SMP_CRDS`` names a folder of them.
 """
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
+from smp.launch.yaml_text import load_text
+
 Schema = dict[str, Any]
+DEFINITIONS = {
+    "PyTorchJob": "pytorchjobs.kubeflow.org",
+    "HyperPodPyTorchJob": "hyperpodpytorchjobs.sagemaker.amazonaws.com",
+}
+"""By kind, the name of the custom resource's definition: ``kubectl get crd NAME -o yaml > NAME.yaml`` writes it."""
 _INTEGER: Schema = {"type": "integer"}
 _STRING: Schema = {"type": "string"}
 _CLEAN: Schema = {"enum": ["All", "Running", "None"]}
@@ -71,3 +81,28 @@ OPERATORS: dict[str, Schema] = {
     ),
 }
 """By kind."""
+
+
+def definition(kind: str) -> tuple[Schema | None, str]:
+    """The schema of a kind's definition in the folder that SMP_CRDS names; or None, and why there is none."""
+    folder, name = os.environ.get("SMP_CRDS"), DEFINITIONS[kind]
+    if folder is None:
+        return None, "SMP_CRDS names no folder of CustomResourceDefinitions"
+    path = Path(folder) / f"{name}.yaml"
+    if not path.is_file():
+        return None, f"{path} is not there: kubectl get crd {name} -o yaml"
+    (version,) = (v for v in load_text(path.read_text())["spec"]["versions"] if v["name"] == "v1")
+    return closed(version["schema"]["openAPIV3Schema"]), ""
+
+
+def closed(schema: Schema) -> Schema:
+    """A definition's schema in which what an API server would drop is an error."""
+    out = dict(schema)
+    if "properties" in schema:
+        out["properties"] = {name: closed(field) for name, field in schema["properties"].items()}
+        if not schema.get("x-kubernetes-preserve-unknown-fields"):
+            out.setdefault("additionalProperties", False)
+    for name in ("items", "additionalProperties"):
+        if isinstance(out.get(name), dict):
+            out[name] = closed(out[name])
+    return out

@@ -21,7 +21,7 @@ from smp.launch import in_sagemaker, sm_jobs
 from smp.launch.backend import write_artifacts
 from smp.launch.cli import main, prepare
 from smp.launch.yaml_text import load_text
-from tests.launch.operators import OPERATORS
+from tests.launch.operators import OPERATORS, definition
 
 GOLDEN = Path(__file__).parent / "golden"
 ROLE = "arn:aws:iam::123456789012:role/training"
@@ -120,6 +120,22 @@ def test_manifests_are_objects_of_kubernetes(recipe: str, kind: str) -> None:
         for replica in replicas:
             models.V1PodTemplateSpec.model_validate(replica["template"])
         assert sum(replica["replicas"] for replica in replicas) == (16 if recipe == "pretrain" else 2)
+
+
+@pytest.mark.parametrize("kind", OPERATORS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_manifests_are_what_the_operators_define(recipe: str, kind: str) -> None:
+    """By their own CustomResourceDefinitions, whole."""
+    jsonschema = pytest.importorskip("jsonschema")
+    schema, missing = definition(kind)
+    if schema is None:
+        pytest.skip(missing)
+    text = artifacts(recipe, "k8s", f"cluster.kind={kind}", "cluster.cleanPodPolicy=Running")["manifest.yaml"]
+    (manifest,) = (found for found in map(load_text, text.split("---\n")) if found["kind"] == kind)
+    jsonschema.validate(manifest, schema)
+    manifest["spec"]["nothing"] = 1
+    with pytest.raises(jsonschema.ValidationError, match="nothing"):
+        jsonschema.validate(manifest, schema)
 
 
 def test_those_models_refuse_what_is_wrong() -> None:

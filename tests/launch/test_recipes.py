@@ -152,6 +152,18 @@ def test_a_known_size_is_pretrained_by_its_name() -> None:
         translate({**leaves, "model.hf_model_name_or_path": "tiiuae/falcon-40b"})
 
 
+def test_llama_4s_text_model_is_fine_tuned(v1: str) -> None:
+    """Its recipes name modules by a pattern, and the width of experts."""
+    words = ["recipes.model.do_finetune=true", "recipes.model.model_type=llama_v4"]
+    pattern = "language_model.model.layers.*self_attn.(q_proj|k_proj|v_proj|o_proj)"
+    peft = f"recipes.model.peft={{peft_type: lora, rank: 8, alpha: 16, dropout: 0.1, target_modules: ['{pattern}']}}"
+    found = recipe(v1, *words, "recipes.model.hf_model_name_or_path=/models/x", peft)
+    assert found.settings["lora_target_modules"] == "query,key,value,output"
+    assert "ffn_hidden_size" not in found.settings
+    with pytest.raises(ConfigError, match="sees images"):
+        recipe(v1, *words, peft, "+recipes.model.multi_modal=true")
+
+
 def test_qlora_is_lora_on_weights_in_4_bits(v1: str) -> None:
     words = ["recipes.model.do_finetune=true", "recipes.model.hf_model_name_or_path=/models/x"]
     found = recipe(v1, *words, "recipes.model.peft={peft_type: qlora_4bit, rank: 16}")
@@ -165,7 +177,7 @@ def test_qlora_is_lora_on_weights_in_4_bits(v1: str) -> None:
     ("word", "message"),
     [
         ("recipes.model.num_attention_heads=3", "not divisible by --num-attention-heads 3"),
-        ("recipes.model.model_type=llama_v4", "experts whose input is weighted"),
+        ("recipes.model.model_type=llama_v4", "llama_v4 goes with model.do_finetune"),
         ("recipes.model.moe=true", "needs num_local_experts beside it"),
         ("recipes.model.tensor_model_paralel_degree=2", "did you mean model.tensor_model_parallel_degree?"),
         ("recipes.model.shard_degree=3", "hybrid_shard_degree 3"),
@@ -382,11 +394,13 @@ def test_ten_thousand_random_overrides(name: str, cluster: str, overrides: list[
     check_random(name, cluster, overrides)
 
 
-def test_a_family_with_settings_of_its_own_is_the_named_size() -> None:
-    """What a recipe of GPT-OSS does not say is as in the model of that name: a window in every other layer, sinks."""
-    named = PRESETS["gpt-oss-20b"]
-    assert {name: named.get(name) for name in FAMILIES["gpt_oss"]} == FAMILIES["gpt_oss"]
+@pytest.mark.parametrize(("family", "size"), [("gpt_oss", "gpt-oss-20b"), ("llama_v4", "llama4-scout")])
+def test_a_family_with_settings_of_its_own_is_the_named_size(family: str, size: str) -> None:
+    """What a recipe does not say is as in the model of that name: of GPT-OSS a window in every other layer, sinks."""
+    named = PRESETS[size]
+    assert {name: named.get(name) for name in FAMILIES[family]} == FAMILIES[family]
     said_by_recipes = {"vocab_size", "max_position_embeddings", "norm_epsilon", "rotary_base"}
     shape = {"num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size"}
-    left = named.keys() - FAMILIES["gpt_oss"].keys() - said_by_recipes - shape
+    left = named.keys() - FAMILIES[family].keys() - said_by_recipes - shape
+    left = {name for name in left if family == "gpt_oss" or not name.startswith(("rope_", "use_rope"))}
     assert {name for name in left if not name.startswith(("moe_", "num_experts"))} == set()

@@ -55,16 +55,25 @@ def loss_and_gradients(
     return {"loss": loss.detach(), **{name: g.clone() for name, g in grads.items() if g is not None}}
 
 
-@pytest.mark.parametrize(("window", "documents"), [(None, DOCUMENTS), (3, DOCUMENTS), (3, None)])
-def test_spans_equal_a_mask(window: int | None, documents: torch.Tensor | None) -> None:
-    config = replace(MODEL, window_size=window)
+@pytest.mark.parametrize(
+    ("hidden", "documents", "spans"),
+    [
+        ({}, DOCUMENTS, 8),
+        ({"window_size": 3}, DOCUMENTS, 8),
+        ({"window_size": 3}, None, 2),
+        ({"attention_chunk_size": 3}, DOCUMENTS, 16),  # 5 documents are 9 chunks, their number a power of two
+        ({"attention_chunk_size": 4}, None, 8),
+    ],
+)
+def test_spans_equal_a_mask(hidden: dict[str, int], documents: torch.Tensor | None, spans: int) -> None:
+    config = replace(MODEL, **hidden)
     with fake_context() as context, plain_varlen() as calls:
         torch.manual_seed(0)
         masked = loss_and_gradients(context, config, documents, spans=False)
         assert calls == []
         torch.manual_seed(0)
         found = loss_and_gradients(context, config, documents, spans=True)
-    assert calls == [2 if documents is None else 8] * config.num_layers
+    assert calls == [spans] * config.num_layers
     assert {name: e for name, want in masked.items() if not (e := error(found[name], want)) < 2e-6} == {}
     torch.manual_seed(0)
     with fake_context() as context:

@@ -102,10 +102,15 @@ def test_biases_norms_and_tying_do_no_flops() -> None:
     assert training_flops_per_token(changed, 8, 100) == training_flops_per_token(SMALL, 8, 100)
 
 
-@given(length=st.integers(1, 40), window=st.one_of(st.none(), st.integers(1, 50)))
-def test_tokens_seen_are_those_of_the_mask(length: int, window: int | None) -> None:
-    seen = sum(1 for i in range(length) for j in range(i + 1) if window is None or i - j < window)
-    with_attention = training_flops_per_token(replace(SMALL, window_size=window), length, 100)
+_SIZE = st.one_of(st.none(), st.integers(1, 50))
+
+
+@given(length=st.integers(1, 40), size=_SIZE, chunks=st.booleans())
+def test_tokens_seen_are_those_of_the_mask(length: int, size: int | None, chunks: bool) -> None:
+    pairs = [(i, j) for i in range(length) for j in range(i + 1)]
+    seen = sum(size is None or (i // size == j // size if chunks else i - j < size) for i, j in pairs)
+    model = replace(SMALL, **{"attention_chunk_size" if chunks else "window_size": size})
+    with_attention = training_flops_per_token(model, length, 100)
     without = 3 * 2 * (2 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 24) + 16 * 100)
     assert with_attention - without == pytest.approx(3 * 2 * 4 * 16 * seen / length)
 

@@ -44,6 +44,13 @@ MODELS = {
         **{"swiglu": False, "quick_geglu": True, "activation_func_clamp_value": 0.5, "glu_linear_offset": 1.0},
         **{"num_experts": 4, "moe_ffn_hidden_size": 24},
     },
+    "llama4": SIZES
+    | {
+        **{"rotary_interleaved": True, "no_rope_freq": "2", "attention_chunk_size": 6, "qk_l2_norm": True},
+        **{"attn_temperature_tuning": True, "floor_scale": 4, "attn_scale": 0.5},
+        **{"num_experts": 4, "moe_router_topk": 1, "moe_ffn_hidden_size": 24, "moe_apply_probs_on_input": True},
+        **{"moe_router_score_function": "sigmoid"},
+    },
     "olmo": SIZES | {"norm_placement": "post", "qk_layernorm": True, "qk_layernorm_across_heads": True},
     "command": SIZES | {"rotary_interleaved": True, "no_rope_freq": "2", "logit_scale": 2.0},
     "bloom": SIZES | GPT2 | {"position_embedding_type": "alibi", "embedding_layernorm": True},

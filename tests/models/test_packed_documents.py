@@ -21,6 +21,7 @@ MODELS = {
     "rope": LLAMA,
     "learned positions": GPT2,
     "window": replace(LLAMA, window_size=3),
+    "chunks": replace(LLAMA, attention_chunk_size=4, no_rope_freq="2", attn_temperature_tuning=True, floor_scale=2),
     "LongRoPE": replace(LONG, longrope_short_factor=FACTORS.replace("1", "2"), longrope_long_factor=FACTORS),
     "query and key norms": replace(LLAMA, qk_layernorm=True, num_query_groups=1),
 }

@@ -48,6 +48,8 @@ PUBLISHED = {  # parameters as the authors' checkpoints hold them, a tied matrix
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v2": 235_741_434_880,
     "deepseek-v3": 671_026_404_352,
+    "llama4-scout": 107_769_861_120,  # the text part
+    "llama4-maverick": 400_711_848_960,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
     "gemma-2-2b": 2_614_341_888,

@@ -250,6 +250,13 @@ _EXPERTS: dict[str, dict[str, Any]] = {
         **{"activation_func_clamp_value": 0.3, "glu_linear_offset": 1.0, "disable_bias_linear": False},
         **{"softmax_type": "learnable", "window_size": 3, "window_attn_skip_freq": "2", **_LOSSES},
     },
+    "llama4": {
+        **{"num_experts": 4, "moe_router_topk": 1, "moe_ffn_hidden_size": 12, "moe_layer_freq": "2", **_LOSSES},
+        **{"moe_router_score_function": "sigmoid", "moe_apply_probs_on_input": True},
+        **{"moe_shared_expert_intermediate_size": 12, "no_rope_freq": "2", "attention_chunk_size": 5},
+        **{"rotary_interleaved": True, "qk_l2_norm": True},
+        **{"attn_temperature_tuning": True, "attn_scale": 0.5, "floor_scale": 4},
+    },
     "sinkhorn": {
         **{"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 8, "moe_router_pre_softmax": True},
         **{"moe_router_load_balancing_type": "sinkhorn", "moe_z_loss_coeff": 0.01},

@@ -34,6 +34,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
         "latent",
         "capacity",
         "gpt-oss",
+        "llama4",
         "sinkhorn",
         "padded",
     ),
@@ -126,6 +127,8 @@ def fast_cases() -> list[Case]:
         _row(2, 2, "gpt-oss", "tp and sp", "selective", accumulation=3),
         _row(2, 1, "gpt-oss", "cp", "full"),
         _row(1, 1, "gpt-oss", "cp", exchange="a2a", packed=True),
+        _row(2, 2, "llama4", "tp and sp", "selective", accumulation=3),
+        _row(2, 1, "llama4", "cp", "full", packed=True),
         _row(2, 1, "sinkhorn", "cp", "full", packed=True),
         _row(2, 2, "sinkhorn", "tp and sp", accumulation=3),
         _row(2, 1, "padded", "cp", "full"),
@@ -138,7 +141,7 @@ def fast_cases() -> list[Case]:
 
 
 def slow_cases() -> list[Case]:
-    """Attention sinks where the pairs have none, and experts cut over some of the TP ranks, or over one, beside what
+    """Attention sinks and chunks where the pairs have none, and experts cut over some of the TP ranks, or over one, beside what
     the pairs have no more processes for."""
     return [
         _row(1, 1, "mixtral", "tp and etp 1", clip=True),
@@ -157,6 +160,8 @@ def slow_cases() -> list[Case]:
         _row(2, 2, "capacity", "tp", "full", further=1),
         _row(2, 1, "latent", "tp and etp 1", further=2, cp=2),
         _row(2, 2, "top-1", "zb-h1", "full", tp=2, sp=True, further=1),
+        *(_row(1, 1, "llama4", "cp", exchange=kind, dropout=True) for kind in ("all_gather", "a2a")),
+        _row(2, 2, "llama4", "zb-v", dropout=True),
         _row(1, 1, "gpt-oss", "cp", exchange="all_gather", dropout=True),
         _row(2, 2, "gpt-oss", "cp", "selective", exchange="all_gather"),
         _row(2, 2, "gpt-oss", "zb-v", dropout=True),
@@ -179,5 +184,7 @@ def compiled_cases() -> list[Case]:
         _row(1, 2, "mixtral", "tp", "full", clip=True, compile=True),
         _row(1, 1, "pre-softmax", "cp", dropout=True, compile=True),
         _row(1, 1, "gpt-oss", "tp and sp", compile=True),
+        _row(1, 1, "llama4", "tp and sp", compile=True),
+        _row(1, 1, "llama4", "cp", compile=True),
         _row(1, 2, "padded", "alone", compile=True),
     ]

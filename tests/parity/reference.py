@@ -7,6 +7,7 @@ book does: parameter names, initial weights (an argument) and which element a dr
 from __future__ import annotations
 
 import math
+from copy import copy
 
 import torch
 import torch.nn.functional as F
@@ -42,13 +43,15 @@ class Dropout:
 
 
 class Layout:
-    """Where each token stands, (batch, length), and which two are of one document, (batch, 1, length, length)."""
+    """Where each token stands, (batch, length), how many of its document are before it, and which two are of one
+    document, (batch, 1, length, length)."""
 
     def __init__(self, batch: RankBatch) -> None:
         shape = batch.input_ids[0].shape
         documents = torch.zeros(shape) if batch.document_ids is None else batch.document_ids[0]
         self.places = torch.arange(shape[1]).expand(shape) if batch.position_ids is None else batch.position_ids[0]
         self.together = (documents[:, :, None] == documents[:, None, :])[:, None]
+        self.before = self.together[:, 0].tril(-1).sum(-1)
 
 
 def norm(x: torch.Tensor, weights: Weights, name: str, config: ModelConfig) -> torch.Tensor:
@@ -138,6 +141,15 @@ def attention(
     if config.position_embedding_type == "rope" and not still:
         freqs = frequencies(config, None if window is None else config.rotary_base_local)
         q, k = (rotate(y, freqs, layout.places, config.rotary_interleaved) for y in (q, k))
+    if config.qk_l2_norm and not still:
+        q, k = (y / (y.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt() for y in (q, k))
+    if config.attn_temperature_tuning and still:
+        steps = (layout.places[:, None, :, None] + 1) // config.floor_scale
+        q = q * (1 + config.attn_scale * torch.log(1 + steps.double()))
+    if config.attention_chunk_size is not None and not still:
+        chunks = layout.before // config.attention_chunk_size
+        layout = copy(layout)
+        layout.together = layout.together & (chunks[:, :, None] == chunks[:, None, :])[:, None]
     return attend(q, k, v, weights, layer, config, dropout, layout, window)
 
 
@@ -284,8 +296,11 @@ def experts(
     y = torch.zeros_like(x)
     for e in range(count):
         own = {part: w[e] for part, w in weights.items() if part.startswith(f"{name}.experts.")}
-        inner = gated(*(linear(x, own, f"{name}.experts.{part}") for part in ("gate", "up")), config)
-        y = y + gates[..., e, None] * linear(inner, own, f"{name}.experts.down")
+        gate, read = gates[..., e, None], x
+        if config.moe_apply_probs_on_input:  # experts without biases make nothing of nothing
+            gate, read = torch.ones_like(gate), gate * x
+        inner = gated(*(linear(read, own, f"{name}.experts.{part}") for part in ("gate", "up")), config)
+        y = y + gate * linear(inner, own, f"{name}.experts.down")
     if config.moe_shared_expert_intermediate_size is not None:
         shared = dense(x, weights, f"{name}.shared_experts", config)
         gate = (x @ weights[f"{name}.shared_expert_gate.weight"].t()).sigmoid() if config.moe_shared_expert_gate else 1

@@ -25,6 +25,7 @@ from tests.training.flag_runs import TINY, Run, Runs, proves, run_here
 Check = Callable[[Run, Run], object]
 MOE = "--num-experts 4 "
 SIGMOID = MOE + "--moe-router-score-function sigmoid "
+ONE = SIGMOID + "--moe-router-topk 1 "
 BIAS = SIGMOID + "--moe-router-enable-expert-bias "
 GROUPS = "--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 1 "
 TWO_OF_A_GROUP = "--num-experts 8 --moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2 "
@@ -125,6 +126,7 @@ TABLE: list[tuple[str, str, str, Check]] = [
     ("moe_router_num_groups", GROUPS, "--num-experts 8 ", other_math),
     ("moe_router_group_topk", GROUPS.replace("topk 1", "topk 2"), GROUPS, other_math),
     ("moe_router_group_score", TWO_OF_A_GROUP + "--moe-router-group-score max", TWO_OF_A_GROUP, other_math),
+    ("moe_apply_probs_on_input", ONE + "--moe-apply-probs-on-input", ONE, other_math),
     ("moe_expert_capacity_factor", MOE + "--moe-expert-capacity-factor 0.5", MOE, drops),
     ("moe_expert_capacity_factor", MOE + "--moe-expert-capacity-factor 4", MOE, same_losses),
     ("moe_pad_expert_input_to_capacity", FULL + "--moe-pad-expert-input-to-capacity", FULL, same_numbers),

@@ -116,6 +116,7 @@ ROPE = "--rotary-base 10 --use-rope-scaling --rope-original-max-position 16 "
 LINEAR = "--rotary-base 10 --use-rope-scaling --rope-scaling-type linear "
 LATENT = "--multi-latent-attention --num-query-groups 4 --qk-head-dim 2 --qk-pos-emb-head-dim 4 --v-head-dim 4 "
 YARN = ROPE + "--rope-scaling-type yarn "
+TUNED = "--no-rope-freq 2 --attn-temperature-tuning --floor-scale 4"
 ALONE = "--yarn-attention-factor 1"
 LONG = "--rotary-base 10 --use-rope-scaling --rope-scaling-type longrope --rope-original-max-position"
 FACTORS = "--longrope-attention-factor 1 --longrope-short-factor 1 1 1 1 --longrope-long-factor 1 2 3 4"
@@ -219,6 +220,13 @@ TABLE: list[tuple[str, str, str, Check]] = [
     ("window_attn_skip_freq", "--window-size 4 --window-attn-skip-freq [1,1]", "--window-size 4", same_run),
     ("rotary_base_local", "--window-size 4 --rotary-base-local 10", "--window-size 4", other_math),
     ("no_rope_freq", "--no-rope-freq 2", "", other_math),
+    ("attention_chunk_size", "--attention-chunk-size 4", "", other_math),
+    ("attention_chunk_size", "--attention-chunk-size 17", "", same_run),
+    ("qk_l2_norm", "--qk-l2-norm", "", other_math),
+    ("attn_temperature_tuning", TUNED, "--no-rope-freq 2", other_math),
+    ("attn_temperature_tuning", "--no-rope-freq 2 --attn-temperature-tuning", "--no-rope-freq 2", same_run),
+    ("attn_scale", f"{TUNED} --attn-scale 0.5", TUNED, other_math),
+    ("floor_scale", TUNED, "--no-rope-freq 2 --attn-temperature-tuning", other_math),
     ("rotary_interleaved", "--rotary-interleaved", "", other_math),
     ("softmax_scale", "--softmax-scale 0.1", "", other_math),
     ("softmax_scale", f"--softmax-scale {8**-0.5}", "", same_run),

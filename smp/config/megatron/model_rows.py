@@ -98,8 +98,12 @@ MODEL: tuple[Row, ...] = (
     ),
     refused(
         "--fp32-residual-connection --qk-clip --qk-clip-alpha:1 --qk-clip-threshold:1 --log-max-attention-logit "
-        "--attention-output-gate --qk-l2-norm --no-weight-decay-cond-type:1",
+        "--attention-output-gate --no-weight-decay-cond-type:1",
         _NO,
+    ),
+    refused(
+        "--qk-l2-norm",
+        "--qk-l2-norm here is Llama 4's, after RoPE and in layers with it only, where Megatron's is in all layers",
     ),
     refused(
         "--apply-residual-connection-post-layernorm",
@@ -141,7 +145,7 @@ MODEL: tuple[Row, ...] = (
         "--moe-router-topk-scaling-factor:1 --moe-router-pre-softmax --expert-model-parallel-size:1 "
         "--moe-router-num-groups:1 --moe-router-group-topk:1 --moe-router-enable-expert-bias "
         "--moe-router-bias-update-rate:1 --moe-shared-expert-gate --moe-token-drop-policy:1 "
-        "--moe-pad-expert-input-to-capacity --expert-tensor-parallel-size:1"
+        "--moe-pad-expert-input-to-capacity --moe-apply-probs-on-input --expert-tensor-parallel-size:1"
     ),
     becomes(
         "--moe-expert-capacity-factor:1",
@@ -172,7 +176,7 @@ MODEL: tuple[Row, ...] = (
         "--moe-router-topk-limited-devices:1 --moe-input-jitter-eps:1 "
         "--moe-layer-recompute --moe-extended-tp --moe-use-upcycling --moe-upcycling-granularity:1 "
         "--moe-enable-deepep --moe-deepep-num-sms:1 --moe-flex-dispatcher-backend:1 --moe-hybridep-num-sms:1 "
-        "--moe-apply-probs-on-input --moe-mlp-glu-interleave-size:1 --moe-latent-size:1 --moe-paged-stash "
+        "--moe-mlp-glu-interleave-size:1 --moe-latent-size:1 --moe-paged-stash "
         "--enable-routing-replay --delay-wgrad-compute "
         "--disable-moe-aux-loss-in-first-layers --use-tokens-per-expert-balance",
         _MOE,

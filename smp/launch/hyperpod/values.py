@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,6 +35,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_r1_qwen_v2": {"add_qkv_bias": True},
     "qwen_v2": {"add_qkv_bias": True},
     "falcon": {},
+    "llama_v4": {  # Scout's text model, which its recipes are of
+        **{"kv_channels": 128, "rotary_interleaved": True, "no_rope_freq": "4", "attention_chunk_size": 8192},
+        **{"qk_l2_norm": True, "attn_temperature_tuning": True, "num_experts": 16, "moe_router_topk": 1},
+        **{"moe_router_score_function": "sigmoid", "moe_apply_probs_on_input": True},
+        **{"moe_shared_expert_intermediate_size": 8192},
+    },
     "gpt_oss": {
         **{"kv_channels": 64, "disable_bias_linear": False, "softmax_type": "learnable"},
         **{"swiglu": False, "quick_geglu": True, "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0},
@@ -44,19 +51,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 SIZES = {"tiiuae/falcon-7b": "falcon-7b"}
 """Folders of the Hugging Face hub whose architecture a recipe trains from the beginning, and the size of that name."""
-_MISSING_FAMILIES = {
-    "llama_v4": "experts whose input is weighted",
-}
+_PATTERN = re.compile(r"(?:language_model\.)?model\.layers\.\*\.?(?:self_attn|mlp)\.\(([a-z_|]+)\)")
+"""Of names of all layers' modules; the last parts of these names are known without the rest."""
 
 
 def model_type(value: Any, get: Get) -> Mapping[str, Any]:
     if get("model.multi_modal") or "Vision" in str(get("model.hf_model_name_or_path")):
         raise ConfigError(f"{value} of this recipe sees images: smp trains language models only")
-    if value in _MISSING_FAMILIES:
-        raise ConfigError(f"{value} needs {_MISSING_FAMILIES[value]}, which is not there yet")
+    if value == "llama_v4" and not get("model.do_finetune"):
+        raise ConfigError(
+            f"{value} goes with model.do_finetune: a recipe's keys do not say which layers have experts and RoPE; for "
+            "pretraining take a recipe of this project's with model: llama4-scout"
+        )
     if value not in FAMILIES:
         raise ConfigError(f"{value} is not known{did_you_mean(str(value), FAMILIES)}")
     return FAMILIES[value]
+
+
+def width(value: Any, get: Get) -> Mapping[str, Any]:
+    """Llama 4's is that of its experts; its dense layers are wider."""
+    return {"moe_ffn_hidden_size" if get("model.model_type") == "llama_v4" else "ffn_hidden_size": value}
 
 
 def moe(value: Any, get: Get) -> Mapping[str, Any]:
@@ -164,9 +178,16 @@ def targets(value: Any, get: Get) -> Mapping[str, Any]:
     names = [value] if isinstance(value, str) else list(value)
     if get("model.peft.peft_type") is None or names == ["all-linear"]:
         return {}
+    names = [part for name in names for part in _parts(name)]
     if unknown := [name for name in names if name not in _MODULES]:
         raise ConfigError(f"{unknown[0]} is none of {', '.join(_MODULES)}")
     return {"lora_target_modules": ",".join(_MODULES[name] for name in names)}
+
+
+def _parts(name: str) -> list[str]:
+    """The last parts of the modules that a name, or a pattern of names, means."""
+    found = _PATTERN.fullmatch(name)
+    return [name] if found is None else found[1].split("|")
 
 
 def load(value: Any, get: Get) -> Mapping[str, Any]:

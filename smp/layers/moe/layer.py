@@ -62,6 +62,7 @@ class MoE(nn.Module):
         shared: an MLP for every token.
         gate: of the shared MLP; None: it counts whole.
         capacity: of each expert in training; None: no choice is dropped.
+        weighs_input: experts compute ``expert_e(weight_te x_t)`` instead (Llama 4); a token has one expert.
 
     Shapes: (tokens [/p], hidden) -> the same.
 
@@ -78,10 +79,13 @@ class MoE(nn.Module):
         shared: MLP | None = None,
         gate: SharedExpertGate | None = None,
         capacity: Capacity | None = None,
+        weighs_input: bool = False,
     ) -> None:
         super().__init__()
+        if weighs_input and router.topk != 1:
+            raise ValueError(f"a token has {router.topk} experts: its input has one weight")
         self.router, self.experts, self.shared_experts, self.shared_expert_gate = router, experts, shared, gate
-        self.sequence_parallel, self.capacity = parallel.sequence_parallel, capacity
+        self.sequence_parallel, self.capacity, self.weighs_input = parallel.sequence_parallel, capacity, weighs_input
         self.group, self.ep = parallel.expert_tp_group, parallel.ep_group
         self.all_slices = parallel.tp_group
         self.read_counts: ReadCounts = read_counts
@@ -101,7 +105,8 @@ class MoE(nn.Module):
         """
         routing = self.router(x, layout)
         gather = gather_tokens if self.sequence_parallel else copy_to_group
-        tokens, weights = gather(x, self.group), gather(routing.weights, self.group)  # (tokens, ...)
+        given = (x * routing.weights).to(x.dtype) if self.weighs_input else x
+        tokens, weights = gather(given, self.group), gather(routing.weights, self.group)  # (tokens, ...)
         chosen = gather(routing.experts, self.group) if self.sequence_parallel else routing.experts
         kept = None
         if self.capacity is not None and self.training:
@@ -109,7 +114,7 @@ class MoE(nn.Module):
             kept = self._kept(self.capacity, chosen, weights, layout)
         dispatch = self._dispatch(chosen, kept, layout)
         rows = self.experts.compute(dispatch.to_experts(tokens), dispatch.counts)
-        y = dispatch.from_experts(rows, weights)
+        y = dispatch.from_experts(rows, torch.ones_like(weights) if self.weighs_input else weights)
         reduce = reduce_scatter_tokens if self.sequence_parallel else reduce_from_group
         y = reduce(y, self.group)
         # last: the host waits for the counts above, not for this collective

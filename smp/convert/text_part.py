@@ -1,0 +1,38 @@
+"""The part of a ``config.json`` that is of text, of a model that also sees images. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Of one ``model_type``: the family of its text, and what transformers takes where ``text_config`` is silent."""
+
+    architecture: str
+    model_type: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+_GEMMA3 = {
+    **{"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26},
+    **{"num_attention_heads": 8, "max_position_embeddings": 131072},
+}
+_PARTS = {
+    "llama4": _Part("Llama4ForCausalLM", "llama4_text"),
+    "gemma3": _Part("Gemma3ForCausalLM", "gemma3_text", _GEMMA3),
+}
+_BESIDE = ("quantization_config", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys that the whole's configuration may have for its parts."""
+
+
+def text_config(content: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json as it is, or that of its text part where it has one that is known here."""
+    part, text = _PARTS.get(str(content.get("model_type"))), content.get("text_config")
+    if part is None or not isinstance(text, dict):
+        return dict(content)
+    beside = {key: content[key] for key in _BESIDE if key in content}
+    named = {"architectures": [part.architecture], "model_type": part.model_type}
+    return {**part.defaults, **beside, **text, **named}
