@@ -36,9 +36,9 @@ def check_fp8(config: Config, layout: Layout) -> None:
         return
     flag = f"--fp8-format {parallel.fp8_format}"
     require(
-        not parallel.compile,
-        f"{flag} and --compile exclude each other: scales are exchanged between products, which a graph of a block "
-        "cannot do yet; leave out --compile",
+        not (parallel.compile and model.num_experts),
+        f"{flag}, --num-experts and --compile exclude one another: products of experts are loops over their numbers of "
+        "rows, which a graph does not know; leave out --compile",
     )
     require(
         model.num_experts is None or parallel.fp8_recipe not in _BLOCKS,

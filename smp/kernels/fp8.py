@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from smp.kernels.registry import accumulation_dtype
+from smp.kernels.registry import accumulation_dtype, define
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -127,6 +127,8 @@ def scaled_product(
         emulate: multiply the dequantised numbers in fp32 (fp64 for fp64).
         fast: let tensor cores sum in fewer bits ("fast accumulation"), as forward passes do.
     """
+    if torch.compiler.is_compiling():
+        return _scaled_product_op(*a, *b, dtype, emulate, fast)
     if emulate:
         wide = accumulation_dtype(dtype)
         return (dequantise(a, wide) @ dequantise(b, wide).t()).to(dtype)
@@ -169,3 +171,13 @@ def _expanded(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         if 1 < scales.shape[dim] < shape[dim]:
             scales = scales.repeat_interleave(shape[dim] // scales.shape[dim], dim)
     return scales
+
+
+_scaled_product_op = define(
+    "scaled_product(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, ScalarType dtype, bool emulate, bool fast)"
+    " -> Tensor",
+    lambda a, _as, b, _bs, dtype, _emulate, _fast: a.new_empty(a.shape[0], b.shape[0], dtype=dtype),
+    CompositeExplicitAutograd=lambda a, a_scales, b, b_scales, dtype, emulate, fast: scaled_product(
+        Quantised(a, a_scales), Quantised(b, b_scales), dtype, emulate=emulate, fast=fast
+    ),
+)

@@ -30,6 +30,7 @@ from smp.kernels.fp8 import (
     transposed,
 )
 from smp.kernels.nf4 import Nf4
+from smp.kernels.registry import define, shapes_of
 
 Format = Literal["hybrid", "e4m3"]
 Granularity = Literal["tensor", "row", "block", "mx"]
@@ -128,9 +129,23 @@ class Scaled:
 
 
 def along_rows(x: torch.Tensor, dtype: torch.dtype, size: int) -> Quantised:
-    """(rows, width) -> (width, rows), of which ``size`` neighbours share a scale."""
+    """(rows, width) -> (width, rows), of which ``size`` neighbours share a scale. In a graph an operator of its own, so
+    that a compiler does not round."""
+    if torch.compiler.is_compiling():
+        return Quantised(*_along_rows_op(x, dtype, size))
+    return _along_rows(x, dtype, size)
+
+
+def _along_rows(x: torch.Tensor, dtype: torch.dtype, size: int) -> Quantised:
     turned = x.t()
     return quantise(turned, inverse_scale(largest_of_blocks(turned, size=size), dtype), dtype)
+
+
+_along_rows_op = define(
+    "fp8_along_rows(Tensor x, ScalarType dtype, int size) -> Tensor[]",
+    shapes_of(_along_rows),
+    CompositeExplicitAutograd=lambda x, dtype, size: [*_along_rows(x, dtype, size)],
+)
 
 
 DENSE = Dense()

@@ -138,6 +138,16 @@ def gathering_cases() -> list[Case]:
     ]
 
 
+def compiled_cases() -> list[Case]:
+    """Under ``--compile``."""
+    return [
+        _row("delayed", "tp and sp", compile=True),
+        _row("tensorwise", "shard", "full", compile=True, fp8_gather=True),
+        _row("rowwise", "tp", "selective", "plain", compile=True),
+        _row("blockwise", "tp and sp", compile=True),
+    ]
+
+
 def sabotaged_cases() -> list[Case]:
     """Wrong scales: of a part of the tensor, of another rank, stale."""
     chosen = [
