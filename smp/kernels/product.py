@@ -32,8 +32,8 @@ from smp.kernels.fp8 import (
 from smp.kernels.nf4 import Nf4
 from smp.kernels.registry import define, shapes_of
 
-Format = Literal["hybrid", "e4m3"]
-Granularity = Literal["tensor", "row", "block", "mx"]
+Format = Literal["hybrid", "e4m3", "e2m1"]
+Granularity = Literal["tensor", "row", "block", "mx", "nv"]
 
 
 class Product(Protocol):
@@ -78,7 +78,8 @@ class Dense:
 
 
 def gradient_dtype(fp8_format: Format) -> torch.dtype:
-    """Of gradients: hybrid gives them more range and less precision than inputs and weights, which are e4m3."""
+    """Of gradients: hybrid gives them more range and less precision than inputs and weights, which are e4m3. Numbers of
+    e2m1 are held in e4m3."""
     return E5M2 if fp8_format == "hybrid" else E4M3
 
 
@@ -89,7 +90,8 @@ class Scaled:
     Attributes:
         granularity: numbers that share a scale. A weight's gradient is a sum over tokens: with one scale it takes the
             same operands as the other products; with a scale for each row (a token) it takes the tensors themselves,
-            and stays in ``dtype``; with blocks it quantises them again, in blocks of 128 tokens, or 32 (``mx``).
+            and stays in ``dtype``, as with NVFP4's blocks (``nv``); with other blocks it quantises them again, in
+            blocks of 128 tokens, or 32 (``mx``).
         fp8_format: of gradients.
         dtype: of results.
         emulate: see :func:`scaled_product`.
@@ -115,7 +117,7 @@ class Scaled:
         return scaled_product(grad, transposed(weight), self.dtype, emulate=self.emulate)
 
     def weight_gradient(self, grad: Any, x: Any) -> torch.Tensor:
-        if self.granularity == "row":
+        if self.granularity in ("row", "nv"):
             return DENSE.weight_gradient(grad, x)
         if self.granularity in ("block", "mx"):
             size = BLOCK if self.granularity == "block" else MX_BLOCK
@@ -156,6 +158,7 @@ _FP8 = [
     for dtype in (torch.bfloat16, torch.float32, torch.float64)
     for emulate in (True, False)
 ]
+_FP8 += [Scaled("nv", "e2m1", dtype, True) for dtype in (torch.bfloat16, torch.float32, torch.float64)]
 PRODUCTS: dict[str, Product] = {
     "dense": DENSE,
     "nf4": Nf4(double=False),

@@ -26,7 +26,7 @@ from tests.sharding.model import MODEL, build
 WIDE = replace(MODEL, hidden_size=128, ffn_hidden_size=256, kv_channels=64, max_position_embeddings=128)
 """Of blocks of 128 numbers, on two tensor-parallel ranks too."""
 DEPTH = torch._dynamo.config.recompile_limit + 3
-RECIPES: tuple[Recipe, ...] = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
+RECIPES: tuple[Recipe, ...] = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4")
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,8 @@ def model_of(
 ) -> GPT:
     """In FP8. Scales know their layers before FSDP asks them for those of gathers."""
     model = build(context, config, replace(parallel, fp8_param_gather=False))
-    use_fp8(model, Fp8(Precision(recipe, "hybrid", emulate=True), length), context, torch.device("cpu"))
+    precision = Precision(recipe, "e2m1" if recipe == "nvfp4" else "hybrid", emulate=True)
+    use_fp8(model, Fp8(precision, length), context, torch.device("cpu"))
     if parallel.fp8_param_gather:
         gather_in_fp8(model)
     return model
@@ -62,24 +63,30 @@ def advance(model: GPT) -> dict[str, torch.Tensor]:
     return {name: maxima.clone() for name, maxima in history.state().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "tp", "recompute", "graphs"),
     [
         ("delayed", 2, "full", 2),
-        pytest.param("tensorwise", 1, "none", 1, marks=pytest.mark.slow),
+        ("tensorwise", 1, "none", 1),
         ("rowwise", 2, "none", 1),
-        pytest.param("blockwise", 1, "selective", 1, marks=pytest.mark.slow),
-        pytest.param("mxfp8", 2, "none", 1, marks=pytest.mark.slow),
+        ("blockwise", 1, "selective", 1),
+        ("mxfp8", 2, "none", 1),
+        ("nvfp4", 1, "full", 1),
     ],
 )
 def test_blocks_are_one_graph(
     monkeypatch: pytest.MonkeyPatch, recipe: Recipe, tp: int, recompute: str, graphs: int
 ) -> None:
-    """However many they are; delayed scaling has one more of the step without a history."""
+    """However many they are (two of them in the fast test below); delayed scaling has one more of the step without a
+    history."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     with fake_context(Layout(tp=tp)) as context:
         parallel: Any = ParallelConfig(
-            tp, sequence_parallel=tp > 1, compile=True, recompute_granularity=recompute  # type: ignore[arg-type]
+            tp,
+            sequence_parallel=tp > 1,
+            compile=True,
+            recompute_granularity=recompute,  # type: ignore[arg-type]
         )
         model = model_of(context, recipe, parallel, replace(WIDE, num_layers=DEPTH))
         for step in range(3):
@@ -120,28 +127,30 @@ def test_a_compiled_model_has_the_bits_of_an_uncompiled_one(monkeypatch: pytest.
     with lone_context() as context:
         parallel = ParallelConfig(recompute_granularity="selective")
         assert differences(context, "delayed", parallel) == []
+    assert counters["stats"]["unique_graphs"] == 3, "of both blocks: without a history, with one, and of evaluation"
 
 
-LAYOUTS: dict[str, tuple[Layout, ParallelConfig]] = {
-    "tp and sp": (Layout(tp=2), ParallelConfig(2, sequence_parallel=True)),
-    "tp, full recompute": (Layout(tp=2), ParallelConfig(2, recompute_granularity="full")),
-    "shard": (Layout(dp_shard=2), ParallelConfig(hybrid_shard_degree=2)),
-    "shard, 8-bit gathers": (Layout(dp_shard=2), ParallelConfig(hybrid_shard_degree=2, fp8_param_gather=True)),
+LAYOUTS: dict[str, tuple[Layout, ParallelConfig, tuple[Recipe, ...]]] = {
+    "tp and sp": (Layout(tp=2), ParallelConfig(2, sequence_parallel=True), RECIPES),
+    "tp, full recompute": (Layout(tp=2), ParallelConfig(2, recompute_granularity="full"), ("delayed", "rowwise")),
+    "shard": (Layout(dp_shard=2), ParallelConfig(hybrid_shard_degree=2), ("delayed", "blockwise")),
+    "8-bit gathers": (
+        Layout(dp_shard=2),
+        ParallelConfig(hybrid_shard_degree=2, fp8_param_gather=True),
+        ("delayed", "tensorwise"),
+    ),
 }
 
 
-def compare_layouts(rank: int, world: int, name: str, recipes: tuple[Recipe, ...]) -> dict[str, list[str]]:
+def compare_layouts(rank: int, world: int, name: str) -> dict[str, list[str]]:
     torch.compile = functools.partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]
-    layout, parallel = LAYOUTS[name]
+    layout, parallel, recipes = LAYOUTS[name]
     context = build_context(layout, "cpu")
     return {recipe: differences(context, recipe, parallel) for recipe in recipes}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts_have_the_bits_of_uncompiled_ones(name: str, recipe: Recipe) -> None:
-    if "8-bit gathers" in name and recipe not in ("delayed", "tensorwise"):
-        pytest.skip("--fp8-param-gather is for one scale of a tensor")
-    for measured in run_distributed(compare_layouts, 2, name, (recipe,)):
-        assert measured == {recipe: []}
+def test_layouts_have_the_bits_of_uncompiled_ones(name: str) -> None:
+    for measured in run_distributed(compare_layouts, 2, name):
+        assert measured == {recipe: [] for recipe in LAYOUTS[name][2]}

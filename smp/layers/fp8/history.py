@@ -24,8 +24,8 @@ INPUT, WEIGHT, GRADIENT = 0, 1, 2
 HISTORY = "fp8.amax_history."
 """What names of its tensors in checkpoints begin with."""
 Maxima = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Of a layer in one step: of its inputs, weights and gradients, fp32 0-dim each. Each has its own memory, which compiled
-code writes into: see ``traced.py``."""
+"""Of a layer in one step: of its inputs, weights and gradients, fp32 0-dim each. Each has its own memory, which
+compiled code writes into: see ``traced.py``."""
 
 
 class AmaxHistory:

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from smp.layers.fp8.history import DelayedScaling, Maxima
-from smp.layers.fp8.scaling import BlockScaling, Precision, RowScaling, Scaling, TensorScaling
+from smp.layers.fp8.scaling import BlockScaling, Fp4Scaling, Precision, RowScaling, Scaling, TensorScaling
 from smp.parallel.collectives import Group
 
 
@@ -44,6 +44,8 @@ class Scales:
             return TensorScaling(self.precision, self.groups)
         if recipe == "rowwise":
             return RowScaling(self.precision, self.kind, self.groups[0])
+        if recipe == "nvfp4":
+            return Fp4Scaling(self.precision, self.groups)
         return BlockScaling(self.precision)
 
     @property
