@@ -147,7 +147,7 @@ PARALLEL: tuple[Row, ...] = (
     left_out(
         "--use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads --no-pin-cpu-params "
         "--pin-cpu-grads --pin-cpu-params",
-        "--optimizer-cpu-offload copies beside the host's steps, in pinned memory",
+        "--optimizer-cpu-offload copies beside the backward pass and the host's steps, in pinned memory",
     ),
     refused("--offload-optimizer-states", "--optimizer-cpu-offload keeps them on the host, where steps are computed"),
     refused(
