@@ -31,7 +31,8 @@ def trained(copier: Copier | None, device: str = "cpu", steps: int = 4, stream: 
     """A small model's weights and moments after some steps, of two micro-batches, with gradients that are scaled in the
     second and third, a step that is skipped, and weights that somebody sets in between."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3), nn.Linear(3, 2)).to(device)
+    first, third = nn.Linear(5, 7), nn.Linear(7, 3)
+    model = nn.Sequential(first, nn.LayerNorm(7), third, nn.Linear(3, 2)).to(device)
     config = OptimizerConfig(lr=0.1, optimizer_cpu_offload=copier is not None)
     optimizer = build_optimizer(model, config, None, copier=copier)
     assert isinstance(optimizer, HostAdamW) is (copier is not None)
@@ -39,10 +40,10 @@ def trained(copier: Copier | None, device: str = "cpu", steps: int = 4, stream: 
     for step in range(steps):
         model(x[0]).square().sum().backward()
         if isinstance(optimizer, HostAdamW) and stream:
-            optimizer.stream(later=[model[2].bias])
+            optimizer.stream(later=[third.bias])
         model(x[1] + step).square().sum().backward()
-        with torch.no_grad():
-            model[2].bias.grad.mul_(2.0)  # as the two ends of a pipeline add up theirs
+        assert third.bias.grad is not None
+        third.bias.grad *= 2.0  # as the two ends of a pipeline add up theirs
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         scale = scaling_of(optimizer) if stream else torch._foreach_mul_
         scale(gradients, torch.tensor([1.0, 0.3, 0.7, 1.0][step], device=device))
@@ -51,7 +52,7 @@ def trained(copier: Copier | None, device: str = "cpu", steps: int = 4, stream: 
         optimizer.zero_grad()
         if step == 1:
             with torch.no_grad():
-                model[0].weight.mul_(0.5)
+                first.weight.mul_(0.5)
     state = {f"{key} {i}": t for i, s in enumerate(optimizer.state.values()) for key, t in s.items()}
     return state | dict(model.state_dict())
 
@@ -78,14 +79,14 @@ def test_a_wait_that_is_left_out_shows(forgotten: str, stream: bool, monkeypatch
 
 def test_gradients_leave_while_the_last_backward_pass_runs() -> None:
     """All but those of ``later``, which leave in the step; the last layer's are the first ones."""
-    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
-    copier = HostCopier()
+    first, copier = nn.Linear(5, 7), HostCopier()
+    model = nn.Sequential(first, nn.Linear(7, 3))
     optimizer = HostAdamW([{"params": list(model.parameters())}], copier, lr=0.1)
     x, left = torch.randn(2, 5, requires_grad=True), list[int]()
     model(x).sum().backward()
     assert copier.bytes_out == 0, "the first micro-batch's are not final"
-    model[0].register_full_backward_pre_hook(lambda *_: left.append(copier.bytes_out))
-    optimizer.stream(later=[model[0].bias])
+    first.register_full_backward_pre_hook(lambda *_: left.append(copier.bytes_out))
+    optimizer.stream(later=[first.bias])
     model(x).sum().backward()
     assert left == [2 * 4 * (7 * 3 + 3)], "gradients, and weights at the first step"
     assert copier.bytes_out == left[0] + 2 * 4 * 5 * 7

@@ -100,7 +100,7 @@ def test_blocks_are_one_graph(
 
 def trained(model: GPT) -> dict[str, torch.Tensor]:
     """Of three steps, in the last of which two forward passes come before their backward pass, and an evaluation."""
-    out = {}
+    out = dict[str, torch.Tensor]()
     for step in range(3):
         model.zero_grad()
         losses = [model(micro_batch(step + more)).loss for more in range(1 + (step == 2))]
@@ -143,7 +143,7 @@ LAYOUTS: dict[str, tuple[Layout, ParallelConfig, tuple[Recipe, ...]]] = {
 
 
 def compare_layouts(rank: int, world: int, name: str) -> dict[str, list[str]]:
-    torch.compile = functools.partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")
     layout, parallel, recipes = LAYOUTS[name]
     context = build_context(layout, "cpu")
     return {recipe: differences(context, recipe, parallel) for recipe in recipes}
