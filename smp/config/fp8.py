@@ -10,9 +10,12 @@ _ONLY_WITH_FP8 = (
     *("fp8_recipe", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_emulate", "first_last_layers_bf16"),
     *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "fp8_param_gather"),
 )
-_BLOCKS = {"blockwise": 128, "mxfp8": 32}
+_BLOCKS = {"blockwise": 128, "mxfp8": 32, "nvfp4": 16}
 """Neighbouring numbers that share a scale."""
+_TOKENS = {"blockwise": 128, "mxfp8": 32}
+"""Those of tokens, in the gradient of a weight."""
 _ALIGNED = 16
+_NOT_GROUPED = "products of experts take one scale of a matrix, or scales of its rows"
 
 
 def layers_in_bf16(parallel: ParallelConfig, num_layers: int) -> list[int]:
@@ -29,21 +32,27 @@ def check_fp8(config: Config, layout: Layout) -> None:
     Raises:
         ConfigError: one line that names the flag, and what works.
     """
-    model, parallel = config.model, config.parallel
+    model, parallel, recipe = config.model, config.parallel, config.parallel.fp8_recipe
     if parallel.fp8_format is None:
         named = given(parallel, *_ONLY_WITH_FP8)
         require(not named, f"{', '.join(named)} has no effect without --fp8-format; leave it out")
         return
     flag = f"--fp8-format {parallel.fp8_format}"
     require(
-        not parallel.compile,
-        f"{flag} and --compile exclude each other: scales are exchanged between products, which a graph of a block "
-        "cannot do yet; leave out --compile",
+        (parallel.fp8_format == "e2m1") == (parallel.fp8_recipe == "nvfp4"),
+        f"{flag} with --fp8-recipe {parallel.fp8_recipe}: e2m1 is the format of nvfp4, and its only one; give both, or "
+        "neither",
+    )
+    require(
+        not (parallel.compile and model.num_experts),
+        f"{flag}, --num-experts and --compile exclude one another: products of experts are loops over their numbers of "
+        "rows, which a graph does not know; leave out --compile",
     )
     require(
         model.num_experts is None or parallel.fp8_recipe not in _BLOCKS,
-        f"--fp8-recipe {parallel.fp8_recipe}: an expert has any number of tokens, not whole blocks of them; with "
-        "--num-experts delayed, tensorwise and rowwise work",
+        f"--fp8-recipe {parallel.fp8_recipe}: "
+        + ("an expert has any number of tokens, not whole blocks of them" if recipe in _TOKENS else _NOT_GROUPED)
+        + "; with --num-experts delayed, tensorwise and rowwise work",
     )
     require(
         config.lora is None or not config.lora.load_in_4bit,
@@ -101,7 +110,7 @@ def _check_tokens(config: Config, layout: Layout) -> None:
             f"be divisible by --tensor-model-parallel-size {layout.tp}; change one of them"
         )
     piece = length if layout.cp == 1 else length // (2 * layout.cp)
-    block = _BLOCKS.get(config.parallel.fp8_recipe, 1)
+    block = _TOKENS.get(config.parallel.fp8_recipe, 1)
     if piece % block:
         cut = f" / (2 x --context-parallel-size {layout.cp})" if layout.cp > 1 else ""
         raise ConfigError(

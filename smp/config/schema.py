@@ -350,16 +350,17 @@ class ParallelConfig:
     bf16: bool = False
     """Compute in bfloat16; master weights, gradient reduction and optimizer stay in fp32. Without it all is fp32, on
     CUDA with matrix products in TF32."""
-    fp8_format: Literal["hybrid", "e4m3"] | None = None
+    fp8_format: Literal["hybrid", "e4m3", "e2m1"] | None = None
     """Compute the linear layers of blocks in FP8. hybrid: inputs and weights in e4m3, gradients in e5m2, which has more
-    range; e4m3: all of them. What stays as it is is printed. Default: no FP8."""
-    fp8_recipe: Literal["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"] = only_with(
+    range; e4m3: all of them; e2m1: 4 bits, of --fp8-recipe nvfp4. What stays as it is is printed. Default: no FP8."""
+    fp8_recipe: Literal["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"] = only_with(
         "delayed", fp8_format=GIVEN
     )
     """Which numbers share a scale, a power of two. delayed: a tensor, by its maxima in past steps; tensorwise: a
     tensor of a micro-batch; rowwise: a token or a row of a weight, weight gradients are not in FP8; blockwise: 128
-    numbers of a token, 128 x 128 of a weight; mxfp8: 32 numbers along the dimension that a product sums. All but
-    tensorwise do not depend on micro-batches."""
+    numbers of a token, 128 x 128 of a weight; mxfp8: 32 numbers along the dimension that a product sums; nvfp4: 16
+    numbers of a token, 16 x 16 of a weight, a scale in e4m3, weight gradients are not in it. All but tensorwise and
+    nvfp4 do not depend on micro-batches."""
     fp8_amax_history_len: int = only_with(1024, fp8_recipe="delayed")
     """Delayed scaling: steps whose maxima count."""
     fp8_amax_compute_algo: Literal["max", "most_recent"] = only_with("max", fp8_recipe="delayed")
@@ -552,8 +553,8 @@ class OptimizerConfig:
     sgd_momentum: float = only_with(0.0, optimizer="sgd")
     """Momentum of --optimizer sgd."""
     optimizer_cpu_offload: bool = only_with(False, optimizer="adam")
-    """Keep Adam's moments in the host's memory and compute its steps there, after the backward pass: gradients are
-    copied out and new weights back, while the steps of other parameters are computed."""
+    """Keep Adam's moments in the host's memory and compute its steps there: gradients are copied out while the last
+    backward pass runs, and new weights back while the steps of other parameters are computed."""
     muon_momentum: float = only_with(0.95, optimizer="muon")
     """Decay rate of Muon's momentum."""
     muon_use_nesterov: bool = only_with(True, optimizer="muon")

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from smp.kernels.registry import accumulation_dtype
+from smp.kernels.registry import accumulation_dtype, define
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -82,7 +82,12 @@ def largest_of_blocks(x: torch.Tensor, *, size: int = BLOCK, square: bool = Fals
 def inverse_scale(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The s of this file's header for each maximum, fp32; 1 for a maximum of 0, NaN for an infinite one, so that it
     shows in all that follows."""
-    ratio = LARGEST[dtype] / amax.clamp(min=_SMALLEST)
+    return smallest_scale(amax, LARGEST[dtype])
+
+
+def smallest_scale(amax: torch.Tensor, end: float) -> torch.Tensor:
+    """:func:`inverse_scale` of a format whose largest number is ``end``."""
+    ratio = end / amax.clamp(min=_SMALLEST)
     exponent = ratio.view(torch.int32).bitwise_right_shift(23)  # of fp32, with its bias of 127
     inverse = (254 - exponent).bitwise_left_shift(23).view(torch.float32)
     inverse = torch.where(amax == 0, 1.0, inverse)
@@ -103,13 +108,13 @@ def quantise(x: torch.Tensor, inverse: torch.Tensor, dtype: torch.dtype) -> Quan
         with torch.cuda.device(x.device):
             data = fp8.quantise(x.detach().flatten(0, -2), inverse.contiguous(), dtype, end)
         return Quantised(data.view(x.shape), inverse)
-    scale = _expanded(inverse.reciprocal(), x.shape).to(x.dtype)  # a power of two: exact in bf16 too
+    scale = expanded(inverse.reciprocal(), x.shape).to(x.dtype)  # a power of two: exact in bf16 too
     return Quantised((x.detach() * scale).clamp_(-end, end).to(dtype), inverse)
 
 
 def dequantise(q: Quantised, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The numbers that ``q`` stands for, (rows, width)."""
-    return q.data.to(dtype) * _expanded(q.inverse, q.data.shape).to(dtype)
+    return q.data.to(dtype) * expanded(q.inverse, q.data.shape).to(dtype)
 
 
 def transposed(q: Quantised) -> Quantised:
@@ -127,6 +132,8 @@ def scaled_product(
         emulate: multiply the dequantised numbers in fp32 (fp64 for fp64).
         fast: let tensor cores sum in fewer bits ("fast accumulation"), as forward passes do.
     """
+    if torch.compiler.is_compiling():
+        return _scaled_product_op(*a, *b, dtype, emulate, fast)
     if emulate:
         wide = accumulation_dtype(dtype)
         return (dequantise(a, wide) @ dequantise(b, wide).t()).to(dtype)
@@ -163,9 +170,19 @@ def has_kernels(device: torch.device) -> bool:
     return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def _expanded(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+def expanded(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """Scales of blocks repeated over their blocks; others broadcast as they are."""
     for dim in range(scales.ndim):
         if 1 < scales.shape[dim] < shape[dim]:
             scales = scales.repeat_interleave(shape[dim] // scales.shape[dim], dim)
     return scales
+
+
+_scaled_product_op = define(
+    "scaled_product(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, ScalarType dtype, bool emulate, bool fast)"
+    " -> Tensor",
+    lambda a, _as, b, _bs, dtype, _emulate, _fast: a.new_empty(a.shape[0], b.shape[0], dtype=dtype),
+    CompositeExplicitAutograd=lambda a, a_scales, b, b_scales, dtype, emulate, fast: scaled_product(
+        Quantised(a, a_scales), Quantised(b, b_scales), dtype, emulate=emulate, fast=fast
+    ),
+)

@@ -30,9 +30,10 @@ from smp.kernels.fp8 import (
     transposed,
 )
 from smp.kernels.nf4 import Nf4
+from smp.kernels.registry import define, shapes_of
 
-Format = Literal["hybrid", "e4m3"]
-Granularity = Literal["tensor", "row", "block", "mx"]
+Format = Literal["hybrid", "e4m3", "e2m1"]
+Granularity = Literal["tensor", "row", "block", "mx", "nv"]
 
 
 class Product(Protocol):
@@ -77,7 +78,8 @@ class Dense:
 
 
 def gradient_dtype(fp8_format: Format) -> torch.dtype:
-    """Of gradients: hybrid gives them more range and less precision than inputs and weights, which are e4m3."""
+    """Of gradients: hybrid gives them more range and less precision than inputs and weights, which are e4m3. Numbers of
+    e2m1 are held in e4m3."""
     return E5M2 if fp8_format == "hybrid" else E4M3
 
 
@@ -88,7 +90,8 @@ class Scaled:
     Attributes:
         granularity: numbers that share a scale. A weight's gradient is a sum over tokens: with one scale it takes the
             same operands as the other products; with a scale for each row (a token) it takes the tensors themselves,
-            and stays in ``dtype``; with blocks it quantises them again, in blocks of 128 tokens, or 32 (``mx``).
+            and stays in ``dtype``, as with NVFP4's blocks (``nv``); with other blocks it quantises them again, in
+            blocks of 128 tokens, or 32 (``mx``).
         fp8_format: of gradients.
         dtype: of results.
         emulate: see :func:`scaled_product`.
@@ -114,7 +117,7 @@ class Scaled:
         return scaled_product(grad, transposed(weight), self.dtype, emulate=self.emulate)
 
     def weight_gradient(self, grad: Any, x: Any) -> torch.Tensor:
-        if self.granularity == "row":
+        if self.granularity in ("row", "nv"):
             return DENSE.weight_gradient(grad, x)
         if self.granularity in ("block", "mx"):
             size = BLOCK if self.granularity == "block" else MX_BLOCK
@@ -128,9 +131,23 @@ class Scaled:
 
 
 def along_rows(x: torch.Tensor, dtype: torch.dtype, size: int) -> Quantised:
-    """(rows, width) -> (width, rows), of which ``size`` neighbours share a scale."""
+    """(rows, width) -> (width, rows), of which ``size`` neighbours share a scale. In a graph an operator of its own, so
+    that a compiler does not round."""
+    if torch.compiler.is_compiling():
+        return Quantised(*_along_rows_op(x, dtype, size))
+    return _along_rows(x, dtype, size)
+
+
+def _along_rows(x: torch.Tensor, dtype: torch.dtype, size: int) -> Quantised:
     turned = x.t()
     return quantise(turned, inverse_scale(largest_of_blocks(turned, size=size), dtype), dtype)
+
+
+_along_rows_op = define(
+    "fp8_along_rows(Tensor x, ScalarType dtype, int size) -> Tensor[]",
+    shapes_of(_along_rows),
+    CompositeExplicitAutograd=lambda x, dtype, size: [*_along_rows(x, dtype, size)],
+)
 
 
 DENSE = Dense()
@@ -141,6 +158,7 @@ _FP8 = [
     for dtype in (torch.bfloat16, torch.float32, torch.float64)
     for emulate in (True, False)
 ]
+_FP8 += [Scaled("nv", "e2m1", dtype, True) for dtype in (torch.bfloat16, torch.float32, torch.float64)]
 PRODUCTS: dict[str, Product] = {
     "dense": DENSE,
     "nf4": Nf4(double=False),

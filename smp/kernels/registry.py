@@ -8,7 +8,7 @@ opaque to the compiler and has no autograd formula; the functions of this packag
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -38,6 +38,23 @@ def define(
     operator = getattr(torch.ops.smp, name).default
     BODIES[operator] = body or next(iter(run.values()))
     return operator
+
+
+def shapes_of(run: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., list[torch.Tensor]]:
+    """What makes the outputs' shapes for tracing, of ``run``, which returns several: it runs on tensors without data,
+    which no kernel takes. Arguments are tensors, lists of them, and anything else."""
+
+    def shapeless(given: Any) -> Any:
+        if isinstance(given, torch.Tensor):
+            return torch.empty_like(given, device="meta")
+        return [shapeless(each) for each in given] if isinstance(given, list) else given
+
+    def fake(*given: Any) -> list[torch.Tensor]:
+        device = (given[0] if isinstance(given[0], torch.Tensor) else given[0][0]).device
+        made = run(*map(shapeless, given))
+        return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device) for t in made]
+
+    return fake
 
 
 def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:

@@ -1,15 +1,19 @@
 """AdamW whose moments and steps are on the host.
 
-Of each parameter, one after the other: its gradient is copied out, the host computes the step on its own copy of the
-weight, and the new weight is copied back. While the host computes, the gradients of the next parameters are under way.
+Of each parameter: its gradient is copied out, the host computes the step on its own copy of the weight, and the new
+weight is copied back, while the host computes the next one's. Gradients leave as soon as they are there, beside the
+last backward pass of the step (:meth:`HostAdamW.stream`). Whether there is a step, and by what clipping scales
+gradients, is known when all are there: so they leave as they are, and the host multiplies them, only where the factor
+is not 1. Without ``stream`` a few are under way while the host computes.
+
 The device has no moments: 8 bytes per parameter less. The host has 8 bytes of moments and 4 of weights for each of
-them, and the gradients of a few.
+them, and 4 of gradients, without ``stream`` those of a few.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -35,10 +39,9 @@ class _Twin:
 
 @dataclass
 class _Arriving:
-    """A parameter whose gradient is on its way to the host."""
+    """A gradient on its way to the host, ``there`` as it is on the device."""
 
-    group: dict[str, Any]
-    parameter: torch.Tensor
+    there: torch.Tensor
     gradient: torch.Tensor
     buffer: torch.Tensor
     events: list[Event]
@@ -59,15 +62,52 @@ class HostAdamW(torch.optim.AdamW):
         self._step_supports_amp_scaling = False  # the host decides whether there is a step
         self._copier, self._gradients = copier, HostPool(copier)
         self._twins: dict[torch.Tensor, _Twin] = {}
+        self._streamed: dict[torch.Tensor, _Arriving] = {}
+        self._streams, self._later = False, frozenset[torch.Tensor]()
+        self._factor: torch.Tensor | None = None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.register_post_accumulate_grad_hook(self._accumulated)
+
+    def stream(self, later: Collection[torch.Tensor] = ()) -> None:
+        """From now to the step each gradient leaves for the host as soon as it is there: it must not change any more,
+        but by :meth:`scale`. Those of ``later`` are taken in the step."""
+        self._streams, self._later, self._factor = True, frozenset(later), None
+        for parameter in [*self._streamed]:  # of a step that was not made
+            self._forget(parameter)
+
+    def scale(self, gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+        """Multiply all gradients by ``factor``, 0-dim, where they arrive, in place of ``torch._foreach_mul_``."""
+        self._factor = factor
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One step of all parameters that have gradients."""
+        self._streams = False
+        factor, self._factor = self._factor_on_host(), None
         coming = self._coming()
         window = deque(islice(coming, AHEAD))
         while window:
-            self._finish(window.popleft())
+            self._finish(*window.popleft(), factor)
             window.extend(islice(coming, 1))
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        """What autograd and FSDP call when they have made or changed a gradient."""
+        if self._streams and parameter not in self._later:
+            self._forget(parameter)
+            self._streamed[parameter] = self._begin(parameter)
+
+    def _forget(self, parameter: torch.Tensor) -> None:
+        if (arriving := self._streamed.pop(parameter, None)) is not None:
+            self._gradients.give(arriving.buffer, arriving.events[0])
+
+    def _factor_on_host(self) -> torch.Tensor | None:
+        """None: gradients stay as they are."""
+        if self._factor is None:
+            return None
+        there = self._on_host(self._factor, copied=True)
+        self._copier.host_wait(self._copier.out(self._factor, there))
+        return None if bool(there == 1) else there
 
     def zeros_like(self, parameter: torch.Tensor) -> torch.Tensor:
         """A moment of ``parameter``, placed as it is, on the host."""
@@ -79,14 +119,16 @@ class HostAdamW(torch.optim.AdamW):
     def _on_host(self, like: torch.Tensor, *, copied: bool) -> torch.Tensor:
         return self._copier.host(like.nbytes, copied=copied).view(like.dtype).view(like.shape)
 
-    def _coming(self) -> Iterator[_Arriving]:
-        """Parameters whose copies have begun: each when it is asked for."""
+    def _coming(self) -> Iterator[tuple[dict[str, Any], torch.Tensor, _Arriving]]:
+        """Groups and their parameters, whose gradients' copies have begun: at the latest when they are asked for."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    yield self._begin(group, parameter)
+                    arriving = self._streamed.pop(parameter, None)
+                    assert arriving is None or arriving.there is parameter.grad, "a gradient that left is another one"
+                    yield group, parameter, arriving or self._begin(parameter)
 
-    def _begin(self, group: dict[str, Any], parameter: torch.Tensor) -> _Arriving:
+    def _begin(self, parameter: torch.Tensor) -> _Arriving:
         assert parameter.grad is not None
         gradient, weight = local_part(parameter.grad).contiguous(), local_part(parameter.detach())
         buffer, free = self._gradients.take(gradient.nbytes)
@@ -97,13 +139,17 @@ class HostAdamW(torch.optim.AdamW):
             copy = self._on_host(weight, copied=True) if twin is None else twin.weight
             events.append(self._copier.out(weight, copy))
             self._twins[parameter] = _Twin(copy, weight._version)
-        return _Arriving(group, parameter, target, buffer, events)
+        return _Arriving(parameter.grad, target, buffer, events)
 
-    def _finish(self, arriving: _Arriving) -> None:
+    def _finish(
+        self, group: dict[str, Any], parameter: torch.Tensor, arriving: _Arriving, factor: torch.Tensor | None
+    ) -> None:
         """Compute the step and send the new weight."""
-        group, parameter, twin = arriving.group, arriving.parameter, self._twins[arriving.parameter]
+        twin = self._twins[parameter]
         for event in arriving.events:
             self._copier.host_wait(event)
+        if factor is not None:
+            arriving.gradient.mul_(factor)
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)

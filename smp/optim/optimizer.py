@@ -232,6 +232,7 @@ def clip_gradients(
     *,
     copies: Mapping[torch.Tensor, int] = _NONE,
     device: torch.device | None = None,
+    scale: Callable[[list[torch.Tensor], torch.Tensor], None] = torch._foreach_mul_,
 ) -> torch.Tensor:
     """Scale all gradients so that their global L2 norm is at most ``max_norm``; 0 only measures.
 
@@ -245,6 +246,7 @@ def clip_gradients(
         copies: for parameters that ranks outside of their mesh also hold (a tied matrix at both ends of a pipeline):
             how many ranks for each.
         device: where the sum is made; by default that of the parameters.
+        scale: (gradients, a 0-dim factor) -> multiplies them, see :func:`scaling_of`.
 
     Returns:
         The norm before clipping, 0-dim fp32, the same on each rank.
@@ -261,8 +263,13 @@ def clip_gradients(
     dist.all_reduce(squares, group=group)
     norm = squares.sqrt()
     if max_norm > 0 and grads:
-        torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        scale(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
+
+
+def scaling_of(optimizer: torch.optim.Optimizer) -> Callable[[list[torch.Tensor], torch.Tensor], None]:
+    """How clipping scales the gradients of ``optimizer``: one that has them on the host does so there."""
+    return optimizer.scale if isinstance(optimizer, HostAdamW) else torch._foreach_mul_
 
 
 def _copies(tensor: torch.Tensor | None, group: dist.ProcessGroup | None) -> int:

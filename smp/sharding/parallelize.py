@@ -45,6 +45,7 @@ _KEPT = {
     _aten._scaled_mm.default,
     torch.ops.smp.scaled_column_parallel.default,
     torch.ops.smp.scaled_row_parallel.default,
+    torch.ops.smp.scaled_product.default,
     torch.ops.smp.grouped_product.default,
     torch.ops.smp.exchange_rows.default,
 }

@@ -64,10 +64,11 @@ def describe_fp8(config: Config) -> list[str]:
     routers = ", routers" if config.model.num_experts else ""
     kept = [f"embedding, norms, attention{routers}, output layer and loss"]
     kept += [f"layers {_ranges(left)}"] if left else []
-    kept += ["gradients of weights"] if parallel.fp8_recipe == "rowwise" else []
+    kept += ["gradients of weights"] if parallel.fp8_recipe in ("rowwise", "nvfp4") else []
     kept += ["adapters"] if config.has_adapters else []
-    formats = "e4m3, gradients e5m2" if parallel.fp8_format == "hybrid" else "e4m3"
-    how = "emulated: rounded to 8 bits, multiplied in fp32" if parallel.fp8_emulate else "on tensor cores"
+    formats = "e4m3, gradients e5m2" if parallel.fp8_format == "hybrid" else parallel.fp8_format
+    bits = 4 if parallel.fp8_format == "e2m1" else 8
+    how = f"emulated: rounded to {bits} bits, multiplied in fp32" if parallel.fp8_emulate else "on tensor cores"
     how += ", weights gathered as 8-bit numbers" if parallel.fp8_param_gather else ""
     return [f"FP8: linear layers in {formats}, {_recipe(config)} scales, {how}; in {otherwise}: {'; '.join(kept)}"]
 

@@ -44,7 +44,7 @@ from smp.sharding.parallelize import parallelize
 from smp.training.build import Workplace, assemble, build_forward_backward
 from smp.training.exchange import exchange_of
 from smp.training.fake_tuning import FakeReference, judged, tuned
-from smp.training.forward_backward import ForwardBackward
+from smp.training.forward_backward import ForwardBackward, stream_gradients
 from smp.training.meter import Counts, Meter
 from smp.training.micro_batches import MicroBatches
 from smp.training.pipelined import Pipelined
@@ -257,6 +257,7 @@ def _measure(config: Config, context: ParallelContext, tried: _Tried, meter: Met
     if tried.reference.is_computed:
         with meter.phase("reference"):
             tried.reference.run(_micro_batches(config, context, run, compared, by_reference=True))
+    stream_gradients(passes, optimizer)
     with meter.phase("forward"):
         passes.train(_micro_batches(config, context, run, counted))
     secondary = sum(shards.nbytes for shards in (context.collectives or NetworkCollectives()).secondary.values())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from smp.layers.head import ModelOutput
+from smp.optim.host import HostAdamW
 from smp.sharding.parallelize import Strategy, last_micro_batch
 from smp.training.micro_batches import MicroBatches
 
@@ -16,6 +17,9 @@ from smp.training.micro_batches import MicroBatches
 class ForwardBackward(Protocol):
     """How micro-batches go through the model. Losses are this rank's part of the mean over the global batch: the sum
     over all ranks that compute different parts is the loss."""
+
+    before_last: Callable[[], None] | None
+    """Called before the last backward pass of a step makes gradients final, but for those of ``copies``."""
 
     @property
     def copies(self) -> dict[torch.Tensor, int]:
@@ -38,6 +42,7 @@ class Accumulation:
 
     def __init__(self, model: nn.Module, strategy: Strategy = "optim_grads_params") -> None:
         self.model, self.strategy = model, strategy
+        self.before_last: Callable[[], None] | None = None
 
     @property
     def copies(self) -> dict[torch.Tensor, int]:
@@ -46,7 +51,10 @@ class Accumulation:
     def train(self, micro_batches: MicroBatches) -> list[ModelOutput]:
         outputs = []
         for i, micro_batch in enumerate(micro_batches):
-            last_micro_batch(self.model, i == len(micro_batches) - 1, self.strategy)
+            is_last = i == len(micro_batches) - 1
+            last_micro_batch(self.model, is_last, self.strategy)
+            if is_last and self.before_last is not None:
+                self.before_last()
             output: ModelOutput = self.model(micro_batch)
             loss = output.total
             assert loss is not None, "a whole model has one"
@@ -57,6 +65,12 @@ class Accumulation:
     @torch.no_grad()
     def forward(self, micro_batches: MicroBatches) -> list[ModelOutput]:
         return [self.model(micro_batch) for micro_batch in micro_batches]
+
+
+def stream_gradients(forward_backward: ForwardBackward, optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer on the host take gradients while the last backward pass of each step runs."""
+    if isinstance(optimizer, HostAdamW):
+        forward_backward.before_last = lambda: optimizer.stream(forward_backward.copies)
 
 
 def detached(output: ModelOutput) -> ModelOutput:

@@ -70,7 +70,7 @@ def trained_parameters(config: Config, layout: Layout, tuned: Tuned, memory: Mem
 
 
 def host_step_seconds(parameters: int) -> float:
-    """Of --optimizer-cpu-offload: gradients come and weights go while the host computes, on one core."""
+    """Of --optimizer-cpu-offload, behind the backward pass: weights go while the host computes, on one core."""
     return max(4 * parameters / LINK, parameters / HOST_ADAM)
 
 
@@ -126,8 +126,8 @@ def describe_savings(config: Config, layout: Layout, tuned: Tuned, trained: int,
     if config.optim.optimizer_cpu_offload:
         lines.append(
             f"offload of the optimizer: 8 bytes x {trained:,} parameters = {8 * trained / 2**30:.3f} GiB less on the "
-            f"device, {12 * trained / 2**30:.3f} GiB on the host; a step copies 4 bytes each way, "
-            f"{4e3 * trained / LINK:.1f} ms at {LINK / 1e9:.0f} GB/s, while one core computes for "
-            f"{1e3 * trained / HOST_ADAM:.1f} ms; nothing of it is hidden"
+            f"device, {16 * trained / 2**30:.3f} GiB on the host; gradients leave while the last backward pass runs, "
+            f"then one core computes for {1e3 * trained / HOST_ADAM:.1f} ms and new weights come back, 4 bytes each, "
+            f"{4e3 * trained / LINK:.1f} ms at {LINK / 1e9:.0f} GB/s beside it; that is not hidden"
         )
     return lines

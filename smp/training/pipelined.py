@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -62,6 +62,7 @@ class Pipelined:
         self._parts = plan.stages_of(links.rank)
         self._sharded = ShardedStages(model, self._parts, split_backward=plan.split_backward)
         self._tied = TiedMatrix(model, links, ends) if tied else None
+        self.before_last: Callable[[], None] | None = None
         self._recorder: Recorder | None = None
         self._watcher: Watcher | None = None
 
@@ -81,6 +82,8 @@ class Pipelined:
         if self.offload is not None:
             own = schedule.actions[self._runner.links.rank]
             self.offload.plan([(action.stage, action.micro_batch) for action in own if action.op in _BACKWARD])
+        if self.before_last is not None:
+            self.before_last()  # gradients are reduced once per step, and final then
         self._runner.run(schedule, stages, self._recorder or self._watcher)
         self._sharded.finish()
         if self._tied is not None:

@@ -16,11 +16,17 @@ from smp.data.loader import BatchLoader, RankBatch, Unreadable
 from smp.layers.fp8.apply import fp8_history
 from smp.models.arithmetic import visible_pairs_of_layers
 from smp.models.gpt import GPT, beside_names
-from smp.optim.optimizer import clip_gradients, set_learning_rate, step_if
+from smp.optim.optimizer import clip_gradients, scaling_of, set_learning_rate, step_if
 from smp.optim.schedule import learning_rate
 from smp.parallel.agree import any_rank, gather, sum_over_ranks
 from smp.parallel.context import ParallelContext
-from smp.training.forward_backward import ForwardBackward, model_loss, total_beside, total_metrics
+from smp.training.forward_backward import (
+    ForwardBackward,
+    model_loss,
+    stream_gradients,
+    total_beside,
+    total_metrics,
+)
 from smp.training.objective import Objective
 
 
@@ -140,6 +146,7 @@ class Trainer:
         self.beside = () if config.judges_answers else beside_names(config.model)
         self.history = fp8_history(model)
         self.quantization = context.collectives.quantization if context.collectives else None
+        stream_gradients(forward_backward, optimizer)
         self.skipped_in_a_row = 0
         self._last_finished = 0.0
 
@@ -169,6 +176,7 @@ class Trainer:
             self.config.optim.clip_grad,
             copies=self.forward_backward.copies,
             device=self.device,
+            scale=scaling_of(self.optimizer),
         )
         if self.history is not None:
             norm = self.history.checked(norm)

@@ -14,6 +14,7 @@ BASE = (
     "--seq-length 256 --max-position-embeddings 1024 --train-iters 2 "
 )
 FP8 = "--fp8-format hybrid --bf16 "
+FP4 = "--fp8-format e2m1 --fp8-recipe nvfp4 --bf16 "
 
 
 def read(flags: str, processes: int = 4) -> Config:
@@ -29,7 +30,8 @@ def read(flags: str, processes: int = 4) -> Config:
         "--fp8-format e4m3 --fp8-emulate --fp8-recipe blockwise --num-query-groups 2 --tensor-model-parallel-size 2 "
         "--kv-channels 128",
         FP8 + "--fp8-amax-history-len 1 --fp8-amax-compute-algo most_recent --context-parallel-size 2",
-        FP8 + "--fp8-param-gather",
+        FP8 + "--compile --fp8-param-gather",
+        FP4 + "--fp8-emulate --seq-length 250 --tensor-model-parallel-size 2 --compile",
         FP8 + "--multi-latent-attention --kv-lora-rank 32 --tensor-model-parallel-size 2 --sequence-parallel",
         FP8 + "--num-experts 4 --moe-ffn-hidden-size 64 --expert-model-parallel-size 2",
     ],
@@ -46,7 +48,7 @@ def test_what_works_is_taken(flags: str) -> None:
         ("--fp8-amax-history-len 3", "--fp8-amax-history-len 3 has no effect without --fp8-format"),
         (FP8 + "--fp8-recipe rowwise --fp8-amax-history-len 3", "has no effect without --fp8-recipe delayed"),
         (FP8 + "--num-layers-at-end-in-bf16 2", "has no effect without --first-last-layers-bf16"),
-        (FP8 + "--compile", "and --compile exclude each other"),
+        (FP8 + "--compile --num-experts 4 --moe-ffn-hidden-size 64", "and --compile exclude one another"),
         (FP8 + "--fp8-recipe rowwise --fp8-param-gather", "--fp8-param-gather has no effect without --fp8-recipe"),
         ("--fp8-param-gather", "--fp8-param-gather has no effect without --fp8-format"),
         (FP8 + "--fp8-param-gather --hybrid-shard-degree 1", "no weights are sharded"),
@@ -82,6 +84,14 @@ def test_what_works_is_taken(flags: str) -> None:
             FP8 + "--fp8-emulate --fp8-recipe blockwise --context-parallel-size 2",
             "--seq-length 256 / (2 x --context-parallel-size 2) = 64 is not",
         ),
+        (FP8 + "--fp8-emulate --fp8-recipe nvfp4", "e2m1 is the format of nvfp4, and its only one"),
+        ("--bf16 --fp8-emulate --fp8-format e2m1", "with --fp8-recipe delayed: e2m1 is the format of nvfp4"),
+        (FP4, "--fp8-recipe nvfp4: tensor cores are not used for it yet; --fp8-emulate computes it"),
+        (
+            FP4 + "--fp8-emulate --num-experts 4",
+            "products of experts take one scale of a matrix, or scales of its rows",
+        ),
+        (FP4 + "--fp8-emulate --ffn-hidden-size 520", "multiples of 16: --ffn-hidden-size is 520"),
         (FP8 + "--ffn-hidden-size 520", "multiples of 16: --ffn-hidden-size is 520"),
         (
             FP8 + "--fp8-emulate --fp8-recipe blockwise --tensor-model-parallel-size 4",

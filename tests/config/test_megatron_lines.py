@@ -328,13 +328,13 @@ def test_the_defaults_are_other_values_of_settings() -> None:
 
 
 def test_without_the_switch_all_unknown_flags_are_told_with_the_tables_answers() -> None:
-    line = "--hiden-size 3 --no-position-embedding --fp4-format e2m1 --log-memory-to-tensorboard --qqqqqq"
+    line = "--hiden-size 3 --no-position-embedding --fp8-output-proj --log-memory-to-tensorboard --qqqqqq"
     with pytest.raises(ConfigError) as caught:
         load_config(line.split(), PRESETS)
     message = str(caught.value)
     assert message.startswith("unknown flags --hiden-size: did you mean --hidden-size?; ")
     assert "--no-position-embedding is Megatron's: --position-embedding-type none" in message
-    assert "--fp4-format is Megatron's: of 8-bit" in message and "max-position-embeddings?" not in message
+    assert "--fp8-output-proj is Megatron's: of 8-bit" in message and "max-position-embeddings?" not in message
     assert "--log-memory-to-tensorboard is Megatron's: leave it out: log lines" in message
     assert "--qqqqqq (--help lists them all)" in message
     assert message.endswith("--from-megatron takes a whole line of Megatron's")

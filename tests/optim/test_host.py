@@ -12,58 +12,104 @@ from torch.distributed.tensor import DTensor
 from smp.checkpoint.state import training_state
 from smp.config import Layout, OptimizerConfig, ParallelConfig
 from smp.kernels.copier import Copier, CudaCopier, HostCopier
+from smp.models.micro_batch import MicroBatch
 from smp.optim.host import HostAdamW
-from smp.optim.optimizer import build_optimizer
+from smp.optim.optimizer import build_optimizer, scaling_of
 from smp.parallel.boxes import local_box
+from smp.training.forward_backward import Accumulation, stream_gradients
+from smp.training.micro_batches import MicroBatches
 from tests.fake_group import fake_context
 from tests.sharding.copiers import QueueCopier
 from tests.sharding.model import MODEL, build
 
+Tensors = dict[str, torch.Tensor]
+WEIGHTS = 4 * (5 * 7 + 7 + 7 + 7 + 7 * 3 + 3 + 3 * 2 + 2)
+"""Bytes of the weights of :func:`trained`."""
 
-def trained(copier: Copier | None, device: str = "cpu", steps: int = 4) -> dict[str, torch.Tensor]:
-    """A small model's weights and moments after some steps, with weights that somebody sets in between."""
+
+def trained(copier: Copier | None, device: str = "cpu", steps: int = 4, stream: bool = False) -> Tensors:
+    """A small model's weights and moments after some steps, of two micro-batches, with gradients that are scaled in the
+    second and third, a step that is skipped, and weights that somebody sets in between."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3), nn.Linear(3, 2)).to(device)
+    first, third = nn.Linear(5, 7), nn.Linear(7, 3)
+    model = nn.Sequential(first, nn.LayerNorm(7), third, nn.Linear(3, 2)).to(device)
     config = OptimizerConfig(lr=0.1, optimizer_cpu_offload=copier is not None)
     optimizer = build_optimizer(model, config, None, copier=copier)
     assert isinstance(optimizer, HostAdamW) is (copier is not None)
-    x = torch.randn(6, 5).to(device)
+    x = torch.randn(2, 6, 5).to(device)
     for step in range(steps):
-        model(x).square().sum().backward()
-        optimizer.step()
+        model(x[0]).square().sum().backward()
+        if isinstance(optimizer, HostAdamW) and stream:
+            optimizer.stream(later=[third.bias])
+        model(x[1] + step).square().sum().backward()
+        assert third.bias.grad is not None
+        third.bias.grad *= 2.0  # as the two ends of a pipeline add up theirs
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        scale = scaling_of(optimizer) if stream else torch._foreach_mul_
+        scale(gradients, torch.tensor([1.0, 0.3, 0.7, 1.0][step], device=device))
+        if step != 2:
+            optimizer.step()
         optimizer.zero_grad()
         if step == 1:
             with torch.no_grad():
-                model[0].weight.mul_(0.5)
+                first.weight.mul_(0.5)
     state = {f"{key} {i}": t for i, s in enumerate(optimizer.state.values()) for key, t in s.items()}
     return state | dict(model.state_dict())
 
 
-def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+def same(ours: Tensors, theirs: Tensors) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], t) for name, t in theirs.items())
 
 
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("orders", [("early", "early"), ("late", "late"), ("early", "late"), ("late", "early")])
-def test_no_order_of_copies_changes_a_bit(orders: Any) -> None:
+def test_no_order_of_copies_changes_a_bit(orders: Any, stream: bool) -> None:
     copier = QueueCopier(*orders)
-    assert same(trained(copier), trained(None))
+    assert same(trained(copier, stream=stream), trained(None))
     assert copier.bytes_out > copier.bytes_back > 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("forgotten", ["wait", "host_wait"])
-def test_a_wait_that_is_left_out_shows(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_that_is_left_out_shows(forgotten: str, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     copier = QueueCopier("late", "late")
     monkeypatch.setattr(copier, forgotten, lambda event: None)
-    assert not same(trained(copier), trained(None))
+    assert not same(trained(copier, stream=stream), trained(None))
+
+
+def test_gradients_leave_while_the_last_backward_pass_runs() -> None:
+    """All but those of ``later``, which leave in the step; the last layer's are the first ones."""
+    first, copier = nn.Linear(5, 7), HostCopier()
+    model = nn.Sequential(first, nn.Linear(7, 3))
+    optimizer = HostAdamW([{"params": list(model.parameters())}], copier, lr=0.1)
+    x, left = torch.randn(2, 5, requires_grad=True), list[int]()
+    model(x).sum().backward()
+    assert copier.bytes_out == 0, "the first micro-batch's are not final"
+    first.register_full_backward_pre_hook(lambda *_: left.append(copier.bytes_out))
+    optimizer.stream(later=[first.bias])
+    model(x).sum().backward()
+    assert left == [2 * 4 * (7 * 3 + 3)], "gradients, and weights at the first step"
+    assert copier.bytes_out == left[0] + 2 * 4 * 5 * 7
+    optimizer.step()
+    assert copier.bytes_out == left[0] + 2 * 4 * (5 * 7 + 7)
+
+
+def test_a_gradient_that_left_and_was_replaced_is_an_error() -> None:
+    layer = nn.Linear(2, 2)
+    optimizer = HostAdamW([{"params": list(layer.parameters())}], HostCopier(), lr=0.1)
+    optimizer.stream()
+    layer(torch.ones(1, 2)).sum().backward()
+    layer.weight.grad = torch.zeros(2, 2)
+    with pytest.raises(AssertionError, match="left is another one"):
+        optimizer.step()
 
 
 def test_what_is_copied_is_counted() -> None:
     """Each step a gradient out and a weight back; weights out once, and one more when it was changed."""
     copier = HostCopier()
     trained(copier, steps=4)
-    weights = 4 * (5 * 7 + 7 + 7 + 7 + 7 * 3 + 3 + 3 * 2 + 2)
-    assert copier.bytes_back == 4 * weights
-    assert copier.bytes_out == 5 * weights + 4 * 5 * 7
+    assert copier.bytes_back == 3 * WEIGHTS
+    assert copier.bytes_out == 4 * WEIGHTS + 4 * 5 * 7
 
 
 @pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(tp=2), Layout(dp_replicate=2, dp_shard=2, tp=2)])
@@ -82,6 +128,25 @@ def test_moments_are_on_the_host_and_placed_as_their_parameters(layout: Layout) 
             assert local_box(moment) == local_box(parameter)
             assert moment.to_local().shape == parameter.to_local().shape
             assert not moment.to_local().any()
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(dp_shard=2), Layout(dp_replicate=2, dp_shard=2)])
+def test_all_gradients_leave_in_the_last_micro_batch(layout: Layout) -> None:
+    """With FSDP and without: it calls what autograd would when it has reduced a gradient."""
+    with fake_context(layout, rank=1) as context:
+        model = build(context, MODEL, ParallelConfig(layout.tp, hybrid_shard_degree=layout.dp_shard))
+        optimizer = build_optimizer(model, OptimizerConfig(optimizer_cpu_offload=True), context.fsdp)
+        assert isinstance(optimizer, HostAdamW)
+        passes, before = Accumulation(model), list[int]()
+        stream_gradients(passes, optimizer)
+
+        def make(i: int) -> MicroBatch:
+            before.append(len(optimizer._streamed))
+            ids = torch.arange(12)[None]
+            return MicroBatch(ids, ids, torch.ones(1, 12))
+
+        passes.train(MicroBatches(3, make))
+        assert before == [0, 0, 0] and optimizer._streamed.keys() == set(model.parameters())
 
 
 @pytest.mark.gpu

@@ -135,7 +135,7 @@ class Case:
     def _counted_together(self) -> int:
         """Micro-batches of a rank: loads of experts are counted over those that ranks compute at the same time, and so
         are maxima of tensorwise scales. One process has as many then, each of the rows of all of them."""
-        together = self.problem.experts or self.problem.fp8 == "tensorwise"
+        together = self.problem.experts or self.problem.fp8 in ("tensorwise", "nvfp4")
         return self.spread.accumulation if together else 1
 
     def __str__(self) -> str:
@@ -272,7 +272,7 @@ _EXPERTS: dict[str, dict[str, Any]] = {
 def model_config(problem: Problem) -> ModelConfig:
     """Blocks 18 wide, or of blocks of 128. Weights of std 0.1 let ten steps do something; larger ones make training
     chaotic."""
-    blocks = problem.fp8 in ("blockwise", "mxfp8")
+    blocks = problem.fp8 in ("blockwise", "mxfp8", "nvfp4")
     values: dict[str, Any] = dict(
         num_layers=problem.layers,
         hidden_size=128 if blocks else 18,
@@ -321,7 +321,7 @@ def config_of(case: Case) -> Config:
             bf16=spread.bf16,
             recompute_granularity=spread.recompute,  # type: ignore[arg-type]
             compile=spread.compile,
-            fp8_format="hybrid" if problem.fp8 else None,
+            fp8_format=None if not problem.fp8 else "e2m1" if problem.fp8 == "nvfp4" else "hybrid",
             fp8_recipe=problem.fp8 or "delayed",  # type: ignore[arg-type]
             fp8_emulate=bool(problem.fp8),
             fp8_param_gather=spread.fp8_gather,

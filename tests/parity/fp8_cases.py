@@ -14,8 +14,8 @@ from tests.parity.cases import Case, Problem, Spread, cover
 _Values = dict[str, Any]
 _Pair = tuple[tuple[str, Any], ...]
 
-RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
-IN_BLOCKS = ("blockwise", "mxfp8")
+RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4")
+IN_BLOCKS = ("blockwise", "mxfp8", "nvfp4")
 _BESIDE: dict[str, _Values] = {
     "tp": {"tp": 2},
     "tp and sp": {"tp": 2, "sp": True},
@@ -117,6 +117,7 @@ def fast_cases() -> list[Case]:
         _row("delayed", "replicate", "none", "grouped"),
         _row("blockwise", "tp and sp", "selective"),
         _row("mxfp8", "tp and sp", "full"),
+        _row("nvfp4", "tp and sp", "selective"),
         _row("delayed", "p2p"),
         _row("tensorwise", "experts of two ranks", "full", "experts"),
         _row("delayed", "experts of two ranks", "selective", "shared experts"),
@@ -135,6 +136,16 @@ def gathering_cases() -> list[Case]:
         _row("tensorwise", "shard", "full", fp8_gather=True),
         _row("tensorwise", "experts of two ranks", "none", "experts", fp8_gather=True),
         _row("delayed", "experts of two ranks", "none", "experts", fp8_gather=True),
+    ]
+
+
+def compiled_cases() -> list[Case]:
+    """Under ``--compile``."""
+    return [
+        _row("delayed", "tp and sp", compile=True),
+        _row("tensorwise", "shard", "full", compile=True, fp8_gather=True),
+        _row("rowwise", "tp", "selective", "plain", compile=True),
+        _row("blockwise", "tp and sp", compile=True),
     ]
 
 

@@ -16,6 +16,7 @@ from tests.parity.test_matrix import errors
 FAST = cases.fast_cases()
 SABOTAGED = cases.sabotaged_cases()
 PAIRWISE = cases.pairwise_cases()
+COMPILED = cases.compiled_cases()
 GATHERING = cases.gathering_cases()
 
 
@@ -57,10 +58,10 @@ def test_the_set_covers_every_pair() -> None:
 
 @pytest.fixture(scope="module")
 def slow_lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
-    return lab_of(PAIRWISE, tmp_path_factory.mktemp("slow"))
+    return lab_of([*PAIRWISE, *COMPILED], tmp_path_factory.mktemp("slow"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", PAIRWISE, ids=str)
+@pytest.mark.parametrize("case", [*PAIRWISE, *COMPILED], ids=str)
 def test_every_pair_trains_like_one_rank(slow_lab: Lab, case: Case) -> None:
     assert errors(slow_lab, case).worst <= TOLERANCE, errors(slow_lab, case)

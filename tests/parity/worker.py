@@ -71,8 +71,10 @@ class Recording:
     def __init__(self, inner: ForwardBackward, model: GPT, recorded: tuple[int, ...]) -> None:
         self.inner, self.model, self.copies, self.recorded = inner, model, inner.copies, recorded
         self.step, self.gradients = 0, list[Tensors]()
+        self.before_last: Callable[[], None] | None = None
 
     def train(self, micro_batches: MicroBatches) -> list[ModelOutput]:
+        self.inner.before_last = self.before_last
         outputs = self.inner.train(micro_batches)
         if self.step in self.recorded:
             grads = {name: p.grad for name, p in self.model.named_parameters()}

@@ -72,6 +72,9 @@ def test_recipes_differ(runs: Runs) -> None:
     mx = runs(f"{FP8} {WIDE} --fp8-recipe mxfp8")
     assert mx.losses[0] == pytest.approx(blocks.losses[0], rel=1e-5), "few numbers are small within 32 neighbours"
     assert mx.losses[1] not in (blocks.losses[1], whole.losses[1])
+    nv = runs(f"--fp8-format e2m1 --fp8-emulate {WIDE} --fp8-recipe nvfp4")
+    assert nv.losses[0] == pytest.approx(runs(WIDE).losses[0], rel=2e-2) and nv.losses[0] != mx.losses[0]
+    assert "in e2m1, nvfp4 scales, emulated: rounded to 4 bits" in line_of(nv) and "gradients of weights" in line_of(nv)
     assert "gradients of weights" in line_of(whole) and "gradients of weights" not in line_of(blocks)
 
 

@@ -110,6 +110,8 @@ PARALLEL: tuple[Row, ...] = (
         {name: f"--fp8-recipe {name}" for name in ("delayed", "tensorwise", "blockwise", "mxfp8")},
         "--fp8-recipe takes delayed, tensorwise, rowwise, blockwise and mxfp8",
     ),
+    chosen("--fp4-format:1", {"e2m1": "--fp8-format e2m1 --fp8-recipe nvfp4"}, "--fp8-format e2m1 is FP4"),
+    refused("--fp4-recipe:1", "--fp8-recipe nvfp4 is the recipe of FP4", {"nvfp4": ""}),
     becomes("--fp8-hybrid", "--fp8-format hybrid"),
     becomes("--fp8-e4m3", "--fp8-format e4m3"),
     refused("--fp8-margin:1", "scales are the powers of two that fit, without a margin", {"0": ""}),
@@ -118,7 +120,6 @@ PARALLEL: tuple[Row, ...] = (
     becomes("--fp8-param", "--fp8-param-gather"),
     refused(
         "--fp8-quantizer-factory:1 --fp8-output-proj --fp8-dot-product-attention --fp8-multi-head-attention "
-        "--fp4-format:1 --fp4-recipe:1 "
         "--fp4-param-gather --fp4-param --fp4-quantizer-factory:1 --te-precision-config-file:1 --te-rng-tracker "
         "--kitchen-config-file:1 --kitchen-recipe-number:1 --use-kitchen-attention --kitchen-attention-backend:1 "
         "--use-transformer-engine-op-fuser --quant-recipe:1",
@@ -146,7 +147,7 @@ PARALLEL: tuple[Row, ...] = (
     left_out(
         "--use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads --no-pin-cpu-params "
         "--pin-cpu-grads --pin-cpu-params",
-        "--optimizer-cpu-offload copies beside the host's steps, in pinned memory",
+        "--optimizer-cpu-offload copies beside the backward pass and the host's steps, in pinned memory",
     ),
     refused("--offload-optimizer-states", "--optimizer-cpu-offload keeps them on the host, where steps are computed"),
     refused(

@@ -13,6 +13,7 @@ from smp.kernels.fp8 import E4M3, inverse_scale, largest
 from smp.layers.fp8.history import WEIGHT, Algorithm, AmaxHistory, note
 from smp.layers.fp8.scales import Scales
 from smp.layers.fp8.scaling import Precision, Scaling
+from smp.layers.fp8.traced import TracedScaling
 from smp.layers.linear import RowParallelLinear, linear_layers
 from smp.layers.moe.experts import ExpertLinear, expert_layers
 from smp.parallel.collectives import Group, max_over
@@ -37,7 +38,8 @@ class LayerScaling:
     """What a linear layer knows of FP8: how its scales are made, and with delayed scaling its row of the history."""
 
     def __init__(self, made: Scales, history: AmaxHistory | None = None, row: int = 0) -> None:
-        self._made, self.history = made, history
+        self._made, self._key, self.history = made, made.key, history
+        # its tensors and not its row: compiled code of a block serves all blocks
         self._now = None if history is None else history.now[row]
         self._inverse = None if history is None else history.inverses[row]
         self.gathered = False  # the weight comes as 8-bit numbers, and its maximum is noted before
@@ -48,6 +50,8 @@ class LayerScaling:
         notes = [layer._now for layer in layers if layer._now is not None] if torch.is_grad_enabled() else []
         is_empty = self.history is not None and self.history.is_empty
         notes_weights = is_empty or not self.gathered
+        if torch.compiler.is_compiling():
+            return TracedScaling(self._made, self._key, notes, inverse, is_empty, notes_weights)
         return self._made.scaling(notes, inverse, is_empty, notes_weights)
 
     @property
@@ -58,7 +62,7 @@ class LayerScaling:
     def of_weight(self, part: torch.Tensor) -> torch.Tensor:
         """Delayed scaling: the scale of a weight, fp32 0-dim; the maximum of this rank's part of it is noted."""
         assert self._now is not None and self._inverse is not None
-        note([part], [self._now], WEIGHT)
+        note([part], [self._now[WEIGHT]])
         return self._inverse[WEIGHT]
 
 

@@ -23,6 +23,9 @@ Algorithm = Literal["max", "most_recent"]
 INPUT, WEIGHT, GRADIENT = 0, 1, 2
 HISTORY = "fp8.amax_history."
 """What names of its tensors in checkpoints begin with."""
+Maxima = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Of a layer in one step: of its inputs, weights and gradients, fp32 0-dim each. Each has its own memory, which
+compiled code writes into: see ``traced.py``."""
 
 
 class AmaxHistory:
@@ -53,7 +56,8 @@ class AmaxHistory:
         self._formats = (E4M3, E4M3, gradient)
         fp32: dict[str, Any] = {"dtype": torch.float32, "device": device}
         self._maxima = torch.zeros(len(names), length, 3, **fp32)  # newest first
-        self.now = [torch.zeros(3, **fp32) for _ in names]
+        zeros = [torch.zeros((), **fp32) for _ in range(3 * len(names))]
+        self.now: list[Maxima] = list(zip(zeros[::3], zeros[1::3], zeros[2::3], strict=True))
         self._step = torch.zeros(len(names), 3, **fp32)
         self.inverse = torch.ones(len(names), 3, **fp32)
         self.inverses = self.inverse.unbind()
@@ -74,7 +78,8 @@ class AmaxHistory:
         """Make the maxima of a step those of all ranks. ``norm``, or NaN when one of them is not finite: an infinite
         number becomes the largest one when it is quantised, and would not show."""
         if self.now:
-            self._step = max_over(torch.stack(self.now), self.groups)
+            own = torch.stack([maximum for maxima in self.now for maximum in maxima]).view(-1, 3)
+            self._step = max_over(own, self.groups)
         return torch.where(self._anywhere(self._step).isfinite(), norm, torch.nan)
 
     def saturated(self) -> torch.Tensor:
@@ -94,8 +99,8 @@ class AmaxHistory:
             newer = torch.cat((self._step[:, None], self._maxima[:, :-1]), dim=1)
             self._maxima.copy_(torch.where(is_finite, newer, self._maxima))
             self._set_scales()
-        for maxima in self.now:
-            maxima.zero_()
+        if self.now:
+            torch._foreach_zero_([maximum for maxima in self.now for maximum in maxima])
 
     def _set_scales(self) -> None:
         maxima = self._maxima.amax(1) if self.algorithm == "max" else self._maxima[:, 0]
@@ -108,11 +113,11 @@ class AmaxHistory:
         return max_over(own, self.pipeline)
 
 
-def note(tensors: Sequence[torch.Tensor], now: Sequence[torch.Tensor], column: int) -> None:
-    """Note the maxima of tensors, one for each layer or one of all, in a column of the layers' maxima (3,)."""
+def note(tensors: Sequence[torch.Tensor], maxima: Sequence[torch.Tensor]) -> None:
+    """Note the largest magnitudes of tensors, one for each of ``maxima`` (fp32 0-dim) or one for all."""
     amaxes = [largest(tensor) for tensor in tensors]
-    for maxima, amax in zip(now, amaxes * (len(now) // len(amaxes)), strict=True):
-        torch.maximum(maxima[column], amax, out=maxima[column])
+    for maximum, amax in zip(maxima, amaxes * (len(maxima) // len(amaxes)), strict=True):
+        torch.maximum(maximum, amax, out=maximum)
 
 
 @dataclass(frozen=True)
@@ -120,19 +125,23 @@ class DelayedScaling:
     """Scales from the history of layers that share an input.
 
     Attributes:
-        now: fp32 (3,) of each layer, the maxima of this step: noted as training does; empty: evaluation notes none.
+        now: of each layer, the maxima of this step: noted as training does; empty: evaluation notes none.
         inverse: fp32 (3,) of each layer, its scales.
         is_empty: there is no history yet.
         notes_weights: also maxima of weights; False: a gather does, before it rounds them.
     """
 
     precision: Precision
-    now: tuple[torch.Tensor, ...]
+    now: tuple[Maxima, ...]
     inverse: tuple[torch.Tensor, ...]
     is_empty: bool
     notes_weights: bool = True
 
     gathers_first = False
+
+    def _note(self, tensors: Sequence[torch.Tensor], column: int) -> None:
+        if self.now:
+            note(tensors, [maxima[column] for maxima in self.now])
 
     def product(self, dtype: torch.dtype) -> str:
         return "dense" if self.is_empty else self.precision.product(dtype)
@@ -143,10 +152,9 @@ class DelayedScaling:
         return quantise(x, inverse[column], self.precision.gradient if column == GRADIENT else E4M3)
 
     def forward(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Operands:
-        if self.now:
-            note([x], self.now, INPUT)
-        if self.now and self.notes_weights:
-            note(weights, self.now, WEIGHT)
+        self._note([x], INPUT)
+        if self.notes_weights:
+            self._note(weights, WEIGHT)
         used = self.kept(x, [])
         return Operands(used, used, self.weights(weights, []), [])
 
@@ -157,7 +165,6 @@ class DelayedScaling:
         return [self._quantised(w, inverse, WEIGHT) for w, inverse in zip(weights, self.inverse, strict=True)]
 
     def gradients(self, grads: Sequence[torch.Tensor]) -> list[tuple[Operand, Operand]]:
-        if self.now:
-            note(grads, self.now, GRADIENT)
+        self._note(grads, GRADIENT)
         made = [self._quantised(grad, inverse, GRADIENT) for grad, inverse in zip(grads, self.inverse, strict=True)]
         return [(grad, grad) for grad in made]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Literal
 
 import torch
 
-from smp.layers.fp8.history import DelayedScaling
-from smp.layers.fp8.scaling import BlockScaling, Precision, RowScaling, Scaling, TensorScaling
+from smp.layers.fp8.history import DelayedScaling, Maxima
+from smp.layers.fp8.scaling import BlockScaling, Fp4Scaling, Precision, RowScaling, Scaling, TensorScaling
 from smp.parallel.collectives import Group
 
 
@@ -29,7 +31,7 @@ class Scales:
 
     def scaling(
         self,
-        now: Sequence[torch.Tensor],
+        now: Sequence[Maxima],
         inverse: Sequence[torch.Tensor],
         is_empty: bool,
         notes_weights: bool = True,
@@ -42,4 +44,18 @@ class Scales:
             return TensorScaling(self.precision, self.groups)
         if recipe == "rowwise":
             return RowScaling(self.precision, self.kind, self.groups[0])
+        if recipe == "nvfp4":
+            return Fp4Scaling(self.precision, self.groups)
         return BlockScaling(self.precision)
+
+    @property
+    def key(self) -> str:
+        """As operators take it."""
+        return json.dumps(astuple(self))
+
+    @staticmethod
+    @functools.cache
+    def of(key: str) -> Scales:
+        """From its :attr:`key`."""
+        precision, groups, kind = json.loads(key)
+        return Scales(Precision(*precision), tuple(Group(*group) for group in groups), kind)

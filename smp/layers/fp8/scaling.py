@@ -15,10 +15,12 @@ blockwise     128 numbers of a token;     in FP8, 128 tokens share    none: cuts
               128 x 128 of a weight       a scale
 mxfp8         32 numbers along the        in FP8, 32 tokens share     none: cuts lie between blocks
               dimension that is summed    a scale
+nvfp4         16 numbers of a token;      in the run's precision      all ranks with the layer, for each tensor: the
+              16 x 16 of a weight                                     scale of the tensor, under which those are e4m3
 ============  ==========================  ==========================  ==============================================
 
-Tensorwise scales are those of a micro-batch over all data-parallel ranks. The others do not depend on how a batch is
-cut into micro-batches either.
+Tensorwise scales, and nvfp4's of a tensor, are those of a micro-batch over all data-parallel ranks. The others do not
+depend on how a batch is cut into micro-batches either.
 """
 
 from __future__ import annotations
@@ -41,16 +43,18 @@ from smp.kernels.fp8 import (
     quantise,
     transposed,
 )
+from smp.kernels.nvfp4 import quantise_to_e2m1, tensor_scale
 from smp.kernels.product import Format, Granularity, Scaled, along_rows, gradient_dtype
 from smp.parallel.collectives import Group, max_over
 
-Recipe = Literal["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"]
+Recipe = Literal["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"]
 _GRANULARITY: dict[str, Granularity] = {
     "delayed": "tensor",
     "tensorwise": "tensor",
     "rowwise": "row",
     "blockwise": "block",
     "mxfp8": "mx",
+    "nvfp4": "nv",
 }
 
 
@@ -218,3 +222,36 @@ class BlockScaling:
 
     def _along_width(self, x: torch.Tensor, dtype: torch.dtype) -> Quantised:
         return quantise(x, inverse_scale(largest_of_blocks(x, size=self._size), dtype), dtype)
+
+
+@dataclass(frozen=True)
+class Fp4Scaling:
+    """NVFP4 (``smp.kernels.nvfp4``): blocks of 16 under a scale of the tensor, from its maximum over the ranks of
+    ``groups``. Both products of a weight take the same 4-bit numbers of it; its gradient is not in FP4. (NVIDIA's
+    recipe has it in FP4, with Hadamard transforms, and rounds gradients stochastically.)"""
+
+    precision: Precision
+    groups: tuple[Group, ...]
+
+    gathers_first = True
+
+    def product(self, dtype: torch.dtype) -> str:
+        return self.precision.product(dtype)
+
+    def _scales(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Of several tensors, with one exchange."""
+        return tensor_scale(max_over(torch.stack([largest(x) for x in tensors]), self.groups))
+
+    def forward(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Operands:
+        scales = self._scales([x, *weights])
+        return Operands(quantise_to_e2m1(x, scales[0]), x, self.weights(weights, [scales]), [scales])
+
+    def kept(self, x: torch.Tensor, scales: Sequence[torch.Tensor]) -> Operand:
+        return x
+
+    def weights(self, weights: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> list[Operand]:
+        return [quantise_to_e2m1(w, scale, square=True) for w, scale in zip(weights, scales[0][1:], strict=True)]
+
+    def gradients(self, grads: Sequence[torch.Tensor]) -> list[tuple[Operand, Operand]]:
+        scales = self._scales(grads)
+        return [(quantise_to_e2m1(grad, scale), grad) for grad, scale in zip(grads, scales, strict=True)]
