@@ -27,7 +27,6 @@ _SAVE = (
 )
 _LOAD = "smp.checkpoint.load(tensors, folder), which fills tensors of training_state(model, optimizer)"
 _ASYNC = "smp.checkpoint.async_save(tensors, folder, saver=smp.checkpoint.AsyncSaver())"
-_EXPERTS = 'experts stay whole on every rank: transform(model, rows={"model.layers.*.mlp.experts": "replicate"})'
 _CHECKPOINT = "distributed.checkpoint"
 
 HERE = {
@@ -37,6 +36,7 @@ HERE = {
     "transform": "smp.hf.transform:transform",
     "grad_norm.clip_grad_norm_": "smp.hf.clip:clip_grad_norm_",
     "delayed_param.DelayedParamIniter": "smp.hf.delayed:DelayedParamIniter",
+    "moe.moe_config.MoEConfig": "smp.hf.experts:MoEConfig",
     "logger.get_logger": "smp.hf.compat:get_logger",
     "tensor_parallel.transformer.TransformerLayer": "smp.hf.compat:TransformerLayer",
     "utils.process_group_utils.get_global_ranks": "smp.hf.compat:get_global_ranks",
@@ -44,7 +44,6 @@ HERE = {
 """SMP v2's symbols that work, by what they are here."""
 
 INSTEAD = {
-    "moe.moe_config.MoEConfig": _EXPERTS,
     f"{_CHECKPOINT}.state_dict_saver.async_save": _ASYNC,
     f"{_CHECKPOINT}.state_dict_saver.save": _SAVE,
     f"{_CHECKPOINT}.state_dict_saver.maybe_finalize_async_calls": "poll() or wait() of smp.checkpoint.AsyncSaver",

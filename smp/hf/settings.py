@@ -36,7 +36,7 @@ class Settings:
     context_parallel_degree: int = 1
     """Ranks that share every sequence after ``smp.transform``; among the ranks of hybrid_shard_degree."""
     expert_parallel_degree: int = 1
-    """Only 1 works in a transformed model."""
+    """Ranks that have some of the experts each after ``smp.transform``; among the ranks of hybrid_shard_degree."""
     random_seed: int | None = None
     """Of ``DelayedParamIniter``."""
     sequence_parallel: bool = False
@@ -64,7 +64,6 @@ _REFUSED = {
     "microbatches": _PIPELINE,
     "sequence_parallel_degree": _SEQUENCE,
 }
-_ONLY_ONE = ("expert_parallel_degree",)
 
 
 def read(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> tuple[Settings, list[str]]:
@@ -111,7 +110,13 @@ def layout_of(settings: Settings, world_size: int) -> Layout:
             f"context_parallel_degree {cp} does not divide hybrid_shard_degree {shard}: ranks that share a sequence "
             "share weights too"
         )
-    return Layout(dp_replicate=data // shard, dp_shard=shard // cp, cp=cp, tp=tp)
+    ep = settings.expert_parallel_degree
+    if shard % ep:
+        raise ConfigError(
+            f"expert_parallel_degree {ep} does not divide hybrid_shard_degree {shard}: ranks that exchange rows for "
+            "experts share the other weights"
+        )
+    return Layout(dp_replicate=data // shard, dp_shard=shard // cp, cp=cp, tp=tp, ep=ep)
 
 
 def _keys(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
@@ -154,12 +159,10 @@ def _check(settings: Settings) -> None:
         ("hybrid_shard_degree", 0),
         ("tensor_parallel_degree", 1),
         ("context_parallel_degree", 1),
+        ("expert_parallel_degree", 1),
         ("activation_loading_horizon", 1),
     ):
         if getattr(settings, key) < lowest:
             raise ConfigError(f"{key} {getattr(settings, key)}: at least {lowest}")
     if settings.sequence_parallel and settings.tensor_parallel_degree == 1:
         raise ConfigError("sequence_parallel cuts tokens over the ranks of tensor_parallel_degree, which is 1")
-    for key in _ONLY_ONE:
-        if getattr(settings, key) != 1:
-            raise ConfigError(f"{key} {getattr(settings, key)}: a transformed model works with 1 only")

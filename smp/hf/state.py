@@ -87,8 +87,18 @@ class State:
 
     @property
     def expert_parallel_degree(self) -> int:
-        """1."""
+        """Ranks that have some of the experts each."""
         return self.settings.expert_parallel_degree
+
+    @property
+    def ep_size(self) -> int:
+        """Ranks that have some of the experts each."""
+        return self.settings.expert_parallel_degree
+
+    @property
+    def ep_rank(self) -> int:
+        """This rank's place among them."""
+        return 0 if self.context.ep is None else self.context.ep.get_local_rank()
 
     @property
     def tp_mesh(self) -> DeviceMesh:
@@ -101,6 +111,12 @@ class State:
         fsdp = self.context.fsdp
         assert fsdp is not None
         return fsdp
+
+    @property
+    def expert_mesh(self) -> DeviceMesh:
+        """What ``fully_shard(experts, mesh=...)`` takes: the data ranks that have the same experts."""
+        mesh = self.context.expert_fsdp
+        return self.data_mesh if mesh is None else mesh
 
     @property
     def tp_size(self) -> int:
@@ -183,6 +199,7 @@ def init(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> No
             f"smp.init: {dist.get_world_size()} processes = tensor_parallel_degree {layout.tp} x hybrid_shard_degree "
             f"{layout.dp_shard * layout.cp} x {layout.dp_replicate} replicas"
             + (f", context_parallel_degree {layout.cp}" if layout.cp > 1 else "")
+            + (f", expert_parallel_degree {layout.ep}" if layout.ep > 1 else "")
             + f", on {device_type}",
             flush=True,
         )

@@ -61,7 +61,7 @@ def test_keys_that_change_nothing_are_told() -> None:
         ({"sequence_parallel": True}, "cuts tokens over the ranks of tensor_parallel_degree, which is 1"),
         ({"sequence_parallel_degree": 2}, "give sequence_parallel: true"),
         ({"context_parallel_degree": 0}, "context_parallel_degree 0: at least 1"),
-        ({"expert_parallel_degree": 2}, "expert_parallel_degree 2: a transformed model works with 1 only"),
+        ({"expert_parallel_degree": 0}, "expert_parallel_degree 0: at least 1"),
         ("nowhere.json", "No such file or directory: nowhere.json"),
     ],
 )
@@ -88,6 +88,9 @@ def test_degrees_divide_the_processes(tp: int, shard: int, expected: tuple[int, 
 
 
 def test_degrees_that_do_not() -> None:
+    with pytest.raises(ConfigError, match="expert_parallel_degree 2 does not divide hybrid_shard_degree 1"):
+        layout_of(Settings(expert_parallel_degree=2, hybrid_shard_degree=1), 8)
+    assert layout_of(Settings(expert_parallel_degree=2), 8).ep == 2
     with pytest.raises(ConfigError, match="tensor_parallel_degree 3 does not divide 8 processes"):
         layout_of(Settings(tensor_parallel_degree=3), 8)
     with pytest.raises(ConfigError, match="hybrid_shard_degree 8 does not divide 4 data ranks"):
