@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from smp.config.fields import did_you_mean
@@ -44,10 +45,11 @@ class Settings:
 
 
 NO_EFFECT = {
-    "sm_activation_offloading": "call smp.sharding.offload_activations(layers)",
+    "sm_activation_offloading": "scripts read it in smp.state and wrap the model in torch's offload_wrapper; or call "
+    "smp.sharding.offload_activations(layers)",
     "activation_loading_horizon": "give horizon to smp.sharding.offload_activations",
     "fsdp_cache_flush_warnings": "torch.cuda.memory_stats()['num_alloc_retries'] counts them",
-    "allow_empty_shards": "FSDP2 always allows empty shards",
+    "allow_empty_shards": "FSDP always allows empty shards",
     "random_seed": "of DelayedParamIniter only: smp.transform draws no numbers, and all ranks must be seeded alike",
 }
 
@@ -66,8 +68,16 @@ _REFUSED = {
 }
 
 
-def read(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> tuple[Settings, list[str]]:
+DEGREES = ("tensor_parallel_degree", "expert_parallel_degree", "context_parallel_degree")
+"""What scripts assign to ``smp.state`` before ``init``."""
+
+
+def read(
+    config: Mapping[str, Any] | str | os.PathLike[str] | None, set_before: Mapping[str, int] = MappingProxyType({})
+) -> tuple[Settings, list[str]]:
     """The settings that ``config`` and the launcher's environment variable give, and which given keys change nothing.
+
+    Degrees in ``set_before``, which the script has assigned to ``smp.state``, win over both.
 
     Raises:
         ConfigError: a file that is not there or no JSON object, an unknown key, a value that cannot work.
@@ -76,6 +86,7 @@ def read(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> tuple[Set
     launcher = os.environ.get(LAUNCHER)
     if launcher:
         given |= _object(launcher, LAUNCHER)
+    given |= set_before
     known = {field.name: field for field in fields(Settings)}
     for key, value in given.items():
         if key in _REFUSED:

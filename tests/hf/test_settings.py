@@ -11,6 +11,7 @@ import pytest
 
 from smp.config import ConfigError
 from smp.hf.settings import LAUNCHER, NO_EFFECT, Settings, layout_of, read
+from smp.hf.state import State
 
 
 def test_the_keys_and_their_defaults() -> None:
@@ -39,6 +40,16 @@ def test_keys_come_from_a_dict_a_file_and_the_launcher_which_wins(
     assert read(given) == (Settings(tensor_parallel_degree=2, random_seed=5), ["random_seed"])
     monkeypatch.setenv(LAUNCHER, json.dumps({"tensor_parallel_degree": 4}))
     assert read(given)[0].tensor_parallel_degree == 4 and read(None)[0].tensor_parallel_degree == 4
+
+
+def test_degrees_that_a_script_has_assigned_to_the_state_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LAUNCHER, json.dumps({"tensor_parallel_degree": 4}))
+    state = State()
+    state.tensor_parallel_degree = 1  # type: ignore[misc]
+    assert state.tensor_parallel_degree == 1
+    assert read(None, state._set_before)[0].tensor_parallel_degree == 1
+    with pytest.raises(AttributeError, match="cannot be set: give the key to smp.init"):
+        state.hybrid_shard_degree = 2  # type: ignore[misc]
 
 
 def test_keys_that_change_nothing_are_told() -> None:
