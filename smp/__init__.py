@@ -9,6 +9,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _WHERE = {
+    "MoEConfig": "smp.hf.experts",
     "clip_grad_norm_": "smp.hf.clip",
     "cut_sequence": "smp.hf.context",
     "init": "smp.hf.state",

@@ -1,4 +1,4 @@
-"""Save and load one checkpoint folder, over all ranks of the default process group or in a single process."""
+"""Save and load one checkpoint folder, over all ranks of a process group (by default all) or in a single process."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from smp.checkpoint.box import read_boxes
 from smp.checkpoint.entries import CheckpointError, Manifest
@@ -38,6 +39,7 @@ def save(
     extra: Mapping[str, Any],
     logical_rows: Mapping[str, int] = _NONE,
     lock: RunLock | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> list[str]:
     """Write a checkpoint folder; when this returns it is complete and on disk. Every rank calls it.
 
@@ -51,6 +53,7 @@ def save(
         extra: plain JSON that comes back from :func:`load`; rank 0's is written.
         logical_rows: tensor name -> rows of dimension 0 that are real. The rows after them are padding and not written.
         lock: the lock of the run's folder, on the rank that holds it. It is looked at again just before the commit.
+        group: the ranks that call this, which together hold all of every tensor; by default all. "Rank 0" is its first.
 
     Returns:
         On rank 0, a line when files of the checkpoint before could not be removed; else nothing.
@@ -69,7 +72,7 @@ def save(
             lock.check()
         notes.extend(commit(opened, manifest))
 
-    run_save(state, opened, extra, logical_rows, partial(write_tensors, opened), finish)
+    run_save(state, opened, extra, logical_rows, partial(write_tensors, opened), finish, group)
     return notes
 
 
@@ -80,6 +83,7 @@ def run_save(
     logical_rows: Mapping[str, int],
     write: Write,
     finish: Callable[[Manifest], None],
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Agree which rank writes which shard, let ``write`` write them, and give rank 0's ``finish`` the manifest. What a
     failure leaves behind is deleted."""
@@ -96,17 +100,19 @@ def run_save(
         return unused_suffix(folder), chosen
 
     try:
-        suffix, chosen = together(prefix, offer, plan)
-        file = f"shard_{rank():05d}{suffix}.safetensors"
+        suffix, chosen = together(prefix, offer, plan, group)
+        file = f"shard_{rank(group):05d}{suffix}.safetensors"
         items = items_of(shards)
-        mine = [items[number] for number in chosen[rank()]]
+        mine = [items[number] for number in chosen[rank(group)]]
 
         def write_mine(by_key: Mapping[str, Item]) -> dict[str, str]:
             return write(file, {key: shards[item.name].rows(item) for key, item in by_key.items()})
 
-        together(prefix, partial(write_items, file, mine, write_mine), lambda w: finish(build_manifest(w, extra)))
+        together(
+            prefix, partial(write_items, file, mine, write_mine), lambda w: finish(build_manifest(w, extra)), group
+        )
     except (CheckpointError, TypeError):
-        if rank() == 0:  # all ranks are done with their files
+        if rank(group) == 0:  # all ranks are done with their files
             with suppress(OSError):  # the next start cleans up what cannot be deleted now
                 discard_unfinished(folder)
         raise

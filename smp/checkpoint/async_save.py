@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from smp.checkpoint.api import run_save
 from smp.checkpoint.entries import CheckpointError, Manifest
@@ -60,7 +61,8 @@ def async_save(
 
     Args:
         state, folder, extra, logical_rows, lock: as for :func:`smp.checkpoint.save`.
-        saver: made once, with ``AsyncSaver()``, on every rank.
+        saver: made once, with ``AsyncSaver()``, on every rank. With ``AsyncSaver(group=)`` only the ranks of that group
+            call this; together they hold all of every tensor.
         latest_in: folder whose ``latest`` is to name the checkpoint when it is complete.
         retention: which checkpoints stay in ``latest_in`` after that.
 
@@ -79,8 +81,8 @@ def async_save(
         parts.append((file, saver._memory.fill(tensors)))
         return dict.fromkeys(tensors, "")
 
-    run_save(state, opened, extra, logical_rows or {}, stage, manifests.append)
-    save = on_rank_zero(lambda: secrets.token_hex(8), CheckpointError)
+    run_save(state, opened, extra, logical_rows or {}, stage, manifests.append, saver.group)
+    save = on_rank_zero(lambda: secrets.token_hex(8), CheckpointError, saver.group)
     held = None if lock is None else (lock.root.address, lock.token)
     commits = [Commit(manifest, saver.patience, held, root, retention) for manifest in manifests]
     job = Job(opened.address, save, next(iter(parts), None), next(iter(commits), None))
@@ -96,10 +98,11 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
     Args:
         patience: seconds that rank 0's writer waits without hearing of any other rank's. While the trainers live they
             tell it when one fails; this is for a job that ended without rank 0 noticing.
+        group: the ranks that save together, by default all.
     """
 
-    def __init__(self, patience: float = 3600.0) -> None:
-        self.patience = patience
+    def __init__(self, patience: float = 3600.0, group: dist.ProcessGroup | None = None) -> None:
+        self.patience, self.group = patience, group
         self._memory, self._writer = StagingBuffer(), WriterProcess()
         self._save: _UnderWay | None = None
         atexit.register(self.close)
@@ -124,8 +127,8 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         if self._save is None:
             return None
         self._listen(0.0)
-        over = self._save.error is not None or (rank() == 0 and not self._save.awaited)
-        return self.wait() if any_rank(over) else None
+        over = self._save.error is not None or (rank(self.group) == 0 and not self._save.awaited)
+        return self.wait() if any_rank(over, self.group) else None
 
     def wait(self) -> Saved | None:
         """Wait for the save under way, if any. Every rank calls it.
@@ -136,23 +139,24 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         if self._save is None:
             return None
         save = self._save
-        while not every_rank(save.part_is_over):  # in short rounds: a collective that waits for a disk would time out
+        # In short rounds: a collective that waits for a disk would time out.
+        while not every_rank(save.part_is_over, self.group):
             self._listen(1.0)
-        errors = [f"rank {r}: {error}" for r, error in enumerate(gather(save.error)) if error is not None]
+        errors = [f"rank {r}: {error}" for r, error in enumerate(gather(save.error, self.group)) if error is not None]
         if errors:
             self._writer.give_up()
-        while not every_rank(not save.awaited):
+        while not every_rank(not save.awaited, self.group):
             self._listen(1.0)
-        errors = errors or [error for error in gather(save.error) if error is not None]
+        errors = errors or [error for error in gather(save.error, self.group) if error is not None]
         self._save = None
         if errors:
             with suppress(CheckpointError):  # the next start cleans up what cannot be deleted now
-                on_rank_zero(lambda: discard_unfinished(save.folder), CheckpointError)
+                on_rank_zero(lambda: discard_unfinished(save.folder), CheckpointError, self.group)
             if not self._writer.alive:
                 self._writer.close()
                 self._writer = WriterProcess()
             raise CheckpointError(f"cannot save {save.folder}: {'; '.join(dict.fromkeys(errors))}")
-        notes = on_rank_zero(lambda: tuple(save.notes), CheckpointError)
+        notes = on_rank_zero(lambda: tuple(save.notes), CheckpointError, self.group)
         return Saved(save.folder, time.monotonic() - save.started, notes)
 
     def _listen(self, timeout: float) -> None:

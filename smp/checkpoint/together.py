@@ -1,4 +1,4 @@
-"""Steps of a save or a load that all ranks take at the same time: what goes wrong on one of them is raised on all."""
+"""Steps of a save or a load that ranks take at the same time: what goes wrong on one of them is raised on all."""
 
 from __future__ import annotations
 
@@ -26,8 +26,14 @@ class _Failure(NamedTuple):
     code: int
 
 
-def together(prefix: str, work: Callable[[], Part], finish: Callable[[list[Part]], Answer]) -> Answer:
-    """What ``finish`` makes on rank 0 of what ``work`` returns on each rank, in their order; on all ranks.
+def together(
+    prefix: str,
+    work: Callable[[], Part],
+    finish: Callable[[list[Part]], Answer],
+    group: dist.ProcessGroup | None = None,
+) -> Answer:
+    """What ``finish`` makes on rank 0 of what ``work`` returns on each rank of ``group`` (by default all), in their
+    order; on all ranks.
 
     Raises:
         TypeError, DamagedError, LockLostError: all that failed, on any rank or in ``finish``, was of this kind. All
@@ -39,9 +45,9 @@ def together(prefix: str, work: Callable[[], Part], finish: Callable[[list[Part]
         part = work()
     except Exception as error:  # libraries raise what they like, and the other ranks wait
         own, failure = error, _failure(error)
-    found = _gathered((part, failure))
+    found = _gathered((part, failure), group)
     try:
-        return on_rank_zero(lambda: _finished(prefix, found, finish), Exception)
+        return on_rank_zero(lambda: _finished(prefix, found, finish), Exception, group)
     except Exception as error:
         raise error from error.__cause__ or own  # a cause that it has decides the exit code
 
@@ -57,12 +63,12 @@ def _finished(prefix: str, found: list[Any], finish: Callable[[list[Part]], Answ
     raise _summary(prefix, failures) from (failed and OSError(failed))
 
 
-def _gathered(value: Any) -> list[Any]:
+def _gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """The values of all ranks, on rank 0."""
     if not dist.is_initialized():
         return [value]
-    values = [None] * dist.get_world_size()
-    dist.gather_object(value, values if rank() == 0 else None, dst=0)
+    values = [None] * dist.get_world_size(group)
+    dist.gather_object(value, values if rank(group) == 0 else None, group=group, group_dst=0)
     return values
 
 

@@ -25,7 +25,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     if not max_norm > 0:
         raise ConfigError(f"clip_grad_norm_: max_norm {max_norm}: give a number above 0; float('inf') only measures")
     named = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
-    if not isinstance(model, DistributedDataParallel):
+    if state.ep_size > 1 or not isinstance(model, DistributedDataParallel):
         check_sharded(named)
     return clip_gradients([parameter for _, parameter in named], max_norm)
 
@@ -38,11 +38,12 @@ def check_sharded(named: Iterable[tuple[str, nn.Parameter]]) -> None:
     """
     if state.data_mesh.size() == 1:
         return
-    wanted = set(state.data_mesh.mesh_dim_names or ())
+    meshes = [set(mesh.mesh_dim_names or ()) for mesh in (state.data_mesh, state.expert_mesh)]
+    experts = "fully_shard(experts, mesh=smp.state.expert_mesh) of every layer, then " if state.ep_size > 1 else ""
     for name, parameter in named:
         mesh = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
-        if not wanted <= set(mesh or ()):
+        if not any(wanted <= set(mesh or ()) for wanted in meshes):
             raise ConfigError(
                 f"{name} is not sharded, so each of the {state.data_mesh.size()} data ranks has another gradient: "
-                "fully_shard(model, mesh=smp.state.data_mesh) before the first step"
+                f"{experts}fully_shard(model, mesh=smp.state.data_mesh) before the first step"
             )

@@ -8,8 +8,10 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
+import time
 from abc import ABC
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
 from types import ModuleType
@@ -22,13 +24,9 @@ from smp.config.schema import ConfigError
 from smp.hf.state import state
 
 NAME = "torch.sagemaker"
-_SAVE = (
-    "smp.checkpoint.save(tensors, folder, extra=...) with tensors of smp.checkpoint.training_state(model, optimizer)"
-)
-_LOAD = "smp.checkpoint.load(tensors, folder), which fills tensors of training_state(model, optimizer)"
-_ASYNC = "smp.checkpoint.async_save(tensors, folder, saver=smp.checkpoint.AsyncSaver())"
-_EXPERTS = 'experts stay whole on every rank: transform(model, rows={"model.layers.*.mlp.experts": "replicate"})'
 _CHECKPOINT = "distributed.checkpoint"
+_OURS = "smp.hf.sagemaker_checkpoint"
+_GLOBAL = f"{_CHECKPOINT}.state_dict_saver.async_save, whose folders any layout loads"
 
 HERE = {
     "init": "smp.hf.state:init",
@@ -37,29 +35,33 @@ HERE = {
     "transform": "smp.hf.transform:transform",
     "grad_norm.clip_grad_norm_": "smp.hf.clip:clip_grad_norm_",
     "delayed_param.DelayedParamIniter": "smp.hf.delayed:DelayedParamIniter",
+    "moe.moe_config.MoEConfig": "smp.hf.experts:MoEConfig",
     "logger.get_logger": "smp.hf.compat:get_logger",
     "tensor_parallel.transformer.TransformerLayer": "smp.hf.compat:TransformerLayer",
+    "tensor_parallel.transformer.TETransformerLayer": "smp.hf.compat:TransformerLayer",
     "utils.process_group_utils.get_global_ranks": "smp.hf.compat:get_global_ranks",
+    "utils.utils.timeit": "smp.hf.compat:timeit",
+    f"{_CHECKPOINT}.async_utils.AsyncCallsQueue": f"{_OURS}:AsyncCallsQueue",
+    f"{_CHECKPOINT}.filesystem.DistributedFileSystemReader": f"{_OURS}:DistributedFileSystemReader",
+    f"{_CHECKPOINT}.filesystem.DistributedFileSystemWriter": f"{_OURS}:DistributedFileSystemWriter",
+    f"{_CHECKPOINT}.state_dict_loader.load": f"{_OURS}:load",
+    f"{_CHECKPOINT}.state_dict_saver.async_save": f"{_OURS}:async_save",
+    f"{_CHECKPOINT}.state_dict_saver.maybe_finalize_async_calls": f"{_OURS}:maybe_finalize_async_calls",
+    f"{_CHECKPOINT}.state_dict_saver.save": f"{_OURS}:save",
+    f"{_CHECKPOINT}.state_dict_utils.init_optim_state": f"{_OURS}:init_optim_state",
+    "checkpoint.utils.SORT_BY_LAST_INT": f"{_OURS}:SORT_BY_LAST_INT",
+    "checkpoint.utils.limit_num_subdirs": f"{_OURS}:limit_num_subdirs",
 }
 """SMP v2's symbols that work, by what they are here."""
 
 INSTEAD = {
-    "moe.moe_config.MoEConfig": _EXPERTS,
-    f"{_CHECKPOINT}.state_dict_saver.async_save": _ASYNC,
-    f"{_CHECKPOINT}.state_dict_saver.save": _SAVE,
-    f"{_CHECKPOINT}.state_dict_saver.maybe_finalize_async_calls": "poll() or wait() of smp.checkpoint.AsyncSaver",
-    f"{_CHECKPOINT}.state_dict_loader.load": _LOAD,
-    f"{_CHECKPOINT}.async_utils.AsyncCallsQueue": "smp.checkpoint.AsyncSaver",
-    f"{_CHECKPOINT}.filesystem.DistributedFileSystemReader": _LOAD,
-    f"{_CHECKPOINT}.filesystem.DistributedFileSystemWriter": _SAVE,
-    f"{_CHECKPOINT}.state_dict_utils.sm_state_dict_type": "any layout loads any checkpoint of smp.checkpoint",
-    f"{_CHECKPOINT}.state_dict_utils.init_optim_state": _LOAD,
-    "checkpoint.utils.limit_num_subdirs": "smp.checkpoint.Retention",
+    f"{_CHECKPOINT}.state_dict_saver.PyTorchDistSaveShardedStrategy": _GLOBAL,
+    f"{_CHECKPOINT}.state_dict_utils.SMStateDictType": _GLOBAL,
+    f"{_CHECKPOINT}.state_dict_utils.sm_state_dict_type": _GLOBAL,
     "nn.attn.FlashSelfAttention": "torch's scaled_dot_product_attention",
     "nn.attn.FlashGroupedQueryAttention": "torch's scaled_dot_product_attention with enable_gqa=True",
     "nn.huggingface.llama_flashattn.LlamaFlashAttention": 'attn_implementation="sdpa" or "flash_attention_2"',
     "tensor_parallel.transformer.TransformerLMHead": "transform returns the Hugging Face model itself: use its class",
-    "utils.utils.timeit": "time.perf_counter",
 }
 """SMP v2's symbols that do not, by what to use."""
 
@@ -81,6 +83,15 @@ def get_global_ranks(group: Any) -> list[int]:
 def get_logger() -> logging.Logger:
     """The logger ``smp``."""
     return logging.getLogger("smp")
+
+
+@contextmanager
+def timeit(condition: bool, message: str, rank: int) -> Iterator[None]:
+    """Rank 0 prints how long the block took, if ``condition``."""
+    started = time.monotonic()
+    yield
+    if condition and rank == 0:
+        print(f"{message}: {time.monotonic() - started:.3f} s", flush=True)
 
 
 def install() -> None:

@@ -10,16 +10,16 @@ A rank never holds more than its parts and one tensor.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from smp.checkpoint import CheckpointError
 from smp.checkpoint.together import together
@@ -125,7 +125,9 @@ def _computed(model: Any, module: nn.Module, buffers: list[str], start: int) -> 
 
 def _twin(module: nn.Module) -> nn.Module:
     """A module of the same class and numbers, whose own parameters are whole, on the meta device and others."""
-    twin = copy.copy(module)
+    kind = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))  # not of fully_shard
+    twin = cast(nn.Module, object.__new__(kind))
+    vars(twin).update(vars(module))
     vars(twin).pop("forward", None)
     whole = {own: None if p is None else torch.empty(p.shape, device="meta") for own, p in module._parameters.items()}
     twin._parameters = {own: None if p is None else nn.Parameter(p) for own, p in whole.items()}

@@ -8,6 +8,7 @@ and value; gate and up) share one all-reduce for it: their parent's :class:`Boun
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -17,9 +18,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smp.config.schema import ConfigError
+from smp.hf import experts
 from smp.hf.adapters import target_of
 from smp.hf.plan import Plan, Step
-from smp.hf.rows import COLUMN, EMBEDDING, ROW, SUMMED
+from smp.hf.rows import COLUMN, EMBEDDING, EXPERTS, ROW, SUMMED
 from smp.layers.parameter import local
 from smp.parallel.collectives import (
     Group,
@@ -74,6 +76,7 @@ class Cut:
         inside: the boundary that this module's input crosses.
         around: the boundary that this module's own forward pass is.
         children: of this module, as they were.
+        ep: of experts the ranks that exchange rows for them, if there are any.
         tokens: under sequence parallelism, whether the input or output of this module is some of the tokens.
     """
 
@@ -82,17 +85,19 @@ class Cut:
     inside: Boundary
     around: Boundary | None = None
     children: tuple[nn.Module, ...] = ()
+    ep: Group | None = None
     tokens: bool = False
 
 
-def install(model: nn.Module, plan: Plan, group: Group) -> None:
+def install(model: nn.Module, plan: Plan, group: Group, ep: Group | None) -> None:
     """Give every module of ``plan`` its forward pass and its numbers."""
     boundaries = {name: Boundary() for name in plan.boundaries}
     for name in plan.steps.keys() | plan.boundaries:
         step = plan.steps.get(name, Step("boundary", {}))
         inside = boundaries.get(target_of(name).rpartition(".")[0]) or Boundary()
         module: Any = model.get_submodule(name)
-        module.smp_cut = Cut(step, group, inside, boundaries.get(name), tuple(module.children()))
+        exchanging = ep if step.style == EXPERTS else None
+        module.smp_cut = Cut(step, group, inside, boundaries.get(name), tuple(module.children()), exchanging)
         module.forward = MethodType(_forward_of(step), module)
     for name, numbers in plan.numbers.items():
         for attribute, value in numbers.items():
@@ -104,6 +109,8 @@ def _forward_of(step: Step) -> Any:
         return _column
     if step.style in ROW:
         return _row
+    if step.style == EXPERTS:
+        return _experts
     return _embedding if step.style == EMBEDDING else _with_plain_parameters
 
 
@@ -111,7 +118,7 @@ def _plain(module: nn.Module, name: str, summed_over: Group | None = None) -> to
     """This rank's part of an own parameter."""
     parameter = module._parameters[name]
     assert isinstance(parameter, DTensor), name
-    if parameter.device_mesh.ndim != 1:
+    if not {"ep", "tp"}.issuperset(parameter.device_mesh.mesh_dim_names or ("",)):
         raise RuntimeError(f"{type(module).__name__}.{name} is sharded by FSDP: call the model, not a part of it")
     return local(parameter, summed_over=summed_over)
 
@@ -168,6 +175,14 @@ def _embedding(module: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> t
     return reduce_from_group(part.masked_fill(elsewhere.unsqueeze(-1), 0.0), group)
 
 
+def _experts(module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
+    """(tokens, hidden), and (tokens, k) twice -> (tokens, hidden)."""
+    cut: Cut = module.smp_cut
+    compute = partial(_with_plain_parameters, module)
+    own = module.num_experts
+    return experts.combined(compute, hidden_states, top_k_index, top_k_weights, own, cut.group, cut.ep)
+
+
 def _with_plain_parameters(module: Any, *args: Any, **kwargs: Any) -> Any:
     """The class's own forward, in which its parameters are plain tensors."""
     cut: Cut = module.smp_cut
@@ -181,7 +196,7 @@ def _with_plain_parameters(module: Any, *args: Any, **kwargs: Any) -> Any:
             args, kwargs = _all_tokens(cut, args, kwargs)
     try:
         for name in resting:
-            module._parameters[name] = _plain(module, name, summed_over)
+            module._parameters[name] = experts.averaged(_plain(module, name, summed_over), cut.ep)
         return type(module).forward(module, *args, **kwargs)
     finally:
         module._parameters.update(resting)

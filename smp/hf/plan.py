@@ -12,15 +12,18 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from smp.config.schema import ConfigError
 from smp.hf.adapters import base_of, target_of, with_adapters
+from smp.hf.experts import own_experts
 from smp.hf.rows import (
     COLUMN,
     DIVIDE,
     EMBEDDING,
     EMBEDDING_COLUMNS,
+    EXPERTS,
     REPLICATE,
     ROW,
     STYLES,
     SUMMED,
+    expert_rows_of,
     pattern_of,
     rows_of,
 )
@@ -32,6 +35,7 @@ _DROPOUTS = (
     "dropout",
     "hidden_dropout",
     "hidden_dropout_prob",
+    "router_jitter_noise",
 )
 
 
@@ -63,8 +67,8 @@ class Plan:
     boundaries: set[str] = field(default_factory=set)
 
 
-def make_plan(model: nn.Module, given: Mapping[str, str] | None, tp_size: int, tp_rank: int) -> Plan:
-    """The plan of ``model`` for one rank of ``tp_size``.
+def make_plan(model: nn.Module, given: Mapping[str, str] | None, tp_size: int, tp_rank: int, ep_size: int = 1) -> Plan:
+    """The plan of ``model`` for one rank of ``tp_size``, above 1, with experts cut over ``ep_size`` data ranks too.
 
     Raises:
         ConfigError: with the module's name, for what would not be equal to the model before.
@@ -80,15 +84,56 @@ def make_plan(model: nn.Module, given: Mapping[str, str] | None, tp_size: int, t
             plan.steps[name] = _linear(model, name, module, style, tp_size, tp_rank, plan)
         elif style in (EMBEDDING, EMBEDDING_COLUMNS):
             plan.steps[name] = _embedding(name, module, style, tp_size)
+        elif style == EXPERTS:
+            plan.steps[name] = _experts(name, module, tp_size, ep_size, plan)
         elif style is not None and style not in STYLES:
             raise ConfigError(f"{name}: smp.transform has no style {style}; {_leave_whole(name)}")
         elif own := _own(module):
             plan.steps[name] = Step(style or REPLICATE, dict.fromkeys(own))
+    _check_experts(model, plan, ep_size)
     _numbers(modules, rows, tp_size, plan)
     _check_regions(modules, rows, whole, plan)
     _check_shared(modules, plan)
     check_dropout(model)
     return plan
+
+
+def make_expert_plan(model: nn.Module, given: Mapping[str, str] | None, ep_size: int) -> Plan:
+    """The plan of ``model`` on one tensor-parallel rank, where nothing but experts is cut.
+
+    Raises:
+        ConfigError: with the module's name, for what would not be equal to the model before.
+    """
+    rows = expert_rows_of(model, given)
+    modules, plan = dict(model.named_modules()), Plan()
+    whole = _whole(modules, rows)
+    for name, module in modules.items():
+        if name not in whole and rows.get(pattern_of(name)) == EXPERTS:
+            plan.steps[name] = _experts(name, module, 1, ep_size, plan)
+    _check_experts(model, plan, ep_size)
+    return plan
+
+
+def _experts(name: str, module: nn.Module, tp_size: int, ep_size: int, plan: Plan) -> Step:
+    degrees = {"expert_parallel_degree": ep_size, "tensor_parallel_degree": tp_size}
+    said = " x ".join(f"{key} {degree}" for key, degree in degrees.items() if degree > 1)
+    try:
+        own = own_experts(name, module, tp_size * ep_size, said)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {_leave_whole(name)}") from None
+    plan.numbers.setdefault(name, {})["num_experts"] = own
+    return Step(EXPERTS, dict.fromkeys(_own(module), 0), note=f"{own} of {own * tp_size * ep_size} on each rank")
+
+
+def _check_experts(model: nn.Module, plan: Plan, ep_size: int) -> None:
+    """Expert parallelism has experts to cut, and nothing of peft's among them."""
+    if ep_size == 1:
+        return
+    what = f"expert_parallel_degree {ep_size}"
+    if base_of(model)[0] is not model:
+        raise ConfigError(f"{what}: not with adapters of peft")
+    if not any(step.style == EXPERTS for step in plan.steps.values()):
+        raise ConfigError(f"{what}: {type(model).__name__} has no experts that could be cut")
 
 
 def _own(module: nn.Module) -> list[str]:
@@ -110,7 +155,7 @@ def _check_parameters_named(model: nn.Module, rows: Mapping[str, str], whole: se
     own."""
     for name, _ in model.named_parameters():
         style, owner = rows.get(pattern_of(name)), name.rpartition(".")[0]
-        if style not in (None, REPLICATE) and owner not in whole:
+        if style not in (None, REPLICATE) and owner not in whole and rows.get(pattern_of(owner)) != EXPERTS:
             raise ConfigError(
                 f"{name}: smp.transform cannot cut a parameter of its own ({style}); {_leave_whole(owner)}"
             )
@@ -263,9 +308,10 @@ def check_dropout(model: nn.Module) -> None:
     found |= {f"config.{key}": getattr(config, key, None) or 0.0 for key in _DROPOUTS}  # some read it in forward
     for where, value in found.items():
         if value > 0:
+            what = "noise" if where.endswith("router_jitter_noise") else "dropout"
             raise ConfigError(
-                f"{where} is {value}: dropout under tensor parallelism or context parallelism would not equal one "
-                "process; set the dropouts of the model's config to 0"
+                f"{where} is {value}: {what} under tensor parallelism or context parallelism would not equal one "
+                f"process; set the {what}s of the model's config to 0"
             )
 
 

@@ -12,6 +12,7 @@ rowwise_split_input               ... of an input that all have
 embedding_rowwise                 each has some rows of a table, the results are summed
 embedding_colwise                 each has some columns of a table and keeps them
 replicated_with_grad_allreduce    all have the weight and use it on their own heads: gradients are summed
+experts                           each has some of the experts of a stack (:mod:`smp.hf.experts`)
 replicate                         all compute the same, in the module and all below it
 divide                            the pattern names a number that a module keeps (of heads): it is divided
 ================================  =============================================================================
@@ -32,10 +33,16 @@ ROW = ("rowwise", "rowwise_split_input")
 EMBEDDING = "embedding_rowwise"
 SUMMED = "replicated_with_grad_allreduce"
 EMBEDDING_COLUMNS = "embedding_colwise"
+EXPERTS = "experts"
 REPLICATE = "replicate"
 DIVIDE = "divide"
-STYLES = (*COLUMN, *ROW, EMBEDDING, EMBEDDING_COLUMNS, SUMMED, REPLICATE, DIVIDE)
-_OLD_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
+STYLES = (*COLUMN, *ROW, EMBEDDING, EMBEDDING_COLUMNS, EXPERTS, SUMMED, REPLICATE, DIVIDE)
+_OTHER_NAMES = {
+    "colwise_rep": "colwise_gather_output",
+    "rowwise_rep": "rowwise_split_input",
+    "moe_tp_experts": EXPERTS,  # transformers cuts each expert, this project between experts
+    "ep_dispatch_experts": EXPERTS,
+}
 
 
 def _attention(where: str, output: str, heads: str | None, names: str = "q_proj k_proj v_proj") -> dict[str, str]:
@@ -119,7 +126,7 @@ def rows_of(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]
         ConfigError: a row of the caller's that is wrong or does nothing; no rows at all, or none that fits the names.
     """
     given = dict(given or {})
-    planned = {name: _OLD_NAMES.get(style, style) for name, style in (getattr(model, "_tp_plan", None) or {}).items()}
+    planned = _planned(model, "_tp_plan")
     kind = getattr(getattr(model, "config", None), "model_type", "")
     known = OWN.get(kind, {}) | planned
     rows = known | given
@@ -137,6 +144,17 @@ def rows_of(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]
     if head:
         rows.setdefault(pattern_of(head), "colwise_gather_output")
     return rows
+
+
+def _planned(model: nn.Module, plan: str) -> dict[str, str]:
+    """Of transformers' own, in the names of this file."""
+    return {name: _OTHER_NAMES.get(style, style) for name, style in (getattr(model, plan, None) or {}).items()}
+
+
+def expert_rows_of(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]:
+    """The rows of experts alone, for one tensor-parallel rank; and what the caller replicates."""
+    known = _planned(model, "_tp_plan") | _planned(model, "_ep_plan") | dict(given or {})
+    return {name: style for name, style in known.items() if style in (EXPERTS, REPLICATE)}
 
 
 def _check_known(model: nn.Module, known: Mapping[str, str]) -> None:

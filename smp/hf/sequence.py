@@ -18,7 +18,7 @@ from torch import nn
 from smp.config.schema import ConfigError
 from smp.hf.adapters import base_of
 from smp.hf.plan import Plan
-from smp.hf.rows import COLUMN, REPLICATE, ROW, pattern_of
+from smp.hf.rows import COLUMN, EXPERTS, REPLICATE, ROW, pattern_of
 from smp.parallel.collectives import Group, gather_features, split_tokens
 
 
@@ -38,7 +38,7 @@ def check(model: nn.Module, plan: Plan) -> str:
         if not name.startswith(f"{lists[0]}."):
             continue
         around = _boundary_of(name, plan)
-        alone = around is None and step.style in (*COLUMN, *ROW)
+        alone = around is None and step.style in (*COLUMN, *ROW, EXPERTS)
         whole = around is not None and step.style == REPLICATE and isinstance(model.get_submodule(name), nn.Linear)
         if alone or whole or around == _layer_of(name, lists[0]):
             raise ConfigError(

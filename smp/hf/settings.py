@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from smp.config.fields import did_you_mean
@@ -36,7 +37,7 @@ class Settings:
     context_parallel_degree: int = 1
     """Ranks that share every sequence after ``smp.transform``; among the ranks of hybrid_shard_degree."""
     expert_parallel_degree: int = 1
-    """Only 1 works in a transformed model."""
+    """Ranks that have some of the experts each after ``smp.transform``; among the ranks of hybrid_shard_degree."""
     random_seed: int | None = None
     """Of ``DelayedParamIniter``."""
     sequence_parallel: bool = False
@@ -44,10 +45,11 @@ class Settings:
 
 
 NO_EFFECT = {
-    "sm_activation_offloading": "call smp.sharding.offload_activations(layers)",
+    "sm_activation_offloading": "scripts read it in smp.state and wrap the model in torch's offload_wrapper; or call "
+    "smp.sharding.offload_activations(layers)",
     "activation_loading_horizon": "give horizon to smp.sharding.offload_activations",
     "fsdp_cache_flush_warnings": "torch.cuda.memory_stats()['num_alloc_retries'] counts them",
-    "allow_empty_shards": "FSDP2 always allows empty shards",
+    "allow_empty_shards": "FSDP always allows empty shards",
     "random_seed": "of DelayedParamIniter only: smp.transform draws no numbers, and all ranks must be seeded alike",
 }
 
@@ -64,11 +66,18 @@ _REFUSED = {
     "microbatches": _PIPELINE,
     "sequence_parallel_degree": _SEQUENCE,
 }
-_ONLY_ONE = ("expert_parallel_degree",)
 
 
-def read(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> tuple[Settings, list[str]]:
+DEGREES = ("tensor_parallel_degree", "expert_parallel_degree", "context_parallel_degree")
+"""What scripts assign to ``smp.state`` before ``init``."""
+
+
+def read(
+    config: Mapping[str, Any] | str | os.PathLike[str] | None, set_before: Mapping[str, int] = MappingProxyType({})
+) -> tuple[Settings, list[str]]:
     """The settings that ``config`` and the launcher's environment variable give, and which given keys change nothing.
+
+    Degrees in ``set_before``, which the script has assigned to ``smp.state``, win over both.
 
     Raises:
         ConfigError: a file that is not there or no JSON object, an unknown key, a value that cannot work.
@@ -77,6 +86,7 @@ def read(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> tuple[Set
     launcher = os.environ.get(LAUNCHER)
     if launcher:
         given |= _object(launcher, LAUNCHER)
+    given |= set_before
     known = {field.name: field for field in fields(Settings)}
     for key, value in given.items():
         if key in _REFUSED:
@@ -111,7 +121,13 @@ def layout_of(settings: Settings, world_size: int) -> Layout:
             f"context_parallel_degree {cp} does not divide hybrid_shard_degree {shard}: ranks that share a sequence "
             "share weights too"
         )
-    return Layout(dp_replicate=data // shard, dp_shard=shard // cp, cp=cp, tp=tp)
+    ep = settings.expert_parallel_degree
+    if shard % ep:
+        raise ConfigError(
+            f"expert_parallel_degree {ep} does not divide hybrid_shard_degree {shard}: ranks that exchange rows for "
+            "experts share the other weights"
+        )
+    return Layout(dp_replicate=data // shard, dp_shard=shard // cp, cp=cp, tp=tp, ep=ep)
 
 
 def _keys(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
@@ -154,12 +170,10 @@ def _check(settings: Settings) -> None:
         ("hybrid_shard_degree", 0),
         ("tensor_parallel_degree", 1),
         ("context_parallel_degree", 1),
+        ("expert_parallel_degree", 1),
         ("activation_loading_horizon", 1),
     ):
         if getattr(settings, key) < lowest:
             raise ConfigError(f"{key} {getattr(settings, key)}: at least {lowest}")
     if settings.sequence_parallel and settings.tensor_parallel_degree == 1:
         raise ConfigError("sequence_parallel cuts tokens over the ranks of tensor_parallel_degree, which is 1")
-    for key in _ONLY_ONE:
-        if getattr(settings, key) != 1:
-            raise ConfigError(f"{key} {getattr(settings, key)}: a transformed model works with 1 only")

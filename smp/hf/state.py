@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from smp.config.layout import Layout
 from smp.config.schema import ConfigError
-from smp.hf.settings import NO_EFFECT, Settings, layout_of, read
+from smp.hf.settings import DEGREES, NO_EFFECT, Settings, layout_of, read
 from smp.parallel.context import ParallelContext, build_context
 
 
@@ -24,15 +26,21 @@ class State:
 
     def __init__(self) -> None:
         self._made: tuple[Settings, ParallelContext] | None = None
+        self._ranker: Ranker | None = None
+        self._queue: Any = None
+        self._set_before: dict[str, int] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in DEGREES and self._made is None:
+            self._set_before[name] = value  # scripts that switch SMP v2's model off do this; init checks it
+            return
         if not name.startswith("_"):
             raise AttributeError(f"smp.state.{name} cannot be set: give the key to smp.init")
         super().__setattr__(name, value)
 
     def reset(self) -> None:
         """Forget it: ``smp.init`` may be called again. Models that were transformed before keep their ranks."""
-        self._made = None
+        self.__init__()  # type: ignore[misc]
 
     @property
     def settings(self) -> Settings:
@@ -68,10 +76,16 @@ class State:
         """Number of processes."""
         return dist.get_world_size()
 
+    def _degree(self, name: str) -> int:
+        """As given; before ``init`` as assigned."""
+        if self._made is None and name in self._set_before:
+            return self._set_before[name]
+        return int(getattr(self.settings, name))
+
     @property
     def tensor_parallel_degree(self) -> int:
         """As given."""
-        return self.settings.tensor_parallel_degree
+        return self._degree("tensor_parallel_degree")
 
     @property
     def hybrid_shard_degree(self) -> int:
@@ -83,12 +97,47 @@ class State:
     @property
     def context_parallel_degree(self) -> int:
         """Ranks that share every sequence."""
-        return self.settings.context_parallel_degree
+        return self._degree("context_parallel_degree")
 
     @property
     def expert_parallel_degree(self) -> int:
-        """1."""
+        """Ranks that have some of the experts each."""
+        return self._degree("expert_parallel_degree")
+
+    @property
+    def ep_size(self) -> int:
+        """Ranks that have some of the experts each."""
         return self.settings.expert_parallel_degree
+
+    @property
+    def ep_rank(self) -> int:
+        """This rank's place among them."""
+        return 0 if self.context.ep is None else self.context.ep.get_local_rank()
+
+    @property
+    def sm_activation_offloading(self) -> bool:
+        """As given. With it, scripts wrap the model in torch's ``offload_wrapper``."""
+        return self.settings.sm_activation_offloading
+
+    @property
+    def world_process_group(self) -> dist.ProcessGroup | None:
+        """All ranks."""
+        return dist.group.WORLD
+
+    @property
+    def ranker(self) -> Ranker:
+        """Which ranks hold copies of each other's shards."""
+        self._needed()
+        assert self._ranker is not None
+        return self._ranker
+
+    @property
+    def checkpoint_queue(self) -> Any:
+        """The :class:`smp.hf.sagemaker_checkpoint.AsyncCallsQueue` of saves that were given none."""
+        from smp.hf.sagemaker_checkpoint import AsyncCallsQueue
+
+        self._queue = self._queue or AsyncCallsQueue()
+        return self._queue
 
     @property
     def tp_mesh(self) -> DeviceMesh:
@@ -101,6 +150,12 @@ class State:
         fsdp = self.context.fsdp
         assert fsdp is not None
         return fsdp
+
+    @property
+    def expert_mesh(self) -> DeviceMesh:
+        """What ``fully_shard(experts, mesh=...)`` takes: the data ranks that have the same experts."""
+        mesh = self.context.expert_fsdp
+        return self.data_mesh if mesh is None else mesh
 
     @property
     def tp_size(self) -> int:
@@ -149,6 +204,34 @@ class State:
         return None if self.context.cp is None else self.context.cp.get_group()
 
 
+@dataclass(frozen=True)
+class Ranker:
+    """Which ranks hold copies of each other's shards.
+
+    Attributes:
+        replica_size: ranks that together hold one copy of the model.
+        world_size: all.
+        writers: the ranks of the first copy, who write checkpoints; None where there is one copy.
+    """
+
+    replica_size: int
+    world_size: int
+    writers: dist.ProcessGroup | None
+
+    def get_rep_rank(self, rank: int) -> int:
+        """The copy that ``rank`` has a part of."""
+        return rank // self.replica_size
+
+    def get_rep_groups(self) -> list[list[int]]:
+        """Ranks that hold the same, for every part of the model."""
+        return [list(range(part, self.world_size, self.replica_size)) for part in range(self.replica_size)]
+
+
+def _make_ranker(layout: Layout) -> Ranker:
+    size = layout.dp_shard * layout.cp * layout.tp
+    return Ranker(size, dist.get_world_size(), dist.new_group(list(range(size))) if layout.dp_replicate > 1 else None)
+
+
 state = State()
 """Of this process."""
 
@@ -172,17 +255,19 @@ def init(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> No
     """
     if is_initialized():
         raise ConfigError("smp.init was called already; smp.state.reset() forgets that")
-    settings, unused = read(config)
+    settings, unused = read(config, state._set_before)
     if not dist.is_initialized():
         _make_process_group()
     layout = layout_of(settings, dist.get_world_size())
     device_type = "cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()) else "cpu"
     state._made = settings, build_context(layout, device_type)
+    state._ranker = _make_ranker(layout)
     if dist.get_rank() == 0:
         print(
             f"smp.init: {dist.get_world_size()} processes = tensor_parallel_degree {layout.tp} x hybrid_shard_degree "
             f"{layout.dp_shard * layout.cp} x {layout.dp_replicate} replicas"
             + (f", context_parallel_degree {layout.cp}" if layout.cp > 1 else "")
+            + (f", expert_parallel_degree {layout.ep}" if layout.ep > 1 else "")
             + f", on {device_type}",
             flush=True,
         )

@@ -25,7 +25,8 @@ def announce(model: Any) -> None:
     A model that nothing cuts (one tensor-parallel rank) stays Trainer's to wrap.
     """
     base, _ = base_of(model)
-    if state.tp_size * state.cp_size == 1 or not hasattr(base, "is_distributed_loading_by_transformers"):
+    cut = state.tp_size * state.cp_size * state.ep_size > 1
+    if not cut or not hasattr(base, "is_distributed_loading_by_transformers"):
         return
     base._is_distributed_loading_by_transformers = True
     base._tp_size = state.tp_size * state.cp_size
@@ -45,6 +46,8 @@ def _distributed_config(model: nn.Module, tp_size: int, data_size: int) -> Any:
         def dp_size(self) -> int:
             if self.cut is not None and hasattr(self.cut, "smp_context"):
                 raise ConfigError("Trainer does not cut sequences: with it, context_parallel_degree is 1")
+            if self.cut is not None and state.ep_size > 1:
+                raise ConfigError("Trainer's clipping takes one mesh: with it, expert_parallel_degree is 1")
             if self.cut is not None:
                 check_sharded(self.cut.named_parameters())
             return data_size

@@ -16,14 +16,13 @@ import torch
 from torch import nn
 
 from smp.config.schema import ConfigError
-from smp.hf import adapters, context, sequence, trainer, weights
-from smp.hf.compat import INSTEAD
+from smp.hf import adapters, context, experts, sequence, trainer, weights
 from smp.hf.loss import GATHERED
 from smp.hf.loss import check as check_loss
 from smp.hf.loss import install as install_loss
 from smp.hf.modules import install
-from smp.hf.plan import Plan, Step, check_untouched, make_plan
-from smp.hf.rows import REPLICATE, check_given, pattern_of
+from smp.hf.plan import Plan, Step, check_untouched, make_expert_plan, make_plan
+from smp.hf.rows import EXPERTS, REPLICATE, check_given, pattern_of
 from smp.hf.state import state
 from smp.hf.verify import Expected
 from smp.parallel.agree import on_all_or_none
@@ -55,7 +54,7 @@ def transform(
     rows: Mapping[str, str] | None = None,
     loss: str = GATHERED,
     cp_comm_type: str = "p2p",
-    config: None = None,
+    config: experts.MoEConfig | None = None,
     load_state_dict_from_rank0: bool = False,
     verify: bool | None = None,
 ) -> Model:
@@ -74,7 +73,7 @@ def transform(
             "vocab_parallel" on this rank's columns, "chunked" without logits (:mod:`smp.hf.loss`).
         cp_comm_type: what attention exchanges with context_parallel_degree > 1: "p2p", keys around a ring beside
             computation, or "all_gather", all keys at once (:mod:`smp.hf.context`).
-        config: of SMP v2, where it is a MoEConfig; there is none here.
+        config: of the router of a model with experts (:class:`smp.MoEConfig`).
         load_state_dict_from_rank0: only rank 0 has the weights, the others may be on the meta device. They are sent one
             after the other.
         verify: compare logits and every gradient of a small batch before and after; by default if ``rows`` are given.
@@ -91,8 +90,7 @@ def transform(
     def decide() -> Plan:
         if verify and (load_state_dict_from_rank0 or any(parameter.is_meta for parameter in model.parameters())):
             raise ConfigError("verify needs the weights: not with load_state_dict_from_rank0, nor on the meta device")
-        if config is not None:
-            raise ConfigError(f"transform(config={type(config).__name__}): {INSTEAD['moe.moe_config.MoEConfig']}")
+        experts.check_config(adapters.base_of(model)[0], config)
         check_untouched(model)
         context.check(model, cp_comm_type)
         _check_optimizers(model)
@@ -100,7 +98,7 @@ def transform(
         if tp.size == 1:
             adapters.check(model)  # saved as with several ranks
             check_given(model, rows or {}, rows or {})
-        plan = make_plan(model, rows, tp.size, tp.rank) if tp.size > 1 else Plan()
+        plan = _plan(model, rows, tp)
         check_loss(model, loss, tp.size, plan)
         if tp.size > 1 and state.settings.sequence_parallel:
             layers.append(sequence.check(model, plan))
@@ -111,7 +109,8 @@ def transform(
     weights.check_alike(model, compare=not load_state_dict_from_rank0 and not on_meta)
     expected = Expected.of(model) if verify else None
     _cut(model, plan, None if on_meta and not load_state_dict_from_rank0 else device, dtype, load_state_dict_from_rank0)
-    install(model, plan, tp)
+    install(model, plan, tp, state.context.ep_group)
+    experts.apply_config(adapters.base_of(model)[0], config)
     for name in layers:
         sequence.install(model, plan, name, tp)
     install_loss(model, loss, tp)
@@ -119,12 +118,19 @@ def transform(
     trainer.announce(model)
     model.smp_report = _report(model, plan)  # type: ignore[assignment]
     if state.rank == 0:
-        print(f"smp.transform: {type(model).__name__} over {tp.size} tensor-parallel ranks", flush=True)
+        exchanged = f", experts over {state.ep_size} data ranks" if state.ep_size > 1 else ""
+        print(f"smp.transform: {type(model).__name__} over {tp.size} tensor-parallel ranks{exchanged}", flush=True)
         print("\n".join(map(str, model.smp_report)), flush=True)  # type: ignore[arg-type]
     if expected is not None:
         expected.compare(model)
     context.install(model, cp_comm_type)  # after the comparison, which is of whole sequences
     return model
+
+
+def _plan(model: nn.Module, rows: Mapping[str, str] | None, tp: Group) -> Plan:
+    if tp.size > 1:
+        return make_plan(model, rows, tp.size, tp.rank, state.ep_size)
+    return make_expert_plan(model, rows, state.ep_size) if state.ep_size > 1 else Plan()
 
 
 def _cut(
@@ -135,12 +141,14 @@ def _cut(
     made: dict[int, nn.Parameter] = {}
     for name, module in model.named_modules():
         step = plan.steps.get(name, Step(REPLICATE, {}))
+        mesh = state.context.ep_tp if step.style == EXPERTS else None
+        mesh = state.tp_mesh if mesh is None else mesh
         for own, parameter in list(module._parameters.items()):
             if parameter is None:
                 continue
             if id(parameter) not in made:
                 whole = parameter.data if source is None else source.tensor(parameter.data)
-                made[id(parameter)] = weights.part_of(whole, parameter, step.cuts.get(own), device, dtype)
+                made[id(parameter)] = weights.part_of(whole, parameter, step.cuts.get(own), mesh, device, dtype)
                 made[-id(parameter)] = parameter  # alive, or its number could be another one's
             module._parameters[own] = made[id(parameter)]
         for own, buffer in list(module._buffers.items()):
@@ -150,7 +158,7 @@ def _cut(
 
 
 def _report(model: nn.Module, plan: Plan) -> tuple[Done, ...]:
-    if state.tp_size == 1:
+    if not plan.steps:
         return (Done("", type(model).__name__, "tensor_parallel_degree 1: nothing is cut", 1, ""),)
     counted: dict[tuple[str, str, str, str], int] = {}
     for name, step in plan.steps.items():

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from smp.config.schema import ConfigError
 from smp.hf.adapters import in_adapter_file
-from smp.hf.state import state
 from smp.parallel.agree import gather, on_all_or_none, on_rank_zero
 from smp.parallel.boxes import local_box, placed_like
 
@@ -72,24 +72,34 @@ def part_of(
     whole: torch.Tensor,
     parameter: nn.Parameter,
     dim: int | None,
+    mesh: DeviceMesh,
     device: torch.device | str | None,
     dtype: torch.dtype | None,
 ) -> nn.Parameter:
-    """This rank's part of a parameter, cut along ``dim``; without tensor parallelism a plain parameter."""
-    mesh = state.tp_mesh
+    """This rank's part of a parameter, cut along ``dim`` over all ranks of ``mesh``; of one rank a plain parameter."""
     dtype = dtype if dtype is not None and whole.is_floating_point() else whole.dtype
     if mesh.size() == 1:
         made = nn.Parameter(whole.to(device=device, dtype=dtype), requires_grad=parameter.requires_grad)
     else:
-        part = whole if dim is None else whole.chunk(mesh.size(), dim)[mesh.get_local_rank()]
+        part = whole if dim is None else whole.chunk(mesh.size(), dim)[_place_in(mesh)]
         # A copy of its own: a view would keep the whole tensor alive.
         part = part.to(device=device, dtype=dtype, copy=True).contiguous()
         stride = torch.empty(whole.shape, device="meta").stride()
-        placement = Replicate() if dim is None else Shard(dim)
-        tensor = DTensor.from_local(part, mesh, [placement], run_check=False, shape=whole.shape, stride=stride)
+        placements = [Replicate() if dim is None else Shard(dim)] * mesh.ndim
+        tensor = DTensor.from_local(part, mesh, placements, run_check=False, shape=whole.shape, stride=stride)
         made = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
     vars(made).update(vars(parameter))
     return made
+
+
+def _place_in(mesh: DeviceMesh) -> int:
+    """Of this rank, the last dimension fastest."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    place = 0
+    for size, index in zip(mesh.shape, coordinate, strict=True):
+        place = place * size + index
+    return place
 
 
 def install(model: nn.Module) -> None:

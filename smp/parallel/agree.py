@@ -1,4 +1,4 @@
-"""Agreements between all ranks of the default process group; without a group, a process agrees with itself.
+"""Agreements between all ranks of a process group, by default of all; without one, a process agrees with itself.
 
 An error on one rank must end all of them, or the others wait in the next collective for ever. Errors cross ranks as
 objects: ``wrap`` is the type that callers expect. An error of that type crosses as it is, any other one as text.
@@ -17,28 +17,28 @@ from smp.config.command import exit_code
 Answer = TypeVar("Answer")
 
 
-def rank() -> int:
-    """The rank of this process; 0 when it is alone."""
-    return dist.get_rank() if dist.is_initialized() else 0
+def rank(group: dist.ProcessGroup | None = None) -> int:
+    """The rank of this process in ``group``; 0 when it is alone."""
+    return dist.get_rank(group) if dist.is_initialized() else 0
 
 
-def _device() -> str:
+def _device(group: dist.ProcessGroup | None = None) -> str:
     """A group that has gloo exchanges small messages without the GPU; one with NCCL alone cannot."""
-    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
 
 
-def any_rank(flag: bool) -> bool:
+def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
     """Whether ``flag`` is set on some rank."""
     if not dist.is_initialized():
         return flag
-    found = torch.tensor(int(flag), device=_device())
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    found = torch.tensor(int(flag), device=_device(group))
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     return bool(found.item())
 
 
-def every_rank(flag: bool) -> bool:
+def every_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
     """Whether ``flag`` is set on all ranks."""
-    return not any_rank(not flag)
+    return not any_rank(not flag, group)
 
 
 def sum_over_ranks(*numbers: int) -> list[int]:
@@ -50,16 +50,16 @@ def sum_over_ranks(*numbers: int) -> list[int]:
     return sums.tolist()
 
 
-def gather(value: Answer) -> list[Answer]:
+def gather(value: Answer, group: dist.ProcessGroup | None = None) -> list[Answer]:
     """The values of all ranks, in their order."""
     if not dist.is_initialized():
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
     return values
 
 
-def on_rank_zero(action: Callable[[], Answer], wrap: type[Exception]) -> Answer:
+def on_rank_zero(action: Callable[[], Answer], wrap: type[Exception], group: dist.ProcessGroup | None = None) -> Answer:
     """What ``action`` returns on rank 0, on all ranks.
 
     Raises:
@@ -68,13 +68,13 @@ def on_rank_zero(action: Callable[[], Answer], wrap: type[Exception]) -> Answer:
     if not dist.is_initialized():
         return action()
     answer: list[Any] = [None, None, 0]  # value, error, exit code
-    if dist.get_rank() == 0:
+    if dist.get_rank(group) == 0:
         try:
             answer[0] = action()
         except Exception as error:  # libraries raise what they like, and the other ranks wait
             answer[1] = _wrapped(error, wrap, type(error).__name__)
             answer[2] = exit_code(error)
-    dist.broadcast_object_list(answer, src=0)
+    dist.broadcast_object_list(answer, group=group, group_src=0)
     _raise(answer[1], answer[2])
     return answer[0]
 

@@ -34,6 +34,7 @@ _GPT2 = {
 }
 _OPT = {**_LLAMA_LIKE, "ffn_dim": 64, "word_embed_proj_dim": HIDDEN, "dropout": 0.0}
 del _OPT["intermediate_size"]
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 _STARCODER = {**_KV, "residual_dropout": 0.0, "embedding_dropout": 0.0}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -56,11 +57,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "SmolLM 3": ("SmolLM3Config", _KV),
     "GPT-2": ("GPT2Config", _GPT2),
     "OPT": ("OPTConfig", _OPT),
-}
-
-
-NEEDS_ROWS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Mixtral": ("MixtralConfig", {**_KV, "num_local_experts": 2}),
+    "Mixtral": ("MixtralConfig", {**_KV, "num_local_experts": 4}),
+    "Qwen2 MoE": ("Qwen2MoeConfig", {**_KV, **_EXPERTS, "shared_expert_intermediate_size": 32}),
+    "Qwen3 MoE": ("Qwen3MoeConfig", {**_KV, **_EXPERTS, "head_dim": 16}),
+    "OLMoE": ("OlmoeConfig", {**_LLAMA_LIKE, **_EXPERTS}),
 }
 
 
@@ -68,7 +68,7 @@ def build(family: str) -> Any:
     """A model with random weights, equal on every rank; biases and norms are not what they start with."""
     import transformers
 
-    config, values = (FAMILIES | NEEDS_ROWS)[family]
+    config, values = FAMILIES[family]
     torch.manual_seed(5)
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**values))
     with torch.no_grad():

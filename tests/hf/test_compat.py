@@ -48,15 +48,14 @@ def _script(rank: int, world_size: int) -> None:
             with pytest.raises(ConfigError, match=re.escape(INSTEAD[symbol])) as caught:
                 found(1, some=2)
             assert "\n" not in str(caught.value)
-    with pytest.raises(ConfigError, match="experts stay whole on every rank"):
-        MoEConfig(smp_moe=True)
+    assert MoEConfig is smp.MoEConfig
     with pytest.raises(AttributeError, match="smp has no torch.sagemaker.nothing"):
         _ = tsm.nothing
     tsm.init({"tensor_parallel_degree": 2})
     assert get_global_ranks(tsm.state.tp_process_group) == [0, 1]
     plain = build("Llama")
     wanted = gradients(copy.deepcopy(plain), 2)
-    with pytest.raises(ConfigError, match=r"transform\(config=dict\): experts stay whole"):
+    with pytest.raises(ConfigError, match=r"transform\(config=dict\): a smp.MoEConfig"):
         transform(plain, config={"smp_moe": True})
     model = transform(plain, config=None, load_state_dict_from_rank0=False, cp_comm_type="p2p")
     assert [isinstance(m, TransformerLayer) for m in (model.model.layers[0], model.lm_head)] == [True, False]

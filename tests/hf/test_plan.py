@@ -70,13 +70,15 @@ def tiny(config: str, **changes: object) -> nn.Module:
         ),
         (
             "MixtralConfig",
-            {"num_local_experts": 2},
+            {"num_local_experts": 3},
             2,
             None,
-            "experts.gate_up_proj: smp.transform cannot cut a parameter of its own (packed_colwise); "
+            "mlp.experts: 3 experts are not divisible by tensor_parallel_degree 2; "
             'rows={"model.layers.*.mlp.experts": "replicate"} leaves it whole on every rank',
         ),
-        ("MixtralConfig", {"num_local_experts": 2}, 2, REPLICATED, ""),
+        ("MixtralConfig", {"num_local_experts": 3}, 2, REPLICATED, ""),
+        ("MixtralConfig", {"router_jitter_noise": 0.1}, 2, None, "config.router_jitter_noise is 0.1: noise under"),
+        ("MixtralConfig", {}, 2, {"model.layers.*.mlp.gate": "experts"}, "has not the interface experts("),
         ("ApertusConfig", {}, 2, None, "mlp.act_fn (XIELUActivation) has parameters beside columns that are cut"),
         ("LlamaConfig", {"activation_dropout": 0.2}, 2, None, "config.activation_dropout is 0.2"),
         (

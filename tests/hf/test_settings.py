@@ -11,6 +11,7 @@ import pytest
 
 from smp.config import ConfigError
 from smp.hf.settings import LAUNCHER, NO_EFFECT, Settings, layout_of, read
+from smp.hf.state import State
 
 
 def test_the_keys_and_their_defaults() -> None:
@@ -41,6 +42,16 @@ def test_keys_come_from_a_dict_a_file_and_the_launcher_which_wins(
     assert read(given)[0].tensor_parallel_degree == 4 and read(None)[0].tensor_parallel_degree == 4
 
 
+def test_degrees_that_a_script_has_assigned_to_the_state_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LAUNCHER, json.dumps({"tensor_parallel_degree": 4}))
+    state = State()
+    state.tensor_parallel_degree = 1  # type: ignore[misc]
+    assert state.tensor_parallel_degree == 1
+    assert read(None, state._set_before)[0].tensor_parallel_degree == 1
+    with pytest.raises(AttributeError, match="cannot be set: give the key to smp.init"):
+        state.hybrid_shard_degree = 2  # type: ignore[misc]
+
+
 def test_keys_that_change_nothing_are_told() -> None:
     given = {key: getattr(Settings(), key) for key in NO_EFFECT}
     assert read(given)[1] == list(NO_EFFECT)
@@ -61,7 +72,7 @@ def test_keys_that_change_nothing_are_told() -> None:
         ({"sequence_parallel": True}, "cuts tokens over the ranks of tensor_parallel_degree, which is 1"),
         ({"sequence_parallel_degree": 2}, "give sequence_parallel: true"),
         ({"context_parallel_degree": 0}, "context_parallel_degree 0: at least 1"),
-        ({"expert_parallel_degree": 2}, "expert_parallel_degree 2: a transformed model works with 1 only"),
+        ({"expert_parallel_degree": 0}, "expert_parallel_degree 0: at least 1"),
         ("nowhere.json", "No such file or directory: nowhere.json"),
     ],
 )
@@ -88,6 +99,9 @@ def test_degrees_divide_the_processes(tp: int, shard: int, expected: tuple[int, 
 
 
 def test_degrees_that_do_not() -> None:
+    with pytest.raises(ConfigError, match="expert_parallel_degree 2 does not divide hybrid_shard_degree 1"):
+        layout_of(Settings(expert_parallel_degree=2, hybrid_shard_degree=1), 8)
+    assert layout_of(Settings(expert_parallel_degree=2), 8).ep == 2
     with pytest.raises(ConfigError, match="tensor_parallel_degree 3 does not divide 8 processes"):
         layout_of(Settings(tensor_parallel_degree=3), 8)
     with pytest.raises(ConfigError, match="hybrid_shard_degree 8 does not divide 4 data ranks"):

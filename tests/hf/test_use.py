@@ -166,6 +166,7 @@ def _mistakes(rank: int, world_size: int) -> dict[str, Any]:
     _refused("is not sharded, so each of the 2 data ranks", lambda: smp.clip_grad_norm_(model, 1.0))
     _in_16_bits(build("Llama"))
     smp.transform(build("Mixtral"), rows={"model.layers.*.mlp.experts": "replicate"})  # which compares it itself
+    smp.transform(build("Mixtral"), verify=True)  # experts cut
     groups = [smp.state.tp_process_group, smp.state.rep_rank_process_group]
     return {
         "ranks": [torch.distributed.get_process_group_ranks(group) for group in groups],

@@ -1,0 +1,179 @@
+"""The experts of Hugging Face's mixture-of-experts models, cut by experts.
+
+transformers gives all these blocks one interface, ``experts(hidden_states, top_k_index, top_k_weights)``, on a module
+whose parameters are stacked, (experts, ...). Each rank has some of the experts, and the class's own forward computes
+rows of tokens with them:
+
+====================  =============================================================================================
+ranks of              what they do
+====================  =============================================================================================
+expert parallelism    have different tokens: rows travel to the ranks of their experts, and back
+tensor parallelism    have the same tokens: each computes what its experts add to them, the sum is all-reduced
+====================  =============================================================================================
+
+With both, the experts are cut over expert parallelism first. The router stays Hugging Face's and computes on its own
+tokens, so a transformed model chooses the experts that it chose before.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from smp.config.fields import did_you_mean
+from smp.config.schema import ConfigError
+from smp.layers.moe.dispatch import Dispatch
+from smp.parallel.collectives import Group, copy_to_group, reduce_from_group
+
+_INTERFACE = ["hidden_states", "top_k_index", "top_k_weights"]
+_BALANCING = (None, "none", "aux_loss")
+_ONLY = {"smp_moe": True, "moe_z_loss_coeff": 0.0, "global_token_shuffle": False, "moe_all_to_all_dispatcher": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """SMP v2's, for ``transform(config=)``. Its defaults change nothing: the router is Hugging Face's.
+
+    Attributes:
+        smp_moe: True: there is one implementation.
+        moe_load_balancing: None, as the model's config says; "aux_loss" or "none", Hugging Face's own loss of the
+            router or none, over each data rank's tokens. SMP v2's "sinkhorn" and "balanced" choose other experts.
+        moe_aux_loss_coeff: of "aux_loss".
+        moe_z_loss_coeff: 0: Hugging Face's routers have no such loss.
+        global_token_shuffle: False.
+        moe_all_to_all_dispatcher: True.
+        random_seed, use_cpu_initialization: nothing is drawn here, so they change nothing.
+
+    Raises:
+        ConfigError: for what Hugging Face's routers do not do.
+    """
+
+    smp_moe: bool = True
+    moe_load_balancing: str | None = None
+    moe_aux_loss_coeff: float = 0.001
+    moe_z_loss_coeff: float = 0.0
+    global_token_shuffle: bool = False
+    moe_all_to_all_dispatcher: bool = True
+    random_seed: int = 12345
+    use_cpu_initialization: bool = False
+
+    def __post_init__(self) -> None:
+        kind = self.moe_load_balancing
+        if kind not in _BALANCING:
+            hint = did_you_mean(str(kind), ("none", "aux_loss"))
+            raise ConfigError(
+                f"MoEConfig(moe_load_balancing={kind!r}): the router stays Hugging Face's: 'none' or 'aux_loss'{hint}"
+            )
+        for name, only in _ONLY.items():
+            if getattr(self, name) != only:
+                raise ConfigError(f"MoEConfig({name}={getattr(self, name)!r}): only {only!r} works")
+
+
+def check_config(model: Any, config: Any) -> None:
+    """``config`` is for ``model``.
+
+    Raises:
+        ConfigError: it is no MoEConfig; or a loss is asked for that the model has not.
+    """
+    if config is None:
+        return
+    if not isinstance(config, MoEConfig):
+        raise ConfigError(f"transform(config={type(config).__name__}): a smp.MoEConfig, or None")
+    if config.moe_load_balancing == "aux_loss" and not hasattr(model, "router_aux_loss_coef"):
+        raise ConfigError(f"moe_load_balancing 'aux_loss': {type(model).__name__} has no auxiliary loss")
+
+
+def apply_config(model: Any, config: MoEConfig | None) -> None:
+    """Switch the model's own auxiliary loss on or off, if that is asked for."""
+    kind = None if config is None else config.moe_load_balancing
+    if config is None or kind is None or not hasattr(model, "router_aux_loss_coef"):
+        return
+    model.config.output_router_logits = kind == "aux_loss"
+    model.router_aux_loss_coef = config.moe_aux_loss_coeff
+
+
+def own_experts(name: str, module: nn.Module, ranks: int, degrees: str) -> int:
+    """How many of the experts of ``module`` each of ``ranks`` has.
+
+    Raises:
+        ConfigError: the module is not as the interface says, or the ranks do not divide its experts.
+    """
+    arguments = list(inspect.signature(type(module).forward).parameters)[1:4]
+    total = getattr(module, "num_experts", None)
+    stacked = [p.shape[0] == total for p in module.parameters(recurse=False)]
+    below = any(True for child in module.children() for _ in child.parameters())
+    if arguments != _INTERFACE or not isinstance(total, int) or not stacked or not all(stacked) or below:
+        raise ConfigError(
+            f"{name}: {type(module).__name__} has not the interface experts({', '.join(_INTERFACE)}) with weights of "
+            "num_experts stacked"
+        )
+    if total % ranks:
+        raise ConfigError(f"{name}: {total} experts are not divisible by {degrees}")
+    return total // ranks
+
+
+def combined(
+    compute: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    own: int,
+    tp: Group,
+    ep: Group | None,
+) -> torch.Tensor:
+    """What the chosen experts, of all ranks, make of ``x``.
+
+    Args:
+        compute: the interface, for this rank's experts.
+        x: (tokens, hidden).
+        chosen: int64 (tokens, k), numbers of experts.
+        weights: (tokens, k), of what they make.
+        own: number of experts that this rank has.
+        tp: ranks with the same tokens.
+        ep: ranks with different ones; None: no other rank has any.
+
+    Returns:
+        (tokens, hidden).
+    """
+    x, weights = copy_to_group(x, tp), copy_to_group(weights, tp)
+    dispatch = Dispatch.of(chosen, own * tp.size * (1 if ep is None else ep.size), ep)
+    rows = dispatch.to_experts(x)  # (n, hidden), by experts; those of one place in ep are neighbours over tp
+    counts = dispatch.counts.tolist()
+    first = own * tp.rank
+    before, number = sum(counts[:first]), sum(counts[first : first + own])
+    kinds = torch.arange(own, device=x.device).repeat_interleave(dispatch.counts[first : first + own])
+    made = _computed(compute, rows.narrow(0, before, number), kinds)
+    made = F.pad(made, (0, 0, before, len(rows) - before - number))
+    return reduce_from_group(dispatch.from_experts(made, weights.float()), tp).to(x.dtype)
+
+
+def _computed(compute: Callable[..., torch.Tensor], rows: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+    """Rows (n, hidden), each by the expert of this rank that ``kinds`` (n,) says."""
+    # Of no row at all a gradient is zero, not none: ranks must agree on what they reduce.
+    missing = 0 if len(rows) else 1
+    rows, kinds = F.pad(rows, (0, 0, 0, missing)), F.pad(kinds, (0, missing))
+    made = compute(rows, kinds[:, None], rows.new_ones(len(rows), 1))
+    return made[: len(rows) - missing]
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * ctx.factor, None
+
+
+def averaged(part: torch.Tensor, ep: Group | None) -> torch.Tensor:
+    """A parameter of experts, whose gradient is the mean over ``ep``: its rows came from all these ranks, and FSDP
+    takes the mean over the others only."""
+    return part if ep is None else _Scaled.apply(part, 1 / ep.size)
