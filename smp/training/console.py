@@ -10,6 +10,7 @@ import torch
 from tqdm import tqdm
 
 from smp.config import Config, Layout
+from smp.config.credentials import without_credentials
 from smp.models.arithmetic import pair_training_flops, training_flops_per_token
 from smp.training.device_peak import peak_flops
 from smp.training.run_record import start_record
@@ -50,7 +51,7 @@ class Console:
         alone = training_flops_per_token(config.model, 1, config.model.vocab_size)  # a token that sees itself
         self._token_flops = alone - config.model.num_layers * self._pair_flops
         for line in earlier_records(config, iteration):
-            tqdm.write(line)
+            self.say(line)
         self._sinks = open_sinks(config.logging, iteration)
         record = start_record(config, layout, device, iteration)
         for sink in self._sinks:
@@ -68,7 +69,7 @@ class Console:
     def say(self, line: str) -> None:
         """Print one line above the progress bar."""
         if self._speaks:
-            tqdm.write(line)
+            tqdm.write(without_credentials(line))
 
     def step(self, progress: Progress, result: StepResult) -> None:
         """Note a step; every --log-interval iterations, and for the last ones at the end, write a line and a record.
