@@ -116,6 +116,8 @@ EXTRAS = {
         "psutil",
         "peft>=0.17",
     ],
+    # beside "test": the trainers that losses of answers are compared with; they bring some gigabytes' worth of others
+    "test-trl": ["trl>=1.16", "datasets"],
     "dev": ["ruff", "mypy", "import-linter>=2", "pre-commit"],
 }
 

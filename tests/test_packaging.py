@@ -25,7 +25,8 @@ from smp.kernels.cuda.build import nvcc_path
 
 ROOT = Path(__file__).parents[1]
 PYPI_NAMES = {"yaml": "pyyaml", "mlflow": "mlflow-skinny"}
-NOT_PINNED = {"wandb", "mlflow-skinny", "lm-eval", "triton"}  # extras that no test needs; torch's choice with CUDA
+# extras that "make test" does without; torch's choice with CUDA
+NOT_PINNED = {"wandb", "mlflow-skinny", "lm-eval", "trl", "datasets", "triton"}
 NOT_ON_AN_INDEX = {"apex"}  # used where it is installed
 
 IMPORT_ALL = """

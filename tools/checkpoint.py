@@ -298,7 +298,7 @@ def reshard(args: argparse.Namespace) -> int:
         )
     with bar(total_size(manifest), "rewriting") as shown:
         written = rewrite(folder, target, args.files, shown)
-    print(f"{len(written.files)} files with {total_size(written) / 1e9:.3f} GB in {args.target}")
+    print(f"{len(written.files)} files with {total_size(written) / 1e9:.3f} GB in {target}")
     if others := [n for n in folder.names() if n not in manifest.files and not OUR_FILES.fullmatch(n)]:
         print(f"not copied, because it is no part of the checkpoint: {', '.join(others)}")
     return 0

@@ -14,6 +14,7 @@ from typing import Any
 from smp.checkpoint.entries import CheckpointError
 from smp.checkpoint.local import Sink, Source
 from smp.config.commands import pip_install
+from smp.config.credentials import without_credentials
 
 _PART = 1 << 26  # bytes per upload: S3 allows 10,000 parts, so a file may have 640 GB
 _RANGE = 1 << 24  # bytes per download: some are under way at a time, and each is held twice
@@ -37,7 +38,7 @@ class RemoteFolder:
             files, path = url_to_fs(url, use_listings_cache=False)
         except (ImportError, ValueError) as error:
             hint = pip_install("s3fs") if url.startswith("s3://") else f"{pip_install('fsspec')} and its back-end"
-            raise CheckpointError(f"{url}: {error} ({hint})") from None
+            raise CheckpointError(without_credentials(f"{url}: {error} ({hint})")) from None
         return RemoteFolder(files, path, url)
 
     @property
@@ -45,7 +46,7 @@ class RemoteFolder:
         return self.path.rpartition("/")[2]
 
     def __str__(self) -> str:
-        return self.url
+        return str(without_credentials(self.url))
 
     @property
     def address(self) -> str:
@@ -108,7 +109,7 @@ class RemoteFolder:
     def reader(self, name: str) -> Iterator[Source]:
         size = self.size(name)
         if size is None:
-            raise FileNotFoundError(f"no object {self.url}/{name}")
+            raise FileNotFoundError(f"no object {self}/{name}")
         # back-ends that run in one event loop may be called from any thread; of others fsspec promises nothing
         yield _RemoteSource(self.files, self._at(name), size, 4 if self.files.to.async_impl else 1)
 

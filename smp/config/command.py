@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from smp.config.commands import as_called_here
+from smp.config.credentials import without_credentials
 from smp.config.schema import ConfigError
 
 _ASKED = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
@@ -81,9 +82,10 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def in_one_line(error: Exception) -> str:
     """What to tell of an error."""
+    text = " ".join(str(error).splitlines()) or type(error).__name__
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
-        return f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).splitlines()) or type(error).__name__
+        text = f"{error.filename}: {error.strerror}"
+    return str(without_credentials(text))
 
 
 def refuse_existing(*paths: Path) -> None:

@@ -82,9 +82,9 @@ def _check_objective(config: Config, objective: ObjectiveConfig) -> None:
         return
     data, name = config.data, objective.objective
     require(
-        not (config.has_scores and config.has_adapters),
-        "--objective reward trains all weights: the head of scores begins at random, and adapters would leave it out; "
-        "leave out --lora-rank and --load-adapter",
+        not (config.has_scores and config.lora is not None and config.lora.load_adapter is not None),
+        "--objective reward begins adapters together with the head of scores: give --lora-rank, and merge what "
+        "--load-adapter names into --load before (tools/merge_lora.py); --resume goes on with both",
     )
     require(data.packing != "best-fit", f"--packing best-fit: --objective {name} packs no answers; leave it out")
     require(data.mask_prompt, f"--no-mask-prompt: --objective {name} compares answers only; leave it out")

@@ -9,7 +9,7 @@ becomes several with the same A and each its rows of B. See ``peft_read`` and ``
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ MAGNITUDE = "lora_magnitude_vector"
 """What DoRA's tensors are called there."""
 FRONT = "base_model.model."
 """What stands in front of the model's own names there."""
+HEAD = "head.weight"
+"""A reward model's head here, and the output matrix whose place it takes."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,19 @@ class Adapter:
     def alpha(self) -> float:
         """scale x rank."""
         return self.scale * self.rank
+
+
+class Adapters(dict[str, Adapter]):
+    """Adapters by the name of their layer.
+
+    Attributes:
+        score: the row of a reward model's head, fp32 (1, hidden), which is trained beside them as a whole; None: the
+            model keeps its head.
+    """
+
+    def __init__(self, given: Mapping[str, Adapter], score: torch.Tensor | None = None) -> None:
+        super().__init__(given)
+        self.score = score
 
 
 def is_adapter_folder(path: str | Path) -> bool:
@@ -110,7 +125,7 @@ class MergedWeights(Weights):
 
     Args:
         base: the model.
-        adapters: by the name of the layer.
+        adapters: by the name of the layer; with a ``score`` the result is a reward model.
         dtype: of the result; None: W's.
 
     Raises:
@@ -125,9 +140,16 @@ class MergedWeights(Weights):
             check_shapes(adapter.a, adapter.b, tuple(stored.shape), f"the adapter of {name}")
         self.config = base.config
         self.tensors = {name: Stored(t.shape, dtype or t.dtype) for name, t in base.tensors.items()}
+        self.score = adapters.score if isinstance(adapters, Adapters) else None
+        if self.score is not None:
+            self.config = replace(base.config, scalar_head=True, untie_embeddings_and_output_weights=True)
+            self.tensors[HEAD] = Stored(tuple(self.score.shape), self.tensors["embedding.weight"].dtype)
         self.notes = [*base.notes, f"{len(adapters)} adapters are merged"]
 
     def read_into(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> None:
+        if name == HEAD and self.score is not None:
+            out.copy_(self.score[tuple(slice(o, o + n) for o, n in zip(offsets, out.shape, strict=True))])
+            return
         adapter = self.adapters.get(name)
         if adapter is not None and adapter.magnitude is not None:
             out.copy_(self._scaled_rows(name, offsets, out.shape, adapter.magnitude))
@@ -150,7 +172,7 @@ class MergedWeights(Weights):
 
     def fingerprint(self) -> Any:
         parts = [[n, m.scale, *map(_hash, _tensors(m))] for n, m in self.adapters.items()]
-        return [self.base.fingerprint(), parts]
+        return [self.base.fingerprint(), parts, *([] if self.score is None else [_hash(self.score)])]
 
     def close(self) -> None:
         self.base.close()

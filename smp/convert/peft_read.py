@@ -13,10 +13,20 @@ import torch
 
 from smp.checkpoint import CheckpointError
 from smp.config import ConfigError, ModelConfig
-from smp.convert.adapters import CONFIG, FRONT, MAGNITUDE, TENSORS, Adapter, check_shapes, linear_modules
+from smp.convert.adapters import (
+    CONFIG,
+    FRONT,
+    MAGNITUDE,
+    TENSORS,
+    Adapter,
+    Adapters,
+    check_shapes,
+    linear_modules,
+)
 from smp.convert.families import Family
 from smp.convert.hf_config import read_json
 from smp.convert.hf_store import safetensors_store
+from smp.convert.layout import SCORE
 from smp.convert.peft_experts import expert_tensors, parted
 
 _KNOWN = {
@@ -31,6 +41,7 @@ _KNOWN = {
         "megatron_config",
         "megatron_core",
         "qalora_group_size",
+        "modules_to_save",
     ),
 }
 """What may be set in adapter_config.json. Anything else that is set makes the adapter compute something else than
@@ -39,7 +50,7 @@ _STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Of ``init_lora_weights``. Others (PiSSA, OLoRA, CorDA, LoftQ) change the model's weights as well."""
 
 
-def read_adapters(folder: str | Path, config: ModelConfig, family: Family) -> tuple[dict[str, Adapter], float]:
+def read_adapters(folder: str | Path, config: ModelConfig, family: Family) -> tuple[Adapters, float]:
     """(adapters by the name of the layer, their dropout) of a folder that peft wrote.
 
     Raises:
@@ -49,6 +60,7 @@ def read_adapters(folder: str | Path, config: ModelConfig, family: Family) -> tu
     folder = Path(folder)
     content = _read_config(folder)
     tensors = _read_tensors(folder)
+    score = _score(content, config, folder, tensors)
     magnitudes = _magnitudes(tensors)
     modules, found = linear_modules(config, family), dict(_pairs(folder, tensors))
     of_experts = _experts(content, config, family, found, folder)
@@ -77,7 +89,25 @@ def read_adapters(folder: str | Path, config: ModelConfig, family: Family) -> tu
     dropout = _number(content.get("lora_dropout", 0.0), "lora_dropout", folder)
     if not 0 <= dropout < 1:
         raise CheckpointError(f"{folder / CONFIG}: lora_dropout {dropout} must be at least 0 and below 1")
-    return adapters, dropout
+    return Adapters(adapters, score), dropout
+
+
+def _score(
+    content: Mapping[str, Any], config: ModelConfig, folder: Path, tensors: dict[str, torch.Tensor]
+) -> torch.Tensor | None:
+    """The head of a reward model, fp32, of an adapter that was trained with one. It is taken out of ``tensors``."""
+    whole = content.get("modules_to_save")
+    if not whole:
+        return None
+    key = f"{FRONT}{SCORE}.weight"
+    score = tensors.pop(key, None)
+    if not isinstance(whole, list) or score is None or set(whole) - {SCORE, "classifier"}:  # peft names both
+        raise ConfigError(
+            f"{folder / CONFIG}: modules_to_save is {_short(whole)}, and only a head of scores is supported"
+        )
+    if tuple(score.shape) != (1, config.hidden_size):
+        raise CheckpointError(f"{folder / TENSORS}: {key} is {list(score.shape)}, not [1, {config.hidden_size}]")
+    return score.float()
 
 
 def _experts(

@@ -11,9 +11,9 @@ import torch
 from smp.checkpoint.folder import Folder
 from smp.checkpoint.tensor_file import lay_out, raw_bytes, write_file
 from smp.config import ModelConfig
-from smp.convert.adapters import CONFIG, FRONT, MAGNITUDE, TENSORS, Adapter, linear_modules
+from smp.convert.adapters import CONFIG, FRONT, MAGNITUDE, TENSORS, Adapter, Adapters, linear_modules
 from smp.convert.families import Family
-from smp.convert.layout import Link
+from smp.convert.layout import SCORE, Link
 from smp.convert.peft_experts import expert_tensors, joined
 
 
@@ -42,6 +42,9 @@ def write_adapters(
             if (magnitude := _magnitude(members)) is not None:
                 tensors[f"{FRONT}{module}.{MAGNITUDE}.weight"] = magnitude
     targets = _targets(ranks, modules.keys())
+    score = adapters.score if isinstance(adapters, Adapters) else None
+    if score is not None:
+        tensors[f"{FRONT}{SCORE}.weight"] = score
     stacked = expert_tensors(config, family, lambda _, members: any(name in adapters for name in members))
     for tensor in stacked:
         a, b, scale = joined(tensor, adapters)
@@ -50,6 +53,8 @@ def write_adapters(
         alphas[tensor.name] = scale * ranks[tensor.name]
     content = _config(ranks, alphas, targets, [t.name for t in stacked], dropout, base, family.table.transposed)
     content["use_dora"] = any(adapter.magnitude is not None for adapter in adapters.values())
+    if score is not None:  # as peft does with a ...ForSequenceClassification
+        content |= {"task_type": "SEQ_CLS", "modules_to_save": [SCORE]}
     folder.make()
     folder.delete(CONFIG)  # it comes last: a folder without it is no adapter
     folder.delete(TENSORS)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from smp.config.blend import BlendPart, data_parts, is_remote, is_text, parse_split
+from smp.config.credentials import without_credentials
 from smp.config.schema import ConfigError, DataConfig
 from smp.data.blend import BlendedDataset, Source, integer_weights
 from smp.data.cache import NodeCache
@@ -101,7 +102,7 @@ class _Corpus:
             kind = partial(GPTDataset, mask_ends=self.data.eod_mask_loss)
         key = self.contents.key
         samples = kind(self.dataset, documents, self.data.seq_length, self.seed, cache=self.cache, key=key)
-        return Source(self.part.path, f"{self.contents.key} {samples.order_key}", samples)
+        return Source(without_credentials(self.part.path), f"{self.contents.key} {samples.order_key}", samples)
 
 
 def _blend(corpora: Sequence[_Corpus], ranges: Sequence[range], required: bool = True) -> BlendedDataset | None:

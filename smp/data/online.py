@@ -35,9 +35,9 @@ def tokenized(path: str, data: DataConfig, cache: NodeCache) -> Path:
         ConfigError: there is no tokenizer.
         ValueError: bad text, named by file and line.
     """
-    if data.tokenizer_model is None:
-        raise ConfigError(f"{path} is text: give --tokenizer-model")
     source = local_or_remote(path)
+    if data.tokenizer_model is None:
+        raise ConfigError(f"{source} is text: give --tokenizer-model")
     name, size, state = file_state(source)
     key = tokenizer_key(data.tokenizer_model, data.tiktoken_pattern)
     stands_for = f"{name} {size} {state} {key}"
@@ -47,7 +47,7 @@ def tokenized(path: str, data: DataConfig, cache: NodeCache) -> Path:
         return prefix
     with cache.locked():
         if not finished[1].exists():
-            print(f"tokenizing {path} into {prefix}", file=sys.stderr)
+            print(f"tokenizing {source} into {prefix}", file=sys.stderr)
             own = str(cache.folder / f".{prefix.name}.{socket.gethostname()}")
             encoder = Encoder(data.tokenizer_model, ("text",), True, data.tiktoken_pattern)
             workers = os.cpu_count() or 1 if size > _LARGE else 1

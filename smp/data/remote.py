@@ -22,6 +22,7 @@ import xxhash
 from smp.config.blend import is_remote
 from smp.config.command import DamageError
 from smp.config.commands import pip_install
+from smp.config.credentials import without_credentials
 from smp.data.cache import NodeCache
 from smp.data.contents import Contents
 from smp.data.indexed_dataset import IndexedDataset
@@ -48,12 +49,12 @@ def _system(url: str) -> tuple[Any, str]:
     except (ImportError, ValueError) as error:
         kinds = {"s3": pip_install("s3fs"), "http": pip_install("fsspec", "aiohttp")}
         hint = kinds.get(url.split("://")[0].rstrip("s"), f"{pip_install('fsspec')} and its back-end")
-        raise ValueError(f"{url}: {error} ({hint})") from None
+        raise ValueError(without_credentials(f"{url}: {error} ({hint})")) from None
 
 
 def expand(pattern: str) -> list[RemoteFile]:
     """The files of a URL, which may be a glob pattern, sorted by name. Raises ValueError when there is none."""
-    files, path = _system(pattern)
+    (files, path), shown = _system(pattern), without_credentials(pattern)
     try:
         is_one = not any(mark in path for mark in "*[") and files.exists(path)
         is_folder = is_one and files.isdir(path) and not files.isfile(path)
@@ -61,17 +62,26 @@ def expand(pattern: str) -> list[RemoteFile]:
     except Exception as error:
         raise _named(error, pattern) from error
     if is_folder:
-        raise ValueError(f"{pattern} is a folder: name its files, as {pattern.rstrip('/')}/*.jsonl")
+        raise ValueError(f"{shown} is a folder: name its files, as {shown.rstrip('/')}/*.jsonl")
     if is_one:
         return [RemoteFile(pattern)]
     if not found:
-        raise ValueError(f"{pattern}: no such file")
+        raise ValueError(f"{shown}: {_why_none(files, path)}")
     # a name has lost what stands before it in the URL: the scheme, and of some stores the host
     before = pattern.removesuffix(path.lstrip("/"))
     urls = [name if "://" in name else f"{before}{name.lstrip('/')}" for name in found]
     if _system(urls[0]) != (files, found[0]):
-        raise ValueError(f"{pattern}: patterns cannot be told from names at this store: name each file")
+        raise ValueError(f"{shown}: patterns cannot be told from names at this store: name each file")
     return [RemoteFile(url) for url in urls]
+
+
+def _why_none(files: Any, path: str) -> str:
+    """What the store says of a name that it does not find, and may only not show."""
+    try:
+        files.info(path)
+    except Exception as error:
+        return _said(error)
+    return "no such file"
 
 
 def local_or_remote(path: str) -> Path | RemoteFile:
@@ -82,19 +92,19 @@ def local_or_remote(path: str) -> Path | RemoteFile:
 def file_state(path: Path | RemoteFile) -> tuple[str, int, str]:
     """Name, size and what changes when the file does."""
     if isinstance(path, RemoteFile):
-        return str(path), path.size, path.state
+        return path.url, path.size, path.state
     stat = path.stat()
     return str(path.resolve()), stat.st_size, str(stat.st_mtime_ns)
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file at a URL, with what readers of text ask a path for."""
+    """A file at a URL, with what readers of text ask a path for. As text it is for people: without credentials."""
 
     url: str
 
     def __str__(self) -> str:
-        return self.url
+        return str(without_credentials(self.url))
 
     @property
     def _in_store(self) -> PurePosixPath:
@@ -144,7 +154,7 @@ class RemoteFile:
         if not known and not _said_size_only:
             _said_size_only = True  # not for each file of a store
             message = "has no ETag or time: a change of the same size is not noticed"
-            print(f"WARNING: {self.url} {message}", file=sys.stderr)
+            print(f"WARNING: {self} {message}", file=sys.stderr)
         return f"{info.get('size')} {known}"
 
 
@@ -182,10 +192,15 @@ class _Stream(io.RawIOBase):
 
 def _named(error: Exception, url: str) -> RemoteError:
     """Stores raise errors of their own libraries, too. The number tells a reader of text that it is not the text."""
-    said = " ".join(str(getattr(error, "strerror", None) or error).split()) or type(error).__name__
+    return RemoteError(getattr(error, "errno", None) or errno.EIO, _said(error), without_credentials(url))
+
+
+def _said(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):  # whose text is often but the name
-        said = "no such file"
-    return RemoteError(getattr(error, "errno", None) or errno.EIO, said, url)
+        status = getattr(error.__cause__, "status", 404)  # fsspec's of a web server has but this one kind of error
+        return "no such file" if status == 404 else f"the server answers {status}"
+    said = " ".join(str(getattr(error, "strerror", None) or error).split())
+    return str(without_credentials(said)) or type(error).__name__
 
 
 class RemoteDataset(IndexedDataset):
@@ -216,7 +231,7 @@ class RemoteDataset(IndexedDataset):
             except RemoteError as error:  # which is not the cache folder's fault
                 raise ValueError(str(error)) from error
 
-        name = f"remote-{xxhash.xxh3_64_hexdigest(json.dumps([str(index), state]).encode())}.idx"
+        name = f"remote-{xxhash.xxh3_64_hexdigest(json.dumps([index.url, state]).encode())}.idx"
         self.idx_path = cache.file(name, fetch)
         self.bin_path = cast(Path, self.bin)  # for messages
         self.paths = (self.bin_path, self.idx_path)

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, cast
 from smp.config.blend import COMPRESSED_SUFFIXES, TEXT_SUFFIXES, is_remote
 from smp.config.command import DamageError
 from smp.data.folders import files_of
-from smp.data.remote import RemoteFile, expand, file_state
+from smp.data.remote import RemoteFile, expand, file_state, local_or_remote
 from smp.data.tables import arrow_rows, csv_rows, json_array, parquet_rows, pyarrow_for
 from smp.data.tokenizer import check_text
 
@@ -61,7 +61,7 @@ def expand_paths(patterns: Sequence[str]) -> list[Path | RemoteFile]:
         paths += files
     seen: set[str] = set()
     for path in paths:
-        real = str(path) if isinstance(path, RemoteFile) else os.path.realpath(path)
+        real = path.url if isinstance(path, RemoteFile) else os.path.realpath(path)
         if real in seen:
             raise ValueError(f"{path}: named twice")
         seen.add(real)
@@ -95,7 +95,7 @@ def parse_record(line: bytes) -> dict[str, Any]:
 def texts_of(record: Any, path: str, number: int, keys: Sequence[str]) -> list[str]:
     """The texts of one record of a chunk. Raises ValueError, which names the file and the line, row or byte, when it is
     no text with a UTF-8 form."""
-    if isinstance(record, bytes) and kind_of(Path(path)) == ".txt":
+    if isinstance(record, bytes) and kind_of(local_or_remote(path)) == ".txt":
         try:
             return [record.decode()]
         except UnicodeDecodeError as error:

@@ -40,6 +40,10 @@ class Backend:
     cancel: Callable[[Path, Facts], None]
 
 
+NOT_SUBMITTED = "not submitted"
+"""State of a job whose files alone were written."""
+
+
 def facts_artifact(job: Job, **facts: Any) -> Artifacts:
     """The file job.json."""
     return {"job.json": json.dumps({"backend": job.backend, "name": job.recipe.name, **facts}, indent=1) + "\n"}

@@ -10,8 +10,9 @@ from pathlib import Path
 from smp.config import Config, ConfigError, Layout
 from smp.config.command import run_tool
 from smp.config.commands import as_called_here
+from smp.config.credentials import without_credentials
 from smp.config.fields import did_you_mean
-from smp.launch.backend import Backend, read_facts, write_artifacts
+from smp.launch.backend import NOT_SUBMITTED, Backend, read_facts, write_artifacts
 from smp.launch.compose import BACKENDS, compose
 from smp.launch.job import SECRETS, Artifacts, Job, make_job
 from smp.launch.library import find_recipe, list_recipes
@@ -86,7 +87,7 @@ def launch(words: list[str]) -> int:
         _refuse_busy(job.folder)
         _refuse_other(job, dry)
     write_artifacts(job.folder, artifacts)
-    print("\n".join(describe(job, artifacts)), flush=True)
+    print(without_credentials("\n".join(describe(job, artifacts))), flush=True)
     if dry:
         return 0
     return _submit(job.folder)
@@ -125,7 +126,8 @@ def prepare(words: list[str]) -> tuple[Job, Artifacts]:
 
 def _without_secret(word: str) -> str:
     key, equals, _ = word.partition("=")
-    return f"{key}=(removed)" if equals and key.rpartition(".")[2] in SECRETS else word
+    secret = equals and key.rpartition(".")[2] in SECRETS
+    return f"{key}=(removed)" if secret else str(without_credentials(word))
 
 
 def backend_of(name: str) -> Backend:
@@ -210,7 +212,9 @@ def _act(action: str, words: list[str]) -> int:
         return backend.logs(folder, facts, bool(options))
     if action == "cancel":
         backend.cancel(folder, facts)
-    print(f"{facts['name']}: {backend.state(folder, facts)}")
+    state = backend.state(folder, facts)
+    hint = as_called_here(f"; python main.py resume {folder} submits it") if state == NOT_SUBMITTED else ""
+    print(f"{facts['name']}: {state}{hint}")
     return 0
 
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from smp.config.credentials import without_credentials
 from smp.launch.job import MODULES, to_yaml
 from smp.launch.library import HERE
 
@@ -75,7 +76,7 @@ def main() -> None:
     resources = json.loads((ML / "input/config/resourceconfig.json").read_text(encoding="utf-8"))
     words, settings = command(hyper_parameters(os.environ, ML), resources, ML)
     (ML / "settings.yaml").write_text(settings, encoding="utf-8")
-    print(" ".join(words), flush=True)
+    print(without_credentials(" ".join(words)), flush=True)
     os.execv(words[0], words)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from smp.config import ConfigError
+from smp.config.credentials import without_credentials
 from smp.launch.compose import Composed
 from smp.launch.environment import Instance, find_instance, variables
 from smp.launch.library import CHECKOUT, HERE, PACKAGED
@@ -235,7 +236,7 @@ def _without_secrets(tree: Any) -> Any:
             key: "(removed)" if key in SECRETS and value is not None else _without_secrets(value)
             for key, value in tree.items()
         }
-    return tree
+    return without_credentials(tree)
 
 
 def _shown(value: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from smp.config import ConfigError
 from smp.config.fields import did_you_mean
-from smp.launch.backend import Backend, Facts, facts_artifact, run, said
+from smp.launch.backend import NOT_SUBMITTED, Backend, Facts, facts_artifact, run, said
 from smp.launch.job import Artifacts, Job, common_artifacts, to_yaml
 from smp.launch.library import collection, load_yaml
 from smp.launch.stages import only_training
@@ -314,7 +314,7 @@ def submit(folder: Path, facts: Facts) -> tuple[int, Facts]:
 def state(folder: Path, facts: Facts) -> str:
     """What Kubernetes says and, where the job's folder is seen from here, the run."""
     if not facts.get("id"):
-        return "not submitted"
+        return NOT_SUBMITTED
     conditions = (", ".join(_conditions(facts)) or "waiting or running") if _there(facts) else "not there any more"
     return f"{conditions} ({facts['resource']}); the run says {said(folder)}"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from smp.config import ConfigError
 from smp.config.fields import did_you_mean
-from smp.launch.backend import Backend, Facts, ended, facts_artifact, follow, said, start_afresh
+from smp.launch.backend import NOT_SUBMITTED, Backend, Facts, ended, facts_artifact, follow, said, start_afresh
 from smp.launch.job import Artifacts, Job, common_artifacts, python_of, render
 from smp.launch.stages import stage_artifacts, stage_names
 
@@ -89,6 +89,8 @@ def _show(folder: Path, process: subprocess.Popen[bytes]) -> None:
 
 def state(folder: Path, facts: Facts) -> str:
     """What the job does."""
+    if not (folder / LOG).exists():
+        return NOT_SUBMITTED
     return f"{busy(folder, facts) or ended(folder) or 'not running'}; the run says {said(folder)}"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from smp.config import ConfigError
-from smp.launch.backend import Backend, Facts, ended, facts_artifact, follow, run, said, start_afresh
+from smp.launch.backend import NOT_SUBMITTED, Backend, Facts, ended, facts_artifact, follow, run, said, start_afresh
 from smp.launch.job import Artifacts, Job, code_of, common_artifacts, render
 from smp.launch.stages import TRAINING, stage_artifacts, stage_names
 
@@ -164,7 +164,7 @@ def _queued(number: str) -> str | None:
 def state(folder: Path, facts: Facts) -> str:
     """What Slurm and the run say."""
     if not facts.get("id"):
-        return "not submitted"
+        return NOT_SUBMITTED
     runs = sorted(folder.glob("array-*")) or [folder]
     said_of = "; ".join(f"{path.name + ': ' if path != folder else ''}{said(path)}" for path in runs)
     ending = f"{ended(folder) or 'not in the queue'} (job {facts['id']})"

@@ -15,7 +15,7 @@ from typing import Any
 from smp.config import ConfigError
 from smp.config.commands import pip_install
 from smp.config.fields import as_text, did_you_mean
-from smp.launch.backend import Backend, Facts, facts_artifact
+from smp.launch.backend import NOT_SUBMITTED, Backend, Facts, facts_artifact
 from smp.launch.job import Artifacts, Job, common_artifacts
 from smp.launch.library import collection, load_yaml
 from smp.launch.stages import only_training
@@ -208,6 +208,8 @@ def _described(facts: Facts) -> Any:
 
 def state(folder: Path, facts: Facts) -> str:
     """What SageMaker says."""
+    if not facts.get("id"):
+        return NOT_SUBMITTED
     found = _described(facts)
     reason = found.get("FailureReason")
     return f"{found['TrainingJobStatus']} ({facts['id']})" + (f": {reason}" if reason else "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from smp.checkpoint.folder import Folder, open_folder
 from smp.checkpoint.latest import iteration_name
 from smp.config import Config, ConfigError, ModelConfig
 from smp.config.fields import flag_of
-from smp.convert.adapters import Adapter, family_for, is_adapter_folder
+from smp.convert.adapters import HEAD, Adapter, Adapters, family_for, is_adapter_folder
 from smp.convert.describe import read_architecture
 from smp.convert.formats import Opened
 from smp.convert.hf import BESIDE, carried, copy_companions
@@ -26,6 +25,7 @@ from smp.convert.peft_write import write_adapters
 from smp.data.tokenizer_files import HuggingFaceTokenizer
 from smp.training.saved_run import SavedRun
 
+_OF_HEADS = ("scalar_head", "untie_embeddings_and_output_weights")
 ADAPTER = "adapter"
 """Folder beside the checkpoints of a run with the adapters of its end."""
 
@@ -45,7 +45,7 @@ def require_adapter(path: Path) -> None:
         )
 
 
-def open_adapters(path: Path, model: Opened) -> Mapping[str, Adapter]:
+def open_adapters(path: Path, model: Opened) -> Adapters:
     """What lies in ``path``, by the name of its layer in ``model``: peft's format, or checkpoints of a LoRA run.
 
     Raises:
@@ -64,6 +64,8 @@ def _require_same_model(folder: Folder, config: ModelConfig) -> None:
     """Raise CheckpointError when a run's adapters are of another architecture: fewer layers of the same shapes would
     fit as well."""
     trained, model = read_architecture(str(folder)) or {}, architecture(config)
+    if trained.get("scalar_head"):  # the head, which takes the place of any other, comes with them
+        trained = {name: value for name, value in trained.items() if name not in _OF_HEADS}
     for name, value in trained.items():
         if model[name] != value:
             raise CheckpointError(
@@ -72,7 +74,7 @@ def _require_same_model(folder: Folder, config: ModelConfig) -> None:
             )
 
 
-def read_saved_adapters(folder: Folder, manifest: Manifest) -> dict[str, Adapter]:
+def read_saved_adapters(folder: Folder, manifest: Manifest) -> Adapters:
     """Adapters in a checkpoint of this project, whole, by the name of their layer. In one process.
 
     Raises:
@@ -86,7 +88,8 @@ def read_saved_adapters(folder: Folder, manifest: Manifest) -> dict[str, Adapter
         a, b = (_read(folder, manifest, f"model.{layer}.lora.{part}") for part in ("a", "b"))
         magnitude = f"model.{layer}.lora.magnitude"
         out[layer] = Adapter(a, b, scale, _read(folder, manifest, magnitude) if magnitude in manifest.tensors else None)
-    return out
+    head = f"model.{HEAD}"
+    return Adapters(out, _read(folder, manifest, head) if head in manifest.tensors else None)
 
 
 def _read(folder: Folder, manifest: Manifest, name: str) -> torch.Tensor:

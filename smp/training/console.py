@@ -10,6 +10,7 @@ import torch
 from tqdm import tqdm
 
 from smp.config import Config, Layout
+from smp.config.credentials import without_credentials
 from smp.config.mtp import further_layers
 from smp.models.arithmetic import pair_training_flops, training_flops_per_token
 from smp.training.device_peak import peak_flops
@@ -52,7 +53,7 @@ class Console:
         layers = config.model.num_layers + len(further_layers(config.model))
         self._token_flops = alone - layers * self._pair_flops
         for line in earlier_records(config, iteration):
-            tqdm.write(line)
+            self.say(line)
         self._sinks = open_sinks(config.logging, iteration)
         record = start_record(config, layout, device, iteration)
         for sink in self._sinks:
@@ -70,7 +71,7 @@ class Console:
     def say(self, line: str) -> None:
         """Print one line above the progress bar."""
         if self._speaks:
-            tqdm.write(line)
+            tqdm.write(without_credentials(line))
 
     def step(self, progress: Progress, result: StepResult) -> None:
         """Note a step; every --log-interval iterations, and for the last ones at the end, write a line and a record.

@@ -116,7 +116,7 @@ def build_finetune_model(
         of_adapters.add("head.weight")
     elsewhere = of_adapters | {f"{layer}.weight" for layer in quantized_layers(model)}
     notes = load_weights(model, lambda: open_base(config), leave=elsewhere)
-    if "head.weight" in elsewhere:
+    if "head.weight" in of_adapters:
         notes.append(f"note: the head of scores begins at random, by --seed {config.training.seed}")
     if in_4_bits:
         _load_in_4_bits(model, config)
@@ -170,6 +170,8 @@ def tune(model: GPT, config: Config, plan: AdapterPlan | None, *, trainable: boo
                 "--fp8-param-gather: adapters with use_dora take norms of weights, which would be rounded; leave it out"
             )
         attach(model, plan.sizes, dropout=lora.lora_dropout or 0.0, seed=config.training.seed, dora=plan.dora)
+        if config.has_scores and model.head is not None:
+            model.head.requires_grad_(True)  # the row of scores is trained as a whole
     if not trainable:
         model.requires_grad_(False)
     if lora.load_in_4bit:

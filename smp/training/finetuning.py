@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from smp.checkpoint import CheckpointError
 from smp.config import Config, ConfigError
 from smp.config.schema import ObjectiveConfig
-from smp.convert.adapters import Adapter, family_for
+from smp.convert.adapters import Adapters, family_for
 from smp.convert.peft_read import read_adapters
 from smp.data.build import Datasets
 from smp.data.tuning.batches import PairBatch, TuningDataset
@@ -43,8 +43,6 @@ from smp.training.objective import (
     TableReference,
 )
 from smp.training.run import RunParts, Say, Trainable
-
-Adapters = Mapping[str, Adapter]
 
 
 def finetuning(config: Config, data: TuningData) -> RunParts:
@@ -76,6 +74,11 @@ def _read_adapters(config: Config) -> tuple[Config, Adapters | None]:
     adapters, dropout = read_adapters(
         lora.load_adapter, config.model, family_for(config.model, reference_config(config))
     )
+    if adapters.score is not None:
+        raise ConfigError(
+            f"--load-adapter {lora.load_adapter} is of a reward model, with its head of scores: merge it into --load "
+            "(tools/merge_lora.py)"
+        )
     if lora.lora_dropout is None:
         config = dataclasses.replace(config, lora=dataclasses.replace(lora, lora_dropout=dropout))
     return config, adapters
@@ -234,7 +237,7 @@ def _sizes(config: Config, context: ParallelContext, model: GPT) -> list[str]:
         if context.pp is not None and context.pp_size > 1:  # its ranks have different layers
             dist.all_reduce(adapters, group=context.pp.get_group())
         trained = int(adapters)
-        base += trained
+        base += trained - (config.model.hidden_size if config.has_scores else 0)  # the head is counted already
     here, frozen = (sum(local_part(p).nbytes for p in parameters if p.requires_grad == w) for w in (True, False))
     return [
         f"trained parameters: {trained:,} of {base:,} ({100 * trained / base:.3f} %)",

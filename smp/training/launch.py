@@ -11,6 +11,7 @@ import torch.distributed as dist
 from smp.checkpoint import CheckpointError
 from smp.config import Config, ConfigError
 from smp.config.command import DamageError, exit_code, lacks_memory
+from smp.config.credentials import without_credentials
 from smp.parallel.agree import on_all_or_none
 from smp.parallel.network.group import CollectiveError
 from smp.pipeline.failure import PipelineError
@@ -32,7 +33,7 @@ def launch(config: Config, process: Process, make_parts: Callable[[], RunParts],
     """
     if config.training.dry_run:
         if process.rank == 0:
-            print("\n".join([describe(config, process.world_size), *(f"# {line}" for line in notes)]))
+            print(_shown("\n".join([describe(config, process.world_size), *(f"# {line}" for line in notes)])))
         return 0
     parallel = config.parallel
     device = start_process_group(process, parallel.distributed_timeout_minutes, config.training.deterministic_mode)
@@ -72,6 +73,14 @@ def launch(config: Config, process: Process, make_parts: Callable[[], RunParts],
     return {"done": 0, "requeue": 0, "failed": 1, "bad_config": 2}[outcome.status]
 
 
+def _shown(recipe: str) -> str:
+    """What --dry-run prints, which is a recipe all the same."""
+    shown = str(without_credentials(recipe))
+    return (
+        shown if shown == recipe else f"{shown}\n# *** stands for credentials in URLs: put them in to train with this"
+    )
+
+
 def _out_of_memory(error: BaseException, config: Config) -> str | None:
     """What to try, if that is what an error is."""
     if not (lacks_memory(error) or isinstance(error, torch.OutOfMemoryError)):
@@ -107,4 +116,4 @@ def _write_outcome(config: Config, process: Process, outcome: Outcome, *, starte
         return
     leave_status(path, outcome.status, outcome.reason, outcome.iteration)
     if not instead:
-        print(f"{outcome.status}: {outcome.reason}", flush=True)
+        print(without_credentials(f"{outcome.status}: {outcome.reason}"), flush=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 from smp.config import ConfigError
 from smp.config.commands import pip_install
+from smp.config.credentials import without_credentials
 from smp.config.fields import as_text
 
 _AT_ONCE = 100
@@ -119,4 +120,4 @@ def _some(entries: Sequence[Any]) -> Iterator[Sequence[Any]]:
 
 
 def _in_one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return str(without_credentials(" ".join(str(error).split()))) or type(error).__name__

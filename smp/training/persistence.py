@@ -17,6 +17,7 @@ from smp.checkpoint.folder import Folder
 from smp.checkpoint.latest import misnamed
 from smp.checkpoint.retention import VALIDATION_LOSS
 from smp.config import Config, ConfigError, OptimizerConfig, as_flat_dict
+from smp.config.credentials import without_credentials
 from smp.config.entry_points import PRETRAIN
 from smp.config.fields import entry_point_of, flag_of, has_effect
 from smp.config.fields import settings as field_settings
@@ -85,15 +86,19 @@ def run_state(
 
 def noted_settings(config: Config) -> dict[str, dict[str, Any]]:
     """What a checkpoint says of the settings, by group: by pretraining's names, so that any run can compare them, and
-    of a fine-tuning run its own beside them."""
-    shared = as_flat_dict(config, PRETRAIN)
+    of a fine-tuning run its own beside them. URLs are without credentials, which may be others in the next run."""
+    shared = _readable(as_flat_dict(config, PRETRAIN))
     if config.objective is None:
         return {"config": shared}
     packing = "best-fit" if config.data.packing == "best-fit" else "stream"
-    shared |= {"packing": packing, "load": config.resume_from, "ckpt_step": None}
+    shared |= {"packing": packing, "load": without_credentials(config.resume_from), "ckpt_step": None}
     shared |= {"scalar_head": True} if config.model.scalar_head else {}  # which is no flag
-    every = as_flat_dict(config)
+    every = _readable(as_flat_dict(config))
     return {"config": shared, _FINETUNE: {name: every[name] for name in _OWN}}
+
+
+def _readable(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: without_credentials(value) for name, value in settings.items()}
 
 
 def load_training(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from smp.config import ConfigError, LoggingConfig
+from smp.config.credentials import without_credentials
 
 Status = Literal["running", "done", "requeue", "failed", "bad_config"]
 
@@ -83,7 +84,8 @@ def write_status(path: Path, status: Status, reason: str, iteration: int) -> Non
     """Say how the run is or why it ended, atomically: ``{"status", "reason", "iteration"}``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # two ranks may want to say that a third is lost
-    temporary.write_text(json.dumps({"status": status, "reason": reason, "iteration": iteration}) + "\n")
+    word = {"status": status, "reason": without_credentials(reason), "iteration": iteration}
+    temporary.write_text(json.dumps(word) + "\n")
     os.replace(temporary, path)
 
 

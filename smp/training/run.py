@@ -18,6 +18,7 @@ from tqdm import tqdm
 from smp.config import Config, ConfigError, Layout
 from smp.config.batch import BatchSizes
 from smp.config.checks import notes_on_effects
+from smp.config.credentials import without_credentials
 from smp.data.build import Datasets
 from smp.data.loader import BatchLoader, ReadBatch
 from smp.data.sample import SampleDataset
@@ -133,7 +134,7 @@ class Run:
     def say(self, line: str) -> None:
         """Tell the user one line, above the progress bar when there is one."""
         if self.process.rank == 0:
-            tqdm.write(line)
+            tqdm.write(without_credentials(line))
 
     def _build_context(self) -> ParallelContext:
         parallel = self.config.parallel

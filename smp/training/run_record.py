@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import os
 import platform
-import re
 import shlex
 import socket
 import subprocess
@@ -18,6 +17,7 @@ import torch
 import smp
 from smp.config import Config, Layout
 from smp.config.cli import as_flat_dict
+from smp.config.credentials import without_credentials
 
 STARTS = "starts.jsonl"
 """Name of the file in --log-dir."""
@@ -48,17 +48,6 @@ def start_record(config: Config, layout: Layout, device: torch.device, iteration
         "git": _git(Path(smp.__file__).parents[1]),
         "settings": {name: without_credentials(value) for name, value in as_flat_dict(config).items()},
     }
-
-
-def without_credentials(value: Any) -> Any:
-    """A text, or texts of a list, whose URLs lack what lets somebody in: records are read by others."""
-    if isinstance(value, list | tuple):
-        return type(value)(map(without_credentials, value))
-    if not isinstance(value, str):
-        return value
-    # abfs://CONTAINER@ACCOUNT is no secret; a query has a =, a ? alone is of a pattern
-    value = re.sub(r"(?<!abfs)(?<!abfss)://[^/\s?'\"]*@", "://***@", value)
-    return re.sub(r"(://[^\s?'\"]*\?)[^\s'\"]*=[^\s'\"]*", r"\1***", value)
 
 
 def _git(folder: Path) -> dict[str, Any] | None:

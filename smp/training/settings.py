@@ -11,6 +11,7 @@ from typing import Any
 
 from smp.config import Config, ConfigError, Layout, LoggingConfig, check_files, load_config, resolve
 from smp.config.cli import FROM_MEGATRON
+from smp.config.credentials import without_credentials
 from smp.config.fields import flag_of, given, require
 from smp.config.megatron.translate import translate
 from smp.convert.describe import read_architecture
@@ -43,7 +44,7 @@ def in_own_flags(argv: list[str], world_size: int, rank: int) -> list[str]:
         return argv
     translation = translate(argv, world_size)
     if rank == 0:
-        print("\n".join(translation.notes), file=sys.stderr, flush=True)
+        print(without_credentials("\n".join(translation.notes)), file=sys.stderr, flush=True)
     return translation.argv
 
 
@@ -102,7 +103,7 @@ def report(message: str, rank: int) -> None:
     seconds on a busy machine. What another rank alone saw it says itself.
     """
     if rank == 0:
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        print(f"error: {without_credentials(message)}", file=sys.stderr, flush=True)
         return
     time.sleep(10)
     report_own(message, rank)
@@ -110,4 +111,4 @@ def report(message: str, rank: int) -> None:
 
 def report_own(message: str, rank: int) -> None:
     """Say at once what this rank found out for itself. Others found out something else, and rank 0 may be gone."""
-    print(f"error: rank {rank}: {message}", file=sys.stderr, flush=True)
+    print(f"error: rank {rank}: {without_credentials(message)}", file=sys.stderr, flush=True)

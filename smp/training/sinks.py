@@ -13,8 +13,9 @@ from typing import IO, Any, Protocol
 
 from smp.config import Config, ConfigError, LoggingConfig
 from smp.config.commands import pip_install
+from smp.config.credentials import without_credentials
 from smp.training.mlflow_sink import MlflowSink
-from smp.training.run_record import STARTS, without_credentials
+from smp.training.run_record import STARTS
 
 METRICS = "metrics.jsonl"
 """Name of the file of records in --log-dir."""

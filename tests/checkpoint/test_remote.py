@@ -35,6 +35,7 @@ from smp.checkpoint.lock import RunLock
 from smp.checkpoint.recovery import clean, load_newest
 from smp.checkpoint.remote import RemoteFolder
 from tests.checkpoint.test_folder import example, zeros
+from tests.data.shards import check_streamed, write_shards
 from tests.distributed import run_distributed
 from tests.training.flag_runs import run_here
 from tools.checkpoint import main as checkpoint_tool
@@ -107,6 +108,13 @@ def root(server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     if not files.exists("bucket"):
         files.mkdir("bucket")
     return f"s3://bucket/{tmp_path.name}"
+
+
+@pytest.mark.slow
+def test_shards_are_streamed_and_a_resume_is_exact(root: str, tmp_path: Path) -> None:
+    write_shards(tmp_path / "shards")
+    fsspec.filesystem("s3").put(f"{tmp_path}/shards/", f"{root}/shards/", recursive=True)
+    check_streamed(tmp_path, tmp_path / "shards", f"{root}/shards")
 
 
 def fill(root: str, iterations: list[int]) -> None:

@@ -135,6 +135,13 @@ def test_what_this_machine_cannot_do_is_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "debug").exists()
 
 
+def test_status_after_a_dry_run_says_what_submits_the_job(tmp_path: Path) -> None:
+    assert launcher(*RUN, f"base_results_dir={tmp_path}", "dry_run=true").returncode == 0
+    done = launcher("status", tmp_path / "debug")
+    hint = f"debug: not submitted; python main.py resume {tmp_path}/debug submits it\n"
+    assert (done.returncode, done.stdout) == (0, hint), done.stderr
+
+
 def test_files_of_a_job_that_ran_are_not_replaced_by_a_dry_run(tmp_path: Path) -> None:
     folder = tmp_path / "debug"
     folder.mkdir()

@@ -268,6 +268,19 @@ def test_a_secret_is_written_nowhere(v1: str) -> None:
     assert "hf_secret" not in artifacts["command.txt"]
 
 
+def test_a_password_in_a_url_is_where_the_run_reads_it_alone() -> None:
+    url = "https://me:hush@h/x"
+    words = [
+        "recipes=laptop/debug",
+        "recipes.mock_data=false",
+        f"recipes.data_path={url}",
+        "recipes.data_cache_path=/c",
+    ]
+    _, artifacts = prepare([*words, "cluster=slurm"])
+    assert [name for name, text in artifacts.items() if "hush" in text] == ["settings.yaml"]
+    assert all("https://***@h/x" in artifacts[name] for name in ("recipe.yaml", "command.txt"))
+
+
 @pytest.mark.parametrize("name", list_recipes())
 def test_every_recipe_of_the_collection_fits_together(name: str) -> None:
     composed = compose([f"recipes={name}"])

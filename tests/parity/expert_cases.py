@@ -141,8 +141,8 @@ def fast_cases() -> list[Case]:
 
 
 def slow_cases() -> list[Case]:
-    """Attention sinks and chunks where the pairs have none, and experts cut over some of the TP ranks, or over one, beside what
-    the pairs have no more processes for."""
+    """Attention sinks and chunks where the pairs have none, and experts cut over some of the TP ranks, or over one, beside
+    what the pairs have no more processes for."""
     return [
         _row(1, 1, "mixtral", "tp and etp 1", clip=True),
         _row(4, 2, "mixtral", "tp and etp 1", "full", dropout=True),

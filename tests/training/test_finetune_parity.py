@@ -30,6 +30,7 @@ METHODS = {
     "orpo": "--data-path {0}/dpo.jsonl --objective orpo",
     "kto, full": "--data-path {0}/kto.jsonl --objective kto --kto-desirable-weight 1.3",
     "reward": "--data-path {0}/dpo.jsonl --objective reward --reward-center-coefficient 0.01 --eval-interval 3",
+    "reward, lora": "--data-path {0}/dpo.jsonl --objective reward --lora-rank 4 --eval-interval 3",
     "kto, lora": "--data-path {0}/kto.jsonl --objective kto --lora-rank 4 --eval-interval 3",
     "fp8, dpo": "--data-path {0}/dpo.jsonl --objective dpo --fp8-format hybrid --fp8-emulate",
     "fp8, kto": "--data-path {0}/kto.jsonl --objective kto --lora-rank 4 --fp8-format hybrid --fp8-emulate "
@@ -60,7 +61,7 @@ STEPS = "--train-iters 3 --seq-length 48 --micro-batch-size 2 --global-batch-siz
 
 
 FAST = {
-    "tp 2 + sp": ("lora", "dpo, full", "fp8, dpo", "dora"),
+    "tp 2 + sp": ("lora", "dpo, full", "fp8, dpo", "dora", "reward, lora"),
     "pp 2": ("dpo, lora", "kto, lora", "fp8, reward"),
     "shard 2": ("lora", "kto, full", "reward", "fp8, kto"),
     "replicas 2": ("dpo, table",),

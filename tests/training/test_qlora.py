@@ -34,10 +34,11 @@ METHODS = {
     "--no-bnb-4bit-use-double-quant",
     "dpo": "--data-path {0}/dpo.jsonl --objective dpo --load-in-4bit --lora-rank 4",
     "dora": "--data-path {0}/sft.jsonl --load-in-4bit --lora-rank 4 --use-dora",
+    "reward": "--data-path {0}/dpo.jsonl --objective reward --load-in-4bit --lora-rank 4",
 }
 LAYOUTS = {
     "tp 2 + sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel", ("sft", "few layers", "dora")),
-    "pp 2": (2, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1", ("few layers",)),
+    "pp 2": (2, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1", ("few layers", "reward")),
     "shard 2": (2, "--recompute-granularity selective", ("sft", "dpo")),
     "cp 2": (2, "--context-parallel-size 2 --cp-comm-type p2p --recompute-granularity full", ("sft",)),
     "shard 2 x tp 4": (

@@ -20,6 +20,7 @@ from tests.training.test_finetune_runs import command
 from tests.training.tiny_hf import write_model, write_samples, write_tokenizer
 from tests.training.tuning_lab import QUIET, tune_all
 from tools.convert_checkpoint import main as convert
+from tools.merge_lora import main as merge
 
 transformers = pytest.importorskip("transformers")
 
@@ -101,15 +102,58 @@ def test_a_reward_model_is_trained_on(folder: Path, run: dict[str, Any], exporte
     assert first["losses"] == second["losses"]
 
 
+@pytest.fixture(scope="module")
+def adapted(folder: Path) -> list[dict[str, Any]]:
+    """With LoRA, with DoRA, and with LoRA in two parts."""
+    lora = "--lora-rank 4 --save-interval 2"
+    more = {"lora": lora, "dora": f"{lora} --use-dora"}
+    flags = [flags_of(folder, folder, save, words) for save, words in more.items()]
+    halves = [flags_of(folder, folder, "halves", f"{lora} {part}") for part in ("--train-iters 2", "--resume")]
+    return run_distributed(tune_all, 1, [*flags, *halves])[0]
+
+
+def test_adapters_and_the_head_are_trained_and_go_on(adapted: list[dict[str, Any]]) -> None:
+    lora, dora, first, second = adapted
+    for run in (lora, dora):
+        assert "head.weight" in run["moved"][-1] and any(".lora." in name for name in run["moved"][-1])
+        assert not any(name.endswith("up.weight") for name in run["initial"])
+    assert first["losses"] + second["losses"] == lora["losses"] and lora["losses"] != dora["losses"]
+    assert second["final"].keys() == lora["final"].keys()
+    assert all(torch.equal(second["final"][name], tensor) for name, tensor in lora["final"].items())
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_adapters_with_a_head_are_what_peft_makes_of_them(
+    folder: Path, adapted: list[dict[str, Any]], kind: str, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    adapter = folder / kind / "adapter"
+    content = json.loads((adapter / "adapter_config.json").read_text())
+    assert (content["task_type"], content["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    load = transformers.AutoModelForSequenceClassification.from_pretrained
+    own = peft.PeftModel.from_pretrained(load(folder, num_labels=1), str(adapter)).eval()
+    own.save_pretrained(str(tmp_path / "of_peft"))
+
+    def scores(model: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return torch.stack([model(input_ids=ids[None]).logits[0, 0] for ids in texts(folder)[:4]])
+
+    found = []
+    for name, given in (("merged", adapter), ("of_run", folder / kind), ("again", tmp_path / "of_peft")):
+        words = ["--load", str(folder), "--adapter", str(given), "--save", str(tmp_path / name)]
+        assert merge(words) == 0
+        found.append(scores(load(tmp_path / name)))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    wanted = scores(own)
+    assert wanted.std() > 1e-3
+    torch.testing.assert_close(found[0], wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_what_is_refused(folder: Path, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sft = f"--load {exported} --tokenizer-model {folder} --data-path {folder}/sft.jsonl --train-iters 1"
     assert "is a reward model" in command(folder, sft)[2]
-    assert (
-        "--objective reward trains all weights"
-        in command(
-            folder, f"--load {folder} --data-path {folder}/dpo.jsonl --train-iters 1 --objective reward --lora-rank 2"
-        )[2]
-    )
+    with_adapter = f"--load {folder} --data-path {folder}/dpo.jsonl --train-iters 1 --objective reward --load-adapter x"
+    assert "--objective reward begins adapters together with the head of scores" in command(folder, with_adapter)[2]
     config = json.loads((exported / "config.json").read_text())
     assert config["architectures"] == ["LlamaForSequenceClassification"]
     (tmp_path / "config.json").write_text(json.dumps(config | {"id2label": {"0": "a", "1": "b"}}))
