@@ -141,7 +141,7 @@ def fast_cases() -> list[Case]:
 
 
 def slow_cases() -> list[Case]:
-    """Attention sinks and chunks where the pairs have none, and experts cut over some of the TP ranks, or over one, beside
+    """Attention sinks and chunks where the pairs have none, and experts cut over some of the TP ranks or one, beside
     what the pairs have no more processes for."""
     return [
         _row(1, 1, "mixtral", "tp and etp 1", clip=True),
