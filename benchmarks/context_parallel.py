@@ -1,9 +1,11 @@
 """Attention over a sequence that is cut over processes beside one process, forward and backward, one thread each.
 
 Ideal is one process's time over their number, of the clock and of the CPU, which a busy machine changes less. Of the
-ring also what its transfers cost: the same blocks without transfers, and the same transfers without blocks; what is
-hidden is the part of the latter that does not show. Rounds of all entries take turns; a time is the slowest process's,
-the table has medians of the clock and least times of the CPU.
+ring also what its transfers cost: how long it stands still for each message, the same blocks without transfers, and the
+same transfers without blocks. Hidden is the part of the latter that it does not stand still for. Of each message the
+process counts that waits least: the other one waits for a neighbour that computes longer, not for the link; the longest
+wait stands beside it. Rounds of all entries take turns;
+a time is the slowest process's, the table has medians of the clock and least times of the CPU.
 
     torchrun --nproc-per-node 2 benchmarks/context_parallel.py
     netlab run --nodes 2 --procs 1 --rate 400mbit --launcher env -- benchmarks/context_parallel.py    # over a slow link
@@ -15,7 +17,8 @@ import argparse
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -58,6 +61,22 @@ def without_transfers(step: Step) -> Step:
     return alone
 
 
+@contextmanager
+def timed_waits() -> Iterator[list[float]]:
+    """Seconds that the ring stands still for each of its messages."""
+    waited, times = ring.wait, list[float]()
+
+    def timed(x: torch.Tensor, group: Group) -> torch.Tensor:
+        started = time.perf_counter()
+        x = waited(x, group)
+        times.append(time.perf_counter() - started)
+        return x
+
+    ring.wait = timed
+    yield times
+    ring.wait = waited
+
+
 def transfers_alone(sizes: argparse.Namespace, group: Group) -> Step:
     """What a ring sends in the forward and in the backward pass, one message after the other."""
     dtype = torch.bfloat16 if sizes.bf16 else torch.float32
@@ -71,15 +90,23 @@ def transfers_alone(sizes: argparse.Namespace, group: Group) -> Step:
     return step
 
 
-def seconds(step: Step, alone: bool = False) -> tuple[float, float]:
-    """The slowest process's, of the clock and of the CPU; ``alone``: only the first one works."""
+Taken = tuple[float, float, float, float]
+"""Seconds of the slowest process, of the clock and of the CPU, and waits for messages: by the process that waits least
+for each, and by the one that waits most in all."""
+
+
+def seconds(step: Step, alone: bool = False) -> Taken:
+    """What a step takes; ``alone``: only the first process works."""
     dist.barrier()
-    clock, processor = time.perf_counter(), time.process_time()
-    if not alone or dist.get_rank() == 0:
-        step()
-    taken = torch.tensor([time.perf_counter() - clock, time.process_time() - processor])
+    with timed_waits() as waits:
+        clock, processor = time.perf_counter(), time.process_time()
+        if not alone or dist.get_rank() == 0:
+            step()
+        taken = torch.tensor([time.perf_counter() - clock, time.process_time() - processor, sum(waits)])
     dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return float(taken[0]), float(taken[1])
+    least = torch.tensor([0.0, *waits])
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return float(taken[0]), float(taken[1]), float(least.sum()), float(taken[2])
 
 
 def main() -> None:
@@ -95,16 +122,19 @@ def main() -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     steps = entries(sizes, mesh)
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    times: dict[str, list[Taken]] = {name: [] for name in steps}
     for turn in range(sizes.rounds + 1):
         for name, step in steps.items():
             taken = seconds(step, alone=name == "one process")
             times[name] += [taken] if turn else []
     if dist.get_rank() == 0:
-        clock = {name: statistics.median(value for value, _ in values) for name, values in times.items()}
-        least = {name: min(value for value, _ in values) for name, values in times.items()}
-        processor = {name: min(value for _, value in values) for name, values in times.items()}
-        print(table(sizes, clock, least, processor))
+        clock = {name: statistics.median(taken[0] for taken in values) for name, values in times.items()}
+        processor = {name: min(taken[1] for taken in values) for name, values in times.items()}
+        waits = (
+            statistics.median(taken[2] for taken in times["p2p"]),
+            statistics.median(taken[3] for taken in times["p2p"]),
+        )
+        print(table(sizes, clock, processor, waits))
     dist.destroy_process_group()
 
 
@@ -122,9 +152,9 @@ def entries(sizes: argparse.Namespace, mesh: dist.DeviceMesh) -> dict[str, Step]
 
 
 def table(
-    sizes: argparse.Namespace, times: dict[str, float], least: dict[str, float], processor: dict[str, float]
+    sizes: argparse.Namespace, times: dict[str, float], processor: dict[str, float], waits: Sequence[float]
 ) -> str:
-    """What was measured: medians and least times of the clock, least of the CPU."""
+    """What was measured: medians of the clock, least times of the CPU."""
     ranks, dtype = dist.get_world_size(), "bf16" if sizes.bf16 else "fp32"
     ideals = times["one process"] / ranks, processor["one process"] / ranks
     lines = [
@@ -136,19 +166,16 @@ def table(
     for name in times:
         pairs = zip((times[name], processor[name]), ideals, strict=True)
         lines.append(f"{name:<24}" + "".join(f" {1e3 * taken:>9.1f} {ideal / taken:>11.3f}" for taken, ideal in pairs))
-    shares = []
-    for of in (times, least):
-        shown = of["p2p"] - of["p2p without transfers"]
-        shares.append(f"{100 * (1 - max(shown, 0.0) / of['transfers of p2p alone']):.0f} %")
+    transfers, alone = times["transfers of p2p alone"], times["p2p without transfers"]
     messages, steps = 3 * (ranks - 1), 3 * ranks  # the backward pass takes two thirds of the time of blocks
-    message, blocks = times["transfers of p2p alone"] / messages, times["p2p without transfers"] / steps
     return "\n".join(
         [
             *lines,
             "",
-            f"the ring hides {shares[0]} of its transfers, by least times {shares[1]}; a message takes "
-            f"{1e3 * message:.0f} ms alone, "
-            f"blocks of a step of the forward pass about {1e3 * blocks:.0f} ms",
+            f"the ring waits {1e3 * waits[0]:.0f} ms for messages, {1e3 * waits[1]:.0f} ms with those for a late "
+            f"neighbour: {100 * (1 - waits[0] / transfers):.0f} % of its transfers is hidden; a message takes "
+            f"{1e3 * transfers / messages:.0f} ms alone, blocks of a step of the forward pass about "
+            f"{1e3 * alone / steps:.0f} ms",
         ]
     )
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import runpy
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
+
+from torch.distributed import TCPStore
 
 from tests.distributed import forkserver
 
@@ -38,10 +39,10 @@ def run_program(
         timeout: seconds until all processes are killed.
     """
     command = [str(program), *map(str, words)]
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    # The store that torchrun gives its ranks: a free port that one of them opens later may be taken by then.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if launcher or processes > 1 else None
     with tempfile.TemporaryDirectory() as logs:
-        port = port if launcher or processes > 1 else None
+        port = store.port if store is not None else None
         common = processes, port, dict(os.environ), str(folder), logs, command
         workers = [forkserver().Process(target=_run, args=(rank, *common)) for rank in range(processes)]
         for worker in workers:
@@ -71,6 +72,7 @@ def _run(
     if port is not None:
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        place |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
         os.environ.update({name: str(value) for name, value in place.items()})
     os.chdir(folder)
     for number, name in ((1, "out"), (2, "err")):

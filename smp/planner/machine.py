@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from smp.config import Config, Layout
 from smp.models.presets import PRESETS
-from smp.planner.record import Calls, Collective, Items, Operator, TensorLike, recorded_step
+from smp.planner.record import Calls, Collective, Items, NotANumber, Operator, TensorLike, recorded_step
 from smp.training.meter import FREE
 from smp.training.pretraining import pretraining
 from smp.training.process import Process
@@ -209,12 +209,16 @@ def _time(call: Operator) -> float:
     size = sum(tensor.untyped_storage().nbytes() for tensor in tree_leaves(copies) if isinstance(tensor, torch.Tensor))
     copies += [_inputs(call) for _ in range(min(COPIES, ROTATED // max(size, 1)) - 1)]
     times, begin = list[float](), time.perf_counter()
+    results = [None] * len(copies)  # kept for a while: the next result is written to other memory, as in a step
     while len(times) < 4 or (len(times) < 100 and time.perf_counter() - begin < PATIENCE):
-        arguments, keywords = copies[len(times) % len(copies)]
+        turn = len(times) % len(copies)
+        arguments, keywords = copies[turn]
+        results[turn] = None
         started = time.perf_counter()
-        run(*arguments, **keywords)
+        result = run(*arguments, **keywords)
         times.append(time.perf_counter() - started)
-    return statistics.median(times[1:])
+        results[turn] = result
+    return statistics.fmean(times[1:])  # a step is the sum of many calls, with what interrupts some of them
 
 
 def _inputs(call: Operator) -> tuple[list[Any], dict[str, Any]]:
@@ -226,6 +230,8 @@ def _made(value: Any) -> Any:
     of everything."""
     if isinstance(value, Items):
         return [_made(item) for item in value.items]
+    if isinstance(value, NotANumber):
+        return math.nan
     if not isinstance(value, TensorLike):
         return value
     tensor = torch.empty_strided(value.shape, value.stride, dtype=value.dtype)

@@ -6,6 +6,7 @@ once (:mod:`smp.planner.machine`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,11 @@ class Items:
     """A list or tuple of arguments."""
 
     items: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class NotANumber:
+    """The float NaN, which is not equal to itself: calls are looked up by what they are given."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +139,8 @@ def like(value: Any) -> Any:
         return TensorLike(tuple(value.shape), tuple(value.stride()), value.dtype)
     if isinstance(value, list | tuple):
         return Items(tuple(like(item) for item in value))
+    if isinstance(value, float) and math.isnan(value):
+        return NotANumber()
     return value
 
 

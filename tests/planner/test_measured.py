@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import pickle
 import shlex
 
 import pytest
@@ -13,7 +15,7 @@ from smp.pipeline.actions import Op
 from smp.planner import machine
 from smp.planner.machine import MachineTimes, Timed, alike, host_time, is_free, kind_of, time_calls, timed_calls
 from smp.planner.measured import Recorded, step_time
-from smp.planner.record import Calls, Collective, Operator, Place, TensorLike
+from smp.planner.record import Calls, Collective, Operator, Place, TensorLike, like
 from smp.training.settings import read_settings
 from tests.distributed import run_distributed
 
@@ -134,6 +136,11 @@ def test_an_argument_is_made_as_it_was() -> None:
     assert made.shape == (3, 4) and made.stride() == (1, 3) and made.dtype is torch.bfloat16 and (made == 1).all()
     spread = machine._made(TensorLike((3, 4), (0, 1), torch.int64))
     assert spread.stride() == (0, 1) and (spread == 0).all()
+
+
+def test_nan_is_found_again_after_it_came_from_another_process() -> None:
+    times = {like(float("nan")): 1.0}
+    assert times[pickle.loads(pickle.dumps(like(float("nan"))))] == 1.0 and math.isnan(machine._made(like(math.nan)))
 
 
 def test_groups_are_alike() -> None:

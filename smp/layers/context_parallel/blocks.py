@@ -104,6 +104,13 @@ def runs_of(cut: SequenceCut, rank: int | None) -> list[Run]:
     ]
 
 
+def halves_of(run: Run) -> list[Run]:
+    """A run cut in the middle, if it has two tokens."""
+    middle = (run.stop - run.start) // 2
+    later = run._replace(start=run.start + middle, row=run.row + middle)
+    return [run._replace(stop=later.start), later] if middle else [run]
+
+
 def blocks_of(
     queries: Iterable[Run], keys: Iterable[Run], pattern: Pattern, *, tile: bool = True, join: bool = True
 ) -> list[Block]:

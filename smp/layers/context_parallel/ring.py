@@ -26,7 +26,7 @@ from smp.kernels.attention_core import AttentionSpec, BlockCore, Pair
 from smp.kernels.sequence_cut import SequenceCut
 from smp.kernels.sinks import sinks_gradient
 from smp.kernels.token_layout import TokenLayout
-from smp.layers.context_parallel.blocks import Call, Planner, last_step, runs_of
+from smp.layers.context_parallel.blocks import Call, Planner, halves_of, last_step, runs_of
 from smp.layers.context_parallel.core import CutAttention
 from smp.layers.context_parallel.partial import Layer, finished
 from smp.layers.context_parallel.plan import Kind, kind_of
@@ -64,7 +64,11 @@ class RingAttention(CutAttention):
         plan = {}
         for kind in dict.fromkeys(kind_of(spec, cut) for spec in specs):
             sources = [(group.rank - step) % group.size for step in range(last_step(runs, kind[0]) + 1)]
-            plan[kind] = tuple(planner.calls(runs[group.rank], runs[source], kind) for source in sources)
+            first, *others = (planner.calls(runs[group.rank], runs[source], kind) for source in sources)
+            if others and len(first) == 1:  # the backward pass computes a part while its last message is on the way
+                halves = [half for run in runs[group.rank] for half in halves_of(run)]
+                first = planner.calls(halves, halves, kind)
+            plan[kind] = (first, *others)
         return plan
 
     def exchange(
@@ -129,13 +133,13 @@ class _Ring(torch.autograd.Function):
 
 
 def _halves(calls: tuple[Call, ...]) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
-    """About as much work in each."""
-    total, done = sum(call.pairs for call in calls), 0
-    for i, call in enumerate(calls):
-        done += call.pairs
-        if 2 * done >= total:
-            return calls[: i + 1], calls[i + 1 :]
-    return calls, ()
+    """About as much work in each; of two calls or more neither has none."""
+    total, done, cut = sum(call.pairs for call in calls), 0, 0
+    for call in calls[:-1]:
+        if cut and 2 * done + call.pairs > total:
+            break
+        done, cut = done + call.pairs, cut + 1
+    return calls[: max(cut, 1)], calls[max(cut, 1) :]
 
 
 def _round(

@@ -18,7 +18,7 @@ from smp.kernels.varlen import VarlenAttention
 from smp.layers.context_parallel.blocks import Block, blocks_of, runs_of
 from smp.layers.context_parallel.gather import AllGatherAttention
 from smp.layers.context_parallel.partial import Layer, finished
-from smp.layers.context_parallel.ring import RingAttention
+from smp.layers.context_parallel.ring import RingAttention, _halves
 from smp.parallel.collectives import Group
 from tests.layers.context_parallel.plain import CASES, CPU, NAMES, PLAIN, Case
 from tests.layers.whole import beyond, error
@@ -231,6 +231,18 @@ def test_all_ranks_compute_as_much_and_nothing_that_is_hidden(kind: Any, ranks: 
         ids = torch.randint(0, 6, (1, 48 * ranks), generator=generator).sort().values
         packed = replace(case, documents=ids)
         assert computed(packed, ranks, kind, FusedAttention()) == packed.cut(ranks).work().tolist()
+
+
+@pytest.mark.parametrize("core", CORES.values(), ids=CORES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_rank_has_work_while_the_last_message_is_on_the_way(core: Any, ranks: int) -> None:
+    """The last rank, whose two chunks are neighbours, as well: both wait for the message that it takes late."""
+    case = Case(48 * ranks, 1, 1, batch=1, width=1)
+    for rank in range(ranks):
+        layout = TokenLayout(case.batch, case.length // ranks, cut=case.cut(ranks))
+        plan = RingAttention(core, Group("none", ranks, rank)).prepare(layout, [case.spec], torch.float32, CPU).plan
+        early, late = (sum(call.pairs for call in calls) for calls in _halves(plan[(True, None), False][0]))
+        assert abs(early - late) <= 0.05 * (early + late)
 
 
 @pytest.mark.parametrize("kind", [RingAttention, AllGatherAttention])
