@@ -39,9 +39,10 @@ class _Twin:
 
 @dataclass
 class _Arriving:
-    """A gradient on its way to the host, ``there`` as it is on the device."""
+    """A gradient on its way to the host, ``there`` as it is on the device; ``source`` is what is copied of it."""
 
     there: torch.Tensor
+    source: torch.Tensor
     gradient: torch.Tensor
     buffer: torch.Tensor
     events: list[Event]
@@ -139,7 +140,7 @@ class HostAdamW(torch.optim.AdamW):
             copy = self._on_host(weight, copied=True) if twin is None else twin.weight
             events.append(self._copier.out(weight, copy))
             self._twins[parameter] = _Twin(copy, weight._version)
-        return _Arriving(parameter.grad, target, buffer, events)
+        return _Arriving(parameter.grad, gradient, target, buffer, events)
 
     def _finish(
         self, group: dict[str, Any], parameter: torch.Tensor, arriving: _Arriving, factor: torch.Tensor | None

@@ -94,6 +94,15 @@ def test_gradients_leave_while_the_last_backward_pass_runs() -> None:
     assert copier.bytes_out == left[0] + 2 * 4 * (5 * 7 + 7)
 
 
+def test_a_copy_of_a_strided_gradient_lives_until_it_is_there() -> None:
+    weights = [nn.Parameter(torch.ones(3, 5)) for _ in range(2)]
+    strided = torch.arange(15.0).view(5, 3).t()
+    weights[0].grad, weights[1].grad = strided, strided.contiguous()  # torch's kernel of a CPU overlooks strides
+    HostAdamW([{"params": weights[:1]}], QueueCopier("late", "late"), lr=0.1).step()
+    torch.optim.AdamW(weights[1:], lr=0.1, fused=True).step()
+    assert torch.equal(*weights)
+
+
 def test_a_gradient_that_left_and_was_replaced_is_an_error() -> None:
     layer = nn.Linear(2, 2)
     optimizer = HostAdamW([{"params": list(layer.parameters())}], HostCopier(), lr=0.1)
