@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from smp.config.schema import ConfigError
+from smp.hf import fsdp1
 from smp.hf.state import state
 from smp.optim.optimizer import clip_gradients
 
@@ -24,6 +25,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     """
     if not max_norm > 0:
         raise ConfigError(f"clip_grad_norm_: max_norm {max_norm}: give a number above 0; float('inf') only measures")
+    if (root := fsdp1.root_of(model)) is not None:
+        return root.clip_grad_norm_(max_norm)
     named = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
     if state.ep_size > 1 or not isinstance(model, DistributedDataParallel):
         check_sharded(named)

@@ -12,7 +12,6 @@ import time
 from abc import ABC
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from smp.config.schema import ConfigError
-from smp.hf.state import state
+from smp.hf import fsdp1
 
 NAME = "torch.sagemaker"
 _CHECKPOINT = "distributed.checkpoint"
@@ -97,7 +96,7 @@ def timeit(condition: bool, message: str, rank: int) -> Iterator[None]:
 def install() -> None:
     """Make ``torch.sagemaker`` and its modules. Call it before the script imports them; a second call does nothing.
 
-    FullyShardedDataParallel, which SMP v2's scripts wrap models in, then says what to write for transformed ones.
+    FullyShardedDataParallel, which SMP v2's scripts wrap models in, then takes transformed ones (:mod:`smp.hf.fsdp1`).
 
     Raises:
         ConfigError: SMP v2 is installed here.
@@ -110,7 +109,7 @@ def install() -> None:
         _put(symbol, where)
     for symbol, instead in INSTEAD.items():
         _put(symbol, _refusing(symbol, instead))
-    _refuse_fsdp1()
+    fsdp1.install()
 
 
 class _Module(ModuleType):
@@ -149,25 +148,3 @@ def _refusing(symbol: str, instead: str) -> Callable[..., Any]:
 
     refused.__name__ = symbol.rpartition(".")[2]
     return refused
-
-
-def _refuse_fsdp1() -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    plain = FullyShardedDataParallel.__init__
-
-    @wraps(plain)
-    def checked(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        if any(hasattr(part, "smp_cut") or hasattr(part, "smp_report") for part in module.modules()) and _cuts():
-            raise ConfigError(
-                "FullyShardedDataParallel does not take a transformed model: for layer in model.model.layers: "
-                "fully_shard(layer, mesh=smp.state.data_mesh), and then fully_shard(model, mesh=smp.state.data_mesh)"
-            )
-        plain(self, module, *args, **kwargs)
-
-    FullyShardedDataParallel.__init__ = checked  # type: ignore[method-assign]
-
-
-def _cuts() -> bool:
-    """Whether parameters are cut, or sequences, so that FSDP1 would not know over which ranks to shard."""
-    return state.tp_size > 1 or state.cp_size > 1

@@ -27,6 +27,7 @@ from smp.config.schema import ConfigError
 from smp.convert.hf_store import open_store
 from smp.convert.store import PieceStore
 from smp.hf.adapters import base_of
+from smp.hf.fsdp1 import root_of
 from smp.hf.state import state
 from smp.parallel.agree import gather
 from smp.parallel.boxes import local_box, local_part
@@ -163,6 +164,7 @@ class DelayedParamIniter:
         seed = state.settings.random_seed if seed is None else seed
         self.model, self.seed = model, gather(torch.initial_seed())[0] if seed is None else seed
         self.names = {id(module): name for name, module in model.named_modules()}
+        self.waiting = {name for name, parameter in model.named_parameters() if parameter.is_meta}
         _check_rules(model)
 
     def init(self) -> None:
@@ -194,7 +196,10 @@ class DelayedParamIniter:
         if enabled:
             left = [n for n, t in (*self.model.named_parameters(), *self.model.named_buffers()) if t.is_meta]
             assert not left, f"{left[0]} is still on the meta device"
-            assert self.count_num_params(self.model) == before, "the number of parameters changed"
+            if root_of(self.model) is None:
+                assert self.count_num_params(self.model) == before, "the number of parameters changed"
+            else:  # FSDP1 keeps pieces, but had all of them drawn
+                assert not self.waiting, f"{min(self.waiting)} was not drawn"
 
     @torch.no_grad()
     def _init(self, module: nn.Module) -> None:
@@ -215,6 +220,7 @@ class DelayedParamIniter:
             _init_weights(self.model, twin)
         for own in missing:
             self._keep(f"{name}.{own}", module._parameters[own], twin._parameters[own])
+            self.waiting.discard(f"{name}.{own}")
 
     def _keep(self, name: str, parameter: Any, whole: Any) -> None:
         if whole.isnan().any():

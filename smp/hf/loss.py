@@ -32,7 +32,7 @@ from smp.config.fields import did_you_mean
 from smp.config.schema import ConfigError
 from smp.data.sample import IGNORE_INDEX
 from smp.hf.adapters import base_of
-from smp.hf.modules import local_weight_and_bias
+from smp.hf.modules import home_of, local_weight_and_bias
 from smp.hf.plan import Plan
 from smp.hf.rows import REPLICATE
 from smp.hf.state import state
@@ -190,7 +190,7 @@ def _head(module: Any, hidden: torch.Tensor) -> torch.Tensor:
     loss: ParallelLoss = module.smp_loss
     if loss.targets is None:
         return type(module).forward(module, hidden) if module.smp_whole is None else module.smp_whole(hidden)
-    loss.weight = module._parameters["weight"]
+    loss.weight = home_of(module, "weight")["weight"] if module.smp_whole else module.weight
     weight, bias = local_weight_and_bias(module) if module.smp_whole else (module.weight, module.bias)
     hidden = copy_to_group(hidden, loss.shard.group)
     if loss.kind == VOCAB_PARALLEL:

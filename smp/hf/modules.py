@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from smp.config.schema import ConfigError
 from smp.hf import experts
 from smp.hf.adapters import target_of
+from smp.hf.fsdp1 import FSDP2
 from smp.hf.plan import Plan, Step
 from smp.hf.rows import COLUMN, EMBEDDING, EXPERTS, ROW, SUMMED
 from smp.layers.parameter import local
@@ -77,6 +78,7 @@ class Cut:
         around: the boundary that this module's own forward pass is.
         children: of this module, as they were.
         ep: of experts the ranks that exchange rows for them, if there are any.
+        fsdp1: FSDP1 is around it, and knows of the cut.
         tokens: under sequence parallelism, whether the input or output of this module is some of the tokens.
     """
 
@@ -86,6 +88,7 @@ class Cut:
     around: Boundary | None = None
     children: tuple[nn.Module, ...] = ()
     ep: Group | None = None
+    fsdp1: bool = False
     tokens: bool = False
 
 
@@ -114,9 +117,21 @@ def _forward_of(step: Step) -> Any:
     return _embedding if step.style == EMBEDDING else _with_plain_parameters
 
 
+def home_of(module: Any, name: str) -> dict[str, Any]:
+    """Where an own parameter is: while FSDP1 computes, among plain attributes."""
+    if name not in vars(module):
+        return module._parameters
+    if not module.smp_cut.fsdp1:
+        raise ConfigError(
+            f"{type(module).__name__}.{name}: FullyShardedDataParallel does not know of tensor_parallel_degree, its "
+            f"clipping and its optimizer state would be wrong; instead of it: {FSDP2}"
+        )
+    return vars(module)
+
+
 def _plain(module: nn.Module, name: str, summed_over: Group | None = None) -> torch.Tensor:
     """This rank's part of an own parameter."""
-    parameter = module._parameters[name]
+    parameter = home_of(module, name)[name]
     assert isinstance(parameter, DTensor), name
     if not {"ep", "tp"}.issuperset(parameter.device_mesh.mesh_dim_names or ("",)):
         raise RuntimeError(f"{type(module).__name__}.{name} is sharded by FSDP: call the model, not a part of it")
@@ -159,7 +174,7 @@ def _row(module: Any, input: torch.Tensor) -> torch.Tensor:
 def _embedding(module: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """ids (...) -> (..., hidden). The class's own forward looks up the rows of this rank; others' become zero."""
     group: Group = module.smp_cut.group
-    padding, vocabulary = module.padding_idx, module._parameters["weight"].shape[0]
+    padding, vocabulary = module.padding_idx, home_of(module, "weight")["weight"].shape[0]
     rows = vocabulary // group.size
     first = group.rank * rows
     unknown = (input < 0) | (input >= vocabulary)  # row -1, an IndexError as without tensor parallelism
@@ -188,18 +203,20 @@ def _with_plain_parameters(module: Any, *args: Any, **kwargs: Any) -> Any:
     cut: Cut = module.smp_cut
     tokens = cut.tokens and module.training
     summed_over = cut.group if cut.step.style == SUMMED or (tokens and cut.around is None) else None
-    resting = {name: module._parameters[name] for name in cut.step.cuts}
+    homes = {name: home_of(module, name) for name in cut.step.cuts}
+    resting = {name: home[name] for name, home in homes.items()}
     if cut.around is not None:
         _check_children(module, cut.children)
         cut.around.active = True
         if tokens:
             args, kwargs = _all_tokens(cut, args, kwargs)
     try:
-        for name in resting:
-            module._parameters[name] = experts.averaged(_plain(module, name, summed_over), cut.ep)
+        for name, home in homes.items():
+            home[name] = experts.averaged(_plain(module, name, summed_over), cut.ep)
         return type(module).forward(module, *args, **kwargs)
     finally:
-        module._parameters.update(resting)
+        for name, home in homes.items():
+            home[name] = resting[name]
         if cut.around is not None:
             cut.around.active = False
             cut.around.seen.clear()

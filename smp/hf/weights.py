@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from smp.config.schema import ConfigError
 from smp.hf.adapters import in_adapter_file
+from smp.hf.fsdp1 import root_of
 from smp.parallel.agree import gather, on_all_or_none, on_rank_zero
 from smp.parallel.boxes import local_box, placed_like
 
@@ -118,6 +119,8 @@ def _refuse_resize(*_: Any, **__: Any) -> None:
 
 
 def _cut_whole_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    if root_of(module) is not None or not any(isinstance(p, DTensor) for p in module.parameters()):
+        return  # FSDP1 cuts what it loads
     for name, own in module.state_dict(prefix=prefix, keep_vars=True).items():
         whole = state_dict.get(name)
         if not isinstance(own, DTensor) or not isinstance(whole, torch.Tensor) or isinstance(whole, DTensor):
@@ -159,6 +162,9 @@ def _save_pretrained(self: Any, save_directory: str | os.PathLike[str], **option
         for key in ("state_dict", "distributed_checkpoint"):
             if options.pop(key, None):
                 raise ConfigError(f"save_pretrained of a transformed model gathers the weights itself: leave out {key}")
+        table = getattr(self.get_input_embeddings(), "weight", None)
+        if table is not None and table.ndim == 1:  # a piece
+            raise ConfigError("save_pretrained: FullyShardedDataParallel has the weights: see FSDP.state_dict_type")
 
     on_all_or_none(check, ConfigError, "save_pretrained")
     whole = whole_state_dict(self, in_adapter_file(self))
