@@ -136,11 +136,6 @@ def check_moe(config: Config, layout: Layout) -> None:
         f"--compile cannot trace --expert-model-parallel-size {ep}, where each step exchanges other numbers of rows; "
         "leave one of them out",
     )
-    require(
-        not (parallel.compile and model.moe_router_topk == 1),
-        "--compile and --moe-router-topk 1 exclude each other: torch 2.13 then compiles wrong gradients of routers; "
-        "leave out --compile",
-    )
     uneven = model.moe_expert_capacity_factor is not None and not model.moe_pad_expert_input_to_capacity
     require(
         not (parallel.compile and uneven),

@@ -176,10 +176,6 @@ def test_a_resolved_config_resolves_to_itself(flags, length, tmp_path_factory):
             "--position-embedding-type none --attention-chunk-size 8",
             "--attention-chunk-size 8 has no effect without --position-embedding-type rope",
         ),
-        (
-            "--compile --num-experts 4 --moe-router-topk 1 --moe-router-pre-softmax",
-            "--compile and --moe-router-topk 1 exclude each other",
-        ),
         ("--num-experts 4 --moe-apply-probs-on-input", "--moe-apply-probs-on-input needs --moe-router-topk 1, not 2"),
         ("--window-size 0", "--window-size 0 must be above 0"),
         ("--num-layers 0", "--num-layers 0 must be above 0"),
