@@ -184,7 +184,7 @@ def compiled_cases() -> list[Case]:
         _row(1, 2, "mixtral", "tp", "full", clip=True, compile=True),
         _row(1, 1, "pre-softmax", "cp", dropout=True, compile=True),
         _row(1, 1, "gpt-oss", "tp and sp", compile=True),
+        _row(1, 2, "padded", "alone", compile=True),
         _row(1, 1, "llama4", "tp and sp", compile=True),
         _row(1, 1, "llama4", "cp", compile=True),
-        _row(1, 2, "padded", "alone", compile=True),
     ]

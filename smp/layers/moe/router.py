@@ -198,12 +198,12 @@ class Router(nn.Module):
 
     def _weights(self, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         if self.score_function == "sigmoid":
-            chosen = logits.gather(1, experts).sigmoid()
+            chosen = _of_experts(logits, experts).sigmoid()
             weights = chosen / (chosen.sum(-1, keepdim=True) + 1e-20) if self.topk > 1 else chosen
         elif self.pre_softmax:
-            weights = logits.softmax(-1).gather(1, experts)
+            weights = _of_experts(logits.softmax(-1), experts)
         else:
-            weights = logits.gather(1, experts).softmax(-1)
+            weights = _of_experts(logits, experts).softmax(-1)
         return weights * self.scaling_factor
 
     def balance(self, routing: Routing, counted: Counted, kept: torch.Tensor | None = None) -> Balance:
@@ -258,6 +258,15 @@ class Router(nn.Module):
         assert self.expert_bias is not None and self.bias_update_rate is not None
         missing = torch.sign(seen.sum() - self.num_experts * seen)  # whole numbers: exact, and the same everywhere
         self.expert_bias += self.bias_update_rate * missing * apply
+
+
+def _of_experts(values: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """Of ``values`` (tokens, experts) those of each token's ``experts``, int64 (tokens, k). One column is picked by a
+    product, because torch 2.13 compiles a wrong gradient of its gather."""
+    if experts.shape[1] > 1:
+        return values.gather(1, experts)
+    chosen = torch.zeros_like(values).scatter(1, experts, 1.0)
+    return (values * chosen).sum(-1, keepdim=True)
 
 
 def _load(counts: torch.Tensor) -> torch.Tensor:
