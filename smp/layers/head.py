@@ -101,6 +101,10 @@ class VocabParallelHead(nn.Module):
         self.logical_rows = {} if tied else {"weight": vocab_size}
         self.shard = VocabShard.of(self.group, rows // self.group.size, vocab_size, softcap)
 
+    def matrix(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """This rank's rows as ``forward`` uses them, for several calls of it; None: tied."""
+        return None if self.weight is None else local(self.weight, dtype)
+
     def forward(
         self,
         x: torch.Tensor,
@@ -115,13 +119,13 @@ class VocabParallelHead(nn.Module):
             x: (tokens [/p], hidden).
             labels: int64 (tokens,).
             loss_weights: fp32 (tokens,), what each token's loss counts.
-            tied_weight: the embedding's ``table()`` when tied.
+            tied_weight: the embedding's ``table()`` when tied, or what :meth:`matrix` gave.
             preference: instead of the weighted sum, the loss of pairs of answers; tokens of weight 0 are the prompt's.
 
         Raises:
             ValueError: for labels without weights, or weights without labels.
         """
-        weight = tied_weight if self.weight is None else local(self.weight, x.dtype)
+        weight = self.matrix(x.dtype) if tied_weight is None else tied_weight
         assert weight is not None
         if (labels is None) != (loss_weights is None):
             raise ValueError("a loss needs labels and loss_weights, logits neither")

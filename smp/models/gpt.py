@@ -213,12 +213,17 @@ class GPT(nn.Module):
             return ModelOutput(hidden=x)._replace(**self._beside(balance))
         assert self.final_norm is not None and self.head is not None
         x = self.final_norm(x)
+        matrix = tied_weight if self.tied else None
         if labels is None or weights is None:
-            output = self.head(self._scaled(x), tied_weight=tied_weight)
+            output = self.head(self._scaled(x), tied_weight=matrix)
             return ModelOutput(logits=output.logits[: rows * length].view(rows, length, -1))
-        further = self._further_loss(x, batch, layout, tied_weight, balance) if measures and batch.further else None
+        further = None
+        if measures and batch.further:
+            if matrix is None:  # one for all uses, so that its gradients add as FSDP adds them
+                matrix = cast(VocabParallelHead, self.head).matrix(x.dtype)
+            further = self._further_loss(x, batch, layout, (tied_weight, matrix), balance)
         x = self._scaled(x)
-        output = self.head(x, _flat(labels, padding), _flat(weights, padding), tied_weight, batch.preference)
+        output = self.head(x, _flat(labels, padding), _flat(weights, padding), matrix, batch.preference)
         beside = self._beside(balance, further)
         return output._replace(**beside) if beside else output
 
@@ -249,13 +254,13 @@ class GPT(nn.Module):
         hidden: torch.Tensor,
         batch: MicroBatch,
         layout: TokenLayout,
-        table: torch.Tensor | None,
+        matrices: tuple[torch.Tensor | None, torch.Tensor | None],
         balance: list[torch.Tensor],
     ) -> torch.Tensor:
-        """Loss of the layers of multi-token prediction as it is added, from the final norm's result. See
-        ``smp.layers.prediction``."""
+        """Loss of the layers of multi-token prediction as it is added, from the final norm's result and the embedding's
+        and the output layer's matrix. See ``smp.layers.prediction``."""
         assert self.head is not None
-        losses, padding = [], layout.padding
+        (table, matrix), losses, padding = matrices, [], layout.padding
         for layer, prediction, target in zip(
             further_layers(self.config), self.predictions.values(), batch.further, strict=True
         ):
@@ -264,7 +269,7 @@ class GPT(nn.Module):
             counted = self._counted(target.loss_weights, padding)
             hidden = cast(Prediction, prediction).norm(self._block(layer, x, layout, None, counted, balance))
             labels, weights = _flat(target.labels, padding), _flat(target.loss_weights, padding)
-            losses.append(self.head(self._scaled(hidden), labels, weights, table).loss)
+            losses.append(self.head(self._scaled(hidden), labels, weights, matrix).loss)
         return sum(losses[1:], losses[0]) * (self.config.mtp_loss_scaling_factor / len(losses))
 
     def _scaled(self, x: torch.Tensor) -> torch.Tensor:

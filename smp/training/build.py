@@ -88,7 +88,7 @@ def choose_backends(
         lines.append("attention: in training probabilities are materialised instead, for --attention-dropout")
     if model.num_experts is not None:
         assert model.moe_ffn_hidden_size is not None, "resolved before"
-        experts = context.expert_tp_group.size
+        experts = parallel.expert_tensor_parallel_size or tp
         lines += describe_products(device, shape.dtype, (model.hidden_size, model.moe_ffn_hidden_size // experts))
     lines += choose_fp8(config, device)
     return replace(kernels, attention=core), lines
