@@ -66,7 +66,7 @@ def draw(panels: Sequence[Panel]) -> Any:
     all_axes = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for axes, (title, timeline) in zip(all_axes, panels, strict=True):
         _draw_panel(axes, title, timeline)
-    all_axes[-1].set_xlabel(f"time ({LEGEND})", fontsize=8)
+    all_axes[-1].set_xlabel(f"time, in seconds of a run or units of --forward ({LEGEND})", fontsize=8)
     return figure
 
 

@@ -1,15 +1,18 @@
-"""finetune.py trains a Gemma: whole and by adapters, alike in other layouts, and transformers reads what it leaves."""
+"""finetune.py trains a Gemma: whole and by adapters, alike in other layouts, and transformers reads what it leaves; so
+it does, once each, every family with scales, caps, norms or layers of its own."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
 import finetune
+from tests.convert.tiny import SCALED, TINY, save_theirs
 from tests.distributed import run_distributed
 from tests.training.flag_runs import clean_process
 from tests.training.tiny_hf import write_model, write_samples, write_tokenizer
@@ -72,3 +75,25 @@ def test_layouts_tune_it_alike(folder: Path) -> None:
     for one, other in zip(alone, spread, strict=True):
         assert one["losses"][-1] < one["losses"][0]
         assert other["losses"] == pytest.approx(one["losses"], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SCALED)
+def test_every_family_is_tuned_whole_and_by_adapters(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, settings = TINY[kind]
+    monkeypatch.setitem(TINY, kind, (name, {**settings, "vocab_size": 300, "initializer_range": 0.15}))
+    base = save_theirs(kind, tmp_path / "base")
+    write_tokenizer(base)
+    write_samples(base)
+    before = logits(base)
+    said = run(base, f"--save {tmp_path}/sft")
+    losses = [float(loss) for loss in re.findall(r"lm loss: ([0-9.E+-]+)", said)]
+    assert len(losses) == 4 and losses[-1] < losses[0]
+    assert convert(["--load", f"{tmp_path}/sft", "--save", f"{tmp_path}/hf", "--reference", str(base)]) == 0
+    run(base, f"--save {tmp_path}/lora --lora-rank 2")
+    adapter = f"{tmp_path}/lora/adapter"
+    assert merge_lora(["--load", str(base), "--adapter", adapter, "--save", f"{tmp_path}/merged"]) == 0
+    for name in ("hf", "merged"):
+        assert (logits(tmp_path / name) - before).abs().max() > 1e-3, name
