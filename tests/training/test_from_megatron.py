@@ -51,8 +51,8 @@ def test_the_8b_line_trains_on_one_process(tmp_path: Path) -> None:
 
 
 def test_a_line_that_cannot_run_writes_nothing(tmp_path: Path) -> None:
-    run = run_here(tmp_path, "--num-layers 2 --fp4-format e2m1", base="--from-megatron")
-    assert run.code == 2 and len(run.errors) == 1 and "--fp4-format e2m1: of 8-bit" in run.errors[0]
+    run = run_here(tmp_path, "--num-layers 2 --use-mup", base="--from-megatron")
+    assert run.code == 2 and len(run.errors) == 1 and "--use-mup: this architecture does not exist" in run.errors[0]
     assert run.files == set()
 
 
