@@ -84,7 +84,7 @@ def _check_gather(parallel: ParallelConfig, layout: Layout) -> None:
     if not parallel.fp8_param_gather:
         return
     require(
-        layout.dp_shard * layout.cp > 1,
+        layout.dp_shard * layout.cp * layout.expert_shard > 1,
         "--fp8-param-gather: no weights are sharded, so none are gathered; leave it out, or take more processes and "
         "--hybrid-shard-degree 0",
     )

@@ -42,6 +42,7 @@ class ExpertKeys:
 
 CLASSIFIERS: dict[str, str | None] = {
     **dict.fromkeys(("olmoe", "glm4_moe", "granite", "cohere", "cohere2")),
+    "llama4_text": None,
     "gemma3_text": "Gemma3TextForSequenceClassification",
 }
 """Families whose ...ForSequenceClassification in transformers does not exist (None), or has another name."""

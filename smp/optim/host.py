@@ -74,8 +74,13 @@ class HostAdamW(torch.optim.AdamW):
         """From now to the step each gradient leaves for the host as soon as it is there: it must not change any more,
         but by :meth:`scale`. Those of ``later`` are taken in the step."""
         self._streams, self._later, self._factor = True, frozenset(later), None
-        for parameter in [*self._streamed]:  # of a step that was not made
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Also after a step that was not made: what had left of it is given up."""
+        self._streams, self._factor = False, None
+        for parameter in [*self._streamed]:
             self._forget(parameter)
+        super().zero_grad(set_to_none)
 
     def scale(self, gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
         """Multiply all gradients by ``factor``, 0-dim, where they arrive, in place of ``torch._foreach_mul_``."""
@@ -126,7 +131,7 @@ class HostAdamW(torch.optim.AdamW):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     arriving = self._streamed.pop(parameter, None)
-                    assert arriving is None or arriving.there is parameter.grad, "a gradient that left is another one"
+                    assert arriving is None or arriving.there is parameter.grad, "a gradient that left was replaced"
                     yield group, parameter, arriving or self._begin(parameter)
 
     def _begin(self, parameter: torch.Tensor) -> _Arriving:

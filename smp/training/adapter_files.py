@@ -67,7 +67,7 @@ def _require_same_model(folder: Folder, config: ModelConfig) -> None:
     if trained.get("scalar_head"):  # the head, which takes the place of any other, comes with them
         trained = {name: value for name, value in trained.items() if name not in _OF_HEADS}
     for name, value in trained.items():
-        if model[name] != value:
+        if name != "mtp_num_layers" and model[name] != value:  # fine-tuning leaves those layers out
             raise CheckpointError(
                 f"{folder} holds adapters of another model: one with {flag_of(name)} {value}, this one has "
                 f"{model[name]}"

@@ -230,8 +230,9 @@ class _Uncounted(HostCopier):
 def _plain(config: Config) -> Config:
     """Without what fake tensors cannot do. apex's Adam holds what torch's does."""
     whole = config.parallel.attention_backend == "math" or bool(scores_flag(config.model))
-    masked = hides_tokens(config.model) and not whole
-    model = replace(config.model, window_size=None, attention_chunk_size=None) if masked else config.model
+    model = replace(config.model, window_size=None) if hides_tokens(config.model) and not whole else config.model
+    if not whole or config.parallel.context_parallel_size > 1:  # a cut's chunks are counted, which needs numbers
+        model = replace(model, attention_chunk_size=None)
     optim = replace(config.optim, optimizer="adam") if config.optim.optimizer == "apex-adam" else config.optim
     return replace(config, model=model, optim=optim, parallel=replace(config.parallel, compile=False))
 
