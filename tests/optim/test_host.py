@@ -109,7 +109,7 @@ def test_a_gradient_that_left_and_was_replaced_is_an_error() -> None:
     optimizer.stream()
     layer(torch.ones(1, 2)).sum().backward()
     layer.weight.grad = torch.zeros(2, 2)
-    with pytest.raises(AssertionError, match="left is another one"):
+    with pytest.raises(AssertionError, match="that left was replaced"):
         optimizer.step()
 
 
