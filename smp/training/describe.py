@@ -147,7 +147,8 @@ def _left_out(config: Config) -> list[str]:
     documents = config.data.reset_attention_mask or config.data.packing == "best-fit"
     whole = config.parallel.attention_backend == "math" or bool(scores_flag(config.model))
     hidden = "window is" if config.model.window_size is not None else "chunks are"
-    masked = hides_tokens(config.model) and not whole
+    cut = config.model.attention_chunk_size is not None and config.parallel.context_parallel_size > 1
+    masked = hides_tokens(config.model) and (cut or not whole)
     lines = ["documents are left out of it: its attention is over whole sequences"] if documents else []
     return lines + ([f"the {hidden} left out of it: its attention is over all tokens before"] if masked else [])
 
