@@ -67,6 +67,8 @@ def save(
     opened = open_folder(folder)
     notes: list[str] = []
 
+    # Runs on rank 0 when the data files of all ranks are on disk. The lock comes last: a job that was stopped for
+    # minutes may have lost it while files were written.
     def finish(manifest: Manifest) -> None:
         if lock is not None:
             lock.check()
@@ -94,15 +96,18 @@ def run_save(
         shards.update(local_shards(state, logical_rows))
         return items_of(shards)
 
+    # The suffix makes names that are in use nowhere, so files of a checkpoint that is there already stay as they are.
     def plan(offered: list[list[Item]]) -> tuple[str, list[list[int]]]:
         chosen = assign(offered)
         folder.make()
         return unused_suffix(folder), chosen
 
     try:
+        # The two exchanges of a save: what each rank has, and where its shards came to lie.
         suffix, chosen = together(prefix, offer, plan, group)
         file = f"shard_{rank(group):05d}{suffix}.safetensors"
         items = items_of(shards)
+        # Replicas are in several ranks' lists, and each was given to one of them.
         mine = [items[number] for number in chosen[rank(group)]]
 
         def write_mine(by_key: Mapping[str, Item]) -> dict[str, str]:
@@ -141,6 +146,7 @@ def load(
         DamagedError: a CheckpointError, when the checkpoint is not what was saved.
     """
     opened = open_folder(folder)
+    # One rank reads it for all: storage is asked once, and all ranks see the same content even if it is replaced now.
     manifest = on_rank_zero(lambda: read_manifest(opened), CheckpointError)
     load_from(opened, manifest, state, logical_rows=logical_rows, allow_unread=allow_unread)
     return manifest.extra
@@ -161,6 +167,7 @@ def load_from(
         shards.update(local_shards(state, logical_rows))
         return list(shards), misfits(shards, manifest.tensors)
 
+    # All ranks agree that everything fits before a tensor of one of them is written to.
     together(prefix, fit, lambda found: require_fit(found, manifest.tensors, allow_unread))
     boxes = {name: (shard.box.offsets, shard.data) for name, shard in shards.items()}
     together(prefix, lambda: read_boxes(folder, manifest, boxes), lambda _: None)

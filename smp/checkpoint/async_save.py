@@ -70,6 +70,7 @@ def async_save(
         TypeError: as :func:`smp.checkpoint.save`.
         CheckpointError: the save before failed, and this one did not begin; or this one cannot begin.
     """
+    # The writer may still read the staging memory of the save before, which is about to be filled anew.
     saver.wait()
     started = time.monotonic()
     opened = open_folder(folder)
@@ -77,15 +78,18 @@ def async_save(
     parts: list[tuple[str, FileLayout]] = []
     manifests: list[Manifest] = []  # on rank 0, without checksums
 
+    # No checksums yet: the writer hashes what it writes and puts them into the manifest at the commit.
     def stage(file: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
         parts.append((file, saver._memory.fill(tensors)))
         return dict.fromkeys(tensors, "")
 
     run_save(state, opened, extra, logical_rows or {}, stage, manifests.append, saver.group)
+    # A number that all writers know: a report of an earlier save under the same file name is not taken for one of this.
     save = on_rank_zero(lambda: secrets.token_hex(8), CheckpointError, saver.group)
     held = None if lock is None else (lock.root.address, lock.token)
     commits = [Commit(manifest, saver.patience, held, root, retention) for manifest in manifests]
     job = Job(opened.address, save, next(iter(parts), None), next(iter(commits), None))
+    # What is awaited is noted first: the writer may answer at any time after the next line.
     saver._save = _UnderWay(opened, started, ["part", "commit"] if commits else ["part"])
     saver._writer.submit(job, saver._memory)
 
@@ -127,6 +131,7 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         if self._save is None:
             return None
         self._listen(0.0)
+        # Every rank knows of its own errors. That all files were committed only rank 0 hears.
         over = self._save.error is not None or (rank(self.group) == 0 and not self._save.awaited)
         return self.wait() if any_rank(over, self.group) else None
 
@@ -142,6 +147,8 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         # In short rounds: a collective that waits for a disk would time out.
         while not every_rank(save.part_is_over, self.group):
             self._listen(1.0)
+        # Two rounds: first all files, then the commit. Rank 0's writer would wait for the report of a rank that failed
+        # until its patience ends; it is told to give up.
         errors = [f"rank {r}: {error}" for r, error in enumerate(gather(save.error, self.group)) if error is not None]
         if errors:
             self._writer.give_up()
@@ -152,6 +159,7 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         if errors:
             with suppress(CheckpointError):  # the next start cleans up what cannot be deleted now
                 on_rank_zero(lambda: discard_unfinished(save.folder), CheckpointError, self.group)
+            # A writer that died, such as by a lack of memory, would fail all later saves.
             if not self._writer.alive:
                 self._writer.close()
                 self._writer = WriterProcess()
@@ -174,6 +182,7 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         """
         atexit.unregister(self.close)
         if (save := self._save) is not None:
+            # No collective here: other ranks may be gone already, or end in another order.
             self._finish_alone(save)
             if save.error is not None:
                 print(f"error: cannot save {save.folder}: {save.error}", file=sys.stderr, flush=True)
@@ -187,6 +196,7 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         deadline = time.monotonic() + save.part_took + LAST_WAIT
         while save.awaited and time.monotonic() < deadline:
             self._listen(min(1.0, LAST_WAIT))
+        # It answers that it gave up. One that does not answer even that hangs, and is left behind.
         if save.awaited:
             self._writer.give_up()
             self._listen(LAST_WAIT)

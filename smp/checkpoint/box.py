@@ -25,6 +25,7 @@ def read_box(
     """The elements of tensor ``name`` from ``offsets`` on, ``sizes`` many in each dimension."""
     entry = manifest.tensors[name]
     met = [shard for shard in entry.shards if _common(shard.offsets, shard.sizes, offsets, sizes) is not None]
+    # The sizes in the manifest bound what its shapes can ask for.
     check_files(folder, manifest, {shard.file for shard in met})  # before memory is asked for
     out = torch.empty(tuple(sizes), dtype=DTYPES[entry.dtype])
     read_box_into(folder, manifest, name, offsets, out)
@@ -39,11 +40,13 @@ def read_box_into(folder: Folder, manifest: Manifest, name: str, offsets: Sequen
 @torch.no_grad()
 def read_boxes(folder: Folder, manifest: Manifest, boxes: Mapping[str, tuple[Sequence[int], torch.Tensor]]) -> None:
     """Fill tensors of any device, each with the box of its shape at the offsets beside it. ``boxes`` is by name."""
+    # A file is opened once and read from front to back, whatever the number of tensors that want something of it.
     by_file: dict[str, dict[tuple[str, Shard], Slice]] = defaultdict(dict)
     for name, (offsets, out) in boxes.items():
         for shard in manifest.tensors[name].shards:
             if (common := _common(shard.offsets, shard.sizes, offsets, out.shape)) is not None:
                 begin, sizes = common
+                # A view: a shard that a tensor takes as a whole is read straight into the tensor's memory.
                 target = narrow(out, _minus(begin, offsets), sizes)
                 by_file[shard.file][name, shard] = Slice(_minus(begin, shard.offsets), target)
     for file, slices in by_file.items():
@@ -63,6 +66,7 @@ def read_blocks(
             continue
         with opened_file(folder, manifest, shard.file, [name]) as (source, slots):
             wanted = Wanted(check_slot(slots, name, shard, manifest))
+            # A caller may stop early, and threads must not read on from a file that is closed.
             with closing(read_ahead(source, [wanted])) as blocks:
                 for block in blocks:
                     require_checksum(name, shard, block)

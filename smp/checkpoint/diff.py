@@ -55,15 +55,18 @@ class TensorDifference:
 
     def add(self, left: torch.Tensor, right: torch.Tensor) -> None:
         """Some elements of both sides, in one dimension."""
+        # Bits, not values: a NaN equals itself then, and 0.0 and -0.0 differ.
         differs = as_bits(left) != as_bits(right)
         numbers = left.double()
         squares = float(numbers.square().sum())
+        # Infinities that both sides have would make the norm infinite and every relative difference 0.
         if not math.isfinite(squares):
             squares = float(numbers[numbers.isfinite() | differs].square().sum())
         self.norm += squares
         if not differs.any():
             return
         self.equal = False
+        # Only of what differs: infinity minus infinity is NaN.
         away = _distance(left[differs], right[differs])
         self.largest = max(self.largest, away.max().item())
         self.squares += away.square().sum().item()
@@ -92,6 +95,7 @@ def _compare(
     found: TensorDifference,
     progress: Callable[[int], None],
 ) -> None:
+    # The second side at once, because its shards may be cut in another way; the first comes in blocks.
     whole = read_box(*b, name, shard.offsets, shard.sizes)
     for where, left in read_blocks(*a, name, shard.offsets, shard.sizes):
         right = narrow(whole, where, left.shape)
@@ -105,5 +109,6 @@ def _distance(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     if left.dtype.is_floating_point:
         return (left.double() - right.double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
     one, other = (side.to(torch.int64).numpy() for side in (left, right))
+    # A difference of two int64 needs 64 bits without a sign: read as uint64 the wrapped result is right.
     apart = np.maximum(one, other).view(np.uint64) - np.minimum(one, other).view(np.uint64)
     return torch.from_numpy(apart.astype(np.float64))

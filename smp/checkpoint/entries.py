@@ -37,6 +37,7 @@ class CheckpointError(ValueError):
 
 def _from_elsewhere(kind: type[CheckpointError], args: tuple[Any, ...], code: int) -> CheckpointError:
     error = kind(*args)
+    # A pickle carries no cause. The exit code is read from it, so an error of the same code stands in.
     error.__cause__ = OSError("on another rank") if code == 1 else None
     return error
 

@@ -33,6 +33,7 @@ def complete(root: Path | str | Folder) -> list[str]:
     """Names of the folders of iterations in ``root`` that have a manifest, newest first."""
     opened = open_folder(root)
     found = [name for name in opened.names() if ITERATION.fullmatch(name)]
+    # The manifest alone makes a checkpoint: a folder without it is what a crash left.
     return [n for n in sorted(found, key=iteration_of, reverse=True) if opened.child(n).size(MANIFEST) is not None]
 
 

@@ -76,6 +76,7 @@ class LocalFolder:
 
     def make(self) -> None:
         """Make it and its parents, if it is not there."""
+        # The entry of a new folder is in its parent: without these syncs a crash may lose the folder, files and all.
         made = [path for path in (self.local, *self.local.parents) if not path.is_dir()]
         self.local.mkdir(parents=True, exist_ok=True)
         for path in made:
@@ -88,6 +89,7 @@ class LocalFolder:
     def size(self, name: str) -> int | None:
         """Bytes of a file; None when there is no such file."""
         try:
+            # ``lstat``: a link has the size of a link and is none of our files.
             found = os.lstat(self.local / name)
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -100,14 +102,17 @@ class LocalFolder:
 
     def replace(self, name: str, data: bytes) -> None:
         """Write a small file: a crash leaves the old content or the new."""
+        # A name by chance: two processes that write at the same time do not write into one file.
         temporary = f"{name}.{secrets.token_hex(4)}.tmp"
         self._write(temporary, data)
         try:
             os.replace(self.local / temporary, self.local / name)
+        # Also at Ctrl-C.
         except BaseException:
             with suppress(OSError):
                 self.delete(temporary)
             raise
+        # A rename is durable once its folder is.
         self.sync()
 
     def create(self, name: str, data: bytes) -> bool:
@@ -116,10 +121,13 @@ class LocalFolder:
         temporary = f"{name}.{secrets.token_hex(4)}.tmp"
         self._write(temporary, data)
         try:
+            # A link fails if the name is taken, and shows the whole content at once; opening with O_EXCL
+            # shows an empty file first.
             os.link(self.local / temporary, self.local / name)
         except FileExistsError:
             return False
         except OSError as error:
+            # EMLINK: so many links that there can be no more. All else is an error of the storage.
             if error.errno not in (*_NOT_KNOWN, errno.EMLINK):
                 raise
             with suppress(FileExistsError):
@@ -140,10 +148,12 @@ class LocalFolder:
     def writer(self, name: str, size: int) -> Iterator[Sink]:
         """A new data file of ``size`` bytes. At a clean end it is durable; after an error it is gone."""
         path = self.local / name
+        # O_EXCL: files of checkpoints have new names, so what is there already belongs to somebody else.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             _reserve(descriptor, size)
             yield _LocalSink(descriptor)
+            # Before the manifest may name it. A disk that is full or broken says so here at the latest.
             os.fsync(descriptor)
         except BaseException:
             with suppress(OSError):
@@ -189,6 +199,7 @@ class _LocalSink:
 
     def write(self, data: memoryview) -> None:
         while data:
+            # The system may take fewer bytes than it was given, on Linux 2 GiB at most.
             data = data[os.write(self._descriptor, data[:PIECE]) :]
 
 
@@ -202,6 +213,7 @@ class _LocalSource:
 
     def read_into(self, offset: int, into: memoryview) -> None:
         while into:
+            # With an offset of its own: several threads read from one descriptor, whose position they would share.
             count = os.preadv(self._descriptor, [into], offset)
             if count == 0:
                 raise EOFError(f"the file ends at {offset}")
@@ -216,6 +228,7 @@ def _open_plain(path: Path) -> int:
         if error.errno in (errno.ELOOP, errno.ENXIO):
             raise FileNotFoundError(f"{path} is not a plain file") from None
         raise
+    # Of the open descriptor: between a look at the path and its opening somebody could exchange the file.
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise FileNotFoundError(f"{path} is not a plain file")
@@ -225,6 +238,7 @@ def _open_plain(path: Path) -> int:
 def _reserve(descriptor: int, size: int) -> None:
     """Room for ``size`` bytes in one piece, and a disk too full says so now. A hint: not every system can."""
     allocate = getattr(os, "posix_fallocate", None)
+    # macOS has none.
     if allocate is None or size == 0:
         return
     try:

@@ -101,6 +101,7 @@ class RunLock:
     def __init__(self, root: Folder, say: Callable[[str], None]) -> None:
         self.root, self._me = root, Holder.here()
         self._lost: str | None = None
+        # Taken before the thread starts: it renews only what is held.
         self._name = _take(root, self._me, say)
         self._renewed = time.monotonic()
         self._released = threading.Event()
@@ -113,6 +114,7 @@ class RunLock:
         return self._me.token
 
     def _keep(self) -> None:
+        # Waits and hears of the release at the same time.
         while not self._released.wait(RENEWED_EVERY):
             try:
                 self._renew()
@@ -125,6 +127,7 @@ class RunLock:
     def _renew(self) -> None:
         """Write the next beat, also where the file was deleted."""
         me = replace(self._me, beat=self._me.beat + 1)
+        # Not blindly: a job that was asleep for minutes would write over the lock of the one that took over.
         require_lock(self.root, self.token)
         self.root.replace(self._name, _encode(me))
         self._me, self._renewed = me, time.monotonic()
@@ -146,6 +149,8 @@ class RunLock:
             raise
         except OSError as error:
             silent = time.monotonic() - self._renewed
+            # Whoever wants the lock watches for the whole time without a beat. Half of it leaves time
+            # for what follows this check.
             if silent > _PATIENCE / 2:
                 raise CheckpointError(
                     f"the lock of {self.root} could not be renewed for {silent:.0f} s ({error}): "
@@ -157,6 +162,7 @@ class RunLock:
         if self._released.is_set():
             return
         self._released.set()
+        # The thread has to be over before the file goes, or it would write the lock once more.
         self._thread.join()
         with suppress(OSError, LockLostError):  # left where storage is away, it is a dead job's
             require_lock(self.root, self.token)
@@ -179,6 +185,7 @@ def _take(root: Folder, me: Holder, say: Callable[[str], None]) -> str:
     Raises:
         CheckpointError: the holder lives, or another job is faster.
     """
+    # Who has the number after the newest lock's is decided by who creates that file.
     newest = name = _locks(root)[-1]
     holder = _read(root, newest)
     if holder is not None and not holder.pid:
@@ -189,6 +196,7 @@ def _take(root: Folder, me: Holder, say: Callable[[str], None]) -> str:
             raise CheckpointError(f"{root} is in use by {holder} (file '{newest}'): {_TWO}")
         name = f"{LOCK}.{_number(newest) + 1}"
     root.create(name, _encode(me))
+    # Looked at again, because storage without exclusive creation lets two jobs pass.
     now = _read(root, _locks(root)[-1])
     if now is None or now.token != me.token:
         raise CheckpointError(f"{root} was taken by {now or _UNKNOWN} just now: {_TWO}")
@@ -226,14 +234,17 @@ def _read(root: Folder, name: str) -> Holder | None:
 
 def _is_alive(holder: Holder, root: Folder, name: str, say: Callable[[str], None]) -> bool:
     if not holder.pid:
+        # Nobody can be asked whether an unreadable lock's holder lives; it was given a second to be filled.
         return False
     if holder.system and (holder.host, holder.system) == (socket.gethostname(), _system()):
+        # A process of the same number that started at another time is another one.
         return _started(holder.pid) == holder.started != ""
     say(f"{root} has a lock of {holder}: watching for {_PATIENCE:.0f} s whether that is alive")
     until = time.monotonic() + _PATIENCE
     while time.monotonic() < until:
         time.sleep(_PATIENCE / 60)
         found = _read(root, name)
+        # A beat, or another job that took over meanwhile: in both cases somebody lives.
         if found is not None and found.pid and (found.token, found.beat) != (holder.token, holder.beat):
             return True
     return False

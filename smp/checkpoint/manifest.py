@@ -36,6 +36,7 @@ def read_manifest(folder: Path | str | Folder) -> Manifest:
     try:
         content = parse_unique(data)
         require(isinstance(content, dict) and content.get("format") == FORMAT, f"format is not {FORMAT!r}")
+        # The checksum before the version: of a damaged file the version is as uncertain as everything else.
         require(_is_signed(data), "content does not match its checksum: it was damaged or edited")
         if content.get("version") != VERSION:  # after the checksum: it is whole, and not damaged
             raise CheckpointError(f"version {content.get('version')!r} is not the known one, {VERSION}")
@@ -43,6 +44,7 @@ def read_manifest(folder: Path | str | Folder) -> Manifest:
         check_manifest(manifest, opened.local)
     except CheckpointError as error:
         raise type(error)(f"{opened}/{MANIFEST}: {error}") from None
+    # JSON of any shape may come: whatever reading it as a manifest leads to is damage.
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         text = f"not a readable manifest ({type(error).__name__}: {error})"
         raise DamagedError(f"{opened}/{MANIFEST}: {text[:500]}") from error
@@ -95,6 +97,8 @@ def write_manifest(folder: Path | str | Folder, manifest: Manifest) -> None:
     """Commit: after this returns, the checkpoint is complete and on disk. The data files must be on disk before."""
     opened = open_folder(folder)
     check_manifest(manifest, opened.local)
+    # The checksum is the first key and has zeros for a place, so the first 16 zeros are the ones to replace, and a
+    # reader can put them back.
     body = {"checksum": "0" * 16, "format": FORMAT, "version": VERSION, **asdict(manifest)}
     data = json.dumps(body, allow_nan=False).encode()
     opened.replace(MANIFEST, data.replace(b"0" * 16, xxhash.xxh3_64_hexdigest(data).encode(), 1))
@@ -110,6 +114,7 @@ def check_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
         copy = json.loads(json.dumps(extra, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise TypeError(f"extra is not plain JSON: {error}") from None
+    # JSON makes lists of tuples and strings of keys; comparing with what comes back finds all such cases.
     if copy != extra:
         raise TypeError("extra would change in JSON: use only dict with str keys, list, str, int, float, bool and None")
     assert isinstance(copy, dict)

@@ -23,12 +23,14 @@ def shared_memory(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Tens
     """
     found: dict[str, str] = {}
     open_views: list[tuple[str, int, np.ndarray]] = []  # views before this one that reach as far as it: name, end
+    # In the order of addresses: a view can only meet views that began before it and reach as far as it.
     for name in sorted(tensors, key=lambda n: (str(tensors[n].device), tensors[n].data_ptr())):
         data = tensors[name]
         if not data.numel():
             continue
         steps = sorted((stride, size) for size, stride in zip(data.shape, data.stride(), strict=True) if size > 1)
         reached = 0
+        # From the smallest step to the largest: what the smaller ones reach must end before the next step begins.
         for stride, size in steps:
             if stride <= reached:  # of the views that torch makes, other than as_strided, only these meet themselves
                 found[name] = "elements that share memory here"
@@ -39,9 +41,12 @@ def shared_memory(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Tens
         ]
         for other, _, others in open_views:
             if _same_view(data, tensors[other]):
+                # Tied weights have one memory here. In the checkpoint they may be two tensors,
+                # which must be equal then.
                 if _differ(stored[other], stored[name]):
                     found[name] = f"another value in the checkpoint than {other}, whose memory it shares here"
                 break
+            # Exact: rows and columns of one matrix reach over each other without having an element in common.
             if np.shares_memory(memory, others):
                 found[name] = f"memory that is another part or shape of {other} here"
         else:

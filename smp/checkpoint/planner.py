@@ -80,6 +80,7 @@ class Item:
 
 def local_shards(state: Mapping[str, Any], logical_rows: Mapping[str, int]) -> dict[str, LocalShard]:
     """The shard of every tensor of ``state`` that this rank holds; raises as :func:`smp.checkpoint.save`."""
+    # A wrong name would not be cut: padding of this layout would be in the file, and no other layout could read it.
     unknown = sorted(set(logical_rows) - set(state))
     if unknown:
         raise CheckpointError(f"logical_rows names tensors that are not in the state: {_listed(unknown)}")
@@ -104,6 +105,7 @@ def _local_shard(name: str, tensor: Any, rows: int | None) -> LocalShard:
         return LocalShard(tuple(tensor.shape), box, data)
     if tensor.ndim == 0 or not 0 <= rows <= tensor.shape[0]:
         raise CheckpointError(f"{name} of shape {tuple(tensor.shape)} cannot have {rows} logical rows")
+    # Of the rows that are real, those in this rank's box: the last ranks may have some, or none.
     real = min(max(rows - box.offsets[0], 0), box.sizes[0])
     return LocalShard((rows, *tensor.shape[1:]), Box(box.offsets, (real, *box.sizes[1:])), data[:real])
 
@@ -120,6 +122,8 @@ def assign(offered: Sequence[Sequence[Item]]) -> list[list[int]]:
     Raises:
         CheckpointError: ranks disagree about a tensor.
     """
+    # Runs on rank 0 over what all ranks offered. Ranks and items come in a fixed order, so equal sizes
+    # always give the same choice.
     seen: dict[str, tuple[tuple[int, ...], str]] = {}
     holders: dict[tuple[str, Box], list[tuple[int, int]]] = defaultdict(list)
     for rank, items in enumerate(offered):
@@ -158,6 +162,7 @@ def require_fit(
 ) -> None:
     """Raise one error that names every tensor that does not fit on some rank; ``found`` is (names, misfits) of each."""
     problems = {name: text for _, misfit in found for name, text in misfit.items()}
+    # Over all ranks: a stage of a pipeline asks for its own tensors only.
     unread = sorted(set(stored) - {name for names, _ in found for name in names})
     if isinstance(allow_unread, str):
         unread = [name for name in unread if not name.startswith(allow_unread)]

@@ -81,12 +81,16 @@ def read_ahead(source: Source, wanted: Sequence[Wanted], pinned: bool = False) -
     room = max((one.row_size * step for one, step in zip(wanted, steps, strict=True) if one.into is None), default=0)
     # one block more than threads, so that they go on while the caller uses one; of huge rows only one at a time
     ahead = source.readers + 1 if room <= source.piece else 0
+    # A block's buffer comes round again only after the block was yielded and the caller asked for the next: at most
+    # ``ahead`` + 1 are under way.
     buffers = cycle([_buffer(room, pinned) for _ in range(ahead + 1)])
     under_way: deque[tuple[Block, Future[None]]] = deque()
+    # One hash for all shards in turn: blocks end in the order in which they lie in the file.
     hashed = xxhash.xxh3_64()
 
     def oldest() -> Block:
         block, reading = under_way.popleft()
+        # What went wrong on the thread is raised here, for the caller.
         reading.result()
         hashed.update(raw_bytes(block.rows))
         if block.first + len(block.rows) < wanted[block.number].shape[0]:
@@ -100,6 +104,7 @@ def read_ahead(source: Source, wanted: Sequence[Wanted], pinned: bool = False) -
             one = wanted[number]
             end = min(first + steps[number], one.shape[0])
             rows = one.rows(first, end, next(buffers))
+            # Blocks are read at offsets of their own, so that threads need no order among themselves.
             reading = pool.submit(source.read_into, one.slot.start + first * one.row_size, raw_bytes(rows))
             under_way.append((Block(number, first, rows), reading))
             if len(under_way) > ahead:

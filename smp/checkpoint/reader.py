@@ -36,15 +36,19 @@ def read_slices(folder: Folder, manifest: Manifest, file: str, slices: Slices) -
         DamagedError: naming the file, and the tensor where one is known, for anything but what was saved.
         CheckpointError: for a file that cannot be read, which may be for a while only.
     """
+    # Only page-locked memory is copied to a GPU at the full speed of the bus.
     pinned = any(one.target.is_cuda for one in slices.values())
     with opened_file(folder, manifest, file, (name for name, _ in slices)) as (source, slots):
         found = {key: check_slot(slots, *key, manifest) for key in slices}
+        # By position in the file: reading goes forward, which disks and the system's read-ahead are made for.
         in_order = sorted(found, key=lambda key: found[key].start)
         wanted = [Wanted(found[key], _whole_target(found[key], slices[key])) for key in in_order]
         with closing(read_ahead(source, wanted, pinned)) as blocks:
             for block in blocks:
                 key = in_order[block.number]
                 if wanted[block.number].into is None:
+                    # Copied before the checksum is known: it covers the whole shard, which no buffer holds. After an
+                    # error the content of what is loaded is undefined, and ``load`` says so.
                     _copy_rows(block, slices[key])
                 require_checksum(*key, block)
 
@@ -63,6 +67,7 @@ def opened_file(
     path, held = f"{folder}/{file}", ", ".join(sorted(set(names))[:3])
     try:
         with folder.reader(file) as source:
+            # Before the header is read: what it says is bounded by the size.
             if source.size != manifest.files[file]:
                 raise DamagedError(f"has {source.size} bytes instead of {manifest.files[file]}")
             yield source, read_header(source)
@@ -99,6 +104,7 @@ def narrow(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -
 
 def _whole_target(slot: Slot, wanted: Slice) -> torch.Tensor | None:
     """The tensor that takes all of a shard in one piece, if it does: the shard is read straight into it."""
+    # Only memory that lies as the file does can be read into. A GPU's cannot.
     target = wanted.target
     return target if tuple(target.shape) == slot.shape and target.is_cpu and target.is_contiguous() else None
 

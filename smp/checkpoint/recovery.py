@@ -31,6 +31,7 @@ def clean(root: Folder) -> list[str]:
     Returns a line for each thing that was done."""
     lines = []
     for name in (name for name in root.names() if ITERATION.fullmatch(name)):
+        # Under the lock of the run no save can be under way, so what has no manifest is of a crash.
         if left := discard_unfinished(root.child(name)):
             lines.append(f"{root.child(name)}: removed {len(left)} files of a save that did not finish")
         others = root.child(name).names()
@@ -74,11 +75,14 @@ def set_aside(root: Folder, name: str, reason: str) -> str:
         What was done, for the user. On a disk without any room the name is changed and nothing is written.
     """
     new = DAMAGED + name
+    # The same iteration may have been damaged before.
     while new in root.names():
         new += "+"
     root.rename(name, new)
     said = f"it is set aside as {root.child(new)}"
     try:
+        # The name is what counts: a disk without room for the text must not stop the next older
+        # checkpoint from being loaded.
         root.child(new).replace(REASON, f"{reason}\n".encode())
         _point_at_newest(root)
     except OSError as error:
@@ -111,6 +115,7 @@ def load_newest(
     """
     names = on_rank_zero(lambda: complete(root), CheckpointError)
     problems = []
+    # All ranks go through the same names, and ``load`` raises the same error on all: none tries another checkpoint.
     for name in names:
         folder = root.child(name)
         try:
@@ -123,6 +128,7 @@ def load_newest(
             said = on_rank_zero(put_away, CheckpointError) if may_rename else f"{folder} is passed over"
             say(f"WARNING: {said}")
     aside = on_rank_zero(lambda: set_aside_names(root), CheckpointError)
+    # What was set aside by an earlier start counts as well: training anew would hide that something was lost.
     if problems or aside:
         listed = "; ".join(problems) or ", ".join(aside)
         raise DamagedError(f"{root} holds no checkpoint that is whole, only damaged ones: {listed}")

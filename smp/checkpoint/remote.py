@@ -85,6 +85,7 @@ class RemoteFolder:
         self.files.pipe_file(self._at(name), data)
 
     def create(self, name: str, data: bytes) -> bool:
+        # Back-ends without exclusive creation ignore the mode, so the look before is all that they have.
         if self.size(name) is not None:
             return False
         try:
@@ -98,8 +99,10 @@ class RemoteFolder:
         file = _Calls(self.files.open(self._at(name), "wb", block_size=_PART))
         try:
             yield file
+            # An upload is complete only with its last part, which closing sends.
             file.close()
         except BaseException:
+            # The parts that were sent must not become an object, or stay and cost money.
             with suppress(OSError):
                 file.discard()
             file.to.closed = True  # or its destructor tries to go on
@@ -121,6 +124,7 @@ class RemoteFolder:
         """All objects are copied before the first is deleted: killed in between, the old folder is whole or, without
         the manifest, the new one is."""
         old = self._at(name)
+        # The manifest sorts first, so it is deleted first: from then on the old folder is no checkpoint.
         paths = sorted(self.files.find(old), key=lambda path: path.endswith(".safetensors"))
         for path in paths:
             self.files.copy(path, self._at(new) + path.removeprefix(old))
@@ -169,6 +173,7 @@ class _RemoteSource:
             return
         if offset >= self.size:
             raise EOFError(f"the object ends at {self.size}")
+        # fsspec returns new memory for every range; there is no reading into memory that is there.
         data = self._files.cat_file(self._path, start=offset, end=offset + len(into))
         if len(data) != len(into):
             raise EOFError(f"the object ends at {offset + len(data)}")

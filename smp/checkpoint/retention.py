@@ -33,9 +33,11 @@ class Retention:
 
     def doomed(self, losses: Mapping[int, float | None]) -> list[int]:
         """Iterations to delete, oldest first, of those there are, with their validation losses."""
+        # A union: each rule keeps what it wants, whatever the others say.
         kept = set(sorted(losses)[-self.last :])
         if self.every is not None:
             kept |= {iteration for iteration in losses if iteration % self.every == 0}
+        # Of equal losses the earlier iteration is kept.
         known = sorted((loss, iteration) for iteration, loss in losses.items() if loss is not None)
         kept |= {iteration for _, iteration in known[: self.best or 0]}
         return sorted(set(losses) - kept)
@@ -68,12 +70,14 @@ def prune(root: Folder, retention: Retention, say: Callable[[str], None] = lambd
     """
     removed = doomed(root, retention, say)
     for name in removed:
+        # A last look before something is deleted: only folders of iterations.
         assert ITERATION.fullmatch(name)
         folder = root.child(name)
         if folder.local is not None and folder.local.is_symlink():
             folder.remove()  # the link alone
             continue
         folder.delete(MANIFEST)
+        # The loss of the name is on disk before the files go: no crash leaves a manifest without its data.
         folder.sync()
         discard_unfinished(folder)
     return removed
@@ -85,6 +89,7 @@ def publish(root: Folder, folder: Folder, retention: Retention | None, check: Ca
     ``check`` raises when another job has ``root``; it is called before anything is changed. Returns lines for the user:
     what cannot be done is one of them, for the checkpoint is complete all the same.
     """
+    # Two attempts, so that a failed removal does not hide that ``latest`` moved, nor the other way round.
     try:
         check()
         commit_latest(root, folder)

@@ -51,12 +51,14 @@ def rewrite(
 def cut(manifest: Manifest, files: int) -> Iterator[list[Item]]:
     """Pieces of each file: all tensors one after the other, cut between rows where a file is full."""
     tensors = [Item.whole(name, entry.shape, entry.dtype) for name, entry in manifest.tensors.items()]
+    # Rounded up, so that there are never more files than asked for.
     limit = max(1, -(-sum(whole.count * whole.row_size for whole in tensors) // files))
     pieces: list[Item] = []
     room = limit
     for whole in tensors:
         first = 0
         while first < max(whole.count, 1):
+            # Rows that fill the file, at least one: a row is never cut, so a file may become larger.
             until_full = max(1, -(-room // max(whole.row_size, 1)))  # or more than full
             count = min(whole.count - first, until_full, rows_of_a_shard(whole.row_size))
             pieces.append(whole.rows(first, count))
@@ -86,6 +88,7 @@ def write_shards(
     """
 
     def write(by_key: Mapping[str, Item]) -> dict[str, str]:
+        # Only sizes are needed to lay a file out; the data come later, piece by piece.
         metas = {k: torch.empty(i.box.sizes, dtype=DTYPES[i.dtype], device="meta") for k, i in by_key.items()}
         layout = lay_out(metas)
         return write_file(target, file, layout, ((s.key, part) for s in layout.slots for part in data(by_key[s.key])))

@@ -31,9 +31,12 @@ class StagingBuffer:
 
     def _reserve(self, size: int, pinned: bool) -> None:
         """Make it ``size`` bytes large at least, page-locked where that is asked for."""
+        # Page-locked memory serves for any copy; ordinary memory does not serve a GPU.
         if size <= len(self._memory) and pinned <= self._pinned:
             return
+        # Given back first, or for a moment there would be twice the state in the host's memory.
         self.close()
+        # The writer maps the memory anew when this number changed.
         self.generation += 1
         self.descriptor = _nameless_file()
         os.ftruncate(self.descriptor, size)
@@ -54,6 +57,7 @@ class StagingBuffer:
         devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
         for slot in layout.slots:
             slice_ = self._memory[slot.start : slot.start + slot.size].view(DTYPES[slot.dtype]).view(slot.shape)
+            # Does not wait: copies from a GPU follow each other, and there is one wait at the end.
             slice_.copy_(tensors[slot.key], non_blocking=True)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
@@ -62,6 +66,7 @@ class StagingBuffer:
     def close(self) -> None:
         """Give the memory back."""
         if self._pinned:
+            # While the memory is still there: CUDA unlocks pages by their address.
             _check(torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr()))
             self._pinned = False
         if self.descriptor >= 0:

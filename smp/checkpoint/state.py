@@ -40,6 +40,7 @@ def training_state(
         tensors |= {f"model.{name}": buffer for name, buffer in _persistent_buffers(model).items()}
     if optimizer is None:
         return tensors, {}
+    # Before the first step there is no state: a load would find nothing to fill and leave moments at zero.
     materialize_optimizer_state(optimizer)
     steps: dict[str, float] = {}
     for name, parameter, group in _optimized(model, optimizer):
@@ -60,12 +61,14 @@ def restore_optimizer_scalars(model: nn.Module, optimizer: Optimizer, scalars: M
     counted: list[tuple[str, dict[str, Any]]] = []
     for name, parameter, group in _optimized(model, optimizer):
         state = optimizer.state.get(parameter, {})
+        # torch's optimizers count for each parameter, apex's for a group.
         holder = state if "step" in state else group
         if "step" not in holder:
             continue
         if name not in scalars:
             raise CheckpointError(f"the checkpoint has no optimizer step count for {name}")
         if isinstance(holder["step"], torch.Tensor):
+            # In place, since it may lie on a device; ``type`` keeps a count that is an int an int.
             holder["step"].fill_(scalars[name])
         else:
             holder["step"] = type(holder["step"])(scalars[name])
@@ -87,10 +90,12 @@ def materialize_optimizer_state(optimizer: Optimizer) -> None:
     """
     for group in optimizer.param_groups:
         moments = _moments(optimizer, group)
+        # Its step counts in the group from the first call on, which has not come yet.
         if _is_fused_adam(optimizer):
             group.setdefault("step", 0)
         for parameter in group["params"]:
             state = optimizer.state[parameter] if moments and parameter.requires_grad else None
+            # What exists is live state and must not become zeros.
             if state is None or len(state):
                 continue
             if isinstance(optimizer, LowPrecisionAdamW) or (isinstance(optimizer, Muon) and group["use_muon"]):
@@ -138,6 +143,7 @@ def _is_fused_adam(optimizer: Optimizer) -> bool:
 
 def _new_step(parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
     """Adam's step count as torch makes it: on the parameter's device for kernels that read it, else on the CPU."""
+    # As ``_get_scalar_dtype`` of torch.optim has it.
     wide = torch.get_default_dtype() == torch.float64 and not group["fused"]
     device = parameter.device if group["capturable"] or group["fused"] else torch.device("cpu")
     return torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=device)
@@ -158,6 +164,7 @@ def collect_logical_rows(
             if not frozen and not getattr(module, own_name).requires_grad:
                 continue
             name = name_of[id(getattr(module, own_name))]
+            # A tied matrix is named by the embedding and by the head.
             assert rows.setdefault(f"model.{name}", count) == count, f"modules disagree about the rows of {name}"
     if optimizer is not None:
         materialize_optimizer_state(optimizer)
@@ -179,6 +186,7 @@ def _parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
 def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     state = model.state_dict(keep_vars=True)
+    # torch lists persistent buffers in ``state_dict`` only, among the parameters.
     return {_clean(name): value for name, value in state.items() if _clean(name) not in map(_clean, parameters)}
 
 

@@ -34,6 +34,7 @@ Write = Callable[[str, Mapping[str, torch.Tensor]], dict[str, str]]
 def unused_suffix(folder: Folder) -> str:
     """What makes names of data files that nothing in the folder has, committed or left by a crash."""
     used = [match for name in folder.names() if (match := SHARD_FILE.match(name))]
+    # Above every generation that is there, so that neither a committed file nor one that a crash left is written to.
     generation = max((int(match[1] or 0) + 1 for match in used), default=0)
     return f".{generation}" if generation else ""
 
@@ -51,6 +52,7 @@ def write_tensors(folder: Folder, file: str, tensors: Mapping[str, torch.Tensor]
     """Write a data file durably; checksums by key."""
     layout = lay_out(tensors)
     # what lies contiguous in CPU memory is written from there; only other tensors are copied, one at a time
+    # A generator: each copy is free again before the next is made.
     data = ((slot.key, raw_bytes(tensors[slot.key].cpu().contiguous())) for slot in layout.slots)
     return write_file(folder, file, layout, data)
 
@@ -64,6 +66,7 @@ def build_manifest(written: Iterable[Sequence[tuple[Item, Shard]]], extra: Mappi
         shards[item.name].append(shard)
     tensors = {}
     for name, item in sorted(items.items()):
+        # By offsets, so that the manifest does not show in which order ranks were heard.
         tensors[name] = TensorEntry(item.shape, item.dtype, tuple(sorted(shards[name], key=lambda s: s.offsets)))
     return Manifest(tensors, {}, check_extra(extra))
 
@@ -78,10 +81,12 @@ def commit(folder: Folder, manifest: Manifest) -> list[str]:
         CheckpointError: a file is not there.
     """
     files: dict[str, int] = {}
+    # The sizes that rank 0 sees: on a file system that is not shared the other ranks' files are missing here.
     for file in sorted({shard.file for entry in manifest.tensors.values() for shard in entry.shards}):
         if (size := folder.size(file)) is None:
             raise CheckpointError(f"rank 0 does not see {folder}/{file}: is the folder on a shared file system?")
         files[file] = size
+    # Names of data files first: a manifest that survives a crash must find all files that it names.
     folder.sync()
     write_manifest(folder, replace(manifest, files=files))
     try:
@@ -105,6 +110,7 @@ def discard_unfinished(folder: Folder) -> list[str]:
     A checkpoint that was there before stays, and so does any file that no save would have written. Nobody may be saving
     into the folder. Returns the names of the files that were deleted.
     """
+    # A manifest is a complete checkpoint: only what it does not name may go.
     if MANIFEST in folder.names():
         try:
             return remove_unnamed(folder, read_manifest(folder).files)

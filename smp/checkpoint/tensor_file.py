@@ -71,6 +71,7 @@ def lay_out(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | N
     entries: dict[str, Any] = {} if metadata is None else {_METADATA: dict(metadata)}
     entries |= {s.key: {"dtype": s.dtype, "shape": s.shape, "data_offsets": (s.start, s.start + s.size)} for s in slots}
     text = json.dumps(entries, separators=(",", ":")).encode()
+    # Spaces behind JSON are allowed, and the data begin at a cache line.
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     return FileLayout(struct.pack("<Q", len(text)) + text, tuple(slots))
 
@@ -86,6 +87,8 @@ def shard_keys(pieces: Sequence[tuple[str, int, int]]) -> list[str]:
     Raises:
         CheckpointError: a tensor's name is like such a key.
     """
+    # A tensor with several shards in a file needs several keys; one with a single shard keeps its own name, so
+    # that other programs find it.
     times = Counter(name for name, _, _ in pieces)
     keys = [name if times[name] == 1 else f"{name}[{first}:{first + rows}]" for name, first, rows in pieces]
     if len(set(keys)) < len(keys):
@@ -139,6 +142,7 @@ def read_header(source: Source) -> dict[str, Slot]:
         prefix = bytearray(8)
         source.read_into(0, memoryview(prefix))
         (length,) = struct.unpack("<Q", prefix)
+        # Before memory for it is asked for: the first 8 bytes of a file that is none may be any number.
         require(length <= min(_LONGEST_HEADER, source.size - 8), f"a header of {length} bytes cannot be")
         text = bytearray(length)
         source.read_into(8, memoryview(text))
@@ -156,6 +160,7 @@ def _slot(key: str, entry: dict[str, Any], data_start: int, file_size: int) -> S
     begin, end = entry["data_offsets"]
     shape, dtype = tuple(entry["shape"]), entry["dtype"]
     numbers = (*shape, begin, end)
+    # ``type(...) is``: JSON's true is an int in Python.
     require(all(type(n) is int and n >= 0 for n in numbers), f"tensor {key!r} has impossible numbers")
     require(begin <= end <= file_size - data_start, f"tensor {key!r} lies outside of the file")
     known = dtype in DTYPES and math.prod(shape) * DTYPES[dtype].itemsize == end - begin
@@ -165,6 +170,7 @@ def _slot(key: str, entry: dict[str, Any], data_start: int, file_size: int) -> S
 
 def _refuse_overlaps(slots: Iterable[Slot]) -> None:
     end = 0
+    # Empty tensors may begin anywhere.
     for slot in sorted((slot for slot in slots if slot.size), key=lambda slot: slot.start):
         require(slot.start >= end, f"tensor {slot.key!r} overlaps another one")
         end = slot.start + slot.size

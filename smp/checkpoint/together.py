@@ -45,6 +45,7 @@ def together(
         part = work()
     except Exception as error:  # libraries raise what they like, and the other ranks wait
         own, failure = error, _failure(error)
+    # The failures travel with the results, so every rank comes here, whatever happened to it.
     found = _gathered((part, failure), group)
     try:
         return on_rank_zero(lambda: _finished(prefix, found, finish), Exception, group)
@@ -59,6 +60,7 @@ def _finished(prefix: str, found: list[Any], finish: Callable[[list[Part]], Answ
             return finish([part for part, _ in found])
         except Exception as error:
             raise _summary(prefix, [_failure(error)]) from error
+    # A failure of storage on one of the ranks decides the exit code of all, 1: it may work at another time.
     failed = next((failure.text for failure in failures if failure.code == 1), None)
     raise _summary(prefix, failures) from (failed and OSError(failed))
 
@@ -81,5 +83,6 @@ def _failure(error: Exception) -> _Failure:
 
 def _summary(prefix: str, failures: list[_Failure]) -> Exception:
     kinds = {failure.kind for failure in failures}
+    # Several kinds at once are no damage: a loader would go on with an older checkpoint.
     kind = kinds.pop() if len(kinds) == 1 else CheckpointError
     return kind(f"{prefix}{'; '.join(dict.fromkeys(failure.text for failure in failures))}")

@@ -24,6 +24,7 @@ def check_manifest(manifest: Manifest, folder: Path | None) -> None:
     covered exactly once and shards larger than their file."""
     for file, size in manifest.files.items():
         require(FILE_NAME.fullmatch(file) is not None, f"file name {file!r} is not a plain .safetensors name")
+        # With links followed: the name may be that of a link.
         inside = folder is None or (folder / file).resolve().parent == folder.resolve()
         require(inside, f"file {file!r} leads out of the checkpoint folder")
         require(_is_count(size), f"size {size!r} of file {file!r}")
@@ -35,6 +36,7 @@ def check_manifest(manifest: Manifest, folder: Path | None) -> None:
             held[shard.file] += shard_bytes(shard, entry.dtype)
             require((shard.file, shard.key) not in keys, f"two shards are tensor {shard.key!r} of {shard.file!r}")
             keys.add((shard.file, shard.key))
+    # The same bytes cannot be two tensors, so what a file holds is at most its size.
     for file, size in held.items():
         require(size <= manifest.files[file], f"file {file!r} of {manifest.files[file]} bytes cannot hold {size}")
 
@@ -82,8 +84,10 @@ def covered_once(shape: Sequence[int], boxes: Sequence[Shard | Box]) -> bool:
     """
     if math.prod(shape) == 0:
         return True
+    # With equal volumes and no cell hit twice every cell is hit. It also refuses most lies before there is a grid.
     if sum(math.prod(box.sizes) for box in boxes) != math.prod(shape):
         return False
+    # Only the places where some shard begins or ends: the grid is as fine as the layout, not as the tensor.
     edges = [
         sorted({0, n} | {b.offsets[d] for b in boxes} | {b.offsets[d] + b.sizes[d] for b in boxes})
         for d, n in enumerate(shape)

@@ -51,6 +51,7 @@ def _file(
     try:
         with opened_file(folder, manifest, file, (name for name, _ in shards)) as (source, slots):
             for name, shard in shards:
+                # One damaged tensor does not hide the others: all that is wrong is listed.
                 try:
                     found.append((check_slot(slots, name, shard, manifest), name, shard))
                 except DamagedError as error:

@@ -69,11 +69,13 @@ def main(descriptor: int, trainer: int) -> None:
     """Work until the trainer, whose process number this is, closes the socket or dies."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # sent to whole groups; the trainer decides when the work is done
+    # On a thread of its own: this one may be in the middle of a write when the trainer dies.
     threading.Thread(target=_die_with, args=(trainer,), daemon=True).start()
     connection, memory = Connection(descriptor), memoryview(b"")
     while True:
         try:
             job = connection.recv()
+            # A number announces new shared memory of that size, and its descriptor follows.
             if isinstance(job, int):
                 memory = _map(recv_handle(connection), job)
             elif isinstance(job, Job):  # else it is told to give up what is over
@@ -83,8 +85,10 @@ def main(descriptor: int, trainer: int) -> None:
 
 
 def _die_with(trainer: int) -> None:
+    # An orphan gets another parent, however its trainer died. No signal has to arrive.
     while os.getppid() == trainer:
         time.sleep(0.1)
+    # At once, without finishing anything: the folder may belong to the next run by now.
     os._exit(1)
 
 
@@ -107,6 +111,7 @@ class _Save:
         """Answer for this rank's part, then on rank 0, if that went well, for the commit."""
         wanted = self.job.commit
         error = self._attempt(self._write) if self.job.part else None
+        # Before the commit, so that the trainer knows of its own file while others are still writing.
         self.connection.send((error, []))
         if wanted is not None and error is None:
             error = self._attempt(lambda: self._commit(wanted))
@@ -131,6 +136,7 @@ class _Save:
             raise
 
     def _report(self, file: str, content: dict[str, Any]) -> None:
+        # The size too: on a network file system a report may be seen before all of the data.
         report = {"save": self.job.save, "size": self.folder.size(file), **content}
         self.folder.replace(file + REPORT, json.dumps(report).encode())
 
@@ -143,6 +149,7 @@ class _Save:
             if wanted.lock is not None:
                 require_lock(open_folder(wanted.lock[0]), wanted.lock[1])
 
+        # The last look before the commit: waiting for the other ranks may have taken long.
         check()
         self.notes += commit(self.folder, _with_hashes(wanted.manifest, hashes))
         if wanted.latest_in is not None:
@@ -159,9 +166,11 @@ class _Save:
                     pause, last = 0.005, time.monotonic()
             if time.monotonic() - last > patience:
                 raise CheckpointError(f"{len(missing)} other ranks do not finish their files: {', '.join(missing[:5])}")
+            # Sleeps, and hears when the trainer says something.
             if len(hashes) < len(files) and self.connection.poll(pause):
                 self.connection.recv()  # the only thing a trainer says in the middle of a save
                 raise CheckpointError("given up, because another rank failed")
+            # Soon at first, for small models; at most once a second, because each look is a request to the storage.
             pause = min(2 * pause, 1.0)
         return hashes
 

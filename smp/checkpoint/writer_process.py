@@ -19,8 +19,10 @@ class WriterProcess:
 
     def __init__(self) -> None:
         own, other = socket.socketpair()
+        # Closed on this side once the process has it: when one side ends, the other one reads the end of the file.
         with other:
             call = f"main({other.fileno()}, {os.getpid()})"
+            # The same packages as here, without running the program's main module again.
             code = f"import sys; sys.path[:] = {sys.path!r}; from smp.checkpoint.writer import main; {call}"
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
@@ -41,6 +43,7 @@ class WriterProcess:
 
     def submit(self, job: Job, memory: StagingBuffer) -> None:
         """Start a job on what ``memory`` holds."""
+        # Mapping costs time, and the memory is kept from save to save.
         if memory.generation != self._generation:
             self._send(memory.size)
             with suppress(OSError):
@@ -61,6 +64,7 @@ class WriterProcess:
         try:
             return self._connection.recv() if self._connection.poll(timeout) else None
         except (EOFError, OSError):
+            # A process that closed its socket is of no use, even where it still runs.
             self._process.kill()
             code = self._process.wait()
             how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"

@@ -85,6 +85,7 @@ class Schedule:
     def rank_of(self, stage: int) -> int:
         """Rank that owns a stage."""
         chunk, offset = divmod(stage, self.ranks)
+        # In a v every second chunk goes back through the ranks: there the last stage of the chunk is on rank 0.
         return self.ranks - 1 - offset if self.placement == "v" and chunk % 2 else offset
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -130,10 +131,13 @@ def needs(schedule: Schedule, action: Action) -> list[Action]:
         case Op.BACKWARD | Op.BACKWARD_INPUT:
             gradient = _input(schedule, action, stage + 1, Op.BACKWARD_INPUT, Op.RECEIVE_GRADIENT)
             return [Action(Op.FORWARD, stage, micro_batch), *gradient]
+        # The gradient of the input may leave before the weights' gradients are computed: zero-bubble
+        # schedules live from that.
         case Op.BACKWARD_WEIGHT | Op.SEND_GRADIENT:
             return [Action(Op.BACKWARD_INPUT, stage, micro_batch)]
         case Op.SEND_ACTIVATION:
             return [Action(Op.FORWARD, stage, micro_batch)]
+        # One reduction sums what all micro-batches left: with fewer the data-parallel ranks would never see the rest.
         case Op.REDUCE:
             return [Action(Op.BACKWARD_WEIGHT, stage, index) for index in range(schedule.micro_batches)]
         case _:

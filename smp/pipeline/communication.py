@@ -28,6 +28,7 @@ class _Rank:
 
     def __init__(self, compute: tuple[Action, ...]) -> None:
         self.compute = compute
+        # By the index of a computation. Lists keep the order of insertion, which is the order of the actions there.
         self.before: defaultdict[int, list[Action]] = defaultdict(list)
         self.after: defaultdict[int, list[Action]] = defaultdict(list)
 
@@ -51,6 +52,8 @@ def add_communication(schedule: Schedule, prefetch: int = 1, reshard_after_use: 
     if prefetch < 0:
         raise ValueError(f"prefetch is a number of computations, at least 0, not {prefetch}")
     ranks = [_Rank(compute) for compute in schedule.actions]
+    # The order of these passes is the order of actions at one place: a gather begins before a receive is posted; a
+    # message leaves before the reduction of gradients begins, which comes before the weights are freed.
     for rank in ranks:
         _unshard(rank, prefetch, reshard_after_use)
     _send_and_receive(schedule, ranks, prefetch)
@@ -65,6 +68,7 @@ def _send_and_receive(schedule: Schedule, ranks: list[_Rank], prefetch: int) -> 
         # A receive stands no later than any receive behind it in the channel: a minimum from the end.
         posts = accumulate((max(0, reader - prefetch) for _, reader, _ in reversed(messages)), min)
         for (writer, _, receive), post in zip(messages, reversed(list(posts)), strict=True):
+            # The post was counted from the end, for the minimum; here messages go from the first to the last again.
             ranks[source].after[writer].append(counterpart(receive))
             ranks[destination].before[post].append(receive)
 
@@ -84,6 +88,7 @@ def _channels(schedule: Schedule) -> dict[tuple[int, int], list[tuple[int, int, 
     for rank, compute in enumerate(schedule.actions):
         for reader, action in enumerate(compute):
             for receive in (need for need in needs(schedule, action) if need.op in RECEIVE):
+                # A send needs exactly one action: the one that computes what it sends.
                 (result,) = needs(schedule, counterpart(receive))
                 if result not in done:
                     raise ValueError(f"{schedule.name}: {action} of rank {rank} needs {result}, which no rank computes")
@@ -97,14 +102,17 @@ def _uses(rank: _Rank, reshard_after_use: bool) -> list[tuple[int, int, int]]:
     if reshard_after_use:
         runs = [list(run) for _, run in groupby(indexed, key=lambda item: (item[1].stage, item[1].micro_batch))]
         return [(run[0][1].stage, run[0][0], run[-1][0]) for run in runs]
+    # A later entry replaces an earlier one of its stage: this is the last use, and from the end the first.
     last = {action.stage: index for index, action in indexed}
     first = {action.stage: index for index, action in reversed(indexed)}
+    # By first use, so that weights are gathered in the order in which they are needed.
     return [(stage, first[stage], last[stage]) for stage in sorted(last, key=first.__getitem__)]
 
 
 def _unshard(rank: _Rank, prefetch: int, reshard_after_use: bool) -> None:
     free: dict[int, int] = {}  # index from which a stage is sharded again
     for stage, first, last in _uses(rank, reshard_after_use):
+        # Not before the stage was freed: with ``reshard_after_use`` a stretch may follow the one before at once.
         rank.before[max(free.get(stage, 0), first - prefetch)].append(Action(Op.UNSHARD, stage))
         free[stage] = last + 1
 

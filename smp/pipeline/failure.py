@@ -21,6 +21,7 @@ class PipelineError(RuntimeError):
 
 def lost_contact(error: RuntimeError) -> bool:
     """Whether communication failed: torch's own types, or gloo's plain RuntimeError, which names a file of gloo."""
+    # ``type(...) is``: torch's own errors are subclasses of RuntimeError, and each means something else.
     return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo/" in reason(error))
 
 
@@ -45,6 +46,7 @@ def naming(where: str, *, function: bool = True) -> Iterator[None]:
 
 def _function(error: RuntimeError) -> str:
     """The innermost function of this package, such as clip_gradients."""
+    # A traceback goes from the outermost to the innermost frame: the last one inside of this package is wanted.
     package = str(Path(__file__).parents[1])
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     return [code.co_qualname for code in codes if code.co_filename.startswith(package)][-1]

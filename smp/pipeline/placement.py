@@ -40,11 +40,14 @@ def balance(
     costs = [*layer_costs, embedding_cost, head_cost]
     if stages < 1 or min(costs) < 0:
         raise ValueError(f"balance needs a stage and costs of at least 0, not {stages} stages with costs {costs}")
+    # Prefix sums: the cost of any run of layers is a difference of two of them.
     before = [0, *accumulate(layer_costs)]
 
     def cost(stage: int, start: int, end: int) -> float:
         return before[end] - before[start] + embedding_cost * (stage == 0) + head_cost * (stage == stages - 1)
 
+    # First the lowest maximum; then, among placements that keep to it, the lowest sum of squares. Both passes add the
+    # same floats in the same order, so the bound is met exactly and ``<=`` needs no tolerance.
     bound, _ = _cheapest(cost, len(layer_costs), stages, max)
     _, counts = _cheapest(cost, len(layer_costs), stages, lambda total, one: total + one**2 if one <= bound else inf)
     return _from_counts(counts)
@@ -58,6 +61,7 @@ def _cheapest(
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, ())}
     for stage in range(stages):
         best = {
+            # Tuples compare by value and then by counts: of equal values the one with fewer layers in front wins.
             end: min(
                 (add(value, cost(stage, start, end)), (*counts, end - start))
                 for start, (value, counts) in best.items()
@@ -107,6 +111,7 @@ def _repeat(layout: str, most: int) -> str:
 
     def repeated(match: re.Match[str]) -> str:
         digits = match[2].lstrip("0")
+        # The number of digits first: Python refuses to read numbers of thousands of digits, with an error of its own.
         if len(digits) > len(str(most)) or int(digits or "0") > most:
             raise ConfigError(
                 f"{FLAG} {layout!r} repeats {match[1]!r} more than {most} times, layers and stages together"

@@ -84,6 +84,7 @@ def _place(model: ModelConfig, parallel: ParallelConfig, stages: int, seq_length
             "fewer"
         )
     flops, replays = forward_flops(model, seq_length), _replays(parallel)
+    # A backward pass costs two forward passes.
     layers = [layer * (1 + replays / 3) for layer in flops.layers]  # a step is 3 forward passes long, or 4
     return balance(layers, stages, flops.embedding, flops.head + flops.further)
 
@@ -98,6 +99,7 @@ def _costs(part: ModelPart, config: Config, tokens: int) -> StageCosts:
     of the forward pass, if there is one. The output layer computes its gradients in its forward pass."""
     flops = forward_flops(config.model, config.data.seq_length or 1)
     layers = sum(flops.layers[i] for i in part.layers) * tokens
+    # Further predictions are computed by layers of their own, which lie beside the head.
     layers += part.head * flops.further * tokens
     both, head = layers + part.embedding * flops.embedding * tokens, part.head * flops.head * tokens
     return StageCosts(both + 3 * head, both + _replays(config.parallel) * layers, both)
@@ -111,6 +113,7 @@ def plans_by_size(config: Config, layout: Layout) -> dict[int, Plan]:
     """
     data, plans = config.data, dict[int, Plan]()
     for size in BatchSizes.of(data).sizes:
+        # A plan is of one batch size, and a ramp-up of several would be refused as not resolved.
         of_size = replace(config, data=replace(data, global_batch_size=size, rampup_batch_size=None))
         plans[size // (data.micro_batch_size * layout.data_parallel)] = plan_pipeline(of_size, layout)
     return plans
@@ -128,6 +131,7 @@ def describe_plan(plan: Plan, config: Config) -> list[str]:
         parameters = count_part(config.model, part)
         lines.append(
             f"  stage {stage}  rank {schedule.rank_of(stage)}  {parameters:>14,} parameters  "
+            # 1.00 is a stage that takes the mean time of all stages: what is above it makes the others wait.
             f"time {time * len(times) / sum(times):5.2f} of the mean  {part}"
         )
     return lines

@@ -46,6 +46,8 @@ class Recorder:
         self._group, self._device = group, device
         self._marks: list[tuple[Action, Mark, Mark]] = []
         self._posted: dict[Action, Mark] = {}
+        # Behind the barrier all ranks are at the same point; the device then ends what it had to do before, which would
+        # else count as time of the first action.
         dist.barrier(group)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -59,6 +61,7 @@ class Recorder:
         return event
 
     def _seconds(self, mark: Mark) -> float:
+        # Both are of the same kind: marks are floats on a CPU and events on a GPU.
         if isinstance(mark, float) and isinstance(self._zero, float):
             return mark - self._zero
         assert isinstance(mark, torch.cuda.Event) and isinstance(self._zero, torch.cuda.Event)
@@ -81,6 +84,7 @@ class Recorder:
 
     def timeline(self) -> Timeline | None:
         """All ranks' spans, on pipeline rank 0; None elsewhere. Every rank calls it, after the step."""
+        # An event has a time only after the stream has passed it. It is the one wait, and behind the step.
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)

@@ -74,6 +74,7 @@ class _Step:
 
     def __init__(self, runner: Runner, schedule: Schedule, stages: Stages, recorder: Watcher | None) -> None:
         self.runner, self.schedule, self.stages, self.recorder = runner, schedule, stages, recorder
+        # By the receive that brings it. The tensor stays here while the network writes to it.
         self.received: dict[Action, tuple[dist.Work, torch.Tensor]] = {}
         self.results: dict[Action, torch.Tensor] = {}  # by the action that computed it
         self.sent: list[tuple[Action, dist.Work, torch.Tensor]] = []
@@ -93,6 +94,8 @@ class _Step:
         recorded = nullcontext() if self.recorder is None else self.recorder.running(action)
         with naming(f"pipeline rank {self.runner.links.rank}: {action}", function=False), recorded:
             result = getattr(self.stages, action.op.value)(action.stage, *arguments)
+        # A backward pass in one piece and one in two are known by the same name, so that what
+        # reads it need not know which.
         if result is not None:
             self.results[completed(action)[0]] = result  # the input part of a backward pass makes what the whole makes
 
@@ -106,11 +109,14 @@ class _Step:
 
     def _input(self, action: Action) -> torch.Tensor | None:
         """A message, or the result of a neighbour on this rank; None at the model's ends."""
+        # Of what has to be done before, only a neighbour's result is read: the own forward pass is
+        # kept by the stage itself.
         reads = [need for need in needs(self.schedule, action) if need.op in RECEIVE or need.stage != action.stage]
         if not reads:
             return None
         (source,) = reads
         if source.op not in RECEIVE:
+            # Popped: the runner must not keep an activation alive that its reader has done with.
             return self.results.pop(source)
         work, tensor = self.received.pop(source)
         self._wait(source, work)
@@ -128,8 +134,11 @@ class _Step:
             self.recorder.posted(action)
 
     def _send(self, action: Action) -> None:
+        # A message keeps its tensor alive. Those that have arrived are dropped here, or a step
+        # would hold all that it sent.
         self.sent = [message for message in self.sent if not message[1].is_completed()]
         (result,) = needs(self.schedule, action)
+        # The network sends memory as it lies, and a stage's result may be a view.
         tensor = self.results.pop(result).contiguous()
         try:
             self.sent.append((action, self.runner.links.send(tensor, self.schedule.peer(action)), tensor))
@@ -140,6 +149,8 @@ class _Step:
         """Let every message arrive."""
         for action, work, _ in self.sent:
             self._wait(action, work)
+        # The validator proved that each result has one reader. Something left over means that
+        # the runner and it disagree.
         assert not self.received and not self.results, "a valid schedule uses every result once"
 
     def _wait(self, action: Action, work: dist.Work) -> None:

@@ -87,6 +87,7 @@ class _Engines:
     def _compute(self, rank: int, action: Action) -> None:
         waits = [need for need in needs(self.schedule, action) if need.op in RECEIVE]
         waits.append(Action(Op.UNSHARD, action.stage))
+        # The rank, its messages and its weights: the last of them to be there begins the computation.
         start = max(self.clock[rank], *(self.ready[wait] for wait in waits))
         self.clock[rank] = self._span(rank, action, start)
 
@@ -94,16 +95,19 @@ class _Engines:
         if action.op is Op.RESHARD:
             self._span(rank, action, self.clock[rank])
             return
+        # Collectives on weights and gradients queue on a stream of their own, and the rank goes on meanwhile.
         start = max(self.clock[rank], self.stream[rank])
         self.stream[rank] = self.ready[action] = self._span(rank, action, start)
 
     def _post(self, rank: int, action: Action) -> None:
         """The second side to come starts the message."""
         send, receive = (action, counterpart(action)) if action.op in SEND else (counterpart(action), action)
+        # Only the first side is here: no time passes for it, as with ``isend`` and ``irecv``.
         if receive not in self.posted:
             self.posted[receive] = self.clock[rank]
             return
         source, destination = (self.schedule.rank_of(end.stage) for end in (send, receive))
+        # Both sides have posted it, and the channel has carried all messages before it.
         start = max(self.posted[receive], self.clock[rank], self.channel[source, destination])
         self._span(source, send, start)
         self.channel[source, destination] = self.ready[receive] = self._span(destination, receive, start)

@@ -54,6 +54,7 @@ class Timeline:
         """Time that each rank computes."""
         totals: list[float] = [0] * self.ranks
         for span in self.spans:
+            # A rank's computations never overlap, so their times add up.
             if span.action.op in COMPUTE:
                 totals[span.rank] += span.end - span.start
         return tuple(totals)
@@ -97,6 +98,8 @@ def _event(span: Span) -> dict[str, Any]:
         "name": label(span.action),
         "cat": op.value,
         "pid": span.rank,
+        # One row of the picture for all computations, and one for each other kind of action,
+        # which may overlap with them.
         "tid": 0 if op in COMPUTE else _ENGINES.index(op.value),
         "ts": float(span.start * MICROSECONDS),
         "dur": float((span.end - span.start) * MICROSECONDS),

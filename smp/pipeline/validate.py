@@ -27,6 +27,7 @@ def validate(schedule: Schedule) -> None:
     for rank in range(schedule.ranks):
         _check_rank(schedule, rank)
     _check_channels(schedule)
+    # The generator checks while it runs: taken to its end it has proven that no rank waits forever.
     deque(execution_order(schedule), maxlen=0)  # to the end, or it raises
 
 
@@ -58,11 +59,14 @@ def _check_rank(schedule: Schedule, rank: int) -> None:
         problem = _misplaced(schedule, rank, action) or _premature(schedule, action, done, unsharded)
         if problem:
             raise ScheduleError(f"{schedule.name}: {_at(schedule, rank, position)}: {problem}")
+        # In the names of the two parts of a backward pass, so that both kinds of schedules are
+        # checked by the same rules.
         done.update(completed(action))
         if action.op is Op.UNSHARD:
             unsharded.add(action.stage)
         elif action.op is Op.RESHARD:
             unsharded.remove(action.stage)
+    # What never came is only known at the end.
     missing = [f"{action} never runs" for action in _expected(schedule, rank) if action not in done]
     problems = missing + [f"stage {stage} is still unsharded" for stage in sorted(unsharded)]
     if problems:
@@ -81,6 +85,7 @@ def _misplaced(schedule: Schedule, rank: int, action: Action) -> str | None:
     """Why an action has no place on a rank at all, or None."""
     if not 0 <= action.stage < schedule.stages or schedule.rank_of(action.stage) != rank:
         return f"the rank owns stages {', '.join(map(str, schedule.stages_of(rank)))}"
+    # Parameters belong to no micro-batch.
     allowed = [None] if action.op in PARAMETERS else range(schedule.micro_batches)
     if action.micro_batch not in allowed:
         return f"there are {schedule.micro_batches} micro-batches"
@@ -95,6 +100,7 @@ def _misplaced(schedule: Schedule, rank: int, action: Action) -> str | None:
 
 def _premature(schedule: Schedule, action: Action, done: set[Action], unsharded: set[int]) -> str | None:
     """Why an action cannot come here, after ``done`` and with the ``unsharded`` stages, or None."""
+    # Weights come first: unshard and reshard are checked by them alone, and a computation needs them gathered.
     gathered = action.stage in unsharded
     if action.op is Op.UNSHARD:
         return "its parameters are already unsharded" if gathered else None
@@ -102,6 +108,7 @@ def _premature(schedule: Schedule, action: Action, done: set[Action], unsharded:
         return "its parameters are not unsharded"
     if action.op is Op.RESHARD:
         return None
+    # A computation that ran twice would count a micro-batch twice in the gradients.
     again = [result for result in completed(action) if result in done]
     if again:
         return f"{again[0]} runs a second time"
@@ -119,6 +126,7 @@ def _check_channels(schedule: Schedule) -> None:
                 sends[rank, schedule.peer(action)].append((position, action))
             elif action.op in RECEIVE:
                 receives[schedule.peer(action), rank].append((position, action))
+    # Sorted, so that the same schedule always gives the same first error.
     for channel in sorted(sends.keys() | receives.keys()):
         for index, (send, receive) in enumerate(zip_longest(sends[channel], receives[channel])):
             if send is None or receive is None or counterpart(send[1]) != receive[1]:
@@ -145,6 +153,7 @@ def execution_order(schedule: Schedule) -> Iterator[tuple[int, int]]:
     Raises:
         ScheduleError: deadlock; the message says where every unfinished rank stands.
     """
+    # Round after round each rank goes as far as it can, until in one round nobody moves.
     position = [0] * schedule.ranks
     sent: set[Action] = set()  # the receives of the messages that are under way
     moved = True
@@ -166,4 +175,5 @@ def execution_order(schedule: Schedule) -> Iterator[tuple[int, int]]:
 
 def _can_run(schedule: Schedule, action: Action, sent: set[Action]) -> bool:
     """Whether the action in front of a rank can run: only a computation waits, for the message that it reads."""
+    # Sends and receives are posted and go on by themselves: they never hold a rank up.
     return action.op not in COMPUTE or all(need in sent for need in needs(schedule, action) if need.op in RECEIVE)

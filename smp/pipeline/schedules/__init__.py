@@ -49,4 +49,5 @@ def build_schedule(
         raise ConfigError(f"--pipeline-schedule {name!r} does not exist; there are {', '.join(SCHEDULES)}")
     module = SCHEDULES[name]
     order: Schedule = module.schedule(ranks, micro_batches, module.CHUNKS if chunks is None else chunks)
+    # Evaluation is derived from the training order because stages must lie on the ranks that hold their weights.
     return add_communication(forward_only(order) if evaluation else order, prefetch, reshard_after_use)

@@ -28,6 +28,7 @@ def forward_only(training: Schedule) -> Schedule:
             for chunk, stage in enumerate(training.stages_of(rank))
             for index in range(micro_batches)
         )
+        # By slot. No two computations of a rank share one: its two stages are an odd number of slots apart.
         return [(Op.FORWARD, chunk) for _, chunk in sorted(slots)]
 
     return ordered("forward-only", ranks, micro_batches, chunks, order, training.placement, forward_only=True)

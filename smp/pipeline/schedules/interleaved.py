@@ -35,6 +35,7 @@ def schedule(ranks: int, micro_batches: int, chunks: int = CHUNKS) -> Schedule:
     first_group = groups(ranks, micro_batches)[0]
 
     def order(rank: int) -> list[Step]:
+        # Megatron's number of warm-up forwards, with the size of the first group for the number of ranks.
         warm_up = min(2 * (ranks - 1 - rank) + (chunks - 1) * first_group, len(forwards))
         return one_forward_one_backward(forwards, backwards, warm_up)
 

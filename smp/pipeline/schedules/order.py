@@ -45,12 +45,14 @@ def _count(steps: Iterable[Step], stages: Sequence[int]) -> tuple[Action, ...]:
 
 def one_forward_one_backward(forwards: Sequence[Step], backwards: Sequence[Step], warm_up: int) -> list[Step]:
     """``warm_up`` forwards, then forward and backward in turn, then the backwards that are left."""
+    # ``zip`` ends with the forwards: ``warm_up`` of the backwards are left, and follow.
     steady = [step for pair in zip(forwards[warm_up:], backwards, strict=False) for step in pair]
     return [*forwards[:warm_up], *steady, *backwards[len(backwards) - warm_up :]]
 
 
 def groups(ranks: int, micro_batches: int) -> list[int]:
     """Sizes of equal groups of ``ranks`` or more micro-batches (one smaller group for m < p), the larger ones first."""
+    # As many groups as fit with p or more in each: a group that is smaller than p would leave ranks idle.
     count = max(1, micro_batches // ranks)
     size, larger = divmod(micro_batches, count)
     return [size + 1] * larger + [size] * (count - larger)

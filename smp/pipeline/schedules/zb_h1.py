@@ -31,6 +31,8 @@ def schedule(ranks: int, micro_batches: int, chunks: int = CHUNKS) -> Schedule:
         warm_up, late = min(ranks - 1 - rank, micro_batches), min(rank, micro_batches)
         steps = [F] * warm_up
         for index in range(micro_batches):
+            # The forwards end ``warm_up`` rounds before the last, and weight parts begin
+            # ``late`` rounds after the first.
             steps += [F] * (warm_up + index < micro_batches) + [I] + [W] * (index >= late)
         return steps + [W] * late
 

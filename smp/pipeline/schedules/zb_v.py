@@ -41,6 +41,8 @@ def schedule(ranks: int, micro_batches: int, chunks: int = CHUNKS) -> Schedule:
     2p - 1 micro-batches fill the pipeline. Fewer run as the first ones of a full one.
     """
     check_sizes("zb-v", ranks, micro_batches, chunks, least_chunks=2, most_chunks=2)
+    # The pattern below holds for a full pipeline only. Leaving later micro-batches out of it keeps the order of the
+    # first ones, and no rank then waits for what is not there.
     full = max(micro_batches, 2 * ranks - 1)
     filled = ordered("zb-v", ranks, full, chunks, lambda rank: _order(ranks, rank, full), "v")
     wanted = range(micro_batches)
