@@ -44,8 +44,10 @@ class KeyValueCache:
         if filled > self.length:
             raise ValueError(f"{past} + {layout.length} tokens do not fit into a cache for {self.length}")
         if self._keys is None or self._values is None:
+            # Made at the first call, when dtype and heads of this rank are known.
             self._keys = k.new_empty(layout.batch, self.length, *k.shape[1:])
             self._values = v.new_empty(layout.batch, self.length, *v.shape[1:])
+        # Rows behind ``num_queries`` are padding of sequence parallelism, which has no place in the cache.
         for known, new in ((self._keys, k), (self._values, v)):
             known[:, past:filled] = new[: layout.num_queries].unflatten(0, (layout.batch, layout.length))
         self.filled = filled
@@ -175,11 +177,13 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, layout: TokenLayout, key: torch.Tensor | None = None) -> torch.Tensor:
         """(tokens [/p], hidden) -> (tokens [/p], hidden); ``key`` is the dropout key of this layer's probabilities."""
+        # One gather of the input for all three, and one reduction of its gradient.
         outputs = column_parallel(x, [self.query, self.key, self.value], layout.local_token_index)
         q, k, v = outputs  # (tokens, heads/p x head_dim)
         in_place = self.kernels.rope_in_place
         if self.query_norm is not None and self.key_norm is not None:
             if isinstance(self.query_norm, RMSNorm):
+                # A norm per head wants heads apart; one across heads the flat width.
                 q, k = self._heads(q), self._heads(k)
             q, k = self.query_norm(q), self.key_norm(k)
             in_place = False  # a norm's output may be a view, which cannot be written over
@@ -202,7 +206,9 @@ class SelfAttention(nn.Module):
         elif self.chunk is not None:
             assert layout.chunked is not None, "the model gives it to such layers"
             layout = layout.chunked
+        # By the numbers of the queries: the mask of a pair does not change when keys are cut or cached.
         dropped = dropout_key_of(self, key, token_index)
+        # Rounded as FSDP would round it, then wide again, because scores are.
         sinks = None if self.sinks is None else local(self.sinks, q.dtype).to(accumulation_dtype(q.dtype))
         out, _ = self.kernels.attention(q, k, v, layout, self.spec, dropped, sinks)
         return self.output(out.flatten(1), token_index=token_index)

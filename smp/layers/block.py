@@ -63,6 +63,7 @@ class TransformerBlock(nn.Module):
             "attention_post_norm": attention_post_norm,
             "mlp_post_norm": mlp_post_norm,
         }
+        # Said here, where the names are known: a mixture of layouts would fail later in a sum of shapes.
         split = {name: part.sequence_parallel for name, part in parts.items() if part is not None}
         if len(set(split.values())) > 1:
             raise ValueError(f"the parts of a block differ in sequence_parallel: {split}")
@@ -70,6 +71,7 @@ class TransformerBlock(nn.Module):
         self.mlp_norm, self.mlp = mlp_norm, mlp
         self.attention_post_norm, self.mlp_post_norm = attention_post_norm, mlp_post_norm
         self.parallel_residual, self.multiplier, self.dropout = parallel_residual, multiplier, dropout
+        # Recompute, compile and offload replace this attribute: parameters and their names stay as they are.
         self.run: Run = self._run
 
     def forward(self, x: torch.Tensor, layout: TokenLayout, keys: torch.Tensor | None = None) -> torch.Tensor:
@@ -85,6 +87,8 @@ class TransformerBlock(nn.Module):
     def _computed(
         self, x: torch.Tensor, layout: TokenLayout, keys: torch.Tensor | None, mlp: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
+        # Before the norms run, so that in the backward pass this comes after all of them, and their
+        # gradients are summed at once.
         own = self._own_of_norms(x.dtype)
         normed = x if self.attention_norm is None else self.attention_norm(x, own["attention_norm"])
         attended = self.attention(normed, layout, None if keys is None else keys[0])
@@ -94,10 +98,12 @@ class TransformerBlock(nn.Module):
         index = layout.token_index, layout.local_token_index
         if self.parallel_residual:
             fed = mlp(normed if self.mlp_norm is None else self.mlp_norm(x, own["mlp_norm"]), *index)
+            # The order of the sum is fixed: x, attention, MLP, in every layout.
             return x + attended + self._added(fed, layout, keys, 2)
         if self.mlp_norm is None:
             normed = x = x + attended
         else:
+            # The addition belongs to the norm's kernel: the sum is read once instead of twice.
             normed, x = self.mlp_norm.after_addition(x, attended, own["mlp_norm"])
         fed = mlp(normed, *index)
         if self.mlp_post_norm is not None:
@@ -118,6 +124,7 @@ class TransformerBlock(nn.Module):
         if self.dropout == 0.0 or not self.training:
             return x
         index = layout.local_token_index
+        # Numbers of the wrong tokens would be a wrong mask without an error.
         if keys is None or index is None or index.shape[0] != x.shape[0]:
             raise ValueError(
                 "dropout needs keys and TokenLayout.token_index, under sequence parallelism local_token_index: "
@@ -144,6 +151,7 @@ class MoEBlock(TransformerBlock):
     def _run(  # type: ignore[override]
         self, x: torch.Tensor, layout: TokenLayout, keys: torch.Tensor | None, counted: Counted | None
     ) -> tuple[torch.Tensor, Balance | None]:
+        # ``_computed`` knows one output of an MLP. What the experts measured takes this way around it.
         measured: list[Balance | None] = []
 
         def mlp(x: torch.Tensor, *index: torch.Tensor | None) -> torch.Tensor:

@@ -53,8 +53,10 @@ class VocabShard:
         """The same in place, and its derivative; None: they stay, and it is 1."""
         if self.softcap is None:
             return None
+        # tanh in fp32 at least; the result is rounded once.
         tanh = (logits.to(accumulation_dtype(logits.dtype)) / self.softcap).tanh_()
         logits.copy_(tanh * self.softcap)
+        # The derivative of c tanh(z / c) is 1 - tanh^2: c falls out.
         return tanh.square_().neg_().add_(1).to(logits.dtype)
 
 
@@ -62,10 +64,13 @@ def _losses(logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard, backe
     """Loss per token (n,), NaN where the label is outside the vocabulary, and (stats, columns) from which the gradient
     follows. One exchange of 3 floats a token."""
     columns = labels - shard.start
+    # Of this rank's columns: the peak, the log of the sum of exponentials relative to it, and the label's logit.
     stats = softmax_stats(logits, columns, shard.valid, backend)
+    # Gathered and not reduced: the peak of all is needed to add up sums that are relative to different peaks.
     everyone = wait(start_all_gather(stats, shard.group), shard.group).view(shard.group.size, 3, -1)
     stats = combine_stats(everyone)
     peak, log_sum, target = stats
+    # No rank has the logit of an unknown label. A loss without it would be wrong and look right.
     known = (labels >= 0) & (labels < shard.vocab_size)
     return torch.where(known, log_sum - (target - peak), torch.nan), stats, columns
 
@@ -79,11 +84,13 @@ class _CrossEntropy(torch.autograd.Function):
         losses, stats, columns = _losses(logits, labels, shard, backend)
         ctx.save_for_backward(logits, stats, columns, counts)
         ctx.valid, ctx.overwrite, ctx.backend = shard.valid, overwrite, backend
+        # ``where`` and not a product: 0 x NaN is NaN.
         return torch.where(counts, losses, 0.0)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, stats, columns, counts = ctx.saved_tensors
+        # The same for the gradient.
         weights = torch.where(counts, grad, 0.0)
         target = logits if ctx.overwrite else logits.clone()
         dlogits = logits_to_gradient(target, stats, columns, ctx.valid, weights, ctx.backend)
@@ -124,11 +131,13 @@ def _chunk_loss(
 
     Tokens with weight 0 add nothing, whatever their label.
     """
+    # In place: from here on ``logits`` are what the loss sees, and ``slope`` leads back to what was computed.
     slope = shard.cap_(logits)
     losses, stats, columns = _losses(logits, labels, shard, backend)
     if with_gradient:
         logits_to_gradient(logits, stats, columns, shard.valid, loss_weights, backend)
         if slope is not None:
+            # The chain rule, to the logits before the cap.
             logits.mul_(slope)
     return torch.where(loss_weights != 0, losses * loss_weights, 0.0).sum()
 
@@ -146,22 +155,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with_gradient: bool,
         backend: str,
     ) -> torch.Tensor:
+        # fp32 in every run: thousands of chunks are added up.
         total = torch.zeros((), device=hidden.device)
         logits = hidden.new_empty(min(chunk_tokens, hidden.shape[0]), weight.shape[0])  # one buffer for all chunks
         dhidden = torch.empty_like(hidden) if with_gradient else None
         dweight = None  # of a frozen matrix there is none
+        # A frozen matrix needs no gradient, and its fp32 buffer is the largest here.
         if with_gradient and ctx.needs_input_grad[1]:
             make = torch.empty if hidden.shape[0] else torch.zeros  # without tokens there is no chunk to write it
             dweight = make(weight.shape, dtype=torch.float32, device=weight.device)
         for start in range(0, hidden.shape[0], chunk_tokens):
             part = slice(start, start + chunk_tokens)
             buffer = logits[: hidden[part].shape[0]]
+            # Into the same buffer each time: at most one chunk of logits exists.
             torch.mm(hidden[part], weight.t(), out=buffer)
             total += _chunk_loss(buffer, labels[part], loss_weights[part], shard, with_gradient, backend)
             if dhidden is not None:
                 torch.mm(buffer, weight, out=dhidden[part])
             if dweight is not None:
                 accumulate_weight_gradient(dweight, buffer, hidden[part], first=start == 0)
+        # The gradients are ready: the backward pass has only to multiply them by the gradient of the loss.
         ctx.save_for_backward(dhidden, None if dweight is None else dweight.to(weight.dtype))
         return total
 

@@ -44,10 +44,13 @@ def row_norms(
     """
     wide = accumulation_dtype(weight.dtype)
     a_wide, b_wide = a.to(wide), b.to(wide)
+    # Rows of W, of B A and what they have in common, each in fp32 and without a matrix of the size of W.
     of_weight = torch.linalg.vector_norm(weight, dim=1, dtype=wide).square()
     mixed = (F.linear(weight, a.to(weight.dtype)).to(wide) * b_wide).sum(1)
     of_adapter = ((b_wide @ (a_wide @ a_wide.t())) * b_wide).sum(1)
+    # Squares are summed over ranks, not norms.
     squares = sum_over(of_weight + 2 * scale * mixed + scale**2 * of_adapter, cut_over)
+    # The three terms may cancel to a little less than 0.
     return squares.clamp(min=0).sqrt()
 
 
@@ -81,7 +84,9 @@ def begin_magnitudes(layers: Iterable[Any]) -> None:
         magnitude = layer.lora.magnitude
         if magnitude is None:
             continue
+        # In fp32: the adapter begins as no change at all, so these norms have to be those of the weight.
         weight = matrix_of(layer, local_part(layer.weight), torch.float32)
         squares = torch.linalg.vector_norm(weight, dim=1, dtype=accumulation_dtype(weight.dtype)).square()
+        # Columns of a row lie on several ranks.
         norms = sum_over(squares, (layer.group,) if layer.lora.by_columns else ()).sqrt()
         local_part(magnitude).copy_(norms)

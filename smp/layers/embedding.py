@@ -72,11 +72,15 @@ class VocabParallelEmbedding(nn.Module):
         unknown = (ids < 0) | (ids >= self.vocab_size)  # F.embedding refuses row -1, and the device does not wait
         if self.group.size == 1:
             return F.embedding(ids.masked_fill(unknown, -1), weight)
+        # Ids of other ranks become row 0, whose result is then set to 0; an unknown id becomes -1 and fails on every
+        # rank, whoever has the row.
         row = ids - self.group.rank * self.rows_per_rank
         elsewhere = (row < 0) | (row >= self.rows_per_rank)
         row = row.masked_fill(elsewhere, 0).masked_fill(unknown, -1)
+        # Filled and not multiplied: a row may hold infinities.
         partial = F.embedding(row, weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
         if self.sequence_parallel:
+            # One rank has each row, so this sum adds zeros to it and is exact in any order.
             return reduce_scatter_tokens(partial, self.group)
         return reduce_from_group(partial, self.group)
 
@@ -111,6 +115,7 @@ class PositionEmbedding(nn.Module):
 
     def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
         """position_ids (tokens,) int64 -> (tokens [/p], hidden)."""
+        # Under sequence parallelism each rank looks up its own tokens, so the table's gradient is a sum over them.
         weight = local(self.weight, self.compute_dtype, summed_over=self.shared_by)
         if self.shared_by is not None:
             position_ids = split_tokens(position_ids, self.shared_by)

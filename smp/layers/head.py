@@ -28,6 +28,7 @@ TILE = 128
 def chunk_tokens(weight: torch.Tensor, chunk_bytes: int | None = None) -> int:
     """Tokens whose logits by ``weight`` (rows, hidden) fill ``chunk_bytes`` in fp32; None: ``CHUNK_BYTES``."""
     chunk_bytes = chunk_bytes or CHUNK_BYTES.get(weight.device.type, CHUNK_BYTES["cuda"])
+    # 4 bytes: a loss is computed in fp32, whatever the logits are kept in.
     chunk = max(1, chunk_bytes // (4 * weight.shape[0]))
     return chunk - chunk % TILE if chunk > TILE else chunk
 
@@ -56,6 +57,7 @@ class ModelOutput(NamedTuple):
     def total(self) -> torch.Tensor | None:
         """What is minimised: the loss and all auxiliary ones; None: a stage without any."""
         losses = [*([] if self.loss is None else [self.loss]), *self.aux_losses.values()]
+        # From the first one on, and not from 0: a sum that begins with a number would add it to the graph.
         return sum(losses[1:], losses[0]) if losses else None
 
 
@@ -129,10 +131,12 @@ class VocabParallelHead(nn.Module):
         assert weight is not None
         if (labels is None) != (loss_weights is None):
             raise ValueError("a loss needs labels and loss_weights, logits neither")
+        # Each rank multiplies all tokens by its columns, so the input's gradient is a sum over the ranks either way.
         gather = gather_tokens if self.sequence_parallel else copy_to_group
         hidden = gather(x, self.group)  # (tokens, hidden)
         if labels is None or loss_weights is None:
             logits = gather_features(self.shard.capped(F.linear(hidden, weight)), self.group)  # (tokens, rows)
+            # Cut after the gather: padding is at the end of the last rank's columns only.
             return ModelOutput(logits=logits[:, : self.vocab_size])
         chunk = chunk_tokens(weight, self.chunk_bytes)
         arguments = hidden, weight, labels, loss_weights, self.shard

@@ -122,19 +122,24 @@ class LatentAttention(nn.Module):
         """(tokens [/p], hidden) -> (tokens [/p], hidden); ``key`` is the dropout key of this layer's probabilities."""
         token_index, local_index = layout.token_index, layout.local_token_index
         q, latent, key_rope = self._projected(x, local_index)
+        # The heads of all ranks use it, so its gradient is a sum over them.
         gather = gather_tokens if self.sequence_parallel else copy_to_group
         key_rope = gather(key_rope, self.group)[:, None]  # (tokens, 1, rope_dim), of all heads of all ranks
         plain, rotated = q.split((self.qk_head_dim, self.rope_dim), dim=-1)
         assert layout.rope is not None, "positions enter by RoPE alone"
+        # DeepSeek's files have pairs side by side. Kernels rotate halves; queries and keys are reordered alike.
         pairs = deinterleaved(rotated, self.rope_dim), deinterleaved(key_rope, self.rope_dim)
         rotated, key_rope = rope(*pairs, *layout.rope, self.rope_dim, self.kernels.rope)
+        # The latents are cached, not keys and values: that is what this kind of attention is for.
         if self.cache is not None:
             latents, key_rope, layout = self.cache.append(latent[:, None], key_rope, layout)
+            # The cached tokens are not those of the micro-batch; adapters have no dropout while text is generated.
             latent, local_index = latents.flatten(1), None
         k, v = self._keys(self.key_value_up(latent, local_index), key_rope)
         q = self._filled(torch.cat((plain, rotated), dim=-1))
         dropped = dropout_key_of(self, key, token_index)
         out, _ = self.kernels.attention(q, k, v, layout, self.spec, dropped)
+        # Without the channels that were filled with zeros.
         return self.output(out[..., : self.v_head_dim].flatten(1), token_index=token_index)
 
     def _projected(
@@ -143,9 +148,11 @@ class LatentAttention(nn.Module):
         """Queries (tokens, heads/p, qk_head_dim + rope_dim), the latent of keys and values (tokens [/p], kv_lora_rank)
         and their shared part (tokens [/p], rope_dim), which is not rotated yet."""
         if self.query_down is None or self.query_up is None:
+            # Two calls, because their outputs are cut in different ways.
             assert self.query is not None
             q, down = self.query(x, token_index), self.key_value_down(x, token_index)
         else:
+            # Both are whole on every rank, so nothing is gathered for them.
             low, down = column_parallel(x, [self.query_down, self.key_value_down], token_index)
             q = self.query_up(low if self.query_norm is None else self.query_norm(low), token_index)
         latent, key_rope = down.split((self.kv_lora_rank, self.rope_dim), dim=-1)

@@ -73,6 +73,7 @@ class Lora(nn.Module):
         super().__init__()
         weight = cast(DTensor, layer.weight)
         (out_features, in_features), [placement] = weight.shape, weight.placements
+        # A lies as the columns of W lie and B as its rows: so x A^T and u B^T need no more than W itself does.
         self.by_columns = placement == SHARD_COLUMNS
         of_a, of_b = (SHARD_COLUMNS, REPLICATE) if self.by_columns else (REPLICATE, placement)
         with torch.device(weight.device):
@@ -85,6 +86,7 @@ class Lora(nn.Module):
         # A tensor: compiled code would be made anew for each adapter's number. On the host, where a kernel reads it
         # without a copy to its device; no buffer, which to_empty would lose.
         self.key = torch.tensor(key, device="cpu")
+        # Of this rank's columns: dropout is keyed by the channel's number in the whole input.
         self.first_channel = local_box(weight).offsets[1]
         self.enabled = True
 
@@ -122,6 +124,7 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
             layers: with or without adapters. Those with share one collective in each direction.
             token_index: int64 (tokens [/p],), global numbers of the tokens in ``x``; needed for dropout.
         """
+        # With adapters off, such as for a reference model's log-probabilities, the layer is a plain one.
         adapters = [m.lora if isinstance(m, LoraColumnParallelLinear) and m.lora.enabled else None for m in layers]
         used = [adapter for adapter in adapters if adapter is not None]
         if not used:
@@ -129,6 +132,7 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
         group, split = layers[0].group, layers[0].sequence_parallel
         # A lies whole on every rank; under sequence parallelism each uses it on its own tokens, so gradients are summed
         factors = [local(m.a, x.dtype, summed_over=layers[0].shared_by) for m in used]
+        # All adapters' activations side by side: one collective for all of them.
         low = torch.cat([m.down(x, a, token_index) for m, a in zip(used, factors, strict=True)], dim=-1)
         low = gather_tokens(low, group) if split else copy_to_group(low, group)  # (tokens, ..., sum of ranks)
         parts = iter(zip(factors, low.split([m.rank for m in used], dim=-1), strict=True))
@@ -165,14 +169,17 @@ class LoraRowParallelLinear(RowParallelLinear):
         """
         if not self.lora.enabled:
             return output
+        # Columns of A: each rank multiplies its own part of the input, so no gradient is summed.
         a = local(self.lora.a, x.dtype)
         low = self.lora.down(x, a, token_index)  # (tokens, ..., rank), a part of the sum
         reduce = reduce_scatter_tokens if self.sequence_parallel else reduce_from_group
         b = local(self.lora.b, output.dtype, summed_over=self.shared_by)
+        # Summed before B, when it is (tokens, rank).
         y = output + F.linear(reduce(low, self.group), b)
         if self.lora.magnitude is None:
             return y
         weight = matrix_of(self, local(self.weight, output.dtype), output.dtype)
+        # Whole on every rank, like B, and used on different tokens under sequence parallelism.
         magnitude = local(self.lora.magnitude, output.dtype, summed_over=self.shared_by)
         return with_magnitude(y, magnitude, weight, (a, b), self.lora.scale, (self.group,))
 
@@ -233,9 +240,11 @@ def attach(
     Raises:
         ValueError: a layer has an adapter already, or is of a class of its own; dropout or ``dora`` for experts.
     """
+    # First, so that only what is added below is trained.
     model.requires_grad_(False)
     for name, experts in expert_layers(model).items():
         if name in sizes:
+            # ``type(...) is``: a layer that has an adapter is a subclass.
             if type(experts) is not ExpertLinear or dropout or dora:
                 raise ValueError(f"{name}: adapters go on plain experts, once, without dropout and DoRA")
             experts.__class__ = LoraExpertLinear
@@ -246,6 +255,7 @@ def attach(
                 raise ValueError(f"{name} is a {type(layer).__name__}: adapters go on plain layers, once")
             column = isinstance(layer, ColumnParallelLinear)
             layer.__class__ = LoraColumnParallelLinear if column else LoraRowParallelLinear
+            # By the layer's name, so that every layout drops the same.
             layer.lora = Lora(layer, *sizes[name], dropout, dropout_key(seed, f"{name}.lora"), dora=dora)
 
 

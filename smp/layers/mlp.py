@@ -69,6 +69,7 @@ class MLP(nn.Module):
         self.sequence_parallel = context.sequence_parallel
         self.backend = kernels.swiglu
         self.gate: ColumnParallelLinear | None = None
+        # Two matrices with one input, not one matrix: see the class.
         if isinstance(activation, QuickGeglu) or activation in GATED:
             self.gate = ColumnParallelLinear(hidden_size, ffn_hidden_size, context, bias=bias, init_std=init_std)
         self.up = ColumnParallelLinear(hidden_size, ffn_hidden_size, context, bias=bias, init_std=init_std)
@@ -89,6 +90,7 @@ class MLP(nn.Module):
             assert not isinstance(self.activation, QuickGeglu), "which has a gate"
             a = _activate(self.up(x, local_token_index), self.activation)
             return self.down(a, token_index=token_index)
+        # One gather of the input for both.
         gate, up = column_parallel(x, [self.gate, self.up], local_token_index)  # (tokens, ffn/p) each
         if isinstance(self.activation, QuickGeglu):
             return self.down(self.activation(gate, up), token_index=token_index)
@@ -98,4 +100,5 @@ class MLP(nn.Module):
         # an adapter multiplies the activation too, so there it has to be kept
         if self.backend == "torch" or self.down.add_low_rank is not None:
             return self.down(swiglu(gate, up, self.backend), token_index=token_index)
+        # The product of gate and up is not kept for the backward pass, which makes it again from the two.
         return self.down(gate, up, activation=FusedSwiglu(self.backend))

@@ -53,6 +53,7 @@ class Norm(nn.Module):
         self.features, self.eps, self.backend = features, eps, kernels.norm
         self.one_plus = one_plus
         self.sequence_parallel = context.sequence_parallel
+        # Heads are split over the ranks with and without sequence parallelism.
         self.shared_by = context.tp_group if split_input else context.shared_by
         self.weight = tp_parameter((features,), REPLICATE, context.tp)
         self.bias = tp_parameter((features,), REPLICATE, context.tp) if bias else None
@@ -73,6 +74,7 @@ class Norm(nn.Module):
 
     def parts(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """Weight and, if there is one, bias of this rank, whose gradients are not yet summed."""
+        # Not summed here: ``own_together`` sums those of several norms at once.
         return [local(p, dtype) for p in (self.weight, self.bias) if p is not None]
 
     def _weights(self, dtype: torch.dtype, own: Own | None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -89,9 +91,11 @@ def own_together(norms: Sequence[Norm], dtype: torch.dtype) -> list[Own]:
     all-reduce, when all are there; so the norms are of one unit of FSDP, which takes its gradients together."""
     parts = [each.parts(dtype) for each in norms]
     shared_by = norms[0].shared_by
+    # Several groups in one all-reduce would sum what does not belong together.
     assert all(each.shared_by == shared_by for each in norms), "norms that the same ranks share"
     if shared_by is None:
         return list(parts)
+    # In the order of the norms, which is the same on all ranks.
     summed = iter(sum_gradients([part for own in parts for part in own], shared_by))
     return [[next(summed) for _ in own] for own in parts]
 
@@ -120,6 +124,7 @@ class SplitRMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize the last dimension over all ranks; the arithmetic is fp32 inside."""
         wide = x.to(accumulation_dtype(x.dtype))
+        # Its adjoint passes the gradient as it is; the next line sums it.
         squares = reduce_from_group(wide.square().sum(-1, keepdim=True), self.group)
         squares = copy_to_group(squares, self.group)  # every rank divides its own features by it
         normed = wide * torch.rsqrt(squares / self.features + self.eps)

@@ -57,11 +57,14 @@ def placed_parameter(shape: tuple[int, ...], placements: tuple[Placement, ...], 
     local_shape = list(shape)
     for placement, size, name in zip(placements, mesh.shape, mesh.mesh_dim_names or ("tp",), strict=True):
         if isinstance(placement, Shard):
+            # Even parts only: layers assume that all ranks have parts of one shape.
             if shape[placement.dim] % size:
                 kind = "expert-parallel" if name == "ep" else "tensor-parallel"
                 raise ValueError(f"dimension {placement.dim} of {shape} is not divisible by {kind} size {size}")
             local_shape[placement.dim] //= size
+    # NaN: whoever forgets to fill it sees it in the first loss.
     data = torch.full(local_shape, float("nan"))
+    # Of the whole; ``from_local`` takes shape and stride together.
     stride = torch.empty(shape, device="meta").stride()
     whole = DTensor.from_local(data, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
     return nn.Parameter(whole)
@@ -104,6 +107,7 @@ def init_weights(model: nn.Module, seed: int, *, only: str | None = None) -> Non
         if only is not None and prefix.rpartition(".")[2] != only:
             continue
         for name, parameter in module.named_parameters(recurse=False):
+            # A tied one keeps the values of the first name, on all ranks.
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
@@ -132,10 +136,12 @@ def _fill(parameter: torch.Tensor, name: str, initializer: Initializer, seed: in
         data.fill_(initializer.value)
         return
     box = local_box(parameter)
+    # Uneven sharding leaves ranks without rows.
     if box.empty:
         return
     data.copy_(keyed_normal(seed, name, tuple(parameter.shape), box, initializer.std))
     real = min(max(logical_rows - box.offsets[0], 0), box.sizes[0])
+    # Not drawn: how much padding there is depends on the layout, and a checkpoint must not.
     data[real:].zero_()
 
 

@@ -100,14 +100,18 @@ def preference_loss(
     assert preference.reference is not None
     if preference.labelled is not None:
         return _labelled_loss(log_probs, tokens > 0, preference, preference.labelled)
+    # A pair that only fills a batch up has no tokens, in neither of its answers.
     real = tokens.view(-1, 2).sum(1) > 0
     with torch.enable_grad():
+        # fp64: log-probabilities of long answers are hundreds, and the loss is about differences of two of them.
         given = log_probs.detach().double().requires_grad_()
         ratios = given - preference.reference.double()
         if preference.loss_type in ("ipo", "orpo"):
             ratios = ratios / tokens.clamp(min=1)
         losses = _loss_of_pairs(ratios[::2], ratios[1::2], preference)
+        # ``where`` and not a product, as everywhere: a filling pair may give NaN.
         loss = torch.where(real, losses, 0.0).sum() / max(preference.num_pairs, 1)
+        # By autograd, so that each loss is written down once, as a formula.
         (slopes,) = torch.autograd.grad(loss, given)
     chosen, rejected = (preference.beta * ratios).detach().view(-1, 2).unbind(1)
     margin = chosen - rejected
@@ -125,12 +129,14 @@ def _labelled_loss(
     with torch.enable_grad():
         given = log_probs.detach().double().requires_grad_()
         ratios = given - preference.reference.double()
+        # One formula for both kinds: what is liked goes up from z0, what is not goes down.
         towards = torch.where(desirable, ratios - labelled.kl, labelled.kl - ratios)
         losses = torch.where(desirable, liked, disliked) * (1 - torch.sigmoid(preference.beta * towards))
         loss = torch.where(real, losses, 0.0).sum() / count
         (slopes,) = torch.autograd.grad(loss, given)
     rewards = (preference.beta * ratios).detach()
     means = [
+        # A batch without answers of a kind has the mean 0 and not 0 / 0.
         torch.where(real & kind, rewards, 0.0).sum() / max(share, 1 / count)
         for kind, share in zip((desirable, ~desirable), labelled.shares, strict=True)
     ]
@@ -155,6 +161,7 @@ def _loss_of_pairs(chosen: torch.Tensor, rejected: torch.Tensor, preference: Pre
 def _log_odds(log_prob: torch.Tensor) -> torch.Tensor:
     """Of a probability by its logarithm. One that only fills up has 0, whose odds would make the gradient NaN."""
     log_prob = torch.where(log_prob < 0, log_prob, -1e-12)
+    # log(1 - p) from log p, exact also where p is close to 1.
     return log_prob - torch.log(-torch.expm1(log_prob))
 
 
@@ -191,15 +198,19 @@ def linear_preference(
     rows, length = preference.rows, preference.length
     with torch.no_grad():
         losses = linear_token_losses(hidden, weight, labels, shard, chunk_tokens=chunk_tokens, backend=backend)
+        # Rows behind the answers are padding.
         in_answer = counted[: rows * length] > 0
         log_probs = -torch.where(in_answer, losses[: rows * length], 0.0).view(rows, length).sum(1)
         log_probs = _over_answers(log_probs, cp)
         if preference.reference is None:
             return log_probs, None, {}
+        # Lengths as well: a mean over an answer is over all its tokens, on whichever rank.
         tokens = _over_answers(in_answer.view(rows, length).sum(1), cp)
         loss, slopes, sums = preference_loss(log_probs, tokens, preference)
+        # The ranks' losses are added up later: only the first one counts it.
         if cp is not None and cp.rank > 0:
             loss, sums = torch.zeros_like(loss), torch.zeros_like(sums)
+        # d loss / d log p of the answer, for each of its tokens.
         weights = torch.where(in_answer, -slopes.repeat_interleave(length), 0.0)  # log p = - cross-entropy
         weights = F.pad(weights, (0, len(labels) - len(weights)))
     names = METRICS if preference.labelled is None else KTO_METRICS
@@ -208,5 +219,6 @@ def linear_preference(
         weighted = linear_cross_entropy(
             hidden, weight, labels, weights, shard, chunk_tokens=chunk_tokens, backend=backend
         )
+        # The second pass is for the gradient alone: its value drops out.
         loss = loss + (weighted - weighted.detach())  # this value with that gradient
     return log_probs, loss, metrics

@@ -50,10 +50,13 @@ def quantize_layers(model: nn.Module, *, double: bool) -> None:
     """
     for layer in linear_layers(model).values():
         weight = cast(DTensor, layer.weight)
+        # A row of the weight is quantized in blocks of 64 elements: where columns are cut, each rank's
+        # part is a row of its own.
         ranks = weight.device_mesh.size() if weight.placements[0] == SHARD_COLUMNS else 1
         packed = nf4.width(weight.shape[1] // ranks, double=double)
         with torch.device(weight.device):
             wide = tp_parameter((weight.shape[0], packed * ranks), weight.placements[0], weight.device_mesh)
+        # Packed bytes under a dtype that FSDP gathers without a change.
         layer.weight = nn.Parameter(wide.to(torch.bfloat16), requires_grad=False)
         layer.product = PRODUCTS[double]
 
@@ -86,6 +89,7 @@ def read_blocks(layer: Any, read: Read, dtype: torch.dtype) -> Blocks:
     rows, columns = box.sizes
     halves = torch.empty(rows, columns // 2, dtype=torch.uint8, device=device)
     scales = torch.empty(rows, columns // nf4.BLOCK, device=device)
+    # Some rows at a time: the wide weight never exists as a whole.
     size = max(1, _CHUNK // columns)
     for start in range(0, rows, size):
         part = torch.empty(min(size, rows - start), columns, dtype=dtype)
@@ -100,6 +104,7 @@ def fill(layer: Any, blocks: Blocks) -> None:
     whole, box = None, box_of_weight(layer)
     if layer.product == PRODUCTS[True]:
         rows, columns = whole_shape(layer)
+        # Scales are quantized under a scale of all of them, so every rank needs all, whatever it has of the weight.
         whole = gathered(blocks.scales, (rows, columns // nf4.BLOCK), layer.weight)
     first = box.offsets[0], box.offsets[1] // nf4.BLOCK
     local_part(layer.weight).copy_(nf4.pack(blocks.halves, blocks.scales, whole, first))

@@ -65,11 +65,14 @@ class YarnScaling:
     def kept(self, freqs: torch.Tensor, base: float) -> torch.Tensor:
         """By frequency, 1: left alone, 0: divided by the factor."""
         pairs = len(freqs)
+        # Fast channels come first: many turns within the original context.
         low, high = (self._channel(turns, pairs, base) for turns in (self.beta_fast, self.beta_slow))
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
+        # As transformers clamps them: to the last channel, not to the last pair.
         low, high = max(low, 0), min(high, 2 * pairs - 1)
         channels = torch.arange(pairs, dtype=torch.float32, device=freqs.device)
+        # As in the authors' code: a ramp without a width would divide by 0.
         return 1 - ((channels - low) / (high - low or 0.001)).clamp(0.0, 1.0)
 
     def _channel(self, turns: float, pairs: int, base: float) -> float:
@@ -100,6 +103,7 @@ class LongRopeScaling:
             freqs: what :func:`rope_frequencies` gives, (2, dim / 2).
             sequence_lengths: (tokens,), tokens of the sequence that each belongs to.
         """
+        # A row for each token: packed samples of different lengths lie side by side.
         return freqs[(sequence_lengths > self.original_max_position).long()]
 
 
@@ -142,7 +146,9 @@ def rope_table(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin for integer ``positions`` (tokens,), each fp32 (tokens, 1, dim): one head axis to broadcast over.
     ``freqs`` are (dim / 2,), or (tokens, dim / 2). Both are multiplied by ``amplitude``, and so is what they rotate."""
+    # In fp32: bf16 cannot tell integers above 256 apart.
     angles = positions.to(torch.float32)[:, None] * freqs  # (tokens, dim / 2)
+    # Both halves of a head turn by the same angles.
     angles = torch.cat((angles, angles), dim=-1)[:, None, :]
     cos, sin = angles.cos(), angles.sin()
     return (cos, sin) if amplitude == 1.0 else (cos * amplitude, sin * amplitude)

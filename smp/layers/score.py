@@ -56,7 +56,9 @@ class ScoreHead(nn.Module):
             tied_weight: None.
             preference: ``rows`` texts of ``length`` tokens: chosen, rejected, chosen, rejected, ...
         """
+        # fp32 after the product, whose inputs are rounded already; each rank has its own tokens.
         scores = F.linear(x, local(self.weight, x.dtype, summed_over=self.shared_by)).squeeze(1).float()
+        # Outside of autograd: the gradient is put together below, for this rank's tokens alone.
         with torch.no_grad():
             everywhere = scores if self.shared_by is None else gather_tokens(scores, self.shared_by)  # (tokens,)
         if preference is None or loss_weights is None:
@@ -76,11 +78,13 @@ class ScoreHead(nn.Module):
         ranks that share sequences the first has loss and metrics, each the derivatives of its tokens."""
         rows, length = preference.rows, preference.length
         last = (counted[: rows * length] > 0).view(rows, length)
+        # One token of each text counts; without one, a text that only fills up, the score is 0.
         of_rows = torch.where(last, scores[: rows * length].view(rows, length), 0.0).sum(1)
         real = last.any(1).float()
         if self.cp is not None:
             of_rows, real = reduce_from_group(of_rows, self.cp), reduce_from_group(real, self.cp)
         loss, slopes, sums = bradley_terry(of_rows, real > 0, preference.num_pairs, preference.center)
+        # As in ``linear_preference``: the ranks' losses are added up later.
         if self.cp is not None and self.cp.rank > 0:
             loss, sums = torch.zeros_like(loss), torch.zeros_like(sums)
         of_tokens = (slopes[:, None] * last).view(-1)

@@ -32,6 +32,7 @@ def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
     if not dist.is_initialized():
         return flag
     found = torch.tensor(int(flag), device=_device(group))
+    # The largest of 0 and 1: NCCL has no logical or.
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     return bool(found.item())
 
@@ -74,6 +75,7 @@ def on_rank_zero(action: Callable[[], Answer], wrap: type[Exception], group: dis
         except Exception as error:  # libraries raise what they like, and the other ranks wait
             answer[1] = _wrapped(error, wrap, type(error).__name__)
             answer[2] = exit_code(error)
+    # Rank 0 comes here whatever happened to it, or the others would wait for ever.
     dist.broadcast_object_list(answer, group=group, group_src=0)
     _raise(answer[1], answer[2])
     return answer[0]
@@ -96,6 +98,7 @@ def on_all_or_none(action: Callable[[], Answer], wrap: type[Exception], what: st
         made.append(action())
     except (wrap, OSError) as error:
         problem = _wrapped(error, wrap, what), exit_code(error)
+    # In the order of the ranks, so that all raise the same one.
     for error_of_rank, code in gather(problem):
         _raise(error_of_rank, code)
     return made[0]

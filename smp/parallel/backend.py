@@ -65,17 +65,21 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
         rank, size = options.group_rank, options.group_size
         super().__init__(rank, size)
         timeout: timedelta = options.timeout
+        # So that tests and users can see what was hierarchical and what was not.
         self.counts: Counter[str] = Counter()
         self._gloo = _gloo(options)
         self._nccl = _nccl(options) if torch.cuda.is_available() and dist.is_nccl_available() else None
         kind = dist.ProcessGroup.BackendType
+        # See above: calls that are not ours go through it and not through ``super()``.
         self._plain_group = _ProcessGroup(rank, size)
         for group in (self, self._plain_group):
             group._set_default_backend(kind.GLOO)
             group._register_backend(torch.device("cpu"), kind.GLOO, self._gloo)
             if self._nccl is not None:
                 group._register_backend(torch.device("cuda"), kind.NCCL, self._nccl)
+        # Every rank makes the same policy from the same topology, or they would run different schedules.
         topology, links = _topology(options)
+        # Without measured links a limit in bytes stands for them; with them the cost model decides at every size.
         smallest = SMALLEST if links is None else 0
         policy = Policy(topology, links, hierarchical=topology.several_levels, smallest=smallest)
         ranks = list(options.global_ranks_in_group) or list(range(size))
@@ -100,6 +104,7 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
         opts = _options(dist.AllreduceOptions, opts, more)
         given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         way = self.network.way("all-reduce", given[0])
+        # What no schedule can do is left to gloo and counted there.
         fits = len(given) == 1 and _contiguous_on_cpu(given[0]) and _is_summed(given[0], opts.reduceOp)
         if way.route is None or not fits:
             return self._inner("all-reduce", given[0]).allreduce(given, opts)
@@ -152,6 +157,7 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _run(self, running: Any, result: torch.Tensor, opts: Any, tensors: list[torch.Tensor]) -> CollectiveWork:
         average = opts.reduceOp == dist.ReduceOp.AVG
+        # An average is the sum, divided once at the end.
         return running.work(tensors, (lambda: result.div_(self.size())) if average else (lambda: None))
 
     def _inner(self, what: str, tensor: torch.Tensor) -> Any:
@@ -237,5 +243,6 @@ def _create_smddp(options: Any, _: Any = None) -> NetworkProcessGroup:
 
 
 for _name, _creator in ((NAME, _create), ("smddp", _create_smddp)):
+    # torch refuses to register a name twice, as a reload of this module would.
     if _name not in dist.Backend.backend_list:
         dist.Backend.register_backend(_name, _creator, extended_api=True, devices=["cpu", "cuda"])

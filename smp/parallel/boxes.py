@@ -25,6 +25,7 @@ class Box:
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
     """(start, length) of part ``index`` when ``size`` rows are cut as ``torch.chunk`` cuts them."""
+    # The last parts may be shorter, or empty.
     rows = -(-size // parts)
     start = min(index * rows, size)
     return start, min(rows, size - start)
@@ -64,6 +65,7 @@ def box_at(shape: Sequence[int], cuts: Sequence[Cut], sizes: Sequence[int], coor
     torch's own offset arithmetic assumes even shards where two cuts meet; this one repeats the cuts in the order in
     which they were made, so uneven and empty shards come out right.
     """
+    # Each cut works on what the cuts before have left.
     offsets, lengths = [0] * len(shape), list(shape)
     for cut in cuts:
         start, lengths[cut.dim] = chunk(lengths[cut.dim], sizes[cut.mesh_dim], coordinate[cut.mesh_dim])

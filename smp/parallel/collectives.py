@@ -46,6 +46,7 @@ class Group:
 
 def start_all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Begin a sum over the group. The result must go through :func:`wait` before use."""
+    # Collectives read memory as it lies.
     return x if group.size == 1 else _ops.all_reduce(x.contiguous(), "sum", group.name)
 
 
@@ -79,8 +80,10 @@ def start_shift(x: torch.Tensor, group: Group, distance: int) -> torch.Tensor:
     far before it, of the same shape. (An all-to-all in which all other parts are empty: unlike a batch of sends and
     receives it traces under ``torch.compile``.)"""
     if distance % group.size == 0:
+        # A copy, as every other distance gives one: callers may write to it.
         return x.clone()
     to, source = ((group.rank + step) % group.size for step in (distance, -distance))
+    # Not for tensors that only trace, such as fake ones: they have no memory to send.
     if type(x) is torch.Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling():
         return _start_to_and_from(x.contiguous(), group, to, source)
     sent, received = ([x.shape[0] * (rank == other) for rank in range(group.size)] for other in (to, source))
@@ -135,6 +138,7 @@ def _own_columns(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _all_gather_columns(x: torch.Tensor, group: Group) -> torch.Tensor:
+    # An all-gather puts parts one behind the other along dim 0, so columns go there and back.
     return _all_gather(x.movedim(-1, 0), group).movedim(0, -1)  # (..., width x size)
 
 
@@ -209,6 +213,7 @@ class _SumGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # fp32 for all of them: one rounding at the end, and one message.
         whole = _all_reduce_fp32(torch.cat([grad.float().flatten() for grad in grads]), ctx.group)
         parts = whole.split([grad.numel() for grad in grads])
         return None, *(part.view_as(grad).to(grad.dtype) for part, grad in zip(parts, grads, strict=True))

@@ -123,6 +123,7 @@ class ParallelContext:
         """What :func:`with_secondary_shards` takes, for ``size`` neighbours that shard. Of experts, which these
         neighbours hold different ones of, it is so many times fewer."""
         ep = 1 if self.ep is None else self.ep.size()
+        # With fewer ranks cutting an expert's width, the others of ``tp`` hold different experts or shards.
         beside = self.tp.size() // self.expert_tp_group.size
         return {"parameters": (self.fsdp, size), "experts": (self.expert_fsdp, size * beside // ep)}
 
@@ -130,6 +131,7 @@ class ParallelContext:
     def has_fsdp(self) -> bool:
         """Whether weights are sharded or replicated by FSDP. A whole model on one data-parallel rank needs none."""
         meshes = [mesh for mesh in (self.fsdp, self.expert_fsdp) if mesh is not None]
+        # Parts of a pipeline keep FSDP: each micro-batch in flight would hold cast weights of its own.
         return self.fsdp is not None and (self.pp_size > 1 or any(mesh.size() > 1 for mesh in meshes))
 
     @property
@@ -164,6 +166,7 @@ class ParallelContext:
 
     def sum_loss(self, value: torch.Tensor) -> torch.Tensor:
         """Sum of ``value`` over the ranks that compute different parts of a loss, in place, outside of autograd."""
+        # Not over ``tp``: its ranks have the same loss.
         for mesh in self.loss_meshes:
             if mesh.size() > 1:
                 dist.all_reduce(value, group=mesh.get_group())
@@ -191,8 +194,10 @@ def build_context(
     """
     sizes = [int(getattr(layout, name)) for name in MESH_DIMS]
     pp, replicas, shard, cp, tp = sizes
+    # Numbers of processes in the order of the dimensions, tp fastest: views of this one tensor give all groups.
     ranks = torch.arange(math.prod(sizes))
     names: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "tp")
+    # dp_shard and cp are one dimension here, because FSDP shards over both.
     dense = _mesh(ranks.view(pp, replicas, shard * cp, tp), names, device_type, timeout, replica_backend)
     slices = ranks.view(-1, cp, tp).movedim(-1, 0).reshape(-1, cp)  # a row: ranks with the same sequences
     cp_mesh = exchange = _mesh(slices, ("slices", "cp"), device_type, timeout)["cp"] if cp > 1 else None
@@ -218,6 +223,7 @@ def build_context(
         ep_tp=ep_tp,
         expert_fsdp=expert_fsdp,
         loss_meshes=(dense["dp_shard"], dense["dp_replicate"], dense["pp"]),
+        # Ranks of one cp group read the same samples; they are neighbours in dp_shard x cp.
         data_rank=dense.get_local_rank("dp_replicate") * shard + dense.get_local_rank("dp_shard") // cp,
         data_size=replicas * shard,
     )
@@ -242,6 +248,7 @@ def _mesh(
 ) -> DeviceMesh:
     groups = []
     for dim, name in enumerate(names):
+        # FSDP2 has no hook for its all-reduce over replicas, so that group gets a backend of its own.
         sums_replicas = name == "dp_replicate" and ranks.size(dim) > 1
         groups.append(_make_group(ranks, dim, timeout, replica_backend if sums_replicas else None))
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
@@ -251,6 +258,7 @@ def _make_group(
     ranks: torch.Tensor, dim: int, timeout: timedelta | None, backend: str | None = None
 ) -> dist.ProcessGroup:
     """Make the groups of ranks that differ in ``dim`` only; returns this rank's."""
+    # Every process makes all groups of a dimension, in one order, as torch demands.
     members = ranks.movedim(dim, -1).flatten(0, -2).tolist()
     group, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout, backend=backend)
     return group

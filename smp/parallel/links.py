@@ -33,12 +33,14 @@ class Links:
     def __init__(self, mesh: DeviceMesh, channels: Iterable[Channel], timeout: timedelta | None = None) -> None:
         self.rank, self.size = mesh.get_local_rank(), mesh.size()
         self._ranks = dist.get_process_group_ranks(mesh.get_group())
+        # Sorted, so that all ranks go along the channels in the same order.
         ordered = sorted(set(channels))
         # torch names a group made by its members alone after how many groups they are in: the same on all, so far
         self._groups = {
             lane: dist.new_group(self._ranks, timeout=timeout, use_local_synchronization=True)
             for lane in sorted({_lane(channel, self.size) for channel in ordered})
         }
+        # On the device: it is NCCL's communicator that has to be there.
         self._connect(ordered, torch.zeros(1, device=mesh.device_type))
 
     def _connect(self, channels: Sequence[Channel], element: torch.Tensor) -> None:

@@ -65,6 +65,7 @@ def on_owners(
     for numbers, order, mesh in _rounds(tensors, whole_dims):
         held: Parts = {k: parts(i) for k, i in enumerate(numbers)}
         stages = _stages([_shared(tensors[i]) for i in numbers], order, mesh, held[0].new_empty(0))
+        # What each stage began with, for the way back.
         before = []
         for stage in stages:
             before.append(list(held))
@@ -85,11 +86,14 @@ def _rounds(
         mesh, order = None, tuple[int, ...]()
         if isinstance(tensor, DTensor):
             mesh, first = tensor.device_mesh, tensor.ndim - whole_dims
+            # Cuts are undone from the last one made to the first; dimensions of one rank cut nothing.
             order = tuple(c.mesh_dim for c in reversed(cuts_of(tensor)) if c.dim >= first and mesh.size(c.mesh_dim) > 1)
         kinds.setdefault((mesh if order else None, order), []).append(number)
     for (mesh, order), numbers in kinds.items():
         ranks = 1 if mesh is None else math.prod(mesh.size(dim) for dim in order)
+        # Those of one shape together: the ranks of a round then have equal work.
         numbers.sort(key=lambda i: tuple(tensors[i].shape))
+        # As many as there are ranks: each owns one.
         for first in range(0, len(numbers), ranks):
             yield numbers[first : first + ranks], order, mesh
 
@@ -167,6 +171,7 @@ class _Stage:
         self, sent: Sequence[Sequence[torch.Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
     ) -> list[list[torch.Tensor]]:
         """Send a list of tensors to each rank, and receive from each a list with these shapes."""
+        # One buffer for each rank: an all-to-all moves numbers, and both sides know the shapes from the cuts.
         flat = [torch.cat([part.reshape(-1) for part in parts]) if parts else self.like.new_empty(0) for parts in sent]
         sizes = [[math.prod(shape) for shape in some] for some in shapes]
         counts = [sum(some) for some in sizes]
@@ -191,6 +196,7 @@ def gathered(part: torch.Tensor, shape: Sequence[int], like: torch.Tensor) -> to
     undone: list[Cut] = []
     for cut in reversed(shared.cuts):
         boxes = [shared.box(undone, (cut.mesh_dim, rank)) for rank in range(mesh.size(cut.mesh_dim))]
+        # Uneven parts travel in buffers of the longest: an all-gather wants equal ones.
         longest = max(math.prod(box.sizes) for box in boxes)
         sent = part.new_zeros(longest)
         sent[: part.numel()] = part.reshape(-1)
@@ -207,5 +213,6 @@ def gathered(part: torch.Tensor, shape: Sequence[int], like: torch.Tensor) -> to
 def _inside(tensor: torch.Tensor, outer: Box, inner: Box) -> torch.Tensor:
     """The ``inner`` box of a tensor that is the ``outer`` one."""
     for dim, (begin, start, size) in enumerate(zip(inner.offsets, outer.offsets, inner.sizes, strict=True)):
+        # An empty part may begin behind the end.
         tensor = tensor.narrow(dim, begin - start if size else 0, size)
     return tensor

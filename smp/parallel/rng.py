@@ -25,6 +25,7 @@ _MASK = 0xFFFFFFFF
 def stable_hash(*parts: object) -> int:
     """63-bit hash of the parts' text: the same on every machine and in every process."""
     digest = hashlib.blake2b("\x1f".join(str(p) for p in parts).encode(), digest_size=8).digest()
+    # 63 bits, so that it fits into an int64.
     return int.from_bytes(digest, "little") >> 1
 
 
@@ -39,6 +40,7 @@ def keyed_normal(seed: int, name: str, shape: torch.Size | tuple[int, ...], box:
     out = torch.empty(box.sizes)
     for index in range(first // block, -(-last // block) if last > first else 0):
         start, stop = index * block, min((index + 1) * block, shape[0])
+        # A whole block, although a rank may want some of its rows: the numbers depend on the block alone.
         drawn = _normal_block(seed, name, index, block * columns).mul_(std).view(block, *shape[1:])
         low, high = max(start, first), min(stop, last)
         rows = drawn[low - start : high - start]

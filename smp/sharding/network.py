@@ -66,6 +66,7 @@ class GatherWeights(_Allocates):
             return self._gather(output_tensor, input_tensor, group, async_op, _nothing)
         if secondary.own is not None and _in_backward():
             return secondary.gather(output_tensor, async_op=async_op)
+        # Waited for: the copies that stay on the node are taken from what arrived.
         return self._gather(output_tensor, input_tensor, group, False, lambda: secondary.keep(output_tensor))
 
     def _gather(
@@ -120,6 +121,7 @@ class ReduceGradients(_Allocates):
     ) -> None:
         if op != dist.ReduceOp.SUM:
             raise ValueError(f"hierarchical collectives add gradients up; FSDP was told to take {op}")
+        # The same on all ranks: it is chosen from the size alone.
         way = self._network.way("reduce-scatter", input_tensor)
         if way.route is None:
             _flat_reduce(output_tensor, input_tensor, op, group=group)
@@ -144,6 +146,7 @@ def communicate_by(
     for module in modules:
         if not isinstance(module, FSDPModule):
             continue
+        # Only units that a backward pass gathers again have a use for a second copy of their weights.
         kept = secondary.of_a_unit() if secondary is not None and module in gathered_again else None
         if network is not None or kept is not None:
             module.set_custom_all_gather(GatherWeights(network, weights, kept))  # type: ignore[arg-type]

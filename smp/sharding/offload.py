@@ -155,10 +155,12 @@ class Offload:
         """
 
         def offloaded(*args: Any, **kwargs: Any) -> Any:
+            # Nothing is saved for a backward pass that will not come.
             if not torch.is_grad_enabled():
                 return run(*args, **kwargs)
             if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
                 raise RuntimeError("a block that is recomputed: wrap what recomputes it, see offload_activations()")
+            # The addresses are taken at each call: FSDP gathers parameters into new memory every time.
             token = self._enter(_addresses([*block.parameters(), *block.buffers(), args[1:], kwargs]))
             with saved_tensors_hooks(lambda tensor: self._pack(token, tensor), self._unpack):
                 return run(*args, **kwargs)
@@ -172,6 +174,7 @@ class Offload:
     @contextmanager
     def of_pass(self, key: Hashable) -> Iterator[None]:
         """Inside, blocks run forward for a pass of this name."""
+        # The key before comes back, because passes may lie in each other.
         before, self._key = self._key, key
         try:
             yield
@@ -184,10 +187,13 @@ class Offload:
         block = _Block(self._key, kept)
         self._passes.setdefault(block.key, []).append(block)
         self._arrive(block)
+        # The copy begins before this block computes, so that it runs meanwhile.
         if len(self._live) >= self.horizon:  # the next block will need the place of the oldest
+            # Not one that came back for its backward pass, nor one in the middle of it.
             oldest = next(b for b in self._live if not (b.fetched or b.used) or b is block)
             self._leave(oldest)
         token = _Token(block)
+        # Not at the end of the interpreter: the device and the copier may be gone by then.
         weakref.finalize(token, self._finish, block).atexit = False
         return token
 
@@ -201,6 +207,8 @@ class Offload:
             idle = [block for block in self._live if not block.used]
             if not idle:
                 return  # backward passes inside of backward passes
+            # Those that were fetched are needed soonest: one of them goes only where there is no
+            # other, the last that came.
             self._send_away(next((block for block in idle if not block.fetched), idle[-1]))
 
     def _leave(self, block: _Block) -> None:
@@ -212,6 +220,7 @@ class Offload:
 
     def _copy_out(self, storage: _Storage) -> None:
         assert storage.flat is not None
+        # The copy before from the same memory has to end first, or that of the buffer's last user.
         after = storage.gone
         if storage.buffer is None:
             storage.buffer, after = self.pool.take(storage.nbytes)
@@ -221,7 +230,9 @@ class Offload:
         """Free its memory on the device, when the copy is made."""
         self._leave(block)
         for storage in block.storages.values():
+            # The memory may be given to somebody else only when the copy has read it.
             self.copier.wait(storage.came if block.fetched else storage.gone)
+            # After the copy: what was written to while it ran would be restored as neither the old nor the new.
             storage.check()
             storage.alive, storage.flat, storage.came = None, None, None
         block.away, block.fetched = True, False
@@ -233,14 +244,17 @@ class Offload:
         if tensor.numel() < self.min_tensor_size or not tensor.numel() or is_traceable_wrapper_subclass(tensor):
             return tensor
         memory = tensor.untyped_storage()
+        # By the storage's identity: views of one memory are one copy.
         if memory._cdata in block.kept:
             return tensor
         storage = block.storages.get(memory._cdata)
         if storage is None or storage.version != tensor._version:  # new, or written to before it is saved once more
+            # All of the storage: other tensors that are saved later may be other views of it.
             flat = tensor.as_strided((memory.nbytes() // tensor.itemsize,), (1,), 0)
             if storage is None:
                 storage = block.storages[memory._cdata] = _Storage(memory, flat, tensor._version)
             storage.flat, storage.version = flat, tensor._version
+            # The block is on its way already: what it saves late follows at once.
             if block.leaving:
                 self._copy_out(storage)
         return _Saved(token, storage, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
@@ -253,6 +267,7 @@ class Offload:
         if not block.used:
             self._begin_backward(block)
         assert storage.flat is not None
+        # Once for each storage: several operations read views of it.
         if storage.came is not None and not storage.awaited:
             self.copier.wait(storage.came)
             storage.awaited = True
@@ -269,6 +284,7 @@ class Offload:
         for following in self._following(block):
             if len(self._live) >= self.horizon:
                 return
+            # As many as there is room for, so that their copies run while this block computes.
             if following.away:
                 self._fetch(following)
 
@@ -283,6 +299,7 @@ class Offload:
         """Blocks in the order of the coming backward passes."""
         own = self._passes.get(block.key, [])
         yield from reversed(own[: own.index(block)])
+        # Other micro-batches of a pipeline, in the order in which the schedule sends them back.
         if block.key in self._order:
             for key in self._order[self._order.index(block.key) + 1 :]:
                 if key not in self._passes:
@@ -309,6 +326,7 @@ class Offload:
 def _addresses(nested: Any) -> set[int]:
     """Of the memory of all tensors in lists, tuples, dictionaries and dataclasses."""
     if isinstance(nested, torch.Tensor):
+        # A DTensor has no storage of its own; a gathered parameter is known by its local part.
         part = local_part(nested)
         return set() if is_traceable_wrapper_subclass(part) else {part.untyped_storage()._cdata}
     if isinstance(nested, Mapping):

@@ -82,15 +82,18 @@ def parallelize(
         raise ValueError("offload_activations: give what offload_of(config, device) makes")
     blocks = [module for module in model.modules() if isinstance(module, TransformerBlock)]
     for block in blocks:
+        # Offload lies around recompute: what it sends to the host is then the block's input alone.
         block.run = _wrapped(block.run, config)
         if offload is not None:
             block.run = offload.around(block, block.run)
+    # Also where there is no FSDP: a norm would count copies there too.
     _check_parameters(model)
     if context.fsdp is None or not context.has_fsdp:
         if config.bf16:
             _check_compute_dtype(model)
         return model
     fsdp_units: Any = getattr(model, "fsdp_units", lambda: blocks)
+    # Experts first: ``fully_shard`` leaves parameters alone that a unit inside has taken.
     if context.expert_fsdp is not None:
         _shard_experts(model, context.expert_fsdp, context.collectives, bf16=config.bf16)
     shard(model, fsdp_units(), context.fsdp, bf16=config.bf16, collectives=context.collectives)
@@ -118,9 +121,11 @@ def _gather_once(model: nn.Module) -> None:
     embedding's gradient is made of its output's alone. Behind the embedding FSDP2 would also prefetch, for a backward
     pass that is over, the last unit of the micro-batch before; it is told to prefetch itself."""
     for module in model.modules():
+        # Freed after its forward pass it would be gathered again at once.
         if isinstance(module, FSDPModule) and isinstance(module, VocabParallelHead):
             module.set_reshard_after_forward(False)
         elif isinstance(module, FSDPModule) and isinstance(module, VocabParallelEmbedding):
+            # A gradient of rows that were looked up needs no rows.
             module.set_unshard_in_backward(False)
             module.set_modules_to_backward_prefetch([module])
 
@@ -136,6 +141,7 @@ def prefetch(units: Sequence[nn.Module]) -> None:
         unit.set_modules_to_forward_prefetch(with_experts(following))
         following.set_modules_to_backward_prefetch(with_experts(unit))
     for unit in units:
+        # Without this FSDP2 would prefetch for them by itself, in an order that knows nothing of blocks.
         for experts in with_experts(unit)[1:]:  # they come with their block, and fetch nothing themselves
             experts.set_modules_to_backward_prefetch([experts])
 
@@ -195,6 +201,7 @@ def shard(
     elsewhere = {
         module for module in model.modules() if isinstance(module, FSDPModule)
     }  # experts, over their own ranks
+    # Units before the whole: what is left in ``model`` then becomes the root's unit.
     for unit in [*units, model]:
         fully_shard(unit, mesh=mesh, mp_policy=_precision(bf16), shard_placement_fn=_expert_cut(model, mesh))
     here = [module for module in model.modules() if module not in elsewhere]
@@ -238,6 +245,7 @@ def _precision(bf16: bool) -> MixedPrecisionPolicy:
 def _sum_gradients(modules: Sequence[nn.Module], mesh: DeviceMesh) -> None:
     for module in modules if mesh.size() > 1 else ():  # one rank would divide by 1.0: a pass for nothing
         if isinstance(module, FSDPModule):
+            # FSDP2 averages by default, which would divide by the ranks a second time.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
 
@@ -246,6 +254,7 @@ def _expert_cut(model: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Parameter], 
     """FSDP cuts dimension 0, of experts' weights the experts. Where that leaves ranks with fewer than others and
     another dimension does not, it cuts that one."""
     experts = {p for module in model.modules() if isinstance(module, ExpertLinear) for p in module.parameters()}
+    # The last dimension shards; the one before it, if there is one, replicates.
     ranks = mesh.size(mesh.ndim - 1)
 
     def cut(parameter: nn.Parameter) -> Shard | None:

@@ -49,6 +49,7 @@ class ShardedStages:
         self._reduced: Counter[Any] = Counter()  # unit -> stages that are done with its gradients
         self._users = Counter(unit for units in self._units.values() for unit in units)
         self._pending: list[WeightGradients] = []
+        # From here on nothing is gathered, freed or reduced unless the schedule says so.
         model.set_reshard_after_forward(False)
         model.set_reshard_after_backward(False)
         model.set_requires_gradient_sync(False)
@@ -64,12 +65,15 @@ class ShardedStages:
         """Begin to gather the parameters of a stage."""
         for unit in self._units[stage]:
             self._held[unit] += 1
+            # Two stages of a rank may share a unit, a tied matrix: it is gathered for the first
+            # and freed after the last.
             if self._held[unit] == 1:
                 self._arriving[unit] = unit.unshard(async_op=True)
 
     def gathered(self, stage: int) -> None:
         """Wait until the parameters of a stage are there."""
         for unit in self._units[stage]:
+            # Popped: only the first use waits.
             if (arriving := self._arriving.pop(unit, None)) is not None:
                 arriving.wait()
 
@@ -89,6 +93,7 @@ class ShardedStages:
     @torch.no_grad()
     def backward_weight(self, stage: int, pending: list[WeightGradients]) -> None:
         """Compute weight gradients of a stage, which is gathered, and add them to what there is."""
+        # In the order in which the backward pass left them.
         for compute in pending:
             for layer, gradient in compute():
                 _add_gradient(layer.weight, gradient)
@@ -103,6 +108,7 @@ class ShardedStages:
             self._reduced[unit] += 1
             if self._reduced[unit] < self._users[unit]:
                 continue
+            # ``post_backward`` reduces only while this is set; other units are not to be reduced yet.
             unit.set_requires_gradient_sync(True, recurse=False)
             for group in _groups(unit):
                 group.post_backward()
@@ -110,8 +116,10 @@ class ShardedStages:
 
     def finish(self) -> None:
         """Wait for all reductions of the step: the gradients are then those of the sharded parameters."""
+        # ``+`` leaves counts above 0.
         assert not self._pending and not +self._held, "a schedule ends with everything done and resharded"
         self._reduced.clear()
+        # The callback waits for reductions only after a last backward pass. It is told so for this call alone.
         self.model.set_is_last_backward(True)
         fully_shard.state(self.model)._root_post_backward_final_callback()  # type: ignore[attr-defined]
         self.model.set_is_last_backward(False)
@@ -142,6 +150,7 @@ def _add_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     """Accumulate into ``parameter.grad`` of a gathered parameter, as autograd would."""
     assert isinstance(parameter, DTensor)
     if isinstance(parameter.grad, DTensor):
+        # In place: FSDP2 finds the gradient by the parameter, and other micro-batches add to the same one.
         parameter.grad.to_local().add_(gradient)
         return
     parameter.grad = placed_like(parameter, gradient)

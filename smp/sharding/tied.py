@@ -25,6 +25,7 @@ class TiedMatrix:
         self._links, self._weight, self._other = links, None, -1
         if links.rank in ends:
             assert model.embedding is not None
+            # Whichever of the two ends this rank is, the other one is their sum minus it.
             self._weight, self._other = model.embedding.weight, ends[0] + ends[1] - links.rank
 
     @property
@@ -39,7 +40,9 @@ class TiedMatrix:
         assert isinstance(self._weight.grad, DTensor), "every step uses both ends"
         own = self._weight.grad.to_local()
         other = torch.empty_like(own)
+        # Both are posted before either is waited for: the ends would block each other otherwise.
         messages = self._links.send(own, self._other), self._links.receive(other, self._other)
         for message in messages:
             message.wait()
+        # a + b and b + a have the same bits, so both ends have the same gradient, and stay equal.
         own.add_(other)

@@ -121,6 +121,7 @@ def choose_comm_type(
     found = [_estimate(kind, size, of, flops, documents, machine) for kind, size in _ways(of, compiled and document)]
     if not found:
         raise ValueError(f"{of.heads} heads on each of {of.cp} processes: nothing takes documents under torch.compile")
+    # The first of equals, see ``_ways``.
     best = min(found, key=lambda estimate: estimate.cost)
     seconds = (1 + BACKWARD) * flops / machine.flops
     lines = [f"context parallelism of {of.cp}, one layer: {1e3 * seconds:.3g} ms of attention; beside it", _HEADER]

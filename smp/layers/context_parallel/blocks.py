@@ -91,9 +91,11 @@ class Call:
 
 def runs_of(cut: SequenceCut, rank: int | None) -> list[Run]:
     """The rank's tokens; with None those of all ranks, in the order of the sequences."""
+    # On the host: plans are made of Python numbers, and no device is waited for.
     columns = torch.arange(cut.length).expand(cut.batch, -1) if rank is None else cut.index(rank)
     ids = torch.zeros_like(columns) if cut.document_ids is None else cut.document_ids.gather(1, columns)
     first = torch.ones_like(columns, dtype=torch.bool)
+    # A run ends where the cut jumps to another chunk, or a document ends.
     first[:, 1:] = (columns.diff() != 1) | (ids.diff() != 0)
     sequence, place = first.nonzero(as_tuple=True)
     rows = sequence * columns.shape[1] + place
@@ -127,6 +129,7 @@ def blocks_of(
     causal, window = pattern
     known: dict[tuple[int, int], list[Run]] = {}
     for run in keys:
+        # Queries see keys of their own document only, so nothing else has to be compared.
         known.setdefault((run.sequence, run.document), []).append(run)
     blocks = []
     for query in queries:
@@ -173,6 +176,7 @@ def _joined(blocks: list[Block]) -> list[Block]:
     by_keys: dict[tuple[tuple[int, int], ...], list[tuple[int, int]]] = {}
     for queries, keys in by_queries.items():
         by_keys.setdefault(tuple(sorted(keys)), []).extend(queries)
+    # What remains are sets of queries that see the same set of keys: one block for each.
     return [*rest, *(Block(tuple(queries), keys) for keys, queries in by_keys.items())]
 
 
@@ -198,8 +202,11 @@ class Planner:
         blocks = blocks_of(queries, keys, pattern, tile=not ragged, join=not dropout)
         sizes = [sum(run.stop - run.start for run in runs) for runs in (queries, keys)]
         kinds: dict[object, list[Block]] = {}
+        # Causal blocks first: in them each query sees itself.
         for block in sorted(blocks, key=lambda block: (not block.causal, block.queries)):
             hidden = None if block.window is None else block.distance
+            # What one call has in common: a window's reach for the ragged kernel, which knows shapes by document; the
+            # whole shape for others, and with dropout the column, which masks are keyed by.
             alike = (block.reach,) if ragged else (hidden, block.shape, block.column if dropout else None)
             kinds.setdefault((block.causal, *alike), []).append(block)
         make = self._ragged if ragged else self._equal
@@ -247,6 +254,7 @@ class Planner:
     def _rows(self, ranges: Sequence[Sequence[tuple[int, int]]], count: int) -> torch.Tensor | None:
         """All numbers in ``ranges``, on the device; None if they are those below ``count``."""
         found = np.concatenate([np.arange(*one) for several in ranges for one in several])
+        # All rows in their order need no index, and no copy.
         if len(found) == count and (found == np.arange(count)).all():
             return None
         return to_device(torch.from_numpy(found), self.device)
@@ -261,6 +269,7 @@ def _pairs(blocks: list[Block]) -> int:
 def _apart(blocks: list[Block], num_queries: int) -> list[list[Block]]:
     """In groups without common queries: the results of a call are merged at once."""
     groups: list[tuple[np.ndarray, list[Block]]] = []
+    # First fit: a block goes to the first group that has none of its queries.
     for block in blocks:
         free = (group for group in groups if not any(group[0][a:b].any() for a, b in block.queries))
         used, members = next(free, (np.zeros(num_queries, dtype=bool), []))
@@ -274,6 +283,7 @@ def _apart(blocks: list[Block], num_queries: int) -> list[list[Block]]:
 
 def last_step(runs: dict[int, list[Run]], pattern: Pattern) -> int:
     """The last step of a ring in which some rank sees something, 0 if all see their own tokens only."""
+    # All ranks compute this from the same cut, so they agree how many steps the ring has.
     size = len(runs)
     for step in reversed(range(1, size)):
         for rank in range(size):

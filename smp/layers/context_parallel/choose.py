@@ -32,5 +32,6 @@ def context_parallel_attention(core: BlockCore, mesh: DeviceMesh, comm_type: Com
         return AllGatherAttention(core, Group.of(mesh))
     if comm_type == "a2a":
         return UlyssesAttention(core, Group.of(mesh))
+    # Neighbours, which share the fastest links, exchange heads.
     rings, heads = (Group.of(mesh[name]) for name in mesh.mesh_dim_names or ())
     return UlyssesAttention(RingAttention(core, rings), heads, rest=rings.size, part=rings.rank)

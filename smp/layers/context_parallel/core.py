@@ -53,6 +53,7 @@ class CutAttention(ABC):
         if layout.cut is None:
             return self.core(q, k, v, layout, spec, dropout_key, sinks)
         if layout.plan is None:
+            # A caller without a model, such as a test or a layer of one's own, has prepared nothing.
             layout = self.prepare(layout, [spec], q.dtype, q.device)
         return self.exchange(q, k, v, layout, spec, dropout_key, sinks)
 

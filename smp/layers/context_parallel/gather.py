@@ -56,6 +56,7 @@ class AllGatherAttention(CutAttention):
         """The layout with the calls of each pattern of layers."""
         planner = Planner(self.core, dtype, device, layout.token_index)
         queries, keys = runs_of(cut, self.group.rank), runs_of(cut, None)
+        # Where each token of the sequences lies among what the ranks send, one after the other.
         order = to_device(cut.together(cut.cp).argsort(), device)
         plan = {}
         for kind in dict.fromkeys(kind_of(spec, cut) for spec in specs):
@@ -78,6 +79,7 @@ class AllGatherAttention(CutAttention):
         calls = layout.plan[kind_of(spec, layout.cut)]
         rows, count = q.shape[0], layout.num_queries
         layer = Layer(self.core, spec, dropout_key)
+        # Without the padding of sequence parallelism, which attention never sees.
         out, lse = _Gathered.apply(q[:count], k[:count], v[:count], sinks, calls, layer, self.group)
         return finished((out, lse), q, rows)
 
@@ -95,6 +97,7 @@ class _Gathered(torch.autograd.Function):
         group: Group,
     ) -> Pair:
         outs, log_sums = [], []
+        # Some heads at a time; results lie side by side in the order of the heads.
         for part, keys, values in _gathered(q, k, v, layer, group):
             heads, one = part
             sums = one.attend(q[:, heads], keys, values, calls)
@@ -104,6 +107,7 @@ class _Gathered(torch.autograd.Function):
         out, lse = torch.cat(outs, 1), torch.cat(log_sums, 0)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.calls, ctx.layer, ctx.group = calls, layer, group
+        # Nothing may differentiate the log-sum-exp; the gradient would be wrong, see ``partial``.
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -115,9 +119,12 @@ class _Gathered(torch.autograd.Function):
         for part, keys, values in _gathered(q, k, v, ctx.layer, group):
             heads, one = part
             given = dout[:, heads], q[:, heads], out[:, heads], lse[heads]
+            # Zeros in fp32 to add to: a rank sees only some of the keys.
             empty = tuple(torch.zeros_like(x, dtype=dtype) for x in (q[:, heads], keys, values))
             dq, dk, dv = one.backward(given, keys, values, ctx.calls, empty)
             grads.append(dq.to(q.dtype))
+            # Each rank has a part of the gradient of all keys. The sum goes on while the next heads are computed; it is
+            # in fp32, so that it does not round once per rank.
             started.append(start_reduce_scatter(torch.stack((dk, dv), 1), group))  # (cp x tokens, 2, groups, head_dim)
         dkv = torch.cat([wait(x, group) for x in started], 2).to(k.dtype)
         dsinks = None if sinks is None else sinks_gradient(dout, out, lse, sinks)
@@ -134,13 +141,16 @@ def _gathered(
     parts = [slice(i, min(i + size, groups)) for i in range(0, groups, size)]
 
     def start(part: slice) -> torch.Tensor:
+        # Keys and values in one message.
         return start_all_gather(torch.stack((k[:, part], v[:, part]), 1), group)  # (cp x tokens, 2, groups, head_dim)
 
     coming = start(parts[0])
     for part, following in zip(parts, [*parts[1:], None], strict=True):
         both = wait(coming, group)
+        # Started before the caller computes with what is here.
         if following is not None:
             coming = start(following)
         heads = slice(part.start * repeats, part.stop * repeats)
+        # Dropout and ALiBi know heads by their number in the whole model.
         spec = replace(layer.spec, first_head=layer.spec.first_head + heads.start)
         yield (heads, replace(layer, spec=spec)), both[:, 0], both[:, 1]

@@ -57,6 +57,7 @@ class Layer:
                 sums = merge(*sums, *part)
                 continue
             out, lse = merge(sums[0][call.queries], sums[1][:, call.queries], *part)
+            # In place: no two blocks of a call share a query.
             sums = sums[0].index_copy_(0, call.queries, out), sums[1].index_copy_(1, call.queries, lse)
         return sums
 
@@ -90,6 +91,7 @@ class Layer:
 
 
 def finished(sums: Pair | None, q: torch.Tensor, rows: int, sinks: torch.Tensor | None = None) -> Pair:
+    # A rank whose queries see no key at all, such as padding alone.
     """(out, lse) in the dtype of ``q`` and with ``rows`` rows; rows of padding have out 0 and lse -inf. ``sinks`` are
     those of the heads in ``q``, if there are any."""
     out, lse = _nothing(q, torch.promote_types(q.dtype, torch.float32)) if sums is None else sums

@@ -60,9 +60,11 @@ class RingAttention(CutAttention):
         group = self.group
         planner, runs = Planner(self.core, dtype, device, layout.token_index), {}
         for rank in range(group.size):
+            # Of all ranks: who sends what follows from the cut alone, and all plan alike.
             runs[rank] = runs_of(cut, rank)
         plan = {}
         for kind in dict.fromkeys(kind_of(spec, cut) for spec in specs):
+            # In step s the keys of the rank s before this one are here.
             sources = [(group.rank - step) % group.size for step in range(last_step(runs, kind[0]) + 1)]
             first, *others = (planner.calls(runs[group.rank], runs[source], kind) for source in sources)
             if others and len(first) == 1:  # the backward pass computes a part while its last message is on the way
@@ -84,6 +86,7 @@ class RingAttention(CutAttention):
         assert layout.cut is not None, "whole sequences do not come here"
         steps = layout.plan[kind_of(spec, layout.cut)]
         rows, count, layer = q.shape[0], layout.num_queries, Layer(self.core, spec, dropout_key)
+        # Without the padding of sequence parallelism, which attention never sees.
         return finished(_Ring.apply(q[:count], k[:count], v[:count], sinks, steps, layer, self.group), q, rows)
 
 
@@ -112,6 +115,7 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         dtype, group, last = lse.dtype, ctx.group, len(ctx.steps) - 1
+        # Half of the own block is computed first and half last, each while a message travels.
         early, late = _halves(ctx.steps[0])
         given, coming = (dout, q, out, lse), None
         own = tuple(torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
@@ -119,6 +123,7 @@ class _Ring(torch.autograd.Function):
             if step == 0:
                 own = ctx.layer.backward(given, keys, values, calls, own)
                 continue
+            # These gradients travel on with the keys; the query's stays here.
             empty = (torch.zeros_like(x, dtype=dtype) for x in (keys, values))
             dq, *grads = ctx.layer.backward(given, keys, values, calls, (own[0], *empty))
             own, dkv = (dq, *own[1:]), torch.stack(grads)
@@ -136,6 +141,7 @@ def _halves(calls: tuple[Call, ...]) -> tuple[tuple[Call, ...], tuple[Call, ...]
     """About as much work in each; of two calls or more neither has none."""
     total, done, cut = sum(call.pairs for call in calls), 0, 0
     for call in calls[:-1]:
+        # A call whose middle lies beyond half of the work goes to the second part; the first call never does.
         if cut and 2 * done + call.pairs > total:
             break
         done, cut = done + call.pairs, cut + 1
@@ -146,8 +152,10 @@ def _round(
     k: torch.Tensor, v: torch.Tensor, steps: Steps, group: Group
 ) -> Iterator[tuple[tuple[Call, ...], torch.Tensor, torch.Tensor]]:
     """The calls, keys and values of each step; those of the next are on the way meanwhile."""
+    # One message for keys and values.
     both = torch.stack((k, v))  # (2, tokens, groups, head_dim)
     for step, calls in enumerate(steps):
         coming = start_shift(both, group, 1) if step + 1 < len(steps) else both
+        # The shift was started before: it runs while the caller computes.
         yield calls, both[0], both[1]
         both = wait(coming, group)

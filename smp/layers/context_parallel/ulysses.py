@@ -70,11 +70,13 @@ class UlyssesAttention(CutAttention):
     ) -> HeadsPlan:
         """The layout with that of all the group's tokens. With dropout ranks tell each other their numbers."""
         group = self.group
+        # The cut that is left when a group of neighbours counts as one rank.
         merged = cut.merged(group.size)
         back = cut.together(group.size, self.part)
         order = to_device(back.argsort(), device)
         index = layout.token_index
         if index is not None:
+            # Dropout is keyed by the token's number; this rank will compute tokens of all ranks of the group.
             index = wait(start_all_gather(index[: layout.num_queries], group), group)[order]
         alone = self.rest == 1
         whole = TokenLayout(
@@ -99,12 +101,15 @@ class UlyssesAttention(CutAttention):
     ) -> Pair:
         plan, size, rows, count = layout.plan, self.group.size, q.shape[0], layout.num_queries
         heads, copies = q.shape[1] // size, repeats_of_keys(q.shape[1], k.shape[1], size)
+        # Dropout and ALiBi know heads by their number in the whole model.
         spec = replace(spec, first_head=spec.first_head + self.group.rank * heads)
         k, v = (x if copies == 1 else x.repeat_interleave(copies, dim=1) for x in (k, v))
         parts = [x[:count].unflatten(1, (size, -1)) for x in (q, k, v)]  # (tokens, cp, heads / cp, head_dim)
+        # All three in one exchange.
         sent = torch.cat(parts, 2).transpose(0, 1).flatten(0, 1)  # (cp x tokens, all three, head_dim)
         given = _Permuted.apply(all_to_all(sent, self.group), plan.order, plan.back)
         q, k, v = given.split([part.shape[2] for part in parts], dim=1)
+        # Those of the heads that this rank computes.
         sinks = None if sinks is None else sinks.unflatten(0, (size, -1))[self.group.rank]
         out, lse = self.core(q, k, v, plan.layout, spec, dropout_key, sinks)
         out, lse = _TokensBack.apply(out, lse, plan, self.group)
@@ -148,6 +153,7 @@ class _TokensBack(torch.autograd.Function):
         ctx.plan, ctx.group = plan, group
         width = out.shape[2]
         numbers = lse.t().contiguous()[..., None].view(out.dtype)  # bits of fp32 as one number, or as two of 16 bits
+        # The log-sum-exp travels as further channels of the output: one exchange.
         both = torch.cat((out, numbers), 2)[plan.back]
         both = wait(start_all_to_all(both, group), group)  # (cp x tokens, heads / cp, head_dim + 1 or 2)
         both = both.unflatten(0, (group.size, -1)).transpose(0, 1).flatten(1, 2)  # (tokens, heads, ...)
@@ -158,5 +164,6 @@ class _TokensBack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         group = ctx.group
+        # The same way back, without the log-sum-exp, which has no gradient.
         grad = grad.unflatten(1, (group.size, -1)).transpose(0, 1).flatten(0, 1)  # (cp x tokens, heads / cp, head_dim)
         return wait(start_all_to_all(grad, group), group)[ctx.plan.order], None, None, None
