@@ -73,6 +73,7 @@ def choose_attention(
         raise ConfigError(
             f"--attention-backend {wish} does not compute {shape.changes_scores}; --attention-backend math does"
         )
+    # Whoever names a backend gets that one or an error; only ``auto`` goes through the list.
     names = [wish] if wish != "auto" else ["math"] if shape.changes_scores else preferred(device, shape, deterministic)
     # key/value heads as they are, which not all backends take, or repeated; the order of backends goes first
     shapes = dict.fromkeys((shape, replace(shape, groups=shape.heads)))
@@ -87,6 +88,7 @@ def choose_attention(
     if shape.changes_scores:
         first = f"the one that computes {shape.changes_scores}"
     reason = first if wish == "auto" else f"--attention-backend {wish}"
+    # With the heads that were tried: a kernel that takes grouped heads gets them as they are.
     core = _core(name, device, replace(shape, groups=taken.groups))
     if shape.groups < shape.heads and not (isinstance(core, FusedAttention) and core.grouped):
         reason += "; each key/value head is repeated for its query heads"
@@ -124,6 +126,7 @@ def _works(name: str, device: torch.device, shape: AttentionShape) -> bool:
     core = _core(name, device, shape)
     try:
         return all(_runs(core, device, replace(shape, length=n)) for n in (shape.length, *shape.other_lengths))
+    # Too little memory says nothing about the kernel: another one would hide it until the first step.
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
@@ -136,12 +139,14 @@ def _runs(core: BlockCore, device: torch.device, shape: AttentionShape) -> bool:
     options: dict[str, Any] = {"device": device, "dtype": shape.dtype, "requires_grad": True}
     q = torch.zeros(length, shape.heads, shape.head_dim, **options)
     k = torch.zeros(length, shape.groups, shape.head_dim, **options)
+    # Two documents, so that a kernel that takes a mask has to show it.
     ids = (torch.arange(length) >= length // 2).long()[None] if shape.masked else None
     specs = [AttentionSpec(), AttentionSpec(window=max(length // 4, 1))] if shape.masked else [AttentionSpec()]
     for spec in specs:
         layout = core.prepare(TokenLayout(1, length, document_ids=ids), [spec], shape.dtype, device)
         if device.type == "cuda" and isinstance(core, FusedAttention) and not _torch_takes(core, q, k, layout, spec):
             return False
+        # Backward too: a kernel may take a shape forward and not backward.
         core(q, k, k, layout, spec)[0].sum().backward()
     return True
 
@@ -159,6 +164,7 @@ def _torch_takes(
     parameters = torch.backends.cuda.SDPAParams(
         queries, keys, keys, scores.mask, 0.0, scores.causal, keys.shape[1] < queries.shape[1]
     )
+    # PyTorch warns of each reason why a kernel is not taken. Here that is no problem, only an answer.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return asked[core.name](parameters)

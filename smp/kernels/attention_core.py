@@ -141,11 +141,13 @@ class MathAttention(_Masked):
         if sinks is not None:
             return attend_with_sinks(self, q, k, v, layout, spec, dropout_key, sinks)
         rows, dtype, accumulation = q.shape[0], q.dtype, torch.promote_types(q.dtype, torch.float32)
+        # With dropout there is another tensor of the size of the scores, so products stay in the narrow dtype.
         if dropout_key is None:
             q, k, v = (x.to(accumulation) for x in (q, k, v))
         heads = q.shape[1]
         q, k, v = _unfold(q, layout.batch, layout.length), *_keys(k, v, layout, heads)
         scores = _scores(q, k, layout, spec, dtype)  # (batch, heads, length, keys)
+        # The log-sum-exp has no gradient, see this file's beginning.
         lse = scores.detach().logsumexp(dim=-1)
         blind = None if layout.sees_itself else lse.isneginf()[..., None]
         if blind is not None:
@@ -175,6 +177,7 @@ class MathAttention(_Masked):
         given, groups, accumulation = (q, k, v), k.shape[1], torch.promote_types(q.dtype, torch.float32)
         k, v = _keys(k, v, layout, q.shape[1])
         q, dout, out = (_unfold(x, layout.batch, layout.length) for x in (q, dout, out))
+        # Before the operands are widened: with dropout the forward pass made its scores from the narrow ones.
         scores = None if dropout_key is None else _scores(q, k, layout, spec, q.dtype)
         dout, q, k, v, out = (x.to(accumulation) for x in (dout, q, k, v, out))
         if scores is None:
@@ -183,7 +186,9 @@ class MathAttention(_Masked):
         probabilities = (scores - _unfold_lse(lse, layout)[..., None]).exp()
         dropped, dp = probabilities, dout @ v.transpose(-1, -2)
         if dropout_key is not None:
+            # The mask is made again from the same keys; the gradient passes where the probability did.
             dropped, dp = (_drop(x, layout, spec, dropout_key) for x in (probabilities, dp))
+        # D is over all keys, because ``out`` is; so one block's gradients are right by themselves.
         ds = probabilities * (dp - (dout * out).sum(-1, keepdim=True)) * _scale(q, spec)
         if spec.softcap is not None:
             ds = ds * (1 - (scores / spec.softcap).clamp(-1, 1).square())  # tanh' = 1 - tanh^2; what is masked has ds 0
@@ -201,11 +206,13 @@ def _scores(
 ) -> torch.Tensor:
     """(batch, heads, length, keys), masked; ``dtype`` is that of masks."""
     scores, pattern = q @ k.transpose(-1, -2), spec.pattern(layout)
+    # fp32 before anything is added: bf16 scores of hundreds have steps of whole units.
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * _scale(q, spec)
     if spec.softcap is not None:
         scores = spec.softcap * (scores / spec.softcap).tanh()
     if spec.alibi_heads is not None:
         scores = scores + _alibi(scores, layout, spec.first_head, spec.alibi_heads)
+    # A kernel has a flag for causal attention; here it is a mask like any other.
     if not spec.causal and not layout.needs_mask(pattern):
         return scores
     known = layout.mask(pattern, dtype, q.device)
@@ -222,6 +229,7 @@ def alibi_slopes(heads: int) -> list[float]:
 
 def _alibi(scores: torch.Tensor, layout: TokenLayout, first_head: int, heads: int) -> torch.Tensor:
     """What ALiBi adds to scores (batch, heads, length, keys): minus slope x distance, (1, heads, length, keys)."""
+    # Slopes follow from all heads of the model, of which this rank has some.
     own = alibi_slopes(heads)[first_head : first_head + scores.shape[1]]
     slopes = torch.tensor(own, dtype=scores.dtype, device=scores.device)[:, None, None]
     queries = torch.arange(layout.query_start, layout.query_start + layout.length, device=scores.device)
@@ -235,6 +243,7 @@ def _drop(p: torch.Tensor, layout: TokenLayout, spec: AttentionSpec, key: torch.
         raise ValueError("dropout needs TokenLayout.token_index: its masks are keyed by it")
     tokens = layout.token_index[: layout.num_queries].view(layout.batch, 1, layout.length)
     heads = spec.first_head + torch.arange(p.shape[1], device=p.device)
+    # Heads have 16 bits of the number: tokens never meet across heads.
     rows = (tokens * (1 << 16) + heads[None, :, None]).flatten()  # a number per (token, global head)
     return keyed_dropout(p.flatten(0, 2), key, rows, spec.dropout, first_channel=layout.key_start).view_as(p)
 
@@ -267,10 +276,12 @@ class FusedAttention(_Masked):
         if sinks is not None:
             return attend_with_sinks(self, q, k, v, layout, spec, dropout_key, sinks)
         if dropout_key is not None:
+            # PyTorch's kernels draw their own dropout, which depends on the layout and on the order of calls.
             return MathAttention()(q, k, v, layout, spec, dropout_key)
         queries, keys, values, scores = self.arguments(q, k, v, layout, spec)
         out, lse = operator_for(self.name, q.device).forward(queries, keys, values, scores)
         if scores.mask is not None and not layout.sees_itself:
+            # Backends differ in what they say of a row that sees nothing; all say this here.
             blind = scores.mask.isneginf().all(dim=-1)  # (batch or 1, 1, length)
             out, lse = out.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -torch.inf)
         return _fold(out[..., : q.shape[2]], q.shape[0]), _fold_lse(lse, q.shape[0])
@@ -295,6 +306,7 @@ class FusedAttention(_Masked):
         lse = lse.masked_fill(lse.isneginf(), 0.0)  # nobody is seen: exp(-inf - 0) is 0, exp(-inf + inf) is NaN
         kept = out, _unfold_lse(lse, layout)
         dq, dk, dv = operator.backward(dout, *given, *kept, scores=scores)
+        # Where heads were repeated for the kernel, each copy has a part of the gradient.
         dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in (dk, dv))
         return tuple(_fold(dx[..., : x.shape[2]], x.shape[0]) for dx, x in ((dq, q), (dk, k), (dv, v)))
 
@@ -312,6 +324,7 @@ class FusedAttention(_Masked):
             layout.mask(spec.pattern(layout), q.dtype, q.device),
             operator_for(self.name, q.device).multiple,
         )
+        # Of the real width: the kernel would take the filled-up one.
         scale = q.shape[2] ** -0.5 if spec.scale is None and q.shape[2] % multiple else spec.scale
         heads = k.shape[1] if self.grouped else q.shape[1]
         q, k, v = (_widened(x, multiple) for x in (q, k, v))
@@ -356,6 +369,7 @@ class DefaultAttention(_Masked):
     def _chosen(q: torch.Tensor, layout: TokenLayout, spec: AttentionSpec) -> FusedAttention | MathAttention:
         if spec.changes_scores:
             return MathAttention()
+        # fp32 has no FlashAttention on a GPU.
         flash = q.dtype.itemsize == 2 and not layout.needs_mask(spec.pattern(layout))
         return FusedAttention("flash" if flash or not q.is_cuda else "efficient")
 
@@ -365,6 +379,7 @@ DEFAULT_ATTENTION = DefaultAttention()
 
 def merge(out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor) -> Pair:
     """Attention to two sets of keys from attention to each, in fp32 at least; out has the wider dtype of the two."""
+    # In fp32 at least: the shares of blocks add up to 1 only as exactly as these are.
     total = torch.logaddexp(lse, other_lse)
     shift = total.masked_fill(total.isneginf(), 0.0)  # where both are empty: -inf - -inf is NaN
     shares = [(part - shift).exp().t()[..., None] for part in (lse, other_lse)]  # (tokens, heads, 1)

@@ -92,6 +92,7 @@ class CudaCopier(Copier):
     def _copy(self, way: str, source: torch.Tensor, target: torch.Tensor, after: Event) -> Event:
         # The current stream is asked for each time: FSDP2 and autograd change it.
         stream, event = self._streams[way], torch.cuda.Event()
+        # Copies begin behind what has been issued, or they would read what is not computed yet.
         stream.wait_stream(torch.cuda.current_stream(self.device))
         if after is not None:
             stream.wait_event(after)
@@ -122,6 +123,7 @@ class HostPool:
         """(a buffer of at least ``nbytes``, the event after which it may be written)."""
         fitting = [i for i, (buffer, _) in enumerate(self._free) if buffer.nbytes >= nbytes]
         if fitting:
+            # The smallest that fits: large buffers stay for what needs them.
             return self._free.pop(min(fitting, key=lambda i: self._free[i][0].nbytes))
         if self._free:  # a larger one takes the place of one that is too small, so that their number does not grow
             small = max(range(len(self._free)), key=lambda i: self._free[i][0].nbytes)

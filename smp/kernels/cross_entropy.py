@@ -44,6 +44,7 @@ def softmax_stats(logits: torch.Tensor, columns: torch.Tensor, valid: int, backe
 def combine_stats(stats: torch.Tensor) -> torch.Tensor:
     """Merge the ranks' (p, 3, n) statistics into the whole vocabulary's (M, L, target's logit), (3, n)."""
     peaks, log_sums, targets = stats.unbind(dim=1)
+    # The largest over all ranks; differences to it are never above 0, so no exponential overflows.
     peak = peaks.amax(dim=0)
     log_sum = (peaks - peak + log_sums).logsumexp(dim=0)
     return torch.stack((peak, log_sum, targets.sum(dim=0)))
@@ -95,6 +96,7 @@ def softmax_stats_reference(logits: torch.Tensor, columns: torch.Tensor, valid: 
         z = logits[rows, :valid]
         peak = z.amax(dim=1).to(stats.dtype).clamp_(min=LOWEST)  # NaN stays
         total = torch.sub(z, peak[:, None], out=scratch[: z.shape[0]]).exp_().sum(dim=1)
+        # Kept as a logarithm: ranks' sums are merged by logsumexp.
         stats[0, rows], stats[1, rows] = peak, total.log()
     here = (columns >= 0) & (columns < valid)
     target = logits.gather(1, columns.clamp(0, valid - 1)[:, None])[:, 0]
@@ -107,15 +109,19 @@ def logits_to_gradient_reference(
 ) -> None:
     """:func:`logits_to_gradient` in PyTorch."""
     here = (columns >= 0) & (columns < valid)
+    # Weights of tokens that do not count are 0, and so is the gradient of their whole row.
     minus, columns = torch.where(here, -weights, 0.0)[:, None], columns.clamp(0, max(valid - 1, 0))[:, None]
     scratch = _scratch(logits, valid)
     for rows in _row_blocks(logits) if valid else ():
         z = logits[rows, :valid]
         gradient = z if z.dtype == scratch.dtype else scratch[: z.shape[0]]
+        # In two subtractions: M + L in one number would round away the small one.
         torch.sub(z, stats[0, rows, None], out=gradient).sub_(stats[1, rows, None]).exp_().mul_(weights[rows, None])
+        # One column in each row, so there is nothing whose order could differ.
         gradient.scatter_add_(1, columns[rows], minus[rows].to(gradient.dtype))
         if gradient is not z:
             z.copy_(gradient)
+    # The matrix product behind this reads the padding too.
     logits[:, valid:] = 0.0
 
 

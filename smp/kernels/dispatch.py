@@ -95,6 +95,7 @@ def choose_kernels(
         _require_apex(compile)
         chosen["norm"] = ("apex", "--kernels apex")
     backends: dict[str, Any] = {name: backend for name, (backend, _) in chosen.items()}
+    # Only a fused kernel writes over its input; see the attribute for who needs that input later.
     kernels = Kernels(**backends, rope_in_place=backends["rope"] != "torch" and not compile and not selective)
     return kernels, {name: reason for name, (_, reason) in chosen.items()}
 
@@ -166,6 +167,7 @@ def _require_apex(compile: bool) -> None:
             "--kernels apex and --compile exclude each other: torch.compile cannot trace apex; leave out one"
         )
     try:
+        # Imported, not only looked for: apex may be installed without its CUDA extensions.
         importlib.import_module("apex.normalization.fused_layer_norm")
         importlib.import_module("fused_layer_norm_cuda")
     except ImportError as error:

@@ -31,6 +31,7 @@ def keyed_bits(key: torch.Tensor, rows: torch.Tensor, columns: int, first_column
         columns: how many; column c is column first_column + c of every layout.
         first_column: of the columns that this rank holds.
     """
+    # Both halves of the number take part: a long run has more than 2^32 tokens.
     hashed = _mix((rows & _MASK) ^ key)
     hashed = _mix(hashed ^ ((rows >> 32) & _MASK) ^ 0x5BF03635)
     channels = _mix(torch.arange(first_column, first_column + columns, device=rows.device) + 0x9E3779B9)
@@ -49,6 +50,7 @@ def keyed_keep_mask(
         p: probability of False, in [0, 1).
         first_channel: of the columns that this rank holds.
     """
+    # An integer bound: no float decides, which a device might round in another way.
     return keyed_bits(key, tokens, channels, first_channel) >= int(p * 2**32)
 
 
@@ -59,4 +61,5 @@ def keyed_dropout(
     if p == 0.0:
         return x
     keep = keyed_keep_mask(key, tokens, x.shape[-1], p, first_channel)
+    # Scaled first and selected then: what is dropped is 0 even where x is infinite.
     return torch.where(keep, x / (1.0 - p), 0.0)

@@ -85,6 +85,7 @@ class _AddRows(torch.autograd.Function):
     def forward(ctx: Any, y: torch.Tensor, bias: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(counts)
         own = torch.arange(len(bias), device=y.device)
+        # Said, because the device would have to tell the host otherwise.
         return y + bias.index_select(0, own.repeat_interleave(counts.to(y.device), output_size=len(y)))
 
     @staticmethod
@@ -101,6 +102,7 @@ class _Repeat(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, k: int) -> torch.Tensor:
         ctx.save_for_backward(inverse)
         ctx.k = k
+        # Choice c is of token c // k.
         return x.index_select(0, order if k == 1 else order // k)
 
     @staticmethod
@@ -109,6 +111,7 @@ class _Repeat(torch.autograd.Function):
         if ctx.k == 1:
             return grad.index_select(0, inverse), None, None, None
         choices = inverse.view(-1, ctx.k)
+        # One choice after the other, in a fixed order: a sum over a reshaped dimension may be made in any.
         total = grad.index_select(0, choices[:, 0]).to(accumulation_dtype(grad.dtype))  # (tokens, h)
         for i in range(1, ctx.k):
             total += grad.index_select(0, choices[:, i])
@@ -124,6 +127,7 @@ class _Combine(torch.autograd.Function):
         choices = inverse.view(weights.shape)
         total = torch.zeros(len(weights), rows.shape[1], dtype=accumulation_dtype(rows.dtype), device=rows.device)
         for i in range(weights.shape[1]):
+            # Likewise; the weights are fp32, so nothing rounds before the end.
             total += weights[:, i, None] * rows.index_select(0, choices[:, i])
         return total.to(rows.dtype)
 
@@ -132,6 +136,7 @@ class _Combine(torch.autograd.Function):
         rows, weights, order, inverse = ctx.saved_tensors
         k = weights.shape[1]
         choices, wide = inverse.view(weights.shape), grad.to(accumulation_dtype(grad.dtype))
+        # Each row has one token, so this is a gather.
         drows = (wide.index_select(0, order // k) * weights.flatten().index_select(0, order)[:, None]).to(rows.dtype)
         dweights = [(wide * rows.index_select(0, choices[:, i])).sum(-1) for i in range(k)]
         return drows, torch.stack(dweights, dim=1).to(weights.dtype), None, None
@@ -173,6 +178,7 @@ def _forward(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> tor
     if (ends := _ends(x, weight.shape[1:], counts)) is not None:
         return torch._grouped_mm(x.contiguous(), weight.transpose(1, 2), offs=ends)
     y, start = x.new_empty(x.shape[0], weight.shape[1]), 0
+    # Experts without rows are left out: a product of nothing still costs a launch.
     for expert, count in occupied(x, counts):
         torch.mm(x.narrow(0, start, count), weight[expert].t(), out=y.narrow(0, start, count))
         start += count
@@ -198,6 +204,7 @@ def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, counts: torch.Tensor) 
     if not x.shape[0]:
         return x.new_zeros(counts.shape[0], grad.shape[1], x.shape[1])
     dw, start = x.new_empty(counts.shape[0], grad.shape[1], x.shape[1]), 0
+    # All experts here: one without rows has a gradient of zeros, which a product of nothing writes.
     for expert, count in enumerate(counts.tolist()):
         torch.mm(grad.narrow(0, start, count).t(), x.narrow(0, start, count), out=dw[expert])  # zero without rows
         start += count

@@ -23,8 +23,10 @@ def round_to_bf16(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
         x: fp32, any shape.
         bits: integers of that shape, at least 0 and below 2^16.
     """
+    # A random number below the last kept bit, then the bits behind it are cut off: the carry is the rounding up.
     cut = x.view(torch.int32) + bits.to(torch.int32)
     rounded = (cut & -(1 << _RANDOM)).view(torch.float32)
+    # The bits of infinity plus something are a NaN.
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
 
 
@@ -41,11 +43,14 @@ def round_to_e4m3(x: torch.Tensor, bits: torch.Tensor) -> tuple[torch.Tensor, to
     blocks = torch.nn.functional.pad(x, (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
     mantissa, exponent = torch.frexp(blocks.abs().amax(2))
     exponent = exponent - 9 + (mantissa > _E4M3_MAX / 2**9).int()  # the smallest with max <= 448 x 2^exponent
+    # So that the scale and its inverse are normal fp32 numbers.
     scale = torch.ldexp(torch.ones_like(mantissa), exponent.clamp(-126, 126))
     y = x / expand(scale, x.shape[1])
     _, exponent = torch.frexp(y)
+    # Distance to the next e4m3 number: by the exponent, and for subnormal numbers that of the smallest.
     step = torch.ldexp(torch.ones_like(y), (exponent - 1).clamp(min=_E4M3_EXPONENT) - _E4M3_DIGITS)
     rounded = torch.floor(y / step + bits.float() / (1 << _RANDOM)) * step
+    # Rounding up may pass the largest number.
     return rounded.clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn), scale
 
 

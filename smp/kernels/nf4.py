@@ -63,8 +63,10 @@ def _table(codes: tuple[float, ...], device: torch.device) -> torch.Tensor:
 def _scaled(blocks: torch.Tensor, codes: tuple[float, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """(index of the nearest code of each element, largest magnitude of each block); blocks are the last dimension."""
     largest = blocks.abs().amax(-1)
+    # A block of zeros: its elements are 0 under any scale.
     scaled = (blocks * (1 / largest.clamp(min=_SMALLEST)).unsqueeze(-1)).clamp(-1, 1)
     table = _table(codes, blocks.device)
+    # The borders are the middles between neighbouring codes, so this finds the nearest.
     index = torch.bucketize(scaled, (table[:-1] + table[1:]) / 2, out_int32=True)
     return index.to(torch.uint8), largest
 
@@ -73,6 +75,7 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows, 64 k) -> (uint8 (rows, 32 k), two elements each; fp32 scales (rows, k))."""
     index, scales = _scaled(weight.float().unflatten(1, (-1, BLOCK)), _CODES)
     index = index.flatten(1)
+    # The first of a pair is in the upper half, as bitsandbytes has it.
     return (index[:, ::2] << 4) | index[:, 1::2], scales
 
 
@@ -93,7 +96,9 @@ def pack(
     flat = F.pad((whole - offset).reshape(-1), (0, -whole.numel() % NESTED)).view(-1, NESTED)
     index, nested = _scaled(flat, _dynamic_codes())
     index = index.view(-1)[: whole.numel()].view(whole.shape)
+    # Codes were made of the whole matrix, so that every layout has the same ones; a rank packs its own.
     own = index[first[0] : first[0] + rows, first[1] : first[1] + k]
+    # Number of the first block of each row, counted over the whole matrix: nested scales go on across rows.
     begin = torch.arange(first[0], first[0] + rows, device=halves.device) * whole.shape[1] + first[1]
     used = begin[:, None] // NESTED + torch.arange(nested_of_row(k), device=halves.device)  # (rows, nested scales)
     parts = [
@@ -101,6 +106,7 @@ def pack(
         F.pad(own, (0, -k % 4)),
         offset.repeat(rows).view(torch.uint8).view(rows, 4),
         (begin % NESTED).int().view(torch.uint8).view(rows, 4),
+        # The last row may ask for one more than there is, which it then does not use.
         nested[used.clamp(max=len(nested) - 1)].view(torch.uint8),
     ]
     return torch.cat(parts, 1).view(torch.bfloat16)
@@ -110,10 +116,12 @@ def widen(packed: torch.Tensor, dtype: torch.dtype, *, double: bool) -> torch.Te
     """A packed matrix, or some rows of one, in ``dtype``: (rows, :func:`width`) -> (rows, in)."""
     k = blocks_of(packed.shape[1], double=double)
     codes = _table(_CODES, packed.device)
+    # One look-up for a byte, not two for its halves.
     pairs = torch.stack([codes.repeat_interleave(16), codes.repeat(16)], 1)  # (256, 2): of a byte its two elements
     out = torch.empty(packed.shape[0], k * BLOCK, dtype=dtype, device=packed.device)
     size = max(1, _CHUNK // (k * BLOCK))
     for start in range(0, packed.shape[0], size):
+        # bf16 numbers are bytes here; a view of another width needs rows that lie together.
         rows = packed[start : start + size].contiguous().view(torch.uint8)
         values = F.embedding(rows[:, : k * BLOCK // 2].int(), pairs).view(-1, k, BLOCK)
         scales = _scales(rows, k) if double else rows[:, k * BLOCK // 2 :].contiguous().view(torch.float32)
@@ -138,6 +146,7 @@ def width(in_features: int, *, double: bool) -> int:
 @cache
 def blocks_of(packed_width: int, *, double: bool) -> int:
     """Blocks of a row, from its :func:`width`."""
+    # Starts from above: each block takes at least 32 bytes, 16 numbers.
     k = packed_width // 16
     while k and width(k * BLOCK, double=double) > packed_width:
         k -= 1

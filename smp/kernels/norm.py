@@ -80,6 +80,7 @@ class _Norm(torch.autograd.Function):
         added = _rows(dtotal) if dtotal is not None and ctx.adds else None
         dx, dweight, dbias = _backward_op(_rows(dy), added, x, weight, mean, scale, ctx.has_bias, ctx.backend)
         dx = dx.view(dy.shape)
+        # One gradient for both: x and what was added to it enter the sum alike.
         return dx, dx if ctx.adds else None, dweight, dbias if ctx.has_bias else None, None, None
 
 
@@ -95,6 +96,7 @@ def forward_reference(
     total = x if residual is None else x + residual
     wide = total.to(accumulation_dtype(x.dtype))
     mean = wide.mean(dim=1) if bias is not None else wide.new_empty(0)
+    # Two passes over the row, first the mean: the difference of mean squares would cancel.
     if bias is not None:
         wide = wide - mean[:, None]
     scale = (wide.square().mean(dim=1) + eps).rsqrt()

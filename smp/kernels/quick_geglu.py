@@ -50,6 +50,7 @@ class _QuickGeglu(torch.autograd.Function):
         s = (ALPHA * g).sigmoid()
         dgate, dup = d * (u + ctx.offset) * s * (1 + ALPHA * g * (1 - s)), d * g * s
         if ctx.clamp is not None:
+            # Beyond the bound the activation does not depend on what was clamped.
             dgate, dup = dgate.masked_fill(gate > ctx.clamp, 0), dup.masked_fill(up.abs() > ctx.clamp, 0)
         return dgate.to(gate.dtype), dup.to(up.dtype), None, None
 

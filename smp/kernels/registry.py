@@ -31,6 +31,7 @@ def define(
         The operator, to be bound once and called.
     """
     name = schema.partition("(")[0]
+    # Says that the operator traces: it has a fake version and changes what its schema says.
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     for key, function in run.items():
         _LIBRARY.impl(name, function, key)

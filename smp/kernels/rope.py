@@ -79,6 +79,7 @@ class _Rope(torch.autograd.Function):
             _rope_in_place_op(heads_q, heads_k, cos, sin, False, backend)
             ctx.mark_dirty(q, k)
             return q, k
+        # The kernel walks over whole tokens.
         heads_q, heads_k = (_heads(x.contiguous(), head_dim) for x in (q, k))
         out_q, out_k = _rope_op(heads_q, heads_k, cos, sin, False, backend)
         return out_q.view(q.shape), out_k.view(k.shape)

@@ -88,6 +88,7 @@ def _efficient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: Scores) -> 
 
 def _efficient_backward(*tensors: torch.Tensor, scores: Scores) -> Tensors:
     dout, q, k, v, out, lse = tensors
+    # As the forward operator would have given it, with rows up to a multiple of 32.
     lse = F.pad(lse, (0, -lse.shape[2] % 32)).contiguous()
     mask, state = _aligned(scores.mask, q, k), torch.zeros((), dtype=torch.int64, device=q.device)
     wanted = [True, True, True, False]  # no gradient of the mask
@@ -142,6 +143,7 @@ def _aligned(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> tor
     if mask is None:
         return None
     keys = k.shape[2]
+    # Padded in memory and cut off again as a view: the rows stay as long as they should look.
     if keys % 8:
         mask = F.pad(mask, (0, -keys % 8))[..., :keys]
     return mask.expand(q.shape[0], q.shape[1], q.shape[2], keys)

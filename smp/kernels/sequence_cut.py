@@ -58,6 +58,7 @@ class SequenceCut:
 
     def index(self, rank: int) -> torch.Tensor:
         """int64 (batch, length / cp): the columns of the rank's tokens, in the order in which it holds them."""
+        # In the order of the columns: a rank's tokens stay in the order of the sequence.
         return (self.ranks == rank).nonzero()[:, 1].view(self.batch, self.local_length)
 
     def together(self, ranks: int, part: int = 0) -> torch.Tensor:
@@ -65,6 +66,7 @@ class SequenceCut:
         other, the place of each when all of them are in the order of their sequences, one sequence behind the other."""
         held = [self.index(part * ranks + i) for i in range(ranks)]
         rows = torch.arange(self.batch)[:, None] * self.length
+        # The rank of each number among all: what is left when gaps are closed.
         return torch.stack([columns + rows for columns in held]).flatten().argsort().argsort()
 
     def merged(self, ranks: int) -> SequenceCut:
@@ -104,6 +106,7 @@ def chunks_of_documents(ids: torch.Tensor, size: int) -> torch.Tensor:
     """Numbers of chunks of ``size`` tokens of each document of ``ids``, integers (batch, length): int64 of that shape,
     the same for two tokens of a sequence where they are of one chunk."""
     chunks = torch.stack([_places(row) for row in ids]) // size
+    # Room for all chunks of a document between two ids, so that no two documents share a number.
     return ids.long() * (ids.shape[1] // size + 1) + chunks
 
 
@@ -129,6 +132,7 @@ def cut_sequences(batch: int, length: int, cp: int, document_ids: torch.Tensor |
         )
     if document_ids is None:
         chunks = torch.arange(2 * cp) if cp > 1 else torch.zeros(1, dtype=torch.int64)
+        # Chunk r and chunk 2 cp - 1 - r are on rank r.
         ranks = torch.minimum(chunks, 2 * cp - 1 - chunks).repeat_interleave(length // len(chunks))
         return SequenceCut(ranks.expand(batch, length), cp)
     if document_ids.shape != (batch, length) or document_ids.device.type != "cpu":
@@ -146,6 +150,7 @@ def cut_sequences(batch: int, length: int, cp: int, document_ids: torch.Tensor |
         found.append((float(work.max() / work.double().mean()), cut))
         if found[-1][0] <= UNBALANCED:
             break
+    # What is balanced well enough counts as equal, so of those the first is taken, with the largest documents whole.
     return min(found, key=lambda pair: max(pair[0], UNBALANCED))[1]
 
 
@@ -177,10 +182,12 @@ def _deal(lengths: list[int], cp: int, whole: int) -> np.ndarray:
         sizes = np.full(2 * cp, length // (2 * cp))
         extra = length % (2 * cp)
         first = np.argsort(-room, kind="stable")  # one token more for each, then for those with most room
+        # A second extra token of a rank goes to its other piece.
         for rank in (*first, *first)[:extra]:
             sizes[rank if sizes[rank] == sizes[2 * cp - 1 - rank] else 2 * cp - 1 - rank] += 1
         ranks[start : start + length] = pieces.repeat(sizes)
         room -= sizes[:cp] + sizes[cp:][::-1]
+    # Long ones first, while there is room for them in one piece.
     for length, start in sorted(rest, key=lambda document: -document[0]):
         while length:
             rank = int(room.argmax())

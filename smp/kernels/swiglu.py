@@ -61,6 +61,7 @@ class _Swiglu(torch.autograd.Function):
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """(..., f) -> (n, f) with contiguous elements in each row; halves of a fused projection stay where they are."""
     rows = x.flatten(0, -2) if x.ndim > 1 else x[None]
+    # Only where elements of a row do not lie side by side.
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 

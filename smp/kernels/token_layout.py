@@ -71,6 +71,7 @@ class TokenLayout:
     plan: Any = None
 
     def __post_init__(self) -> None:
+        # The dataclass is frozen; this is its own construction.
         if self.local_token_index is None:
             object.__setattr__(self, "local_token_index", self.token_index)
 
@@ -92,11 +93,13 @@ class TokenLayout:
     @property
     def sees_itself(self) -> bool:
         """Whether the keys of all queries are there, so that every query sees one."""
+        # Keys before the first query and behind the last one.
         before, after = self.query_start - self.key_start, self.key_start + self.keys - self.query_start - self.length
         return before >= 0 and after >= 0 and self.key_document_ids is None
 
     def pattern(self, causal: bool, window: int | None) -> Pattern:
         """Layers with the same pattern share a mask: a window that reaches to the first key is none."""
+        # Such a window hides nothing, and its mask would be made a second time.
         if window is not None and window > self.query_start + self.length - 1 - self.key_start:
             window = None
         return causal, window
@@ -123,6 +126,7 @@ class TokenLayout:
         if window is not None:
             seen = seen & (distance < window)
         seen = seen[None]
+        # Ids may lie on the host, where a variable-length kernel counts them.
         if self.document_ids is not None:
             seen = seen & self._same_document(self.document_ids, device)
         return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)[:, None]
@@ -146,8 +150,10 @@ class TokenLayout:
         Raises:
             ValueError: there are documents, of which some tokens are missing.
         """
+        # The cut knows the documents; the layout of this rank's tokens has none.
         if self.cut is not None:
             return replace(self, cut=self.cut.in_chunks(size))
+        # One chunk holds all.
         if self.query_start + self.length <= size:
             return self
         if self.document_ids is None:
@@ -179,7 +185,9 @@ class TokenLayout:
         cu_q = starts[:, 0] * self.length + (starts[:, 1] - (self.keys - self.length)).clamp(min=0)
         count = _power_of_two(len(starts))
         ends = (cu_q, self.batch * self.length), (cu_k, self.batch * self.keys)
+        # Empty documents at the end: they have no queries, so they cost nothing.
         padded = [torch.cat((cu, cu.new_full((count + 1 - len(cu),), end))).int() for cu, end in ends]
+        # Of the padded lists too, so that few sizes are ever seen.
         longest = [_power_of_two(int(cu.diff().max())) for cu in padded]
         return replace(
             self,
@@ -201,6 +209,7 @@ class TokenLayout:
         if ids.shape != first.shape:
             raise ValueError(f"document ids {tuple(ids.shape)} for keys {tuple(first.shape)}: give key_document_ids")
         first[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        # As many places where neighbours differ as there are different ids: none comes back.
         ordered = ids.sort(dim=1).values
         if first.sum() != (ordered[:, 1:] != ordered[:, :-1]).sum() + len(ids):
             raise ValueError("a document's tokens are not next to each other: only a mask can say who sees whom")

@@ -42,6 +42,7 @@ class VarlenAttention:
         Raises:
             ValueError: document ids are not on the host, or cannot be said by where documents begin.
         """
+        # Layers without a mask go to the dense kernel, which needs no list of documents.
         masked = any(layout.needs_mask(spec.pattern(layout)) for spec in specs)
         return layout.with_documents_found(device) if masked else layout
 

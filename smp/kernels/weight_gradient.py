@@ -20,6 +20,7 @@ def accumulate_weight_gradient(total: torch.Tensor, dy: torch.Tensor, x: torch.T
         x: (n, in), of the same dtype as ``dy``.
         first: start from zero, without reading what ``total`` holds.
     """
+    # A view: the product reads the transpose as it lies.
     left = dy.t()
     if x.dtype == total.dtype:
         torch.mm(left, x, out=total) if first else torch.addmm(total, left, x, out=total)

@@ -21,6 +21,7 @@ def stats_kernel(logits, columns, peaks, log_sums, targets, stride, valid, BLOCK
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * stride
     peak = tl.full((), -3.4e38, tl.float32)  # finite: a block of minus infinities must not make inf - inf
+    # A sum per lane: lanes are added up once, at the end.
     sums = tl.zeros((BLOCK,), tl.float32)
     whole = valid // BLOCK * BLOCK
     for first in range(0, whole, BLOCK):  # without a mask, so that loads are 16 bytes wide for any vocabulary
@@ -34,6 +35,7 @@ def stats_kernel(logits, columns, peaks, log_sums, targets, stride, valid, BLOCK
     here = (target >= 0) & (target < valid)
     tl.store(peaks + row, peak)
     tl.store(log_sums + row, tl.log(tl.sum(sums, axis=0)))
+    # Not read where the target is another rank's.
     tl.store(targets + row, tl.load(start + target, mask=here, other=0.0).to(tl.float32))
 
 
@@ -45,6 +47,7 @@ def gradient_kernel(logits, peaks, log_sums, columns, weights, stride, width, va
     weight = tl.load(weights + row)
     z = tl.load(place, mask=column < width, other=0.0).to(tl.float32)
     gradient = tl.exp((z - tl.load(peaks + row)) - tl.load(log_sums + row)) * weight
+    # The target's column loses the weight in the same pass.
     gradient = tl.where(column == tl.load(columns + row), gradient - weight, gradient)
     gradient = tl.where(column < valid, gradient, 0.0)
     tl.store(place, gradient.to(logits.dtype.element_ty), mask=column < width)

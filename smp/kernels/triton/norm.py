@@ -42,10 +42,12 @@ def forward_kernel(
         wide += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
         rounded = wide.to(total.dtype.element_ty)
         tl.store(total + place, rounded, mask=inside)
+        # What is normalized is the rounded sum, as without fusion: the same bits.
         wide = rounded.to(tl.float32)
     if CENTER:
         average = tl.sum(wide, axis=1) / features
         tl.store(mean + row, average, mask=row < rows)
+        # Lanes behind the row would add the square of the mean.
         wide = tl.where(inside, wide - average[:, None], 0.0)
     inverse = tl.rsqrt(tl.sum(wide * wide, axis=1) / features + EPS)
     tl.store(scale + row, inverse, mask=row < rows)
@@ -77,6 +79,7 @@ def backward_kernel(
     column = tl.arange(0, BLOCK)
     dw = tl.zeros((BLOCK,), tl.float32)
     db = tl.zeros((BLOCK,), tl.float32)
+    # Each program takes every n-th tile, always the same ones: the partial sums have one order.
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         inside = (row[:, None] < rows) & (column[None, :] < features)
@@ -99,6 +102,7 @@ def backward_kernel(
         if ADD:
             out += tl.load(dtotal + place, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx + place, out.to(dx.dtype.element_ty), mask=inside)
+    # No atomics: a second kernel adds up the partial sums in a fixed order.
     partial = tl.program_id(0).to(tl.int64) * features + column
     tl.store(dweight + partial, dw, mask=column < features)
     if CENTER:
@@ -183,6 +187,7 @@ def backward(
     """See :func:`smp.kernels.norm.backward_reference`."""
     (rows, features), options = x.shape, backward_options(x.shape[1], has_bias)
     tiles = triton.cdiv(rows, options["ROWS"])
+    # Not more programs than tiles, or partial sums would be stored by programs without rows.
     parts = min(tiles, programs(x.device, has_bias))
     dx = x.new_empty(x.shape)
     partial = x.new_empty((1 + has_bias, parts, features), dtype=torch.float32)

@@ -48,12 +48,14 @@ def rope_kernel(
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     channel = tl.arange(0, HALF)
+    # Both halves of the table are equal; the first is enough.
     angle = token * 2 * half + channel
     c = tl.load(cos + angle, mask=channel < half, other=0.0)[None, :]
     s = tl.load(sin + angle, mask=channel < half, other=0.0)[None, :]
     if INVERSE:
         s = -s
     if block < q_blocks:
+        # 64 bits: tokens x width may be more than 2^31.
         start = token * q_heads * head_dim
         head = block * HEADS + tl.arange(0, HEADS)
         rotate_heads(q + start, q_out + start, c, s, head, q_heads, half, rest, head_dim, HALF, REST)
@@ -77,6 +79,7 @@ def rotate(
     heads = min(HEADS, triton.next_power_of_2(max(q_heads, k_heads)))
     q_blocks, k_blocks, rest = triton.cdiv(q_heads, heads), triton.cdiv(k_heads, heads), head_dim - 2 * half
     q_out, k_out = (q.new_empty(q.shape), k.new_empty(k.shape)) if out is None else out
+    # In place the other channels are where they should be.
     copied = rest > 0 and q_out is not q
     if tokens:
         rope_kernel[(tokens, q_blocks + k_blocks)](
