@@ -212,28 +212,9 @@ def to_args(config: ModelConfig, tp: int) -> Namespace:
     Raises:
         ConfigError: Megatron's GPT does not compute what this model does.
     """
-    c, default = config, ModelConfig()
-    if c.scalar_head:
-        raise ConfigError("Megatron's GPT has no head of scores: a reward model cannot be written for it")
-    refused: dict[str, Any] = {name: getattr(default, name) for name in _NOT_THERE}
-    if c.position_embedding_type == "alibi":
-        raise ConfigError(
-            "Megatron's GPT has no --position-embedding-type alibi: these weights cannot be written for it"
-        )
-    if c.qk_layernorm:
-        refused["normalization"] = "RMSNorm"  # there the norm of queries and keys is of the same kind as the others
-    linear = c.use_rope_scaling and c.rope_scaling_type == "linear"
-    if linear:
-        refused["rope_scaling_factor"] = int(c.rope_scaling_factor)  # there it is a whole number
-    elif c.use_rope_scaling:
-        refused["rope_scaling_type"] = "llama3"
-        scaling = ("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position")
-        refused |= {name: getattr(default, name) for name in scaling}
-    for name, only in refused.items():
-        if getattr(c, name) != only:
-            flag = f"--{name.replace('_', '-')} {getattr(c, name)}"
-            beside = " with --qk-layernorm" if name == "normalization" else ""
-            raise ConfigError(f"Megatron's GPT has no {flag}{beside}: these weights cannot be written for it")
+    c = config
+    _refuse_what_megatron_lacks(c)
+    linear = _scales_linearly(c)
     values = {name: getattr(c, name) for name in (*_NEEDED, *_OPTIONAL)}
     if linear:
         values |= {name: _OPTIONAL[name] for name in ("use_rope_scaling", "rope_scaling_factor")}
@@ -253,17 +234,54 @@ def to_args(config: ModelConfig, tp: int) -> Namespace:
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": 1,
         "seq_length": c.max_position_embeddings,
+        **_args_of_experts(c),
     }
-    if c.num_experts is not None:
-        if not c.disable_bias_linear:
-            raise ConfigError("--no-disable-bias-linear: experts with biases are not written for Megatron's GPT")
-        if not all(has_experts(c, layer) for layer in range(c.num_layers)):
-            raise ConfigError(
-                f"--moe-layer-freq {c.moe_layer_freq}: only models with experts in every layer are written"
-            )
-        values |= {name: getattr(c, name) for name in ("num_experts", *_OF_EXPERTS)} | {"moe_layer_freq": 1}
+    # Read back before anything is written: an argument that only one of the directions knows would change the model.
     assert architecture(from_args(values, "", values["padded_vocab_size"])) == architecture(c), "a table is one-sided"
     return Namespace(**values)
+
+
+def _scales_linearly(config: ModelConfig) -> bool:
+    """Whether RoPE is scaled by one factor, for which Megatron has an argument of its own."""
+    return config.use_rope_scaling and config.rope_scaling_type == "linear"
+
+
+def _refuse_what_megatron_lacks(config: ModelConfig) -> None:
+    """Raise ConfigError, which names the flag, for a setting that Megatron's GPT has with one value only."""
+    c, default = config, ModelConfig()
+    if c.scalar_head:
+        raise ConfigError("Megatron's GPT has no head of scores: a reward model cannot be written for it")
+    if c.position_embedding_type == "alibi":
+        raise ConfigError(
+            "Megatron's GPT has no --position-embedding-type alibi: these weights cannot be written for it"
+        )
+    refused: dict[str, Any] = {name: getattr(default, name) for name in _NOT_THERE}
+    if c.qk_layernorm:
+        refused["normalization"] = "RMSNorm"  # there the norm of queries and keys is of the same kind as the others
+    if _scales_linearly(c):
+        refused["rope_scaling_factor"] = int(c.rope_scaling_factor)  # there it is a whole number
+    elif c.use_rope_scaling:
+        refused["rope_scaling_type"] = "llama3"
+        scaling = ("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position")
+        refused |= {name: getattr(default, name) for name in scaling}
+    for name, only in refused.items():
+        if getattr(c, name) != only:
+            flag = f"--{name.replace('_', '-')} {getattr(c, name)}"
+            beside = " with --qk-layernorm" if name == "normalization" else ""
+            raise ConfigError(f"Megatron's GPT has no {flag}{beside}: these weights cannot be written for it")
+
+
+def _args_of_experts(config: ModelConfig) -> dict[str, Any]:
+    """None without experts. Raises ConfigError for experts that Megatron's GPT has in another form."""
+    if config.num_experts is None:
+        return {}
+    if not config.disable_bias_linear:
+        raise ConfigError("--no-disable-bias-linear: experts with biases are not written for Megatron's GPT")
+    if not all(has_experts(config, layer) for layer in range(config.num_layers)):
+        raise ConfigError(
+            f"--moe-layer-freq {config.moe_layer_freq}: only models with experts in every layer are written"
+        )
+    return {name: getattr(config, name) for name in ("num_experts", *_OF_EXPERTS)} | {"moe_layer_freq": 1}
 
 
 def _patterns(config: ModelConfig) -> dict[str, Any]:

@@ -191,6 +191,7 @@ def build_context(
         sequence_parallel: of the context.
         heads_group: neighbours of a ``cp`` group that exchange heads while keys travel between such groups; with 1, or
             all of them, there is one kind of exchange.
+        replica_backend: of the groups that sum gradients over replicas; None: the device's.
     """
     sizes = [int(getattr(layout, name)) for name in MESH_DIMS]
     pp, replicas, shard, cp, tp = sizes
@@ -199,11 +200,7 @@ def build_context(
     names: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "tp")
     # dp_shard and cp are one dimension here, because FSDP shards over both.
     dense = _mesh(ranks.view(pp, replicas, shard * cp, tp), names, device_type, timeout, replica_backend)
-    slices = ranks.view(-1, cp, tp).movedim(-1, 0).reshape(-1, cp)  # a row: ranks with the same sequences
-    cp_mesh = exchange = _mesh(slices, ("slices", "cp"), device_type, timeout)["cp"] if cp > 1 else None
-    if 1 < heads_group < cp:
-        groups = slices.view(-1, cp // heads_group, heads_group)
-        exchange = _mesh(groups, ("slices", "p2p", "a2a"), device_type, timeout)["p2p", "a2a"]
+    cp_mesh, exchange = _cp_meshes(ranks, cp, tp, heads_group, device_type, timeout)
     ep = ep_tp = expert_fsdp = None
     if layout.ep > 1 or layout.expert_tp < tp:
         # Neighbours within dp_shard x cp (x tp, but for those that cut an expert) hold different experts; what is left
@@ -227,6 +224,21 @@ def build_context(
         data_rank=dense.get_local_rank("dp_replicate") * shard + dense.get_local_rank("dp_shard") // cp,
         data_size=replicas * shard,
     )
+
+
+def _cp_meshes(
+    ranks: torch.Tensor, cp: int, tp: int, heads_group: int, device_type: str, timeout: timedelta | None
+) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """``cp`` and ``cp_exchange`` of the context. The mesh of all parameters has no dimension for them: there dp_shard
+    and cp are one, over which FSDP shards."""
+    if cp == 1:
+        return None, None
+    slices = ranks.view(-1, cp, tp).movedim(-1, 0).reshape(-1, cp)  # a row: ranks with the same sequences
+    whole = _mesh(slices, ("slices", "cp"), device_type, timeout)["cp"]
+    if not 1 < heads_group < cp:
+        return whole, whole
+    groups = slices.view(-1, cp // heads_group, heads_group)
+    return whole, _mesh(groups, ("slices", "p2p", "a2a"), device_type, timeout)["p2p", "a2a"]
 
 
 def _group_of(mesh: DeviceMesh, dim: int) -> Group:

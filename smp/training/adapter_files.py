@@ -109,6 +109,7 @@ def publish_adapter(config: Config, iteration: int) -> str:
     assert config.checkpoint.save is not None and config.lora is not None
     root = open_folder(config.checkpoint.save)
     saved, folder = root.child(iteration_name(iteration)), root.child(ADAPTER)
+    # Read from the checkpoint and not from the model: it has whole matrices, whatever the layout.
     adapters = read_saved_adapters(saved, read_manifest(saved))
     family = family_for(config.model, reference_config(config))
     dropout, base = config.lora.lora_dropout or 0.0, str(config.checkpoint.load)
@@ -148,6 +149,7 @@ def leave_companions(config: Config) -> None:
 def _leave_tokenizer(file: Path, folder: Path) -> None:
     """The tokenizer of a file, under the name that programs look for, with its settings or such as say what it is."""
     with file.open("rb") as head:
+        # By its content: people rename such files.
         is_json = head.read(64).lstrip()[:1] == b"{"
     if not is_json:
         shutil.copyfile(file, folder / "tokenizer.model")

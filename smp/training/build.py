@@ -12,7 +12,7 @@ from smp.config.batch import BatchSizes
 from smp.config.layer_pattern import hides_tokens, scores_flag
 from smp.data.loader import BatchLoader, ReadBatch
 from smp.kernels.attention import AttentionShape, choose_attention
-from smp.kernels.attention_core import AttentionCore
+from smp.kernels.attention_core import AttentionCore, BlockCore
 from smp.kernels.dispatch import Kernels, choose_kernels, describe_kernels
 from smp.kernels.grouped import describe_products
 from smp.layers import init_weights
@@ -52,10 +52,7 @@ def choose_backends(
     Raises:
         ConfigError: a wish cannot be met.
     """
-    model, parallel, length = config.model, config.parallel, config.data.seq_length
-    groups = model.num_query_groups
-    assert model.kv_channels is not None and groups is not None and length is not None, "resolved before"
-    tp = parallel.tensor_model_parallel_size
+    model, parallel = config.model, config.parallel
     kernels, reasons = choose_kernels(
         parallel.kernels,
         device,
@@ -63,35 +60,59 @@ def choose_backends(
         compile=parallel.compile,
         selective=parallel.recompute_granularity == "selective",
     )
-    shape = AttentionShape(
+    shape = _attention_shape(config, documents=documents, other_lengths=other_lengths)
+    attention = choose_attention(
+        parallel.attention_backend, device, shape, deterministic=config.training.deterministic_mode
+    )
+    core, exchanged = _over_context_ranks(attention.core, config, context, device)
+    used = {"swiglu": model.swiglu, "rope": model.position_embedding_type == "rope"}
+    # Of an operation that this model does not have the user need not hear.
+    shown = {name: reason for name, reason in reasons.items() if used.get(name, True)}
+    lines = [*describe_kernels(kernels, shown), str(attention), *exchanged]
+    if model.attention_dropout > 0.0:
+        lines.append("attention: in training probabilities are materialised instead, for --attention-dropout")
+    lines += [*_products_of_experts(config, device, shape.dtype), *choose_fp8(config, device)]
+    return replace(kernels, attention=core), lines
+
+
+def _attention_shape(config: Config, *, documents: bool, other_lengths: tuple[int, ...]) -> AttentionShape:
+    """Of one call on one rank: tensor parallelism cuts heads, and neighbours may share a key/value head."""
+    model, tp, length = config.model, config.parallel.tensor_model_parallel_size, config.data.seq_length
+    groups = model.num_query_groups
+    assert model.kv_channels is not None and groups is not None and length is not None, "resolved before"
+    return AttentionShape(
         heads=model.num_attention_heads // tp,
         groups=max(groups // tp, 1),
         length=length,
         head_dim=model.kv_channels,
-        dtype=torch.bfloat16 if parallel.bf16 else torch.float32,
+        dtype=torch.bfloat16 if config.parallel.bf16 else torch.float32,
         masked=documents or hides_tokens(model, length),
         spans=model.attention_dropout == 0.0,
         other_lengths=other_lengths,
         changes_scores=scores_flag(model),
     )
-    deterministic = config.training.deterministic_mode
-    attention = choose_attention(parallel.attention_backend, device, shape, deterministic=deterministic)
-    used = {"swiglu": model.swiglu, "rope": model.position_embedding_type == "rope"}
-    shown = {name: reason for name, reason in reasons.items() if used.get(name, True)}
-    lines = [*describe_kernels(kernels, shown), str(attention)]
-    core: AttentionCore = attention.core
-    if context.cp_exchange is not None:
-        exchange = exchange_of(config, device.type)
-        core = context_parallel_attention(attention.core, context.cp_exchange, exchange.kind)
-        lines += [*exchange.lines, f"context parallelism: {core}"]
-    if model.attention_dropout > 0.0:
-        lines.append("attention: in training probabilities are materialised instead, for --attention-dropout")
-    if model.num_experts is not None:
-        assert model.moe_ffn_hidden_size is not None, "resolved before"
-        experts = parallel.expert_tensor_parallel_size or tp
-        lines += describe_products(device, shape.dtype, (model.hidden_size, model.moe_ffn_hidden_size // experts))
-    lines += choose_fp8(config, device)
-    return replace(kernels, attention=core), lines
+
+
+def _over_context_ranks(
+    core: BlockCore, config: Config, context: ParallelContext, device: torch.device
+) -> tuple[AttentionCore, list[str]]:
+    """``core``, with context parallelism inside of the core that exchanges with the other ranks; and lines for the
+    user."""
+    if context.cp_exchange is None:
+        return core, []
+    exchange = exchange_of(config, device.type)
+    around = context_parallel_attention(core, context.cp_exchange, exchange.kind)
+    return around, [*exchange.lines, f"context parallelism: {around}"]
+
+
+def _products_of_experts(config: Config, device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Lines for the user; none without experts."""
+    model, parallel = config.model, config.parallel
+    if model.num_experts is None:
+        return []
+    assert model.moe_ffn_hidden_size is not None, "resolved before"
+    ranks = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    return describe_products(device, dtype, (model.hidden_size, model.moe_ffn_hidden_size // ranks))
 
 
 @dataclass(frozen=True)
@@ -118,6 +139,7 @@ def build_model(config: Config, place: Workplace) -> GPT:
     its part."""
     model = assemble(config, place)
     parallelize(model, place.context, config.parallel, place.offload)
+    # ``to_empty`` loses buffers too, so ``init_weights`` fills all that has an initializer.
     model.to_empty(device=place.device)
     init_weights(model, config.training.seed)
     return model

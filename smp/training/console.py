@@ -51,6 +51,7 @@ class Console:
         self._pair_flops = pair_training_flops(config.model)
         alone = training_flops_per_token(config.model, 1, config.model.vocab_size)  # a token that sees itself
         layers = config.model.num_layers + len(further_layers(config.model))
+        # Attention grows with what a token sees, which is counted for each batch; the rest is the same for every token.
         self._token_flops = alone - layers * self._pair_flops
         for line in earlier_records(config, iteration):
             self.say(line)
@@ -93,8 +94,10 @@ class Console:
 
     def _report(self, progress: Progress) -> None:
         last_step = self._window[-1]
+        # A mean with a NaN would say nothing of the steps that were trained.
         finite = [r for r in self._window if not r.skipped]
         last = finite[-1] if finite else last_step
+        # Means over the window: batches differ in their numbers of tokens.
         tokens = sum(r.num_tokens for r in self._window) / len(self._window)
         waited = sum(r.waited for r in self._window) / len(self._window)
         pairs = sum(r.visible_pairs for r in self._window) / len(self._window)
@@ -142,6 +145,7 @@ class Console:
             return
         record, line = {f"{part} loss": loss}, f" {part} loss at iteration {iteration} | lm loss value: {loss:.6E} |"
         if not self.config.judges_answers:  # the loss of answers is no entropy
+            # Beyond its range this is infinite, where math.exp raises.
             perplexity = float(torch.tensor(loss).exp())
             record[f"{part} perplexity"] = perplexity
             line += f" lm loss PPL: {perplexity:.6E} |"

@@ -52,6 +52,7 @@ def describe(config: Config, world_size: int) -> str:
     tuned = _tuned(config, layout)
     memory, steps = largest_memory(config, layout, CHUNK_BYTES["cuda"], plan, tuned), _tried_steps(config, layout, plan)
     tflop = training_flops_per_token(config.model, length, vocab) / 1e12
+    # What --config is to read back trains: without the flags that only ask.
     recipe = to_yaml(replace(config, training=replace(config.training, dry_run=False, suggest=None)))
     lines = [
         in_words(config.model),
@@ -113,6 +114,7 @@ def _tried_steps(config: Config, layout: Layout, plan: Plan | None) -> list[Step
     placed = model.moe_expert_capacity_factor is not None or model.moe_router_load_balancing_type == "sinkhorn"
     across = layout.cp > 1 and model.num_experts is not None and placed
     if across or not can_be_tried(config) or passes > MOST_PASSES:
+        # The formula of ``memory`` answers then.
         return None
     arguments = config, layout, gpu_kernels(config), CHUNK_BYTES["cuda"], plan
     return [fake_step(*arguments, pp_rank=rank) for rank in range(layout.pp)]

@@ -53,6 +53,7 @@ def run_command(
         if rank == 0 and (path := status_file_in(argv, log_dir)) is not None:
             leave_status(Path(path), "bad_config" if exit_code(error) == 2 else "failed", str(error), 0)
         return exit_code(error)
+    # Only around a run: before it a closed pipe means that nobody wants to know.
     with lasting_output():
         return launch(settings, process)
 

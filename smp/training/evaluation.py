@@ -59,9 +59,12 @@ class TextScorer:
             ValueError: the text alone is longer than a window, or has no token of its own and is not empty.
         """
         empty = not text
+        # A tokenizer glues a space to the word behind it, so a space at the end of the context would be a token that
+        # the model has never seen there.
         spaces = len(context) - len(context.rstrip())
         context, text = context[: len(context) - spaces], context[len(context) - spaces :] + text
         before = [*self.tokenizer.before, *self.tokenizer.encode(context)] if context else self.prefix
+        # Encoded together: the border of two texts may lie in the middle of a token.
         ids = [*self.tokenizer.before, *self.tokenizer.encode(context + text)] if context else []
         ids = ids or [*self.prefix, *self.tokenizer.encode(text)]
         count = len(ids) - len(before)
@@ -71,6 +74,7 @@ class TextScorer:
             return 0.0, True
         if count <= 0:  # 0.0 would be the best of all choices
             raise ValueError(f"the continuation {text!r} has no token of its own behind {context[-40:]!r}: no score")
+        # Cut at the beginning: the continuation has to be scored in any case.
         ids = ids[-self.length - 1 :]
         log_probs, likeliest = token_scores(self.model, ids, self.length, self.length, len(ids) - count)
         return float(log_probs.sum()), bool(likeliest.all())
@@ -82,6 +86,7 @@ class TextScorer:
         written, text = list[int](), ""
         for token in generate(self.model, prompt, count, sampling, self.ends):
             written.append(token)
+            # All tokens anew each time: single tokens may be parts of a character.
             text = self.tokenizer.decode([i for i in written if i not in self.tokenizer.special])
             if cuts := [at for mark in until if mark and (at := text.find(mark)) >= 0]:
                 return text[: min(cuts)]

@@ -267,6 +267,7 @@ def _measure(config: Config, context: ParallelContext, tried: _Tried, meter: Met
         clip_gradients(model.parameters(), config.optim.clip_grad, copies=passes.copies, device=_CPU)
     with meter.phase("optimizer"):
         optimizer.step()
+    # All but the first and the last are like the second, so it stands for those that were not run.
     again = max(count - MOST_MICRO_BATCHES, 0) if context.pp_size == 1 else 0
     total = meter.counts
     for snapshots in (counted, compared) if again else ():

@@ -102,6 +102,7 @@ def build_finetune_model(
         ConfigError: a pattern of --lora-target-modules chooses no layer.
         CheckpointError: the weights cannot be read.
     """
+    # The order is that of ``parallelize``: adapters, frozen and packed weights have to be there before FSDP cuts them.
     model = assemble(config, place)
     in_4_bits = config.lora is not None and config.lora.load_in_4bit
     tune(model, config, _adapter_plan(model, config, start) if config.has_adapters else None, trainable=trainable)
@@ -114,6 +115,7 @@ def build_finetune_model(
     if config.has_scores and not (read_architecture(config.checkpoint.load or "") or {}).get("scalar_head"):
         init_weights(model, config.training.seed, only="head")  # the files are of a language model
         of_adapters.add("head.weight")
+    # What the files do not have, or have in another form.
     elsewhere = of_adapters | {f"{layer}.weight" for layer in quantized_layers(model)}
     notes = load_weights(model, lambda: open_base(config), leave=elsewhere)
     if "head.weight" in of_adapters:
@@ -123,8 +125,10 @@ def build_finetune_model(
     if start is not None:
         _fill_adapters(model, start)
     elif config.has_adapters:
+        # After the weights are there: row norms are theirs.
         begin_magnitudes(layer for name, layer in linear_layers(model).items() if name in adapters)
     if config.has_adapters and config.model.num_experts is not None:
+        # Ranks of a pipeline have different layers; all say the same.
         adapted = any(gather(any(".experts." in name for name in adapters_of(model))))
         notes.append(f"note: {'routers' if adapted else 'experts and routers'} have no adapters: they stay as they are")
         if in_4_bits:
@@ -176,6 +180,7 @@ def tune(model: GPT, config: Config, plan: AdapterPlan | None, *, trainable: boo
         model.requires_grad_(False)
     if lora.load_in_4bit:
         quantize_layers(model, double=lora.bnb_4bit_use_double_quant)
+    # After quantizing, which gives weights that are bf16 already.
     if config.parallel.bf16:
         _keep_in_bf16(model)
 
@@ -229,6 +234,7 @@ def _keep_in_bf16(model: nn.Module) -> None:
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if not parameter.requires_grad:
+                # On the meta device: nothing is copied.
                 setattr(module, name, nn.Parameter(parameter.to(torch.bfloat16), requires_grad=False))
 
 

@@ -107,6 +107,7 @@ def _dataset(
 
 def _datasets(config: Config, data: TuningData) -> Datasets:
     here = data.samples.fingerprint()
+    # Every rank reads the files itself. Other samples under the same numbers would train, and nobody would notice.
     if any(there != here for there in gather(here)):
         raise ConfigError(
             "--data-path: the processes do not read the same samples: the files differ between nodes, or the chat "
@@ -121,6 +122,7 @@ def _choose_backends(
     config: Config, data: TuningData, context: ParallelContext, device: torch.device
 ) -> tuple[Kernels, list[str]]:
     """Packed sequences hold documents; trimmed ones have any length."""
+    # The shortest and the longest but the full one: a kernel that takes both takes all between them.
     shorter = (1, max(data.train.length - 1, 1)) if _trims(config) else ()
     documents = data.train.packed or data.valid.packed
     return choose_backends(config, context, device, documents=documents, other_lengths=shorter)
@@ -199,6 +201,7 @@ class _Build:
         if objective.dpo_reference == "adapters-off":
             return ModelReference(model, forward_backward, device, around=partial(adapters_off, model), cp=cp)
         if objective.dpo_reference == "precomputed":
+            # All at once, before training: the model is still the reference.
             table = self._table(ModelReference(model, forward_backward, device, cp=cp))
             free_gathered(model)
             return TableReference(table)
@@ -214,6 +217,7 @@ class _Build:
         batches = batch_loader(config, self.place, dataset, dataset.batch)
         table = torch.zeros(len(samples), device=device)
         try:
+            # Pairs, in batches of the run's size: as many collectives on every rank.
             for _ in range(-(-(len(samples) // 2) // (config.data.global_batch_size or 1))):
                 batch = next(batches)
                 assert isinstance(batch, PairBatch) and batch.texts is not None
@@ -233,6 +237,7 @@ def _sizes(config: Config, context: ParallelContext, model: GPT) -> list[str]:
     parameters, base = list(model.parameters()), count_parameters(config.model, config.model.vocab_size).total
     trained = base
     if config.has_adapters:
+        # On the CPU: a group with gloo sums it without the GPU.
         adapters = torch.tensor(sum(p.numel() for p in parameters if p.requires_grad))
         if context.pp is not None and context.pp_size > 1:  # its ranks have different layers
             dist.all_reduce(adapters, group=context.pp.get_group())

@@ -51,6 +51,7 @@ class Accumulation:
     def train(self, micro_batches: MicroBatches) -> list[ModelOutput]:
         outputs = []
         for i, micro_batch in enumerate(micro_batches):
+            # Before each forward pass: FSDP reads in the hooks of this micro-batch what to do with it.
             is_last = i == len(micro_batches) - 1
             last_micro_batch(self.model, is_last, self.strategy)
             if is_last and self.before_last is not None:
@@ -59,6 +60,7 @@ class Accumulation:
             loss = output.total
             assert loss is not None, "a whole model has one"
             loss.backward()
+            # Without its graph, which is free from here on.
             outputs.append(detached(output))
         return outputs
 
@@ -83,6 +85,7 @@ def detached(output: ModelOutput) -> ModelOutput:
 def total_loss(outputs: Sequence[ModelOutput], device: torch.device) -> torch.Tensor:
     """Sum of all losses, auxiliary ones included, 0-dim fp32."""
     losses = [loss for output in outputs if (loss := output.total) is not None]
+    # Summed on the device in the order of the micro-batches: nothing waits, and the order is fixed.
     return sum(losses, torch.zeros((), device=device))
 
 
@@ -105,6 +108,7 @@ def total_beside(outputs: Sequence[ModelOutput], names: Sequence[str], device: t
 
 def total_metrics(outputs: Sequence[ModelOutput], names: Sequence[str], device: torch.device) -> torch.Tensor:
     """Sums of what was measured, fp64 (names,)."""
+    # fp64: metrics are sums over the whole batch, of which small ones would be lost beside large ones.
     total = torch.zeros(len(names), dtype=torch.float64, device=device)
     for output in outputs:
         if output.metrics:

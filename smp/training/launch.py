@@ -41,16 +41,20 @@ def launch(config: Config, process: Process, make_parts: Callable[[], RunParts],
     run: Run | None = None
     try:
         run = Run(make_parts(), process, device, stop)
+        # Before the first step: a file that cannot be written is said now, and not when training is over.
         path, iteration = status_path(config.logging), _iteration(run)
         running = (lambda: write_status(path, "running", "", iteration)) if process.rank == 0 else (lambda: None)
         on_all_or_none(running, ConfigError, f"--status-file {path}")
         outcome = run.run()
+    # What this rank alone knows: it says it at once, in its own words, for another rank is gone and cannot agree.
     except (PipelineError, CollectiveError) as error:
         report_own(str(error), process.rank)
         outcome = Outcome("failed", str(error), _iteration(run))
         _write_outcome(config, process, outcome, started=run is not None, instead=True)
+    # What all ranks raise alike: rank 0 says it, the others only where their words differ.
     except (ConfigError, CheckpointError, DamageError, TrainingError) as error:
         report_once(str(error), process.rank)
+        # Once there is a run, the settings were good.
         asked = run is None and exit_code(error) == 2
         outcome = Outcome("bad_config" if asked else "failed", str(error), _iteration(run))
     except BaseException as error:
@@ -58,6 +62,7 @@ def launch(config: Config, process: Process, make_parts: Callable[[], RunParts],
         outcome = Outcome("failed", memory or f"{type(error).__name__}: {error}", _iteration(run))
         if memory is not None:
             (report if process.world_size == 1 else report_own)(memory, process.rank)
+            # Twice: rank 0 may be lost, so another rank writes in its place, and then rank 0 over that.
             _write_outcome(config, process, outcome, started=run is not None, instead=True)
         _write_outcome(config, process, outcome, started=run is not None)
         if memory is not None:
@@ -85,6 +90,7 @@ def _out_of_memory(error: BaseException, config: Config) -> str | None:
     """What to try, if that is what an error is."""
     if not (lacks_memory(error) or isinstance(error, torch.OutOfMemoryError)):
         return None
+    # torch has the number in its text only.
     asked = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
     size, parallel = config.data.micro_batch_size, config.parallel
     advice = [

@@ -72,6 +72,7 @@ class Counts:
         for key in self.traffic.keys() | other.traffic.keys():
             one, two = self.traffic.get(key, Traffic()), other.traffic.get(key, Traffic())
             total.traffic[key] = Traffic(one.calls + times * two.calls, one.sent + times * two.sent)
+        # Not ``+``, which would drop what is not above 0.
         total.calls = Counter({call: self.calls[call] + times * other.calls[call] for call in self.calls | other.calls})
         return total
 
@@ -125,6 +126,7 @@ class Meter(TorchDispatchMode):
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Enter it, and also see what is resized: FSDP frees gathered weights so."""
+        # FSDP frees memory by resizing storages in place, which is no operation that is dispatched.
         resize = torch.UntypedStorage.resize_
 
         def watched(storage: torch.UntypedStorage, size: int) -> Any:
@@ -144,6 +146,7 @@ class Meter(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         if (body := _body(func, args)) is not None:
+            # Inside of a dispatch the mode is off; what the body calls is to be counted.
             with self:
                 return body(*args, **kwargs)
         result = func(*args, **kwargs)
@@ -171,11 +174,13 @@ class Meter(TorchDispatchMode):
         key = storage._cdata
         if key in self._sizes:
             return
+        # 0 first: ``_resized`` adds the difference.
         self._sizes[key] = 0
         if self._is_elsewhere:
             self.elsewhere_held += storage.nbytes()
             weakref.finalize(storage, self._freed_elsewhere, key, storage.nbytes())
             return
+        # Memory counts until its storage is freed, whoever holds it.
         weakref.finalize(storage, self._freed, key)
         self._resized(storage)
 
@@ -216,6 +221,7 @@ class Meter(TorchDispatchMode):
             self._sent(key, size, sum(rows) * row)
             return
         tensors = [tensor for tensor in tree_iter(args) if isinstance(tensor, torch.Tensor)]
+        # Of input and output the larger one is the whole.
         whole = max(tensor.numel() * tensor.itemsize for tensor in tensors)
         if name == "all_gather_into_tensor":  # its output is not among its arguments
             whole *= size

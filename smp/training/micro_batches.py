@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -60,42 +61,63 @@ def token_micro_batch(
     full_length, rows = batch.input_ids.shape[-1], batch.input_ids.shape[1]
     length = full_length if batch.lengths is None else batch.lengths[i]
     if cp is not None:
+        # A cut needs 2 x cp equal chunks: trimmed rows get back as many of their columns of padding.
         length = min(-(-length // (2 * cp.size)) * 2 * cp.size, full_length)
     document_ids = None if batch.document_ids is None else batch.document_ids[i, :, :length]
     cut = None if cp is None else cut_sequences(rows, length, cp.size, document_ids)
-    chosen = None if cut is None or cp is None else cut.index(cp.rank)  # (rows, length / cp)
-
-    def own_columns(x: torch.Tensor) -> torch.Tensor:
-        """This rank's columns of a tensor (rows, full_length)."""
-        return to_device(x, device)[:, :length] if chosen is None else to_device(x.gather(1, chosen), device)
-
-    def own(x: torch.Tensor) -> torch.Tensor:
-        """The same of a tensor (micro-batches, rows, full_length)."""
-        return own_columns(x[i])
+    own = _Columns(length, None if cut is None or cp is None else cut.index(cp.rank), device)
 
     def weights_of(labels: torch.Tensor) -> torch.Tensor:
         return (labels != IGNORE_INDEX).float() / max(num_valid_tokens, 1)
 
     def ahead(k: int) -> Further:
         """What the layer that predicts k tokens further reads and predicts."""
-        ids, labels = (own_columns(x) for x in shifted(batch, i, k))
+        ids, labels = (own.of(x) for x in shifted(batch, i, k))
         return Further(ids, labels, weights_of(labels))
 
-    columns = torch.arange(length, device=device) if chosen is None else to_device(chosen, device)
-    labels, index = own(batch.labels), to_device(batch.sample_index[i], device)
-    places = None if cut is None else columns  # what the model counts itself in whole sequences
+    columns, labels, index = own.numbers(), own.of(batch.labels[i]), to_device(batch.sample_index[i], device)
+    counted = None if cut is None else columns  # positions that the model counts itself in whole sequences
     return MicroBatch(
-        input_ids=own(batch.input_ids),
+        input_ids=own.of(batch.input_ids[i]),
         labels=labels,
         loss_weights=weights_of(labels),
-        position_ids=places if batch.position_ids is None else own(batch.position_ids),
+        position_ids=counted if batch.position_ids is None else own.of(batch.position_ids[i]),
         document_ids=document_ids if cut is None else None,
-        # tokens keep the numbers that they have in whole rows
+        # Tokens keep the numbers that they have in whole rows: trimming and cutting change no dropout mask.
         token_index=index[:, None] * full_length + columns,
         cut=cut,
-        sequence_lengths=None if batch.sequence_lengths is None else own(batch.sequence_lengths),
+        sequence_lengths=None if batch.sequence_lengths is None else own.of(batch.sequence_lengths[i]),
         further=tuple(ahead(k) for k in range(1, further + 1)),
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _Columns:
+    """The columns of a micro-batch's rows that this rank computes.
+
+    Attributes:
+        length: the first columns, where ``chosen`` is None.
+        chosen: int64 (rows, length / cp), on the host: those of this context-parallel rank.
+        device: where the model is.
+    """
+
+    length: int
+    chosen: torch.Tensor | None
+    device: torch.device
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """Those of a tensor (rows, full length), on the device."""
+        if self.chosen is None:
+            return to_device(x, self.device)[:, : self.length]
+        return to_device(x.gather(1, self.chosen), self.device)
+
+    def numbers(self) -> torch.Tensor:
+        """Theirs in the whole row, on the device: (length,), or (rows, length / cp)."""
+        return (
+            torch.arange(self.length, device=self.device)
+            if self.chosen is None
+            else to_device(self.chosen, self.device)
+        )
 
 
 def shifted(batch: RankBatch, i: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -102,6 +102,8 @@ class PreferredAnswer:
             num_pairs=num_valid,
         )
         reference = to_device(self.reference.log_probs(batch), self.device)
+        # Log-probabilities of the reference first, for the whole share: the model then runs through
+        # its micro-batches as always.
         return answer_micro_batches(batch, lambda i: replace(shared, reference=reference[i]), self.device, self.cp)
 
 
@@ -151,6 +153,7 @@ class LabelledAnswer:
     def micro_batches(self, batch: RankBatch, num_valid: int) -> MicroBatches:
         assert isinstance(batch, LabelledBatch) and batch.desirable is not None
         real = (batch.labels != IGNORE_INDEX).any(-1)
+        # Counted once for all ranks that read the same samples.
         own = int((batch.desirable & real).sum()) if self.context.counts_tokens else 0
         (liked,) = sum_over_ranks(own)
         count, kl = max(num_valid, 1), self._kl(batch, num_valid)
@@ -170,6 +173,7 @@ class LabelledAnswer:
         that it depends on neither micro-batches nor layout."""
         others = batch.mismatched
         assert others is not None
+        # Without a gradient: z0 is an estimate, which the loss takes as a constant.
         ratios = self.policy.log_probs(others).double() - self.reference.log_probs(others).to(self.device).double()
         real = to_device((others.labels != IGNORE_INDEX).any(-1), self.device)
         total = torch.where(real, ratios, 0.0).sum()
@@ -185,6 +189,7 @@ def answer_micro_batches(
     returns log-probabilities. ``cp`` are the ranks that share every sequence."""
 
     def make(i: int) -> MicroBatch:
+        # Weight 1 for each token of an answer: what it counts is decided by the loss of answers.
         micro_batch = token_micro_batch(batch, i, 1, device, cp)
         length = micro_batch.input_ids.shape[1]  # shorter than the batch's where rows are trimmed or cut
         return replace(micro_batch, preference=replace(preference(i), length=length))
@@ -212,6 +217,7 @@ class ModelReference:
 
     def log_probs(self, batch: RankBatch) -> torch.Tensor:
         training = self.model.training
+        # Without dropout, as evaluations: the same log-probabilities at every time.
         self.model.eval()
         wanted = Preference(rows=batch.input_ids.shape[1], length=batch.input_ids.shape[2])
         with self.around():
@@ -235,6 +241,7 @@ class TableReference:
 
     def log_probs(self, batch: RankBatch) -> torch.Tensor:
         assert isinstance(batch, PairBatch) and batch.texts is not None
+        # Texts that only fill up have the number -1; their loss counts nothing.
         return self.table[batch.texts.clamp(min=0).to(self.table.device)]
 
 

@@ -41,6 +41,7 @@ class ActivationCopies:
         backward one takes twice as long, and with recompute three times."""
         ahead = self.forward / flops_per_second
         back = (3 if recompute else 2) * ahead
+        # What is longer than the pass beside it is waited for.
         return self.layers * (max(0.0, self.seconds - ahead) + max(0.0, self.seconds - back))
 
 

@@ -49,13 +49,18 @@ class Pipelined:
         pp = context.pp
         assert pp is not None and config.data.seq_length is not None, "a pipeline has ranks"
         world_size = context.data_size * context.cp_size * context.tp.size() * pp.size()
+        # A ramp-up of the batch size changes the number of micro-batches, so there is a schedule for each.
         self._plans = plans_by_size(config, Layout.from_config(config.parallel, world_size))
         self._group = pp.get_group()
         ends = plan.training.rank_of(0), plan.training.rank_of(plan.training.stages - 1)
+        # Under adapters the matrix is frozen: nothing has to be kept equal.
         tied = model.embeds_at_the_end and ends[0] != ends[1] and not config.has_adapters
+        # Of all schedules: a channel that is first used in the middle of a run would connect then, and might block.
         channels = message_channels(self._plans.values(), ends if tied else None)
         links = Links(pp, channels, timedelta(minutes=config.parallel.distributed_timeout_minutes))
+        # A pair is two rows.
         rows = config.data.micro_batch_size * (2 if config.has_pairs else 1)
+        # One shape for all messages: a receiver must know it before the message comes.
         shape = model.hidden_shape(rows, config.data.seq_length // context.cp_size)
         dtype = torch.bfloat16 if config.parallel.bf16 else torch.float32
         self._runner = Runner(links, shape, dtype, device)
@@ -86,6 +91,7 @@ class Pipelined:
             self.before_last()  # gradients are reduced once per step, and final then
         self._runner.run(schedule, stages, self._recorder or self._watcher)
         self._sharded.finish()
+        # After ``finish``: what is added is the gradient reduced over the data-parallel ranks.
         if self._tied is not None:
             self._tied.sum_gradients()
         return list(stages.outputs.values())
@@ -95,6 +101,7 @@ class Pipelined:
         stages = _Stages(self.model, self._parts, self._sharded, micro_batches)
         self._runner.run(self.plan.evaluation, stages)
         self._sharded.finish()
+        # In the order of stage and micro-batch: a caller puts results together by their number.
         return [stages.outputs[key] for key in sorted(stages.outputs)]
 
     def watched_by(self, watcher: Watcher) -> None:
@@ -139,6 +146,7 @@ class _Entry(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, hidden: torch.Tensor, ends: _Gradients) -> torch.Tensor:
         ctx.ends = ends
+        # A new tensor: a function must not return its input, and a stage's hidden states are free when its graph is.
         return hidden.detach()
 
     @staticmethod
@@ -153,6 +161,7 @@ class _Exit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, ends: _Gradients) -> torch.Tensor:
         ctx.ends = ends
+        # A number without a meaning: the gradient comes by way of ``ends``, not through this.
         return hidden.new_zeros(())
 
     @staticmethod
@@ -181,9 +190,11 @@ class _Stages:
     def forward(self, stage: int, micro_batch: int, hidden: torch.Tensor | None) -> torch.Tensor | None:
         """Graphs end at stages: the gradient that comes to the input is the message back."""
         training, key = torch.is_grad_enabled(), (stage, micro_batch)
+        # Gathering was begun by the schedule, some computations ago.
         self.sharded.gathered(stage)
         ends = _Gradients()
         if hidden is not None and training:
+            # Autograd records the function only if an input wants a gradient; the message is no such input.
             hidden = _Entry.apply(torch.empty(0, requires_grad=True), hidden, ends)
         with nullcontext() if self._offload is None else self._offload.of_pass(key):
             output: ModelOutput = self.model(self.micro_batches[micro_batch], hidden=hidden, part=self.parts[stage])
@@ -195,13 +206,16 @@ class _Stages:
 
     def backward_input(self, stage: int, micro_batch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """From the gradient of what was handed on, and from the losses of this stage."""
+        # Free when the backward pass is over, whatever stays for the weights' gradients.
         ends, roots = self._kept.pop((stage, micro_batch))
         self.sharded.gathered(stage)
         ends.of_output = gradient
         # a first stage without anything to train has no graph
         used = [tensor for tensor in roots if tensor is not None and tensor.requires_grad]
         if used:
+            # Both at once: one pass through the graph, from the message and from this stage's own losses.
             torch.autograd.backward(used)
+        # Of this micro-batch: the next backward pass of another one may come before its weights' gradients.
         self._pending[stage, micro_batch] = self.sharded.take_pending()
         return ends.of_input
 

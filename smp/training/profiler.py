@@ -37,6 +37,7 @@ class Profiler:
             return
         start, end = self._config.profile_step_start, self._config.profile_step_end
         if self._until is None and iteration >= start:
+            # As many iterations as asked for, also in a run that resumed behind the first of them.
             self._until = iteration + end - start
             self._start()
         elif iteration == self._until:

@@ -105,6 +105,7 @@ class Run:
         self.layout = Layout.from_config(self.config.parallel, process.world_size)
         self.validation: tuple[int, float] | None = None  # iteration and loss of the last evaluation
         self._steps: deque[Step] = deque()  # issued, not yet accounted for
+        # What is open is closed again, in reverse order, if a later part fails; else :meth:`close` does it.
         with contextlib.ExitStack() as opened:
             self.watchdog = Watchdog(process, self.config.parallel.distributed_timeout_minutes)
             opened.callback(self.watchdog.close)
@@ -129,6 +130,7 @@ class Run:
             self.console = on_all_or_none(lambda: Console(*place, epoch), ConfigError, f"--log-dir {log_dir}")
             opened.callback(self.console.close)
             self._evaluated_at = progress.iteration
+            # All is built: from here on nothing closes by itself.
             self._opened = opened.pop_all()
 
     def say(self, line: str) -> None:
@@ -140,6 +142,7 @@ class Run:
         parallel = self.config.parallel
         timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
         setting, file = parallel.data_parallel_collectives, parallel.network_topology
+        # The backend runs schedules of CPU tensors only, and one node needs none.
         knows_nodes = setting != "flat" and self.device.type == "cpu" and spans_nodes(file)
         context = build_context(
             self.layout,
@@ -155,6 +158,7 @@ class Run:
         collectives = choose_collectives(meshes, setting, timeout, file, quantization)
         if (size := parallel.zero_hpz_partition_size) > 1:
             collectives = with_secondary_shards(collectives, context.secondary_parts(size), timeout, file)
+        # The context is frozen, and collectives need its groups first.
         return dataclasses.replace(context, collectives=collectives)
 
     def _read_data(self) -> Datasets:
@@ -192,8 +196,10 @@ class Run:
             self.context.expert_fsdp,
             seed=self.config.training.seed,
         )
+        # After the optimizer, whose state comes with the weights.
         progress = self.checkpoints.load(model, optimizer)
         train = self.datasets.train
+        # May refuse: other data than those of the checkpoint would be read from the wrong place.
         for line in train.resume(progress.data, progress.consumed_samples):
             self.say(line)
         progress.data = train.manifest
@@ -217,6 +223,7 @@ class Run:
             if self.parts.evaluate_first and self.config.training.eval_interval and not self.iteration:
                 self.evaluate()
             outcome = self._train()
+            # Before the last save, whose counters are those of all steps.
             self._finish_steps()
             if outcome.status == "done":
                 self._evaluate_at_the_end()
@@ -243,10 +250,12 @@ class Run:
             while self.iteration < last:
                 profiler.step(self.iteration + 1)
                 asked = time.perf_counter()
+                # An unreadable sample comes as a value and not as an error: all ranks have to hear of it together.
                 batch = self.batches.next_or_reason()
                 waited = time.perf_counter() - asked
                 with trace.of(self.iteration + 1):
                     self._steps.append(self.trainer.start_step(batch, waited))
+                # Looks at the step before while the device computes this one.
                 self._finish_steps(keep=1)
                 if self.iteration == first and self.place.offload is not None:
                     for line in offload_at_work(self.place.offload):
@@ -260,6 +269,7 @@ class Run:
                     if not self.trainer.skipped_in_a_row:
                         self.save()
                 self.watchdog.progress()
+                # Behind the save of this iteration, which may be due as well.
                 if (reason := self.stopping.reason(self.iteration)) is not None and self.iteration < last:
                     return Outcome("requeue", reason, self.iteration)
         return Outcome("done", f"{last} iterations trained", last)
@@ -313,6 +323,7 @@ class Run:
 
     def _to_save(self) -> tuple[nn.Module, torch.optim.Optimizer, Progress, float | None]:
         """Model, optimizer, counters, and the validation loss if it is that of these weights."""
+        # A loss of older weights would make a checkpoint look better or worse than it is.
         iteration, loss = self.validation or (-1, None)
         trainer = self.trainer
         return trainer.model, trainer.optimizer, trainer.progress, loss if iteration == self.iteration else None

@@ -36,14 +36,17 @@ def start_process_group(process: Process, timeout_minutes: float, deterministic:
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"  # gathered weights come and go, and would leave holes
     device = torch.device("cuda", process.local_rank) if cuda else torch.device("cpu")
     if deterministic:
+        # cuBLAS and NCCL read these when they start; with them sums have one order.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("NCCL_ALGO", "Ring")
         torch.use_deterministic_algorithms(True)
     if cuda:
+        # Before the process group: NCCL binds this process to the current device.
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        # One process alone needs no port and nobody to meet.
         store=None if process.under_launcher else dist.HashStore(),
         rank=process.rank,
         world_size=process.world_size,
@@ -90,6 +93,7 @@ class StopSignal:
     def _remember(self, number: int, frame: FrameType | None) -> None:
         if self.name is not None and number == signal.SIGINT:
             raise SystemExit(128 + number)
+        # Only a note: the run looks at it between steps, on all ranks at once.
         self.name = self.name or signal.Signals(number).name
 
 
@@ -118,6 +122,7 @@ class Watchdog:
     def _watch(self) -> None:
         reported = 0.0
         while not self._closed.wait(min(1.0, self._limit / 20)):  # well within the tenth that is left
+            # Once for each standstill.
             if time.monotonic() - self._last > self._limit and reported != self._last:
                 reported = self._last
                 print(f"{self._title} {self._limit:.0f} s; its stacks:", file=sys.stderr, flush=True)

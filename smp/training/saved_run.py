@@ -51,6 +51,7 @@ class SavedRun:
 def _progress(saved: Any, where: object) -> Progress | None:
     if saved is None:
         return None
+    # Known names only: an older program must not drop a counter of a newer one in silence.
     names = {field.name for field in fields(Progress)}
     known = isinstance(saved, dict) and "iteration" in saved and set(saved) <= names
     _require(known and all(_is_count(n) for name, n in saved.items() if name != "data"), where, "'progress'")

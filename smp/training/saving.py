@@ -55,6 +55,7 @@ class RunCheckpoints:
         try:
             for line in on_rank_zero(self._take_root, CheckpointError):
                 say(line)
+        # What is wrong with the folder before training is a matter of the settings.
         except CheckpointError as error:
             raise ConfigError(f"--save {error}") from error
         try:
@@ -63,6 +64,7 @@ class RunCheckpoints:
             self.close()
             raise
         if config.checkpoint.async_save:
+            # Made before training: starting the process takes seconds.
             self._saver = checkpoint.AsyncSaver()
 
     def _take_root(self) -> list[str]:
@@ -131,6 +133,7 @@ class RunCheckpoints:
                 return load_step(root, iteration_name(step), restore)
             except CheckpointError as error:
                 raise ConfigError(f"--ckpt-step {step}: {error}") from error
+        # Damaged ones are renamed in the own folder only: another run's is read and left alone.
         own = self.root is not None and same_folder(root, self.root)
         found = load_newest(root, restore, may_rename=own, say=self.say)
         if found is None and load != "auto":
@@ -203,6 +206,7 @@ class RunCheckpoints:
             return
         arguments, iteration = run_state(self.config, model, optimizer, progress, validation_loss), progress.iteration
         self._tell_size(root, arguments["state"])
+        # Noted before it is known to succeed; a failure takes it back.
         started, self.saved_at = time.perf_counter(), iteration
         self._attempt(lambda: self._write(root, root.child(iteration_name(iteration)), arguments))
         self._clock.saved(time.perf_counter() - started)
@@ -238,6 +242,7 @@ class RunCheckpoints:
         started = time.perf_counter()
         keep, lock = _retention(self.config.checkpoint), self._lock
         check = (lambda: None) if lock is None else lock.check
+        # Before anything is written: another job may have the folder by now.
         on_rank_zero(check, CheckpointError)
         if self._saver is not None:
             arguments |= {"latest_in": root, "retention": keep}
@@ -251,6 +256,7 @@ class RunCheckpoints:
         try:
             saved = action()
         except LockLostError:
+            # Two jobs in one folder would destroy each other's checkpoints: this one ends.
             raise
         except CheckpointError as error:
             self._failure, self.saved_at = str(error), -1

@@ -25,6 +25,7 @@ class StopRules:
         """Why to end after ``iteration``, agreed upon by all ranks: a signal or a clock may reach one before others."""
         limit = self.training.exit_duration_in_mins
         timed_out = limit is not None and (time.monotonic() - self._started) / 60 >= limit
+        # One small collective for each step; why is asked only when there is a reason.
         if any_rank(self.signalled() or timed_out):
             if any(gather(self.signalled())):
                 return f"stopped by {self.stop.name or 'a signal to another rank'}"
@@ -49,6 +50,7 @@ class SaveClock:
         return not busy and any_rank(rank() == 0 and self._time_is_up(self.mtbf_hours))
 
     def _time_is_up(self, mtbf_hours: float) -> bool:
+        # The first save shows what a save costs.
         if self._cost is None:
             return True
         return time.monotonic() - self._last >= best_interval(self._cost, 3600 * mtbf_hours)

@@ -92,6 +92,7 @@ def _seconds(config: Config, layout: Layout, tuned: Tuned, memory: MemoryEstimat
         split = layout.tp if parallel.sequence_parallel else 1
         width = 10 * model.hidden_size // split + 3 * (model.ffn_hidden_size or 0) // layout.tp
         tokens = tuned.rows * data.micro_batch_size * (data.seq_length or 0) // layout.cp
+        # Cheap operations wait for memory: bytes, not FLOPs, say how long they take.
         again["selective"] = tokens * width * (2 if parallel.bf16 else 4) / BANDWIDTH  # norms, activation, residuals
     seconds = copies.layers * again[parallel.recompute_granularity]
     if parallel.offload_activations:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +14,7 @@ from smp.config import Config
 from smp.data.blend import Manifest
 from smp.data.loader import BatchLoader, RankBatch, Unreadable
 from smp.layers.fp8.apply import fp8_history
+from smp.layers.head import ModelOutput
 from smp.models.arithmetic import visible_pairs_of_layers
 from smp.models.gpt import GPT, beside_names
 from smp.optim.optimizer import clip_gradients, scaling_of, set_learning_rate, step_if
@@ -111,6 +112,7 @@ class HostCopy:
         self._event: torch.cuda.Event | None = None
         self._tensor = tensor
         if tensor.is_cuda:
+            # Only a copy into page-locked memory goes on without the host.
             pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._tensor = pinned.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()
@@ -166,6 +168,7 @@ class Trainer:
         started = time.perf_counter()
         num_valid, num_tokens, visible_pairs = self._counts(batch)
         assert isinstance(batch, RankBatch)
+        # Every data-parallel rank has a share of the same size, so no rank has to be asked.
         num_samples = batch.num_samples * self.context.data_size
         lr = learning_rate(self.config.optim, self.progress.iteration + 1)
         set_learning_rate(self.optimizer, lr)
@@ -180,22 +183,14 @@ class Trainer:
         )
         if self.history is not None:
             norm = self.history.checked(norm)
-        measured = torch.stack((loss, norm))
-        finite = measured.isfinite().all()
+        # Loss and norm are the same on all ranks, so all skip the step or none does. The decision stays on the device.
+        finite = torch.stack((loss, norm)).isfinite().all()
         step_if(finite, self.optimizer)
         self.optimizer.zero_grad()
         self.model.end_step(finite)
-        if names := self.objective.metrics:
-            sums = self.context.sum_loss(total_metrics(outputs, names, self.device))
-            measured = torch.cat((measured, sums / max(num_valid, 1)))
-        if self.beside:
-            measured = torch.cat((measured, self.context.sum_loss(total_beside(outputs, self.beside, self.device))))
-        if self.quantization is not None:
-            sums = self.context.sum_loss(self.quantization.taken())
-            measured = torch.cat((measured, self.quantization.relative(sums)))
+        measured = self._measured(loss, norm, outputs, num_valid)
         if self.history is not None:
-            measured = torch.cat((measured, self.history.saturated().view(1)))
-            self.history.advance(finite)
+            self.history.advance(finite)  # after it was asked what saturated in this step
         self.progress.iteration += 1
         self.progress.consumed_samples += num_samples
         return Step(
@@ -210,11 +205,29 @@ class Trainer:
             measured=HostCopy(measured),
         )
 
+    def _measured(
+        self, loss: torch.Tensor, norm: torch.Tensor, outputs: Sequence[ModelOutput], num_valid: int
+    ) -> torch.Tensor:
+        """Loss, gradient norm and then what ``_metrics`` names, on the device: one copy brings all of it to the host.
+        Every rank comes here with the same names, so that their sums over the ranks meet."""
+        parts = [torch.stack((loss, norm))]
+        if names := self.objective.metrics:
+            sums = self.context.sum_loss(total_metrics(outputs, names, self.device))
+            parts.append(sums / max(num_valid, 1))
+        if self.beside:
+            parts.append(self.context.sum_loss(total_beside(outputs, self.beside, self.device)))
+        if self.quantization is not None:
+            parts.append(self.quantization.relative(self.context.sum_loss(self.quantization.taken())))
+        if self.history is not None:
+            parts.append(self.history.saturated().view(1))
+        return torch.cat(parts)
+
     def finish(self, step: Step) -> StepResult:
         """Wait for what a step measures, and count it if it was skipped. Steps are finished in their order."""
         loss, norm, *metrics = step.measured.wait()
         finished = time.perf_counter()
         waited = min(step.waited, max(0.0, step.started - self._last_finished))  # the device may have been busy then
+        # Steps overlap: this one began when it was issued or when the one before ended, whichever is later.
         seconds, self._last_finished = finished - max(step.started, self._last_finished), finished
         skipped = not (math.isfinite(loss) and math.isfinite(norm))
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
@@ -251,6 +264,7 @@ class Trainer:
             reason = batch.reason
         elif self.context.counts_tokens:
             own = batch.num_valid(), batch.num_tokens, self._visible_pairs_of(batch)
+        # The counts and the bad news in one message: a rank that raised alone would leave the others waiting.
         num_valid, num_tokens, visible_pairs, unreadable = sum_over_ranks(*own, bool(reason))
         if unreadable:
             rank, reason = next((rank, reason) for rank, reason in enumerate(gather(reason)) if reason)
@@ -281,6 +295,7 @@ class Trainer:
         self.model.eval()
         total, counted = torch.zeros((), dtype=torch.float64, device=self.device), 0
         for _ in range(iterations):
+            # All ranks stop before the same batch: signals do not come to all of them at once.
             if any_rank(stopped()):
                 self.model.train()
                 return None
@@ -290,6 +305,7 @@ class Trainer:
             if num_valid == 0:  # on no rank: behind the last sample of fine-tuning's validation data
                 continue
             outputs = self.forward_backward.forward(self.objective.micro_batches(batch, num_valid))
+            # Losses are means over the tokens of their batch; fp64, because thousands of batches are added up.
             total += self.context.sum_loss(model_loss(outputs, self.device)).double() * num_valid
             counted += num_valid
         self.model.train()
