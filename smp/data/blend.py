@@ -36,6 +36,7 @@ Manifest = list[dict[str, Any]]
 def integer_weights(shares: Sequence[Fraction]) -> list[int]:
     """Integers in the proportion of ``shares`` (all above 0): exactly if their sum is then at most MAX_PERIOD, else
     rounded to a sum of MAX_PERIOD, with at least 1 for each."""
+    # Fractions, so that 0.1 and 0.2 are in the proportion 1 to 2 exactly.
     scale = lcm(*(share.denominator for share in shares))
     exact = [int(share * scale) for share in shares]
     divisor = gcd(*exact)
@@ -46,6 +47,7 @@ def integer_weights(shares: Sequence[Fraction]) -> list[int]:
     free = MAX_PERIOD - len(exact)  # one for each first
     rounded = [weight * free // total for weight in exact]
     largest = sorted(range(len(exact)), key=lambda d: (-(exact[d] * free % total), d))
+    # What rounding down left over goes to the largest remainders; of equal ones to the first.
     for d in largest[: free - sum(rounded)]:
         rounded[d] += 1
     return [weight + 1 for weight in rounded]
@@ -56,6 +58,7 @@ def interleave(weights: Sequence[int]) -> npt.NDArray[np.uint16]:
     assert len(weights) <= _MAX_SOURCES and min(weights) > 0
     period, shares = sum(weights), np.array(weights, np.int64)
     source = np.repeat(np.arange(len(shares)), shares)
+    # For each job its number within its source, all sources one after the other.
     job = np.arange(period) - np.repeat(np.cumsum(shares) - shares, shares)
     begin, deadline = job * period // shares[source], -(-(job + 1) * period // shares[source])
     # All jobs in the order in which they begin; a key is the deadline and, for equal ones, the source.
@@ -63,6 +66,7 @@ def interleave(weights: Sequence[int]) -> npt.NDArray[np.uint16]:
     begun = np.cumsum(np.bincount(begin, minlength=period)).tolist()  # jobs that have begun at each slot
     waiting: list[int] = []
     chosen, at = [], 0
+    # Earliest deadline first, over the jobs that have begun: the schedule that the note above proves to exist.
     for stop in begun:
         while at < stop:
             heapq.heappush(waiting, jobs[at])
@@ -77,12 +81,15 @@ class Turns:
     def __init__(self, weights: Sequence[int], cache: NodeCache | None = None) -> None:
         self.weights = list(weights)
         self.period = sum(weights)
+        # A short one is made faster than a file is read.
         if cache is None or self.period <= 4096:
             self._order = interleave(weights)
         else:
             key = xxhash.xxh3_128_hexdigest(np.array(weights, np.int64).tobytes())
             self._order = cache.array(f"turns-{key}.npy", lambda: interleave(weights))
         by_source = np.argsort(self._order, kind="stable")
+        # Slots sorted by source stand behind each other in their order; their place among
+        # these is how many came before.
         self._given = np.empty(self.period, np.int64)  # slots of the same source before each slot
         first = np.cumsum([0, *self.weights[:-1]])
         self._given[by_source] = np.arange(self.period) - np.repeat(first, self.weights)
@@ -161,6 +168,7 @@ class BlendedDataset:
         if manifest is None or consumed == 0:  # a run that did not write one read this blend from its start
             return []
         last = manifest[-1]
+        # Names and folders may change; what was read under the same key is the same data.
         if [(s["key"], s["weight"]) for s in last["sources"]] == [
             (source.key, weight) for source, weight in zip(self.sources, self.weights, strict=True)
         ]:
@@ -202,5 +210,6 @@ class BlendedDataset:
             turns = Turns([s["weight"] for s in phase["sources"]], self._cache)
             counts = turns.counts(max(0, min(end, consumed) - phase["start"]))
             for source, count in zip(phase["sources"], counts, strict=True):
+                # A source that one phase leaves out keeps its place for a later one.
                 given[source["key"]] = max(given.get(source["key"], 0), source["offset"] + count)
         return given

@@ -45,10 +45,12 @@ class NodeCache:
         Raises:
             CacheFolderError: the folder cannot be written, or the disk is full.
         """
+        # Without the lock: a file that has its name is whole.
         path = self.folder / name
         if path.exists():
             return path
         with self.locked():
+            # Looked at again, because another process may have built it while this one waited.
             if not path.exists():
                 self._build(path, build)
         return path
@@ -77,6 +79,7 @@ class NodeCache:
         with ExitStack() as stack:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
+                # One lock for each node: locks of shared file systems are not to be relied on.
                 descriptor = os.open(self.folder / f".lock-{socket.gethostname()}", os.O_RDWR | os.O_CREAT, 0o666)
                 stack.callback(os.close, descriptor)
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -93,6 +96,7 @@ class NodeCache:
             build(temporary)
             with temporary.open("rb") as file:
                 os.fsync(file.fileno())
+            # Durable before it has its name: after a crash a file is whole or not there.
             temporary.replace(path)
         except OSError as error:
             raise CacheFolderError(f"{path}: {error.strerror}; another --data-cache-path may do") from error

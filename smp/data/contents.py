@@ -60,8 +60,10 @@ def contents_of(dataset: IndexedDataset, cache: NodeCache | None) -> Contents:
     """As ``scan``, once per node and state of the files; without a cache every time."""
     if cache is None:
         return scan(dataset)
+    # Reading all bytes takes minutes for large data. Whoever changes a file changes one of these.
     stats = [(str(path.resolve()), (s := path.stat()).st_size, s.st_mtime_ns, s.st_ino) for path in dataset.paths]
     name = f"contents-{xxhash.xxh3_64_hexdigest(json.dumps(stats).encode())}.npy"
+    # As text: a 128-bit hash has no type in numpy.
     key, lowest, highest = cache.array(name, lambda: np.array(astuple(scan(dataset)), dtype=str)).tolist()
     return Contents(key, int(lowest), int(highest))
 
@@ -75,6 +77,7 @@ def check_vocabulary(dataset: IndexedDataset, contents: Contents, vocab_size: in
     if contents.lowest >= 0 and contents.highest < vocab_size:
         return
     for start, chunk in _chunks(dataset):
+        # In int64: an unsigned id of a narrow type would be compared after wrapping.
         bad = (chunk < 0) | (chunk.astype(np.int64) >= vocab_size)
         if bad.any():
             at = start + int(np.argmax(bad))

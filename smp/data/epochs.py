@@ -91,6 +91,7 @@ class DocumentSamples(ABC, Generic[Order]):
         self.check_not_empty()
         epoch, position = divmod(index, self.samples_per_epoch)
         order = self._order(epoch)
+        # In the second half of an epoch there is time to make the next one's order.
         if 2 * position >= self.samples_per_epoch:
             self._prepare(epoch + 1)
         return order, position
@@ -99,9 +100,11 @@ class DocumentSamples(ABC, Generic[Order]):
         """The two latest are at hand: readers ahead and behind the end of an epoch take turns."""
         if epoch in (orders := self._orders):
             return orders[epoch]
+        # One thread makes an order; readers that come meanwhile wait for it and do not make it again.
         with self._opening:
             if epoch not in self._orders:
                 order = self._parse(self._integers(epoch))
+                # A new dictionary and not a change of the old one: readers look into it without the lock.
                 self._orders = dict([*self._orders.items(), (epoch, order)][-2:])
             return self._orders[epoch]
 

@@ -27,6 +27,7 @@ def split_documents(num_documents: int, fractions: Sequence[float]) -> tuple[ran
     Args:
         fractions: of the three, with a sum of 1. As in Megatron the boundaries are round(sum so far x documents).
     """
+    # The sum of all shares so far is rounded, not each share: no document is lost between two parts.
     ends = [round(share * num_documents) for share in itertools.accumulate(fractions)]
     return range(0, ends[0]), range(ends[0], ends[1]), range(ends[1], ends[2])
 
@@ -66,8 +67,11 @@ class GPTDataset(DocumentSamples[_Epoch]):
         epoch, position = self._locate(index)
         start = int(epoch.samples[position]) * self.seq_length
         stop = start + self.seq_length + 1
+        # The documents that the sample's tokens lie in: from the last that starts at or before it to the last
+        # that starts before its end.
         first = int(np.searchsorted(epoch.starts, start, side="right")) - 1
         last = int(np.searchsorted(epoch.starts, stop, side="left"))
+        # From a place in the epoch's stream to one in the file: a shift for each document.
         begins = self.dataset.document_offsets[epoch.documents[first:last]] - epoch.starts[first:last]
         lows = np.maximum(epoch.starts[first:last], start) + begins
         highs = np.minimum(epoch.starts[first + 1 : last + 1], stop) + begins

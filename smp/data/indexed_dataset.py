@@ -85,6 +85,7 @@ class IndexedDataset:
         _, version, code, sequences, boundaries = _HEADER.unpack(header)
         if version != VERSION or code not in DTYPES:
             raise ValueError(f"{self.idx_path}: version {version} with token type {code} is not supported")
+        # The size follows from the header: a file that was cut off is found before anything is mapped.
         expected = _HEADER.size + 12 * sequences + 8 * boundaries
         if size != expected:
             said = f"{self.idx_path}: {size} bytes, its header says {expected}"
@@ -99,9 +100,11 @@ class IndexedDataset:
         self.document_indices: npt.NDArray[np.int64] = np.frombuffer(raw, "<i8", boundaries, at + 12 * sequences)
 
     def _check_index(self) -> None:
+        # int64: the lengths are int32, whose sums overflow.
         ends = np.zeros(len(self.lengths) + 1, dtype=np.int64)  # tokens before each sequence, then all of them
         np.cumsum(self.lengths, dtype=np.int64, out=ends[1:])
         documents = self.document_indices
+        # Whatever the index says is compared with what follows from its lengths, so that no pointer leads astray.
         if (self.lengths < 0).any() or not np.array_equal(self.pointers, ends[:-1] * self.dtype.itemsize):
             raise DamageError(f"{self.idx_path}: sequence offsets do not follow from the sequence lengths (damaged)")
         if not len(documents) or documents[0] or documents[-1] != len(self) or (np.diff(documents) < 0).any():
@@ -122,6 +125,7 @@ class IndexedDataset:
         Raises:
             ValueError: the file has become shorter. Touching the map beyond its end would kill the process.
         """
+        # Looked at for each read: a page behind the end of a mapped file kills the process with a signal.
         size = os.fstat(self._file.fileno()).st_size
         if size < stop * self.dtype.itemsize:
             raise ValueError(
@@ -190,6 +194,7 @@ class IndexedDatasetWriter:
         """
         given = np.asarray(tokens)
         stored = given.astype(self.dtype)
+        # Compared with what was given: a cast wraps without a word.
         if not np.array_equal(stored, given, equal_nan=True):
             raise ValueError(f"{self.bin_path}: a token of document {len(self._documents) - 1} is not a {self.dtype}")
         if sequence_lengths is None:
@@ -216,6 +221,7 @@ class IndexedDatasetWriter:
             with naming(self.bin_path):
                 with self._bin:
                     if kind is None:
+                        # On the disk before the index gives it its meaning.
                         sync(self._bin)
                 if kind is None:
                     self._commit()

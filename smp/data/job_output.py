@@ -93,6 +93,7 @@ class Output:
         older = (self.folder / "journal.json").exists()  # of version 0.1, which kept no parts
         if older or any(not path.name.startswith(job) for path in self.folder.glob("*.npz")):
             raise ValueError(f"{self.folder}: left by a job with other input or settings; delete it to start anew")
+        # Parts are made in order, so the first that is missing is where the job goes on.
         self.parts = next(number for number in count() if not self._part(number).exists())
         self.report = Report([0] * len(names), resumed_at=self.parts)
         self._chunks: list[Encoded] = []
@@ -106,6 +107,7 @@ class Output:
             except OSError:
                 lock.close()
                 raise ValueError(f"{self.folder}: another process is writing there") from None
+            # 0 when the file has no name any more: the lock would be of a folder that is gone.
             if os.fstat(lock.fileno()).st_nlink:
                 return lock
             lock.close()  # of a job that ended meanwhile and took its folder away
@@ -159,6 +161,7 @@ class Output:
             raise DamageError(f"{path}: damaged; delete it, and the same command makes it again") from None
         writer.add_documents(batch.ids, batch.lengths)
         report.text_bytes[key] += text_bytes[key]
+        # Once for each part, whatever the number of keys.
         if key == 0:
             report.dropped += len(skipped)
             report.named += skipped[: _NAMED - len(report.named)]
@@ -173,6 +176,7 @@ class Output:
                     self._save_part()
                 with self._naming():
                     self._publish()
+            # What was made is worth keeping when the same job can go on without the bad record.
             can_be_skipped = isinstance(error, BadRecordError) and self.parts
             if error is None or (isinstance(error, ValueError) and not can_be_skipped):
                 shutil.rmtree(self.folder)

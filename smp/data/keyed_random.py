@@ -20,10 +20,12 @@ def keyed_bits(count: int, seed: int, stream: int, index: int, purpose: int = 0)
 
 def keyed_uniform(count: int, seed: int, stream: int, index: int, purpose: int = 0) -> npt.NDArray[np.float64]:
     """``count`` numbers in [0, 1) with 53 random bits each."""
+    # 53 bits: as many as a double has, so every number is exact.
     words = keyed_bits(count, seed, stream, index, purpose) >> np.uint64(11)
     return words.astype(np.float64) * 2.0**-53
 
 
 def keyed_permutation(count: int, seed: int, stream: int, index: int, purpose: int = 0) -> npt.NDArray[np.int64]:
     """A permutation of 0 .. count - 1: the order of ``count`` random words."""
+    # Of two equal words the first goes first, on every platform.
     return np.argsort(keyed_bits(count, seed, stream, index, purpose), kind="stable")

@@ -118,6 +118,7 @@ class BatchLoader(Iterator[RankBatch]):
         self._consumed = self._submitted = start_sample
         self._closed = False
         self._reader = ThreadPoolExecutor(num_workers, thread_name_prefix="batch-reader") if num_workers else None
+        # In the order of the steps, whichever thread is done first.
         self._pending: deque[tuple[Future[RankBatch], int]] = deque()  # with where the next step starts
         for _ in range(max(_PREFETCH, num_workers) if num_workers else 0):
             self._submit()
@@ -170,10 +171,12 @@ class BatchLoader(Iterator[RankBatch]):
     def _indices(self, start: int) -> np.ndarray:
         """Samples of this rank in the step that starts there, (num_microbatches, micro_batch)."""
         step = start + np.arange(self._batch_size(start))
+        # Micro-batches, then data-parallel ranks: a step has the same samples in any layout.
         return step.reshape(-1, self._dp_size, self._micro)[:, self._dp_rank]
 
     def _read(self, start: int) -> RankBatch:
         batch = self._make(self._indices(start))
+        # On the reader's thread: pinning memory takes time.
         return batch.pinned() if self._pin else batch
 
     def _stack(self, indices: np.ndarray) -> RankBatch:

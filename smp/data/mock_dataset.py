@@ -40,10 +40,12 @@ class MockDataset:
         assert index >= 0
         length = self.seq_length + 1
         chance, value = keyed_uniform(2 * length, self.seed, self.stream, index).reshape(2, length)
+        # The cube makes low ids more frequent: something to learn before the rule.
         drawn = (value * value * value * self.vocab_size).astype(np.int64)
         position = np.arange(length)
         jump = chance < _JUMP
         jump[0] = True
+        # The place of the last jump at or before each token; from there the rule counts on.
         last_jump = np.maximum.accumulate(np.where(jump, position, 0))
         tokens = (drawn[last_jump] + position - last_jump) % self.vocab_size
         return Sample(tokens[:-1], tokens[1:], np.zeros(self.seq_length, np.int64))

@@ -40,6 +40,7 @@ def tokenized(path: str, data: DataConfig, cache: NodeCache) -> Path:
         raise ConfigError(f"{source} is text: give --tokenizer-model")
     name, size, state = file_state(source)
     key = tokenizer_key(data.tokenizer_model, data.tiktoken_pattern)
+    # Everything that the tokens depend on is in the name, so nothing stale is ever found.
     stands_for = f"{name} {size} {state} {key}"
     prefix = cache.folder / f"{source.name}-{xxhash.xxh3_64_hexdigest(stands_for.encode())}"
     finished = dataset_paths(prefix)
@@ -48,6 +49,7 @@ def tokenized(path: str, data: DataConfig, cache: NodeCache) -> Path:
     with cache.locked():
         if not finished[1].exists():
             print(f"tokenizing {source} into {prefix}", file=sys.stderr)
+            # A name of this node: another one that shares the folder works in its own.
             own = str(cache.folder / f".{prefix.name}.{socket.gethostname()}")
             encoder = Encoder(data.tokenizer_model, ("text",), True, data.tiktoken_pattern)
             workers = os.cpu_count() or 1 if size > _LARGE else 1

@@ -89,6 +89,7 @@ class PackedDataset(DocumentSamples[_Epoch]):
         offsets = self.dataset.document_offsets[self.document_range.start : self.document_range.stop + 1]
         steps = np.maximum(np.diff(offsets) - 1, 0)
         count = -(-steps // self.seq_length)  # pieces of each document
+        # Number of each piece within its document.
         within = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
         starts = np.repeat(offsets[:-1], count) + within * self.seq_length
         lengths = np.minimum(np.repeat(steps, count) - within * self.seq_length, self.seq_length)

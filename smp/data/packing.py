@@ -57,6 +57,7 @@ def pack_best_fit(lengths: npt.ArrayLike, capacity: int) -> Packing:
         raise ValueError(f"document {bad} has {given[bad]} tokens, a sequence holds 0 to {capacity}")
     counts = np.bincount(given.astype(np.int64), minlength=1) if given.size else np.zeros(1, np.int64)
     sequences, opened = _place(counts, capacity)
+    # Longest first; sorting by room left of the capacity keeps equal lengths in their given order.
     documents = _stable_argsort(capacity - given.astype(np.int64))[: len(sequences)]  # those of length 0 come last
     by_sequence = _stable_argsort(sequences)
     offsets = np.zeros(opened + 1, np.int64)
@@ -85,11 +86,13 @@ def _place(counts: npt.NDArray[np.int64], capacity: int) -> tuple[npt.NDArray[np
     for length in (np.flatnonzero(counts[1:])[::-1] + 1).tolist():
         left = int(counts[length])
         while left:
+            # The least room that still holds this length: the best fit.
             at = bisect_left(rooms, length)
             room = rooms[at] if at < len(rooms) else capacity
             fits = room // length  # documents per sequence
             wanted = -(-left // fits)  # sequences for all that are left; the last may stay partly filled
             if at < len(rooms):
+                # Only as many as there are documents for; what is left keeps its room.
                 chosen = with_room[room][-wanted:]
                 del with_room[room][-wanted:]
                 if not with_room[room]:
@@ -98,6 +101,7 @@ def _place(counts: npt.NDArray[np.int64], capacity: int) -> tuple[npt.NDArray[np
                 chosen = list(range(opened, opened + wanted))
                 opened += wanted
             full = min(left // fits, len(chosen))
+            # The sequences one after the other, and that as often as each takes a document.
             placed += chosen[:full] * fits
             left -= full * fits
             if full:

@@ -123,6 +123,7 @@ def encode_all(encoder: Callable[[Chunk], Encoded], chunks: Iterable[Chunk], wor
         try:
             for chunk in chunks:
                 pending.append(pool.submit(encoder, chunk))
+                # Not more, or all of the input would wait in memory for its turn.
                 if len(pending) == 2 * workers:
                     yield pending.popleft().result()
             while pending:
@@ -189,6 +190,7 @@ def _write(paths: Sequence[Path | RemoteFile], encoder: Encoder, workers: int, o
     chunks = read_chunks(paths, encoder.keys)
     size = sum(file_state(path)[1] for path in paths)
     with tqdm(total=size, unit="B", unit_scale=True, desc="tokenizing") as bar:
+        # Read again and dropped: chunks are of the same records every time, and only tokenizing takes long.
         for chunk in islice(chunks, output.parts * PART_CHUNKS):
             bar.update(chunk.size)
         started, tokens = time.monotonic(), 0

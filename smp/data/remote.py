@@ -56,6 +56,7 @@ def expand(pattern: str) -> list[RemoteFile]:
     """The files of a URL, which may be a glob pattern, sorted by name. Raises ValueError when there is none."""
     (files, path), shown = _system(pattern), without_credentials(pattern)
     try:
+        # Only a name that cannot be a pattern is taken for one file; others are matched.
         is_one = not any(mark in path for mark in "*[") and files.exists(path)
         is_folder = is_one and files.isdir(path) and not files.isfile(path)
         found = [] if is_one else sorted(files.glob(path))
@@ -70,6 +71,7 @@ def expand(pattern: str) -> list[RemoteFile]:
     # a name has lost what stands before it in the URL: the scheme, and of some stores the host
     before = pattern.removesuffix(path.lstrip("/"))
     urls = [name if "://" in name else f"{before}{name.lstrip('/')}" for name in found]
+    # What was put together must lead back to the file that was found.
     if _system(urls[0]) != (files, found[0]):
         raise ValueError(f"{shown}: patterns cannot be told from names at this store: name each file")
     return [RemoteFile(url) for url in urls]
@@ -79,6 +81,7 @@ def _why_none(files: Any, path: str) -> str:
     """What the store says of a name that it does not find, and may only not show."""
     try:
         files.info(path)
+    # Stores raise what they like; all of it is an answer here.
     except Exception as error:
         return _said(error)
     return "no such file"
@@ -150,6 +153,7 @@ class RemoteFile:
         """A mark of its contents, or else the time of their last change, or else their size."""
         global _said_size_only
         info = {key.lower().replace("-", "").replace("_", ""): value for key, value in self.info.items()}
+        # Marks of contents first: a time may change without the file, and the file within the resolution of a time.
         known = next((str(info[key]) for key in (*_MARKS, *_TIMES) if info.get(key)), "")
         if not known and not _said_size_only:
             _said_size_only = True  # not for each file of a store
@@ -231,6 +235,7 @@ class RemoteDataset(IndexedDataset):
             except RemoteError as error:  # which is not the cache folder's fault
                 raise ValueError(str(error)) from error
 
+        # By the state of the file: another index under the same URL is fetched anew.
         name = f"remote-{xxhash.xxh3_64_hexdigest(json.dumps([index.url, state]).encode())}.idx"
         self.idx_path = cache.file(name, fetch)
         self.bin_path = cast(Path, self.bin)  # for messages
@@ -269,6 +274,7 @@ class RemoteDataset(IndexedDataset):
         if len(raw) != (stop - start) * size:
             raise ValueError(f"{self.bin}: {len(raw)} bytes from token {start} to {stop}: it was cut while in use")
         tokens = np.frombuffer(raw, self.dtype)
+        # Here and not beforehand: nobody reads all tokens of a remote data set before training.
         bad = np.flatnonzero((tokens < 0) | (tokens.astype(np.int64) >= self.vocab_size))
         if len(bad):
             at = start + int(bad[0])

@@ -33,6 +33,7 @@ class Sample:
         """Tokens of each document, without padding."""
         begins = np.flatnonzero(np.diff(self.document_ids, prepend=self.document_ids[0] - 1))
         lengths = np.diff(begins, append=len(self.document_ids))
+        # Padding is the last document.
         return lengths[:-1] if self.padding else lengths
 
     def sequence_lengths(self, of_documents: bool) -> npt.NDArray[np.int64]:

@@ -46,6 +46,7 @@ def parquet_rows(path: Path | RemoteFile, keys: Sequence[str] | None, chunk_byte
             _check_columns(path, table.schema_arrow.names, keys)
             total, groups = max(1, table.metadata.num_rows), range(table.num_row_groups)
             uncompressed = sum(table.metadata.row_group(group).total_byte_size for group in groups)
+            # By the mean size of a row; nothing says how large each is.
             at_once = min(total, chunk_bytes * total // max(1, uncompressed)) or 1  # of about chunk_bytes
             share = file_state(path)[1] / total
             for batch in table.iter_batches(at_once, columns=keys and list(keys)):
@@ -83,6 +84,7 @@ def csv_rows(path: Path | RemoteFile, file: BinaryIO) -> Iterator[list[dict[str,
         ValueError: a row has more fields than there are columns, or it is no such file.
     """
     csv.field_size_limit(_LONGEST_FIELD)  # 128 KiB else, which documents are longer than
+    # Programs for tables put a mark of the order of bytes in front.
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
     number = 0
     try:
@@ -112,6 +114,7 @@ def json_array(path: Path | RemoteFile, text: str) -> Iterator[list[Any]]:
     at = _skip(text, at + 1)
     try:
         while text[at : at + 1] != "]":
+            # One element at a time: the text is in memory, but never all of its objects beside it.
             element, at = decoder.raw_decode(text, at)
             found.append(element)
             at = _skip(text, at)

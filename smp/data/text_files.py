@@ -54,6 +54,7 @@ def expand_paths(patterns: Sequence[str]) -> list[Path | RemoteFile]:
         if Path(pattern).is_dir():
             paths += files_of(Path(pattern))
             continue
+        # A name that is a file is no pattern, whatever characters it has.
         found = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))
         files = [Path(name) for name in found if Path(name).is_file()]
         if not files:
@@ -61,6 +62,7 @@ def expand_paths(patterns: Sequence[str]) -> list[Path | RemoteFile]:
         paths += files
     seen: set[str] = set()
     for path in paths:
+        # By what it leads to: a link to a file that is named too would train it twice.
         real = path.url if isinstance(path, RemoteFile) else os.path.realpath(path)
         if real in seen:
             raise ValueError(f"{path}: named twice")
@@ -144,6 +146,7 @@ def read_chunks(paths: Sequence[Path | RemoteFile], keys: Sequence[str] | None =
         try:
             with _opened(path) as (text, raw):
                 for records in _parts(path, kind, text):
+                    # Of the compressed file: its size is what progress is measured by.
                     size, before = raw.tell() - before, raw.tell()
                     yield Chunk(str(path), first, records, size)
                     first += len(records)

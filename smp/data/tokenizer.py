@@ -93,7 +93,9 @@ class SentencePieceTokenizer:
 
     def _find_meta_space(self) -> list[int]:
         """Byte pieces of U+2581, or [] for a model that normalizes text and could not keep it apart anyway."""
+        # A model has pieces for all 256 bytes, or for none.
         ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in _META_SPACE.encode()]
+        # One that keeps every space writes each as this character, so a literal one has to look different.
         lossless = self._processor.normalize("a  b ") == "a  b ".replace(" ", _META_SPACE)
         return ids if lossless and all(map(self._processor.is_byte, ids)) else []
 

@@ -77,6 +77,7 @@ def load_tokenizer(path: str | Path, tiktoken_pattern: str | None = None) -> Tok
     if not path.is_file():
         raise ValueError(f"{path}: no such tokenizer model")
     with Path(path).open("rb") as file:
+        # By content, not by name: all of them are called tokenizer.model.
         line = file.readline(1 << 16)
     tiktoken = _merge(line) is not None
     if tiktoken != (tiktoken_pattern is not None):
@@ -112,6 +113,7 @@ def open_tokenizer_json(path: str | Path) -> Any:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
         raise ValueError(f"{path} is not a tokenizer.json ({error})") from None
+    # Settings that a file may bring along: they would change the number of ids of a text.
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
@@ -123,8 +125,10 @@ class HuggingFaceTokenizer:
 
     def __init__(self, path: str | Path) -> None:
         self._tokenizer = open_tokenizer_json(path)
+        # Text that looks like a special token is text.
         self._tokenizer.encode_special_tokens = True
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        # Not their number: ids may have gaps.
         self.vocab_size: int = max(ids) + 1
         self.eod = self._end_of_document(Path(path))
         self.end_of_document = str(self._tokenizer.id_to_token(self.eod))

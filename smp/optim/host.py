@@ -68,6 +68,7 @@ class HostAdamW(torch.optim.AdamW):
         self._factor: torch.Tensor | None = None
         for group in self.param_groups:
             for parameter in group["params"]:
+                # Called by autograd, and by FSDP where it sets the gradient of a sharded parameter.
                 parameter.register_post_accumulate_grad_hook(self._accumulated)
 
     def stream(self, later: Collection[torch.Tensor] = ()) -> None:
@@ -89,9 +90,11 @@ class HostAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One step of all parameters that have gradients."""
+        # Gradients that change from here on are not the step's.
         self._streams = False
         factor, self._factor = self._factor_on_host(), None
         coming = self._coming()
+        # A few copies are on their way while the host computes; each finished one makes room for the next.
         window = deque(islice(coming, AHEAD))
         while window:
             self._finish(*window.popleft(), factor)
@@ -100,11 +103,13 @@ class HostAdamW(torch.optim.AdamW):
     def _accumulated(self, parameter: torch.Tensor) -> None:
         """What autograd and FSDP call when they have made or changed a gradient."""
         if self._streams and parameter not in self._later:
+            # A gradient that grew once more leaves again: what left before is not all of it.
             self._forget(parameter)
             self._streamed[parameter] = self._begin(parameter)
 
     def _forget(self, parameter: torch.Tensor) -> None:
         if (arriving := self._streamed.pop(parameter, None)) is not None:
+            # The buffer is free when the copy into it has ended, which nobody waits for here.
             self._gradients.give(arriving.buffer, arriving.events[0])
 
     def _factor_on_host(self) -> torch.Tensor | None:
@@ -113,6 +118,7 @@ class HostAdamW(torch.optim.AdamW):
             return None
         there = self._on_host(self._factor, copied=True)
         self._copier.host_wait(self._copier.out(self._factor, there))
+        # Nearly always 1: a pass over all gradients is spared then, and the bits are those without clipping.
         return None if bool(there == 1) else there
 
     def zeros_like(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -136,6 +142,7 @@ class HostAdamW(torch.optim.AdamW):
 
     def _begin(self, parameter: torch.Tensor) -> _Arriving:
         assert parameter.grad is not None
+        # A copy of a view with gaps would be made on the host, element by element.
         gradient, weight = local_part(parameter.grad).contiguous(), local_part(parameter.detach())
         buffer, free = self._gradients.take(gradient.nbytes)
         target = buffer[: gradient.nbytes].view(gradient.dtype).view(gradient.shape)
@@ -143,6 +150,7 @@ class HostAdamW(torch.optim.AdamW):
         twin = self._twins.get(parameter)
         if twin is None or twin.version != weight._version:  # the first step, or weights were loaded
             copy = self._on_host(weight, copied=True) if twin is None else twin.weight
+            # The device's weight counts: a load or another program may have changed it.
             events.append(self._copier.out(weight, copy))
             self._twins[parameter] = _Twin(copy, weight._version)
         return _Arriving(parameter.grad, gradient, target, buffer, events)
@@ -157,6 +165,7 @@ class HostAdamW(torch.optim.AdamW):
         if factor is not None:
             arriving.gradient.mul_(factor)
         state = self.state[parameter]
+        # As torch's AdamW makes it, at the first step of a parameter.
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"], state["exp_avg_sq"] = self.zeros_like(parameter), self.zeros_like(parameter)
@@ -178,5 +187,7 @@ class HostAdamW(torch.optim.AdamW):
         )
         self._gradients.give(arriving.buffer, None)
         weight = local_part(parameter.detach())
+        # The device must not read the weight before it is back.
         self._copier.wait(self._copier.back(twin.weight, weight))
+        # Copying changed the version of the device's weight; the two are equal again.
         twin.version = weight._version

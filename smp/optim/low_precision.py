@@ -107,8 +107,10 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         state["step"] += 1
         parts = {key: _rows(local_part(t)) for key, t in state.items() if key != "step"}
         weight, grad = _rows(local_part(p.detach())), _rows(local_part(cast(torch.Tensor, p.grad)))
+        # Another key for each step: equal random bits in every step would round the same elements up for ever.
         key = (state["step"].long() * 0x9E3779B1 + self.keys[p]) & _MASK
         numbers, first_column = _row_numbers(p)
+        # Some rows at a time, or there would be fp32 moments of the whole matrix for a moment.
         size = max(1, _CHUNK // max(1, weight.shape[1]))
         for start in range(0, weight.shape[0], size):
             at = slice(start, start + size)
@@ -130,8 +132,10 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
                 found_inf=found_inf,
             )
             if p.ndim > 1:
+                # Also where infinities were found and nothing changed: rounding what needs none changes nothing.
                 self._narrow(wide, parts, at, keyed_bits(key, numbers[at], weight.shape[1], first_column))
         if found_inf is not None:
+            # Taken back on the device: the host does not know whether there were any.
             state["step"] -= found_inf
 
     def _widened(self, p: torch.Tensor, moment: str, parts: Mapping[str, torch.Tensor], at: slice) -> torch.Tensor:
@@ -140,6 +144,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         wide = stored.float()
         if kind == "fp8":
             wide *= expand(parts[f"{moment}_scale"][at], wide.shape[1])
+            # What is stored is the root.
             return wide.square_() if moment == "exp_avg_sq" else wide
         return wide
 
@@ -164,6 +169,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 def _row_numbers(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
     """(numbers of this rank's rows in the whole tensor with all leading dimensions flattened, first column)."""
+    # By the numbers in the whole tensor, so that every layout rounds alike.
     box = local_box(parameter)
     numbers = torch.zeros(1, dtype=torch.int64, device=parameter.device)
     dims = zip(box.offsets[:-1], box.sizes[:-1], parameter.shape[:-1], strict=True)

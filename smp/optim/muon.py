@@ -49,9 +49,11 @@ def orthogonalized(matrix: torch.Tensor, steps: int) -> torch.Tensor:
     a, b, c = COEFFICIENTS
     tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.mT if tall else matrix  # the smaller Gram matrix
+    # A matrix without a gradient stays zero and does not become NaN.
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=_SMALLEST_NORM)
     for _ in range(steps):
         gram = x @ x.mT
+        # a x + b (x x^T) x + c (x x^T)^2 x: the quintic, of singular values alone.
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x.mT if tall else x
 
@@ -127,6 +129,8 @@ class Muon(torch.optim.Optimizer):
         momentum, lr = self.config.muon_momentum, group["lr"]
 
         def smoothed(number: int) -> torch.Tensor:
+            # Momentum is element by element, so each rank computes it for its part; only the next
+            # step needs whole matrices.
             p = trained[number]
             state, grad = self.state[p], local_part(p.grad)
             if not state:
@@ -140,6 +144,7 @@ class Muon(torch.optim.Optimizer):
         def add(number: int, part: torch.Tensor) -> None:
             p = trained[number]
             scale = self.config.muon_extra_scale_factor * scale_of(self.config.muon_scale_mode, *p.shape[-2:])
+            # Decay first, of the old weight, as AdamW's.
             local_part(p.detach()).mul_(1 - lr * group["weight_decay"]).add_(part, alpha=-lr * scale)
 
         on_owners(trained, smoothed, direction, add)

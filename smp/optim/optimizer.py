@@ -63,6 +63,7 @@ def build_optimizer(
             _check_trained(model, optimizer)
         looked = True
 
+    # At the first step: between build and step somebody may have sharded the model.
     optimizer.register_step_pre_hook(look_once)
     return optimizer
 
@@ -123,6 +124,7 @@ def _optimizer_of(model: nn.Module, config: OptimizerConfig, copier: Copier | No
     if config.optimizer_cpu_offload:
         device = parameters[0].device if parameters else torch.device("cpu")
         return HostAdamW(groups, copier or copier_of(device), **options)
+    # One kernel for all parameters of a group, and the one that can decide on the device whether there is a step.
     return torch.optim.AdamW(groups, fused=True, **options)
 
 
@@ -163,12 +165,14 @@ def _on_local_shards(kind: Any) -> Any:
         def step(self, closure: None = None) -> None:
             this: Any = self
             groups, states = [g["params"] for g in this.param_groups], this.state
+            # The same memory: the update writes into the shards.
             local = {p: _local_twin(p) for group in groups for p in group}
             this.state = defaultdict(dict, {local[p]: _map_tensors(s, local_part) for p, s in states.items()})
             for group in this.param_groups:
                 group["params"] = [local[p] for p in group["params"]]
             step_on_shards(self, closure)
             inner, this.state = this.state, states
+            # Back to DTensors, also for the state that this step has made.
             for group, params in zip(this.param_groups, groups, strict=True):
                 group["params"] = params
                 for p in params:
@@ -205,12 +209,14 @@ def step_if(wanted: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
     """
     if wanted.is_cuda and getattr(optimizer, "_step_supports_amp_scaling", False):
         step_on_device_if(wanted, optimizer)
+    # Reading it waits for the device.
     elif wanted:
         optimizer.step()
 
 
 def step_on_device_if(wanted: torch.Tensor, optimizer: Any) -> None:
     """A step of a fused optimizer that changes nothing where ``wanted`` is false."""
+    # The names that torch.amp.GradScaler uses.
     optimizer.grad_scale, optimizer.found_inf = None, (~wanted).float()
     try:
         optimizer.step()
@@ -254,15 +260,20 @@ def clip_gradients(
     with_grad = [p for p in parameters if p.grad is not None]
     grads = [local_part(p.grad) for p in with_grad if p.grad is not None]
     device = device or (grads[0].device if grads else None)
+    # fp32, on the device: nothing waits.
     squares = torch.zeros((), device=device)
     by_copies: dict[int, list[torch.Tensor]] = {}  # a tensor of these numbers would be a copy that the host waits for
     for p, grad in zip(with_grad, grads, strict=True):
+        # By the number of copies, so that one division serves all gradients that are held alike.
         by_copies.setdefault(_copies(p.grad, group) * copies.get(p, 1), []).append(grad)
     for number, alike in by_copies.items():
+        # Norms by one kernel for many tensors; squared again, because squares are what adds up over ranks.
         squares += torch.stack(torch._foreach_norm(alike)).float().square().sum() / number
+    # Also on ranks without gradients, such as a stage that trains nothing: all of them have to come.
     dist.all_reduce(squares, group=group)
     norm = squares.sqrt()
     if max_norm > 0 and grads:
+        # torch's ``clip_grad_norm_`` has the same constant.
         scale(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
@@ -275,6 +286,7 @@ def scaling_of(optimizer: torch.optim.Optimizer) -> Callable[[list[torch.Tensor]
 def _copies(tensor: torch.Tensor | None, group: dist.ProcessGroup | None) -> int:
     """Number of ranks of its mesh that hold the same elements as this one."""
     if not isinstance(tensor, DTensor):
+        # An ordinary parameter: every rank of the group has it.
         return dist.get_world_size(group)
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
     return math.prod(size for placement, size in sizes if isinstance(placement, Replicate))

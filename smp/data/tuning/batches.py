@@ -106,6 +106,7 @@ class TuningDataset:
 
     def batch(self, indices: npt.NDArray[np.int64]) -> RankBatch:
         """Samples by number, ``indices`` (micro-batches, samples) >= 0."""
+        # Sample numbers to sequence numbers: a pair is two in a row.
         rows = (indices[:, :, None] * self.rows + np.arange(self.rows)).reshape(len(indices), -1)
         texts = [self._texts(int(row)) for row in rows.flat]
         fields = self._fields(rows, [[self.samples[n] for n in held.tolist()] for held in texts])
@@ -148,6 +149,7 @@ class TuningDataset:
         if not len(own):
             return []
         (ids, trained), (others, others_trained) = self.samples[int(own[0])], self.samples[int(other[0])]
+        # The first token that is trained: where the answer begins.
         prompt, answer = int(trained.argmax()), int(others_trained.argmax())
         longest = self.seq_length + 1
         mixed = np.concatenate([ids[:prompt], others[answer:]])[:longest]
@@ -158,11 +160,13 @@ class TuningDataset:
         of data that are read once."""
         index, part = divmod(row, self.rows)
         epoch, place = divmod(index, self.samples_per_epoch)
+        # Validation is read once; the last batch is filled up with sequences without text.
         if self.seed is None and epoch > 0:
             return np.empty(0, np.int64)
         if self.seed is not None:
             order = self._order  # several threads read
             if order is None or order[0] != epoch:
+                # In one step: another thread may look at it meanwhile.
                 order = self._order = epoch, keyed_permutation(self.samples_per_epoch, self.seed, 1, epoch)
             place = int(order[1][(place + behind) % self.samples_per_epoch])
         else:
@@ -178,6 +182,7 @@ class TuningDataset:
         for number, (ids, trained) in enumerate(texts):
             end = at + len(ids) - self.predicted
             row[0, at:end] = ids[: end - at]
+            # Labels are shifted here, before packing: no label leads from one text to the next.
             if self.predicted:
                 row[1, at:end] = np.where(trained[1:], ids[1:], IGNORE_INDEX)
             else:

@@ -70,6 +70,7 @@ def read_data(config: Config, tokenizer: TuningTokenizer) -> TuningData:
     except ValueError as error:
         raise ConfigError(f"--data-path {error}") from error  # damage is another exit code
     rows = 2 if pairs else 1
+    # By samples, so that both answers of a pair are on the same side.
     chosen = split_samples(len(samples) // rows, parse_split(data.split), config.training.seed)
     train, valid = (
         lay_out(samples, (part[:, None] * rows + np.arange(rows)).ravel(), data.seq_length, data.packing)

@@ -64,6 +64,7 @@ class ChatTemplate:
             BadSampleError: the template refuses the conversation, or what the assistant says cannot be found.
         """
         messages = conversation.messages
+        # In any of its texts, at any depth.
         if any(mark in json.dumps(messages, ensure_ascii=False, default=str) for mark in (_BEGIN, _END)):
             raise BadSampleError("it holds U+FDD0 or U+FDD1, which are no characters of any text")
         marked = self._render(messages, conversation.tools, ask=False)
@@ -89,6 +90,8 @@ class ChatTemplate:
         messages, tools = conversation.messages, conversation.tools
         before = _unmark(self._render(messages[:i], tools, ask=True))[0]
         after = _unmark(self._render(messages[: i + 1], tools, ask=False))[0]
+        # A template may show earlier messages in another way when later ones follow: then the
+        # difference is not what was said.
         if not (text.startswith(before) and text.startswith(after) and len(before) < len(after)):
             raise BadSampleError(
                 f"the chat template shows message {i} differently when others follow, so it cannot be told what is "

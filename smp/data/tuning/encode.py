@@ -85,6 +85,7 @@ class Encoder:
 def _within(offsets: Sequence[int], spans: Sequence[Span]) -> list[bool]:
     """Whether each offset lies in one of the spans, which are in order."""
     starts = [first for first, _ in spans]
+    # The last span that begins at or before the offset.
     hits = (bisect_right(starts, offset) - 1 for offset in offsets)
     return [hit >= 0 and offset < spans[hit][1] for offset, hit in zip(offsets, hits, strict=True)]
 

@@ -140,6 +140,7 @@ def collect(
         None if label is None else np.array(labels, np.bool_),
     )
     report.desirable = None if label is None else sum(labels)
+    # Once for all, and not for each text.
     if samples.tokens.max() >= vocab_size:
         raise ValueError(f"the tokenizer gave id {samples.tokens.max()}, the model's vocabulary has {vocab_size}")
     report.tokens, report.supervised = len(samples.tokens), int(samples.trained.sum())

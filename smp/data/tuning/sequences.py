@@ -25,8 +25,10 @@ def split_samples(count: int, fractions: tuple[float, float, float], seed: int) 
         fractions: of training, validation and test.
         seed: keys the draw.
     """
+    # Sums are rounded, so that no sample is lost between two parts.
     ends = [round(sum(fractions[: i + 1]) * count) for i in range(2)]
     drawn = keyed_permutation(count, seed, 0, 0, purpose=_SPLIT)
+    # The draw says which part; the order within it is that of the files.
     return np.sort(drawn[: ends[0]]), np.sort(drawn[ends[0] : ends[1]])
 
 

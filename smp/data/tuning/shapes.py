@@ -94,6 +94,7 @@ def recognise_pair(record: dict[str, Any]) -> tuple[Sample, Sample]:
             "chosen and rejected without a prompt must be lists of messages that share their beginning"
         )
     common = 0
+    # What both have in common is the prompt.
     while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
         common += 1
     if common == 0:
@@ -141,6 +142,7 @@ def _answer(prompt: Any, answer: Any, record: dict[str, Any]) -> Sample:
         raise BadSampleError("prompt and answer must both be text, or lists of messages")
     whole = _conversation([*prompt, *answer], record)
     begin = len(whole.trained) - len(answer)
+    # Of the answer only: a prompt may hold earlier turns of the assistant.
     trained = tuple(t and i >= begin for i, t in enumerate(whole.trained))
     return Conversation(whole.messages, trained, whole.tools)
 
@@ -154,6 +156,7 @@ def _conversation(messages: Any, record: dict[str, Any]) -> Conversation:
     checked = tuple(_message(m, i) for i, m in enumerate(messages))
     trained = tuple(m["role"] == "assistant" and _is_trained(m, i) for i, m in enumerate(checked))
     tools = record.get("tools")
+    # The marks are for this program: a template must not see them.
     said = tuple({key: value for key, value in m.items() if key not in _MARKS} for m in checked)
     return Conversation(said, trained, tools)
 

@@ -75,6 +75,7 @@ class FolderTokenizer(TuningTokenizer):
 
     def _before(self) -> list[int]:
         """What its own rules put in front of a text; what they put behind it is left to :attr:`eos`."""
+        # Seen on a text that any tokenizer knows; the rules themselves have no common form.
         ids = self._tokenizer.encode("a", add_special_tokens=True).ids
         bare = self._tokenizer.encode("a", add_special_tokens=False).ids
         return next((list(ids[:i]) for i in range(len(ids)) if bare and ids[i : i + len(bare)] == bare), [])
