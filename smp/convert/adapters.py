@@ -96,6 +96,7 @@ def linear_modules(config: ModelConfig, family: Family) -> dict[str, dict[str, L
     out: dict[str, dict[str, Link]] = {}
     for link in links(family.table, config):
         name = link.smp_name
+        # Matrices of blocks that are no experts': those have adapters of their own kind.
         if name.startswith("layers.") and len(link.shape) == 2 and link.entry is None:
             module = out.setdefault(link.external_name.removesuffix(".weight"), {})
             module[name.removesuffix(".weight")] = link
@@ -134,6 +135,7 @@ class MergedWeights(Weights):
 
     def __init__(self, base: Weights, adapters: Mapping[str, Adapter], dtype: torch.dtype | None = None) -> None:
         self.base, self.adapters = base, {f"{name}.weight": adapter for name, adapter in adapters.items()}
+        # Before anything is read: an adapter of another model would add what fits by chance.
         for name, adapter in self.adapters.items():
             if (stored := base.tensors.get(name)) is None:
                 raise CheckpointError(f"the adapter of {name} belongs to another model: this one has no such matrix")
@@ -142,6 +144,7 @@ class MergedWeights(Weights):
         self.tensors = {name: Stored(t.shape, dtype or t.dtype) for name, t in base.tensors.items()}
         self.score = adapters.score if isinstance(adapters, Adapters) else None
         if self.score is not None:
+            # A reward model's head takes the place of the output matrix, so nothing is tied to the embedding.
             self.config = replace(base.config, scalar_head=True, untie_embeddings_and_output_weights=True)
             self.tensors[HEAD] = Stored(tuple(self.score.shape), self.tensors["embedding.weight"].dtype)
         self.notes = [*base.notes, f"{len(adapters)} adapters are merged"]
@@ -154,6 +157,7 @@ class MergedWeights(Weights):
         if adapter is not None and adapter.magnitude is not None:
             out.copy_(self._scaled_rows(name, offsets, out.shape, adapter.magnitude))
             return
+        # In the dtype of the files; the sum is made in fp32 and rounded once, into ``out``.
         block = torch.empty(out.shape, dtype=self.base.tensors[name].dtype)
         self.base.read_into(name, offsets, block)
         out.copy_(block if adapter is None else _added(block, adapter, offsets))
@@ -163,6 +167,7 @@ class MergedWeights(Weights):
     ) -> torch.Tensor:
         """A box of a matrix under DoRA: norms are of whole rows."""
         stored, (row, column) = self.base.tensors[name], offsets
+        # Whole rows, whatever columns are asked for: norms are of rows.
         whole = torch.empty(shape[0], stored.shape[1], dtype=stored.dtype)
         self.base.read_into(name, (row, 0), whole)
         added = _added(whole, self.adapters[name], (row, 0))

@@ -76,12 +76,15 @@ def write(
         if staging.is_dir() and any(staging.iterdir()) and not (staging / JOURNAL).is_file():
             raise CheckpointError(f"{staging} exists already and is no interrupted conversion: move it away")
         staging.mkdir(parents=True, exist_ok=True)
+        # With names, shapes and dtypes: a conversion goes on only if it would write the same files.
         files = {f: [[t.name, t.stored.shape, str(t.stored.dtype)] for t in ts] for f, ts in target.files.items()}
         with _resumed(staging, {"source": weights.fingerprint(), "options": options, "files": files}) as records:
             kept = len(records)
+            # What was done before counts as done.
             progress(sum(tensor.stored.nbytes for file in records for tensor in target.files[file]))
             _write_files(weights, target, staging, records, workers, progress)
             target.finish(staging, records)
+        # After the lock is given back, whose file goes away with the notes.
         _publish(staging, path)
     except OSError as error:
         raise CheckpointError(f"{staging} cannot be written: {error}") from error
@@ -95,6 +98,7 @@ def _resumed(staging: Path, plan: Any) -> Iterator[dict[str, Any]]:
     text = json.dumps(plan)
     with (staging / JOURNAL).open("a+", encoding="utf-8") as file:
         try:
+            # Released by the system when its holder dies, so nothing has to be cleaned up.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise CheckpointError(f"{staging}: another conversion is writing there") from None
@@ -103,6 +107,7 @@ def _resumed(staging: Path, plan: Any) -> Iterator[dict[str, Any]]:
         said = {name: _done(staging / name) for name in plan["files"] if same}
         records = {name: done["record"] for name, done in said.items() if done is not None}
         keep = {staging / JOURNAL, *(staging / f"{name}{end}" for name in records for end in ("", DONE))}
+        # Whatever has no note may be half a file.
         for path in staging.rglob("*"):
             if path not in keep and not path.is_dir():
                 path.unlink()
@@ -117,6 +122,7 @@ def _done(path: Path) -> Any:
     """What is noted beside a file; None: it is not complete."""
     note = path.with_name(path.name + DONE)
     done = json.loads(note.read_bytes()) if note.is_file() and path.is_file() else None
+    # The note came after the file was on disk; a size that differs means that somebody wrote to it.
     return done if done is not None and path.stat().st_size == done["size"] else None
 
 
@@ -133,6 +139,7 @@ def _write_files(
     largest = max((tensor.stored.nbytes for tensors in target.files.values() for tensor in tensors), default=0)
 
     def count(done: int) -> None:
+        # A file of many gigabytes is not written to its end once another one has failed.
         if failed.is_set():
             raise _GivenUpError
         with lock:
@@ -160,16 +167,19 @@ def _write_files(
             pool.shutdown(cancel_futures=failed.is_set())
     for job in jobs:
         error = None if job.cancelled() else job.exception()
+        # Those gave up because of the first; its error is the one to hear.
         if error is not None and not isinstance(error, _GivenUpError):
             raise error
 
 
 def _publish(staging: Path, path: Path) -> None:
     """Everything to disk, then the name."""
+    # Files first, then the name: a crash between the two leaves a conversion that can go on.
     for folder, _, files in os.walk(staging):
         for name in files:
             sync_to_disk(Path(folder) / name)
         sync_to_disk(Path(folder))
+    # An empty folder, as was checked.
     if path.exists():
         path.rmdir()
     for note in (staging / JOURNAL, *staging.rglob(f"*{DONE}")):

@@ -32,6 +32,7 @@ class Fp8BlockStore(PieceStore):
         self.files, self.pieces, self.notes = store.files, store.pieces, list(store.notes)
         self.tensors, self.block = dict(store.tensors), block
         self._in_fp8 = {name for name, stored in store.tensors.items() if stored.dtype == torch.float8_e4m3fn}
+        # From both sides: a scale without a matrix is as wrong as a matrix without scales.
         scaled = {name.removesuffix(SCALES) for name in store.tensors if name.endswith(SCALES)}
         for name in sorted(self._in_fp8 | scaled):
             shape = store.tensors[name].shape if name in self._in_fp8 else ()
@@ -46,11 +47,13 @@ class Fp8BlockStore(PieceStore):
             return
         numbers = torch.empty(out.shape, dtype=torch.float8_e4m3fn)
         super().read_into(name, offsets, numbers)
+        # The blocks that the box meets, whole ones at its edges too.
         first = [start // size for start, size in zip(offsets, self.block, strict=True)]
         ends = [-(-(start + n) // size) for start, n, size in zip(offsets, out.shape, self.block, strict=True)]
         scales = torch.empty([end - start for start, end in zip(first, ends, strict=True)])
         super().read_into(name + SCALES, first, scales)
         for dim, (start, size) in enumerate(zip(offsets, self.block, strict=True)):
+            # A scale for each row, then for each column: what a block shares is spread over it.
             block_of_each = torch.arange(start, start + out.shape[dim]) // size - first[dim]
             scales = scales.index_select(dim, block_of_each)
         out.copy_(numbers.float() * scales)

@@ -69,6 +69,7 @@ def open_hf(folder: str | Path, *, allow_pickle: bool = False, predictions: bool
     keep_text(store)
     stacked = any(name.endswith(_STACKED) for name in store.tensors)
     quantized = any(name.endswith(BLOCKS) for name in store.tensors) and family.quantized is not None
+    # Stores around stores: each shows tensors in the form that tables know.
     store, table = (Mxfp4Store(store), family.quantized or family.table) if quantized else (store, family.table)
     in_fp8 = any(stored.dtype == torch.float8_e4m3fn for stored in store.tensors.values())
     if in_fp8:
@@ -84,6 +85,7 @@ def open_hf(folder: str | Path, *, allow_pickle: bool = False, predictions: bool
     _check_copies(weights, copied)
     predicting = _further_layers(store, config)
     further = predicting if family.predicts and config.mtp_num_layers is None else ()
+    # What is in the files and means nothing here would be lost in silence.
     copies = weights.refuse_extra(
         embedding,
         ("lm_head.weight", "embed_out.weight"),
@@ -132,6 +134,7 @@ def _further_layers(store: PieceStore, config: ModelConfig) -> tuple[str, ...]:
 def _spelled(wanted: Iterable[Link], store: PieceStore, family: Family) -> list[Link]:
     """Links as this folder spells them: base models leave out the first word, and some names changed over time."""
     first = family.table.block.split(".")[0] + "."
+    # Files of a base model, which transformers saves without the head, lack the model's name in front.
     bare = not any(name.startswith(first) for name in store.tensors)
 
     def rename(name: str) -> str:
@@ -154,6 +157,7 @@ class HFTarget:
         self.reference = reference
         base = read_hf_config(reference) if reference is not None and is_hf_folder(reference) else None
         tensors_of = {n: t for n, t in weights.tensors.items() if not n.endswith(f".{EXPERT_BIAS}")}
+        # The biases that balance experts keep their dtype, and do not count.
         kinds = sorted({str(dtype or t.dtype).removeprefix("torch.") for t in tensors_of.values()})
         self.content = to_hf(weights.config, kinds[0] if len(kinds) == 1 else "float32", base)
         family = family_of(self.content, CONFIG)

@@ -71,6 +71,7 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
 
 def architecture(config: ModelConfig) -> dict[str, Any]:
     """The settings that decide what weights mean, by name. What has no effect beside the others is at its default."""
+    # Settings without an effect would make two descriptions of one model differ.
     values = {name: value for name, value in vars(effective(config)).items() if name not in FREE}
     return canonical(values | _of_layers(config), config)
 
@@ -185,6 +186,7 @@ def from_hf(content: Mapping[str, Any], where: str = CONFIG) -> ModelConfig:
     quantized = content.get("quantization_config")
     if quantized and (family.quantized is None or quantized.get("quant_method") != "mxfp4"):
         block_of(quantized, where)
+    # First what the family cannot do otherwise, so that the message is about the cause.
     for key, value in family.required.items():
         reader.require(key, value)
     for key, other in family.same_as.items():
@@ -204,6 +206,7 @@ def from_hf(content: Mapping[str, Any], where: str = CONFIG) -> ModelConfig:
     if family.predicts and (number := content.get(NEXT_N)):
         reader.check_number(NEXT_N, number, int)
         values["mtp_num_layers"] = number
+    # Last: what a family says in words of its own may rest on the settings before.
     if family.own is not None:
         values |= family.own.read(reader, values)
     if family.classifier in (content.get("architectures") or []):
@@ -264,6 +267,7 @@ def _family_for(config: ModelConfig, base: Mapping[str, Any] | None) -> Family:
     wanted, nearest = architecture(config), {}
     for family in [*first, *FAMILIES.values()]:
         try:
+            # Written and read back: only a family whose words say all of it will do.
             said = architecture(from_hf(_written(config, family)))
         except (ConfigError, KeyError):
             continue

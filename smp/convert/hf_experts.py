@@ -22,6 +22,7 @@ def read_experts(reader: Reader, keys: ExpertKeys, layers: int) -> dict[str, Any
         "moe_ffn_hidden_size": _number(reader, "moe_intermediate_size") if keys.own_width else None,
         "moe_layer_freq": _layer_freq(_pattern(reader, keys, layers)),
     }
+    # Two names that releases of transformers have for it.
     scoring = reader.content.get("scoring_func", reader.content.get("score_function"))
     wanted = "sigmoid" if keys.router == "sigmoid" else "softmax"
     if scoring not in (None, wanted):
@@ -92,6 +93,8 @@ def _groups(reader: Reader) -> dict[str, Any]:
     groups, best, k = (_number(reader, key) for key in ("n_group", "topk_group", "num_experts_per_tok"))
     if best >= groups:
         return {}
+    # Their groups count two experts each whatever k is; ours count k / groups. Only where these are the
+    # same can both mean one model.
     if k != 2 * best:
         raise ConfigError(
             f"{reader.where}: topk_group {best} of n_group {groups} is not supported with num_experts_per_tok {k}, "
@@ -149,6 +152,7 @@ def write_experts(config: ModelConfig, keys: ExpertKeys) -> dict[str, Any]:
         out["routed_scaling_factor"] = config.moe_router_topk_scaling_factor or 1.0
         out |= {"n_group": config.moe_router_num_groups or 1, "topk_group": config.moe_router_group_topk or 1}
     elif keys.router == "sigmoid":
+        # With one expert this project's router leaves the score as it is.
         out["norm_topk_prob"] = config.moe_router_topk > 1
         out["routed_scaling_factor"] = config.moe_router_topk_scaling_factor or 1.0
         out |= {"n_group": config.moe_router_num_groups or 1, "topk_group": config.moe_router_group_topk or 1}
@@ -170,6 +174,7 @@ def canonical(values: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
         out["ffn_hidden_size"] = config.moe_ffn_hidden_size
     if config.moe_router_topk_scaling_factor == 1.0:
         out["moe_router_topk_scaling_factor"] = None
+    # All groups may be chosen: there might as well be none.
     if config.moe_router_num_groups is not None and config.moe_router_num_groups == config.moe_router_group_topk:
         out |= {"moe_router_num_groups": None, "moe_router_group_topk": None, "moe_router_group_score": "sum"}
     return out

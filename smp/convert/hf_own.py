@@ -109,6 +109,7 @@ COHERE2 = Own(_read_cohere2, _nothing)
 def _read_falcon(reader: Reader, values: Values) -> Values:
     new, many = (reader.get(key) for key in ("new_decoder_architecture", "multi_query"))
     norms = reader.get("num_ln_in_parallel_attn")
+    # The new architecture has grouped heads; before it one key/value head for all, or one for each query head.
     groups = reader.get("num_kv_heads") if new else 1 if many else None
     if groups is not None:
         reader.check_number("num_kv_heads", groups, int)
@@ -131,6 +132,7 @@ def _read_gpt_oss(reader: Reader, values: Values) -> Values:
     """Without any word about RoPE it is scaled."""
     if reader.content.get("rope_parameters") or reader.content.get("rope_scaling"):
         return {}
+    # transformers' defaults of this family.
     scaling = {"rope_scaling_factor": 32.0, "rope_original_max_position": 4096, "yarn_truncate": False}
     return {"use_rope_scaling": True, "rope_scaling_type": "yarn", **scaling}
 

@@ -102,6 +102,7 @@ class Rows:
             yield first, 0, count
             return
         width, row = self.count * self.unit, first
+        # From block to block of the fused matrix; a box may begin or end within one.
         while row < first + count:
             block, within = divmod(row, width)
             length = min(width - within, first + count - row)
@@ -136,6 +137,7 @@ class Link:
     def external_shape(self) -> tuple[int, ...]:
         """Of the whole external tensor."""
         shape: tuple[int, ...] = (self.padded or self.rows.external_rows, *self.shape[1:])
+        # Rows are counted as this project has them; only the shape in the files is turned.
         if self.transposed:
             shape = shape[::-1]
         return (*(size for _, size in self.leading), *shape)
@@ -181,6 +183,7 @@ def _links(table: Table, config: ModelConfig, name: str, shape: tuple[int, ...])
         end = SCORE if module == "head" and config.scalar_head else table.ends[module]
         return [Link(name, f"{end}.{part}", shape, all_rows(shape))]
     _, number, module = module.split(".", 2)
+    # First by the tensor's full name, for tensors that have no module of their own there.
     front, whole = table.block.format(number), table.modules.get(f"{module}.{part}")
     if isinstance(whole, str):
         return [Link(name, front + whole, shape, all_rows(shape))]
@@ -191,6 +194,7 @@ def _links(table: Table, config: ModelConfig, name: str, shape: tuple[int, ...])
     target, rows = table.modules[module], all_rows(shape)
     if isinstance(target, Fused):
         rows, target = _fused_rows(target, config, shape), target.external_name
+    # Transformer Engine joins a norm's name and "weight" by an underscore.
     external = f"{front}{target}{'' if target.endswith('_') else '.'}{part}"
     return [Link(name, external, shape, rows, transposed=table.transposed and len(shape) == 2)]
 
@@ -225,6 +229,7 @@ def _fused_rows(fused: Fused, config: ModelConfig, shape: tuple[int, ...]) -> Ro
     if fused.kind == "stacked":
         start, count = {"query": (0, heads), "key": (heads, groups), "value": (heads + groups, groups)}[fused.member]
         return Rows(blocks=1, slots=heads + 2 * groups, start=start, count=count, unit=width)
+    # For each key/value head its queries, then key, then value: Megatron's order for grouped queries.
     queries = heads // groups
     start, count = {"query": (0, queries), "key": (queries, 1), "value": (queries + 1, 1)}[fused.member]
     return Rows(blocks=groups, slots=queries + 2, start=start, count=count, unit=width)

@@ -61,6 +61,7 @@ def load_weights(
 
 @torch.no_grad()
 def _fill(model: nn.Module, weights: Weights, leave: Collection[str]) -> None:
+    # By the names and boxes of checkpoints, so any layout fills itself.
     tensors, _ = training_state(model)
     converted = set()
     for full_name, shard in local_shards(tensors, collect_logical_rows(model)).items():
@@ -78,6 +79,7 @@ def _fill(model: nn.Module, weights: Weights, leave: Collection[str]) -> None:
         local_part(tensors[full_name])[len(data) :].zero_()  # padding of the vocabulary
         if data.numel() == 0:
             continue
+        # Read into the parameter itself where nothing has to be converted.
         straight = data.dtype == stored.dtype and data.is_cpu
         read = data if straight else torch.empty(data.shape, dtype=stored.dtype)
         weights.read_into(name, shard.box.offsets, read)

@@ -121,6 +121,7 @@ def _placed(link: Link, config: ModelConfig, store: PieceStore) -> Link:
     for name in (rest, *others):
         if (single := f"decoder.layers.{number}.{name}") in store.tensors:
             return replace(link, external_name=single)
+        # A tensor of all layers has the layer's number as a dimension, and none in its name.
         if (stacked := f"decoder.layers.{name}") in store.tensors:
             return replace(link, external_name=stacked, leading=((number, config.num_layers), *link.leading))
     return link
@@ -138,6 +139,7 @@ def _open_store(folder: Path) -> tuple[PieceStore, dict[str, Any] | None]:
 
 def _store(files: OpenFiles, content: metadata.Metadata) -> tuple[PieceStore, dict[str, Any] | None]:
     names = [str(name) for name in content.state_dict_metadata]
+    # A prefix that depends on what Megatron wrapped the model in.
     front = next((m[1] for n in names if (m := re.fullmatch(rf"(model\.|module\.|){_EMBEDDING}", n))), "")
     pieces: dict[str, list[Piece]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -170,11 +172,13 @@ def _piece(files: OpenFiles, info: filesystem._StorageInfo, name: str, offsets: 
 def _item(files: OpenFiles, info: filesystem._StorageInfo, name: str) -> Any:
     """What an item of a data file is: each is a file of ``torch.save`` within the file."""
     file, start, size = info.relative_path, info.offset, info.length
+    # A name from a file: it must not lead out of the folder.
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", file):
         raise CheckpointError(
             f"{files.folder / METADATA}: tensor {name} is said to be in {file!r}: that is no file of this folder"
         )
     path, source = files.folder / file, files.open(file)
+    # Before the item is opened: a file that was cut off is told as such.
     if not (type(start) is int and type(size) is int and start >= 0 and start + size <= source.size):
         raise DamagedError(f"{path} is cut off: tensor {name} should be at {start}..{start + size}")
     try:
@@ -193,6 +197,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             CheckpointError: the name is not in it; the message does not name the file.
         """
         full = f"{module}.{name}"
+        # A table, and nothing is imported: a pickle names functions that would run.
         if full in _METADATA_CLASSES:
             return _METADATA_CLASSES[full]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):

@@ -172,9 +172,11 @@ def from_args(args: Mapping[str, Any], where: str, padded_vocab: int, vocab_size
         "norm_epsilon": args.get("norm_epsilon", args.get("layernorm_epsilon", 1e-5)),
         "disable_bias_linear": not bias,
         "tanh_gelu": bool(plain and tanh),
+        # Megatron counts the tokens before a token, this project the token itself, too.
         "window_size": None if window is None or window[0] < 0 else window[0] + 1,
         "window_attn_skip_freq": _pattern_text(args.get("window_attn_skip_freq")),
         "no_rope_freq": _pattern_text(args.get("no_rope_freq")),
+        # Never more token ids than there are rows.
         "vocab_size": vocab_size or min(said_vocab_size(args) or padded_vocab, padded_vocab),
     }
     return resolved_external(values, where)

@@ -75,7 +75,9 @@ class MegatronTarget:
             for planned in self.files[file]:
                 with feed.whole(planned) as tensor:
                     single = _stacked(planned.name)[1] is None
+                    # As megatron-core saves it: a layer is one entry of a tensor of all layers.
                     places[planned.name] = _append(out, tensor if single else tensor.unsqueeze(0))
+            # Once, in the first file: readers of that format ask for these objects, whatever is in them.
             if file == next(iter(self.files)):
                 places |= {name: _append(out, [None]) for name in self._extra_states()}
             out.flush()
@@ -103,6 +105,7 @@ class MegatronTarget:
         torch.save({"args": self.args, "checkpoint_version": 3.0, "iteration": 0}, one / COMMON)
         (one / BACKEND).write_text(json.dumps(_BACKENDS))
         carry(self.reference, folder)
+        # Last: without it there is no checkpoint for Megatron.
         (folder / TRACKER).write_text(RELEASE)
 
     def _metadata(self, records: Mapping[str, Any]) -> Metadata:

@@ -42,6 +42,7 @@ class Mxfp4Store(PieceStore):
             super().read_into(name, offsets, out)
             return
         *front, column = offsets
+        # Whole groups of 32: a scale is of a group.
         first, behind = column // 32, -(-(column + out.shape[-1]) // 32)
         blocks = torch.empty(*out.shape[:-1], behind - first, 16, dtype=torch.uint8)
         scales = torch.empty(*out.shape[:-1], behind - first, dtype=torch.uint8)
@@ -57,6 +58,8 @@ def _scales_of(name: str) -> str:
 
 def dequantized(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """uint8 (..., groups, 16) and (..., groups) -> bf16 (..., 32 groups)."""
+    # The low half of a byte is the first number.
     codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)  # (..., groups, 32)
     values = _VALUES.index_select(0, codes.flatten().int()).view(codes.shape)
+    # Exact: a power of two changes the exponent only.
     return torch.ldexp(values, scales.int()[..., None] - 127).to(torch.bfloat16).flatten(-2)

@@ -41,6 +41,7 @@ def expert_tensors(config: ModelConfig, family: Family, chosen: Callable[[str, l
     found: dict[str, dict[str, Link]] = {}
     counts: dict[str, int] = {}
     for link in links(family.table, config, stacked=True) if config.num_experts is not None else ():
+        # The first expert stands for all: they lie alike.
         if link.entry == 0 and link.leading and link.smp_name.endswith(".weight"):
             found.setdefault(link.external_name, {})[link.smp_name.removesuffix(".weight")] = link
             counts[link.external_name] = link.leading[0][1]
@@ -50,6 +51,7 @@ def expert_tensors(config: ModelConfig, family: Family, chosen: Callable[[str, l
     tensors = []
     for i, name in enumerate(names):
         module = name.rpartition(".")[0]
+        # peft wraps one tensor after the other: what comes later lies further outside.
         after = sum(other.rpartition(".")[0] == module for other in names[i + 1 :])
         tensors.append(ExpertTensor(name, module + ".base_layer" * after, found[name], counts[name]))
     return tensors

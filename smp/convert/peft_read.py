@@ -63,11 +63,14 @@ def read_adapters(folder: str | Path, config: ModelConfig, family: Family) -> tu
     score = _score(content, config, folder, tensors)
     magnitudes = _magnitudes(tensors)
     modules, found = linear_modules(config, family), dict(_pairs(folder, tensors))
+    # Taken out before the rest is compared: they belong to no linear layer.
     of_experts = _experts(content, config, family, found, folder)
+    # An adapter that nothing here takes would be lost without a word.
     if strange := sorted(found.keys() - modules.keys()):
         raise CheckpointError(f"{folder / TENSORS}: {strange[0]} is no linear layer of this model")
     if alone := sorted(magnitudes.keys() - found.keys()):
         raise CheckpointError(f"{folder / TENSORS}: the magnitude of {alone[0]} has no adapter")
+    # peft leaves out nothing that its targets choose, so what is missing means another model.
     if missing := [module for module in _targets(content, modules, folder) if module not in found]:
         raise CheckpointError(
             f"{folder / TENSORS} has no adapter for {missing[0]}, which its target_modules choose: it belongs to "
@@ -78,6 +81,7 @@ def read_adapters(folder: str | Path, config: ModelConfig, family: Family) -> tu
         a, b = found[module]
         for name, link in modules[module].items():
             check_shapes(a, b, (link.rows.external_rows, link.shape[1]), f"{folder / TENSORS}: the adapter of {module}")
+            # Several of this project's layers lie in one module: each takes the same A, and its rows of B.
             runs = list(link.rows.runs(0, link.rows.smp_rows))
             rows = torch.cat([b[row : row + count] for row, _, count in runs])
             m = _magnitude(content, module, magnitudes, b.shape[0], folder)
@@ -147,6 +151,7 @@ def _targets(content: Mapping[str, Any], modules: Collection[str], folder: Path)
         return []
     try:
         if isinstance(target, str):
+            # A text is a regular expression for whole names, a list names their ends: peft's rule.
             return [module for module in modules if re.fullmatch(target, module)]
     except re.error as error:
         raise CheckpointError(f"{folder / CONFIG}: target_modules {_short(target)}: {error}") from None
@@ -162,6 +167,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not of a LoRA adapter")
     for key, value in content.items():
         off = value in (None, False, 0) or value == {} or value == []
+        # A setting that is there but off changes nothing.
         if key not in _KNOWN and not off:
             raise ConfigError(f"{path}: {key} is {_short(value)}, and only LoRA and DoRA are supported")
     if content.get("bias", "none") != "none":

@@ -70,6 +70,7 @@ def _fused(members: Sequence[tuple[Link, Adapter]]) -> tuple[torch.Tensor, torch
     if not more and first.rows.whole:
         return adapter.a, adapter.b, adapter.scale
     rank = sum(m.rank for _, m in members)
+    # Block-diagonal: A's lie below each other, and each B takes its own columns of the joined rank.
     b, column = torch.zeros(first.rows.external_rows, rank), 0
     for link, m in members:
         # one scale for all: the others' goes into B
@@ -103,6 +104,7 @@ def _config(
 ) -> dict[str, Any]:
     """adapter_config.json: one rank and alpha for all, and patterns for those that differ. ``stacked``: tensors of
     experts."""
+    # The most frequent of each is the rule, and patterns name the others; of equally frequent ones the smaller.
     rank, alpha = (max(sorted(set(v)), key=list(v).count) for v in (ranks.values(), alphas.values()))
     return {
         "peft_type": "LORA",
@@ -127,6 +129,7 @@ def _targets(modules: Mapping[str, int], every: Set[str]) -> list[str]:
     """Last parts of names where they choose exactly these modules, as people write it; else whole names."""
     last = {module.rpartition(".")[2] for module in modules}
     chosen = {module for module in every if module.rpartition(".")[2] in last}
+    # Only where the short names choose these modules and no others.
     return sorted(last) if chosen == set(modules) else sorted(modules)
 
 

@@ -49,6 +49,7 @@ def plan(weights: Weights, name: str, parts: Sequence[Link], dtype: torch.dtype 
     Raises:
         CheckpointError: parts of different dtypes.
     """
+    # The bias that balances experts keeps its dtype, whatever the weights become.
     if all(part.smp_name.endswith(f".{EXPERT_BIAS}") for part in parts):
         dtype = None
     different = {weights.tensors[part.smp_name].dtype for part in parts}
@@ -63,6 +64,7 @@ def in_files(tensors: Sequence[Planned], limit: int) -> list[list[Planned]]:
     files: list[list[Planned]] = []
     room = 0
     for tensor in tensors:
+        # A new file only when the tensor does not fit any more: order and sizes are the same on every machine.
         if not files or tensor.stored.nbytes > room:
             files.append([])
             room = limit
@@ -85,11 +87,13 @@ class Room:
     def block(self, size: int) -> Iterator[torch.Tensor]:
         """Within, ``size`` bytes are this writer's, uint8 (size,); waits for them. Not to be nested."""
         with self._changed:
+            # The first of the two is for a tensor that is larger than the limit: it goes alone.
             self._changed.wait_for(lambda: self._used == 0 or self._used + size <= self._limit)
             block = self._take(size)
             count = size if block is None else block.numel()
             self._used += count
         if block is None:
+            # Outside of the lock: memory that is fresh from the system takes time.
             block = torch.empty(size, dtype=torch.uint8)
         try:
             yield block[:size]
@@ -105,6 +109,7 @@ class Room:
         found = min(fitting, key=torch.Tensor.numel, default=None)
         self._kept = [block for block in self._kept if block is not found]
         wanted = self._used + (size if found is None else found.numel())
+        # The oldest first; blocks that nobody waits for count as well.
         while self._kept and wanted + sum(block.numel() for block in self._kept) > self._limit:
             self._kept.pop(0)
         return found
@@ -143,6 +148,7 @@ class Feed:
     def whole(self, planned: Planned) -> Iterator[torch.Tensor]:
         """A tensor whose storage holds nothing else: ``torch.save`` writes storages."""
         with self._assembled(planned) as tensor:
+            # A tensor of its own on exactly these bytes; a view of the block would be saved with all of it.
             yield torch.frombuffer(raw_bytes(tensor), dtype=tensor.dtype).view(tensor.shape)
         self._progress(planned.stored.nbytes)
 
@@ -151,10 +157,12 @@ class Feed:
         """The tensor, in one block with room for a part that is not read in place. Padding of the vocabulary is 0."""
         size, kind = planned.stored.nbytes, planned.stored.dtype
         sizes = (self._part(p).nbytes for p in planned.parts if not self._in_place(planned, p))
+        # So that the spare part begins where any dtype may begin.
         aligned = -(-size // 8) * 8
         with self._room.block(aligned + max(sizes, default=0)) as block:
             out, spare = block[:size].view(kind).view(planned.stored.shape), block[aligned:]
             filled = 0
+            # In rows that do not meet: parts of a fused matrix come in any order.
             for part in planned.parts:
                 self._put(planned, part, out, spare)
                 filled += part.rows.smp_rows
@@ -178,9 +186,11 @@ class Feed:
         self._read(part, zeros, tensor)
         out = out.t() if part.transposed else out
         step = max(1, CHUNK // max(1, tensor[0].nbytes))
+        # Rows of a fused matrix are stretches; of two that alternate every second row, in one strided copy.
         runs = ((out[row : row + n], tensor[at : at + n]) for row, at, n in part.rows.runs(0, part.rows.smp_rows))
         single = [(out[part.rows.start :: part.rows.slots], tensor)]
         for place, given in single if part.rows.single else runs:
+            # Some megabytes at a time, so that a converted copy never is as large as the tensor.
             for target, rows in zip(place.split(step), given.split(step), strict=True):
                 target.copy_(_cast(rows, planned))
 
@@ -210,6 +220,7 @@ def _cast(tensor: torch.Tensor, planned: Planned) -> torch.Tensor:
         CheckpointError: it cannot hold a value.
     """
     out = tensor.to(planned.stored.dtype)
+    # Only such a dtype can turn a number into infinity.
     narrower = torch.promote_types(tensor.dtype, out.dtype) != out.dtype
     if narrower and bool((out.isinf() & tensor.isfinite()).any()):
         kind = str(out.dtype).removeprefix("torch.")

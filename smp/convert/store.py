@@ -59,6 +59,7 @@ class OpenFiles:
         if name not in self.sources:
             path = self.folder / name
             try:
+                # The cache of huggingface_hub is made of links; a reader refuses to follow them itself.
                 real = path.resolve(strict=True)
                 self.sources[name] = self._open.enter_context(LocalFolder(real.parent).reader(real.name))
             except (FileNotFoundError, NotADirectoryError) as error:
@@ -108,6 +109,7 @@ class PieceStore:
         self.notes: list[str] = []
         self.tensors: dict[str, Stored] = {}
         for name, parts in self.pieces.items():
+            # A tensor in one piece has the shape of the piece.
             shape = shapes.get(name, parts[0].slot.shape)
             if len({part.slot.dtype for part in parts}) != 1:
                 raise CheckpointError(f"{self.where(name)}: the parts of tensor {name} have different dtypes")
@@ -121,6 +123,7 @@ class PieceStore:
     def read_into(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> None:
         """Fill ``out``, a CPU tensor of the stored dtype, with the box of its shape at ``offsets``."""
         for piece in self.pieces[name]:
+            # What the wanted box and this piece have in common.
             low = [max(o, p) for o, p in zip(offsets, piece.offsets, strict=True)]
             ends = zip(offsets, out.shape, piece.offsets, piece.slot.shape, strict=True)
             high = [min(o + n, p + m) for o, n, p, m in ends]
@@ -154,9 +157,11 @@ def read_box(source: Source, slot: Slot, offsets: Sequence[int], out: torch.Tens
     whole = out.shape[1:] == slot.shape[1:]
     if whole and out.is_contiguous():
         source.read_into(start, raw_bytes(out))
+    # Columns of a narrow part would be a read of some bytes for each row: whole rows are read, and cut.
     elif whole or (out.ndim == 2 and out[0].nbytes < _SHORT_RUN):
         _read_by_buffer(source, start, slot.shape[1:], offsets[1:], out)
     else:
+        # Long rows: each part of one is worth a read of its own.
         for i in range(out.shape[0]):
             inner = replace(slot, shape=slot.shape[1:], start=start + i * row, size=row)
             read_box(source, inner, offsets[1:], out[i])

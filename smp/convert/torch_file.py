@@ -82,17 +82,21 @@ def _load(file: io.BufferedReader, path: Path, inert: tuple[str, ...]) -> tuple[
     orders = [archive.read(name) for name in archive.namelist() if name.endswith("/byteorder")]
     if orders not in ([], [b"little"]):  # torch would swap the bytes of a tensor that has none, and crash
         raise CheckpointError(f"{path} was written on a big-endian machine")
+    # Data are read at their place in the file, so they must lie there as they are.
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
         raise DamagedError(f"{path} is compressed: it is not a file of torch.save")
     file.seek(0)
     names = set(get_unsafe_globals_in_checkpoint(file)) - {"argparse.Namespace"}
+    # All names of the pickle before it is loaded: nothing is built of a file that asks for something else.
     for name in sorted(names):
         if name != GETATTR and not name.startswith(inert):
             raise CheckpointError(f"{path} {refusal(name)}")
     file.seek(0)
+    # No data are read: the tensors only tell where theirs lie.
     with FakeTensorMode(), safe_globals([Namespace, *((Inert, name) for name in names)]):
         content = torch.load(file, weights_only=True)
     sizes = {}
+    # From each entry's own header, which may be longer than the list at the end of the archive says.
     for entry in archive.infolist():
         file.seek(entry.header_offset)
         name_size, extra_size = struct.unpack("<26x2H", file.read(30))

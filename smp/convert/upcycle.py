@@ -51,11 +51,13 @@ class Upcycled(Weights):
     def read_into(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> None:
         if name.endswith(".router.weight"):
             box = Box(tuple(offsets), tuple(out.shape))
+            # By the name of the router and its box: any rank or file that asks gets the same numbers.
             out.copy_(keyed_normal(_SEED, name, self.tensors[name].shape, box, self.config.init_method_std))
         elif name.endswith(".router.bias"):
             out.zero_()
         elif ".experts." in name:
             self._dense.read_into(_source(name), offsets[1:], out[0])
+            # Read once, and copied to the other experts.
             out[1:] = out[0]
         else:
             self._dense.read_into(name, offsets, out)

@@ -70,6 +70,7 @@ class LinkedWeights(Weights):
         for link in found:
             self.links.setdefault(link.smp_name, []).append(link)
         for external, parts in by_external_name(found).items():
+            # All before the first is read: a conversion of hours must not end at its last tensor.
             stored, wanted = store.tensors.get(external), parts[0].external_shape
             if stored is None:
                 raise CheckpointError(f"{store.where(external)}: tensor {external} is missing")
@@ -91,6 +92,7 @@ class LinkedWeights(Weights):
         if parts[0].entry is None:
             self._read(parts[0], offsets, out)
             return
+        # Experts are tensors of their own there: a box begins at one of them and ends where ``out`` does.
         for link, target in zip(parts[offsets[0] :], out, strict=False):
             self._read(link, offsets[1:], target)
 
@@ -113,8 +115,10 @@ class LinkedWeights(Weights):
 
     def _read_rows(self, link: Link, start: tuple[int, ...], target: torch.Tensor) -> None:
         """Of the external tensor, from ``start`` on; both as this project's tensor lies."""
+        # Both are turned: the read fills this project's tensor through a view.
         if link.transposed:
             start, target = start[::-1], target.t()
+        # From the innermost: experts, then layers.
         for index, _ in reversed(link.leading):
             start, target = (index, *start), target.unsqueeze(0)
         self.store.read_into(link.external_name, start, target)
@@ -165,6 +169,7 @@ def same_bits(store: PieceStore, one: str, other: str) -> bool:
         a, b = torch.empty(rows, dtype=stored.dtype), torch.empty(rows, dtype=stored.dtype)
         store.read_into(one, (first, 0), a)
         store.read_into(other, (first, 0), b)
+        # Bits: a NaN equals itself.
         if not torch.equal(as_bits(a), as_bits(b)):
             return False
     return True

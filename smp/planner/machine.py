@@ -125,6 +125,7 @@ def timed_calls(steps: Iterable[Calls]) -> list[Timed]:
 def host_time(step: Calls, calls: Mapping[Timed, float], seconds: float) -> float:
     """Seconds between two operators, from a step that took ``seconds`` in all."""
     known = sum(times * calls[alike(call)] for (_, call), times in step.items() if not is_free(call))
+    # What the operators do not explain is the host's, shared equally: it is what every call costs.
     return max(seconds - known, 0.0) / sum(step.values())
 
 
@@ -134,6 +135,7 @@ def run_processes(fn: Callable[..., Any], processes: int, threads: int, *argumen
     Raises:
         RuntimeError: one of them ended without a result.
     """
+    # Fresh processes: a fork would share threads' locks and random states of this one.
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [spawn.Pipe(duplex=False) for _ in range(processes)]
@@ -143,6 +145,7 @@ def run_processes(fn: Callable[..., Any], processes: int, threads: int, *argumen
         ]
         for worker, (_, theirs) in zip(workers, pipes, strict=True):
             worker.start()
+            # Here the other end must be closed, or a worker that dies leaves this process waiting.
             theirs.close()
         try:
             return [ours.recv() for ours, _ in pipes]
@@ -159,6 +162,7 @@ def _work(
 ) -> None:
     torch.set_num_threads(threads)
     os.chdir(folder)
+    # In a folder of its own: no port that somebody else may have taken.
     store = dist.FileStore(f"{folder}/store", processes)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
     answer.send(fn(rank, processes, *rest))
@@ -171,6 +175,7 @@ def _calibrate(
 ) -> tuple[dict[Timed, float], dict[str, float]]:
     calls = time_calls(wanted)
     tiny = {kind: TrainingRun(tiny_settings(kind, processes), rank, processes, kind) for kind in kinds}
+    # A step with an interruption says nothing; there are few of them.
     return calls, {kind: statistics.median(run.step() for _ in range(5)) for kind, run in tiny.items()}
 
 
@@ -197,6 +202,7 @@ class TrainingRun:
 
 def time_calls(wanted: Sequence[Timed]) -> dict[Timed, float]:
     """Seconds of each; all processes of the group call it with the same ones."""
+    # Products of ones in place run into denormal numbers after a while, which are slow.
     torch.set_flush_denormal(True)
     return {call: _time_collective(call) if isinstance(call, Collective) else _time(call) for call in wanted}
 
@@ -206,6 +212,7 @@ def _time(call: Operator) -> float:
     namespace, name, overload = call.name.split(".")
     run = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     copies = [_inputs(call)]
+    # By storages: views of one tensor are one.
     size = sum(tensor.untyped_storage().nbytes() for tensor in tree_leaves(copies) if isinstance(tensor, torch.Tensor))
     copies += [_inputs(call) for _ in range(min(COPIES, ROTATED // max(size, 1)) - 1)]
     times, begin = list[float](), time.perf_counter()

@@ -66,6 +66,7 @@ def timed(
         recorded.append(Recorded.of(one.config, one.layout))
     tell("measuring this machine")
     steps = [rank for one in recorded for rank in one.ranks]
+    # All layouts' calls at once: each distinct one is timed once.
     times = calibrate(processes, steps, [kind_of(one.layout) for one in recorded], threads=threads_of(processes))
     return [replace(c, time=step_time(r, times)) for c, r in zip(found, recorded, strict=True)], times
 
@@ -107,6 +108,7 @@ def _pipeline(recorded: Recorded, plan: Plan, times: MachineTimes, host: float) 
     inside, outside, link = list[Counter[str]](), list[Counter[str]](), 0.0
     for calls in recorded.ranks:
         own = {key: n for key, n in calls.items() if not _is_message(key[1])}
+        # One time for all messages, that of the slowest: the simulator knows no other.
         link = max([link, *(times.of(call) for _, call in calls if _is_message(call))])
         for (place, call), number in own.items():
             if place.op is not None and place.stage is not None:
@@ -115,6 +117,7 @@ def _pipeline(recorded: Recorded, plan: Plan, times: MachineTimes, host: float) 
         outside.append(_parts({key: n for key, n in own.items() if key[0].op is None}, times, host))
     schedule = plan.training
     costs = [_costs(seconds, stage, schedule.micro_batches) for stage in range(schedule.stages)]
+    # What waits for what is known by the schedule; the sums above know only how long each thing takes.
     timeline = simulate(schedule, costs, link)
     busiest = max(range(schedule.ranks), key=lambda rank: timeline.work[rank])
     return _step(inside[busiest] + outside[busiest], timeline.step_time - timeline.work[busiest])

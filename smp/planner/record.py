@@ -109,6 +109,7 @@ class CallRecorder(Meter):
         return Place(phase) if self._action is None else Place(phase, self._action.op, self._action.stage)
 
     def _ran(self, func: Any, args: Any, kwargs: Any) -> None:
+        # Marks of the profiler are operators of their own, and take no time.
         if func.namespace != "profiler" and (place := self._place()) is not None:
             keywords = tuple((name, like(value)) for name, value in sorted(kwargs.items()))
             call = place, Operator(str(func), tuple(like(value) for value in args), keywords)
@@ -150,6 +151,7 @@ Calls = Mapping[Call, int]
 
 def recorded_step(config: Config, layout: Layout, plan: Plan | None = None) -> list[Calls]:
     """Calls of a step on this machine's CPU, by pipeline rank."""
+    # Without a cut: the fake step puts the exchange around attention itself.
     kernels, _ = choose_backends(config, UNCUT, torch.device("cpu"), documents=False)
     steps = [
         fake_step(config, layout, kernels, CHUNK_BYTES["cpu"], plan, rank, make_meter=CallRecorder)

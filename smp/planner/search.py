@@ -66,12 +66,14 @@ def candidates(
         try:
             resolved = resolve(config, world_size)
             layout = Layout.from_config(resolved.parallel, world_size)
+            # A schedule of hundreds of micro-batches takes long to simulate, and says the same.
             plan = plan_pipeline(shortened(resolved, layout), layout) if layout.pp > 1 else None
         except ConfigError as error:
             if why is not None:
                 why.append(str(error))
             continue
         memory = largest_memory(resolved, layout, CHUNK_BYTES["cuda"], plan)
+        # A layout that does not fit is listed all the same, so that the table shows what it would need.
         fits = memory.total <= device.memory * (1 - FREE)
         time = StepModel(resolved, layout, device, plan).predict() if fits else None
         yield Candidate(resolved, layout, _flags(resolved, asked), memory, time)
@@ -103,6 +105,7 @@ class _Given:
 def _configs(asked: Config, world_size: int, device: Device, decided: Collection[str]) -> Iterator[Config]:
     """Combinations, unresolved; what cannot work among them is found out later."""
     parallel, given = asked.parallel, _Given(decided)
+    # Tensor parallelism stays within a node: every collective of it is waited for.
     within_node = [n for n in _divisors(world_size) if device.devices_per_node % n == 0]
     tensor = given("tensor_model_parallel_size", parallel.tensor_model_parallel_size, within_node)
     stages = [n for n in _divisors(world_size) if n <= min(asked.model.num_layers, LONGEST_PIPELINE)]
@@ -124,6 +127,7 @@ def _configs(asked: Config, world_size: int, device: Device, decided: Collection
             recompute_granularity=again,
         )
         data = replace(asked.data, micro_batch_size=row)
+        # Under a pipeline weights are gathered as the schedule says; without one the strategy decides.
         options = (
             _schedules(degrees, given)
             if pp > 1
@@ -143,6 +147,7 @@ def _sharding(
     parallel: ParallelConfig, data_ranks: int, device: Device, stride: int, given: _Given
 ) -> Iterator[ParallelConfig]:
     """Over all data-parallel ranks or those of a node; gathered for each micro-batch, or once per step."""
+    # Ranks of a node beside those that tensor and context parallelism take.
     inside = device.devices_per_node // stride
     degrees = [0, *([inside] if 1 < inside < data_ranks else [])]
     for degree in given("hybrid_shard_degree", parallel.hybrid_shard_degree, degrees):

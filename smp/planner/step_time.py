@@ -127,6 +127,7 @@ class StepModel:
 
     def _block_passes(self, block: Sequence[Parameter], *, experts: bool) -> tuple[_Pass, _Pass]:
         flops = forward_flops(self.config.model, self.config.data.seq_length or 1)
+        # What is left of a layer's FLOPs without its matrix products is attention's.
         attended = flops.layer - sum(p.flops for each in self.blocks for p in each) / len(self.blocks)
         attention = attended * self.tokens / self.layout.tp / (self.peak * self.device.attention_share)
         products = sum(self._product(p) for p in block)
@@ -138,8 +139,10 @@ class StepModel:
         back = back.issued(2 * OPERATIONS, self.device)
         granularity = self.config.parallel.recompute_granularity
         if granularity == "full":
+            # The forward pass once more, collectives included.
             back += ahead
         elif granularity == "selective":
+            # Products and attention are kept; what lies between them is computed again.
             back += _Pass(elementwise=elementwise)
         return ahead, back
 
@@ -154,6 +157,7 @@ class StepModel:
             tokens = self._tokens_to_experts() * parameter.chosen / number
         flops = 2 * number * tokens * rows * inner
         tiles = number * math.ceil(tokens / TILE[0]) * math.ceil(rows / TILE[1])
+        # Tiles run in waves of as many as there are multiprocessors; the last wave takes as long as a full one.
         waves = math.ceil(tiles / self.device.tiles) * self.device.tiles
         filled = number * tokens * rows / (TILE[0] * TILE[1]) / waves
         # smaller tiles, or a product that is split along its inner dimension, fill a wave in part at most half empty
@@ -199,6 +203,7 @@ class StepModel:
             return 0.0, 0.0
         groups = model.num_query_groups or model.num_attention_heads
         keys = 2 * self.tokens * max(1, groups // self.layout.tp) * (model.kv_channels or 0)
+        # Backward the keys go round once more, and their gradients in fp32.
         ahead, back = (self._collective(cp * keys * width, "cp") for width in (self.width, self.width + 4))
         return max(0.0, ahead - attention), max(0.0, back - 2.5 / 0.85 * attention)
 
@@ -215,7 +220,9 @@ class StepModel:
         order = ["expert_tp", "ep"] if dim == "ep" else ["tp", "cp", "dp_shard", "dp_replicate", "pp"]
         stride = math.prod(getattr(self.layout, name) for name in order[: order.index(dim)])
         size, per_node = getattr(self.layout, dim), self.device.devices_per_node
+        # Ranks of this dimension that lie on one node.
         beside = max(1, per_node // stride)
+        # Across nodes a ring has the links of all its ranks on a node for its way out.
         link = self.device.local_link if size <= beside else self.device.node_link * min(size, beside)
         return min(link, self.device.local_link) * self.device.link_share
 
@@ -291,6 +298,7 @@ class StepModel:
         passes = [self.forward * part.count + head * (part.head / 3) for part in plan.parts]
         backs = [self.backward * part.count + head * (part.head * 2 / 3) for part in plan.parts]
         parameters = [self._parameters(part) for part in plan.parts]
+        # Of a backward pass the input part has more: attention has no weights.
         costs = [
             StageCosts(
                 ahead.total, back.total * 0.55, back.total * 0.45, self._sharded(own, self.width), self._sharded(own, 4)
