@@ -93,7 +93,7 @@ def _groups(reader: Reader) -> dict[str, Any]:
     groups, best, k = (_number(reader, key) for key in ("n_group", "topk_group", "num_experts_per_tok"))
     if best >= groups:
         return {}
-    # Their groups count two experts each whatever k is; ours count k / groups. Only where these are the
+    # Hugging Face's groups count two experts each whatever k is; this project's k / groups. Only where these are the
     # same can both mean one model.
     if k != 2 * best:
         raise ConfigError(

@@ -33,8 +33,8 @@ def rope(
     """Rotate q (tokens, heads x head_dim) and k, whose number of heads may differ -> (tokens, heads, head_dim) each.
 
     Args:
-        q, k: also with heads and head_dim as dimensions of their own. In place they may not be views, and whoever saved
-            them for a backward pass gets an error there.
+        q, k: also with heads and head_dim as dimensions of their own. In place they may not be views, and a function
+            that saved them for its backward pass gets an error there.
         cos, sin: fp32 (tokens, 1, r), equal in both halves of the last dimension, r <= head_dim.
         head_dim: width of a head.
         backend: torch or triton.

@@ -82,16 +82,16 @@ class SequenceCut:
         ids = torch.zeros(self.batch, self.length, dtype=torch.int64) if ids is None else ids
         return replace(self, document_ids=chunks_of_documents(ids, size))
 
-    def places(self) -> torch.Tensor:
+    def document_positions(self) -> torch.Tensor:
         """int64 (batch, length): the number of tokens before each in its document, which it may see beside itself."""
         if self.document_ids is None:
             return torch.arange(self.length).expand(self.batch, self.length)
-        return torch.stack([_places(row) for row in self.document_ids])
+        return torch.stack([_document_positions(row) for row in self.document_ids])
 
     def work(self, window: int | None = None) -> torch.Tensor:
         """int64 (cp,): pairs of a query and a key that it sees, causally, on each rank. A pair costs each head
         4 x head_dim FLOPs in the forward pass, 2.5 times as many in the backward pass of a fused kernel."""
-        seen = self.places() + 1
+        seen = self.document_positions() + 1
         seen = seen if window is None else seen.clamp(max=window)
         return torch.zeros(self.cp, dtype=torch.int64).scatter_add(0, self.ranks.flatten(), seen.flatten())
 
@@ -105,7 +105,7 @@ class SequenceCut:
 def chunks_of_documents(ids: torch.Tensor, size: int) -> torch.Tensor:
     """Numbers of chunks of ``size`` tokens of each document of ``ids``, integers (batch, length): int64 of that shape,
     the same for two tokens of a sequence where they are of one chunk."""
-    chunks = torch.stack([_places(row) for row in ids]) // size
+    chunks = torch.stack([_document_positions(row) for row in ids]) // size
     # Room for all chunks of a document between two ids, so that no two documents share a number.
     return ids.long() * (ids.shape[1] // size + 1) + chunks
 
@@ -159,7 +159,7 @@ def _lengths(ids: torch.Tensor) -> list[int]:
     return torch.unique_consecutive(ids, return_counts=True)[1].tolist()
 
 
-def _places(ids: torch.Tensor) -> torch.Tensor:
+def _document_positions(ids: torch.Tensor) -> torch.Tensor:
     """Of a row: how many earlier tokens have the same id."""
     order = ids.argsort(stable=True)
     counts = ids[order].unique_consecutive(return_counts=True)[1]

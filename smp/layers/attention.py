@@ -89,7 +89,7 @@ class SelfAttention(nn.Module):
     Shapes: (tokens [/p], hidden) -> the same.
 
     Raises:
-        ValueError: for sizes that do not divide; on use, when dropout in training mode lacks the key or the numbers.
+        ValueError: for sizes that do not divide; on use, where dropout in training mode lacks key or ``token_index``.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ def dropout_key_of(attention: Any, key: torch.Tensor | None, token_index: torch.
     """``key`` if a layer drops probabilities now.
 
     Raises:
-        ValueError: it does, and the key or the tokens' numbers are missing.
+        ValueError: it does, and the key or ``TokenLayout.token_index`` is missing.
     """
     if attention.spec.dropout == 0.0 or not attention.training:
         return None

@@ -38,7 +38,7 @@ class TransformerBlock(nn.Module):
 
     Raises:
         ValueError: when the parts differ in ``sequence_parallel``; on use, when dropout in training mode lacks the keys
-            or the tokens' numbers.
+            or ``token_index``.
     """
 
     def __init__(

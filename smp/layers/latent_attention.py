@@ -57,8 +57,8 @@ class LatentAttention(nn.Module):
     Shapes: (tokens [/p], hidden) -> the same. Rotated channels lie in neighbouring pairs, as in DeepSeek's files.
 
     Raises:
-        ValueError: the ranks do not divide the heads; on use, when dropout in training mode lacks the key or the
-            numbers.
+        ValueError: the ranks do not divide the heads; on use, when dropout in training mode lacks the key or
+            ``token_index``.
     """
 
     def __init__(

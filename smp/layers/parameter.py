@@ -62,7 +62,7 @@ def placed_parameter(shape: tuple[int, ...], placements: tuple[Placement, ...], 
                 kind = "expert-parallel" if name == "ep" else "tensor-parallel"
                 raise ValueError(f"dimension {placement.dim} of {shape} is not divisible by {kind} size {size}")
             local_shape[placement.dim] //= size
-    # NaN: whoever forgets to fill it sees it in the first loss.
+    # NaN: a parameter that nothing fills shows in the first loss.
     data = torch.full(local_shape, float("nan"))
     # Of the whole; ``from_local`` takes shape and stride together.
     stride = torch.empty(shape, device="meta").stride()

@@ -73,6 +73,7 @@ class ForwardFlops:
 def forward_flops(model: ModelConfig, seq_length: int) -> ForwardFlops:
     """Where a resolved model's FLOPs are; see :func:`training_flops_per_token` for what counts."""
     seen = [(layer.window, layer.chunk) for layer in layer_attentions(model)]
+    # Layers that see alike are counted once.
     attention = {of: _pair_flops(model) * int(visible_pairs(seq_length, *of)) / seq_length for of in set(seen)}
     ends = inventory(replace(model, mtp_num_layers=None), [ModelPart(0, 0, embedding=True, head=True)])
     blocks = [sum(p.flops for p in block_parameters(model, i)) + attention[of] for i, of in enumerate(seen)]
@@ -134,6 +135,7 @@ def visible_pairs(lengths: npt.ArrayLike, window: int | None, chunk: int | None 
     see ``window``. With ``chunk`` each so many tokens are as a document."""
     length = np.asarray(lengths, dtype=np.int64)
     if chunk is not None:
+        # Whole chunks, and the rest of the last one.
         return length // chunk * visible_pairs(chunk, window) + visible_pairs(length % chunk, window)
     w = length if window is None else np.minimum(window, length)
     return w * (w + 1) // 2 + (length - w) * w

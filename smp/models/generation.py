@@ -95,16 +95,20 @@ def generate(model: GPT, prompt: Sequence[int], count: int, sampling: Sampling, 
 def _tokens(model: GPT, prompt: Sequence[int], total: int, sampling: Sampling, ends: Sequence[int]) -> Iterator[int]:
     """Up to ``total`` tokens, the prompt's included, which are not repeated."""
     device = next(model.parameters()).device
+    # On the CPU, as the logits are: the same text on every device and on every rank.
     generator = torch.Generator().manual_seed(sampling.seed)
     text, done = list(prompt), 0  # all tokens, and how many of them the model has seen
     with cached(model, total):
         while len(text) < total:
+            # A long prompt in pieces: the logits of all its tokens would be gigabytes.
             new = text[done : done + PIECE]
             position_ids = torch.arange(done, done + len(new), device=device)[None]
+            # Of the whole text so far: LongRoPE's frequencies depend on it.
             lengths = torch.full_like(position_ids, len(text))
             ids = torch.tensor([new], device=device)
             logits = model(MicroBatch(ids, position_ids=position_ids, sequence_lengths=lengths)).logits
             done += len(new)
+            # Of the prompt's earlier pieces only keys and values are wanted.
             if done < len(text):
                 continue
             choice = choose(logits[0, -1].float().cpu(), sampling, generator)
@@ -136,6 +140,7 @@ def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator)
     best = logits.topk(min(sampling.top_k or logits.numel(), logits.numel()))
     weights = ((best.values - best.values[0]) / sampling.temperature).softmax(dim=0)
     if sampling.top_p < 1:
+        # The likeliest token is always kept: nothing is before it.
         before = weights.cumsum(dim=0) - weights  # of all that are likelier
         weights = weights.masked_fill(before >= sampling.top_p, 0.0)
     return int(best.indices[torch.multinomial(weights, 1, generator=generator)])

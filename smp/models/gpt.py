@@ -104,6 +104,8 @@ class GPT(nn.Module):
         self.head: VocabParallelHead | ScoreHead | None = None
         first, last = any(p.embedding for p in self.parts), any(p.head for p in self.parts)
         multiple, std = config.make_vocab_size_divisible_by, config.init_method_std
+        # The last stage has a copy of the matrix where it needs one; both begin with the same values,
+        # which follow from the name.
         if first or (last and self.embeds_at_the_end):
             self.embedding = VocabParallelEmbedding(
                 config.vocab_size,
@@ -124,8 +126,10 @@ class GPT(nn.Module):
             )
         if first and config.embedding_layernorm:
             self.embedding_norm = build_norm(config, context, kernels)
+        # They read what the final norm gives, so they belong to the part that has it.
         further = further_layers(config) if last else range(0)
         layers = [*(i for part in self.parts for i in part.layers), *further]
+        # By the number in the whole model: a checkpoint does not show where it was cut.
         blocks = {str(i): build_block(config, context, kernels, i) for i in layers}
         attentions = [block.attention for block in blocks.values()]
         self.attention_specs = _specs(attentions, chunk=None)
@@ -162,6 +166,7 @@ class GPT(nn.Module):
         model leaves the root nothing: FSDP gathers the root around every forward, also of stages that need none of it.
         """
         blocks: list[nn.Module | list[nn.Module]] = list(self.layers.values())
+        # In the root: FSDP's root unit is gathered around the whole forward pass, so both ends find it.
         if self.is_whole and self.embeds_at_the_end:
             return blocks
         ends: list[nn.Module | None] = [self.embedding]
@@ -194,6 +199,7 @@ class GPT(nn.Module):
         if part is None:
             (part,) = self.parts
         rows, length = batch.input_ids.shape
+        # In one place for the whole model: every layer behind it sees tokens that the ranks share evenly.
         padding = self._padding(rows * length)
         layout = self._token_layout(batch, padding)
         keys = self._dropout_keys(layout, batch.input_ids.device)
@@ -203,7 +209,9 @@ class GPT(nn.Module):
         x = hidden
         if x is None:
             x = self._embed(_flat(batch.input_ids, padding), layout, keys, tied_weight)
+        # Once for all layers: masks, cu_seqlens and plans of exchanges depend on tokens alone.
         layout = self._prepared(layout, x)
+        # Not in evaluation, nor for losses of answers, which say nothing of how experts are loaded.
         measures = self.training and weights is not None and batch.preference is None
         counted = self._counted(weights, padding) if measures and weights is not None else None
         balance: list[torch.Tensor] = []
@@ -216,6 +224,7 @@ class GPT(nn.Module):
         matrix = tied_weight if self.tied else None
         if labels is None or weights is None:
             output = self.head(self._scaled(x), tied_weight=matrix)
+            # Without the padding.
             return ModelOutput(logits=output.logits[: rows * length].view(rows, length, -1))
         further = None
         if measures and batch.further:
@@ -238,10 +247,12 @@ class GPT(nn.Module):
     ) -> torch.Tensor:
         """Block number ``i``; what its router measures goes into ``balance``."""
         block, site = self.layers[str(i)], SITES_PER_BLOCK * i
+        # By the block's number in the whole model, so that a pipeline drops what one rank drops.
         arguments = x, layout, None if keys is None else keys[site : site + SITES_PER_BLOCK]
         if not isinstance(block, MoEBlock):
             result: torch.Tensor = block(*arguments)
             return result
+        # Counted over the micro-batches of a step: balances over the global batch, and the bias, need all of them.
         seen = None if counted is None else counted._replace(seen=self.seen.get(i, counted.seen))
         x, measured = block(*arguments, seen)
         if measured is not None:
@@ -261,6 +272,7 @@ class GPT(nn.Module):
         and the output layer's matrix. See ``smp.layers.prediction``."""
         assert self.head is not None
         (table, matrix), losses, padding = matrices, [], layout.padding
+        # Each goes on from the hidden states of the one before.
         for layer, prediction, target in zip(
             further_layers(self.config), self.predictions.values(), batch.further, strict=True
         ):
@@ -270,6 +282,7 @@ class GPT(nn.Module):
             hidden = cast(Prediction, prediction).norm(self._block(layer, x, layout, None, counted, balance))
             labels, weights = _flat(target.labels, padding), _flat(target.loss_weights, padding)
             losses.append(self.head(self._scaled(hidden), labels, weights, matrix).loss)
+        # The mean over these layers, as in DeepSeek-V3 (arXiv 2412.19437).
         return sum(losses[1:], losses[0]) * (self.config.mtp_loss_scaling_factor / len(losses))
 
     def _scaled(self, x: torch.Tensor) -> torch.Tensor:
@@ -282,11 +295,13 @@ class GPT(nn.Module):
         ahead = {} if further is None else {MTP_LOSS: further}
         if not balance:
             return {"aux_losses": ahead} if ahead else {}
+        # Summed over layers before anything else: few numbers leave the model.
         total, coefficients = torch.stack(balance).sum(0), aux_losses(self.config)
         kinds = ("load balancing loss", "z loss")
         losses = {name: coefficients[name] * total[i] for i, name in enumerate(kinds) if name in coefficients}
         numbers = (*range(self.config.num_layers), *further_layers(self.config))
         layers = sum(has_experts(self.config, i) for i in numbers)
+        # Metrics keep no graph.
         means = total.detach() / layers
         metrics = {EXPERT_LOAD: means[2], ROUTER_ENTROPY: means[3]}
         if self.config.moe_expert_capacity_factor is not None:
@@ -302,12 +317,14 @@ class GPT(nn.Module):
         counted = Counted(self._own(_flat(weights, padding)), seen)
         if self.config.moe_router_load_balancing_type != "seq_aux_loss":
             return counted
+        # Which sequence each token belongs to: that balance is within sequences.
         rows = torch.arange(len(weights), device=weights.device)[:, None].expand_as(weights)
         return counted._replace(sequences=self._own(_flat(rows, padding)), num_sequences=len(weights))
 
     def end_step(self, applied: torch.Tensor) -> None:
         """After an optimizer step: move the expert biases by the tokens that each expert got in it, unless it was
         skipped (``applied``, 0-dim), and count from 0 again."""
+        # Once for a step, over all its micro-batches, as an optimizer moves weights.
         for layer, seen in self.seen.items():
             mlp = cast(TransformerBlock, self.layers[str(layer)]).mlp
             assert isinstance(mlp, MoE), "only they count"
@@ -354,7 +371,8 @@ class GPT(nn.Module):
         )
 
     def _prepared(self, layout: TokenLayout, x: torch.Tensor) -> TokenLayout:
-        """With what attention to ``x`` derives from the layout for all layers, and from that of chunks for theirs."""
+        """The layout with what attention to ``x`` derives from it, once for all layers: masks, where documents begin,
+        plans of exchanges. Layers with chunks have a layout of their own in it."""
         prepared = self.attention.prepare(layout, self.attention_specs, x.dtype, x.device)
         size = self.config.attention_chunk_size
         if size is None or not self.chunked_specs:
@@ -383,6 +401,7 @@ class GPT(nn.Module):
         if not self.sequence_parallel:
             return x
         rows = x.shape[0] // self.group.size
+        # A view: nothing is communicated, for all ranks have all of it.
         return x.narrow(0, self.group.rank * rows, rows)
 
     def _dropout_keys(self, layout: TokenLayout, device: torch.device) -> torch.Tensor | None:

@@ -61,6 +61,7 @@ class Parameter:
             shape[0] //= layout.ep
             ranks = layout.expert_tp
         if dim is not None:
+            # Rounded up for each rank: ranks hold equal shares, the last of which may be padding.
             shape[dim] = -(-shape[dim] // (self.pad_to * ranks)) * self.pad_to
         return tuple(shape)
 

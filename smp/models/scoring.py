@@ -33,6 +33,7 @@ def windows(count: int, length: int, stride: int) -> Iterator[Window]:
     scored = 1
     while scored < count:
         end = min(count, scored + (length if scored == 1 else stride))
+        # As much context as fits, whatever the stride is.
         yield Window(max(0, end - 1 - length), scored, end)
         scored = end
 
@@ -73,6 +74,7 @@ def _window(model: GPT, ids: Sequence[int], scored: int) -> tuple[torch.Tensor, 
             position_ids = torch.arange(at, at + len(new), device=device)[None]
             lengths = torch.full_like(position_ids, len(inputs))
             piece = MicroBatch(new[None], position_ids=position_ids, sequence_lengths=lengths)
+            # fp64: log-probabilities of long texts are added up.
             logits = model(piece).logits[0].double()
             if not bool(logits.isfinite().all()):
                 raise ValueError("the model's logits are not finite: its weights are damaged, or too large")

@@ -143,12 +143,12 @@ def run_processes(fn: Callable[..., Any], processes: int, threads: int, *argumen
             spawn.Process(target=_work, args=(rank, processes, threads, folder, pipe[1], fn, arguments), daemon=True)
             for rank, pipe in enumerate(pipes)
         ]
-        for worker, (_, theirs) in zip(workers, pipes, strict=True):
+        for worker, (_, sender) in zip(workers, pipes, strict=True):
             worker.start()
             # Here the other end must be closed, or a worker that dies leaves this process waiting.
-            theirs.close()
+            sender.close()
         try:
-            return [ours.recv() for ours, _ in pipes]
+            return [receiver.recv() for receiver, _ in pipes]
         except EOFError:
             raise RuntimeError("a process that measures this machine failed; its message is above") from None
         finally:

@@ -180,7 +180,7 @@ class Meter(TorchDispatchMode):
             self.elsewhere_held += storage.nbytes()
             weakref.finalize(storage, self._freed_elsewhere, key, storage.nbytes())
             return
-        # Memory counts until its storage is freed, whoever holds it.
+        # Memory counts until its storage is freed, also after the tensor that was seen here is gone.
         weakref.finalize(storage, self._freed, key)
         self._resized(storage)
 

@@ -94,7 +94,7 @@ def test_work_is_what_is_seen() -> None:
         want = [int(seen.clamp(max=most)[cut.ranks[0] == rank].sum()) for rank in range(2)]
         assert cut.work(window).tolist() == want
     again = cut_sequences(1, 6, 2, torch.tensor([[1, 2, 1, 2, 1, 1]]))  # documents that come back
-    assert again.places().tolist() == [[0, 0, 1, 1, 2, 3]]
+    assert again.document_positions().tolist() == [[0, 0, 1, 1, 2, 3]]
 
 
 @settings(max_examples=100, deadline=None)
