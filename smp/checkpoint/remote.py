@@ -146,6 +146,7 @@ class _Calls:
         self.to = to
 
     def __getattr__(self, name: str) -> Any:
+        # Wrapped when it is asked for: which methods there are is known to the back-end alone.
         method = getattr(self.to, name)
 
         @wraps(method)

@@ -91,6 +91,7 @@ class GPTDataset(DocumentSamples[_Epoch]):
         first, count = self.document_range.start, len(self.document_range)
         packed = np.empty(2 * count + 1 + self.samples_per_epoch, np.int64)
         documents, starts = packed[:count], packed[count : 2 * count + 1]
+        # The first document keys the draw, so that training and validation are shuffled differently.
         documents[:] = keyed_permutation(count, self.seed, first, epoch, purpose=0)
         documents += first
         offsets = self.dataset.document_offsets

@@ -242,6 +242,7 @@ def write_index(path: Path, dtype: np.dtype, lengths: npt.NDArray[np.int32], doc
     with path.open("wb") as file:
         file.write(_HEADER.pack(MAGIC, VERSION, code, len(lengths), len(documents)))
         file.write(lengths.astype("<i4").tobytes())
+        # In 64 bits: lengths are 32-bit numbers, and their sums are not.
         ends = np.cumsum(lengths, dtype="<i8") * dtype.itemsize
         file.write((ends - lengths.astype("<i8") * dtype.itemsize).tobytes())
         file.write(documents.astype("<i8").tobytes())

@@ -201,4 +201,5 @@ class BatchLoader(Iterator[RankBatch]):
     def _attended(self, samples: list[Sample]) -> npt.NDArray[np.int64]:
         if self._with_documents:
             return np.concatenate([sample.document_lengths for sample in samples])
+        # Where tokens see other documents a row is what attention computes.
         return np.array([len(sample.input_ids) - sample.padding for sample in samples])

@@ -78,6 +78,8 @@ class PackedDataset(DocumentSamples[_Epoch]):
         first = self.document_range.start
         starts, lengths = self._pieces()
         shuffled = keyed_permutation(len(starts), self.seed, first, epoch, purpose=2)
+        # Equal lengths are placed in the order in which they come: shuffling before packing changes which texts share a
+        # sequence.
         starts, lengths = starts[shuffled], lengths[shuffled]
         packing = pack_best_fit(lengths, self.seq_length)
         sequences = keyed_permutation(len(packing), self.seed, first, epoch, purpose=3)

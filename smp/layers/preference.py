@@ -149,6 +149,7 @@ def _loss_of_pairs(chosen: torch.Tensor, rejected: torch.Tensor, preference: Pre
     margin = beta * (chosen - rejected)
     match preference.loss_type:
         case "sigmoid":
+            # logsigmoid and not log(sigmoid), which is -inf where sigmoid rounds to 0.
             return -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
         case "hinge":
             return (1 - margin).relu()

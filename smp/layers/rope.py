@@ -137,6 +137,7 @@ def rope_frequencies(dim: int, base: float, scaling: Scaling | None, device: tor
     freqs = 1.0 / base**exponents
     if scaling is None:
         return freqs
+    # A wavelength is kept, or slowed by the factor, or between the two.
     keep = scaling.kept(freqs, base)
     return freqs * (keep + (1 - keep) / scaling.factor)
 

@@ -39,6 +39,7 @@ def count_parameters(model: ModelConfig, vocab_size: int) -> ParameterCount:
     Raises:
         ConfigError: the model's sizes do not fit together.
     """
+    # The vocabulary may come from a tokenizer that the settings do not know yet.
     model = resolve_model(replace(model, vocab_size=vocab_size))
     parameters = list(inventory(model))
     embedding = sum(p.numel for p in parameters if p.module in ("embedding", "positions", "head"))

@@ -49,6 +49,7 @@ def build_block(config: ModelConfig, context: ParallelContext, kernels: Kernels,
     """Block number ``layer`` of the whole model."""
     attention, experts = _attention(config, context, kernels, layer), has_experts(config, layer)
     before, behind = (config.norm_placement in kinds for kinds in (("pre", "sandwich"), ("post", "sandwich")))
+    # In the order attention, MLP, behind attention, behind the MLP.
     wanted = before, before and not config.parallel_residual_shared_norm, behind, behind
     norms = [build_norm(config, context, kernels) if there else None for there in wanted]
     kind = MoEBlock if experts else TransformerBlock

@@ -51,6 +51,8 @@ class Parameter:
 
     def placement(self, layout: Layout) -> int | None:
         """The dimension that ``layout`` cuts; None: it is replicated."""
+        # A key/value head is never cut: with fewer heads than ranks neighbours share one, and all hold the whole
+        # matrix.
         replicated = self.heads is not None and self.heads < getattr(layout, self.group)
         return None if replicated else self.shard_dim
 
@@ -72,6 +74,7 @@ def inventory(model: ModelConfig, parts: Sequence[ModelPart] | None = None) -> I
     parts = (whole(model.num_layers),) if parts is None else parts
     first, last = any(p.embedding for p in parts), any(p.head for p in parts)
     tied = not model.untie_embeddings_and_output_weights
+    # Both ends of a pipeline hold a matrix that both use, so both count it.
     if first or (last and (tied or model.mtp_num_layers is not None)):
         yield vocabulary_matrix(model, "embedding", has_product=tied)
     if first and model.position_embedding_type == "learned_absolute":
@@ -192,6 +195,7 @@ def _experts(model: ModelConfig, name: str) -> Iterator[Parameter]:
     """The router, and each projection of all experts in one."""
     count, k, hidden, ffn = model.num_experts, model.moe_router_topk, model.hidden_size, model.moe_ffn_hidden_size
     assert count is not None and ffn is not None, "resolved before"
+    # Every rank scores all experts of its tokens, so the router is cut by nobody.
     yield Parameter(f"{name}.router.weight", (count, hidden), flops=2 * count * hidden)
     bias, flops = not model.disable_bias_linear, 2 * k * hidden * ffn
     if bias:

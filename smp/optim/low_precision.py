@@ -81,6 +81,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         state = {"step": torch.zeros((), device=parameter.device)}
         for moment in MOMENTS:
             kind = self.kind(moment, parameter)
+            # First as fp32 like the parameter, which places it as the parameter is placed.
             state[moment] = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
             if kind != "fp32":
                 state[moment] = _like(parameter, local_part(state[moment]).to(DTYPES[kind]), parameter.shape)
@@ -152,6 +153,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         self, wide: Mapping[str, torch.Tensor], parts: Mapping[str, torch.Tensor], at: slice, bits: torch.Tensor
     ) -> None:
         """Write rows of both moments back, each rounded by half of the random bits."""
+        # 32 random bits for an element: 16 for each moment.
         for shift, moment in zip((0, 16), MOMENTS, strict=True):
             kind, x, own = self.kinds[moment], wide[moment], (bits >> shift) & 0xFFFF
             if kind == "bf16":

@@ -156,6 +156,7 @@ _Collective = Callable[[torch.Tensor, Group], torch.Tensor]
 def _pair(collective: _Collective, adjoint: _Collective) -> _Collective:
     """``collective``, whose backward pass is ``adjoint``. In a group of one rank both are the identity."""
 
+    # A class for each pair: autograd and the compiler know a function by its class.
     class Pair(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:

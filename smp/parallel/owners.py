@@ -146,6 +146,7 @@ class _Stage:
     def collect(self, held: Parts) -> Parts:
         """Parts to owners, who put them together."""
         ranks, mine = range(self.mesh.size(self.dim)), self.mesh.get_local_rank(self.dim)
+        # In the order of numbers on both sides, so that nothing but elements has to be sent.
         own = [k for k in held if self.owner(k) == mine]
         sent = [[held[k] for k in held if self.owner(k) == rank] for rank in ranks]
         received = self._exchange(sent, [[self._box(k, rank).sizes for k in own] for rank in ranks])

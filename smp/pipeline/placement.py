@@ -87,6 +87,7 @@ def parse_layout(layout: str, num_layers: int, stages: int) -> tuple[ModelPart, 
     Raises:
         ConfigError: not of this form, or of another size than ``num_layers`` and ``stages`` (ranks x chunks).
     """
+    # From the coarse to the fine: characters, stages, layers, ends. Each message names what to change.
     rows = _repeat(layout, num_layers + stages).split("|")
     text = "".join(rows)
     unknown = sorted(set(text) - set("EtL"))

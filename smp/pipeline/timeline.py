@@ -78,6 +78,7 @@ def label(action: Action) -> str:
 
 def to_trace(timeline: Timeline, title: str) -> dict[str, Any]:
     """The timeline as a Chrome trace, ready for ``json.dump``."""
+    # A trace names its rows by events of their own.
     names = [
         {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
         for rank in range(timeline.ranks)

@@ -272,6 +272,7 @@ def _check_parameters(model: nn.Module) -> None:
     parameters = dict(model.named_parameters())
     meshes = [p.device_mesh for p in parameters.values() if isinstance(p, DTensor)]
     size = max((m.size() for m in meshes), default=1)
+    # On one TP rank there are no copies to tell apart.
     plain = [name for name, p in parameters.items() if not isinstance(p, DTensor)]
     if size > 1 and plain:
         raise ValueError(

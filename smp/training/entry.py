@@ -79,6 +79,7 @@ def lasting_output() -> Iterator[None]:
     checkpoint. The standard output goes on as the error output. Lines are seen when they are complete, also in a pipe.
     """
     with open(os.devnull, "w") as nowhere:
+        # First the error output, then nothing: a run is worth more than its log lines.
         out = _lasting(sys.stdout, sys.stderr, nowhere)
         err = _lasting(sys.stderr, nowhere)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

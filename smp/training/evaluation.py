@@ -123,6 +123,7 @@ class Perplexity:
         """
         if not self.tokens:
             raise ValueError("there is no text in the data")
+        # Over all tokens: a mean of documents' means would weigh short ones more.
         nats = -self.log_prob / self.tokens
         return {
             "documents": self.documents,

@@ -62,6 +62,7 @@ def judged(config: Config, micro_batch: MicroBatch, *, by_reference: bool = Fals
             loss_type="orpo" if orpo else objective.dpo_loss_type,
             beta=objective.orpo_beta if orpo else objective.dpo_beta,
             label_smoothing=objective.dpo_label_smoothing,
+            # Their values do not matter, only that they are there.
             reference=torch.zeros(rows),
         )
     return replace(micro_batch, preference=wanted)

@@ -35,6 +35,7 @@ def read_finetune_settings(
     config = _with_architecture(config, set(values))
     config = _sized(config, world_size)
     tokenizer = _tokenizer(config)
+    # Neither of them writes anything.
     if not config.training.dry_run and not config.data.preview:
         before_data(config)
     data = None if config.data.data_path is None else read_data(config, tokenizer)
@@ -43,6 +44,7 @@ def read_finetune_settings(
         config = replace(config, training=replace(config.training, train_samples=samples))
     if config.data.preview:
         return config, data
+    # Only now: the number of steps may follow from the number of samples.
     config = resolve(config, world_size)
     layout = Layout.from_config(config.parallel, world_size)
     if layout.pp > 1:
@@ -70,6 +72,7 @@ def _repeats(config: Config, data: TuningData) -> list[str]:
 
 def _sized(config: Config, world_size: int) -> Config:
     """With the defaults that do not depend on how long the run is: that may follow from the data."""
+    # A dry run needs no number of steps.
     any_length = replace(config.training, dry_run=True)
     sized = resolve(replace(config, training=any_length), world_size)
     return replace(sized, optim=config.optim, training=config.training)
@@ -109,6 +112,7 @@ def _tokenizer(config: Config) -> TuningTokenizer:
     try:
         if given is not None:
             return open_tokenizer(given)
+        # A Hugging Face folder, a converted checkpoint, a run's folder, its newest checkpoint, one of its checkpoints.
         for folder in (load, load / CARRIED, load / BESIDE, *_newest(load), load.parent / BESIDE):
             if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
                 return open_tokenizer(folder)

@@ -64,6 +64,7 @@ def token_micro_batch(
         # A cut needs 2 x cp equal chunks: trimmed rows get back as many of their columns of padding.
         length = min(-(-length // (2 * cp.size)) * 2 * cp.size, full_length)
     document_ids = None if batch.document_ids is None else batch.document_ids[i, :, :length]
+    # Whole sequences are cut, after labels were shifted: a token's label may be on another rank.
     cut = None if cp is None else cut_sequences(rows, length, cp.size, document_ids)
     own = _Columns(length, None if cut is None or cp is None else cut.index(cp.rank), device)
 
@@ -82,6 +83,8 @@ def token_micro_batch(
         labels=labels,
         loss_weights=weights_of(labels),
         position_ids=counted if batch.position_ids is None else own.of(batch.position_ids[i]),
+        # The cut has those of whole sequences, on the host; the columns of one rank would not say where documents
+        # begin.
         document_ids=document_ids if cut is None else None,
         # Tokens keep the numbers that they have in whole rows: trimming and cutting change no dropout mask.
         token_index=index[:, None] * full_length + columns,

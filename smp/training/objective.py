@@ -155,6 +155,7 @@ class LabelledAnswer:
         real = (batch.labels != IGNORE_INDEX).any(-1)
         # Counted once for all ranks that read the same samples.
         own = int((batch.desirable & real).sum()) if self.context.counts_tokens else 0
+        # Over the global batch: means of metrics must not depend on how micro-batches were filled.
         (liked,) = sum_over_ranks(own)
         count, kl = max(num_valid, 1), self._kl(batch, num_valid)
         desirable = to_device(batch.desirable, self.device)

@@ -129,6 +129,7 @@ def message_channels(plans: Iterable[Plan], tied_ends: Channel | None) -> set[Ch
         for action in actions
         if action.op in SEND
     }
+    # Both ways: each end sends its gradient to the other.
     return sends if tied_ends is None else sends | {tied_ends, tied_ends[::-1]}
 
 

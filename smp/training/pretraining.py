@@ -37,6 +37,7 @@ def _read(config: Config) -> Datasets:
     assert config.model.vocab_size is not None
     try:
         datasets = build_datasets(data, config.model.vocab_size, config.training.seed)
+    # Data that cannot be used are a matter of the settings that name them; its cause still decides the exit code.
     except (ValueError, OSError) as error:
         raise ConfigError(in_one_line(error)) from error
     if config.training.eval_interval is not None and datasets.valid is None:

@@ -112,6 +112,7 @@ class Run:
             self.context = self._build_context()
             on_rank_zero(lambda: refuse_log_dir_in_use(self.config.logging), ConfigError)
             collectives = self.context.collectives
+            # What the user has to know comes before what takes long.
             notes = [*notes_on_effects(self.config, self.layout), *(collectives.lines if collectives else ())]
             for line in [in_words(self.config.model), *notes]:
                 self.say(line)
@@ -307,6 +308,7 @@ class Run:
         try:
             loss = self.trainer.evaluate(batches, self.config.training.eval_iters, self.stopping.signalled)
         finally:
+            # Also when a signal or an error ends it: the reader's threads would go on.
             batches.close()
         if loss is None:
             self.say(f"evaluation at iteration {self.iteration} was stopped by a signal")

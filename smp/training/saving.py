@@ -72,6 +72,7 @@ class RunCheckpoints:
         try:
             self._made_root = not self.root.exists()
             self.root.make()
+            # Before cleaning up: what looks like the remains of a crash may be another job's save.
             self._lock = RunLock(self.root, self.say)
             try:
                 return clean(self.root)
@@ -174,6 +175,7 @@ class RunCheckpoints:
         if self.root is None:
             return
         root = self.root
+        # One rank looks, so that all decide the same: listings of a network file system may differ between nodes.
         newest = on_rank_zero(lambda: complete(root)[:1], CheckpointError)
         if newest and iteration_of(newest[0]) == iteration:
             self.saved_at = iteration
@@ -216,6 +218,7 @@ class RunCheckpoints:
         if self._told_size:
             return
         self._told_size = True
+        # Before the first one is written, so that a disk that is too small shows early.
         own = {name: tensor.numel() * tensor.itemsize for name, tensor in state.items()}  # of a DTensor all of it
         sizes = {name: size for part in gather(own) for name, size in part.items()}  # pipeline ranks hold parts
         free = "" if root.local is None else f"; {shutil.disk_usage(root.local).free / 1e9:,.3f} GB are free there"

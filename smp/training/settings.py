@@ -29,6 +29,7 @@ def read_settings(argv: list[str], presets: Mapping[str, Mapping[str, Any]], wor
     require(not config.model.scalar_head, f"--load {config.checkpoint.load} is a reward model: finetune.py trains it")
     layout = Layout.from_config(config.parallel, world_size)
     if layout.pp > 1:
+        # Only to be refused here: a layout that does not fit should not cost the start of a thousand processes.
         plans_by_size(config, layout)
     return config
 
@@ -54,6 +55,7 @@ def _check_architecture(config: Config) -> None:
     if load is None or not is_hf_folder(load):
         return
     std = given(config.model, "init_method_std")
+    # By its being given, not by its value: the default says nothing.
     require(not std, f"{''.join(std)} has no effect beside --load {load}, whose weights are all read; leave it out")
     asked, found = architecture(config.model), read_architecture(load)
     assert found is not None
@@ -105,6 +107,7 @@ def report(message: str, rank: int) -> None:
     if rank == 0:
         print(f"error: {without_credentials(message)}", file=sys.stderr, flush=True)
         return
+    # If all found the same, rank 0 has said it, and the launcher ends this process before this is over.
     time.sleep(10)
     report_own(message, rank)
 

@@ -61,6 +61,7 @@ def open_sinks(config: LoggingConfig, iteration: int) -> list[Sink]:
         sinks.append(MlflowSink(folder, config.mlflow_experiment, name, uri, iteration))
     if config.tensorboard:
         sinks.append(TensorBoardSink(folder / "tensorboard", iteration))
+    # Last, because it moves records of an earlier run: if another sink is refused nothing has moved.
     return [*sinks, JsonlSink(folder / METRICS, iteration)]
 
 
@@ -132,6 +133,7 @@ class JsonlSink:
 
     def __init__(self, path: Path, iteration: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Appending, so that two writers never write over each other, whatever their positions are.
         self._file = path.open("a+", encoding="utf-8")
         try:
             _lock(self._file, path)
@@ -188,6 +190,7 @@ def _set_aside(file: IO[str], beside: Path, iteration: int) -> None:
     kept = next((i for i, line in enumerate(lines) if _iteration(line) > iteration), len(lines))
     if kept == len(lines):
         return
+    # First written there, then cut off here: a crash in between leaves records twice and never not at all.
     with beside.open("a", encoding="utf-8") as moved:
         moved.writelines(line.removesuffix("\n") + "\n" for line in lines[kept:])
     file.truncate(len("".join(lines[:kept]).encode()))
@@ -239,6 +242,7 @@ class WandbSink:
             raise ConfigError(f"--wandb-project {project} needs wandb: {pip_install('wandb')}") from None
         folder.mkdir(parents=True, exist_ok=True)
         id_file = folder / "wandb_run_id"
+        # A run from the start is a new one, whatever lies in the folder.
         known = id_file.read_text().strip() if iteration > 0 and id_file.exists() else None
         self._run: Any = wandb.init(project=project, name=name, dir=str(folder), id=known, resume="allow")
         id_file.write_text(self._run.id + "\n")

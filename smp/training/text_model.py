@@ -109,6 +109,7 @@ def open_model(load: Path, adapter: Path | None = None, reference: Path | None =
         raise ValueError(f"--load {load} {said}")
     if adapter is None:
         return opened
+    # Added into the weights while they are read: the model then is a plain one.
     merged = MergedWeights(opened.weights, open_adapters(adapter, opened))
     if merged.config.scalar_head:
         raise ValueError(f"--adapter {adapter} {said}")

@@ -170,8 +170,10 @@ class Trainer:
         assert isinstance(batch, RankBatch)
         # Every data-parallel rank has a share of the same size, so no rank has to be asked.
         num_samples = batch.num_samples * self.context.data_size
+        # A function of the iteration alone, so a resumed run has nothing to restore.
         lr = learning_rate(self.config.optim, self.progress.iteration + 1)
         set_learning_rate(self.optimizer, lr)
+        # Weights of the losses contain the division by the global batch, so all that follows are plain sums.
         outputs = self.forward_backward.train(self.objective.micro_batches(batch, num_valid))
         loss = self.context.sum_loss(model_loss(outputs, self.device))
         norm = clip_gradients(
@@ -190,6 +192,7 @@ class Trainer:
         self.model.end_step(finite)
         measured = self._measured(loss, norm, outputs, num_valid)
         if self.history is not None:
+            # Scales of the next step follow from this one's maxima, unless it was skipped.
             self.history.advance(finite)  # after it was asked what saturated in this step
         self.progress.iteration += 1
         self.progress.consumed_samples += num_samples

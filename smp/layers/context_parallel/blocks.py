@@ -215,6 +215,7 @@ class Planner:
     def _equal(self, blocks: list[Block], num_queries: int, num_keys: int) -> Call:
         """Blocks of equal shape as the sequences of a call."""
         block, rows = blocks[0], self._rows([b.queries for b in blocks], num_queries)
+        # Dropout is keyed by the tokens' numbers, wherever a call puts them.
         index = self.token_index if rows is None or self.token_index is None else self.token_index[rows]
         (length, key_length), column = block.shape, block.column
         layout = TokenLayout(
@@ -234,6 +235,7 @@ class Planner:
         """Blocks of any shape as the documents of a call. The kernel counts distances from the last query and the last
         key of each."""
         shapes = torch.tensor([block.shape for block in blocks])
+        # Block i is document i, on both sides.
         ids = [torch.arange(len(blocks)).repeat_interleave(sizes)[None] for sizes in shapes.unbind(1)]
         ends = [torch.cat((sizes.new_zeros(1), sizes.cumsum(0))).int() for sizes in shapes.unbind(1)]
         longest = shapes.amax(0).tolist()

@@ -81,6 +81,7 @@ class Layer:
                 _taken(k, columns),
                 _taken(v, columns),
                 _taken(out, rows),
+                # Of all keys, not of this call's: p = exp(s - lse) are the shares of the whole.
                 lse if rows is None else lse[:, rows],
                 call.layout,
                 call.spec(self.spec),
