@@ -149,7 +149,7 @@ class RunLock:
             raise
         except OSError as error:
             silent = time.monotonic() - self._renewed
-            # Whoever wants the lock watches for the whole time without a beat. Half of it leaves time
+            # A job that wants the lock watches for the whole time without a beat. Half of it leaves time
             # for what follows this check.
             if silent > _PATIENCE / 2:
                 raise CheckpointError(

@@ -132,7 +132,7 @@ def needs(schedule: Schedule, action: Action) -> list[Action]:
             gradient = _input(schedule, action, stage + 1, Op.BACKWARD_INPUT, Op.RECEIVE_GRADIENT)
             return [Action(Op.FORWARD, stage, micro_batch), *gradient]
         # The gradient of the input may leave before the weights' gradients are computed: zero-bubble
-        # schedules live from that.
+        # schedules rest on that.
         case Op.BACKWARD_WEIGHT | Op.SEND_GRADIENT:
             return [Action(Op.BACKWARD_INPUT, stage, micro_batch)]
         case Op.SEND_ACTIVATION:
