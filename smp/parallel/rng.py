@@ -32,7 +32,8 @@ def stable_hash(*parts: object) -> int:
 def keyed_normal(seed: int, name: str, shape: torch.Size | tuple[int, ...], box: Box, std: float) -> torch.Tensor:
     """The ``box`` of an fp32 CPU tensor of ``shape`` with independent N(0, std^2) elements keyed by (seed, name).
 
-    Rows (dim 0) are drawn in blocks of a fixed size, whole; columns outside the box are drawn and dropped.
+    Rows (dim 0) are drawn in blocks of a fixed size, each from its beginning to the last row in the box; columns
+    outside the box are drawn and dropped.
     """
     columns = max(1, torch.Size(shape[1:]).numel())
     block = max(1, _BLOCK_ELEMENTS // columns)
@@ -40,9 +41,9 @@ def keyed_normal(seed: int, name: str, shape: torch.Size | tuple[int, ...], box:
     out = torch.empty(box.sizes)
     for index in range(first // block, -(-last // block) if last > first else 0):
         start, stop = index * block, min((index + 1) * block, shape[0])
-        # A whole block, although a rank may want some of its rows: the numbers depend on the block alone.
-        drawn = _normal_block(seed, name, index, block * columns).mul_(std).view(block, *shape[1:])
+        # The numbers depend on the block alone, not on which of its rows are wanted: those before them are drawn too.
         low, high = max(start, first), min(stop, last)
+        drawn = _normal_block(seed, name, index, (high - start) * columns).mul_(std).view(high - start, *shape[1:])
         rows = drawn[low - start : high - start]
         for dim in range(1, len(shape)):
             rows = rows.narrow(dim, box.offsets[dim], box.sizes[dim])
@@ -51,8 +52,9 @@ def keyed_normal(seed: int, name: str, shape: torch.Size | tuple[int, ...], box:
 
 
 def _normal_block(seed: int, name: str, index: int, elements: int) -> torch.Tensor:
-    """N(0, 1) numbers of one block. numpy's Philox takes the whole 128-bit key; torch's CPU generator uses 32 bits of a
-    seed, so that a model of 2^36 elements would have blocks that are equal."""
+    """The first N(0, 1) numbers of one block: they are drawn one after the other, so fewer are the same. numpy's Philox
+    takes the whole 128-bit key; torch's CPU generator uses 32 bits of a seed, so that a model of 2^36 elements would
+    have blocks that are equal."""
     digest = hashlib.blake2b(f"{seed}\x1f{name}\x1f{index}".encode(), digest_size=16).digest()
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
     return torch.from_numpy(generator.standard_normal(elements, dtype=np.float32))

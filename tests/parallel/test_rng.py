@@ -61,6 +61,12 @@ def test_only_blocks_that_are_needed_are_drawn(monkeypatch: pytest.MonkeyPatch) 
     assert drawn == [(5, "w", 0), (5, "w", 1)]
 
 
+def test_fewer_numbers_of_a_block_are_its_first() -> None:
+    """What makes it enough to draw a block as far as it is needed."""
+    block = rng._normal_block(5, "w", 0, 1 << 18)
+    assert all(torch.equal(rng._normal_block(5, "w", 0, few), block[:few]) for few in (1, 18, 4095, 200_001))
+
+
 def test_blocks_differ_by_all_of_the_seed() -> None:
     """torch's CPU generator would take 5 and 5 + 2^40 for the same."""
     assert not torch.equal(whole(5, "w", 8, 3), whole(5 + (1 << 40), "w", 8, 3))
