@@ -28,6 +28,8 @@ PRECISIONS = {
     "tensorwise": ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise", "--fp8-emulate"],
     "rowwise": ["--fp8-format", "hybrid", "--fp8-recipe", "rowwise", "--fp8-emulate"],
     "blockwise": ["--fp8-format", "e4m3", "--fp8-recipe", "blockwise", "--fp8-emulate"],
+    "mxfp8": ["--fp8-format", "hybrid", "--fp8-recipe", "mxfp8", "--fp8-emulate"],
+    "nvfp4": ["--fp8-format", "e2m1", "--fp8-recipe", "nvfp4", "--fp8-emulate"],
     "delayed, e4m3": ["--fp8-format", "e4m3", "--fp8-recipe", "delayed", "--fp8-emulate"],
 }
 MODEL = shlex.split(

@@ -44,11 +44,6 @@ def check_fp8(config: Config, layout: Layout) -> None:
         "neither",
     )
     require(
-        not (parallel.compile and model.num_experts),
-        f"{flag}, --num-experts and --compile exclude one another: products of experts are loops over their numbers of "
-        "rows, which a graph does not know; leave out --compile",
-    )
-    require(
         model.num_experts is None or parallel.fp8_recipe not in _BLOCKS,
         f"--fp8-recipe {parallel.fp8_recipe}: "
         + ("an expert has any number of tokens, not whole blocks of them" if recipe in _TOKENS else _NOT_GROUPED)

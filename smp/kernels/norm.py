@@ -72,7 +72,7 @@ class _Norm(torch.autograd.Function):
         y, total, mean, scale = _forward_op(rows, added, weight, bias, eps, backend)
         ctx.save_for_backward(rows if residual is None else total, weight, mean, scale)
         ctx.backend, ctx.adds, ctx.has_bias = backend, residual is not None, bias is not None
-        return y.view(x.shape), None if residual is None else total.view(x.shape)
+        return _shaped(y, x), None if residual is None else _shaped(total, x)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor, dtotal: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -87,6 +87,11 @@ class _Norm(torch.autograd.Function):
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """(..., features) -> (n, features) with contiguous rows."""
     return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def _shaped(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Rows in the shape of ``x``. Where they have it they stay as they are: FSDP2 warns of units that return views."""
+    return rows if rows.shape == x.shape else rows.view(x.shape)
 
 
 def forward_reference(

@@ -50,6 +50,13 @@ def test_norms_are_their_formulas() -> None:
         close(function, layer(x))
 
 
+def test_what_fsdp_gathers_around_returns_no_view() -> None:
+    """Of rows a norm's kernel returns rows: FSDP2 warns of a unit, as the last norm of a pipeline is, with a view."""
+    x, weight = leaf(5, 7, seed=0), leaf(7, seed=2)
+    y, total = norm._Norm.apply(x, x, weight, None, 0.1, "torch")
+    assert y._base is None and total._base is None
+
+
 def test_gradients_of_norms() -> None:
     x, added, weight, bias = leaf(2, 3, 5, seed=0), leaf(2, 3, 5, seed=1), leaf(5, seed=2), leaf(5, seed=3)
     assert gradcheck(lambda x, w: norm._Norm.apply(x, None, w, None, 0.1, "torch")[0], (x, weight))

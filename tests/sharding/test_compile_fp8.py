@@ -25,6 +25,15 @@ from tests.sharding.model import MODEL, build
 
 WIDE = replace(MODEL, hidden_size=128, ffn_hidden_size=256, kv_channels=64, max_position_embeddings=128)
 """Of blocks of 128 numbers, on two tensor-parallel ranks too."""
+MIXED = replace(
+    WIDE,
+    num_experts=4,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=64,
+    moe_shared_expert_intermediate_size=64,
+    moe_layer_freq="[0,1]",
+)
+"""The second layer has experts."""
 DEPTH = torch._dynamo.config.recompile_limit + 3
 RECIPES: tuple[Recipe, ...] = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4")
 
@@ -113,12 +122,15 @@ def trained(model: GPT) -> dict[str, torch.Tensor]:
     return out
 
 
-def differences(context: ParallelContext, recipe: Recipe, parallel: ParallelConfig) -> list[str]:
+def differences(
+    context: ParallelContext, recipe: Recipe, parallel: ParallelConfig, config: ModelConfig = WIDE
+) -> list[str]:
     """Names of what is other bits compiled than uncompiled, which keeps all activations."""
     torch._dynamo.reset()
-    plain = trained(model_of(context, recipe, replace(parallel, recompute_granularity="none")))
-    ours = trained(model_of(context, recipe, replace(parallel, compile=True)))
+    plain = trained(model_of(context, recipe, replace(parallel, recompute_granularity="none"), config))
+    ours = trained(model_of(context, recipe, replace(parallel, compile=True), config))
     assert plain.keys() == ours.keys()
+    assert config.num_experts is None or any("mlp.experts" in name for name in plain)
     return [name for name, x in plain.items() if not torch.equal(ours[name], x)]
 
 
@@ -126,11 +138,18 @@ def test_a_compiled_model_has_the_bits_of_an_uncompiled_one(monkeypatch: pytest.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     with lone_context() as context:
         parallel = ParallelConfig(recompute_granularity="selective")
-        assert differences(context, "delayed", parallel) == []
-    assert counters["stats"]["unique_graphs"] == 3, "of both blocks: without a history, with one, and of evaluation"
+        assert differences(context, "delayed", parallel, replace(MIXED, num_layers=4, moe_layer_freq="[0,1,0,1]")) == []
+    kinds = 2  # of blocks, whatever their number: without a history, with one, and in evaluation
+    assert counters["stats"]["unique_graphs"] == 3 * kinds
 
 
 LAYOUTS: dict[str, tuple[Layout, ParallelConfig, tuple[Recipe, ...]]] = {
+    "experts, tp and sp": (Layout(tp=2), ParallelConfig(2, sequence_parallel=True), ("tensorwise", "rowwise")),
+    "experts, shard, full recompute": (
+        Layout(dp_shard=2),
+        ParallelConfig(hybrid_shard_degree=2, recompute_granularity="full"),
+        ("delayed",),
+    ),
     "tp and sp": (Layout(tp=2), ParallelConfig(2, sequence_parallel=True), RECIPES),
     "tp, full recompute": (Layout(tp=2), ParallelConfig(2, recompute_granularity="full"), ("delayed", "rowwise")),
     "shard": (Layout(dp_shard=2), ParallelConfig(hybrid_shard_degree=2), ("delayed", "blockwise")),
@@ -145,8 +164,8 @@ LAYOUTS: dict[str, tuple[Layout, ParallelConfig, tuple[Recipe, ...]]] = {
 def compare_layouts(rank: int, world: int, name: str) -> dict[str, list[str]]:
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
     layout, parallel, recipes = LAYOUTS[name]
-    context = build_context(layout, "cpu")
-    return {recipe: differences(context, recipe, parallel) for recipe in recipes}
+    context, config = build_context(layout, "cpu"), MIXED if name.startswith("experts") else WIDE
+    return {recipe: differences(context, recipe, parallel, config) for recipe in recipes}
 
 
 @pytest.mark.slow
