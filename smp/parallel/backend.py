@@ -43,7 +43,9 @@ NAME = "smp"
 """What init_process_group and new_group take, once this module is imported."""
 TOPOLOGY = "SMP_NETWORK_TOPOLOGY"
 """Environment variable: a file as of --network-topology. Its ranks are those of the default group."""
-_ADDED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_DIVIDED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_ADDED = (*_DIVIDED, torch.complex64, torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+"""What torch adds on a CPU. A rank that has nothing to add would else wait for one that failed."""
 
 
 _ProcessGroup: Any = dist.ProcessGroup  # its methods have other names in torch 2.11 than in 2.13
@@ -105,7 +107,7 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
         given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         way = self.network.way("all-reduce", given[0])
         # What no schedule can do is left to gloo and counted there.
-        fits = len(given) == 1 and _contiguous_on_cpu(given[0]) and _is_summed(given[0], opts.reduceOp)
+        fits = len(given) == 1 and _alike_on_cpu(given[0]) and _is_summed(given[0], opts.reduceOp)
         if way.route is None or not fits:
             return self._inner("all-reduce", given[0]).allreduce(given, opts)
         self.counts["hierarchical all-reduce"] += 1
@@ -114,7 +116,7 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None, **more: Any) -> Any:
         """(n) of every rank -> (n x ranks)."""
         way = self.network.way("all-gather", output)
-        if way.route is None or not _contiguous_on_cpu(output, given):
+        if way.route is None or not _alike_on_cpu(output, given):
             opts = _options(AllgatherOptions, opts, more)
             return self._inner("all-gather", given)._allgather_base(output, given, opts)
         self.counts["hierarchical all-gather"] += 1
@@ -125,7 +127,7 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """(n x ranks) of every rank -> (n) of the sum."""
         opts = _options(dist.ReduceScatterOptions, opts, more)
         way = self.network.way("reduce-scatter", given)
-        if way.route is None or not _contiguous_on_cpu(output, given) or not _is_summed(given, opts.reduceOp):
+        if way.route is None or not _alike_on_cpu(output, given) or not _is_summed(given, opts.reduceOp):
             return self._inner("reduce-scatter", given)._reduce_scatter_base(output, given, opts)
         self.counts["hierarchical reduce-scatter"] += 1
         return self._run(self.network.reduce_scatter(output.view(-1), given.view(-1), way), output, opts, [output])
@@ -211,14 +213,16 @@ def _options(kind: Any, opts: Any, more: dict[str, Any]) -> Any:
 
 
 def _is_summed(tensor: torch.Tensor, op: Any) -> bool:
-    """Whether a schedule can do it: sums of anything, averages of what can be divided."""
-    return (op == dist.ReduceOp.SUM and tensor.dtype is not torch.bool) or (
-        op == dist.ReduceOp.AVG and tensor.dtype in _ADDED
+    """Whether a schedule can do it: sums of what can be added, averages of what can be divided."""
+    return (op == dist.ReduceOp.SUM and tensor.dtype in _ADDED) or (
+        op == dist.ReduceOp.AVG and tensor.dtype in _DIVIDED
     )
 
 
-def _contiguous_on_cpu(*tensors: torch.Tensor) -> bool:
-    return all(tensor.is_contiguous() and tensor.device.type == "cpu" for tensor in tensors)
+def _alike_on_cpu(*tensors: torch.Tensor) -> bool:
+    """Whether they are contiguous, on the CPU, and of one dtype; gloo refuses several."""
+    dtype = tensors[0].dtype
+    return all(t.is_contiguous() and t.device.type == "cpu" and t.dtype == dtype for t in tensors)
 
 
 def _all_of(works: Sequence[Any], result: list[torch.Tensor]) -> Any:

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.distributed import run_distributed
 from tests.fake_group import lone_context
+from tests.parallel.sync_batch_norm import error_of_sync_batch_norm
 
 N = 40_001
 """Elements: above the size from which collectives are hierarchical, and divisible by nothing."""
@@ -133,6 +134,31 @@ def other_options(rank: int, world: int, group: Any) -> dict[str, Any]:
     return out
 
 
+def refused_at_once(rank: int, world: int, group: Any) -> None:
+    """What gloo refuses: sums of what torch cannot add, where a rank with nothing to add would wait for those that
+    have failed, and results of another dtype."""
+    for dtype in (torch.uint16, torch.float8_e4m3fn):
+        with pytest.raises(RuntimeError, match="Invalid scalar type"):
+            dist.all_reduce(torch.zeros(2 * N).to(dtype), group=group)
+        with pytest.raises(RuntimeError, match="Invalid scalar type"):
+            dist.reduce_scatter_tensor(torch.empty(N).to(dtype), torch.zeros(N * world).to(dtype), group=group)
+    wide = torch.float64
+    with pytest.raises(RuntimeError, match="invalid tensor type"):
+        dist.all_gather_into_tensor(torch.empty(N * world, dtype=wide), numbers(rank), group=group)
+    with pytest.raises(RuntimeError):
+        dist.reduce_scatter_tensor(torch.empty(N, dtype=wide), torch.zeros(N * world), group=group)
+
+
+def gathered_bits(rank: int, world: int, group: Any) -> bool:
+    """Whether a gather of 8- and 16-bit dtypes, of which gloo's own takes only some, gives what was given."""
+    right = True
+    for dtype in (torch.uint16, torch.float8_e4m3fn, torch.bool, torch.int16):
+        output = torch.empty(N * world, dtype=dtype)
+        dist.all_gather_into_tensor(output, torch.full((N,), rank % 2).to(dtype), group=group)
+        right = right and output[::N].float().tolist() == [0.0, 1.0, 0.0, 1.0]
+    return right
+
+
 def libraries(rank: int, world: int, group: Any) -> dict[str, Any]:
     """DTensor, functional collectives, a compiled graph, FSDP1, FSDP2 and DDP on top."""
     import torch.distributed._functional_collectives as functional
@@ -195,6 +221,9 @@ def compare(rank: int, world: int, topology: str) -> dict[str, Any]:
     dist.all_reduce(mean, dist.ReduceOp.AVG, group=group)
     part = torch.empty(N)
     dist.reduce_scatter_tensor(part, torch.full((N * world,), float(rank)), dist.ReduceOp.AVG, group=group)
+    refused_at_once(rank, world, gloo)
+    refused_at_once(rank, world, group)
+    dist.all_reduce(small := torch.full((3,), float(rank)), dist.ReduceOp.AVG, group=group)
     random = torch.randn(N, generator=torch.Generator().manual_seed(rank))
     sums = []
     for _ in range(2):
@@ -206,7 +235,9 @@ def compare(rank: int, world: int, topology: str) -> dict[str, Any]:
         "wrong": wrong,
         "counted": counted,
         "later": {name: group.counts[name] - counted.get(name, 0) for name in group.counts},
-        "means": (set(mean.tolist()), set(part.tolist())),
+        "means": (set(mean.tolist()), set(part.tolist()), set(small.tolist())),
+        "bits": gathered_bits(rank, world, group),
+        "batch norm": error_of_sync_batch_norm(rank, world, group),
         "repeats": torch.equal(*sums),
         "error": (sums[0].double() - torch.stack(pieces).double().sum(0)).abs().max().item(),
         "default": default_group(rank, world, topology),
@@ -230,8 +261,11 @@ def default_group(rank: int, world: int, topology: str) -> Any:
             dist.all_reduce(y, group=pair)
         mesh = dist.init_device_mesh("cpu", (2, 2))
         dist.all_reduce(z := numbers(rank), group=mesh.get_group(0))
+        model = nn.parallel.DistributedDataParallel(nn.Linear(256, 256))
+        model(torch.full((1, 256), float(rank))).sum().backward()
+        slope = model.module.weight.grad[0, 0].item()
         dist.barrier()
-        out.append((dist.get_backend(), x[0].item(), y[0].item(), z[0].item(), type(pair).__name__))
+        out.append((dist.get_backend(), x[0].item(), y[0].item(), z[0].item(), slope, type(pair).__name__))
     return out
 
 
@@ -319,9 +353,15 @@ def test_large_sums_and_gathers_are_hierarchical_and_the_rest_is_counted(found: 
 
 def test_averages_and_bits_of_sums(found: list[dict[str, Any]]) -> None:
     for of in found:
-        assert of["means"] == ({1.5}, {1.5})
+        assert of["means"] == ({1.5}, {1.5}, {1.5})
         assert of["repeats"] and of["error"] < 4 * 4 * 2**-24 * 4
 
 
+def test_other_dtypes_and_batch_norms(found: list[dict[str, Any]]) -> None:
+    """Gathers move any bits; SyncBatchNorm normalizes over all ranks, whose sums above 64 KiB are hierarchical."""
+    for of in found:
+        assert of["bits"] and of["batch norm"] < 2e-4
+
+
 def test_it_is_a_backend_of_a_whole_program(found: list[dict[str, Any]]) -> None:
-    assert found[0]["default"] == [(name, 6.0, 3.0, 2.0, "NetworkProcessGroup") for name in ("smp", "smddp")]
+    assert found[0]["default"] == [(name, 6.0, 3.0, 2.0, 1.5, "NetworkProcessGroup") for name in ("smp", "smddp")]
