@@ -15,6 +15,8 @@ from smp.config.credentials import without_credentials
         ("--data-path '0.3 https://h/x?sig=1&b=2 0.7 s3://b/y'", "--data-path '0.3 https://h/x?*** 0.7 s3://b/y'"),
         ("(https://h/x?sig=a/b+c==): no such file", "(https://h/x?***): no such file"),
         ("https://h/x.jsonl?sig=1:17: not JSON", "https://h/x.jsonl?***:17: not JSON"),
+        ("https://me:se#cret@h/x.jsonl", "https://***@h/x.jsonl"),
+        ("https://me:p@ss@h/x", "https://***@h/x"),
         ("s3://b/x?.jsonl", "s3://b/x?.jsonl"),
         ("abfs://box@account.host/x https://a:b@h/y", "abfs://box@account.host/x https://***@h/y"),
         ("hub:me/data@v2 a@b", "hub:me/data@v2 a@b"),

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from smp.config import Config, ConfigError, ModelConfig, load_config, resolve
+from smp.config.cli import read_values
+from smp.config.entry_points import PRETRAIN
 from smp.config.fields import settings
 from smp.config.megatron.table import DEFAULTS, ROWS, TABLE, answer_of, fate_of
 from smp.config.megatron.translate import translate
@@ -19,6 +21,20 @@ from smp.models.presets import PRESETS
 SIZES = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 64"
 BASE = f"{SIZES} --micro-batch-size 2 --lr 1e-4 --train-iters 10 --vocab-size 100 --mock-data"
 FLAGS = {setting.flag for setting in settings().values()}
+PARSER: dict[str, tuple[str, str, list[str]]] = json.loads(Path(__file__).with_name("megatron_parser.json").read_text())
+"""See ``record_megatron_parser``."""
+OTHER_ARITIES = {
+    "--moe-aux-loss-coeff": ("1", "+"),
+    "--moe-router-load-balancing-type": ("1", "+"),
+    "--window-size": ("+", "1"),
+}
+"""One for all layers and kinds; and a window as older versions took it, too."""
+LACKING = {
+    "--moe-router-score-function": {"sqrtsoftplus"},
+    "--exp-avg-dtype": {"fp16"},
+    "--exp-avg-sq-dtype": {"fp16"},
+}
+"""Choices that are refused."""
 SWITCHES = {setting.flag for setting in settings().values() if setting.type is bool}
 
 
@@ -42,6 +58,36 @@ def test_every_flag_of_the_table_has_one_row_and_an_answer() -> None:
     assert len(flags) == len(set(flags)) > 700
     assert all(answer_of(flag) for flag in flags if ROWS[flag].fate != "same")
     assert answer_of("--hidden-size") is None and answer_of("--hiden-size") is None
+
+
+def test_every_flag_of_megatrons_parser_is_in_the_table_with_its_number_of_values() -> None:
+    assert len(PARSER) > 850 and sorted(PARSER.keys() - ROWS.keys()) == []
+    others = {flag: (ROWS[flag].arities[flag], arity) for flag, (arity, _, _) in PARSER.items()}
+    others = {flag: pair for flag, pair in others.items() if pair[0] != pair[1]}
+    assert others == OTHER_ARITIES
+
+
+@pytest.mark.parametrize("flag", [flag for flag in ROWS if fate_of(flag) == "same"])
+def test_what_is_the_same_is_taken_as_by_megatrons_parser(flag: str) -> None:
+    """Number and type of its values, each of its choices but those that are named here; and it is in our parser."""
+    arity, kind, choices = PARSER[flag]
+    negated = flag not in FLAGS
+    setting = settings()[flag.removeprefix("--no-" if negated else "--").replace("-", "_")]
+    if setting.type is bool:
+        assert arity == ""
+    elif flag not in OTHER_ARITIES:
+        assert arity == ("+" if setting.many else "1")
+    if kind in ("int", "float") and flag != "--rampup-batch-size":  # words here, three numbers in both
+        assert setting.type in ({"int": (int, float), "float": (float,)}[kind])
+    if choices:
+        assert set(choices) - set(setting.choices) == LACKING.get(flag, set())
+    value = (choices or list(setting.choices) or [{int: "2", float: "0.5"}.get(setting.type, "x")])[0]
+    words = [flag, *([] if setting.type is bool else [value])]
+    assert read_values(words, PRETRAIN, "").keys() == {setting.name}
+
+
+def test_a_flag_whose_name_is_here_with_another_meaning_is_refused() -> None:
+    assert "where Megatron's is in all layers" in refusal(f"{BASE} --qk-l2-norm")
 
 
 def test_what_flags_become_are_flags_of_this_project() -> None:

@@ -79,10 +79,10 @@ MODEL: tuple[Row, ...] = (
     ),
     left_out("--padded-vocab-size:1 --no-pad-vocab-size --pad-vocab-size", "checkpoints hold no padding"),
     refused("--init-method-xavier-uniform --embedding-init-method-std:1", "--init-method-std is the one choice"),
+    same("--yarn-beta-fast:1 --yarn-beta-slow:1"),
     refused(
         "--rope-type:1 --original-max-position-embeddings:1 --beta-fast:1 --beta-slow:1 --mscale:1 --mscale-all-dim:1 "
         "--rotary-scaling-factor:1 --yarn-rotary-scaling-factor:1 --yarn-original-max-position-embeddings:1 "
-        "--yarn-beta-fast:1 --yarn-beta-slow:1 --yarn-mscale:1 --yarn-mscale-all-dim:1 "
         "--yarn-correction-range-round-to-int",
         "YaRN here is --use-rope-scaling --rope-scaling-type yarn with --rope-scaling-factor, "
         "--rope-original-max-position, --yarn-beta-fast, --yarn-beta-slow and --yarn-mscale",

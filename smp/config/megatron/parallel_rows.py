@@ -85,7 +85,7 @@ PARALLEL: tuple[Row, ...] = (
         "the device decides: gloo on a CPU, NCCL on CUDA",
     ),
     left_out(
-        "--init-model-with-meta-device --local-rank:1 --lazy-mpu-init:1 --no-use-gloo-process-groups "
+        "--init-model-with-meta-device --local-rank:1 --lazy-mpu-init --no-use-gloo-process-groups "
         "--enable-gloo-process-groups "
         "--disable-gloo-process-groups --standalone-embedding-stage --flight-recorder-dump-path:1 "
         "--distributed-timeout-seconds-after-init:1",

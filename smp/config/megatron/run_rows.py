@@ -18,7 +18,7 @@ TRAINING: tuple[Row, ...] = (
         "--eval-interval:1 --eval-iters:1 --exit-interval:1 --exit-duration-in-mins:1 --profile --profile-step-start:1 "
         "--profile-step-end:1 --lr:1 --min-lr:1 --lr-decay-iters:1 --lr-warmup-iters:1 --lr-warmup-fraction:1 "
         "--lr-wsd-decay-iters:1 --weight-decay:1 --adam-beta1:1 --adam-beta2:1 --adam-eps:1 --sgd-momentum:1 "
-        "--clip-grad:1 --exp-avg-dtype:1 --exp-avg-sq-dtype:1 --muon-momentum:1 --muon-use-nesterov "
+        "--clip-grad:1 --exp-avg-dtype:1 --exp-avg-sq-dtype:1 --muon-momentum:1 "
         "--muon-scale-mode:1 --muon-num-ns-steps:1 --muon-extra-scale-factor:1"
     ),
     becomes("--batch-size:1", "--micro-batch-size {}"),
@@ -205,7 +205,6 @@ CHECKPOINTS: tuple[Row, ...] = (
 
 LOGS: tuple[Row, ...] = (
     same("--log-interval:1 --wandb-project:1 --wandb-exp-name:1"),
-    same("--mlflow-experiment:1 --mlflow-run-name:1 --mlflow-tracking-uri:1"),
     becomes(
         "--tensorboard-dir:1", "--log-dir {}", "--log-dir: one folder for all that a run writes besides checkpoints"
     ),

@@ -4,13 +4,13 @@ of older versions, which scripts still give; a name that the table lacks is told
 
 from __future__ import annotations
 
-from smp.config.fields import settings
 from smp.config.megatron.model_rows import MODEL
+from smp.config.megatron.newer_rows import NEWER
 from smp.config.megatron.parallel_rows import PARALLEL
 from smp.config.megatron.rows import Fate, Row
 from smp.config.megatron.run_rows import CHECKPOINTS, DATA, LOGS, OTHERS, TRAINING
 
-TABLE: tuple[Row, ...] = (*MODEL, *PARALLEL, *TRAINING, *DATA, *CHECKPOINTS, *LOGS, *OTHERS)
+TABLE: tuple[Row, ...] = (*MODEL, *PARALLEL, *TRAINING, *DATA, *CHECKPOINTS, *LOGS, *OTHERS, *NEWER)
 
 ROWS: dict[str, Row] = {flag: row for row in TABLE for flag in row.arities}
 """By flag."""
@@ -45,11 +45,8 @@ REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_em
 
 
 def fate_of(flag: str) -> Fate:
-    """What becomes of a flag of Megatron's. One that this project has by now is the same, whatever the table says."""
-    row = ROWS[flag]
-    known = settings()
-    name = flag.removeprefix("--").replace("-", "_")
-    return "same" if row.fate == "refused" and not row.values and name in known else row.fate
+    """What becomes of a flag of Megatron's."""
+    return ROWS[flag].fate
 
 
 def answer_of(flag: str) -> str | None:
