@@ -12,8 +12,9 @@
 # make gpu-multi   the parity matrix on NCCL, on a machine with 2 to 8 GPUs
 #
 # Which torch: the default index has a CUDA build for Linux, so a machine with an NVIDIA GPU needs no more than "make env".
-# Without a GPU a CPU build saves gigabytes: name its index (pytorch.org/get-started shows the address), for example
-#     make env TORCH_INDEX=<address of the CPU builds>
+# Without a GPU a CPU build saves gigabytes (2.7 GB in all): name its index
+# (pytorch.org/get-started shows the address):
+#     make env TORCH_INDEX=ADDRESS
 # TORCH_INSTALL chooses another version or a wheel file, PIP_ARGS is passed to every pip command that installs.
 
 PYTHON ?= python3

@@ -29,7 +29,7 @@ class Backend:
         submit: starts what the folder holds; returns the exit code and what is to be added to job.json.
         state: one word and what is known beside it.
         logs: shows them, and with True also what comes.
-        cancel: saves where the back-end allows it, and ends.
+        cancel: asks the run to save and end, or takes a waiting job away; returns which of these was done.
     """
 
     artifacts: Callable[[Job], Artifacts]
@@ -37,11 +37,13 @@ class Backend:
     submit: Callable[[Path, Facts], tuple[int, Facts]]
     state: Callable[[Path, Facts], str]
     logs: Callable[[Path, Facts, bool], int]
-    cancel: Callable[[Path, Facts], None]
+    cancel: Callable[[Path, Facts], str]
 
 
 NOT_SUBMITTED = "not submitted"
 """State of a job whose files alone were written."""
+ASKED = "asked to save and end"
+"""Of a job that was cancelled and still runs."""
 
 
 def facts_artifact(job: Job, **facts: Any) -> Artifacts:
@@ -84,6 +86,8 @@ def said(folder: Path) -> str:
     iteration = status["iteration"]
     if status["status"] == "running":  # the status file says where it began
         iteration = max(iteration, _last_iteration(folder / "metrics.jsonl"))
+    if status["status"] == "requeue":
+        return f"it saved at iteration {iteration} and ended: {status['reason']}"
     return f"{status['status']} at iteration {iteration}" + (f": {status['reason']}" if status["reason"] else "")
 
 
@@ -97,12 +101,17 @@ def _last_iteration(metrics: Path) -> int:
     return found
 
 
+def with_request(folder: Path, doing: str | None) -> str | None:
+    """What a job does, and that it was cancelled meanwhile."""
+    return f"{doing}, {ASKED}" if doing and (folder / "cancelled").exists() else doing
+
+
 def ended(folder: Path) -> str | None:
     """How the job ended, when nothing more is going to happen."""
     try:
         return str(json.loads((folder / "end.json").read_text(encoding="utf-8"))["end"])
-    except (OSError, ValueError):
-        return None
+    except (OSError, ValueError):  # cancelled before it started
+        return "cancelled" if (folder / "cancelled").exists() else None
 
 
 def start_afresh(folder: Path) -> None:

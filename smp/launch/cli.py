@@ -24,7 +24,7 @@ Runs a recipe on this machine, on Slurm, on Kubernetes or on SageMaker.
     python main.py recipes=NAME [cluster=local] [key.path=value ...] [+key.path=value ...]
     python main.py status JOB          what a job does, and what its run says
     python main.py logs JOB [--follow]
-    python main.py cancel JOB          the run saves and ends
+    python main.py cancel JOB          asks the run to save and end; status says when it has
     python main.py resume JOB          goes on from the newest checkpoint
     python main.py --list [WORDS]      recipes whose names have these words
     python main.py --help RECIPE       a recipe's keys
@@ -211,7 +211,9 @@ def _act(action: str, words: list[str]) -> int:
     if action == "logs":
         return backend.logs(folder, facts, bool(options))
     if action == "cancel":
-        backend.cancel(folder, facts)
+        done = backend.cancel(folder, facts)
+        print(f"{facts['name']}: {done}" + as_called_here(f"; python main.py status {folder} says when it has ended"))
+        return 0
     state = backend.state(folder, facts)
     hint = as_called_here(f"; python main.py resume {folder} submits it") if state == NOT_SUBMITTED else ""
     print(f"{facts['name']}: {state}{hint}")

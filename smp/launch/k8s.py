@@ -10,7 +10,7 @@ from typing import Any
 
 from smp.config import ConfigError
 from smp.config.fields import did_you_mean
-from smp.launch.backend import NOT_SUBMITTED, Backend, Facts, facts_artifact, run, said
+from smp.launch.backend import ASKED, NOT_SUBMITTED, Backend, Facts, facts_artifact, run, said
 from smp.launch.job import Artifacts, Job, common_artifacts, to_yaml
 from smp.launch.library import collection, load_yaml
 from smp.launch.stages import only_training
@@ -336,12 +336,13 @@ def logs(folder: Path, facts: Facts, more: bool) -> int:
     return 0
 
 
-def cancel(folder: Path, facts: Facts) -> None:
+def cancel(folder: Path, facts: Facts) -> str:
     """Delete the job; its pods have cluster.termination_seconds to save. Until they are gone it keeps its name, so that
     resume cannot start others beside them."""
     if busy(folder, facts) is None:
         raise ConfigError(f"{folder}: its job is not running")
     _kubectl(facts, "delete", facts["resource"], "--cascade=foreground", "--wait=false")
+    return ASKED
 
 
 BACKEND = Backend(artifacts=artifacts, busy=busy, submit=submit, state=state, logs=logs, cancel=cancel)

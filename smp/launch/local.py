@@ -12,7 +12,18 @@ from pathlib import Path
 
 from smp.config import ConfigError
 from smp.config.fields import did_you_mean
-from smp.launch.backend import NOT_SUBMITTED, Backend, Facts, ended, facts_artifact, follow, said, start_afresh
+from smp.launch.backend import (
+    ASKED,
+    NOT_SUBMITTED,
+    Backend,
+    Facts,
+    ended,
+    facts_artifact,
+    follow,
+    said,
+    start_afresh,
+    with_request,
+)
 from smp.launch.job import Artifacts, Job, common_artifacts, python_of, render
 from smp.launch.stages import stage_artifacts, stage_names
 
@@ -91,7 +102,8 @@ def state(folder: Path, facts: Facts) -> str:
     """What the job does."""
     if not (folder / LOG).exists():
         return NOT_SUBMITTED
-    return f"{busy(folder, facts) or ended(folder) or 'not running'}; the run says {said(folder)}"
+    doing = with_request(folder, busy(folder, facts)) or ended(folder) or "not running"
+    return f"{doing}; the run says {said(folder)}"
 
 
 def logs(folder: Path, facts: Facts, more: bool) -> int:
@@ -100,7 +112,7 @@ def logs(folder: Path, facts: Facts, more: bool) -> int:
     return 0
 
 
-def cancel(folder: Path, facts: Facts) -> None:
+def cancel(folder: Path, facts: Facts) -> str:
     """Ask the run to save and end."""
     holder = _holder(folder)
     if holder is None:
@@ -108,6 +120,7 @@ def cancel(folder: Path, facts: Facts) -> None:
     (folder / "cancelled").touch()
     with suppress(ProcessLookupError):
         os.kill(holder, signal.SIGUSR1)
+    return ASKED
 
 
 def _holder(folder: Path) -> int | None:

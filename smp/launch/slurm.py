@@ -9,7 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from smp.config import ConfigError
-from smp.launch.backend import NOT_SUBMITTED, Backend, Facts, ended, facts_artifact, follow, run, said, start_afresh
+from smp.launch.backend import (
+    ASKED,
+    NOT_SUBMITTED,
+    Backend,
+    Facts,
+    ended,
+    facts_artifact,
+    follow,
+    run,
+    said,
+    start_afresh,
+    with_request,
+)
 from smp.launch.job import Artifacts, Job, code_of, common_artifacts, render
 from smp.launch.stages import TRAINING, stage_artifacts, stage_names
 
@@ -133,9 +145,8 @@ def _docker(job: Job) -> str:
 
 
 def busy(folder: Path, facts: Facts) -> str | None:
-    """The state of a job that is in Slurm's queue."""
-    queued = facts.get("id") and _queued(facts["id"])
-    return f"{queued} (job {facts['id']})" if queued else None
+    """The states of the jobs of all stages that are in Slurm's queue."""
+    return ", ".join(f"{state} (job {number})" for number, state in _in_queue(facts).items()) or None
 
 
 def submit(folder: Path, facts: Facts) -> tuple[int, Facts]:
@@ -150,6 +161,12 @@ def submit(folder: Path, facts: Facts) -> tuple[int, Facts]:
         ids[script] = said.splitlines()[-1].partition(";")[0]
         print(f"{script}: job {ids[script]}")
     return 0, {"id": ids["submit.sbatch"], "ids": list(ids.values())}
+
+
+def _in_queue(facts: Facts) -> dict[str, str]:
+    """Number -> state of the job of every stage that Slurm has not finished with."""
+    states = {str(number): _queued(str(number)) for number in facts.get("ids", [])}
+    return {number: state for number, state in states.items() if state is not None}
 
 
 def _queued(number: str) -> str | None:
@@ -168,7 +185,7 @@ def state(folder: Path, facts: Facts) -> str:
     runs = sorted(folder.glob("array-*")) or [folder]
     said_of = "; ".join(f"{path.name + ': ' if path != folder else ''}{said(path)}" for path in runs)
     ending = f"{ended(folder) or 'not in the queue'} (job {facts['id']})"
-    return f"{busy(folder, facts) or ending}; the run says {said_of}"
+    return f"{with_request(runs[0], busy(folder, facts)) or ending}; the run says {said_of}"
 
 
 def logs(folder: Path, facts: Facts, more: bool) -> int:
@@ -177,21 +194,29 @@ def logs(folder: Path, facts: Facts, more: bool) -> int:
     return 0
 
 
-def cancel(folder: Path, facts: Facts) -> None:
-    """Ask a running job to save and end; take a waiting one out of the queue."""
-    number = facts.get("id")
-    queued = _queued(number) if number else None
-    if number is None:
+def cancel(folder: Path, facts: Facts) -> str:
+    """Ask what runs of the training to save and end; take all that waits, and other stages, out of the queue."""
+    if not facts.get("id"):
         raise ConfigError(f"{folder}: it was never submitted")
+    number, queued = str(facts["id"]), _in_queue(facts)
     if not queued:
-        raise ConfigError(f"{folder}: it has no job in Slurm's queue")
+        raise ConfigError(f"{folder}: it has no job in Slurm's queue: {ended(folder) or 'it is gone'}")
     for path in sorted(folder.glob("array-*")) or [folder]:
         (path / "cancelled").touch()
-    later = [other for other in facts["ids"] if int(other) > int(number)]
-    if later:
-        run(["scancel", *later], needed_for="cluster=slurm")
-    words = ["--batch", "--signal=USR1"] if "RUNNING" in queued else []
-    run(["scancel", *words, str(number)], needed_for="cluster=slurm")
+    training = queued.get(number, "")
+    running = "RUNNING" in training
+    if ended_at_once := [other for other in queued if other != number or not running]:
+        _scancel(*ended_at_once)
+    if not running:
+        return "taken out of the queue"
+    if "PENDING" in training:  # tasks of an array
+        _scancel("--state=PENDING", number)
+    _scancel("--batch", "--signal=USR1", number)
+    return ASKED
+
+
+def _scancel(*words: str) -> None:
+    run(["scancel", *words], needed_for="cluster=slurm")
 
 
 BACKEND = Backend(artifacts=artifacts, busy=busy, submit=submit, state=state, logs=logs, cancel=cancel)

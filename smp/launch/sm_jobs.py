@@ -15,7 +15,7 @@ from typing import Any
 from smp.config import ConfigError
 from smp.config.commands import pip_install
 from smp.config.fields import as_text, did_you_mean
-from smp.launch.backend import NOT_SUBMITTED, Backend, Facts, facts_artifact
+from smp.launch.backend import ASKED, NOT_SUBMITTED, Backend, Facts, facts_artifact
 from smp.launch.job import Artifacts, Job, common_artifacts
 from smp.launch.library import collection, load_yaml
 from smp.launch.stages import only_training
@@ -254,10 +254,11 @@ def _new_lines(facts: Facts, places: dict[str, str]) -> Iterator[str]:
                 break
 
 
-def cancel(folder: Path, facts: Facts) -> None:
+def cancel(folder: Path, facts: Facts) -> str:
     """StopTrainingJob: SIGTERM, on which the run saves, and 120 seconds."""
     _described(facts)
     _call(facts, "stop_training_job", TrainingJobName=facts["id"])
+    return ASKED
 
 
 BACKEND = Backend(artifacts=artifacts, busy=busy, submit=submit, state=state, logs=logs, cancel=cancel)

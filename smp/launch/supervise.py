@@ -127,6 +127,7 @@ def ignore_usr1() -> None:
 
 def to_nodes(process: Process) -> None:
     """SIGUSR1 to srun, which hands it to every task (it answers SIGTERM with SIGKILL for all), or to the one node."""
+    os.write(1, b"launcher: asked to stop: every training process gets SIGTERM, on which it saves and ends\n")
     process.send_signal(signal.SIGUSR1)
 
 

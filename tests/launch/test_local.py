@@ -92,10 +92,13 @@ def test_cancel_saves_and_resume_goes_on(tmp_path: Path) -> None:
     assert shown is not None and int(shown[1]) >= 3
     twice = launcher("resume", job)
     assert twice.returncode == 2 and "its job is running" in twice.stderr
-    assert launcher("cancel", job).returncode == 0
+    said = launcher("cancel", job).stdout
+    assert said == f"debug: asked to save and end; python main.py status {job} says when it has ended\n"
     wait_for(lambda: (job / "end.json").exists())
     saved = int((job / "checkpoints/latest").read_text().strip().removeprefix("iter_"))
-    assert saved >= 3 and "cancelled; the run says requeue" in launcher("status", job).stdout
+    ended = f"debug: cancelled; the run says it saved at iteration {saved} and ended: stopped by SIGTERM\n"
+    assert saved >= 3 and launcher("status", job).stdout == ended
+    assert "launcher: asked to stop: every training process gets SIGTERM" in (job / "log.txt").read_text()
     settings = (job / "settings.yaml").read_text().replace("100000", str(saved + 2))
     (job / "settings.yaml").write_text(settings)
     assert launcher("resume", job).returncode == 0

@@ -161,19 +161,48 @@ def test_cancel_saves_and_resume_goes_on(cluster: dict[str, str], launch: Launch
     wait_for(lambda: "iteration 3/" in log(job), 280)
     assert "RUNNING" in launch("status", job)
     launch("resume", job, code=2)
-    launch("cancel", job)
+    asked = f"debug: asked to save and end; python main.py status {job} says when it has ended\n"
+    assert launch("cancel", job) == asked
     assert end_of(job) == "cancelled", log(job)
     saved = int((job / "checkpoints/latest").read_text().strip().removeprefix("iter_"))
     assert saved >= 3
     wait_for(lambda: "cancelled (job" in launch("status", job), 60)
+    assert f"the run says it saved at iteration {saved} and ended: stopped by SIGTERM" in launch("status", job)
 
     launch("resume", job)
-    wait_for(lambda: f"iteration {saved + 2:8}/" in log(job), 280)
+    wait_for(lambda: f"iteration {saved + 2}/" in log(job), 280)
     slurm(cluster, "scancel", "--batch", "--signal=TERM", number(job))  # it is the user's, so nothing is queued again
     assert end_of(job) == "requeue", log(job)
-    assert int((job / "checkpoints/latest").read_text().strip().removeprefix("iter_")) >= saved + 2
+    again = int((job / "checkpoints/latest").read_text().strip().removeprefix("iter_"))
+    assert again >= saved + 2
+
+    settings = job / "settings.yaml"  # so that an end is near
+    settings.write_text(settings.read_text().replace("100000", str(again + 3)))
+    wait_for(lambda: "requeue (job" in launch("status", job), 60)
+    launch("resume", job)
+    assert end_of(job) == "done", log(job)
     shown = launch("logs", job)
-    assert f"iteration {saved + 2:8}/" in shown and len(re.findall(r"iteration +3/", shown)) == 1
+    for iteration in (saved, again):
+        assert f"iter_{iteration:07} at iteration {iteration}\n" in shown
+    assert [len(re.findall(rf"iteration +{step}/", shown)) for step in (3, saved + 1, again, again + 3)] == [1] * 4
+
+
+def test_cancel_takes_away_all_that_waits(cluster: dict[str, str], launch: Launch, tmp_path: Path) -> None:
+    """Tasks of an array that have not started, and stages before and after the training."""
+    words = own_recipe(tmp_path, "import os, time; open(os.environ['SMP_RUN_DIR'] + '/up', 'w'); time.sleep(300)")
+    job = tmp_path / "own"
+    launch(*words, "+cluster.array=0-1%1", "stages=[training,export]", "+export.command=touch $run_dir/exported")
+    wait_for(lambda: (job / "array-0/up").exists(), 100)
+    assert "asked to save and end" in launch("cancel", job)
+    wait_for(lambda: not slurm(cluster, "squeue", "--noheader").strip(), 100)
+    assert json.loads((job / "array-0/end.json").read_text())["end"] == "cancelled"
+    assert not (job / "array-1").exists() and not (job / "exported").exists()
+
+    launch(*words, "recipes.training_cfg.run={name: staged}", "stages=[prepare,training]", "+prepare.command=sleep 300")
+    assert "its job is " in launch("resume", tmp_path / "staged", code=2)
+    assert "taken out of the queue" in launch("cancel", tmp_path / "staged")
+    wait_for(lambda: not slurm(cluster, "squeue", "--noheader").strip(), 100)
+    assert "cancelled (job" in launch("status", tmp_path / "staged")
 
 
 def own_recipe(folder: Path, script: str) -> list[str]:
