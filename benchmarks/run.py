@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def main() -> None:
     """One process with two threads beside transformers, then two processes with one thread each beside one process;
-    pipelines; checkpoints, on the disk of temporary files; data; packing; context parallelism; transformed models."""
+    pipelines; checkpoints, on the disk of temporary files; data; packing; context parallelism; transformed models;
+    the host's share of a step."""
     step = str(ROOT / "benchmarks/training_step.py")
     two = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     write_table("training_step_cpu.txt", [[step], [*two, step]])
@@ -27,6 +28,8 @@ def main() -> None:
     write_table("context_parallel_cpu.txt", [[*two, str(ROOT / "benchmarks/context_parallel.py")]])
     transform = str(ROOT / "benchmarks/transform.py")
     write_table("transform_cpu.txt", [[transform], [*two, transform]])
+    host = str(ROOT / "benchmarks/host_time.py")
+    write_table("host_time_cpu.txt", [[host], [*two, host]])
     write_table("convert_cpu.txt", [[str(ROOT / "benchmarks/convert.py")]])
 
 

@@ -1,13 +1,15 @@
 """Parameters that rest as DTensors on the tensor-parallel mesh, and their first values.
 
 A parameter's global shape and placement go with it, so FSDP2, gradient norms and checkpoints need no bookkeeping of
-ours. Layers compute on plain local tensors: :func:`local` is the one way from the one to the other.
+ours. Layers compute on plain local tensors: :func:`local` is the one way from the one to the other. It is called for
+each parameter and micro-batch, so it goes around the checks and the dispatch of ``DTensor.to_local`` and
+``DTensor.from_local``; see ``benchmarks/host_time.py``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -84,10 +86,44 @@ def local(
             fp32; so it is never ``Partial``, and any optimizer can use it.
     """
     dtensor = cast(DTensor, parameter)
-    part = dtensor.to_local(grad_placements=dtensor.placements)
-    if dtype is not None and part.dtype == torch.float32:  # a weight is never widened: that would be slow and silent
-        part = part.to(dtype)
+    if torch.compiler.is_compiling():  # torch's compiler knows to_local
+        part = _cast(dtensor.to_local(grad_placements=dtensor.placements), dtype)
+    elif torch.is_grad_enabled() and dtensor.requires_grad:
+        part = _Local.apply(dtensor, dtype)
+    else:
+        part = _cast(dtensor._local_tensor, dtype)
     return part if summed_over is None else sum_gradient(part, summed_over)
+
+
+class _Local(torch.autograd.Function):
+    """``to_local`` and a cast. The gradient shares the parameter's spec, as FSDP2's gradients do: by it DTensor's
+    dispatch, which adds gradients of several micro-batches, knows what it did before."""
+
+    @staticmethod
+    def forward(ctx: Any, dtensor: DTensor, dtype: torch.dtype | None) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.dtensor_spec, part = dtensor._spec, dtensor._local_tensor
+        ctx.dtype, ctx.stride = part.dtype, part.stride()
+        made = _cast(part, dtype)
+        return made.view_as(made) if made is part else made
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[DTensor | None, None]:
+        if grad is None:
+            return None, None
+        spec: Any = ctx.dtensor_spec
+        grad = grad.to(ctx.dtype)
+        if grad.stride() != ctx.stride:  # of which a spec says nothing; fused optimizers take them to be equal
+            grad = grad.new_empty_strided(grad.shape, ctx.stride).copy_(grad)
+        if not torch.is_grad_enabled():
+            return DTensor(grad, spec, requires_grad=False), None
+        shape = {"shape": spec.shape, "stride": spec.stride}  # a gradient that will be differentiated
+        return DTensor.from_local(grad, spec.mesh, spec.placements, run_check=False, **shape), None
+
+
+def _cast(part: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """To ``dtype``, of fp32: a weight is never widened, which would be slow and silent."""
+    return part if dtype is None or part.dtype != torch.float32 else part.to(dtype)
 
 
 def init_weights(model: nn.Module, seed: int, *, only: str | None = None) -> None:

@@ -9,7 +9,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from smp.config import Layout, ModelConfig, ParallelConfig
 from smp.layers import ColumnParallelLinear, Constant, Normal, RMSNorm, VocabParallelEmbedding, init_weights
+from smp.layers.parameter import local, tp_parameter
 from smp.models.gpt import GPT
+from smp.parallel.context import ParallelContext
 from smp.sharding.parallelize import parallelize
 from tests.fake_group import fake_context
 from tests.layers.whole import load
@@ -158,3 +160,56 @@ def test_an_unknown_first_value_is_an_error() -> None:
         model[1].initializers = {"weight": Constant(2.0), "bias": Normal(0.5)}  # type: ignore[assignment]
         init_weights(model, 0)
         assert (model[1].weight == 2).all() and 0 < model[1].bias.abs().max() < 3
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
+def test_local_has_the_bits_of_to_local(dtype: torch.dtype | None) -> None:
+    """Gradients of several micro-batches too, of which the second is strided, and one more of a gradient."""
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    with fake_context(Layout(tp=2)) as context:
+        ours, torchs = (filled_parameter(x[:4], context) for _ in range(2))
+
+        def by_torch(p: DTensor) -> torch.Tensor:
+            part = p.to_local(grad_placements=p.placements)
+            return part if dtype is None else part.to(dtype)
+
+        for grad in (x[1:], x[:4].t().contiguous().t(), x[:4].exp()):
+            for part in (local(ours, dtype), by_torch(torchs)):
+                assert part.dtype == (dtype or torch.float32)
+                part.backward(grad.to(part.dtype))
+            got, want = ours.grad, torchs.grad
+            assert isinstance(got, DTensor) and isinstance(want, DTensor)
+            assert torch.equal(got.to_local(), want.to_local())
+            assert (got.placements, got.shape, got.stride()) == (want.placements, want.shape, want.stride())
+            assert got.to_local().stride() == want.to_local().stride()
+
+
+def test_local_of_what_needs_no_gradient_is_the_memory_itself() -> None:
+    with fake_context(Layout(tp=2)) as context:
+        weight = filled_parameter(torch.ones(4, 4), context)
+        with torch.no_grad():
+            assert not local(weight).requires_grad
+        assert local(weight).requires_grad
+        weight.requires_grad_(False)
+        assert local(weight, torch.bfloat16).dtype == torch.bfloat16
+        assert local(weight).data_ptr() == weight.to_local().data_ptr()
+
+
+def test_local_can_be_differentiated_twice() -> None:
+    x = torch.arange(6.0).view(2, 3)
+    with fake_context(Layout(tp=2)) as context:
+        weight = filled_parameter(x, context)
+        (first,) = torch.autograd.grad(local(weight).pow(3).sum(), weight, create_graph=True)
+        assert isinstance(first, DTensor)
+        first.to_local().sum().backward()
+        assert isinstance(weight.grad, DTensor)
+        assert torch.equal(weight.grad.to_local(), 6 * x)
+
+
+def filled_parameter(rows: torch.Tensor, context: ParallelContext) -> DTensor:
+    """Of which this rank of two has ``rows``."""
+    parameter = tp_parameter((2 * len(rows), rows.shape[1]), Shard(0), context.tp)
+    assert isinstance(parameter, DTensor)
+    with torch.no_grad():
+        parameter.to_local().copy_(rows)
+    return parameter
