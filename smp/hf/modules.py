@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from smp.config.schema import ConfigError
 from smp.hf import experts
 from smp.hf.adapters import target_of
+from smp.hf.borrowed import Borrowed
 from smp.hf.fsdp1 import FSDP2
 from smp.hf.plan import Plan, Step
 from smp.hf.rows import COLUMN, EMBEDDING, EXPERTS, ROW, SUMMED
@@ -77,6 +78,8 @@ class Cut:
         inside: the boundary that this module's input crosses.
         around: the boundary that this module's own forward pass is.
         children: of this module, as they were.
+        borrowed: its children's parameters that its own forward pass reads.
+        lent: this module's parameters that are plain while its parent's forward pass runs.
         ep: of experts the ranks that exchange rows for them, if there are any.
         fsdp1: FSDP1 is around it, and knows of the cut.
         tokens: under sequence parallelism, whether the input or output of this module is some of the tokens.
@@ -87,6 +90,8 @@ class Cut:
     inside: Boundary
     around: Boundary | None = None
     children: tuple[nn.Module, ...] = ()
+    borrowed: Borrowed = ()
+    lent: set[str] = field(default_factory=set)
     ep: Group | None = None
     fsdp1: bool = False
     tokens: bool = False
@@ -95,12 +100,13 @@ class Cut:
 def install(model: nn.Module, plan: Plan, group: Group, ep: Group | None) -> None:
     """Give every module of ``plan`` its forward pass and its numbers."""
     boundaries = {name: Boundary() for name in plan.boundaries}
-    for name in plan.steps.keys() | plan.boundaries:
+    for name in plan.steps.keys() | plan.boundaries | plan.borrowed.keys():
         step = plan.steps.get(name, Step("boundary", {}))
         inside = boundaries.get(target_of(name).rpartition(".")[0]) or Boundary()
         module: Any = model.get_submodule(name)
         exchanging = ep if step.style == EXPERTS else None
-        module.smp_cut = Cut(step, group, inside, boundaries.get(name), tuple(module.children()), exchanging)
+        module.smp_cut = Cut(step, group, inside, boundaries.get(name), tuple(module.children()), ep=exchanging)
+        module.smp_cut.borrowed = plan.borrowed.get(name, ())
         module.forward = MethodType(_forward_of(step), module)
     for name, numbers in plan.numbers.items():
         for attribute, value in numbers.items():
@@ -129,13 +135,20 @@ def home_of(module: Any, name: str) -> dict[str, Any]:
     return vars(module)
 
 
-def _plain(module: nn.Module, name: str, summed_over: Group | None = None) -> torch.Tensor:
+def _plain(module: Any, name: str, summed_over: Group | None = None) -> torch.Tensor:
     """This rank's part of an own parameter."""
     parameter = home_of(module, name)[name]
+    if name in module.smp_cut.lent:
+        return parameter
     assert isinstance(parameter, DTensor), name
-    if not {"ep", "tp"}.issuperset(parameter.device_mesh.mesh_dim_names or ("",)):
+    if not _gathered(parameter):
         raise RuntimeError(f"{type(module).__name__}.{name} is sharded by FSDP: call the model, not a part of it")
     return local(parameter, summed_over=summed_over)
+
+
+def _gathered(parameter: DTensor) -> bool:
+    """FSDP2 has made it whole for the forward pass that runs, or does not know of it."""
+    return {"ep", "tp"}.issuperset(parameter.device_mesh.mesh_dim_names or ("",))
 
 
 def local_weight_and_bias(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -199,27 +212,39 @@ def _experts(module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor
 
 
 def _with_plain_parameters(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The class's own forward, in which its parameters are plain tensors."""
+    """The class's own forward. Its parameters are plain tensors in it, and those of its children that it reads."""
     cut: Cut = module.smp_cut
-    tokens = cut.tokens and module.training
-    summed_over = cut.group if cut.step.style == SUMMED or (tokens and cut.around is None) else None
-    homes = {name: home_of(module, name) for name in cut.step.cuts}
-    resting = {name: home[name] for name, home in homes.items()}
+    # A child that is a unit of FSDP by itself has its parameters only while its own forward pass runs.
+    borrowed = [(child, name) for child, name in cut.borrowed if _gathered(home_of(child, name)[name])]
+    read = [*((module, name) for name in cut.step.cuts), *borrowed]
+    homes = [home_of(owner, name) for owner, name in read]
+    resting = [home[name] for home, (_, name) in zip(homes, read, strict=True)]
     if cut.around is not None:
         _check_children(module, cut.children)
         cut.around.active = True
-        if tokens:
+        if cut.tokens and module.training:
             args, kwargs = _all_tokens(cut, args, kwargs)
     try:
-        for name, home in homes.items():
-            home[name] = experts.averaged(_plain(module, name, summed_over), cut.ep)
+        for home, (owner, name) in zip(homes, read, strict=True):
+            home[name] = experts.averaged(_plain(owner, name, _summed_over(owner)), owner.smp_cut.ep)
+        for child, name in borrowed:
+            child.smp_cut.lent.add(name)
         return type(module).forward(module, *args, **kwargs)
     finally:
-        for name, home in homes.items():
-            home[name] = resting[name]
+        for child, name in borrowed:
+            child.smp_cut.lent.discard(name)
+        for home, (_, name), parameter in zip(homes, read, resting, strict=True):
+            home[name] = parameter
         if cut.around is not None:
             cut.around.active = False
             cut.around.seen.clear()
+
+
+def _summed_over(module: Any) -> Group | None:
+    """The ranks whose gradients of a module's parameters are parts of a sum."""
+    cut: Cut = module.smp_cut
+    parts = cut.step.style == SUMMED or (cut.tokens and module.training and cut.around is None)
+    return cut.group if parts else None
 
 
 def _all_tokens(cut: Cut, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -12,6 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from smp.config.schema import ConfigError
 from smp.hf.adapters import base_of, target_of, with_adapters
+from smp.hf.borrowed import Borrowed, borrowed_parameters, whole_parameters
 from smp.hf.experts import own_experts
 from smp.hf.rows import (
     COLUMN,
@@ -60,11 +61,13 @@ class Step:
 
 @dataclass
 class Plan:
-    """Steps by the module's name; numbers of modules to set; modules whose children share a collective."""
+    """Steps by the module's name; numbers of modules to set; modules whose children share a collective; and parameters
+    that modules read from their children."""
 
     steps: dict[str, Step] = field(default_factory=dict)
     numbers: dict[str, dict[str, int]] = field(default_factory=dict)
     boundaries: set[str] = field(default_factory=set)
+    borrowed: dict[str, Borrowed] = field(default_factory=dict)
 
 
 def make_plan(model: nn.Module, given: Mapping[str, str] | None, tp_size: int, tp_rank: int, ep_size: int = 1) -> Plan:
@@ -95,6 +98,7 @@ def make_plan(model: nn.Module, given: Mapping[str, str] | None, tp_size: int, t
     _check_regions(modules, rows, whole, plan)
     _check_shared(modules, plan)
     check_dropout(model)
+    plan.borrowed = borrowed_parameters(model, whole_parameters(plan.steps))
     return plan
 
 

@@ -1,7 +1,10 @@
 """Causal language models of transformers 5.23 with a plan of transformers', tiny: equal to themselves before at TP 2 x
-shard 2, or refused. Not among them: those that transform accepts and that then fail in their forward pass."""
+shard 2, or refused."""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
 
 import pytest
 
@@ -9,21 +12,39 @@ from tests.distributed import run_distributed
 from tests.hf.matrix import measure
 
 pytest.importorskip("transformers")
+ROOT = Path(__file__).parents[2]
 _EQUAL = """
-    afmoe arcee aria_text axk1 cohere cohere2 cohere2_moe cohere_compass_text cwm deepseek_v3 diffllama dots1
-    emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3 gemma3_text glm glm4
-    glm4_moe got_ocr2 gpt_neox gpt_oss granite granitemoe granitemoeshared helium hrm_text hunyuan_v1_dense
-    hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna lfm2 llama mellum minimax
-    minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral moss_transcribe_diarize nanochat
-    nemotron olmo olmo2 olmo3 olmoe phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss
-    smollm3 solar_open vaultgemma youtu
+    afmoe arcee aria_text axk1 bailing_hybrid bamba cohere cohere2 cohere2_moe cohere_compass_text cwm
+    deepseek_v3 diffllama dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon_h1 flex_olmo flint gemma
+    gemma2 gemma3 gemma3_text glm glm4 glm4_moe got_ocr2 gpt_neox gpt_oss granite granitemoe granitemoehybrid
+    granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax inkling2_text internlm3
+    iquestcoder jais2 jamba kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm3 llama mellum minimax minimax_m2
+    minimax_m3_vl_text ministral ministral3 mistral mixtral moss_transcribe_diarize nanochat nemotron
+    nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe qwen3
+    qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen4_exp_text seed_oss smollm3
+    solar_open starcoder2 vaultgemma youtu
 """
 _REFUSED = """
-    apertus axk2 beam deepseek_v2 deepseek_v32 doge glm4_moe_lite glm_moe_dsa granite_swa granitemoe_swa hy_v4
-    inkling_text llama4 llama4_text longcat_flash mimo_v2_flash minicpm3
+    apertus axk2 beam deepseek_v2 deepseek_v32 doge gemma3n_text glm4_moe_lite glm_moe_dsa granite_swa
+    granitemoe_swa hy_v4 inkling_text llama4 llama4_text longcat_flash mimo_v2_flash minicpm3
 """
 EQUAL, REFUSED = _EQUAL.split(), _REFUSED.split()
 SLICES = [EQUAL[first : first + 8] for first in range(0, len(EQUAL), 8)]
+
+
+def test_the_documentation_names_them() -> None:
+    page = (ROOT / "docs" / "transform.md").read_text()
+    equal, refused = re.findall(r"^\| (?:equal|refused) \| (.*) \|$", page, re.MULTILINE)
+    assert (equal.split(), refused.split()) == (EQUAL, REFUSED)
+
+
+def test_a_mixer_that_reads_the_weight_of_its_convolution() -> None:
+    """And a module with a method beside its forward pass that reads weights is refused, by name."""
+    for found in run_distributed(measure, 4, ["qwen3_next", "gemma3n_text"], ["TP 2"], 1):
+        errors = found["qwen3_next"]["TP 2"]
+        assert isinstance(errors, dict)
+        assert max(errors.values()) <= 1e-5, errors
+        assert "model.layers.0.altup: Gemma3nTextDecoderLayer calls its " in str(found["gemma3n_text"]["TP 2"])
 
 
 @pytest.mark.slow
