@@ -27,6 +27,7 @@ def run_program(
     processes: int = 1,
     launcher: bool | None = None,
     timeout: float = 200.0,
+    grace: float = 5.0,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``program`` in ``folder``; returns the first exit code that is not 0, and what all ranks printed.
 
@@ -37,6 +38,7 @@ def run_program(
         processes: how many ranks.
         launcher: whether to set what torchrun sets. Default: only for more than one process.
         timeout: seconds until all processes are killed.
+        grace: seconds that the others have after the first failed, as they may have something to say.
     """
     command = [str(program), *map(str, words)]
     # The store that torchrun gives its ranks: a free port that one of them opens later may be taken by then.
@@ -47,11 +49,12 @@ def run_program(
         workers = [forkserver().Process(target=_run, args=(rank, *common)) for rank in range(processes)]
         for worker in workers:
             worker.start()
-        code, deadline = 0, time.monotonic() + timeout
+        code, ended, deadline = 0, 0.0, time.monotonic() + timeout
         while any(worker.is_alive() for worker in workers) and time.monotonic() < deadline:
             code = code or next((worker.exitcode for worker in workers if worker.exitcode), 0)
-            if code:  # the others may have something to say
-                deadline = min(deadline, time.monotonic() + 5)
+            if code:
+                ended = ended or time.monotonic()
+                deadline = min(deadline, ended + grace)
             time.sleep(0.02)
         late = any(worker.is_alive() for worker in workers)
         for worker in workers:

@@ -59,7 +59,7 @@ def test_two_processes_say_it_once(tmp_path: Path, tokenizer: Path, name: str) -
     if name in ("degrees", "no checkpoint"):  # before and after the ranks have met
         result = torchrun(tmp_path, flags)
     else:
-        result = run_program(ROOT / "pretrain_gpt.py", flags.split(), tmp_path, processes=2)
+        result = run_program(ROOT / "pretrain_gpt.py", flags.split(), tmp_path, processes=2, grace=1.0)
     assert result.returncode != 0
     ours = [line for line in (result.stdout + result.stderr).splitlines() if "error: " in line]
     assert len(ours) == 1 and ours[0].startswith("error: ") and message in ours[0], result.stderr
