@@ -39,13 +39,24 @@ def check(model: nn.Module, plan: Plan) -> str:
             continue
         around = _boundary_of(name, plan)
         alone = around is None and step.style in (*COLUMN, *ROW, EXPERTS)
-        whole = around is not None and step.style == REPLICATE and isinstance(model.get_submodule(name), nn.Linear)
+        whole = step.style == REPLICATE and _computes(model.get_submodule(name), around)
         if alone or whole or around == _layer_of(name, lists[0]):
             raise ConfigError(
                 f"sequence_parallel: {pattern_of(name)} ({step.style}) is not as in a decoder of attention and MLP, "
                 "which gather tokens when they begin and scatter them when they end"
             )
     return lists[0]
+
+
+def _computes(module: nn.Module, around: str | None) -> bool:
+    """Whether a module that every rank has whole is more than a norm.
+
+    Inside of an attention or MLP that is a matrix, of which all ranks would compute the same; outside of them also a
+    convolution: part of a mixer that no plan cuts, which would see this rank's tokens only.
+    """
+    if around is not None:
+        return isinstance(module, nn.Linear)
+    return any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
 
 
 def _layers(modules: nn.ModuleList) -> bool:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 import smp
 from smp.config import ConfigError
 from tests.distributed import run_distributed
+from tests.hf import architectures
 from tests.hf.families import FAMILIES, batch, build, gradients, whole, worst
 
 pytest.importorskip("transformers")
@@ -69,6 +70,10 @@ def _others(rank: int, world_size: int) -> float:
     smp.init({"tensor_parallel_degree": 2, "sequence_parallel": True})
     with pytest.raises(ConfigError, match="sequence_parallel: .* is not as in a decoder of attention and MLP"):
         smp.transform(build("OPT"))
+    # No plan cuts these mixers. They would see this rank's tokens only; that of OLMo Hybrid says nothing.
+    for kind, mixer in (("olmo_hybrid", r"linear_attn\.q_proj"), ("diffllama", r"self_attn\.q_proj")):
+        with pytest.raises(ConfigError, match=rf"layers\.\*\.{mixer} \(replicate\) is not as in a decoder"):
+            smp.transform(architectures.build(kind))
     whole_mlp = {"model.layers.*.mlp.down_proj": "replicate", "model.layers.*.mlp.up_proj": "colwise_gather_output"}
     with pytest.raises(ConfigError, match=r"mlp.down_proj \(replicate\) is not as in a decoder"):
         smp.transform(build("Llama"), rows=whole_mlp, verify=False)
