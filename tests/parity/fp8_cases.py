@@ -122,6 +122,8 @@ def fast_cases() -> list[Case]:
         _row("tensorwise", "experts of two ranks", "full", "experts"),
         _row("delayed", "experts of two ranks", "selective", "shared experts"),
         _row("rowwise", "tp and sp", "none", "shared experts"),
+        _row("delayed", "tp and sp", "full", "experts", etp=1, ep=2),
+        _row("delayed", "tp and sp", "none", "shared experts", etp=1),
         _row("tensorwise", "tp and sp", "full", "latent"),
         _row("rowwise", "tp and sp", "selective", "latent"),
         _row("delayed", "tp", "none", "latent"),

@@ -28,6 +28,7 @@ METHODS = {
 }
 SPREAD = "--expert-model-parallel-size 2"
 CUT = "--tensor-model-parallel-size 2 --sequence-parallel"
+APART = "--expert-tensor-parallel-size 1"
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +59,15 @@ def test_spread_experts_are_tuned_like_those_of_one_process(results: dict[int, A
 
 
 def test_adapters_of_cut_experts_are_tuned_like_those_of_one_process(folder: Path, results: dict[int, Any]) -> None:
-    method = METHODS["lora, experts"].format(folder, "cut")
-    flags = f"--load {folder} --log-dir {folder}/logs {STEPS} --micro-batch-size 4 {method} {CUT}"
-    same_training(results[1]["lora, experts"], together([rank[0] for rank in run_distributed(tune_all, 2, [flags])]))
+    """Cut as dense layers are, whole on each process, and spread over those that cut dense layers."""
+    flags = [
+        f"--load {folder} --log-dir {folder}/logs {STEPS} --micro-batch-size 4 "
+        f"{METHODS['lora, experts'].format(folder, f'cut{number}')} {CUT} {apart}"
+        for number, apart in enumerate(("", APART, f"{APART} {SPREAD}"))
+    ]
+    ranks = run_distributed(tune_all, 2, flags)
+    for number in range(len(flags)):
+        same_training(results[1]["lora, experts"], together([rank[number] for rank in ranks]))
 
 
 def same_training(want: dict[str, Any], got: dict[str, Any]) -> None:

@@ -41,6 +41,7 @@ FILES: dict[str, Any] = {
     "eight": {"nodes": [[0, 1, 2, 3, 4], [5, 6, 7]]},
 }
 EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --global-batch-size 8"
+APART = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1"
 HIERARCHICAL = "--data-parallel-collectives hierarchical --network-topology nodes.json"
 CASES = {
     "flat": "",
@@ -70,6 +71,8 @@ LARGER = {
     "experts": f"{EXPERTS} --data-parallel-collectives hierarchical --network-topology eight.json",
     "experts secondary": f"{EXPERTS} --zero-hpz-partition-size 4 --network-topology halves.json",
     "experts with one": f"{EXPERTS} --zero-hpz-partition-size 2 --network-topology halves.json",
+    "apart flat": f"{EXPERTS} {APART}",
+    "apart secondary": f"{EXPERTS} {APART} --zero-hpz-partition-size 2 --network-topology halves.json",
     "pipeline flat": "--pipeline-model-parallel-size 2 --global-batch-size 8",
     "pipeline": "--pipeline-model-parallel-size 2 --global-batch-size 8 --data-parallel-collectives hierarchical "
     "--network-topology eight.json",
@@ -217,10 +220,14 @@ def test_hybrid_shards_experts_and_pipelines(tmp_path: Path) -> None:
         for of in larger:
             assert near(of[name]["weights"], of[f"{name} flat"]["weights"], 2e-4 if name == "hybrid" else 2e-5)
     assert any("experts, sharded over 2 nodes" in line for line in larger[0]["experts"]["lines"])
-    for name, said in (("secondary", "2 neighbours in a node hold"), ("with one", "none: of each node's neighbours")):
+    for kind, name, said in (
+        ("experts", "secondary", "2 neighbours in a node hold"),
+        ("experts", "with one", "none: of each node's neighbours"),
+        ("apart", "secondary", "2 neighbours in a node hold"),  # of the TP ranks that hold whole experts, too
+    ):
         for of in larger:
-            assert torch.equal(of[f"experts {name}"]["weights"], of["experts flat"]["weights"])
-        assert f"secondary shards of experts: {said}" in larger[0][f"experts {name}"]["secondary"][1]
+            assert torch.equal(of[f"{kind} {name}"]["weights"], of[f"{kind} flat"]["weights"])
+        assert f"secondary shards of experts: {said}" in larger[0][f"{kind} {name}"]["secondary"][1]
 
 
 LONG = f"{HIERARCHICAL} --num-layers 1 --seq-length 32 --micro-batch-size 2 --train-iters 300 --lr 1e-3 "
