@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from smp.config import ModelConfig
-from smp.config.moe import aux_losses, has_experts
-from smp.config.mtp import MTP_LOSS, further_layers
+from smp.config.mtp import further_layers
 from smp.kernels import TORCH, Kernels
 from smp.kernels.attention_core import AttentionSpec
 from smp.kernels.dropout import keyed_dropout
@@ -28,6 +27,7 @@ from smp.layers.norm import Norm
 from smp.layers.prediction import Prediction
 from smp.layers.rope import LongRopeScaling, rope_frequencies, rope_table, temperature
 from smp.layers.score import ScoreHead
+from smp.models.beside import beside
 from smp.models.build_layers import build_block, build_head, build_norm, build_prediction
 from smp.models.micro_batch import MicroBatch
 from smp.models.part import ModelPart, whole
@@ -37,24 +37,6 @@ from smp.parallel.rng import dropout_keys
 
 SITES_PER_BLOCK = 3
 """Dropout sites of a block: attention probabilities, attention output, MLP output."""
-
-
-EXPERT_LOAD = "expert load max/mean"
-"""Of the experts of a layer the one with most tokens, relative to their mean; the mean over layers."""
-ROUTER_ENTROPY = "router entropy"
-"""Of the scores of a token's experts in nats, at most ln(experts); the mean over tokens and layers."""
-DROPPED = "dropped share"
-"""Of the choices of experts those that did not fit; the mean over tokens and layers."""
-
-
-def beside_names(config: ModelConfig) -> tuple[str, ...]:
-    """What a model measures beside its loss in training: auxiliary losses and metrics of :class:`ModelOutput`, each a
-    part of a mean over the global batch."""
-    further = () if config.mtp_num_layers is None else (MTP_LOSS,)
-    if config.num_experts is None:
-        return further
-    dropped = () if config.moe_expert_capacity_factor is None else (DROPPED,)
-    return (*further, *aux_losses(config), EXPERT_LOAD, ROUTER_ENTROPY, *dropped)
 
 
 class GPT(nn.Module):
@@ -218,7 +200,7 @@ class GPT(nn.Module):
         for i in part.layers:
             x = self._block(i, x, layout, keys, counted, balance)
         if not part.head:
-            return ModelOutput(hidden=x)._replace(**self._beside(balance))
+            return ModelOutput(hidden=x)._replace(**beside(self.config, balance))
         assert self.final_norm is not None and self.head is not None
         x = self.final_norm(x)
         matrix = tied_weight if self.tied else None
@@ -233,8 +215,8 @@ class GPT(nn.Module):
             further = self._further_loss(x, batch, layout, (tied_weight, matrix), balance)
         x = self._scaled(x)
         output = self.head(x, _flat(labels, padding), _flat(weights, padding), matrix, batch.preference)
-        beside = self._beside(balance, further)
-        return output._replace(**beside) if beside else output
+        measured = beside(self.config, balance, further)
+        return output._replace(**measured) if measured else output
 
     def _block(
         self,
@@ -288,25 +270,6 @@ class GPT(nn.Module):
     def _scaled(self, x: torch.Tensor) -> torch.Tensor:
         """What the output matrix is multiplied with, of a norm's result."""
         return x if self.config.logit_scale == 1.0 or self.config.scalar_head else x * self.config.logit_scale
-
-    def _beside(self, balance: list[torch.Tensor], further: torch.Tensor | None = None) -> dict[str, Any]:
-        """Auxiliary losses and metrics of some layers' routers, and the loss of further layers, as a part of
-        :class:`ModelOutput`."""
-        ahead = {} if further is None else {MTP_LOSS: further}
-        if not balance:
-            return {"aux_losses": ahead} if ahead else {}
-        # Summed over layers before anything else: few numbers leave the model.
-        total, coefficients = torch.stack(balance).sum(0), aux_losses(self.config)
-        kinds = ("load balancing loss", "z loss")
-        losses = {name: coefficients[name] * total[i] for i, name in enumerate(kinds) if name in coefficients}
-        numbers = (*range(self.config.num_layers), *further_layers(self.config))
-        layers = sum(has_experts(self.config, i) for i in numbers)
-        # Metrics keep no graph.
-        means = total.detach() / layers
-        metrics = {EXPERT_LOAD: means[2], ROUTER_ENTROPY: means[3]}
-        if self.config.moe_expert_capacity_factor is not None:
-            metrics[DROPPED] = means[4]
-        return {"aux_losses": ahead | losses, "metrics": metrics}
 
     def _counted(self, weights: torch.Tensor, padding: int) -> Counted | None:
         """What routers measure their balance with, of loss weights (batch, length); padding does not count."""

@@ -16,7 +16,8 @@ from smp.data.loader import BatchLoader, RankBatch, Unreadable
 from smp.layers.fp8.apply import fp8_history
 from smp.layers.head import ModelOutput
 from smp.models.arithmetic import visible_pairs_of_layers
-from smp.models.gpt import GPT, beside_names
+from smp.models.beside import beside_names
+from smp.models.gpt import GPT
 from smp.optim.optimizer import clip_gradients, scaling_of, set_learning_rate, step_if
 from smp.optim.schedule import learning_rate
 from smp.parallel.agree import any_rank, gather, sum_over_ranks

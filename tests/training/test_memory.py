@@ -22,7 +22,8 @@ from smp.parallel.boxes import local_part
 from smp.parallel.collectives import Group
 from smp.parallel.context import build_context
 from smp.sharding.parallelize import _wrapped
-from smp.training.memory import MemoryEstimate, Tuned, _kept_per_token, estimate_memory
+from smp.training.kept_memory import kept_per_token
+from smp.training.memory import MemoryEstimate, Tuned, estimate_memory
 from tests.distributed import run_distributed
 from tests.fake_group import fake_context
 from tests.models.test_arithmetic import GPT2_LIKE, SMALL
@@ -171,7 +172,7 @@ def _kept_by_a_block(rank: int, tp: int) -> list[tuple[float, int, str]]:
             for parallel in (flag for size, flag in LAYOUTS if size == tp):
                 settings = {"tensor_model_parallel_size": tp, "sequence_parallel": parallel, "bf16": True}
                 config = _config(_wide(model), recompute_granularity=recompute, **settings)
-                formula = _kept_per_token(config, Layout(tp=tp), 2, recompute, fused=False)  # type: ignore[arg-type]
+                formula = kept_per_token(config, Layout(tp=tp), 2, recompute, fused=False)  # type: ignore[arg-type]
                 case = f"{model} {recompute} tp {tp} {parallel}"
                 groups = model.num_query_groups or 4
                 repeated = 2 * 2 * (4 // tp - max(groups // tp, 1)) * 40 if recompute == "none" else 0

@@ -1,0 +1,48 @@
+"""What a model measures beside its loss: auxiliary losses of routers and of further predictions, and metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from smp.config import ModelConfig
+from smp.config.moe import aux_losses, has_experts
+from smp.config.mtp import MTP_LOSS, further_layers
+
+EXPERT_LOAD = "expert load max/mean"
+"""Of the experts of a layer the one with most tokens, relative to their mean; the mean over layers."""
+ROUTER_ENTROPY = "router entropy"
+"""Of the scores of a token's experts in nats, at most ln(experts); the mean over tokens and layers."""
+DROPPED = "dropped share"
+"""Of the choices of experts those that did not fit; the mean over tokens and layers."""
+
+
+def beside_names(config: ModelConfig) -> tuple[str, ...]:
+    """What a model measures beside its loss in training: auxiliary losses and metrics of :class:`ModelOutput`, each a
+    part of a mean over the global batch."""
+    further = () if config.mtp_num_layers is None else (MTP_LOSS,)
+    if config.num_experts is None:
+        return further
+    dropped = () if config.moe_expert_capacity_factor is None else (DROPPED,)
+    return (*further, *aux_losses(config), EXPERT_LOAD, ROUTER_ENTROPY, *dropped)
+
+
+def beside(config: ModelConfig, balance: list[torch.Tensor], further: torch.Tensor | None = None) -> dict[str, Any]:
+    """Auxiliary losses and metrics of some layers' routers, and the loss of further layers, as a part of
+    :class:`ModelOutput`."""
+    ahead = {} if further is None else {MTP_LOSS: further}
+    if not balance:
+        return {"aux_losses": ahead} if ahead else {}
+    # Summed over layers before anything else: few numbers leave the model.
+    total, coefficients = torch.stack(balance).sum(0), aux_losses(config)
+    kinds = ("load balancing loss", "z loss")
+    losses = {name: coefficients[name] * total[i] for i, name in enumerate(kinds) if name in coefficients}
+    numbers = (*range(config.num_layers), *further_layers(config))
+    layers = sum(has_experts(config, i) for i in numbers)
+    # Metrics keep no graph.
+    means = total.detach() / layers
+    metrics = {EXPERT_LOAD: means[2], ROUTER_ENTROPY: means[3]}
+    if config.moe_expert_capacity_factor is not None:
+        metrics[DROPPED] = means[4]
+    return {"aux_losses": ahead | losses, "metrics": metrics}
