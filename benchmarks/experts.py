@@ -24,7 +24,7 @@ import torch.distributed as dist
 from megatron_experts import megatron_layer, prepare
 from timing import Report
 from torch import nn
-from training_step import Step, Work, draw_weights, smp_step
+from training_step import Step, Work, smp_step
 
 from smp.config import Layout, ModelConfig
 from smp.layers.mlp import MLP
@@ -65,9 +65,7 @@ STEP_MODEL = ModelConfig(
 
 def with_experts(shape: Shape) -> ModelConfig:
     """The model of the steps with such layers."""
-    return replace(
-        STEP_MODEL, num_experts=shape.experts, moe_router_topk=shape.topk, moe_ffn_hidden_size=shape.width
-    )
+    return replace(STEP_MODEL, num_experts=shape.experts, moe_router_topk=shape.topk, moe_ffn_hidden_size=shape.width)
 
 
 def our_layer(shape: Shape, context: ParallelContext) -> nn.Module:
@@ -183,7 +181,9 @@ def show(report: Report, title: str, entries: dict[str, Callable[[], object]], r
 
 def compare_growth(report: Report, context: ParallelContext, rounds: int) -> None:
     """What more experts cost that no token uses more of."""
-    report.say("\nfp32, experts of width 512, 2 of a token: forward and backward pass of a layer; a model's training step")
+    report.say(
+        "\nfp32, experts of width 512, 2 of a token: forward and backward pass of a layer; a model's training step"
+    )
     report.say("  experts  parameters      layer ms    step ms, of which optimizer")
     made = {shape: passes(our_layer(shape, context), torch.float32, False) for shape in GROWING}
     found = turns({str(shape.experts): run for shape, run in made.items()}, rounds)

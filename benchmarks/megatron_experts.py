@@ -52,9 +52,7 @@ def prepare() -> None:
     random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED = _NoTracker(), True
 
 
-def megatron_layer(
-    hidden: int, width: int, experts: int, topk: int, dispatcher: str, dtype: torch.dtype
-) -> nn.Module:
+def megatron_layer(hidden: int, width: int, experts: int, topk: int, dispatcher: str, dtype: torch.dtype) -> nn.Module:
     """Softmax over a token's experts, router in fp32, SwiGLU, no auxiliary loss; weights without values."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import build_module
