@@ -1,6 +1,6 @@
 """A layer of experts on one CPU core beside others', and a whole training step; see docs/moe.md.
 
-    PYTHONPATH=. python benchmarks/experts.py
+    PYTHONPATH=. python benchmarks/experts.py     # with transformers and megatron-core
 
 Layers: forward and backward pass of ours, of a dense MLP with a token's FLOPs, of transformers' Mixtral (its loop and
 its grouped implementation) and of megatron-core's, same sizes, same random inputs, weights in the dtype of the run.
@@ -184,7 +184,7 @@ def compare_growth(report: Report, context: ParallelContext, rounds: int) -> Non
     report.say(
         "\nfp32, experts of width 512, 2 of a token: forward and backward pass of a layer; a model's training step"
     )
-    report.say("  experts  parameters      layer ms    step ms, of which optimizer")
+    report.say("  experts  parameters      layer ms    step ms")
     made = {shape: passes(our_layer(shape, context), torch.float32, False) for shape in GROWING}
     found = turns({str(shape.experts): run for shape, run in made.items()}, rounds)
     for shape in GROWING:
