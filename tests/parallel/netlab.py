@@ -32,7 +32,12 @@ def netlab() -> str:
 def run_on_nodes(flags: str, words: Sequence[str], folder: Path, limit: float) -> subprocess.CompletedProcess[str]:
     """A script of ``folder`` on 2 nodes of 2 ranks with uplinks of 100 Mbit/s."""
     root = Path(__file__).resolve().parents[2]
-    command = [netlab(), "run", *"--nodes 2 --procs 2 --rate 100mbit --launcher env".split(), *flags.split()]
+    command = [
+        netlab(),
+        "run",
+        *["--nodes", "2", "--procs", "2", "--rate", "100mbit", "--launcher", "env"],
+        *flags.split(),
+    ]
     command += ["--python", sys.executable, "--timeout", str(limit), "--", *words]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=limit + 30)
