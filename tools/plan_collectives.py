@@ -9,15 +9,23 @@ hierarchical collectives (the best way for each size, which --data-parallel-coll
 secondary shards (hpZ: --zero-hpz-partition-size of all ranks of a node), and hybrid sharding within nodes with a sum
 over replicas. A unit is a layer, or embedding and output layer. Nothing is overlapped with
 computation here. It is the model of docs/collectives.md; nothing is run.
+
+Beside what was measured, by the tables that benchmarks/collectives.py printed into a file (from 1 MiB on; each run's
+rate as the uplink's, and the same other numbers for all):
+
+    python tools/plan_collectives.py --measured benchmarks/results/collectives_netlab.txt --inside-gbit 1.6 \\
+        --between-latency-us 400 --inside-latency-us 400 --call-us 20 --add-gb 3
 """
 
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from smp.config import ConfigError, ModelConfig
@@ -26,7 +34,7 @@ from smp.config.resolve import resolve_model
 from smp.models.arithmetic import count_parameters
 from smp.models.inventory import block_parameters
 from smp.models.presets import PRESETS
-from smp.parallel.network.cost import Way, flat_ring, two_levels, ways
+from smp.parallel.network.cost import Way, flat_ring, least_chunks, two_levels, ways
 from smp.parallel.network.schedule import Kind
 from smp.parallel.network.topology import Link, Links, Topology
 
@@ -111,15 +119,20 @@ def units_of(model: str) -> list[int]:
     return [*layers, count.total - sum(layers)]
 
 
-def table(given: Any) -> str:
-    """Rows by number of nodes."""
-    units = units_of(given.model)
-    links = Links(
-        between=Link(given.between_latency_us * 1e-6, given.between_gbit * 1e9 / 8),
+def links_of(given: Any, between_gbit: float) -> Links:
+    """Those of a command line."""
+    return Links(
+        between=Link(given.between_latency_us * 1e-6, between_gbit * 1e9 / 8),
         inside=Link(given.inside_latency_us * 1e-6, given.inside_gbit * 1e9 / 8),
         call=given.call_us * 1e-6,
         add=given.add_gb * 1e9,
     )
+
+
+def table(given: Any) -> str:
+    """Rows by number of nodes."""
+    units = units_of(given.model)
+    links = links_of(given, given.between_gbit)
     gloo, local = given.flat == "gloo", given.ranks_per_node
     lines = [
         f"{given.model}, {sum(units):,} parameters; nodes of {local} ranks, uplink {given.between_gbit:g} Gbit/s, "
@@ -141,13 +154,58 @@ def table(given: Any) -> str:
     return "\n".join(lines)
 
 
+def measured_table(text: str, links_at: Callable[[float], Links]) -> str:
+    """Predicted over measured time, of flat and of hierarchical collectives, as a table of Markdown.
+
+    Args:
+        text: what ``benchmarks/collectives.py`` printed, of any number of runs.
+        links_at: from Gbit/s of an uplink.
+    """
+    errors: dict[tuple[str, str, float, str], list[str]] = {}
+    found: list[float] = []
+    run: re.Match[str] | None = None
+    sizes: list[float] = []
+    for line in text.splitlines():
+        run = re.match(r"(\d+) nodes of (\d+) ranks, uplinks of (\d+) Mbit/s", line) or run
+        cells = re.match(
+            r"(all-gather|reduce-scatter|all-reduce) +([\d.]+) +[\d.]+ +([\d.]+) .*?\) +[\d.]+ +([\d.]+) ", line
+        )
+        if run is None or cells is None or float(cells[2]) < 1:
+            continue
+        kind: Kind = cells[1]  # type: ignore[assignment]
+        network, size = Topology.even(int(run[1]), int(run[2])), int(float(cells[2]) * (1 << 20))
+        links = links_at(float(run[3]) / 1e3)
+        way = least_chunks(network, size // network.size)
+        predicted = {
+            "gloo": flat_ring(kind, network, links, size),
+            "hierarchical": two_levels(kind, network, links, size, way),
+        }
+        sizes += [float(cells[2])] if float(cells[2]) not in sizes else []
+        for (name, seconds), taken in zip(predicted.items(), (cells[3], cells[4]), strict=True):
+            error = seconds * 1e3 / float(taken) - 1
+            found.append(error)
+            text_of = f"{round(100 * error):+d}" if abs(error) <= 0.15 else f"**{round(100 * error):+d}**"
+            errors.setdefault((f"{run[1]} x {run[2]}", name, float(run[3]), kind), []).append(text_of)
+    if not found:
+        raise ConfigError("--measured: there is no table of benchmarks/collectives.py in this file")
+    kinds = ("all-gather", "reduce-scatter", "all-reduce")
+    head = f"% of {', '.join(f'{size:g}' for size in sorted(sizes))} MiB"
+    lines = [f"| {head} | Mbit/s | | {' | '.join(kinds)} |", "|---|---:|---|" + "---|" * len(kinds)]
+    for layout, name, rate in dict.fromkeys((layout, name, rate) for layout, name, rate, _ in errors):
+        cells_of = (", ".join(errors.get((layout, name, rate, kind), [])) for kind in kinds)
+        lines.append(f"| {layout} | {rate:g} | {name} | {' | '.join(cells_of)} |")
+    near = sum(abs(error) <= 0.15 for error in found)
+    return "\n".join([*lines, "", f"{near} of {len(found)} are within 15 %; the others are bold."])
+
+
 def plan(argv: Sequence[str] | None) -> int:
     """Read the command line and print the table."""
     parser = CommandParser(description=__doc__)
-    parser.add_argument("--model", required=True, help="named size")
+    parser.add_argument("--model", help="named size")
+    parser.add_argument("--measured", type=Path, help="in place of a model: a file of measurements to predict")
     parser.add_argument("--nodes", type=int, nargs="+", default=list(NODES), help="numbers of nodes")
     parser.add_argument("--ranks-per-node", type=int, default=8)
-    parser.add_argument("--between-gbit", type=float, required=True, help="Gbit/s of a node's uplink")
+    parser.add_argument("--between-gbit", type=float, help="Gbit/s of a node's uplink; of --measured each run's")
     parser.add_argument("--between-latency-us", type=float, default=15.0)
     parser.add_argument("--inside-gbit", type=float, required=True, help="Gbit/s of one rank inside of its node")
     parser.add_argument("--inside-latency-us", type=float, default=3.0)
@@ -155,11 +213,17 @@ def plan(argv: Sequence[str] | None) -> int:
     parser.add_argument("--add-gb", type=float, default=500.0, help="GB/s that a rank adds up")
     parser.add_argument("--flat", choices=("nccl", "gloo"), default="nccl", help="whose rings are compared with")
     given = parser.parse_args(argv)
+    if (given.measured is None) == (given.model is None) or (given.model is None) != (given.between_gbit is None):
+        raise ConfigError("give --model and --between-gbit, or --measured alone")
+    given.between_gbit = 1.0 if given.between_gbit is None else given.between_gbit
     numbers = (*given.nodes, given.ranks_per_node, given.between_gbit, given.inside_gbit, given.add_gb)
     latencies = (given.between_latency_us, given.inside_latency_us, given.call_us)
     if not all(0 < n < math.inf for n in numbers) or not all(0 <= n < math.inf for n in latencies):
         raise ConfigError("numbers of nodes and ranks and rates have to be above 0, latencies at least 0, all finite")
-    print(table(given))
+    if given.measured is None:
+        print(table(given))
+    else:
+        print(measured_table(given.measured.read_text(encoding="utf-8"), lambda rate: links_of(given, rate)))
     return 0
 
 

@@ -116,7 +116,8 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None, **more: Any) -> Any:
         """(n) of every rank -> (n x ranks)."""
         way = self.network.way("all-gather", output)
-        if way.route is None or not _alike_on_cpu(output, given):
+        fits = _alike_on_cpu(output, given) and output.numel() == self.size() * given.numel()
+        if way.route is None or not fits:
             opts = _options(AllgatherOptions, opts, more)
             return self._inner("all-gather", given)._allgather_base(output, given, opts)
         self.counts["hierarchical all-gather"] += 1
@@ -127,7 +128,8 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """(n x ranks) of every rank -> (n) of the sum."""
         opts = _options(dist.ReduceScatterOptions, opts, more)
         way = self.network.way("reduce-scatter", given)
-        if way.route is None or not _alike_on_cpu(output, given) or not _is_summed(given, opts.reduceOp):
+        fits = _alike_on_cpu(output, given) and given.numel() == self.size() * output.numel()
+        if way.route is None or not fits or not _is_summed(given, opts.reduceOp):
             return self._inner("reduce-scatter", given)._reduce_scatter_base(output, given, opts)
         self.counts["hierarchical reduce-scatter"] += 1
         return self._run(self.network.reduce_scatter(output.view(-1), given.view(-1), way), output, opts, [output])
@@ -163,7 +165,9 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return running.work(tensors, (lambda: result.div_(self.size())) if average else (lambda: None))
 
     def _inner(self, what: str, tensor: torch.Tensor) -> Any:
-        """The backend of the tensor's device."""
+        """The backend of the tensor's device; of one without a backend (meta) what torch does there."""
+        if tensor.device.type not in ("cpu", "cuda"):
+            return self._plain_group
         self.counts[f"{'nccl' if tensor.is_cuda else 'gloo'} {what}"] += 1
         return self._nccl if tensor.is_cuda else self._gloo
 

@@ -149,6 +149,33 @@ def refused_at_once(rank: int, world: int, group: Any) -> None:
         dist.reduce_scatter_tensor(torch.empty(N, dtype=wide), torch.zeros(N * world), group=group)
 
 
+def autograd_and_modes(rank: int, world: int, group: Any) -> list[Any]:
+    """Tensors that autograd or inference mode watches, sizes that do not fit, and tensors without data."""
+    out: list[Any] = []
+    average = getattr(dist.ReduceOp, "AVG" if group.name() == "smp" else "SUM")
+    leaf = numbers(rank).requires_grad_()
+    dist.all_reduce(leaf, group=group)
+    parameter = nn.Parameter(numbers(rank))
+    with torch.no_grad():
+        dist.all_reduce(parameter, average, group=group)
+    part = torch.empty(N)
+    dist.reduce_scatter_tensor(part, numbers(rank, N * world).requires_grad_(), group=group)
+    with torch.inference_mode():
+        inferred, gathered = numbers(rank), torch.empty(N * world)
+        dist.all_reduce(inferred, group=group)
+        dist.all_gather_into_tensor(gathered, inferred, group=group)
+        out += [inferred.clone(), gathered.clone()]
+    scale = world if group.name() == "smp" else 1
+    out += [leaf.detach(), parameter.detach() * scale, part.detach()]
+    for wrong in (lambda: torch.empty(N * world + 3), lambda: torch.empty(2, N)):
+        with pytest.raises(RuntimeError):
+            dist.all_gather_into_tensor(wrong(), numbers(rank), group=group)
+    with pytest.raises(RuntimeError):
+        dist.reduce_scatter_tensor(torch.empty(N + 1), numbers(rank, N * world), group=group)
+    dist.all_reduce(torch.empty(N, device="meta"), group=group)
+    return out
+
+
 def gathered_bits(rank: int, world: int, group: Any) -> bool:
     """Whether a gather of 8- and 16-bit dtypes, of which gloo's own takes only some, gives what was given."""
     right = True
@@ -221,6 +248,8 @@ def compare(rank: int, world: int, topology: str) -> dict[str, Any]:
     dist.all_reduce(mean, dist.ReduceOp.AVG, group=group)
     part = torch.empty(N)
     dist.reduce_scatter_tensor(part, torch.full((N * world,), float(rank)), dist.ReduceOp.AVG, group=group)
+    if not same(autograd_and_modes(rank, world, gloo), autograd_and_modes(rank, world, group)):
+        wrong.append("autograd and modes")
     refused_at_once(rank, world, gloo)
     refused_at_once(rank, world, group)
     dist.all_reduce(small := torch.full((3,), float(rank)), dist.ReduceOp.AVG, group=group)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from smp.models.presets import PRESETS
@@ -25,6 +27,34 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert float(cells[3].split()[1]) == pytest.approx(sent / 2, abs=0.01)
     assert float(cells[4].split()[1]) == pytest.approx(sent * 6 / 8 / 2, abs=0.01), "one gather of two"
     assert float(cells[2].split()[0]) > float(cells[3].split()[0]) > float(cells[4].split()[0])
+
+
+def test_predictions_beside_measurements_are_those_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
+    root = Path(__file__).resolve().parents[2]
+    given = "--inside-gbit 1.6 --between-latency-us 400 --inside-latency-us 400 --call-us 20 --add-gb 3"
+    links = given.split()
+    measured = str(root / "benchmarks/results/collectives_netlab.txt")
+    assert main(["--measured", measured, *links]) == 0
+    shown = capsys.readouterr().out.strip()
+    assert shown.endswith("141 of 144 are within 15 %; the others are bold.") and shown.count("**") == 2 * 3
+    assert shown in (root / "docs/collectives.md").read_text()
+
+
+def test_a_table_and_its_links_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A gather of 4 MiB on two nodes of two ranks without latencies: half of it crosses, by a ring three quarters."""
+    row = "all-gather           4     167.8    {:.1f} ( 253.2)  1.58    {:.1f} ( 168.5)  1.01     169.4      2.00"
+    title = "2 nodes of 2 ranks, uplinks of 100 Mbit/s, median of 7 (least); x: times the limit"
+    (tmp_path / "table.txt").write_text(f"{title}\n\n{row.format(251.7 / 2, 167.8)}\n")
+    given = "--inside-gbit 1e6 --between-latency-us 0 --inside-latency-us 0 --call-us 0 --add-gb 1e6"
+    links = given.split()
+    assert main(["--measured", str(tmp_path / "table.txt"), *links]) == 0
+    shown = capsys.readouterr().out
+    assert "| 2 x 2 | 100 | gloo | **+100** |" in shown and "| 2 x 2 | 100 | hierarchical | +0 |" in shown
+    (tmp_path / "none.txt").write_text(title)
+    assert main(["--measured", str(tmp_path / "none.txt"), *links]) == 2
+    assert main(["--measured", str(tmp_path / "table.txt"), "--model", "llama3-8b", *links]) == 2
+    errors = capsys.readouterr().err
+    assert "there is no table" in errors and "give --model and --between-gbit, or --measured alone" in errors
 
 
 def test_units_are_those_of_each_layer() -> None:

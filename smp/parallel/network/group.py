@@ -75,7 +75,7 @@ class NetworkGroup:
         pieces = pieces_of(output, sizes)
         own = pieces[self.rank]
         if own.data_ptr() != given.data_ptr():
-            own.copy_(given.reshape(-1))
+            own.copy_(given.detach().reshape(-1))
         return self._start("all-gather", pieces, way)
 
     def all_gather_quantized(
@@ -219,11 +219,14 @@ class Running:
     def work(self, result: Any, then: Callable[[], object] = lambda: None) -> CollectiveWork:
         """Run it on the group's thread, and ``then``."""
         work = CollectiveWork(result)
+        # Both are modes of a thread, and this one's are not the caller's.
+        inference = any(piece.is_inference() for piece in self._execution.pieces)
 
         def job() -> None:
             try:
-                self.finish()
-                then()
+                with torch.inference_mode() if inference else torch.no_grad():
+                    self.finish()
+                    then()
             except BaseException as error:
                 work.end(error)
             else:

@@ -126,12 +126,12 @@ def add_up(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def pieces_of(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Views of consecutive pieces of a contiguous tensor.
+    """Views of consecutive pieces of a contiguous tensor, which are written without autograd's notice.
 
     Raises:
         ValueError: it is not contiguous, or of another size.
     """
     if not tensor.is_contiguous() or tensor.numel() != sum(sizes):
         raise ValueError(f"a contiguous tensor of {sum(sizes)} elements is needed, got {tuple(tensor.shape)}")
-    flat, starts = tensor.view(-1), accumulate(sizes, initial=0)
+    flat, starts = tensor.detach().view(-1), accumulate(sizes, initial=0)
     return [flat[start : start + size] for start, size in zip(starts, sizes, strict=False)]

@@ -17,6 +17,7 @@ A flat collective is the same over ``Topology.each_alone``: one rank on each nod
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -153,11 +154,15 @@ def _reductions(trees: _Trees, chunks: Sequence[int], rank: int) -> list[Action]
         for piece, count in enumerate(chunks)
         for chunk in range(count)
     )
-    given: list[Action] = []  # what others of the node handle: it waits for nothing
-    made: list[Action] = []
-    for *_, piece, chunk in order:
-        (made if trees.handler(piece, node) == rank else given).extend(_reduction(trees, piece, chunk, rank))
-    return _with_receives(rank, given + made)
+    actions: list[Action] = []
+    # What others of the node handle waits for nothing, but sent all at once it holds up what has to cross first.
+    for _, level in itertools.groupby(order, key=lambda entry: entry[:2]):
+        given: list[Action] = []
+        made: list[Action] = []
+        for *_, piece, chunk in level:
+            (made if trees.handler(piece, node) == rank else given).extend(_reduction(trees, piece, chunk, rank))
+        actions += given + made
+    return _with_receives(rank, actions)
 
 
 def _reduction(trees: _Trees, piece: int, chunk: int, rank: int) -> list[Action]:
