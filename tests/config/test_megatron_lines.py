@@ -352,6 +352,13 @@ def test_what_megatron_requires_is_required_at_once() -> None:
     assert "--hidden-size, --num-attention-heads, --max-position-embeddings, --micro-batch-size, --lr" in message
 
 
+def test_no_iterations_of_evaluation_are_no_evaluation() -> None:
+    line = f"{BASE} --eval-interval 5 --eval-iters 0"
+    assert resolved(line).training.eval_interval is None
+    assert "--eval-interval 5 (no evaluation, as --eval-iters 0 says)" in translate(line.split(), 1).notes[0]
+    assert resolved(line.replace("--eval-iters 0", "--eval-iters 2")).training.eval_interval == 5
+
+
 def test_a_line_without_data_trains_on_mock_data_and_says_so() -> None:
     translation = translate(BASE.replace("--mock-data", "").split(), 1)
     assert "--mock-data" in translation.argv and "mock data" in translation.notes[0]

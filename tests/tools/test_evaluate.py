@@ -197,7 +197,8 @@ def test_a_continuation_that_merges_into_its_context_is_not_scored() -> None:
 def test_without_the_library_it_says_how_to_get_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    for name in {"lm_eval", *(name for name in sys.modules if name.startswith("lm_eval."))}:
+        monkeypatch.setitem(sys.modules, name, None)
     assert main(["--load", str(folder), "--tasks", "hellaswag"]) == 2
     assert capsys.readouterr().err == "error: --tasks needs lm-evaluation-harness: pip install lm-eval\n"
 

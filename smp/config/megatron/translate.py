@@ -91,7 +91,18 @@ def translate(argv: Sequence[str], processes: int) -> Translation:
     _read(line, [word for word in argv if word != FROM_MEGATRON])
     for flag, values in line.given.items():
         _take(line, flag, values)
-    for derive in (_positions, _heads, _window, _virtual_stages, _exchange, _sharding, _tokenizer, _folders, _data):
+    for derive in (
+        _positions,
+        _heads,
+        _window,
+        _virtual_stages,
+        _exchange,
+        _sharding,
+        _tokenizer,
+        _folders,
+        _data,
+        _evaluation,
+    ):
         derive(line)
     line.put(*line.own)
     _defaults(line)
@@ -324,6 +335,12 @@ def _data(line: Line) -> None:
         _leave(line, _WITHOUT_DOCUMENTS, "with --mock-data")
     if "load" not in line.words:
         _leave(line, _OF_LOADING, "without --load")
+
+
+def _evaluation(line: Line) -> None:
+    """Megatron's ``--eval-iters 0`` is no evaluation, which here is no ``--eval-interval``."""
+    if line.one("--eval-iters") == "0":
+        _leave(line, ("eval_iters", "eval_interval"), "no evaluation, as --eval-iters 0 says")
 
 
 def _leave(line: Line, names: Sequence[str], why: str) -> None:
