@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from smp.config import ConfigError
+from smp.launch.compose import BACKENDS
 from smp.launch.job import Artifacts, Job
 
 Facts = dict[str, Any]
@@ -55,15 +56,26 @@ def read_facts(folder: Path) -> Facts:
     """What job.json says.
 
     Raises:
-        ConfigError: there is no job.
+        ConfigError: there is no job, or its file is damaged.
     """
     try:
-        facts = json.loads((folder / "job.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        text = (folder / "job.json").read_text(encoding="utf-8")
+    except OSError:
         missing = "it has no job.json" if folder.is_dir() else "there is no such folder"
         raise ConfigError(f"{folder} is not the folder of a job: {missing}") from None
-    assert isinstance(facts, dict)
+    facts = _object(text)
+    if facts.get("backend") not in BACKENDS or not isinstance(facts.get("name"), str):
+        raise ConfigError(f"{folder}/job.json is damaged: submit the recipe again")
     return facts
+
+
+def _object(text: str) -> dict[str, Any]:
+    """What a JSON file says; nothing where it is cut off or holds something else."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def write_artifacts(folder: Path, artifacts: Artifacts) -> None:
@@ -80,15 +92,17 @@ def write_artifacts(folder: Path, artifacts: Artifacts) -> None:
 def said(folder: Path) -> str:
     """What the run itself says in its status file."""
     try:
-        status = json.loads((folder / "status.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        status = _object((folder / "status.json").read_text(encoding="utf-8"))
+    except OSError:
         return "nothing yet"
-    iteration = status["iteration"]
+    if "status" not in status:
+        return "nothing yet"
+    iteration, reason = status.get("iteration", 0), status.get("reason")
     if status["status"] == "running":  # the status file says where it began
         iteration = max(iteration, _last_iteration(folder / "metrics.jsonl"))
     if status["status"] == "requeue":
-        return f"it saved at iteration {iteration} and ended: {status['reason']}"
-    return f"{status['status']} at iteration {iteration}" + (f": {status['reason']}" if status["reason"] else "")
+        return f"it saved at iteration {iteration} and ended: {reason}"
+    return f"{status['status']} at iteration {iteration}" + (f": {reason}" if reason else "")
 
 
 def _last_iteration(metrics: Path) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from smp.launch.library import CHECKOUT, HERE, PACKAGED
 from smp.launch.recipe import Recipe
 
 MODULES = {"pretrain": "pretrain_gpt", "finetune": "finetune"}
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SECRETS = ("hf_access_token", "token")
 Artifacts = dict[str, str]
 """Name of a file in the job's folder -> its text."""
@@ -87,6 +89,9 @@ def make_job(composed: Composed, recipe: Recipe) -> Job:
     for key in ("env_vars", "git", "instances"):
         if not isinstance(tree.get(key), dict | None):
             raise ConfigError(f"{key}: expected keys and values, not {tree[key]!r}")
+    for name in tree.get("env_vars") or {}:
+        if not _VARIABLE.fullmatch(str(name)):
+            raise ConfigError(f"env_vars: {name!r} cannot be the name of a variable")
     tries = tree.get("max_tries")
     if isinstance(tries, bool) or not isinstance(tries, int) or tries < 1:
         raise ConfigError(f"max_tries: {tries!r} is not a number above 0")

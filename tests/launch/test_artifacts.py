@@ -20,6 +20,7 @@ from smp.config import ConfigError
 from smp.launch import in_sagemaker, sm_jobs
 from smp.launch.backend import write_artifacts
 from smp.launch.cli import main, prepare
+from smp.launch.job import Job
 from smp.launch.yaml_text import load_text
 from tests.launch.operators import OPERATORS, definition
 
@@ -98,6 +99,18 @@ def test_scripts_are_scripts(recipe: str, backend: str, tmp_path: Path) -> None:
         if name.endswith((".sh", ".sbatch")):
             (tmp_path / name).write_text(text)
             subprocess.run(["bash", "-n", str(tmp_path / name)], check=True)
+
+
+def test_values_of_the_environment_are_no_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    value = f'"$(touch {tmp_path}/ran)" }}`id` \' $HOME'
+    monkeypatch.setattr(Job, "defaults", property(lambda job: {"OF_A_TABLE": value}))
+    monkeypatch.setattr(Job, "environment", property(lambda job: {"OF_A_USER": value}))
+    lines = [line for line in artifacts("pretrain", "slurm")["train.sh"].splitlines() if "OF_A_" in line]
+    shown = ["bash", "-c", "\n".join([*lines, 'printf "%s\\n" "$OF_A_TABLE" "$OF_A_USER"'])]
+    assert subprocess.run(shown, capture_output=True, text=True, check=True).stdout == f"{value}\n{value}\n"
+    assert not (tmp_path / "ran").exists()
+    own = {**os.environ, "OF_A_TABLE": "of the node"}
+    assert subprocess.run(shown, capture_output=True, text=True, env=own).stdout == f"of the node\n{value}\n"
 
 
 KINDS = {"ConfigMap": "V1ConfigMap", "Service": "V1Service", "Job": "V1Job"}

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from smp.launch.backend import said
+
 ROOT = Path(__file__).parents[2]
 RUN = ["recipes=laptop/debug", "recipes.train_iters=12", "recipes.save_interval=2", "recipes.trainer.devices=2"]
 
@@ -127,6 +129,7 @@ def test_a_crash_loop_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_this_machine_cannot_do_is_one_line(tmp_path: Path) -> None:
     cases = {
         "recipes.trainer.num_nodes=2": "trainer.num_nodes: 2 with cluster=local",
+        "env_vars={A-B: 1}": "env_vars: 'A-B' cannot be the name of a variable",
         "container=image": "container: image with cluster=local",
         "+cluster.partition=gpu": "cluster.partition: there is no such key",
         "recipes.lrr=1": "lrr: there is no such key: did you mean lr?",
@@ -155,3 +158,30 @@ def test_files_of_a_job_that_ran_are_not_replaced_by_a_dry_run(tmp_path: Path) -
         done = launcher(*RUN, f"base_results_dir={tmp_path}", *words)
         assert done.returncode == 2 and "is the folder of a job that ran with cluster=local" in done.stderr
     assert {path.name: path.read_text() for path in folder.iterdir()} == before
+
+
+def test_no_stage_runs_after_a_cancelled_training(tmp_path: Path) -> None:
+    stages = ["stages=[training,evaluation]", "+evaluation.command='touch \"$run_dir/evaluated\"'"]
+    done = launcher(*RUN, *stages, f"base_results_dir={tmp_path}", "dry_run=true")
+    assert done.returncode == 0, done.stderr
+    job = tmp_path / "debug"
+    (job / "supervise.py").write_text("")  # a training that is done at once
+    subprocess.run(["bash", str(job / "submit.sh")], check=True)
+    assert (job / "evaluated").exists()
+    (job / "evaluated").unlink()
+    (job / "supervise.py").write_text(f"open({str(job / 'cancelled')!r}, 'w')")  # one that is cancelled meanwhile
+    subprocess.run(["bash", str(job / "submit.sh")], check=True)
+    assert not (job / "evaluated").exists()
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"backend": "lo', '{"backend": "local"}', '{"backend": "x", "name": "a"}'])
+def test_a_damaged_job_file_is_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "job.json").write_text(text)
+    done = launcher("status", tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "job.json is damaged" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"status": "running"}'])
+def test_a_status_file_that_lacks_keys_is_no_traceback(tmp_path: Path, text: str) -> None:
+    (tmp_path / "status.json").write_text(text)
+    assert said(tmp_path) == ("running at iteration 0" if "running" in text else "nothing yet")

@@ -3,7 +3,7 @@
 set -euo pipefail
 files=/fsx/results/mine
 run_dir=${SMP_RUN_DIR:-/fsx/results/mine}
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export NCCL_DEBUG=WARN
 cd /code
 exec python3 "$files/supervise.py" node "$run_dir/status.json" -- \

@@ -3,8 +3,8 @@
 set -euo pipefail
 files=/fsx/results/llama-8b-8k-16n
 run_dir=${SMP_RUN_DIR:-/fsx/results/llama-8b-8k-16n}
-export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-^lo,docker0,veth}"
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-'^lo,docker0,veth'}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export NCCL_DEBUG=WARN
 cd /code
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}

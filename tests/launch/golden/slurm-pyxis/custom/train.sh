@@ -3,8 +3,8 @@
 set -euo pipefail
 files=/fsx/results/mine
 run_dir=${SMP_RUN_DIR:-/fsx/results/mine}
-export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-^lo,docker0,veth}"
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-'^lo,docker0,veth'}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export NCCL_DEBUG=WARN
 cd /code
 exec python3 "$files/supervise.py" node "$run_dir/status.json" -- \

@@ -3,10 +3,10 @@
 set -euo pipefail
 files=/fsx/results/mine
 run_dir=${SMP_RUN_DIR:-/fsx/results/mine}
-export FI_PROVIDER="${FI_PROVIDER:-efa}"
-export FI_EFA_USE_HUGE_PAGE="${FI_EFA_USE_HUGE_PAGE:-0}"
-export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-^lo,docker0,veth}"
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+export FI_PROVIDER=${FI_PROVIDER:-efa}
+export FI_EFA_USE_HUGE_PAGE=${FI_EFA_USE_HUGE_PAGE:-0}
+export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-'^lo,docker0,veth'}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export NCCL_DEBUG=WARN
 cd /code
 exec python3 "$files/supervise.py" node "$run_dir/status.json" -- \

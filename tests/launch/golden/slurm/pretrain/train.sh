@@ -3,10 +3,10 @@
 set -euo pipefail
 files=/fsx/results/llama-8b-8k-16n
 run_dir=${SMP_RUN_DIR:-/fsx/results/llama-8b-8k-16n}
-export FI_PROVIDER="${FI_PROVIDER:-efa}"
-export FI_EFA_USE_HUGE_PAGE="${FI_EFA_USE_HUGE_PAGE:-0}"
-export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-^lo,docker0,veth}"
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+export FI_PROVIDER=${FI_PROVIDER:-efa}
+export FI_EFA_USE_HUGE_PAGE=${FI_EFA_USE_HUGE_PAGE:-0}
+export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-'^lo,docker0,veth'}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export NCCL_DEBUG=WARN
 cd /code
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
