@@ -72,8 +72,6 @@ def asked_for(flags: Sequence[str], gpus: int) -> Config:
     """Settings that were decided, and without a batch size four samples on each GPU."""
     config = load_config([*flags, "--dry-run"], PRESETS)
     data = config.data
-    if config.model.mtp_num_layers is not None:
-        raise ConfigError("--mtp-num-layers: steps of multi-token prediction are not predicted yet; leave it out")
     if config.model.multi_latent_attention:
         raise ConfigError(
             "--multi-latent-attention: steps of latent attention are not predicted yet; pretrain_gpt.py --dry-run "

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from smp.kernels.registry import accumulation_dtype, define
 
@@ -29,12 +30,20 @@ def grouped_product(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor)
 
     ``counts``, int64 (experts,): rows of each, n in all; rows beyond would stay without a value.
     """
-    return _Product.apply(x, weight, counts)
+    return grouped_products(x, [weight], counts)[0]
+
+
+def grouped_products(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], counts: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """:func:`grouped_product` of the same rows with several weights. Gradients of x are summed where they are made."""
+    outputs: tuple[torch.Tensor, ...] = _Products.apply(x, counts, *weights)
+    return outputs
 
 
 def grouped_input_gradient(grad: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """(n, out) rows sorted by expert and weights (experts, out, in) -> (n, in), for who writes a backward pass."""
-    return _input_gradient_op(grad, weight, counts)
+    return _input_gradient_op([grad], [weight], counts)
 
 
 def grouped_weight_gradient(grad: torch.Tensor, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -65,19 +74,19 @@ def combine_rows(rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor,
     return _Combine.apply(rows, weights, order, inverse)
 
 
-class _Product(torch.autograd.Function):
+class _Products(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight, counts)
-        return _forward_op(x, weight, counts)
+    def forward(ctx: Any, x: torch.Tensor, counts: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(x, counts, *weights)
+        return tuple(_forward_op(x, weight, counts) for weight in weights)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        x, weight, counts = ctx.saved_tensors
-        grad = grad.contiguous()
-        dx = _input_gradient_op(grad, weight, counts) if ctx.needs_input_grad[0] else None
-        dw = _weight_gradient_op(grad, x, counts) if ctx.needs_input_grad[1] else None
-        return dx, dw, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, counts, *weights = ctx.saved_tensors
+        grads = tuple(grad.contiguous() for grad in grads)
+        dx = _input_gradient_op(grads, weights, counts) if ctx.needs_input_grad[0] else None
+        wanted = zip(grads, ctx.needs_input_grad[2:], strict=True)
+        return dx, None, *(_weight_gradient_op(grad, x, counts) if needed else None for grad, needed in wanted)
 
 
 class _AddRows(torch.autograd.Function):
@@ -112,6 +121,8 @@ class _Repeat(torch.autograd.Function):
             return grad.index_select(0, inverse), None, None, None
         choices = inverse.view(-1, ctx.k)
         # One choice after the other, in a fixed order: a sum over a reshaped dimension may be made in any.
+        if grad.dtype == accumulation_dtype(grad.dtype) and not grad.is_cuda:
+            return _sum_op(grad, choices), None, None, None
         total = grad.index_select(0, choices[:, 0]).to(accumulation_dtype(grad.dtype))  # (tokens, h)
         for i in range(1, ctx.k):
             total += grad.index_select(0, choices[:, i])
@@ -125,6 +136,8 @@ class _Combine(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(rows, weights, order, inverse)
         choices = inverse.view(weights.shape)
+        if not rows.is_cuda:
+            return _combine_op(rows, weights, choices)
         total = torch.zeros(len(weights), rows.shape[1], dtype=accumulation_dtype(rows.dtype), device=rows.device)
         for i in range(weights.shape[1]):
             # Likewise; the weights are fp32, so nothing rounds before the end.
@@ -134,12 +147,49 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         rows, weights, order, inverse = ctx.saved_tensors
-        k = weights.shape[1]
-        choices, wide = inverse.view(weights.shape), grad.to(accumulation_dtype(grad.dtype))
-        # Each row has one token, so this is a gather.
-        drows = (wide.index_select(0, order // k) * weights.flatten().index_select(0, order)[:, None]).to(rows.dtype)
-        dweights = [(wide * rows.index_select(0, choices[:, i])).sum(-1) for i in range(k)]
-        return drows, torch.stack(dweights, dim=1).to(weights.dtype), None, None
+        if not grad.is_cuda:
+            return *_combine_backward_op(grad, rows, weights, order, inverse), None, None
+        return *_combine_backward(grad, rows, weights, order, inverse), None, None
+
+
+def _combine_backward(
+    grad: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of rows and weights. Each row has one token, so this is a gather."""
+    wide, flat = grad.to(accumulation_dtype(grad.dtype)), weights.flatten()
+    given = wide.index_select(0, order // weights.shape[1])
+    dweights = (given * rows).sum(-1).index_select(0, inverse).view(weights.shape)
+    return (given * flat.index_select(0, order)[:, None]).to(rows.dtype), dweights.to(weights.dtype)
+
+
+_PIECE = 256
+"""Rows at a time on a CPU: what is made on the way stays in a core's cache, and takes no memory that is new."""
+
+
+def _combine_backward_in_pieces(
+    grad: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`_combine_backward`, the same bits."""
+    k, flat, dtype = weights.shape[1], weights.flatten(), accumulation_dtype(grad.dtype)
+    drows, sums = torch.empty_like(rows), flat.new_empty(len(rows), dtype=dtype)
+    pieces = (x.split(_PIECE) for x in (order, rows, drows, sums))
+    for own, part, out, dots in zip(*pieces, strict=True):
+        given = grad.index_select(0, own // k).to(dtype)
+        torch.sum(given * part, -1, out=dots)
+        out.copy_(given.mul_(flat.index_select(0, own)[:, None]))
+    return drows, sums.index_select(0, inverse).view(weights.shape).to(weights.dtype)
+
+
+def _combine(rows: torch.Tensor, weights: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
+    """The sum that :func:`combine_rows` is, in one pass of a kernel that keeps sums in registers."""
+    if rows.dtype == (wide := accumulation_dtype(rows.dtype)):
+        return F.embedding_bag(choices, rows, mode="sum", per_sample_weights=weights.to(wide))
+    y = rows.new_empty(len(weights), rows.shape[1])
+    for own, of_own, out in zip(choices.split(_PIECE), weights.split(_PIECE), y.split(_PIECE), strict=True):
+        gathered = rows.index_select(0, own.flatten()).to(wide)
+        there = torch.arange(own.numel(), device=rows.device).view(own.shape)
+        out.copy_(F.embedding_bag(there, gathered, mode="sum", per_sample_weights=of_own.to(wide)))
+    return y
 
 
 def counts_where_read(counts: torch.Tensor, x: torch.Tensor, *widths: int) -> torch.Tensor:
@@ -185,12 +235,26 @@ def _forward(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> tor
     return y
 
 
-def _input_gradient(grad: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    if (ends := _ends(grad, weight.shape[1:], counts)) is not None:
-        return torch._grouped_mm(grad, weight, offs=ends)
-    dx, start = grad.new_empty(grad.shape[0], weight.shape[2]), 0
+def _input_gradient(
+    grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], counts: torch.Tensor
+) -> torch.Tensor:
+    """The sum over the pairs."""
+    grad = grads[0]
+    if all(_ends(g, w.shape[1:], counts) is not None for g, w in zip(grads, weights, strict=True)):
+        ends = counts.cumsum(0, dtype=torch.int32)
+        dx, *others = (torch._grouped_mm(g, w, offs=ends) for g, w in zip(grads, weights, strict=True))
+        for other in others:
+            dx += other
+        return dx
+    dx, start = grad.new_empty(grad.shape[0], weights[0].shape[2]), 0
     for expert, count in occupied(grad, counts):
-        torch.mm(grad.narrow(0, start, count), weight[expert], out=dx.narrow(0, start, count))
+        own = dx.narrow(0, start, count)
+        for i, (g, weight) in enumerate(zip(grads, weights, strict=True)):
+            rows = g.narrow(0, start, count)
+            if i:
+                own.addmm_(rows, weight[expert])
+            else:
+                torch.mm(rows, weight[expert], out=own)
         start += count
     return dx
 
@@ -231,9 +295,9 @@ _forward_op = define(
     CompositeExplicitAutograd=_forward,
 )
 _input_gradient_op = define(
-    "grouped_input_gradient(Tensor grad, Tensor weight, Tensor counts) -> Tensor",
-    lambda grad, weight, counts: grad.new_empty(grad.shape[0], weight.shape[2]),
-    body=lambda grad, weight, counts: grad @ weight[0],
+    "grouped_input_gradient(Tensor[] grads, Tensor[] weights, Tensor counts) -> Tensor",
+    lambda grads, weights, counts: grads[0].new_empty(grads[0].shape[0], weights[0].shape[2]),
+    body=lambda grads, weights, counts: [g @ w[0] for g, w in zip(grads, weights, strict=True)],
     CompositeExplicitAutograd=_input_gradient,
 )
 _weight_gradient_op = define(
@@ -241,4 +305,19 @@ _weight_gradient_op = define(
     lambda grad, x, counts: x.new_empty(counts.shape[0], grad.shape[1], x.shape[1]),
     body=_as_one_expert,
     CompositeExplicitAutograd=_weight_gradient,
+)
+_combine_op = define(
+    "combine_rows(Tensor rows, Tensor weights, Tensor choices) -> Tensor",
+    lambda rows, weights, choices: rows.new_empty(weights.shape[0], rows.shape[1]),
+    CompositeExplicitAutograd=_combine,
+)
+_combine_backward_op = define(
+    "combine_rows_backward(Tensor grad, Tensor rows, Tensor weights, Tensor order, Tensor inverse) -> (Tensor, Tensor)",
+    lambda grad, rows, weights, order, inverse: (torch.empty_like(rows), torch.empty_like(weights)),
+    CompositeExplicitAutograd=_combine_backward_in_pieces,
+)
+_sum_op = define(
+    "sum_rows(Tensor x, Tensor choices) -> Tensor",
+    lambda x, choices: x.new_empty(choices.shape[0], x.shape[1]),
+    CompositeExplicitAutograd=lambda x, choices: F.embedding_bag(choices, x, mode="sum"),
 )

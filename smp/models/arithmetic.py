@@ -62,8 +62,9 @@ class ForwardFlops:
 
     layers: tuple[float, ...]
     embedding: float  # it copies and adds
-    head: float  # with the loss
-    further: float = 0.0  # layers of multi-token prediction, each with the output matrix once more
+    head: float  # with the loss, and so with that of each layer of multi-token prediction
+    further: float = 0.0  # blocks of those layers
+    around: float = 0.0  # what stands around them
 
     @property
     def layer(self) -> float:
@@ -83,8 +84,9 @@ def forward_flops(model: ModelConfig, seq_length: int) -> ForwardFlops:
     return ForwardFlops(
         layers=tuple(blocks),
         embedding=2 * model.hidden_size,
-        head=head,
-        further=number * (around + blocks[-1] + head),  # they are made as the last block
+        head=(1 + number) * head,
+        further=number * blocks[-1],  # they are made as the last one
+        around=number * around,
     )
 
 
@@ -114,7 +116,7 @@ def training_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: in
         ConfigError: the model's sizes do not fit together.
     """
     flops = forward_flops(resolve_model(replace(model, vocab_size=vocab_size)), seq_length)
-    return 3 * (sum(flops.layers) + flops.head + flops.further)
+    return 3 * (sum(flops.layers) + flops.head + flops.further + flops.around)
 
 
 def pair_training_flops(model: ModelConfig) -> int:

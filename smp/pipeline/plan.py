@@ -85,8 +85,9 @@ def _place(model: ModelConfig, parallel: ParallelConfig, stages: int, seq_length
         )
     flops, replays = forward_flops(model, seq_length), _replays(parallel)
     # A backward pass costs two forward passes.
-    layers = [layer * (1 + replays / 3) for layer in flops.layers]  # a step is 3 forward passes long, or 4
-    return balance(layers, stages, flops.embedding, flops.head + flops.further)
+    blocks = 1 + replays / 3  # a step is 3 forward passes long, or 4
+    layers = [layer * blocks for layer in flops.layers]
+    return balance(layers, stages, flops.embedding, flops.head + flops.further * blocks + flops.around)
 
 
 def _replays(parallel: ParallelConfig) -> int:
@@ -101,7 +102,8 @@ def _costs(part: ModelPart, config: Config, tokens: int) -> StageCosts:
     layers = sum(flops.layers[i] for i in part.layers) * tokens
     # Further predictions are computed by layers of their own, which lie beside the head.
     layers += part.head * flops.further * tokens
-    both, head = layers + part.embedding * flops.embedding * tokens, part.head * flops.head * tokens
+    both = layers + (part.embedding * flops.embedding + part.head * flops.around) * tokens
+    head = part.head * flops.head * tokens
     return StageCosts(both + 3 * head, both + _replays(config.parallel) * layers, both)
 
 

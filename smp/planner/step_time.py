@@ -15,8 +15,15 @@ from dataclasses import dataclass
 
 from smp.config import Config, Layout
 from smp.config.moe import has_experts
+from smp.config.mtp import further_layers
 from smp.models.arithmetic import forward_flops
-from smp.models.inventory import Parameter, block_parameters, inventory, vocabulary_matrix
+from smp.models.inventory import (
+    Parameter,
+    block_parameters,
+    inventory,
+    prediction_parameters,
+    vocabulary_matrix,
+)
 from smp.models.part import ModelPart, whole
 from smp.pipeline.plan import Plan
 from smp.pipeline.simulate import StageCosts, simulate
@@ -110,6 +117,7 @@ class StepModel:
         self.peak = device.peak if parallel.bf16 else device.peak / 2  # TF32
         self.blocks = [list(block_parameters(model, layer)) for layer in range(model.num_layers)]
         self.forward, self.backward = self._mean_passes()
+        self.predictions = len(further_layers(model))
 
     def predict(self) -> StepTime:
         """The step of the slowest rank."""
@@ -145,6 +153,18 @@ class StepModel:
             # Products and attention are kept; what lies between them is computed again.
             back += _Pass(elementwise=elementwise)
         return ahead, back
+
+    def _further(self) -> tuple[_Pass, _Pass]:
+        """Forward and backward pass of the layers of multi-token prediction without their losses: each is the last
+        block, and before it a projection between norms, which a rank computes of its own tokens."""
+        model, last = self.config.model, self.config.model.num_layers - 1
+        ahead, back = self._block_passes(self.blocks[last], experts=has_experts(model, last))
+        split = self.layout.tp if self.config.parallel.sequence_parallel else 1
+        products = sum(self._product(p) for p in prediction_parameters(model, 0)) / split
+        numbers = self.tokens * 10 * model.hidden_size / split  # three norms, and both results side by side
+        elementwise = numbers * self.width / (self.device.bandwidth * self.device.memory_share)
+        around = _Pass(products, elementwise=elementwise)
+        return (ahead + around) * self.predictions, (back + around * 2) * self.predictions
 
     def _product(self, parameter: Parameter) -> float:
         """Seconds of a linear layer's forward product on one rank, or of all its experts': of whole waves of tiles."""
@@ -255,16 +275,18 @@ class StepModel:
 
     def _head(self) -> _Pass:
         """The output layer and the loss of a micro-batch, forward and backward: three products; logits are read and
-        written about six times, in fp32."""
+        written about six times, in fp32. As often as there are predictions."""
         matrix = vocabulary_matrix(self.config.model, "head", has_product=True)
         rows, _ = matrix.local_shape(self.layout)
         passes = self.tokens * rows * 4 * 6 / (self.device.bandwidth * self.device.memory_share)
-        return _Pass(products=3 * self._product(matrix), elementwise=passes, tensor=self._tensor_collectives() / 2)
+        one = _Pass(products=3 * self._product(matrix), elementwise=passes, tensor=self._tensor_collectives() / 2)
+        return one * (1 + self.predictions)
 
     def _without_pipeline(self) -> StepTime:
         model, count = self.config.model, self.micro_batches
         layers = model.num_layers
-        work = ((self.forward + self.backward) * layers + self._head()) * count
+        ahead, back = self._further()
+        work = ((self.forward + self.backward) * layers + ahead + back + self._head()) * count
         parameters = self._parameters(whole(layers))
         return self._step(work, self._exposed_gathers() + self._replicas(parameters), 0.0, parameters)
 
@@ -274,7 +296,8 @@ class StepModel:
         gather, reduce_ = (
             sum(self._sharded(block, width) for block in self.blocks) / len(self.blocks) for width in (self.width, 4)
         )
-        layers, strategy = self.config.model.num_layers, self.config.parallel.data_parallel_sharding_strategy
+        layers = self.config.model.num_layers + self.predictions
+        strategy = self.config.parallel.data_parallel_sharding_strategy
         late_forward = max(0.0, gather - self.forward.total) * (layers - 1)
         late_backward = max(0.0, gather + reduce_ - self.backward.total) * (layers - 1)
         late_reduce = max(0.0, reduce_ - self.backward.total) * (layers - 1)
@@ -295,8 +318,9 @@ class StepModel:
     def _with_pipeline(self, plan: Plan) -> StepTime:
         """The simulator's step; of the busiest rank, its work, and as bubble what it waits."""
         head = self._head()
-        passes = [self.forward * part.count + head * (part.head / 3) for part in plan.parts]
-        backs = [self.backward * part.count + head * (part.head * 2 / 3) for part in plan.parts]
+        ahead, back = self._further()
+        passes = [self.forward * part.count + (ahead + head * (1 / 3)) * part.head for part in plan.parts]
+        backs = [self.backward * part.count + (back + head * (2 / 3)) * part.head for part in plan.parts]
         parameters = [self._parameters(part) for part in plan.parts]
         # Of a backward pass the input part has more: attention has no weights.
         costs = [

@@ -12,6 +12,7 @@ from smp.config import Config, Layout, to_yaml
 from smp.config.checks import notes_on_effects
 from smp.config.layer_pattern import hides_tokens, scores_flag
 from smp.config.moe import has_experts
+from smp.config.mtp import further_layers
 from smp.convert.adapters import TENSORS
 from smp.layers.context_parallel.cost import bytes_sent
 from smp.layers.head import CHUNK_BYTES
@@ -107,7 +108,9 @@ def _tried_steps(config: Config, layout: Layout, plan: Plan | None) -> list[Step
     data = config.data
     assert data.global_batch_size is not None, "resolved before"
     micro_batches = data.global_batch_size // (data.micro_batch_size * layout.data_parallel)
-    passes = config.model.num_layers * (min(micro_batches, MOST_MICRO_BATCHES) if plan is None else micro_batches)
+    passes = (config.model.num_layers + len(further_layers(config.model))) * (
+        min(micro_batches, MOST_MICRO_BATCHES) if plan is None else micro_batches
+    )
     passes *= 1 + config.has_pairs
     model = config.model
     # which of a sequence's tokens are on a process is not known without data

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from smp.config import Config, ConfigError
 from smp.config.context_parallel import exchange_sizes
-from smp.layers.context_parallel.auto import CPU, H100, choose_comm_type
+from smp.config.layer_pattern import layer_attention
+from smp.config.mtp import further_layers
+from smp.layers.context_parallel.auto import CPU, H100, Seen, choose_comm_type
 from smp.layers.context_parallel.choose import CommType
 from smp.layers.context_parallel.cost import Exchanged
 
@@ -55,13 +58,26 @@ def exchange_of(config: Config, device_type: str) -> Exchange:
             exchanged(config),
             data.seq_length,
             replace(machine, local=max(1, machine.local // parallel.tensor_model_parallel_size)),
-            window=None if config.model.window_attn_skip_freq else config.model.window_size,  # of layers that see most
-            document=min(DOCUMENT, data.seq_length) if data.reset_attention_mask else None,
-            compiled=parallel.compile,
+            _seen(config),
+            whole_only=parallel.compile and data.reset_attention_mask,
         )
     except ValueError as error:
         raise ConfigError(f"--cp-comm-type auto: {error}; leave out --compile") from None
     return Exchange(choice.best.kind, choice.best.heads_group, choice.lines)  # type: ignore[arg-type]
+
+
+def _seen(config: Config) -> Counter[Seen]:
+    """What a token sees, and in how many layers."""
+    model, data = config.model, config.data
+    assert data.seq_length is not None, "resolved before"
+    document = min(DOCUMENT, data.seq_length) if data.reset_attention_mask else None
+    found = Counter[Seen]()
+    for layer in (*range(model.num_layers), *further_layers(model)):
+        attention = layer_attention(model, layer)
+        chunk = None if attention.chunk is None or attention.chunk >= data.seq_length else attention.chunk
+        shorter = min((size for size in (document, chunk) if size is not None), default=None)
+        found[Seen(attention.window, shorter)] += 1
+    return found
 
 
 def exchanged(config: Config) -> Exchanged:

@@ -124,9 +124,9 @@ def fake_step(
         pp_rank: whose step.
         make_meter: from the groups' names. One that watches actions of a pipeline is its recorder.
     """
+    exchange = exchange_of(config, "cuda")  # the run's, which windows and chunks have a say in
     config = _plain(config)
     with _fake_group(layout, pp_rank * layout.world_size // layout.pp):
-        exchange = exchange_of(config, "cuda")
         context = build_context(
             layout, "cpu", sequence_parallel=config.parallel.sequence_parallel, heads_group=exchange.heads_group
         )

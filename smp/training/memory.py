@@ -11,13 +11,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from smp.config import Config, Layout
+from smp.config import Config, Layout, ModelConfig
 from smp.config.layer_pattern import scores_flag
 from smp.config.moe import has_experts
 from smp.config.mtp import further_layers
 from smp.config.qlora import packed_row_bytes
 from smp.config.schema import OptimizerConfig, ParallelConfig
-from smp.models.inventory import Parameter, block_parameters, inventory, vocabulary_matrix
+from smp.models.inventory import (
+    Parameter,
+    block_parameters,
+    inventory,
+    prediction_parameters,
+    vocabulary_matrix,
+)
 from smp.models.part import ModelPart, whole
 from smp.pipeline.plan import Plan
 from smp.pipeline.validate import peak_activations, peak_losses
@@ -82,8 +88,9 @@ def estimate_memory(
       --optimizer-cpu-offload they are on the host), 4 n / d for SGD with momentum and for the matrices that Muon
       trains, 0 for SGD without.
     - gathered: weights in compute precision that FSDP holds unsharded: two blocks (one in use, one on its way) and the
-      vocabulary matrix at the loss. Without FSDP (one data-parallel rank, no pipeline and no context parallelism) in
-      bf16 runs the cast weights, which layers keep for the backward pass (under recompute those of one block).
+      vocabulary matrix at the loss, with multi-token prediction also the embedding and its projections. Without FSDP
+      (one data-parallel rank, no pipeline and no context parallelism) in bf16 runs the cast weights, which layers keep
+      for the backward pass (under recompute those of one block).
     - secondary: with --zero-hpz-partition-size z the blocks' weights in compute precision, once more, / z.
     - reduced: the gradient of the largest unit, in compute precision and as the fp32 input of its reduction; without
       FSDP on its way to the sum.
@@ -92,7 +99,7 @@ def estimate_memory(
     - backward: as much as one whole block for the gradients in flight, under recompute one more for the replayed block.
     - logits: one chunk, whose gradient replaces it; logits of all tokens never exist. The output matrix's gradient,
       summed over chunks in fp32 and kept in compute precision from the forward pass, where the loss computes it: one
-      for each of the ``losses``.
+      for each of the ``losses``, with multi-token prediction so many times more as there are predictions.
 
     Of a pipeline's process n counts its own parts. Their gradients are whole, 4 n, until they are reduced, and the
     weights are gathered for the whole step (without --pipeline-reshard), as --data-parallel-sharding-strategy may have
@@ -117,56 +124,108 @@ def estimate_memory(
     """
     model, data, parallel = config.model, config.data, config.parallel
     assert data.seq_length is not None, "resolved before"
-    b, strategy = 2 if parallel.bf16 else 4, parallel.data_parallel_sharding_strategy
+    b = 2 if parallel.bf16 else 4
     tokens = tuned.rows * data.micro_batch_size * data.seq_length // layout.cp
     shards = layout.dp_shard * layout.cp
     parts = parts or (whole(model.num_layers),)
-    last = any(p.head for p in parts)
-    numbers = [*(i for part in parts for i in part.layers), *(further_layers(model) if last else ())]
-    layers = len(numbers)
-    mine = list(inventory(model, parts))
+    share = _Share.of(model, layout, parts)
     before_ep = replace(layout, ep=1, etp=None)  # ep takes from FSDP what it cuts
-    n = _elements(mine, before_ep)
-    whole_n = _elements(inventory(model, parts), layout)
-    blocks = [_elements(block_parameters(model, i), layout) for i in numbers]
-    block = max(blocks, default=0)
-    rows, hidden = vocabulary_matrix(model, "head", has_product=True).local_shape(layout)
-    vocabulary = rows * hidden if last or any(p.embedding for p in parts) else 0
-    adapters = tuned.adapters * layers // model.num_layers
+    n = _elements(share.parameters, before_ep)
+    adapters = tuned.adapters * len(share.layers) // model.num_layers
     trained, frozen = (adapters, n * (tuned.copies + 1)) if adapters else (n, n * tuned.copies)
-    largest = adapters // layers if adapters else max(block, vocabulary)
-    if not layout.has_fsdp:
-        gathered = 0 if b == 4 or tuned.adapters else _cast(parallel, blocks) + vocabulary
-        reduced = 4 if b == 4 else b + 4
-    else:
-        freed = strategy == "optim_grads_params" if layout.pp == 1 else parallel.pipeline_reshard
-        gathered = 2 * block + vocabulary if freed else whole_n
-        reduced = b + 4
-    kinds = {has_experts(model, i) for part in parts for i in part.layers} or {False}
-    one_block = max(_kept_per_token(config, layout, b, "none", fused=is_fused(config), experts=kind) for kind in kinds)
-    state = sum(_state_bytes(config.optim, p) * math.prod(p.local_shape(before_ep)) for p in mine)
+    state = sum(_state_bytes(config.optim, p) * math.prod(p.local_shape(before_ep)) for p in share.parameters)
     frozen_bytes: float = b * frozen
     if adapters:
         state = _state_bytes(config.optim, Parameter("layers.0.lora.a", (1, 1))) * adapters
-        frozen_bytes = (tuned.copies + 1) * sum(_frozen_bytes(p, layout, tuned, b) for p in mine)
-    at_once = layers * held / len(parts)
+        frozen_bytes = (tuned.copies + 1) * sum(_frozen_bytes(p, layout, tuned, b) for p in share.parameters)
+    at_once = len(share.layers) * held / len(parts)
     if parallel.offload_activations:
         at_once = min(at_once, parallel.activation_loading_horizon)
-    logits = last and not model.scalar_head  # a score's matrix is one row
-    chunk = min(tokens, max(1, chunk_bytes // (4 * rows))) * rows * b
-    head = 0 if adapters else vocabulary * (b * losses + (4 if b < 4 else 0))
     return MemoryEstimate(
         parameters=int(4 * trained + frozen_bytes) // shards,
-        gradients=4 * trained // shards if layout.pp == 1 and strategy != "optim" else 4 * (adapters or whole_n),
+        gradients=4 * trained // shards
+        if layout.pp == 1 and parallel.data_parallel_sharding_strategy != "optim"
+        else 4 * (adapters or share.elements),
         optimizer=int(state / shards),
-        gathered=b * gathered if tuned.in_4_bits is None else _gathered_in_4_bits(config, layout, parts, tuned),
-        reduced=reduced * largest,
-        activations=int(tokens * _activations_per_token(config, layout, b, at_once, last)),
-        backward=tokens * one_block * (1 if parallel.recompute_granularity == "none" else 2),
-        logits=logits * (chunk + head),
+        gathered=b * _gathered(config, layout, share, tuned)
+        if tuned.in_4_bits is None
+        else _gathered_in_4_bits(config, layout, parts, tuned),
+        reduced=(4 if b == 4 and not layout.has_fsdp else b + 4)
+        * (adapters // len(share.layers) if adapters else share.largest(layout)),
+        activations=int(tokens * _activations_per_token(config, layout, b, at_once, share)),
+        backward=tokens * _backward_per_token(config, layout, b, share),
+        logits=_logits(tokens, chunk_bytes, b, losses, share, trained=not adapters),
         accumulates=layout.pp > 1 or (data.global_batch_size or 1) > data.micro_batch_size * layout.data_parallel,
         secondary=_secondary(config, layout, tuned),
     )
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What a process has of a model, in elements.
+
+    Attributes:
+        layers: numbers of its layers, with those of multi-token prediction.
+        parameters: of all of it.
+        elements: of them.
+        blocks: of each layer.
+        rows: of its part of the vocabulary's matrix; 0: it has none.
+        vocabulary: of that.
+        further: how many layers of multi-token prediction are its own.
+        around: of what stands around the block of one.
+        matrices: of the vocabulary that are used at its loss: the output matrix, and for further layers the embedding.
+        head, scores: it has the loss, and that is one of scores.
+    """
+
+    layers: list[int]
+    parameters: list[Parameter]
+    elements: int
+    blocks: list[int]
+    rows: int
+    vocabulary: int
+    further: int
+    around: int
+    matrices: int
+    head: bool
+    scores: bool
+
+    @staticmethod
+    def of(model: ModelConfig, layout: Layout, parts: Sequence[ModelPart]) -> _Share:
+        """Of these parts."""
+        head = any(p.head for p in parts)
+        further = further_layers(model) if head else range(0)
+        layers = [*(i for part in parts for i in part.layers), *further]
+        parameters = list(inventory(model, parts))
+        rows, hidden = vocabulary_matrix(model, "head", has_product=True).local_shape(layout)
+        has_matrix = head or any(p.embedding for p in parts)
+        return _Share(
+            layers,
+            parameters,
+            _elements(parameters, layout),
+            [_elements(block_parameters(model, i), layout) for i in layers],
+            rows * has_matrix,
+            rows * hidden * has_matrix,
+            len(further),
+            _elements(prediction_parameters(model, 0), layout) if further else 0,
+            1 + (len(further) > 0 and model.untie_embeddings_and_output_weights),
+            head,
+            model.scalar_head,
+        )
+
+    @property
+    def block(self) -> int:
+        """The largest."""
+        return max(self.blocks, default=0)
+
+    @property
+    def ends(self) -> int:
+        """Used behind the blocks."""
+        return self.matrices * self.vocabulary + self.further * self.around
+
+    def largest(self, layout: Layout) -> int:
+        """What is reduced at once: a block, or a matrix; or with further layers the root's unit, which has the ends."""
+        together = self.further and layout.pp == 1 and layout.has_fsdp
+        return max(self.block, self.ends if together else self.vocabulary)
 
 
 def largest_memory(
@@ -188,6 +247,26 @@ def _elements(parameters: Iterable[Parameter], layout: Layout) -> int:
     return sum(math.prod(p.local_shape(layout)) for p in parameters)
 
 
+def _gathered(config: Config, layout: Layout, share: _Share, tuned: Tuned) -> int:
+    """Elements that are gathered, or without FSDP kept as they were cast."""
+    parallel = config.parallel
+    if not layout.has_fsdp:
+        return _cast(parallel, share.blocks) + share.ends if parallel.bf16 and not tuned.adapters else 0
+    freed = parallel.data_parallel_sharding_strategy == "optim_grads_params"
+    if layout.pp > 1:
+        freed = parallel.pipeline_reshard
+    return 2 * share.block + share.ends if freed else share.elements
+
+
+def _logits(tokens: int, chunk_bytes: int, b: int, losses: int, share: _Share, *, trained: bool) -> int:
+    """Bytes of a chunk, and of what is kept of the output matrix's gradients, one for each loss."""
+    if not share.head or share.scores:  # a score's matrix is one row
+        return 0
+    chunk = min(tokens, max(1, chunk_bytes // (4 * share.rows))) * share.rows * b
+    gradients = losses * (1 + share.further) * b + (4 if b < 4 else 0)
+    return chunk + (share.vocabulary * gradients if trained else 0)
+
+
 def _secondary(config: Config, layout: Layout, tuned: Tuned) -> int:
     """Of blocks, which are gathered twice; of experts where several of the neighbours have the same."""
     model, size = config.model, config.parallel.zero_hpz_partition_size
@@ -195,7 +274,8 @@ def _secondary(config: Config, layout: Layout, tuned: Tuned) -> int:
         return 0
     b, whole_layout = 2 if config.parallel.bf16 else 4, replace(layout, ep=1, etp=None)
     split = layout.tp // layout.expert_tp
-    blocks = [p for layer in range(model.num_layers) for p in block_parameters(model, layer)]
+    layers = (*range(model.num_layers), *further_layers(model))
+    blocks = [p for layer in layers for p in block_parameters(model, layer)]
     kept = [p for p in blocks if p.chosen is None or size * split // layout.ep > 1]
     return (sum(_frozen_bytes(p, whole_layout, tuned, b) for p in kept) + b * tuned.adapters) // size
 
@@ -267,13 +347,27 @@ def kept_by_block(config: Config, layout: Layout, tuned: Tuned = Tuned()) -> int
     return tuned.rows * data.micro_batch_size * data.seq_length // layout.cp * kept + cast
 
 
-def _activations_per_token(config: Config, layout: Layout, b: int, layers: float, head: bool) -> float:
-    """Bytes per token of a micro-batch, of ``layers`` and the output layer."""
+def _activations_per_token(config: Config, layout: Layout, b: int, layers: float, share: _Share) -> float:
+    """Bytes per token of a micro-batch, of ``layers`` that are as those of ``share`` on average, and the output layer.
+
+    A further layer of multi-token prediction keeps besides its block the embedding and both norms' results, 3 h_l,
+    input and output of its own norm (but of the last one's the output), and the gradient of what its loss reads, h.
+    """
     hidden, split = config.model.hidden_size, layout.tp if config.parallel.sequence_parallel else 1
-    model, recompute = config.model, config.parallel.recompute_granularity
-    kinds = [has_experts(model, i) for i in range(model.num_layers)]
-    kept = sum(_kept_per_token(config, layout, b, recompute, fused=is_fused(config), experts=kind) for kind in kinds)
-    return layers * kept / len(kinds) + head * b * (2 * hidden // split + 2 * hidden)
+    model, recompute, fused = config.model, config.parallel.recompute_granularity, is_fused(config)
+    kinds = [has_experts(model, i) for i in share.layers]
+    kept = sum(_kept_per_token(config, layout, b, recompute, fused=fused, experts=kind) for kind in kinds)
+    around = share.head * (2 * hidden // split + 2 * hidden)
+    if share.further:
+        around += share.further * (5 * hidden // split + hidden) - hidden // split
+    return (layers * kept / len(kinds) if kinds else 0) + b * around
+
+
+def _backward_per_token(config: Config, layout: Layout, b: int, share: _Share) -> int:
+    """Bytes per token of gradients in flight in the backward pass of a block, and of one that is replayed."""
+    kinds, fused = {has_experts(config.model, i) for i in share.layers} or {False}, is_fused(config)
+    block = max(_kept_per_token(config, layout, b, "none", fused=fused, experts=kind) for kind in kinds)
+    return block if config.parallel.recompute_granularity == "none" else 2 * block
 
 
 def _kept_per_token(

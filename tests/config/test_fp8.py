@@ -17,6 +17,13 @@ FP8 = "--fp8-format hybrid --bf16 "
 FP4 = "--fp8-format e2m1 --fp8-recipe nvfp4 --bf16 "
 
 
+ALONE = FP8 + (
+    "--num-experts 4 --moe-ffn-hidden-size 64 --tensor-model-parallel-size 4 --sequence-parallel "
+    "--expert-tensor-parallel-size 1 "
+)
+"""Nothing but experts can be sharded."""
+
+
 def read(flags: str, processes: int = 4) -> Config:
     return read_settings((BASE + flags).split(), PRESETS, processes)
 
@@ -35,6 +42,7 @@ def read(flags: str, processes: int = 4) -> Config:
         FP8 + "--multi-latent-attention --kv-lora-rank 32 --tensor-model-parallel-size 2 --sequence-parallel",
         FP8 + "--num-experts 4 --moe-ffn-hidden-size 64 --expert-model-parallel-size 2",
         FP8 + "--num-experts 4 --moe-ffn-hidden-size 64 --compile",
+        ALONE + "--expert-model-parallel-size 2 --fp8-param-gather",  # experts alone are sharded, over two processes
     ],
 )
 def test_what_works_is_taken(flags: str) -> None:
@@ -52,6 +60,7 @@ def test_what_works_is_taken(flags: str) -> None:
         (FP8 + "--fp8-recipe rowwise --fp8-param-gather", "--fp8-param-gather has no effect without --fp8-recipe"),
         ("--fp8-param-gather", "--fp8-param-gather has no effect without --fp8-format"),
         (FP8 + "--fp8-param-gather --hybrid-shard-degree 1", "no weights are sharded"),
+        (ALONE + "--expert-model-parallel-size 4 --fp8-param-gather", "no weights are sharded"),
         (
             FP8 + "--fp8-param-gather --data-parallel-collectives hierarchical",
             "--data-parallel-collectives hierarchical has gathers of its own",

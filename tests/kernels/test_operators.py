@@ -32,7 +32,10 @@ CALLS = {
     "rope": (Q, K, COS, COS, True, "torch"),
     "rope_": (Q, K, COS, COS, False, "torch"),
     "grouped_product": (X, torch.randn(3, 4, 8), COUNTS),
-    "grouped_input_gradient": (torch.randn(6, 4), torch.randn(3, 4, 8), COUNTS),
+    "grouped_input_gradient": ([torch.randn(6, 4)] * 2, [torch.randn(3, 4, 8)] * 2, COUNTS),
+    "combine_rows": (X, torch.rand(3, 2), torch.tensor([[3, 1], [0, 2], [5, 4]])),
+    "combine_rows_backward": (torch.randn(3, 8), X, torch.rand(3, 2), torch.arange(6), torch.arange(6)),
+    "sum_rows": (X, torch.tensor([[3, 1], [0, 2], [5, 4]])),
     "grouped_weight_gradient": (torch.randn(6, 4), X, COUNTS),
 }
 

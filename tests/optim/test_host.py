@@ -113,6 +113,25 @@ def test_a_gradient_that_left_and_was_replaced_is_an_error() -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_gradients_of_a_step_that_was_not_made_are_given_up(again: bool) -> None:
+    """They had left already, for some parameters; the next step is of its own gradients, that leave or do not."""
+    weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = HostAdamW([{"params": weights}], HostCopier(), lr=0.1)
+    optimizer.stream()
+    (1e3 * sum(weight.sum() for weight in weights)).backward()  # type: ignore[union-attr]
+    optimizer.scale([], torch.tensor(0.0))
+    optimizer.zero_grad()
+    assert [weight.grad for weight in weights] == [None, None]
+    if again:
+        optimizer.stream()
+    (2 * weights[0].sum()).backward()
+    optimizer.step()
+    moments = optimizer.state[weights[0]]["exp_avg"]
+    assert torch.allclose(moments, torch.full((3,), 0.2)) and weights[1] not in optimizer.state
+    assert torch.equal(weights[1], torch.ones(3)) and not torch.equal(weights[0], weights[1])
+
+
 def test_what_is_copied_is_counted() -> None:
     """Each step a gradient out and a weight back; weights out once, and one more when it was changed."""
     copier = HostCopier()

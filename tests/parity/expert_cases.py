@@ -137,6 +137,7 @@ def fast_cases() -> list[Case]:
         _row(2, 2, "deepseek", "tp and sp", "full", further=2, clip=True),
         _row(1, 1, "latent", "zb-v", further=1),
         _row(2, 1, "sigmoid", "cp", accumulation=3, further=1, packed=True),
+        _row(2, 1, "llama4", "cp", "full", further=1, packed=True),
     ]
 
 
@@ -168,6 +169,8 @@ def slow_cases() -> list[Case]:
         _row(2, 2, "gpt-oss", "1f1b", further=2, clip=True),
         _row(1, 2, "qwen2", "interleaved", further=1, tied=True),
         _row(2, 2, "capacity", "tp", "full", further=1),
+        _row(2, 2, "llama4", "tp and etp 1", "selective", 3, further=2),
+        _row(2, 2, "llama4", "zb-v", further=1),
         _row(2, 1, "latent", "tp and etp 1", further=2, cp=2),
         _row(2, 2, "top-1", "zb-h1", "full", tp=2, sp=True, further=1),
         *(_row(1, 1, "llama4", "cp", exchange=kind, dropout=True) for kind in ("all_gather", "a2a")),

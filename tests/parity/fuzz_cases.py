@@ -42,8 +42,16 @@ EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24",
     "--num-experts 8 --moe-router-topk 2 --moe-router-score-function sigmoid --moe-layer-freq 2 --moe-z-loss-coeff .01",
     "--num-experts 4 --moe-router-topk 1 --moe-router-pre-softmax --moe-shared-expert-intermediate-size 16",
+    "--num-experts 8 --moe-router-topk 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5 --mtp-num-layers 1",
+    "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff .01 "
+    "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate",
+    "--num-experts 4 --moe-router-topk 2 --moe-expert-capacity-factor 1.0 --moe-token-drop-policy position",
+    "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type sinkhorn --moe-layer-freq 2",
+    "--num-experts 4 --moe-router-topk 1 --moe-router-score-function sigmoid --moe-apply-probs-on-input "
+    "--attention-chunk-size 6 --no-rope-freq 2 --moe-expert-capacity-factor 1.5 --moe-pad-expert-input-to-capacity",
 )
-"""Without the balancing loss, which docs/moe.md says depends on the size of a micro-batch."""
+"""Without the balancing losses that docs/moe.md says depend on the number of micro-batches."""
 SCHEDULES = (
     "--lr-decay-style constant",
     "--lr-decay-style cosine --min-lr 1e-3",

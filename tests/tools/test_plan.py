@@ -170,6 +170,31 @@ def test_on_an_ideal_device_experts_take_the_flops_of_those_that_a_token_gets() 
     assert (time.products + shared) * IDEAL.peak == pytest.approx(flops * 2 * 4096, rel=0.01)
 
 
+LAST = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*6|t*10L"
+
+
+@pytest.mark.parametrize(("flags", "world"), [("", 1), (LAST, 2)])
+def test_further_predictions_take_their_flops(flags: str, world: int) -> None:
+    """A block, a projection and the output matrix for each, alone and in the last stage of a pipeline."""
+    times, flops = [], []
+    for further in ("", "--mtp-num-layers 2"):
+        resolved, layout = config(
+            f"--model llama3.2-1b --seq-length 4096 --global-batch-size 8 {flags} {further}", world
+        )
+        plan = plan_pipeline(resolved, layout) if layout.pp > 1 else None
+        times.append(StepModel(resolved, layout, IDEAL, plan).predict())
+        flops.append(training_flops_per_token(resolved.model, 4096, 128256))
+    plain, ahead = times
+    shared = (ahead.attention - plain.attention) * 3 / (1 + 2.5 / 0.85)
+    grown = (flops[1] - flops[0]) * 8 * 4096
+    assert (ahead.products - plain.products + shared) * IDEAL.peak == pytest.approx(grown, rel=0.01)
+
+
+def test_further_predictions_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*EIGHT.split(), "--mtp-num-layers", "1", "--micro-batch-size", "1", "--top", "1"]) == 0
+    assert "--mtp-num-layers 1" in capsys.readouterr().out
+
+
 def test_this_machines_processor_is_planned_with_times_of_calls(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import finetune
+from smp.checkpoint.entries import CheckpointError
+from smp.checkpoint.folder import LocalFolder
+from smp.config import ModelConfig, resolve_model
 from smp.data.tokenizer_files import load_tokenizer
+from smp.training.adapter_files import _require_same_model
 from tests.training.flag_runs import clean_process, run_here
 from tests.training.tiny_hf import WORDS, write_model, write_samples, write_tokenizer
 from tools.convert_checkpoint import main as convert
@@ -91,3 +96,12 @@ def test_adapters_of_another_model_are_refused_in_one_line(
         assert merge_lora(["--load", "small", "--adapter", adapter, "--save", own]) == 0
         assert json.loads(Path(own, "config.json").read_text())["num_hidden_layers"] == 1
         capsys.readouterr()
+
+
+def test_adapters_fit_a_model_whatever_it_predicts_further(tmp_path: Path) -> None:
+    """Fine-tuning leaves those layers out, so an adapter's model has none; all else has to be equal."""
+    adapters = resolve_model(ModelConfig(vocab_size=100, num_layers=2))
+    (tmp_path / "manifest.json").write_text(json.dumps({"extra": {"config": vars(adapters)}}))
+    _require_same_model(LocalFolder(tmp_path), replace(adapters, mtp_num_layers=1))
+    with pytest.raises(CheckpointError, match="one with --num-layers 2, this one has 3"):
+        _require_same_model(LocalFolder(tmp_path), replace(adapters, num_layers=3, mtp_num_layers=1))

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,10 +27,12 @@ from smp.models.presets import PRESETS
 from smp.optim import optimizer as optimizer_module
 from smp.parallel import collectives
 from smp.pipeline.plan import plan_pipeline
+from smp.pipeline.validate import peak_activations, peak_losses
 from smp.training import run as run_module
 from smp.training.build import choose_backends
 from smp.training.exchange import exchange_of, exchanged
 from smp.training.fake_step import StepMeasures, fake_step, gpu_kernels
+from smp.training.memory import estimate_memory
 from smp.training.pretraining import pretraining
 from smp.training.process import Process
 from smp.training.run import Run
@@ -242,3 +244,77 @@ def test_what_attention_exchanges_is_what_the_formula_says(kind: str, cp: int, r
     tokens, group = 2 * 256 // cp, 2
     numbers = 8 * tokens * (group - 1) if "a2a" in kind else 0
     assert sent == (forward + each.backward + numbers) * micro_batches
+
+
+FURTHER = "--num-layers 4 --hidden-size 1024 --ffn-hidden-size 2816 --num-attention-heads 8 --seq-length 2048 "
+FURTHER += "--vocab-size 32000 "
+
+
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [
+        (1, ""),
+        (1, "--bf16 --recompute-granularity selective"),
+        (1, "--bf16 --no-untie-embeddings-and-output-weights"),
+        (4, "--bf16"),
+        (4, "--bf16 --zero-hpz-partition-size 2"),
+        (4, "--tensor-model-parallel-size 2 --sequence-parallel --bf16"),
+    ],
+)
+def test_the_formula_follows_layers_that_predict_further(world: int, flags: str) -> None:
+    """What each of two takes more, beside a step on fake tensors."""
+    steps, estimates = [], []
+    for more in ("", " --mtp-num-layers 1", " --mtp-num-layers 2"):
+        config = settings(FURTHER + flags + more, world)
+        layout = Layout.from_config(config.parallel, world)
+        steps.append(fake_step(config, layout, gpu_kernels(config), CHUNK_BYTES["cuda"]))
+        estimates.append(estimate_memory(config, layout, CHUNK_BYTES["cuda"]))
+    for step, estimate in zip(steps, estimates, strict=True):
+        assert estimate.total == pytest.approx(step.peak, rel=0.03) and estimate.parameters == step.parameters
+        assert estimate.secondary == pytest.approx(step.secondary, rel=1e-3)
+    grown, said = (
+        [two - one for one, two in pairwise(peaks)] for peaks in ([s.peak for s in steps], [e.total for e in estimates])
+    )
+    assert said == pytest.approx(grown, rel=0.2) and said[1] == pytest.approx(grown[1], rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "flags", ["", "--pipeline-reshard", "--num-experts 8 --moe-layer-freq [0,0,0,1] --moe-ffn-hidden-size 512"]
+)
+def test_the_formula_follows_them_in_the_last_stage(flags: str) -> None:
+    """Also where the stage has no layer of its own: what its layers are is read from the further ones."""
+    config = settings(f"{FURTHER} {PIPE} --bf16 --mtp-num-layers 2 {flags}", 2)
+    layout = Layout.from_config(config.parallel, 2)
+    plan = plan_pipeline(config, layout)
+    held, losses = peak_activations(plan.training)[1], peak_losses(plan.training)
+    found = fake_step(config, layout, gpu_kernels(config), CHUNK_BYTES["cuda"], plan, 1)
+    estimate = estimate_memory(config, layout, CHUNK_BYTES["cuda"], list(plan.stages_of(1).values()), held, losses)
+    assert estimate.total == pytest.approx(found.peak, rel=0.03)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_what_a_plan_says_of_the_last_stage_is_what_it_computes(recompute: str) -> None:
+    """FLOPs with those of further predictions, whose matrices' gradients come in the forward pass."""
+    flags = f"{FURTHER} {PIPE} --seq-length 128 --recompute-granularity {recompute} "
+    flags += "--pipeline-model-parallel-layout Ett|ttL"
+    said, counted = [], []
+    for more in ("", " --mtp-num-layers 1", " --mtp-num-layers 2"):
+        config = settings(flags + more, 2)
+        layout = Layout.from_config(config.parallel, 2)
+        plan = plan_pipeline(config, layout)
+        said.append(plan.costs[1].total * plan.training.micro_batches)
+        counted.append(fake_step(config, layout, gpu_kernels(config), CHUNK_BYTES["cuda"], plan, 1).counts.flops)
+    for one in range(2):
+        assert said[one + 1] - said[one] == pytest.approx(counted[one + 1] - counted[one], rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind"), [("", "p2p"), ("--attention-chunk-size 32", "a2a"), ("--window-size 8", "a2a")]
+)
+def test_windows_and_chunks_choose_the_exchange_of_a_dry_run(flags: str, kind: str) -> None:
+    """They are left out of its attention, and still say what attention sends."""
+    sizes = "--num-layers 1 --hidden-size 512 --num-attention-heads 16 --num-query-groups 2 --seq-length 16384 --bf16 "
+    flags = f"{sizes} --max-position-embeddings 16384 --context-parallel-size 4 {flags} --cp-comm-type"
+    chosen, told = (settings(f"{flags} {way}", 4) for way in ("auto", kind))
+    assert exchange_of(chosen, "cuda").kind == kind
+    assert fake(chosen, 4).counts.traffic == fake(told, 4).counts.traffic

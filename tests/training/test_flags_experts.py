@@ -226,3 +226,13 @@ def test_experts_move_between_processes(tmp_path: Path) -> None:
         assert other.keys() == first.keys()
         assert [name for name in first if not torch.equal(first[name], other[name])] == []
     assert max(abs(loss / losses[0] - 1) for loss in losses) < 1e-5
+
+
+def test_the_share_of_further_predictions_may_change_on_a_resume(tmp_path: Path) -> None:
+    flags = "--mtp-num-layers 1 --mtp-loss-scaling-factor"
+    first = run_here(tmp_path, f"{flags} 0.1 --train-iters 2 --save {tmp_path}/saved")
+    second = run_here(tmp_path, f"{flags} 0.3 --train-iters 3 --load {tmp_path}/saved")
+    assert (first.code, second.code) == (0, 0), second.err
+    assert "note: mtp_loss_scaling_factor was 0.1 in the checkpoint and is 0.3 now" in second.out
+    other = run_here(tmp_path, f"--mtp-num-layers 2 --train-iters 3 --load {tmp_path}/saved")
+    assert other.code == 2 and "the checkpoint was trained with --mtp-num-layers 1, this run has 2" in other.err

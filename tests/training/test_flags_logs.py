@@ -10,8 +10,11 @@ import pytest
 
 from smp.config import Config, DataConfig, Layout, ParallelConfig, TrainingConfig
 from smp.config.checks import notes_on_effects
+from smp.models.presets import PRESETS
 from smp.training.console import LONGEST, short_line
+from smp.training.describe import describe
 from smp.training.meter import Meter
+from smp.training.settings import read_settings
 from tests.training.flag_runs import proves, run_here
 from tests.training.test_metrics import RECORD
 from tests.training.tiny_hf import WORDS, write_model, write_tokenizer
@@ -112,6 +115,17 @@ def test_a_dry_run_has_one_meaning_for_each_flop_and_says_what_its_step_leaves_o
     more = "--no-mock-data --data-path texts.jsonl --reset-attention-mask --window-size 4 --dry-run"
     left = run_here(tmp_path, more)
     assert "# documents are left out of it: " in left.out and "# the window is left out of it: " in left.out, left.err
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("backend", ["auto", "math"])
+def test_a_dry_run_says_whether_chunks_are_in_its_attention(cp: int, backend: str) -> None:
+    """Those of whole sequences are in the mask of math; a cut's are counted, which needs numbers."""
+    flags = "--mock-data --vocab-size 60 --num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
+    flags += f"--train-iters 1 --attention-chunk-size 4 --attention-backend {backend} --context-parallel-size {cp}"
+    told = describe(read_settings(flags.split(), PRESETS, cp), cp)
+    left_out = "# the chunks are left out of it: its attention is over all tokens before" in told
+    assert left_out == (cp > 1 or backend == "auto") and "that was run on tensors without data" in told
 
 
 def test_a_phase_ends_also_with_an_error() -> None:

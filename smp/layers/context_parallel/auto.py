@@ -7,7 +7,7 @@ behind the heads before; an all-to-all hides behind nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from smp.layers.context_parallel.cost import Exchanged, bytes_sent, key_copies
@@ -50,8 +50,21 @@ CPU = Machine(flops=50e9, inside=2e9, between=1e9, message=300e-6, call=50e-6, o
 
 
 @dataclass(frozen=True)
+class Seen:
+    """What a token of a layer sees of those before it.
+
+    Attributes:
+        window: itself and so many before; None: all.
+        document: mean length of documents, or of chunks, which are as documents; None: a sequence is one.
+    """
+
+    window: int | None = None
+    document: int | None = None
+
+
+@dataclass(frozen=True)
 class Estimate:
-    """Of one layer and micro-batch, forward and backward.
+    """Of the mean layer and a micro-batch, forward and backward.
 
     Attributes:
         kind, heads_group: --cp-comm-type, and of a2a+p2p the ranks that exchange heads.
@@ -72,6 +85,11 @@ class Estimate:
         """Seconds beside the computation itself, which all ways share."""
         return self.waiting + self.calls
 
+    def plus(self, other: Estimate, times: float) -> Estimate:
+        """With ``times`` of another one of the same way."""
+        parts = {name: getattr(self, name) + times * getattr(other, name) for name in ("exchange", "waiting", "calls")}
+        return replace(self, **parts)
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -81,30 +99,23 @@ class Choice:
     lines: tuple[str, ...]
 
 
-def attention_flops(of: Exchanged, length: int, *, window: int | None = None, document: int | None = None) -> float:
+def attention_flops(of: Exchanged, length: int, seen: Seen) -> float:
     """Of one layer's forward pass on one process, causal: 4 x head_dim for each head and pair that is seen.
 
     Args:
         of: sizes.
         length: of whole sequences.
-        window: of the layer.
-        document: mean length of documents; None: as long as a sequence.
+        seen: what a token sees.
     """
-    longest = min(length, document or length)
-    seen = (longest + 1) / 2
+    longest, window = min(length, seen.document or length), seen.window
+    pairs = (longest + 1) / 2
     if window is not None and window < longest:
-        seen = window - window * (window - 1) / (2 * longest)  # the first tokens have fewer before them
-    return 4.0 * of.head_dim * of.heads * of.tokens * seen
+        pairs = window - window * (window - 1) / (2 * longest)  # the first tokens have fewer before them
+    return 4.0 * of.head_dim * of.heads * of.tokens * pairs
 
 
 def choose_comm_type(
-    of: Exchanged,
-    length: int,
-    machine: Machine,
-    *,
-    window: int | None = None,
-    document: int | None = None,
-    compiled: bool = False,
+    of: Exchanged, length: int, machine: Machine, layers: Mapping[Seen, int] | None = None, *, whole_only: bool = False
 ) -> Choice:
     """The cheapest of p2p, all_gather, a2a and a2a+p2p that this model can use.
 
@@ -112,19 +123,19 @@ def choose_comm_type(
         of: sizes of one layer's attention on one process.
         length: of whole sequences.
         machine: what links and kernels do.
-        window: of the layers.
-        document: mean length of documents; None: a sequence is one document.
-        compiled: blocks go through torch.compile, where documents exclude what computes them block by block.
+        layers: how many see what; None: all see all.
+        whole_only: only what computes whole sequences can be used.
     """
-    flops = attention_flops(of, length, window=window, document=document)
-    documents = 1 if document is None else max(of.cp * of.tokens // document, 1)
-    found = [_estimate(kind, size, of, flops, documents, machine) for kind, size in _ways(of, compiled and document)]
+    layers = layers or {Seen(): 1}
+    shares = {seen: number / sum(layers.values()) for seen, number in layers.items()}
+    found = [_of_layers(kind, size, of, length, shares, machine) for kind, size in _ways(of, whole_only=whole_only)]
     if not found:
         raise ValueError(f"{of.heads} heads on each of {of.cp} processes: nothing takes documents under torch.compile")
     # The first of equals, see ``_ways``.
     best = min(found, key=lambda estimate: estimate.cost)
-    seconds = (1 + BACKWARD) * flops / machine.flops
-    lines = [f"context parallelism of {of.cp}, one layer: {1e3 * seconds:.3g} ms of attention; beside it", _HEADER]
+    flops = sum(share * attention_flops(of, length, seen) for seen, share in shares.items())
+    seconds, which = (1 + BACKWARD) * flops / machine.flops, "one layer" if len(shares) == 1 else "the mean layer"
+    lines = [f"context parallelism of {of.cp}, {which}: {1e3 * seconds:.3g} ms of attention; beside it", _HEADER]
     lines += [_row(estimate, chosen=estimate is best) for estimate in found]
     return Choice(best, tuple(lines))
 
@@ -138,7 +149,7 @@ def _row(e: Estimate, *, chosen: bool) -> str:
     return f"  {name:<16} {numbers}{'   chosen' * chosen}"
 
 
-def _ways(of: Exchanged, whole_only: int | bool | None) -> Iterator[tuple[str, int]]:
+def _ways(of: Exchanged, *, whole_only: bool) -> Iterator[tuple[str, int]]:
     """(kind, ranks that exchange heads); of equals the first is chosen: an all-to-all has the bits of one rank."""
     if of.heads % of.cp == 0:
         yield "a2a", of.cp
@@ -149,6 +160,18 @@ def _ways(of: Exchanged, whole_only: int | bool | None) -> Iterator[tuple[str, i
     for size in range(2, of.cp):
         if of.cp % size == 0 and of.heads % size == 0:
             yield "a2a+p2p", size
+
+
+def _of_layers(
+    kind: str, size: int, of: Exchanged, length: int, shares: Mapping[Seen, float], machine: Machine
+) -> Estimate:
+    """One way, of the mean layer."""
+    sent = sum(bytes_sent(kind, replace(of, heads_group=size if kind == "a2a+p2p" else 1)))
+    mean = Estimate(kind, size, sent, 0.0, 0.0, 0.0)
+    for seen, share in shares.items():
+        documents = 1 if seen.document is None else max(of.cp * of.tokens // seen.document, 1)
+        mean = mean.plus(_estimate(kind, size, of, attention_flops(of, length, seen), documents, machine), share)
+    return mean
 
 
 def _estimate(kind: str, size: int, of: Exchanged, flops: float, documents: int, machine: Machine) -> Estimate:

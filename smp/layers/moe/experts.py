@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from smp.kernels import TORCH, Kernels
-from smp.kernels.grouped import add_rows_of_groups, counts_where_read, grouped_product
+from smp.kernels.grouped import add_rows_of_groups, counts_where_read, grouped_products
 from smp.kernels.quick_geglu import QuickGeglu
 from smp.kernels.swiglu import swiglu
 from smp.layers.fp8.grouped import scaled_experts
@@ -96,7 +96,7 @@ def apply_experts(
     if scalings:
         outputs = scaled_experts(rows, weights, counts, scalings[0].of_call(scalings))
     else:
-        outputs = tuple(grouped_product(rows, weight, counts) for weight in weights)
+        outputs = grouped_products(rows, weights, counts)
     outputs = tuple(
         y if projection.bias is None else projection.add_bias(y, counts)
         for projection, y in zip(projections, outputs, strict=True)

@@ -9,16 +9,19 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d as c10d
 
+from smp.config import load_config, resolve
 from smp.kernels.attention_core import FusedAttention
 from smp.kernels.token_layout import TokenLayout
 from smp.layers import context_parallel_attention
-from smp.layers.context_parallel.auto import CPU, H100, attention_flops, choose_comm_type
+from smp.layers.context_parallel.auto import CPU, H100, Seen, attention_flops, choose_comm_type
 from smp.layers.context_parallel.cost import Exchanged, bytes_sent
 from smp.parallel import collectives
+from smp.training.exchange import exchange_of
 from tests.distributed import run_distributed
 from tests.layers.context_parallel.plain import Case
 from tests.layers.context_parallel.test_methods import mesh_of, methods_of
 
+ALL = Seen()
 LLAMA = Exchanged(tokens=131072 // 8, heads=32, groups=8, head_dim=128, element=2, cp=8)
 
 
@@ -94,26 +97,62 @@ def test_flops_are_those_of_the_pairs_that_are_seen() -> None:
     for window, ids, document in ((None, None, None), (10, None, None), (None, [64] * 4, 64), (10, [64] * 4, 64)):
         documents = None if ids is None else torch.arange(4).repeat_interleave(64)[None]
         pairs = Case(256, 2, 1, documents, batch=1).cut(4).work(window).double().mean()
-        flops = attention_flops(sizes, 256, window=window, document=document)
+        flops = attention_flops(sizes, 256, Seen(window, document))
         assert flops == pytest.approx(4 * 8 * 2 * float(pairs))
 
 
-def chosen(of: Exchanged, length: int = 131072, machine: Any = H100, **options: Any) -> str:
-    return choose_comm_type(of, length, machine, **options).best.kind
+def chosen(of: Exchanged, seen: Seen = ALL, length: int = 131072, machine: Any = H100, **options: Any) -> str:
+    return choose_comm_type(of, length, machine, {seen: 1}, **options).best.kind
 
 
 def test_the_choice_follows_heads_links_windows_and_documents() -> None:
     assert chosen(LLAMA) in ("p2p", "all_gather")  # hidden behind 131,072 tokens
-    assert chosen(LLAMA, window=1024) == "a2a+p2p"  # little to hide behind: few bytes, part of them hidden
-    assert chosen(LLAMA, window=16) == "a2a"  # nothing to hide behind: fewest bytes
+    assert chosen(LLAMA, Seen(1024)) == "a2a+p2p"  # little to hide behind: few bytes, part of them hidden
+    assert chosen(LLAMA, Seen(16)) == "a2a"  # nothing to hide behind: fewest bytes
     odd = replace(LLAMA, heads=12, groups=12)
-    assert chosen(odd, window=1024) == "a2a+p2p"  # 8 ranks cannot share 12 heads, 4 can
-    assert "a2a" not in {choose_comm_type(replace(LLAMA, heads=9, groups=9), 131072, H100, window=9).best.kind}
-    many = chosen(replace(LLAMA, tokens=2048), 16384, CPU, document=64)
+    assert chosen(odd, Seen(1024)) == "a2a+p2p"  # 8 ranks cannot share 12 heads, 4 can
+    assert chosen(replace(LLAMA, heads=9, groups=9), Seen(9)) != "a2a"
+    many = chosen(replace(LLAMA, tokens=2048), Seen(document=64), 16384, CPU)
     assert many == "a2a"  # one call for all documents
-    assert chosen(LLAMA, document=4096, compiled=True) == "a2a"
+    assert chosen(LLAMA, Seen(document=4096), whole_only=True) == "a2a"
     with pytest.raises(ValueError, match="nothing takes documents under torch.compile"):
-        choose_comm_type(odd, 131072, H100, document=4096, compiled=True)
+        choose_comm_type(odd, 131072, H100, {Seen(document=4096): 1}, whole_only=True)
+
+
+def test_a_mean_over_layers_decides() -> None:
+    """Some layers with chunks and some that see all, as Llama 4 has them: costs are those of each, by their number."""
+    whole, chunks = Seen(), Seen(document=1024)
+    each = {seen: choose_comm_type(LLAMA, 131072, H100, {seen: 1}) for seen in (whole, chunks)}
+    mixed = choose_comm_type(LLAMA, 131072, H100, {whole: 2, chunks: 2})
+    assert (each[whole].best.kind, each[chunks].best.kind) == ("p2p", "a2a") and mixed.best.kind == "a2a+p2p"
+    assert mixed.lines[0].startswith("context parallelism of 8, the mean layer: ")
+    times = {seen: float(choice.lines[0].split(": ")[1].split()[0]) for seen, choice in (*each.items(), (None, mixed))}
+    assert times[None] == pytest.approx((times[whole] + times[chunks]) / 2, rel=0.01)
+    assert mixed.best.sent == sum(bytes_sent("a2a+p2p", replace(LLAMA, heads_group=mixed.best.heads_group)))
+
+
+LONG = (
+    "--mock-data --vocab-size 1000 --train-iters 1 --bf16 --num-layers 4 --hidden-size 4096 --num-attention-heads 32 "
+    "--num-query-groups 8 --seq-length 131072 --max-position-embeddings 131072 --context-parallel-size 8 "
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind"),
+    [
+        ("", "p2p"),
+        ("--attention-chunk-size 1024", "a2a"),
+        ("--attention-chunk-size 131072", "p2p"),
+        ("--attention-chunk-size 1024 --no-rope-freq 2", "a2a+p2p"),
+        ("--attention-chunk-size 1024 --no-rope-freq [1,1,0,1] --mtp-num-layers 1", "p2p"),
+        ("--attention-chunk-size 1024 --no-rope-freq [1,1,1,0] --mtp-num-layers 1", "a2a+p2p"),  # made as the last
+        ("--window-size 16", "a2a"),
+        ("--window-size 16 --window-attn-skip-freq 2", "a2a"),
+    ],
+)
+def test_windows_and_chunks_of_a_run_count(flags: str, kind: str) -> None:
+    config = resolve(load_config([*LONG.split(), *flags.split()], {}), 8)
+    assert exchange_of(config, "cuda").kind == kind
 
 
 def test_the_table_says_what_was_compared() -> None:

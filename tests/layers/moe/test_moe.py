@@ -8,7 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smp.config import Layout
-from smp.kernels.grouped import add_rows_of_groups, combine_rows, grouped_product, permute_rows, repeat_rows
+from smp.kernels.grouped import (
+    _combine_backward,
+    _combine_backward_in_pieces,
+    add_rows_of_groups,
+    combine_rows,
+    grouped_product,
+    grouped_products,
+    permute_rows,
+    repeat_rows,
+)
 from smp.layers import init_weights
 from smp.layers.moe import Counted, Experts, MoE, Router, Routing
 from smp.layers.moe.dispatch import Dispatch
@@ -181,3 +190,29 @@ def test_biases_of_experts_are_added_to_their_rows_and_get_the_sum_of_their_grad
     counts = torch.tensor([3, 0, 4, 0])
     assert torch.equal(add_rows_of_groups(y, bias, counts), y + bias[[0, 0, 0, 2, 2, 2, 2]])
     assert torch.autograd.gradcheck(lambda y, bias: add_rows_of_groups(y, bias, counts), (y, bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_many_rows_do_not_notice_the_pieces_they_are_made_in(dtype: torch.dtype) -> None:
+    k, tokens = 3, 700  # more than a piece, and no multiple of it
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(tokens * k, generator=generator)
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+    rows, grad = (torch.randn(n, 16, generator=generator).to(dtype) for n in (tokens * k, tokens))
+    weights = torch.rand(tokens, k, generator=generator)
+    whole = _combine_backward(grad, rows, weights, order, inverse)
+    pieces = _combine_backward_in_pieces(grad, rows, weights, order, inverse)
+    assert all(torch.equal(a, b) for a, b in zip(whole, pieces, strict=True))
+    chosen = rows.double().index_select(0, inverse).view(tokens, k, -1)
+    wanted = (chosen * weights[:, :, None].double()).sum(1)
+    combined = combine_rows(rows, weights, order, inverse)
+    assert combined.dtype == dtype
+    torch.testing.assert_close(combined.double(), wanted, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_the_gradient_of_rows_with_two_products_is_the_sum_of_both() -> None:
+    counts = torch.tensor([3, 0, 4])
+    x, *weights = (
+        torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((7, 4), (3, 5, 4), (3, 5, 4))
+    )
+    assert torch.autograd.gradcheck(lambda x, *w: grouped_products(x, w, counts), (x, *weights))
