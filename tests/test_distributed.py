@@ -31,8 +31,9 @@ def asleep() -> None:
 
 
 def test_silent_ranks_say_where_they_stand() -> None:
+    run_distributed(first_is_quick, 2)  # the server that ranks are forked from is ready then
     with pytest.raises(RuntimeError) as caught:
-        run_distributed(some_stop, 3, timeout=20.0)  # time to begin, on a busy machine
+        run_distributed(some_stop, 3, timeout=8.0)  # time to begin, on a busy machine
     head, one, two = re.split(r"rank \d stands at:\n", str(caught.value))
     assert head == "ranks without an answer: [1, 2]\n"
     assert re.search(r'test_distributed.py", line \d+ in asleep\n', one) and "some_stop" in one

@@ -67,6 +67,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the wheel installs, console scripts in bin/."""
+    site = tmp_path_factory.mktemp("site")
+    pip("install", "--no-deps", "--no-index", "--target", site, wheel)
+    return site
+
+
 def copy_of_the_sources(folder: Path) -> Path:
     """To build from: setuptools leaves a build folder beside the sources."""
     source = folder / "source"
@@ -99,26 +107,22 @@ def pins() -> dict[str, str]:
     return {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
 
 
-def test_the_wheel_works_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    pip("install", "--no-deps", "--no-index", "--target", site, wheel)
-    environment = {**os.environ, "PYTHONPATH": str(site)}
+def test_the_wheel_works_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
     done = subprocess.run(
         [sys.executable, "-c", IMPORT_ALL], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     *modules, location = done.stdout.split()
-    assert Path(location) == site / "smp" / "__init__.py"
+    assert Path(location) == installed / "smp" / "__init__.py"
     sources = (ROOT / "smp").rglob("*.py")
     dotted = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in sources}
     assert set(modules) == dotted - {"smp"}
 
 
-def test_layers_of_the_wheel_train(wheel: Path, tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    pip("install", "--no-deps", "--no-index", "--target", site, wheel)
-    assert (site / "smp" / "py.typed").exists()
-    environment = {**os.environ, "PYTHONPATH": str(site)}
+def test_layers_of_the_wheel_train(installed: Path, tmp_path: Path) -> None:
+    assert (installed / "smp" / "py.typed").exists()
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
     done = subprocess.run([sys.executable, "-c", TRAIN], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -145,16 +149,14 @@ def test_machine_code_comes_only_when_asked_for(wheel: Path, tmp_path: Path, mon
     assert holds(path) == {"cross_entropy.cu", "libsmp_kernels.so"} and "none-any" not in path.name
 
 
-def test_the_wheel_launches_recipes_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    pip("install", "--no-deps", "--no-index", "--target", site, wheel)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])}
+def test_the_wheel_launches_recipes_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")])}
     words = ["recipes=laptop/debug", "dry_run=true", f"base_results_dir={tmp_path}"]
-    command = [str(site / "bin" / "smp-launch"), *words]
+    command = [str(installed / "bin" / "smp-launch"), *words]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     script = (tmp_path / "debug" / "train.sh").read_text()
-    assert "-m pretrain_gpt" in script and "\ncd " not in script and (site / "pretrain_gpt.py").is_file()
+    assert "-m pretrain_gpt" in script and "\ncd " not in script and (installed / "pretrain_gpt.py").is_file()
 
 
 def test_the_wheel_holds_the_package_the_entry_points_and_the_license_only(wheel: Path) -> None:
@@ -167,14 +169,6 @@ def test_the_wheel_holds_the_package_the_entry_points_and_the_license_only(wheel
         f"{DISTRIBUTION.replace('-', '_')}-{smp.__version__}.dist-info",
     }
     assert any(name.endswith("LICENSE") for name in names)
-
-
-@pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the wheel installs, console scripts in bin/."""
-    site = tmp_path_factory.mktemp("site")
-    pip("install", "--no-deps", "--no-index", "--target", site, wheel)
-    return site
 
 
 def outside(site: Path, folder: Path, *words: object) -> str:

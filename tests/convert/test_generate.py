@@ -20,6 +20,12 @@ from tools.generate import end_ids, load_model, main, stream
 pytest.importorskip("transformers")
 Run = Callable[..., tuple[int, str, str]]
 PROMPT, COUNT = [5, 17, 80, 3, 41, 9], 64
+FAST = [
+    *("llama3", "llama-mqa", "qwen3-yarn", "gpt2", "neox", "gemma2", "bloom", "phi3-long", "cohere2", "falcon"),
+    *("mixtral", "deepseek-v2", "deepseek-v3", "gpt-oss", "llama4-scout"),
+]
+"""Each kind of positions, of attention and of what is kept of it. Logits of all are compared in test_logits.py."""
+SLOW = [kind for kind in TINY if kind not in FAST]
 MONOTONOUS = ("gemma2", "gemma3", "bloom")
 """Tied models of random weights, which say a token or two again and again. That their cache changes nothing is tested
 with weights that say more, in tests/models/test_generation.py."""
@@ -38,10 +44,11 @@ def theirs(kind: str) -> list[int]:
     return their_model(kind).generate(torch.tensor([PROMPT]), **settings)[0, len(PROMPT) :].tolist()
 
 
-def test_greedy_tokens_are_theirs(tmp_path: Path) -> None:
-    folders = {kind: str(save_theirs(kind, tmp_path / kind)) for kind in TINY}
+@pytest.mark.parametrize("kinds", [FAST, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["fast", "slow"])
+def test_greedy_tokens_are_theirs(tmp_path: Path, kinds: list[str]) -> None:
+    folders = {kind: str(save_theirs(kind, tmp_path / kind)) for kind in kinds}
     (found,) = run_distributed(greedy, 1, list(folders.values()))
-    for kind, ours in zip(TINY, found, strict=True):
+    for kind, ours in zip(kinds, found, strict=True):
         assert len(ours) == COUNT and (len(set(ours)) > 2 or kind in MONOTONOUS)
         assert ours == theirs(kind), kind
 

@@ -420,9 +420,10 @@ def pairwise_cases() -> list[Case]:
     return cases
 
 
-def short(case: Case, steps: int = 3) -> Case:
-    """The same with fewer steps, for the fast suite; ``make parity`` and the slow suite train on."""
-    return replace(case, problem=replace(case.problem, steps=steps))
+def short(case: Case) -> Case:
+    """The same with two steps, for the fast suite; ``make parity`` and the slow suite train on. Gradients are compared
+    in both: from equal weights, and from weights that an optimizer step has moved."""
+    return replace(case, problem=replace(case.problem, steps=2))
 
 
 def cover(
@@ -441,6 +442,26 @@ def cover(
         left -= pairs_of(best)
         made.append(best)
     return made
+
+
+def few(cases: list[Case], features: Callable[[Case], set[Any]]) -> list[Case]:
+    """Of ``cases`` those of the fast suite: what one of all has, one of them has; greedy, cheap ones first."""
+    left, chosen = set[Any]().union(*map(features, cases)), list[Case]()
+    while left:
+        chosen.append(max(cases, key=lambda case: len(features(case) & left) / cost(case) ** 0.5))
+        left -= features(chosen[-1])
+    return chosen
+
+
+def risky_pairs(case: Case) -> set[Any]:
+    """Values of a layout's factors, and its pairs of those whose code meets: what is gathered or split by tensor
+    parallelism, and what runs again or adds up under FSDP."""
+    p, s = case.problem, case.spread
+    tensor, sharded = ("none" if s.tp == 1 else "sp" if s.sp else "tp"), s.shard > 1
+    alone = {name: {**vars(p), **vars(s)}[name] for name in FACTORS if name != "tensor"} | {"tp": (s.tp, s.sp)}
+    pairs = {"recompute": s.recompute, "dropout": p.dropout, "unequal": p.unequal, "tied": p.tied, "vocab": p.vocab}
+    met = {(tensor, name, value) for name, value in pairs.items()} | {(tensor, sharded)}
+    return set(alone.items()) | met | {(sharded, s.accumulation > 1, s.recompute != "none")}
 
 
 def cost(case: Case) -> float:

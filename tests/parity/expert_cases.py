@@ -141,6 +141,16 @@ def fast_cases() -> list[Case]:
     ]
 
 
+def risky_pairs(case: Case) -> set[Any]:
+    """What the fast suite has one case of: every kind of layer whole and spread over ranks, every kind of split, and
+    recompute, accumulation, further tokens and packing where they meet a split."""
+    p, s = case.problem, case.spread
+    split = (s.tp, s.sp, s.etp, s.cp, s.exchange, s.schedule, s.replicate, s.shard > 1)
+    met = {(p.experts, s.ep > 1), split}
+    met |= {(s.ep > 1, s.recompute), (s.ep > 1, s.accumulation > 1), s.ep}
+    return met | {(p.further > 0, s.pp > 1, s.cp > 1), p.packed, p.clip, p.dropout}
+
+
 def slow_cases() -> list[Case]:
     """Attention sinks and chunks where the pairs have none, and experts cut over some of the TP ranks or one, beside
     what the pairs have no more processes for."""

@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
+
 from tests.distributed import run_distributed
 from tests.parity import reference
 from tests.parity.cases import Case
@@ -14,6 +16,18 @@ from tests.parity.worker import run_cases
 
 CASES_PER_START = {1: 40, 2: 20, 4: 12, 8: 8}
 """So that one start stays well within a test's time limit on a slow machine."""
+
+
+def asked(request: pytest.FixtureRequest) -> list[Case]:
+    """The cases of the tests of this file that are selected."""
+    items = [item for item in request.session.items if item.path == request.path]
+    values = [
+        value
+        for item in items
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+        for value in item.callspec.params.values()
+    ]
+    return [value for value in values if isinstance(value, Case)]
 
 
 class Lab:

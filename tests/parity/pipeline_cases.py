@@ -120,6 +120,16 @@ def _case_of(values: _Values) -> Case:
     return _case(_PROBLEMS[values["problem"]], spread | _BESIDE[values["beside"]])
 
 
+def risky_pairs(case: Case) -> set[Any]:
+    """What the fast suite has one case of: every schedule beside tensor parallelism, sharding, replicas, recompute and
+    resharding, and on four ranks; every problem; placements by hand, and too few micro-batches."""
+    p, s = case.problem, case.spread
+    beside = {"tp": s.tp > 1, "shard": s.shard > 1, "replicate": s.replicate > 1, "recompute": s.recompute}
+    met = {(s.schedule, name, value) for name, value in beside.items() if value} | {(s.schedule, s.reshard), s.pp}
+    few_micro_batches = s.accumulation < s.pp
+    return met | {replace(p, steps=0, micro_batches=0), (s.pp, s.tp > 1), s.placement, few_micro_batches}
+
+
 def special_cases() -> list[Case]:
     """What the set above does not meet: fewer micro-batches than ranks, placements by hand, compilation."""
     llama, tied = _PROBLEMS[0], {**_PROBLEMS[3], "kv_heads": 4}

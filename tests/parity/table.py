@@ -18,11 +18,12 @@ from tests.parity.result import TOLERANCE, Result, compare
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "parity.md"
 INTRODUCTION = f"""# Parallelism never changes the math: measured
 
-Written by `make parity`; `make test` asserts the same cases. A *problem* is a model, its data and its optimizer; a
-*layout* says how it is spread over processes (CPU, gloo). Every layout trains ten steps (five in a pipeline) of SGD
-with weight decay and is compared with one process that runs the same problem without accumulation, recompute or
-compilation; initial weights must be bit-identical. One process is compared with plain torch in float64
-(`tests/parity/reference.py`: whole tensors, autograd, full logits).
+Written by `make parity`; `make test-slow` asserts what `make test`, which has about half of these cases, leaves out.
+A *problem* is a model, its data and its optimizer; a *layout* says how it is spread over processes (CPU, gloo). Every
+layout trains ten steps (five in a pipeline; `make test` two) of SGD with weight decay and is compared with one
+process that runs the same problem without accumulation, recompute or compilation; initial weights must be
+bit-identical. One process is compared with plain torch in float64 (`tests/parity/reference.py`: whole tensors,
+autograd, full logits).
 
 Errors are the worst over steps and tensors. Loss and gradient norm: |x - y| / |y|. Gradients (every full one, of the
 first and the last step) and weights: |x - y| / |y| in the L2 norm per tensor, for weights relative to how far

@@ -5,21 +5,22 @@ from __future__ import annotations
 import pytest
 
 from tests.parity import expert_cases as cases
-from tests.parity.cases import MAX_WORLD, Case, short
-from tests.parity.lab import Lab
+from tests.parity.cases import MAX_WORLD, Case, few, short
+from tests.parity.lab import Lab, asked
 from tests.parity.result import TOLERANCE, compare
-from tests.parity.test_matrix import errors, lab_of, within_rounding
+from tests.parity.test_matrix import errors, lab_of, some_slow, within_rounding
 
 COMPILED = cases.compiled_cases()
-FAST = [short(case) for case in [*cases.fast_cases(), COMPILED[0]]]
+CHOSEN = [short(case) for case in cases.fast_cases()]
+FAST = few(CHOSEN, cases.risky_pairs)
 PAIRWISE = cases.pairwise_cases()
 SLOW = cases.slow_cases()
 BF16 = cases.bf16_cases()
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
-    return lab_of(FAST, tmp_path_factory.mktemp("fast"))
+def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    return lab_of(asked(request), tmp_path_factory.mktemp("fast"))
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +35,13 @@ def test_the_set_covers_every_pair() -> None:
     assert {case.problem.experts for case in FAST} == set(cases.FACTORS["experts"])
 
 
-@pytest.mark.parametrize("case", list(dict.fromkeys(case.one_rank for case in FAST)), ids=str)
+@pytest.mark.parametrize("case", list(dict.fromkeys(case.one_rank for case in CHOSEN)), ids=str)
 def test_one_rank_equals_a_loop_over_experts(lab: Lab, case: Case) -> None:
     found = compare(lab.result(case), lab.reference(case))
     assert found.worst <= TOLERANCE, found
 
 
-@pytest.mark.parametrize("case", FAST, ids=str)
+@pytest.mark.parametrize("case", some_slow(CHOSEN, FAST))
 def test_spread_experts_train_like_those_of_one_rank(lab: Lab, case: Case) -> None:
     assert errors(lab, case).worst <= TOLERANCE, errors(lab, case)
 

@@ -25,7 +25,7 @@ _LAYOUTS: tuple[dict[str, Any], ...] = (
     {"pp": 2, "schedule": "zb-v", "accumulation": 4, "style": "llama", "layers": 5, "tensor": (2, True)},
     {"tensor": (2, True), "style": "llama", "compile": True, "extra": "window"},
 )
-LAYOUTS = [case_of({**values, "packed": True, "micro_batch": 3, "steps": 5}) for values in _LAYOUTS]
+LAYOUTS = [case_of({**values, "packed": True, "micro_batch": 3, "steps": 2}) for values in _LAYOUTS]
 UNPACKED = replace(LAYOUTS[0], problem=replace(LAYOUTS[0].problem, packed=False)).one_rank
 
 

@@ -6,18 +6,18 @@ import pytest
 import torch
 
 from tests.parity import pipeline_cases as cases
-from tests.parity.cases import Case, short
-from tests.parity.lab import Lab
+from tests.parity.cases import Case, few, short
+from tests.parity.lab import Lab, asked
 from tests.parity.result import TOLERANCE
-from tests.parity.test_matrix import errors, some_slow, within_rounding
+from tests.parity.test_matrix import errors, lab_of, some_slow, within_rounding
 
-STEPS = 3  # of the fast suite
-ALL = [short(case, STEPS) for case in [*cases.pipeline_cases(), *cases.special_cases()]]
+ALL = [short(case) for case in [*cases.pipeline_cases(), *cases.special_cases()]]
 COMPILED = [case for case in ALL if case.spread.compile]
 PIPELINES = [case for case in ALL if not case.spread.compile]
 BF16 = cases.bf16_cases()
-EXACT = [(short(case, STEPS), short(one_rank, STEPS)) for case, one_rank in cases.exact_cases()]
-SABOTAGED = [(short(case, STEPS), error) for case, error in cases.sabotaged_cases()]
+EXACT = [(short(case), short(one_rank)) for case, one_rank in cases.exact_cases()]
+SABOTAGED = [(short(case), error) for case, error in cases.sabotaged_cases()]
+FAST = few(PIPELINES, cases.risky_pairs)
 PRODUCT = list(dict.fromkeys(cases.product_cases()))
 
 
@@ -27,11 +27,9 @@ def slow_lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
-    exact = [case for pair in EXACT for case in pair]
-    layouts = [*PIPELINES, *COMPILED, *BF16, *(case for case, _ in SABOTAGED)]
-    one_rank = [single for case in layouts for single in (case.one_rank, case.one_rank_fp32)]
-    return Lab([*layouts, *exact, *one_rank], tmp_path_factory.mktemp("pipeline"))
+def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    bounds = [case.one_rank for case in BF16]
+    return lab_of([*asked(request), *bounds], tmp_path_factory.mktemp("pipeline"))
 
 
 def test_the_set_covers_every_pair_and_half_of_the_triples() -> None:
@@ -45,7 +43,7 @@ def test_the_set_covers_every_pair_and_half_of_the_triples() -> None:
     assert {s.recompute for s in split} == {"none", "selective", "full"} and {s.reshard for s in split} == {False, True}
 
 
-@pytest.mark.parametrize("case", [*some_slow(PIPELINES, len(PIPELINES)), *some_slow(COMPILED, 1)])
+@pytest.mark.parametrize("case", [*some_slow(PIPELINES, FAST), *some_slow(COMPILED, COMPILED[:1])])
 def test_a_pipeline_equals_one_rank(lab: Lab, case: Case) -> None:
     assert errors(lab, case).worst <= TOLERANCE, errors(lab, case)
 
@@ -55,7 +53,13 @@ def test_bf16_is_as_close_as_rounding_allows(lab: Lab, case: Case) -> None:
     within_rounding(lab, case, BF16)
 
 
-@pytest.mark.parametrize(("case", "one_rank"), EXACT, ids=[str(case) for case, _ in EXACT])
+@pytest.mark.parametrize(
+    ("case", "one_rank"),
+    [
+        pytest.param(case, one_rank, id=str(case), marks=[pytest.mark.slow] if case.spread.pp == 4 else [])
+        for case, one_rank in EXACT
+    ],
+)
 def test_a_pipeline_alone_is_accumulation_to_the_last_bit(lab: Lab, case: Case, one_rank: Case) -> None:
     got, expected = lab.result(case), lab.result(one_rank)
     assert got.losses == expected.losses

@@ -108,8 +108,8 @@ def train(case: Case, contexts: Contexts, device: torch.device) -> dict[str, Any
     recorder = Recorder()
     steps = []
     for step in range(problem.steps):
-        # The first step sets up, the second is like all others. Torch does not compile where operations are watched.
-        with recorder if step < 2 and not spread.compile else nullcontext():
+        # The second step is like all others. Torch does not compile where operations are watched.
+        with recorder if step == 1 and not spread.compile else nullcontext():
             steps.append(trainer.train_step(share(problem, spread, context.data_rank, step)))
     if spread.compile:
         torch._dynamo.reset()

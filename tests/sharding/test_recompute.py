@@ -128,8 +128,15 @@ def test_selective_recompute_keeps_less_under_sequence_parallelism_too() -> None
         assert bytes_per_block("selective", tp, sp=True) < bytes_per_block("none", tp, sp=True)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(("sp", "reduction"), [(False, "all_reduce"), (True, "reduce_scatter_tensor")])
+@pytest.mark.parametrize(
+    ("sp", "reduction", "compiled"),
+    [
+        (False, "all_reduce", False),
+        (True, "reduce_scatter_tensor", False),
+        pytest.param(False, "all_reduce", True, marks=pytest.mark.slow),
+        (True, "reduce_scatter_tensor", True),
+    ],
+)
 def test_input_gradients_are_reduced_under_products(sp: bool, reduction: str, compiled: bool) -> None:
     """A whole block's backward pass as it runs: between the start of a reduction and its wait come the products."""
     parallel = ParallelConfig(2, sequence_parallel=sp, compile=compiled)
@@ -156,7 +163,7 @@ def test_a_compiled_block_gathers_its_input_again() -> None:
     assert gathers[True] == gathers[False] > 0
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_selective_recompute_keeps_less_when_compiled(tp: int) -> None:
     saved = {}
     for granularity in ("none", "selective"):

@@ -36,11 +36,21 @@ METHODS = [
     if (objective, trained) != ("dpo, adapters-off", "all weights")  # refused: there are no adapters
 ]
 Runs = dict[tuple[str, str, str, str], dict[str, Any]]
+MARKS = {"llama": [pytest.mark.slow]}
+"""An untied llama trains in every layout of test_finetune_parity.py."""
+
+
+def in_layouts(layouts: dict[str, tuple[str, ...]]) -> list[Any]:
+    """Rows of a model and a layout."""
+    return [pytest.param(model, layout, marks=MARKS.get(model, [])) for model in layouts for layout in layouts[model]]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """By layout, model, objective and what is trained; one start per number of processes."""
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """By layout, model, objective and what is trained, of the models that are asked for; one start per number of
+    processes."""
+    items = [item for item in request.session.items if item.path == request.path]
+    asked = {item.callspec.params["model"] for item in items if isinstance(item, pytest.Function)}
     folder = tmp_path_factory.mktemp("hf")
     write_samples(folder)
     for model in MODELS:
@@ -49,8 +59,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         write_model(place, model.split()[-1], layers=2, tied=model.startswith("tied"))
     out: Runs = {}
     for world in (1, 2):
-        here = {model: ("alone",) if world == 1 else layouts for model, layouts in MODELS.items()}
-        cases = [(layout, model, *method) for model in MODELS for layout in here[model] for method in METHODS]
+        here = {model: ("alone",) if world == 1 else layouts for model, layouts in MODELS.items() if model in asked}
+        cases = [(layout, model, *method) for model in here for layout in here[model] for method in METHODS]
         flags = [
             f"--load {folder / model.replace(' ', '-')} --log-dir {folder}/logs {STEPS} {LAYOUTS[layout]} "
             f"{OBJECTIVES[objective].format(folder)} {TRAINED[trained]}"
@@ -62,7 +72,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @pytest.mark.parametrize(("objective", "trained"), METHODS)
-@pytest.mark.parametrize(("model", "layout"), [(model, layout) for model in MODELS for layout in MODELS[model]])
+@pytest.mark.parametrize(("model", "layout"), in_layouts(MODELS))
 def test_data_parallel_ranks_train_like_one(runs: Runs, layout: str, model: str, objective: str, trained: str) -> None:
     got, want = runs[layout, model, objective, trained], runs["alone", model, objective, trained]
     for loss, other in zip(got["losses"], want["losses"], strict=True):
@@ -73,7 +83,7 @@ def test_data_parallel_ranks_train_like_one(runs: Runs, layout: str, model: str,
 
 @pytest.mark.parametrize(("objective", "trained"), METHODS)
 @pytest.mark.parametrize(
-    ("model", "layout"), [(model, layout) for model in MODELS for layout in ("alone", *MODELS[model])]
+    ("model", "layout"), in_layouts({model: ("alone", *layouts) for model, layouts in MODELS.items()})
 )
 def test_a_step_changes_every_parameter_that_requires_a_gradient(
     runs: Runs, model: str, layout: str, objective: str, trained: str

@@ -10,7 +10,6 @@ import math
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 import pretrain_gpt
 from smp.config import ConfigError
@@ -388,10 +388,10 @@ def test_a_rank_that_hangs_ends_the_run_and_the_stacks_say_which(tmp_path: Path)
     """Rank 0 waits in a collective for rank 1, which sleeps: both dump their stacks, then rank 0 gives up."""
     flags = f"{TINY} --train-iters 9 --distributed-timeout-minutes 0.1"
     (tmp_path / "hangs.py").write_text(HANGS)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {**os.environ, "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    # The store that torchrun gives its ranks: a free port that one of them opens later may be taken by then.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {**os.environ, "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     ranks = []
     for rank in ("0", "1"):
         environment = {**common, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
