@@ -288,6 +288,15 @@ def _as_one_expert(grad: torch.Tensor, x: torch.Tensor, counts: torch.Tensor) ->
     return dw
 
 
+def _input_gradient_as_of_one_expert(
+    grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], counts: torch.Tensor
+) -> torch.Tensor:
+    dx = grads[0] @ weights[0][0]
+    for grad, weight in zip(grads[1:], weights[1:], strict=True):
+        dx.addmm_(grad, weight[0])
+    return dx
+
+
 _forward_op = define(
     "grouped_product(Tensor x, Tensor weight, Tensor counts) -> Tensor",
     lambda x, weight, counts: x.new_empty(x.shape[0], weight.shape[1]),
@@ -297,7 +306,7 @@ _forward_op = define(
 _input_gradient_op = define(
     "grouped_input_gradient(Tensor[] grads, Tensor[] weights, Tensor counts) -> Tensor",
     lambda grads, weights, counts: grads[0].new_empty(grads[0].shape[0], weights[0].shape[2]),
-    body=lambda grads, weights, counts: [g @ w[0] for g, w in zip(grads, weights, strict=True)],
+    body=_input_gradient_as_of_one_expert,
     CompositeExplicitAutograd=_input_gradient,
 )
 _weight_gradient_op = define(

@@ -156,8 +156,10 @@ def test_experts_compute_in_it(runs: Runs) -> None:
     none, tensorwise, rowwise = (
         runs(experts + more) for more in ("", TENSORWISE, FP8 + "--fp8-recipe rowwise --recompute-granularity full")
     )
-    assert len({run.losses[0] for run in (none, tensorwise, rowwise)}) == 3
     name = "layers.1.mlp.experts.down.weight"
+    # Scales are powers of two, so two recipes may round to the same loss; one step later they have parted.
+    assert len({run.losses[1] for run in (none, tensorwise, rowwise)}) == 3
+    assert none.losses[0] != tensorwise.losses[0] and not torch.equal(tensorwise.grads[0][name], rowwise.grads[0][name])
     for run in (tensorwise, rowwise):
         assert run.losses[0] == pytest.approx(none.losses[0], rel=2e-2)
         assert 0 < (run.grads[0][name] - none.grads[0][name]).norm() < 0.5 * none.grads[0][name].norm()
