@@ -45,7 +45,20 @@ def check(model: nn.Module, plan: Plan) -> str:
                 f"sequence_parallel: {pattern_of(name)} ({step.style}) is not as in a decoder of attention and MLP, "
                 "which gather tokens when they begin and scatter them when they end"
             )
+    _all_scatter(model, plan, lists[0])
     return lists[0]
+
+
+def _all_scatter(model: nn.Module, plan: Plan, layers: str) -> None:
+    """What gathers the tokens when it begins has a rowwise layer, which scatters them again."""
+    scattering = {_boundary_of(name, plan) for name, step in plan.steps.items() if step.style in ROW}
+    for name in plan.steps:
+        around = _boundary_of(name, plan) if name.startswith(f"{layers}.") else None
+        if around is not None and around not in scattering:
+            raise ConfigError(
+                f"sequence_parallel: {pattern_of(around)} ({type(model.get_submodule(around)).__name__}) has columns "
+                "that are cut and no rowwise layer: it would gather all tokens and scatter none"
+            )
 
 
 def _computes(module: nn.Module, around: str | None) -> bool:

@@ -74,6 +74,11 @@ def _others(rank: int, world_size: int) -> float:
     for kind, mixer in (("olmo_hybrid", r"linear_attn\.q_proj"), ("diffllama", r"self_attn\.q_proj")):
         with pytest.raises(ConfigError, match=rf"layers\.\*\.{mixer} \(replicate\) is not as in a decoder"):
             smp.transform(architectures.build(kind))
+    # Qwen 3.5's linear attention gathers the columns of each product, so nothing in it would scatter the tokens.
+    with pytest.raises(ConfigError, match=r"layers\.\*\.linear_attn \(Qwen3_5GatedDeltaNet\) has .* no rowwise layer"):
+        smp.transform(untouched := architectures.build("qwen3_5"))
+    assert not hasattr(untouched, "smp_report")
+    assert all(type(parameter) is torch.nn.Parameter for parameter in untouched.parameters())
     whole_mlp = {"model.layers.*.mlp.down_proj": "replicate", "model.layers.*.mlp.up_proj": "colwise_gather_output"}
     with pytest.raises(ConfigError, match=r"mlp.down_proj \(replicate\) is not as in a decoder"):
         smp.transform(build("Llama"), rows=whole_mlp, verify=False)
