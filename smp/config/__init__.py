@@ -2,6 +2,8 @@
 
 from smp.config.cli import as_flat_dict, load_config, to_yaml
 from smp.config.layout import Layout
+from smp.config.model import ModelConfig
+from smp.config.parallel import ParallelConfig
 from smp.config.resolve import check_files, resolve, resolve_model
 from smp.config.schema import (
     CheckpointConfig,
@@ -9,9 +11,7 @@ from smp.config.schema import (
     ConfigError,
     DataConfig,
     LoggingConfig,
-    ModelConfig,
     OptimizerConfig,
-    ParallelConfig,
     TrainingConfig,
 )
 

@@ -9,21 +9,14 @@ from smp.config.fields import entry_point_of, given, require, said_without_effec
 from smp.config.fp8 import check_fp8
 from smp.config.latent import check_latent
 from smp.config.layout import Layout
+from smp.config.model import ModelConfig
 from smp.config.moe import check_moe, check_moe_model
 from smp.config.mtp import check_mtp, check_mtp_model
 from smp.config.offload import check_offload
+from smp.config.parallel import ParallelConfig
 from smp.config.positions import check_positions
 from smp.config.qlora import check_qlora
-from smp.config.schema import (
-    CheckpointConfig,
-    Config,
-    ConfigError,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    TrainingConfig,
-)
+from smp.config.schema import CheckpointConfig, Config, ConfigError, DataConfig, OptimizerConfig, TrainingConfig
 
 # Every number is above zero, except these: at least 0 and below 1 ...
 _FRACTIONS = {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from smp.config.fields import given
 from smp.config.layout import Layout
-from smp.config.schema import Config, ConfigError, ParallelConfig
+from smp.config.parallel import ParallelConfig
+from smp.config.schema import Config, ConfigError
 
 
 def check_context_parallel(config: Config, layout: Layout) -> None:

@@ -15,8 +15,10 @@ from dataclasses import MISSING, Field, dataclass, fields, replace
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+from smp.config.declare import GIVEN
 from smp.config.entry_points import FINETUNE, PRETRAIN, EntryPoint, Own
-from smp.config.schema import GIVEN, Config, ConfigError, ModelConfig
+from smp.config.model import ModelConfig
+from smp.config.schema import Config, ConfigError
 
 _EXPECTED = {int: "an integer", float: "a finite number", str: "text", bool: "true or false"}
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from smp.config.fields import given, require
 from smp.config.layout import Layout
-from smp.config.schema import Config, ConfigError, ModelConfig, ParallelConfig
+from smp.config.model import ModelConfig
+from smp.config.parallel import ParallelConfig
+from smp.config.schema import Config, ConfigError
 
 _ONLY_WITH_FP8 = (
     *("fp8_recipe", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_emulate", "first_last_layers_bf16"),

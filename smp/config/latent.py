@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from smp.config.fields import given, require
-from smp.config.schema import ConfigError, ModelConfig
+from smp.config.model import ModelConfig
+from smp.config.schema import ConfigError
 
 _OF_OTHERS = (
     *("rotary_percent", "rotary_interleaved", "rotary_base_local", "no_rope_freq", "window_attn_skip_freq"),

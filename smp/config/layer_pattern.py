@@ -10,7 +10,8 @@ from functools import cache
 from typing import Literal
 
 from smp.config.fields import require
-from smp.config.schema import ConfigError, ModelConfig
+from smp.config.model import ModelConfig
+from smp.config.schema import ConfigError
 
 _MOST_LAYERS = 10_000
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from smp.config.schema import ConfigError, ParallelConfig
+from smp.config.parallel import ParallelConfig
+from smp.config.schema import ConfigError
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from functools import cache
 from smp.config.fields import given, require
 from smp.config.layer_pattern import pattern_value
 from smp.config.layout import Layout
-from smp.config.schema import Config, ModelConfig
+from smp.config.model import ModelConfig
+from smp.config.schema import Config
 
 
 def has_experts(model: ModelConfig, layer: int) -> bool:

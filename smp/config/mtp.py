@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from smp.config.fields import given, require
-from smp.config.schema import Config, ModelConfig
+from smp.config.model import ModelConfig
+from smp.config.schema import Config
 
 MTP_LOSS = "mtp loss"
 """The name that the loss of further layers is reported under: of all of them, as it is added to the model's own."""

@@ -6,7 +6,8 @@ import math
 
 from smp.config.fields import flag_of, given, require
 from smp.config.layer_pattern import layer_attentions
-from smp.config.schema import ConfigError, ModelConfig
+from smp.config.model import ModelConfig
+from smp.config.schema import ConfigError
 
 _LLAMA3 = ("rope_low_freq_factor", "rope_high_freq_factor")
 _UNUSED = {

@@ -14,15 +14,9 @@ from smp.config.checks import check_combinations, check_effects, check_model, ch
 from smp.config.commands import tool
 from smp.config.latent import head_width
 from smp.config.layout import Layout
-from smp.config.schema import (
-    Config,
-    ConfigError,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    TrainingConfig,
-)
+from smp.config.model import ModelConfig
+from smp.config.parallel import ParallelConfig
+from smp.config.schema import Config, ConfigError, DataConfig, OptimizerConfig, TrainingConfig
 
 
 def resolve(config: Config, world_size: int) -> Config:

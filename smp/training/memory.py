@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from smp.config import Config, Layout, ModelConfig
 from smp.config.moe import has_experts
 from smp.config.mtp import further_layers
+from smp.config.parallel import ParallelConfig
 from smp.config.qlora import packed_row_bytes
-from smp.config.schema import OptimizerConfig, ParallelConfig
+from smp.config.schema import OptimizerConfig
 from smp.models.inventory import (
     Parameter,
     block_parameters,

@@ -1,0 +1,23 @@
+"""How a setting is declared beside its type and default: text of several words, and what a setting needs to have an
+effect."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Annotated, Any
+
+Words = Annotated[str, "words"]
+"""Text of several words, quoted as a shell would: a flag takes them one after the other, YAML in one line."""
+
+
+GIVEN = object()
+"""In :func:`only_with`: any value but the default."""
+
+
+def only_with(default: Any, *, noted: bool = False, **needs: Any) -> Any:
+    """A field that has an effect only beside one of ``needs``: another setting and its value, several, or GIVEN.
+
+    Elsewhere a value other than the default is refused; with ``noted`` the user is told, because command lines that
+    serve several layouts give it.
+    """
+    return field(default=default, metadata={"needs": tuple(needs.items()), "noted": noted})
