@@ -32,8 +32,8 @@ _FROM_ZERO = {
     *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
     *("position_embedding_offset", "glu_linear_offset"),
 }
-# What random generators and timers can hold.
-_BELOW = {"seed": 2**63, "distributed_timeout_minutes": 10**6}
+# What tables of layers and experts, and timers, can hold. No integer is wider than 64 bits.
+_BELOW = {"num_layers": 2**16, "num_experts": 2**16, "distributed_timeout_minutes": 10**6}
 
 
 def check_ranges(config: Config) -> None:
@@ -52,7 +52,7 @@ def check_ranges(config: Config) -> None:
             require(value >= 0, f"{setting.flag} {value} must not be negative")
         else:
             require(value > 0, f"{setting.flag} {value} must be above 0")
-        limit = _BELOW.get(name)
+        limit = _BELOW.get(name, 2**63 if setting.type is int else None)
         require(limit is None or value < limit, f"{setting.flag} {value} must be below {limit}")
 
 

@@ -187,6 +187,8 @@ def test_a_resolved_config_resolves_to_itself(flags, length, tmp_path_factory):
         ("--lr 0", "--lr 0.0 must be above 0"),
         ("--seed -1", "--seed -1 must not be negative"),
         ("--seed 9223372036854775808", "--seed 9223372036854775808 must be below 9223372036854775808"),
+        ("--num-layers 99999999999999999999", "--num-layers 99999999999999999999 must be below 65536"),
+        ("--seq-length 9223372036854775808", "--seq-length 9223372036854775808 must be below 9223372036854775808"),
         ("--distributed-timeout-minutes 1e300", "--distributed-timeout-minutes 1e+300 must be below 1000000"),
         ("--clip-grad -1", "--clip-grad -1.0 must not be negative"),
         ("--hidden-dropout 1", "--hidden-dropout 1.0 must be at least 0 and below 1"),
