@@ -42,6 +42,7 @@ WORDS = {
     "bubble": "waiting in the pipeline",
     "optimizer": "optimizer",
     "host": "issuing operations",
+    "offload": "activations on their way to the host and back",
 }
 """Parts of a step as a user reads them."""
 
@@ -152,6 +153,17 @@ def _check(given: Any) -> None:
         raise ConfigError(f"--gpus {given.gpus} is no number of whole nodes of {each}; see --gpus-per-node")
 
 
+def _check_fp8(asked: Config, gpu: str, device: Device) -> None:
+    parallel = asked.parallel
+    if parallel.fp8_format is None:
+        return
+    if parallel.fp8_emulate:
+        raise ConfigError("--fp8-emulate: its time is not predicted on a GPU; leave it out, or give --gpu cpu")
+    if not device.fp8_peak:
+        able = ", ".join(name for name, one in sorted(DEVICES.items()) if one.fp8_peak)
+        raise ConfigError(f"--fp8-format {parallel.fp8_format}: {gpu} has no FP8 products; {able} have")
+
+
 def predicted(given: Any, flags: Sequence[str]) -> tuple[list[Candidate], int, Device]:
     """Layouts that fit, fastest first; how many were tried; and what was predicted for.
 
@@ -167,6 +179,7 @@ def predicted(given: Any, flags: Sequence[str]) -> tuple[list[Candidate], int, D
         decided.add("recompute_granularity")  # it saves memory, which a processor has
     else:
         device = device_of(given)
+        _check_fp8(asked, given.gpu, device)
     found = list(candidates(asked, given.gpus, device, decided, why))
     fitting = ranked(found)
     if not found:
@@ -187,7 +200,8 @@ def command(given: Any, flags: Sequence[str], best: Candidate, device: Device) -
     """The line that starts ``best``."""
     nodes, each = -(-given.gpus // device.devices_per_node), min(given.gpus, device.devices_per_node)
     several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if nodes > 1 else ""
-    batch = [] if "--global-batch-size" in flags else [f"--global-batch-size {best.config.data.global_batch_size}"]
+    decided = read_values(flags, PRETRAIN, "")
+    batch = [] if "global_batch_size" in decided else [f"--global-batch-size {best.config.data.global_batch_size}"]
     threads = ""
     if given.gpu == CPU:
         from smp.planner.measured import threads_of
@@ -201,7 +215,7 @@ def plan(argv: Sequence[str] | None) -> None:
     """Print the table, and the first line as a command."""
     given, flags = read_arguments(argv)
     _check(given)
-    if given.gpu != CPU and "--bf16" not in flags:
+    if given.gpu != CPU and "bf16" not in read_values(flags, PRETRAIN, ""):
         flags = [*flags, "--bf16"]
     fitting, tried, device = predicted(given, flags)
     best = fitting[: given.top]

@@ -30,6 +30,9 @@ class Device:
         link_share: of a link, by a collective of a large tensor.
         latency: seconds of a collective of nothing, per rank that it passes.
         launch: seconds that the host needs to issue an operation.
+        fp8_peak: FLOP/s of dense products of 8-bit numbers; 0: it has none.
+        fp8_share: of ``fp8_peak``, by a large product.
+        host_link: bytes/s between the device and the host's memory, each way.
     """
 
     peak: float
@@ -45,15 +48,26 @@ class Device:
     link_share: float = 0.75
     latency: float = 3e-6
     launch: float = 6e-6
+    fp8_peak: float = 0.0
+    fp8_share: float = 0.62
+    host_link: float = 55e9
 
 
 DEVICES = {
     # a100: FlashAttention 2 was written for it and reaches a larger share than on Hopper
-    "a100-40gb": Device(312e12, 40 * GB, 1555e9, 300e9, 25e9, tiles=108, product_share=0.82, attention_share=0.6),
-    "a100": Device(312e12, 80 * GB, 2039e9, 300e9, 25e9, tiles=108, product_share=0.82, attention_share=0.6),
-    "h100": Device(989e12, 80 * GB, 3350e9, 450e9, 50e9),
-    "h200": Device(989e12, 141 * GB, 4800e9, 450e9, 50e9),
-    "b200": Device(2250e12, 180 * GB, 8000e9, 900e9, 50e9, tiles=148, product_share=0.68, attention_share=0.35),
-    "l40s": Device(362e12, 48 * GB, 864e9, 32e9, 12.5e9, tiles=142, product_share=0.65),
+    "a100-40gb": Device(
+        312e12, 40 * GB, 1555e9, 300e9, 25e9, tiles=108, product_share=0.82, attention_share=0.6, host_link=25e9
+    ),
+    "a100": Device(
+        312e12, 80 * GB, 2039e9, 300e9, 25e9, tiles=108, product_share=0.82, attention_share=0.6, host_link=25e9
+    ),
+    "h100": Device(989e12, 80 * GB, 3350e9, 450e9, 50e9, fp8_peak=1979e12),
+    "h200": Device(989e12, 141 * GB, 4800e9, 450e9, 50e9, fp8_peak=1979e12),
+    "b200": Device(
+        2250e12, 180 * GB, 8000e9, 900e9, 50e9, tiles=148, product_share=0.68, attention_share=0.35, fp8_peak=4500e12
+    ),
+    "l40s": Device(
+        362e12, 48 * GB, 864e9, 32e9, 12.5e9, tiles=142, product_share=0.65, fp8_peak=733e12, host_link=25e9
+    ),
 }
 """By the name that --gpu takes."""

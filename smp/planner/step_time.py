@@ -1,9 +1,10 @@
-"""How long a training step takes, by formula: a roofline of each part, links, the pipeline's simulator. No torch.
+"""How long a training step takes, by formula: a roofline of each part, links, the pipeline's simulator.
 
 For each layer: matrix products at a share of the peak that falls with partly filled waves of tiles, attention, and what
 norms, activations and residuals read and write; the collectives of tensor, context and data parallelism. Collectives
 that smp runs beside a computation cost what they take longer than it; those of tensor parallelism that something waits
 for cost all of their time. A stage is as fast as its slower half: the device, or the host that issues the operations.
+FP8, what is offloaded and other optimizers than Adam have costs of their own (``fp8.py``, ``update.py``).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from smp.config import Config, Layout
+from smp.config.fp8 import layers_in_bf16
 from smp.config.moe import has_experts
 from smp.config.mtp import further_layers
 from smp.models.arithmetic import forward_flops
@@ -28,13 +30,14 @@ from smp.models.part import ModelPart, whole
 from smp.pipeline.plan import Plan
 from smp.pipeline.simulate import StageCosts, simulate
 from smp.planner.devices import Device
+from smp.planner.fp8 import Fp8Costs
+from smp.planner.update import update_seconds
+from smp.training.memory import kept_by_block
 
 TILE = 128, 256
 """Rows and columns of a tile of a product's result, as large kernels take them."""
 OPERATIONS = 24
 """That the host issues for a block's forward pass; twice as many for its backward pass."""
-OPTIMIZER_BYTES = 40
-"""Read and written per parameter by clipping and AdamW: gradient, weight and two moments."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class StepTime:
         bubble: waiting of a pipeline's slowest rank, messages included.
         optimizer: clipping and update.
         host: what the device waits for the host.
+        offload: what it waits for activations on their way to the host's memory and back.
     """
 
     products: float
@@ -62,6 +66,7 @@ class StepTime:
     bubble: float
     optimizer: float
     host: float
+    offload: float
 
     @property
     def total(self) -> float:
@@ -80,6 +85,7 @@ class _Pass:
     context: float = 0.0
     experts: float = 0.0
     host: float = 0.0
+    offload: float = 0.0
 
     def __add__(self, other: _Pass) -> _Pass:
         return _Pass(*(x + y for x, y in zip(vars(self).values(), vars(other).values(), strict=True)))
@@ -95,6 +101,17 @@ class _Pass:
         """With the time that the host is behind."""
         late = max(0.0, operations * device.launch - self.total)
         return self + _Pass(host=late)
+
+    def copying(self, seconds: float) -> _Pass:
+        """With what copies beside it take longer."""
+        return self + _Pass(offload=max(0.0, seconds - self.total))
+
+
+def _offloaded(config: Config, layout: Layout) -> float:
+    """Bytes of a mean block that go to the host, and come back. Without a pipeline the last blocks of a micro-batch
+    stay: their backward passes begin at once."""
+    stay = min(config.parallel.activation_loading_horizon - 1, config.model.num_layers) if layout.pp == 1 else 0
+    return kept_by_block(config, layout) * (1 - stay / config.model.num_layers)
 
 
 class StepModel:
@@ -115,6 +132,9 @@ class StepModel:
         self.micro_batches = data.global_batch_size // (data.micro_batch_size * layout.data_parallel)
         self.width = 2 if parallel.bf16 else 4
         self.peak = device.peak if parallel.bf16 else device.peak / 2  # TF32
+        self.fp8 = Fp8Costs.of(parallel)
+        self.gathered_width = 1 if parallel.fp8_param_gather else self.width
+        self.offloaded = _offloaded(config, layout) if parallel.offload_activations else 0.0
         self.blocks = [list(block_parameters(model, layer)) for layer in range(model.num_layers)]
         self.forward, self.backward = self._mean_passes()
         self.predictions = len(further_layers(model))
@@ -124,27 +144,33 @@ class StepModel:
         return self._with_pipeline(self.plan) if self.plan else self._without_pipeline()
 
     def _mean_passes(self) -> tuple[_Pass, _Pass]:
-        """A block's forward and backward pass for one micro-batch; the mean of blocks with experts and others."""
+        """A block's forward and backward pass for one micro-batch; the mean over kinds of blocks, with experts or
+        without, in FP8 or not."""
         model, forward, backward = self.config.model, _Pass(), _Pass()
         layers = range(model.num_layers)
-        for kind, number in Counter(has_experts(model, layer) for layer in layers).items():
-            example = next(layer for layer in layers if has_experts(model, layer) == kind)
-            ahead, back = self._block_passes(self.blocks[example], experts=kind)
+        in_bf16 = layers_in_bf16(self.config.parallel, model.num_layers)
+        kinds = [(has_experts(model, layer), self.fp8 is not None and layer not in in_bf16) for layer in layers]
+        for kind, number in Counter(kinds).items():
+            experts, fp8 = kind
+            ahead, back = self._block_passes(self.blocks[kinds.index(kind)], experts=experts, fp8=fp8)
             forward, backward = forward + ahead * (number / len(layers)), backward + back * (number / len(layers))
         return forward, backward
 
-    def _block_passes(self, block: Sequence[Parameter], *, experts: bool) -> tuple[_Pass, _Pass]:
+    def _block_passes(self, block: Sequence[Parameter], *, experts: bool, fp8: bool) -> tuple[_Pass, _Pass]:
         flops = forward_flops(self.config.model, self.config.data.seq_length or 1)
         # What is left of a layer's FLOPs without its matrix products is attention's.
         attended = flops.layer - sum(p.flops for each in self.blocks for p in each) / len(self.blocks)
         attention = attended * self.tokens / self.layout.tp / (self.peak * self.device.attention_share)
-        products = sum(self._product(p) for p in block)
+        products, gradients = self._products(block, fp8=fp8)
         elementwise, exchange = self._elementwise(experts=experts), self._expert_exchange() if experts else 0.0
-        tensor, context = self._tensor_collectives(), self._context_exchange(attention)
-        ahead = _Pass(products, attention, elementwise, tensor, context[0], exchange).issued(OPERATIONS, self.device)
+        rounding = self._rounding(block) if fp8 else (0.0, 0.0)
+        context = self._context_exchange(attention)
+        tensor = self._tensor_collectives(in_8_bits=1 if fp8 else 0)
+        ahead = _Pass(products, attention, elementwise + rounding[0], tensor, context[0], exchange)
         # half of the backward pass's collectives of tensor parallelism run beside products of weight gradients
-        back = _Pass(2 * products, 2.5 / 0.85 * attention, 2 * elementwise, tensor / 2, context[1], exchange)
-        back = back.issued(2 * OPERATIONS, self.device)
+        tensor = self._tensor_collectives(in_8_bits=1 if fp8 and self.fp8 and self.fp8.all_products else 0) / 2
+        back = _Pass(gradients, 2.5 / 0.85 * attention, 2 * elementwise + rounding[1], tensor, context[1], exchange)
+        ahead, back = ahead.issued(OPERATIONS, self.device), back.issued(2 * OPERATIONS, self.device)
         granularity = self.config.parallel.recompute_granularity
         if granularity == "full":
             # The forward pass once more, collectives included.
@@ -152,13 +178,32 @@ class StepModel:
         elif granularity == "selective":
             # Products and attention are kept; what lies between them is computed again.
             back += _Pass(elementwise=elementwise)
+        copies = self.offloaded / self.device.host_link
+        return ahead.copying(copies), back.copying(copies)
+
+    def _products(self, block: Sequence[Parameter], *, fp8: bool) -> tuple[float, float]:
+        """Seconds of a block's products, forward and backward: of what is no linear layer, as a router, without FP8."""
+        ahead = back = 0.0
+        for p in block:
+            plain = self._product(p)
+            eight = self._product(p, in_8_bits=True) if fp8 and p.linear else plain
+            ahead += eight
+            back += eight + (eight if self.fp8 is None or self.fp8.all_products else plain)
         return ahead, back
+
+    def _rounding(self, block: Sequence[Parameter]) -> tuple[float, float]:
+        """Seconds of rounding operands to 8 bits, forward and backward."""
+        assert self.fp8 is not None
+        ahead, back = self.fp8.bytes_of_block(block, self.layout, self._tokens_of)
+        bandwidth = self.device.bandwidth * self.device.memory_share
+        return ahead / bandwidth, back / bandwidth
 
     def _further(self) -> tuple[_Pass, _Pass]:
         """Forward and backward pass of the layers of multi-token prediction without their losses: each is the last
         block, and before it a projection between norms, which a rank computes of its own tokens."""
         model, last = self.config.model, self.config.model.num_layers - 1
-        ahead, back = self._block_passes(self.blocks[last], experts=has_experts(model, last))
+        fp8 = self.fp8 is not None and last not in layers_in_bf16(self.config.parallel, model.num_layers)
+        ahead, back = self._block_passes(self.blocks[last], experts=has_experts(model, last), fp8=fp8)
         split = self.layout.tp if self.config.parallel.sequence_parallel else 1
         products = sum(self._product(p) for p in prediction_parameters(model, 0)) / split
         numbers = self.tokens * 10 * model.hidden_size / split  # three norms, and both results side by side
@@ -166,22 +211,26 @@ class StepModel:
         around = _Pass(products, elementwise=elementwise)
         return (ahead + around) * self.predictions, (back + around * 2) * self.predictions
 
-    def _product(self, parameter: Parameter) -> float:
+    def _tokens_of(self, parameter: Parameter) -> float:
+        """Rows of a product on this rank; of experts, those of all of them."""
+        return self.tokens if parameter.chosen is None else self._tokens_to_experts() * parameter.chosen
+
+    def _product(self, parameter: Parameter, *, in_8_bits: bool = False) -> float:
         """Seconds of a linear layer's forward product on one rank, or of all its experts': of whole waves of tiles."""
         if not parameter.flops:
             return 0.0
+        device = self.device
         *experts, rows, inner = parameter.local_shape(self.layout)
         number = experts[0] if experts else 1
-        tokens: float = self.tokens
-        if parameter.chosen is not None:
-            tokens = self._tokens_to_experts() * parameter.chosen / number
+        tokens = self._tokens_of(parameter) / number
         flops = 2 * number * tokens * rows * inner
         tiles = number * math.ceil(tokens / TILE[0]) * math.ceil(rows / TILE[1])
         # Tiles run in waves of as many as there are multiprocessors; the last wave takes as long as a full one.
-        waves = math.ceil(tiles / self.device.tiles) * self.device.tiles
+        waves = math.ceil(tiles / device.tiles) * device.tiles
         filled = number * tokens * rows / (TILE[0] * TILE[1]) / waves
+        rate = device.fp8_peak * device.fp8_share if in_8_bits else self.peak * device.product_share
         # smaller tiles, or a product that is split along its inner dimension, fill a wave in part at most half empty
-        return flops / (self.peak * self.device.product_share * max(filled, 0.5))
+        return flops / (rate * max(filled, 0.5))
 
     def _elementwise(self, *, experts: bool) -> float:
         """Seconds that norms, RoPE, activation and residuals of a forward pass read and write memory; with experts also
@@ -201,10 +250,12 @@ class StepModel:
         numbers = 10 * model.hidden_size // split + rotated + activation + sorted_  # two norms, two sums: 2 x 2 + 2 x 3
         return self.tokens * numbers * self.width / (self.device.bandwidth * self.device.memory_share)
 
-    def _tensor_collectives(self) -> float:
-        """Seconds of the four of a forward pass, or of two all-reduces, which move as much."""
+    def _tensor_collectives(self, in_8_bits: int = 0) -> float:
+        """Seconds of the four of a forward pass, or of two all-reduces, which move as much. Under sequence parallelism
+        gathers move ``in_8_bits`` bytes of a number; 0: as many as the others."""
         bytes_ = self.tokens * self.config.model.hidden_size * self.width
-        return 4 * self._collective(bytes_, "tp")
+        gathered = bytes_ * in_8_bits / self.width if in_8_bits and self.config.parallel.sequence_parallel else bytes_
+        return 2 * self._collective(bytes_, "tp") + 2 * self._collective(gathered, "tp")
 
     def _expert_exchange(self) -> float:
         """Seconds of both all-to-alls of a pass, which nothing hides."""
@@ -264,11 +315,9 @@ class StepModel:
         """That a rank computes with."""
         return sum(math.prod(p.local_shape(self.layout)) for p in parameters)
 
-    def _owned(self, parameters: Sequence[Parameter]) -> float:
+    def _owned(self, parameter: Parameter) -> float:
         """Elements that a rank updates."""
-        return sum(
-            math.prod(p.local_shape(self.layout)) / self._sharing(experts=p.chosen is not None) for p in parameters
-        )
+        return math.prod(parameter.local_shape(self.layout)) / self._sharing(experts=parameter.chosen is not None)
 
     def _parameters(self, part: ModelPart) -> list[Parameter]:
         return list(inventory(self.config.model, [part]))
@@ -294,7 +343,8 @@ class StepModel:
         """Seconds of FSDP that no computation hides. The next block's weights come during the current one's passes; in
         the backward pass gradients go beside them. Each micro-batch gathers again, unless the strategy keeps them."""
         gather, reduce_ = (
-            sum(self._sharded(block, width) for block in self.blocks) / len(self.blocks) for width in (self.width, 4)
+            sum(self._sharded(block, width) for block in self.blocks) / len(self.blocks)
+            for width in (self.gathered_width, 4)
         )
         layers = self.config.model.num_layers + self.predictions
         strategy = self.config.parallel.data_parallel_sharding_strategy
@@ -312,7 +362,7 @@ class StepModel:
         """Seconds of the sum over replicas, which runs beside the backward pass of the last micro-batch."""
         if self.layout.dp_replicate == 1:
             return 0.0
-        taken = 2 * self._collective(self._owned(parameters) * 4, "dp_replicate")
+        taken = 2 * self._collective(sum(map(self._owned, parameters)) * 4, "dp_replicate")
         return max(0.0, taken - self.backward.total * self.config.model.num_layers / self.layout.pp)
 
     def _with_pipeline(self, plan: Plan) -> StepTime:
@@ -325,7 +375,11 @@ class StepModel:
         # Of a backward pass the input part has more: attention has no weights.
         costs = [
             StageCosts(
-                ahead.total, back.total * 0.55, back.total * 0.45, self._sharded(own, self.width), self._sharded(own, 4)
+                ahead.total,
+                back.total * 0.55,
+                back.total * 0.45,
+                self._sharded(own, self.gathered_width),
+                self._sharded(own, 4),
             )
             for ahead, back, own in zip(passes, backs, parameters, strict=True)
         ]
@@ -345,5 +399,5 @@ class StepModel:
         return size / (self._link("pp") if self.layout.pp > 1 else math.inf) + self.device.latency
 
     def _step(self, work: _Pass, data: float, bubble: float, parameters: Sequence[Parameter]) -> StepTime:
-        update = self._owned(parameters) * OPTIMIZER_BYTES / (self.device.bandwidth * self.device.memory_share)
+        update = update_seconds(self.config, self.layout, self.device, [(p, self._owned(p)) for p in parameters])
         return StepTime(**vars(work), data=data, bubble=bubble, optimizer=update)

@@ -133,10 +133,10 @@ def estimate_memory(
     n = _elements(share.parameters, before_ep)
     adapters = tuned.adapters * len(share.layers) // model.num_layers
     trained, frozen = (adapters, n * (tuned.copies + 1)) if adapters else (n, n * tuned.copies)
-    state = sum(_state_bytes(config.optim, p) * math.prod(p.local_shape(before_ep)) for p in share.parameters)
+    state = sum(state_bytes(config.optim, p) * math.prod(p.local_shape(before_ep)) for p in share.parameters)
     frozen_bytes: float = b * frozen
     if adapters:
-        state = _state_bytes(config.optim, Parameter("layers.0.lora.a", (1, 1))) * adapters
+        state = state_bytes(config.optim, Parameter("layers.0.lora.a", (1, 1))) * adapters
         frozen_bytes = (tuned.copies + 1) * sum(_frozen_bytes(p, layout, tuned, b) for p in share.parameters)
     at_once = len(share.layers) * held / len(parts)
     if parallel.offload_activations:
@@ -287,18 +287,23 @@ def _cast(parallel: ParallelConfig, blocks: Sequence[int]) -> int:
     return min(kept, parallel.activation_loading_horizon * block) if parallel.offload_activations else kept
 
 
-def _state_bytes(optim: OptimizerConfig, parameter: Parameter) -> float:
+def state_bytes(optim: OptimizerConfig, parameter: Parameter) -> float:
     """Bytes of the optimizer's state for each element, on the device."""
     if optim.optimizer_cpu_offload:
         return 0
     matrix = len(parameter.shape) > 1
     if optim.optimizer == "sgd":
         return 4 * (optim.sgd_momentum > 0)
-    bias = parameter.name.endswith(".bias")  # of experts two-dimensional
-    if optim.optimizer == "muon" and matrix and not bias and parameter.module.startswith("layers."):
+    if trained_by_muon(optim, parameter):
         return 4
     kinds = (optim.exp_avg_dtype, optim.exp_avg_sq_dtype) if matrix else ("fp32", "fp32")
     return sum({"fp32": 4.0, "bf16": 2.0, "fp8": 1 + 4 / 128}[kind] for kind in kinds)
+
+
+def trained_by_muon(optim: OptimizerConfig, parameter: Parameter) -> bool:
+    """Matrices of blocks; biases of experts are two-dimensional, too."""
+    is_matrix = len(parameter.shape) > 1 and not parameter.name.endswith(".bias")
+    return optim.optimizer == "muon" and is_matrix and parameter.module.startswith("layers.")
 
 
 def _frozen_bytes(parameter: Parameter, layout: Layout, tuned: Tuned, b: int) -> int:

@@ -17,7 +17,8 @@ from smp.planner.devices import DEVICES, Device
 from smp.planner.machine import MachineTimes, timed_calls
 from smp.planner.record import Calls
 from smp.planner.search import candidates, ranked
-from smp.planner.step_time import StepModel
+from smp.planner.step_time import StepModel, StepTime
+from smp.training.offload import HOST_ADAM
 from smp.training.settings import read_settings
 from tools.plan import main
 
@@ -127,6 +128,8 @@ def test_a_decision_for_the_default_stays(flags: str, capsys: pytest.CaptureFixt
         ("--gpus 8 --gpu h100 --node-bandwidth 0", "--node-bandwidth 0.0 has to be above 0"),
         ("--gpus 8 --gpu h100 --tensor-model-parallel-size 3", "8 is not divisible by 3"),
         ("--gpus 2 --gpu cpu --node-bandwidth 3", "--node-bandwidth has no effect with --gpu cpu"),
+        ("--gpus 8 --gpu a100 --fp8-format hybrid", "a100 has no FP8 products; b200, h100, h200, l40s have"),
+        ("--gpus 8 --gpu h100 --fp8-format hybrid --fp8-emulate", "--fp8-emulate: times of emulated products"),
     ],
 )
 def test_what_cannot_be_planned(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,6 +140,70 @@ def test_what_cannot_be_planned(flags: str, message: str, capsys: pytest.Capture
 def test_a_model_without_a_vocabulary_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--gpus", "2", "--gpu", "h100", "--model", "debug"]) == 2
     assert "give --vocab-size" in capsys.readouterr().err
+
+
+def test_what_was_given_another_way_is_not_given_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--gpus 8 --gpu h100 --model llama3.2-1b --seq-length 2048 --global-batch-size=32 --no-bf16 --top 1"
+    assert main([*flags.split(), "--pipeline-model-parallel-size", "1"]) == 0
+    command = capsys.readouterr().out.splitlines()[-1]
+    assert command.count("--global-batch-size") == 1 and " --bf16" not in command
+
+
+ONE = "--model llama3-8b --num-layers 8 --seq-length 8192 --global-batch-size 1"
+
+
+def step_on_an_h200(flags: str) -> tuple[StepModel, StepTime]:
+    resolved, layout = config(f"{ONE} {flags}", 1)
+    model = StepModel(resolved, layout, DEVICES["h200"])
+    return model, model.predict()
+
+
+@pytest.mark.parametrize(
+    ("flags", "measured"),
+    [
+        ("", 174.8),
+        ("--fp8-format hybrid --fp8-recipe tensorwise", 133.3),
+        ("--fp8-format hybrid --fp8-recipe delayed", 131.2),
+        ("--fp8-format hybrid --fp8-recipe rowwise", 152.3),
+        ("--recompute-granularity full", 229.4),
+        ("--recompute-granularity full --offload-activations", 229.4),
+        ("--offload-activations", 330.8),
+    ],
+)
+def test_blocks_take_about_what_was_measured(flags: str, measured: float) -> None:
+    """Milliseconds of eight blocks, benchmarks/results/blocks_gpu.txt: a feature costs or saves what it did there."""
+    model, _ = step_on_an_h200(flags)
+    milliseconds = 8e3 * (model.forward + model.backward).total
+    assert milliseconds == pytest.approx(measured, rel=0.12 if flags == "--offload-activations" else 0.03)
+
+
+def test_layers_left_in_bf16_take_their_time() -> None:
+    """Two of eight: a quarter of what FP8 saves is gone."""
+    plain, eight, mixed = (
+        step_on_an_h200(flags)[0].forward.products
+        for flags in ("", "--fp8-format hybrid", "--fp8-format hybrid --first-last-layers-bf16")
+    )
+    assert mixed == pytest.approx(eight + (plain - eight) / 4)
+
+
+def test_an_optimizer_takes_what_its_state_and_its_work_take() -> None:
+    """Beside AdamW's 40 bytes of a parameter: fewer of moments in bf16, one core of the host, Newton-Schulz."""
+    device, parameters = DEVICES["h200"], 2_795_573_248
+    times = {
+        flags: step_on_an_h200(flags)[1].optimizer
+        for flags in ("", "--exp-avg-dtype bf16", "--optimizer-cpu-offload", "--optimizer muon", "--optimizer sgd")
+    }
+    bandwidth = device.bandwidth * device.memory_share
+    assert times[""] == pytest.approx(parameters * 40 / bandwidth)
+    assert times["--exp-avg-dtype bf16"] == pytest.approx(parameters * 36 / bandwidth, rel=1e-3)
+    assert times["--optimizer sgd"] == pytest.approx(parameters * 24 / bandwidth)
+    assert times["--optimizer-cpu-offload"] == pytest.approx(parameters / HOST_ADAM)
+    # Of a matrix (m, n), m <= n: 5 steps of 4 m^2 n + 2 m^3.
+    sizes = [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(4096, 14336)] * 3
+    flops = 8 * sum(5 * (4 * m * m * n + 2 * m**3) for m, n in sizes)
+    assert times["--optimizer muon"] - times[""] == pytest.approx(
+        flops / (device.peak / 2 * device.product_share), rel=0.05
+    )
 
 
 MIXTURE = (

@@ -1,0 +1,55 @@
+"""What FP8 changes in a step's time: the rate of products, bytes of gathers, and what rounds numbers to 8 bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from smp.config import Layout, ParallelConfig
+from smp.models.inventory import Parameter
+
+
+@dataclass(frozen=True)
+class Fp8Costs:
+    """Of one recipe.
+
+    Attributes:
+        amax: bytes that are read of each number to know its scale, before it is rounded: delayed scaling knows it, and
+            notes the maximum as it rounds.
+        all_products: gradients of weights are products of 8-bit numbers, too.
+    """
+
+    amax: int
+    all_products: bool
+
+    @staticmethod
+    def of(parallel: ParallelConfig) -> Fp8Costs | None:
+        """None: the run is without FP8."""
+        if parallel.fp8_format is None:
+            return None
+        return Fp8Costs(0 if parallel.fp8_recipe == "delayed" else 2, parallel.fp8_recipe != "rowwise")
+
+    def bytes_of_block(
+        self, block: Sequence[Parameter], layout: Layout, tokens: Callable[[Parameter], float]
+    ) -> tuple[float, float]:
+        """Bytes that a block's forward and backward pass read and write to round operands.
+
+        A number is read in bf16 and written in 8 bits; products take both operands along what they sum, so what the
+        backward pass uses another way is read and written once more.
+
+        Args:
+            tokens: rows that a layer gets.
+        """
+        round_, turn = 2 + 1 + self.amax, 2
+        ahead = back = 0.0
+        inputs: dict[tuple[str, int | None], float] = {}
+        for p in (p for p in block if p.linear):
+            *_, rows, inner = p.local_shape(layout)
+            # Query, key and value share their input, as do gate and up.
+            inputs[p.module.rpartition(".")[0], p.shard_dim] = tokens(p) * inner
+            weight = math.prod(p.local_shape(layout))
+            ahead += weight * round_
+            back += weight * turn + tokens(p) * rows * (round_ + (turn if self.all_products else 0))
+        kept = sum(inputs.values())
+        return ahead + kept * round_, back + (kept * turn if self.all_products else 0)

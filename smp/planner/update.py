@@ -1,0 +1,46 @@
+"""How long clipping and the optimizer's update take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from smp.config import Config, Layout
+from smp.models.inventory import Parameter
+from smp.planner.devices import Device
+from smp.training.memory import state_bytes, trained_by_muon
+from smp.training.offload import HOST_ADAM
+
+_WEIGHTS = 24
+"""Bytes read and written per parameter beside the state: the gradient for its norm, scaled, and for the update; the
+weight."""
+
+
+def update_seconds(config: Config, layout: Layout, device: Device, owned: Iterable[tuple[Parameter, float]]) -> float:
+    """Of a rank that updates so many elements of each parameter.
+
+    The state is read and written once. With --optimizer-cpu-offload one core of the host computes while new weights
+    come back. Muon orthogonalizes matrices, whose work ranks share as they share their elements, in TF32, and sends
+    each element there and back.
+    """
+    optim, bandwidth = config.optim, device.bandwidth * device.memory_share
+    seconds = 0.0
+    for parameter, elements in owned:
+        if optim.optimizer_cpu_offload:
+            seconds += max(4 * elements / device.host_link, elements / HOST_ADAM)
+            continue
+        seconds += elements * (_WEIGHTS + 2 * state_bytes(optim, parameter)) / bandwidth
+        if trained_by_muon(optim, parameter):
+            flops = elements * orthogonalizing_flops(parameter, optim.muon_num_ns_steps)
+            seconds += flops / (device.peak / 2 * device.product_share)
+            if layout.tp * layout.dp_shard * layout.cp > 1:
+                link = device.local_link if layout.tp * layout.dp_shard <= device.devices_per_node else device.node_link
+                seconds += 2 * 4 * elements / (link * device.link_share)
+    return seconds
+
+
+def orthogonalizing_flops(parameter: Parameter, steps: int) -> float:
+    """FLOPs per element of Newton-Schulz: x x^T, its square, and their product with x, x being the matrix or its
+    transpose, whichever has fewer rows."""
+    rows, columns = sorted(parameter.shape[-2:])
+    return steps * (2 * rows * rows * columns * 2 + 2 * rows**3) / math.prod((rows, columns))
