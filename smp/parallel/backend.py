@@ -22,18 +22,19 @@ a deadlock about once in thousands of calls, without a timeout.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
+from smp.config import ConfigError
 from smp.parallel.network.choose import SMALLEST
 from smp.parallel.network.cost import Policy
 from smp.parallel.network.group import CollectiveWork, NetworkGroup
@@ -66,7 +67,6 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def __init__(self, options: Any) -> None:
         rank, size = options.group_rank, options.group_size
         super().__init__(rank, size)
-        timeout: timedelta = options.timeout
         # So that tests and users can see what was hierarchical and what was not.
         self.counts: Counter[str] = Counter()
         self._gloo = _gloo(options)
@@ -85,7 +85,7 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
         smallest = SMALLEST if links is None else 0
         policy = Policy(topology, links, hierarchical=topology.several_levels, smallest=smallest)
         ranks = list(options.global_ranks_in_group) or list(range(size))
-        self.network = NetworkGroup(ranks, rank, self._gloo, policy, timeout)
+        self.network = NetworkGroup(ranks, rank, self._gloo, policy)
 
     def getBackendName(self) -> str:  # noqa: N802
         """What torch asks for."""
@@ -189,9 +189,13 @@ def _nccl(options: Any) -> Any:
 
 
 def _topology(options: Any) -> tuple[Topology, Any]:
-    """Of a group, and links where the file has them. Ranks tell each other their nodes through the store."""
+    """Of a group, and links where the file has them. Ranks tell each other through the store what they know.
+
+    Raises:
+        ConfigError: ranks have read different files, or only some have one: they would run different schedules.
+    """
     size, file = options.group_size, os.environ.get(TOPOLOGY)
-    links, place = None, socket.gethostname()
+    nodes, links, place = None, None, socket.gethostname()
     if file is not None:
         ranks = list(options.global_ranks_in_group) or list(range(size))
         world = dist.get_world_size() if dist.is_initialized() else size
@@ -199,8 +203,13 @@ def _topology(options: Any) -> tuple[Topology, Any]:
         if nodes is not None:
             place = nodes.name_of(ranks[options.group_rank])
     store = dist.PrefixStore("smp/nodes", options.store)
-    store.set(str(options.group_rank), place)
-    return Topology.of([store.get(str(rank)).decode() for rank in range(size)]), links
+    store.set(str(options.group_rank), json.dumps([place, file is not None, f"{nodes!r} {links!r}"]))
+    said = [json.loads(store.get(str(rank))) for rank in range(size)]
+    other = next((rank for rank, (_, *read) in enumerate(said) if read != said[0][1:]), None)
+    if other is not None:
+        reads = "has another file" if said[0][1] == said[other][1] else "has a file" if said[other][1] else "has none"
+        raise ConfigError(f"{TOPOLOGY}: rank {other} of a group of {size} {reads}, unlike rank 0; all need the same")
+    return Topology.of([place for place, *_ in said]), links
 
 
 def _options(kind: Any, opts: Any, more: dict[str, Any]) -> Any:

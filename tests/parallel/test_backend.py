@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from smp.config import ConfigError
 from tests.distributed import run_distributed
 from tests.fake_group import lone_context
 from tests.parallel.sync_batch_norm import error_of_sync_batch_norm
@@ -269,8 +270,24 @@ def compare(rank: int, world: int, topology: str) -> dict[str, Any]:
         "batch norm": error_of_sync_batch_norm(rank, world, group),
         "repeats": torch.equal(*sums),
         "error": (sums[0].double() - torch.stack(pieces).double().sum(0)).abs().max().item(),
+        "unlike": unlike_files(rank, topology),
         "default": default_group(rank, world, topology),
     }
+
+
+def unlike_files(rank: int, topology: str) -> list[str]:
+    """Ranks that would run different schedules say so, all of them, when a group is made."""
+    said = []
+    other = Path(f"{topology}.{rank}")
+    other.write_text('{"nodes": [[0, 1], [2, 3]]}')
+    for files in ([topology, None], [None, topology], [topology, str(other)]):
+        file = files[rank == 1]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("SMP_NETWORK_TOPOLOGY") if file is None else patch.setenv("SMP_NETWORK_TOPOLOGY", file)
+            with pytest.raises(ConfigError) as caught:
+                dist.new_group(backend="smp")
+        said.append(str(caught.value))
+    return said
 
 
 def default_group(rank: int, world: int, topology: str) -> Any:
@@ -328,6 +345,17 @@ def test_no_method_is_left_that_torch_calls_with_the_interpreter_lock_held() -> 
     looked_for |= set(re.findall(r"get_override\([^;]*?\"(\w+)\"\)", text))
     assert {"allgather", "allreduce", "barrier", "broadcast", "send"} <= looked_for
     assert looked_for - set(vars(NetworkProcessGroup)) == set()
+
+
+def test_a_timeout_that_is_changed_holds_for_schedules_too() -> None:
+    """torch changes that of the gloo backend, for trainers that wait longer for the first step than for others."""
+    import smp.parallel.backend  # noqa: F401
+
+    with lone_context():
+        group: Any = dist.new_group(backend="smp", timeout=timedelta(seconds=9))
+        assert group.network.timeout == timedelta(seconds=9)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=4), group)
+        assert group.network.timeout == timedelta(seconds=4)
 
 
 def test_cuda_tensors_go_to_nccl() -> None:
@@ -390,6 +418,13 @@ def test_other_dtypes_and_batch_norms(found: list[dict[str, Any]]) -> None:
     """Gathers move any bits; SyncBatchNorm normalizes over all ranks, whose sums above 64 KiB are hierarchical."""
     for of in found:
         assert of["bits"] and of["batch norm"] < 2e-4
+
+
+def test_ranks_with_unlike_files_are_told_so(found: list[dict[str, Any]]) -> None:
+    for of in found:
+        assert [text.split(" of 4 ")[1] for text in of["unlike"]] == [
+            f"{what}, unlike rank 0; all need the same" for what in ("has none", "has a file", "has another file")
+        ]
 
 
 def test_it_is_a_backend_of_a_whole_program(found: list[dict[str, Any]]) -> None:

@@ -41,12 +41,16 @@ def lose(rank: int, world: int, folder: str, killed: bool) -> None:
         return
     started = time.monotonic()
     running = network.all_gather(output, given, way)
+    queued = network.all_gather(output.clone(), given, way)
     with pytest.raises(CollectiveError) as caught:
         if rank == 0:
-            running.work(output).wait()  # the error of the thread comes back here
+            works = running.work(output), queued.work(output)
+            works[0].wait()  # the error of the thread comes back here
         else:
             running.finish()
     taken = time.monotonic() - started
+    with pytest.raises(CollectiveError, match="an earlier collective of this group failed: all-gather of 1,6"):
+        works[1].wait() if rank == 0 else queued.finish()  # it ends at once, and says why
     with pytest.raises(CollectiveError, match="an earlier collective of this group failed"):
         network.all_gather(output, given, way)
     Path(folder, str(rank)).write_text(json.dumps([taken, str(caught.value)]))

@@ -41,11 +41,13 @@ class NetworkGroup:
         group: as messages for errors name it, its ranks in the default group.
         backend: the gloo backend of the group, or anything with ``send`` and ``recv`` as it has.
         policy: which way a collective goes, by kind and size.
-        timeout: of a whole collective.
+        timeout: of a whole collective; None: the backend's own, which may be changed later.
     """
 
-    def __init__(self, ranks: Sequence[int], rank: int, backend: Any, policy: Policy, timeout: timedelta) -> None:
-        self.ranks, self.rank, self.policy, self.timeout = list(ranks), rank, policy, timeout
+    def __init__(
+        self, ranks: Sequence[int], rank: int, backend: Any, policy: Policy, timeout: timedelta | None = None
+    ) -> None:
+        self.ranks, self.rank, self.policy, self._timeout = list(ranks), rank, policy, timeout
         self.hierarchical_calls = 0
         self._backend, self._tags = backend, itertools.count()
         # not of a method: a cycle would keep the backend's connections open until a garbage collection
@@ -60,6 +62,11 @@ class NetworkGroup:
         """Of a group whose tensors on a CPU go through gloo."""
         backend = group._get_backend(torch.device("cpu"))
         return NetworkGroup(dist.get_process_group_ranks(group), group.rank(), backend, policy, timeout)
+
+    @property
+    def timeout(self) -> timedelta:
+        """Of a collective that begins now."""
+        return self._backend.options._timeout if self._timeout is None else self._timeout
 
     def way(self, kind: Kind, tensor: torch.Tensor) -> Way:
         """How a collective with this whole buffer is to run; see :class:`Way` for flat ones, which callers run."""
@@ -138,6 +145,11 @@ class NetworkGroup:
         if self._closed:
             raise CollectiveError("a collective of a process group that was destroyed")
 
+    def check_in_order(self) -> None:
+        """Raise what an earlier collective ended with: its messages may still be on their way."""
+        if self._failure is not None:
+            raise CollectiveError(f"an earlier collective of this group failed: {self._failure}")
+
     def _start(
         self,
         kind: Kind,
@@ -147,8 +159,7 @@ class NetworkGroup:
         quantization: Quantization | None = None,
     ) -> Running:
         self._check_open()
-        if self._failure is not None:
-            raise CollectiveError(f"an earlier collective of this group failed: {self._failure}")
+        self.check_in_order()
         assert way.route is not None, "flat collectives are the process group's own"
         self.hierarchical_calls += 1
         chunks = tuple(min(way.chunks, piece.numel()) for piece in pieces)
@@ -206,6 +217,7 @@ class Running:
         Raises:
             CollectiveError: a rank is gone or late.
         """
+        self._group.check_in_order()  # it may have failed since this one was started
         started = time.monotonic()
         limit = self._group.timeout.total_seconds()
         for message, posted in self._execution.steps():
