@@ -2,7 +2,8 @@
 
     PYTHONPATH=CHECKOUT:. python -m tests.config.record_megatron_parser
 
-writes ``megatron_parser.json``: of each flag the number of its values ("", "1" or "+"), their type and its choices. The
+writes ``megatron_parser.json``: of each flag the number of its values ("", "1" or "+"), their type, its choices and the
+default, as text (of a switch whether what it says holds without it). The
 one that is there is of commit d98e8a64 (August 2026).
 """
 
@@ -27,9 +28,10 @@ def main() -> None:
 
 def of(action: Any) -> list[Any]:
     if action.nargs == 0:
-        return ["", "", []]
+        return ["", "", [], str(action.default == action.const)]
     many = action.nargs in ("+", "*") or (isinstance(action.nargs, int) and action.nargs > 1)
-    return ["+" if many else "1", getattr(action.type, "__name__", "str"), [str(c) for c in action.choices or ()]]
+    kind, choices = getattr(action.type, "__name__", "str"), [str(choice) for choice in action.choices or ()]
+    return ["+" if many else "1", kind, choices, str(action.default)]
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from smp.config import Config, ConfigError, ModelConfig, load_config, resolve
 from smp.config.cli import read_values
 from smp.config.entry_points import PRETRAIN
 from smp.config.fields import settings
-from smp.config.megatron.table import DEFAULTS, ROWS, TABLE, answer_of, fate_of
+from smp.config.megatron.table import DEFAULTS, REQUIRED, ROWS, TABLE, answer_of, fate_of
 from smp.config.megatron.translate import translate
 from smp.convert.hf_config import architecture
 from smp.convert.megatron_table import from_args
@@ -21,7 +22,9 @@ from smp.models.presets import PRESETS
 SIZES = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 64"
 BASE = f"{SIZES} --micro-batch-size 2 --lr 1e-4 --train-iters 10 --vocab-size 100 --mock-data"
 FLAGS = {setting.flag for setting in settings().values()}
-PARSER: dict[str, tuple[str, str, list[str]]] = json.loads(Path(__file__).with_name("megatron_parser.json").read_text())
+PARSER: dict[str, tuple[str, str, list[str], str]] = json.loads(
+    Path(__file__).with_name("megatron_parser.json").read_text()
+)
 """See ``record_megatron_parser``."""
 OTHER_ARITIES = {
     "--moe-aux-loss-coeff": ("1", "+"),
@@ -29,6 +32,12 @@ OTHER_ARITIES = {
     "--window-size": ("+", "1"),
 }
 """One for all layers and kinds; and a window as older versions took it, too."""
+OTHER_DEFAULTS = {
+    "--split": "None",  # becomes 969, 30, 1 where there is --data-path, as here
+    "--yarn-beta-fast": "None",  # read beside Megatron's own YaRN, which is refused
+    "--yarn-beta-slow": "None",
+}
+"""Defaults of Megatron's parser that are not what it trains with."""
 LACKING = {
     "--moe-router-score-function": {"sqrtsoftplus"},
     "--exp-avg-dtype": {"fp16"},
@@ -62,7 +71,7 @@ def test_every_flag_of_the_table_has_one_row_and_an_answer() -> None:
 
 def test_every_flag_of_megatrons_parser_is_in_the_table_with_its_number_of_values() -> None:
     assert len(PARSER) > 850 and sorted(PARSER.keys() - ROWS.keys()) == []
-    others = {flag: (ROWS[flag].arities[flag], arity) for flag, (arity, _, _) in PARSER.items()}
+    others = {flag: (ROWS[flag].arities[flag], arity) for flag, (arity, *_) in PARSER.items()}
     others = {flag: pair for flag, pair in others.items() if pair[0] != pair[1]}
     assert others == OTHER_ARITIES
 
@@ -70,7 +79,7 @@ def test_every_flag_of_megatrons_parser_is_in_the_table_with_its_number_of_value
 @pytest.mark.parametrize("flag", [flag for flag in ROWS if fate_of(flag) == "same"])
 def test_what_is_the_same_is_taken_as_by_megatrons_parser(flag: str) -> None:
     """Number and type of its values, each of its choices but those that are named here; and it is in our parser."""
-    arity, kind, choices = PARSER[flag]
+    arity, kind, choices, _ = PARSER[flag]
     negated = flag not in FLAGS
     setting = settings()[flag.removeprefix("--no-" if negated else "--").replace("-", "_")]
     if setting.type is bool:
@@ -84,6 +93,33 @@ def test_what_is_the_same_is_taken_as_by_megatrons_parser(flag: str) -> None:
     value = (choices or list(setting.choices) or [{int: "2", float: "0.5"}.get(setting.type, "x")])[0]
     words = [flag, *([] if setting.type is bool else [value])]
     assert read_values(words, PRETRAIN, "").keys() == {setting.name}
+
+
+@pytest.mark.parametrize("flag", [flag for flag in ROWS if fate_of(flag) == "same"])
+def test_what_is_the_same_has_megatrons_default_or_the_translation_spells_it_out(flag: str) -> None:
+    negated = flag not in FLAGS
+    setting = settings()[flag.removeprefix("--no-" if negated else "--").replace("-", "_")]
+    default = PARSER[flag][3]
+    if setting.name in (*REQUIRED, "micro_batch_size", "lr"):
+        assert default == "None" and setting.flag in refusal("--mock-data")
+    elif flag in OTHER_DEFAULTS:
+        assert default == OTHER_DEFAULTS[flag]
+    elif setting.type is bool:
+        ours = DEFAULTS.get(setting.name, str(setting.default).lower()) == "true"
+        assert (ours is not negated) == (default == "True")
+    else:
+        ours = DEFAULTS.get(setting.name, str(setting.default))
+        numbers = setting.type in (int, float) and "None" not in (ours, default)
+        assert (float(ours) == float(default)) if numbers else ours == default
+
+
+def test_a_load_without_a_checkpoint_is_told_to_be_an_error() -> None:
+    line = f"{BASE} --load a --save b"
+    assert "it is an error when --load a has no checkpoint" in translate(line.split(), 1).notes[0]
+    for flag in ("--exit-on-missing-checkpoint", "--no-exit-on-missing-checkpoint"):
+        found = translate(f"{line} {flag}".split(), 1)
+        assert flag in found.argv and len(found.notes) == 1
+    assert len(translate(f"{BASE} --load a --save a".split(), 1).notes) == 1
 
 
 def test_a_flag_whose_name_is_here_with_another_meaning_is_refused() -> None:
@@ -275,6 +311,71 @@ def test_a_typical_list_of_flags() -> None:
     assert config.optim.lr_decay_style == "constant" and config.parallel.recompute_granularity == "full"
     note = translate(TYPICAL.split(), 1).notes[0]
     assert "--min-lr 1e-5 (without effect beside the rest)" in note and "--no-load-optim (without --load)" in note
+
+
+MIXTRAL = (
+    "--use-mcore-models --disable-bias-linear --seq-length 64 --max-position-embeddings 128 --num-layers 4 "
+    "--hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --init-method-std 0.01 --attention-dropout 0.0 "
+    "--hidden-dropout 0.0 --normalization RMSNorm --position-embedding-type rope --swiglu "
+    "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2 --no-masked-softmax-fusion "
+    "--no-position-embedding --rotary-base 1000000 --num-experts 8 --moe-router-topk 2 "
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-grouped-gemm "
+    "--moe-token-dispatcher-type alltoall --overlap-param-gather --overlap-grad-reduce --vocab-size 100 --mock-data "
+    "--split 99990,8,2 --micro-batch-size 1 --global-batch-size 256 --lr 1e-4 --train-iters 500000 "
+    "--lr-decay-iters 320000 --lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 0.1 --lr-warmup-iters 500 "
+    "--clip-grad 1.0 --bf16 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 4 "
+    "--expert-model-parallel-size 8 --use-distributed-optimizer --sequence-parallel --log-interval 1 "
+    "--save-interval 10000 --eval-interval 1000 --eval-iters 10 --save {run} --load {run} --tensorboard-dir logs "
+    "--no-load-optim --no-load-rng"
+)
+"""Megatron's public example of Mixtral 8x7B, but for its sizes, tokenizer and data."""
+
+
+def test_a_line_that_resumes_from_its_own_folder_without_the_optimizers_state(paths: dict[str, str]) -> None:
+    line = MIXTRAL.format(**paths)
+    config = resolved(line, 64)
+    assert config.checkpoint.load == "auto" and config.checkpoint.load_optim and config.model.num_experts == 8
+    note = translate(line.split(), 64).notes[0]
+    assert "--no-load-optim (--load auto goes on with the optimizer's state)" in note
+
+
+LATENT = "--multi-latent-attention --disable-bias-linear --normalization RMSNorm --position-embedding-type rope "
+
+
+@pytest.mark.parametrize(
+    ("flags", "values"),
+    [
+        (LATENT, {"use_rope_scaling": False}),
+        (LATENT + "--rope-type rope --rotary-scaling-factor 40", {"use_rope_scaling": False}),
+        ("--rope-type rope --position-embedding-type rope", {"use_rope_scaling": False}),
+        (
+            LATENT + "--rotary-scaling-factor 40 --mscale 1.0 --mscale-all-dim 1.0",
+            {"rope_scaling_type": "yarn", "rope_scaling_factor": 40.0, "rope_original_max_position": 4096}
+            | {"yarn_mscale": 1.0, "yarn_mscale_all_dim": 1.0, "use_rope_scaling": True},
+        ),
+        (
+            LATENT + "--rope-type yarn --rotary-scaling-factor 40 --mscale 0.707",
+            {"yarn_attention_factor": 0.0707 * math.log(40) + 1, "yarn_mscale_all_dim": None, "use_rope_scaling": True},
+        ),
+        (
+            "--position-embedding-type alibi --embed-layernorm",
+            {"position_embedding_type": "alibi", "embedding_layernorm": True},
+        ),
+    ],
+)
+def test_positions_of_deepseeks_and_blooms_lines(flags: str, values: dict[str, object]) -> None:
+    base = BASE.replace("--max-position-embeddings 64", "--max-position-embeddings 4096 --seq-length 64")
+    model = resolved(f"{base} {flags}").model
+    assert {name: getattr(model, name) for name in values} == values
+
+
+@pytest.mark.parametrize(("stage", "strategy"), [("1", "optim"), ("2", "optim_grads"), ("3", "optim_grads_params")])
+def test_a_line_of_deepspeeds(stage: str, strategy: str) -> None:
+    flags = f"--deepspeed --deepspeed_config=ds.json --zero-stage={stage} --deepspeed-activation-checkpointing"
+    parallel = resolved(f"{BASE} {flags} --checkpoint-activations", 4).parallel
+    assert (parallel.data_parallel_sharding_strategy, parallel.recompute_granularity) == (strategy, "full")
+    assert resolved(f"{BASE} --deepspeed --zero-stage 0", 4).parallel.hybrid_shard_degree == 1
+    assert "--zero-stage 4: give 0, 1, 2 or 3" in refusal(f"{BASE} --zero-stage 4")
 
 
 @pytest.mark.parametrize(

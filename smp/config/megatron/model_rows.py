@@ -24,10 +24,13 @@ MODEL: tuple[Row, ...] = (
         {
             "learned_absolute": "--position-embedding-type learned_absolute",
             "rope": "--position-embedding-type rope",
+            "alibi": "--position-embedding-type alibi",
             "none": "--position-embedding-type none",
         },
-        "--position-embedding-type takes rope, learned_absolute and none; YaRN is --rope-scaling-type yarn beside rope",
+        "--position-embedding-type takes rope, learned_absolute, alibi and none; YaRN is --rope-scaling-type yarn "
+        "beside rope",
     ),
+    becomes("--embed-layernorm", "--embedding-layernorm"),
     becomes("--use-rotary-position-embeddings", "--position-embedding-type rope"),
     derived("--no-position-embedding", "--position-embedding-type none, unless the line says rope"),
     becomes(
@@ -80,9 +83,13 @@ MODEL: tuple[Row, ...] = (
     left_out("--padded-vocab-size:1 --no-pad-vocab-size --pad-vocab-size", "checkpoints hold no padding"),
     refused("--init-method-xavier-uniform --embedding-init-method-std:1", "--init-method-std is the one choice"),
     same("--yarn-beta-fast:1 --yarn-beta-slow:1"),
+    derived(
+        "--rope-type:1 --rotary-scaling-factor:1 --mscale:1 --mscale-all-dim:1",
+        "YaRN beside --multi-latent-attention: --use-rope-scaling --rope-scaling-type yarn with --rope-scaling-factor, "
+        "--yarn-mscale and --yarn-mscale-all-dim; elsewhere Megatron does not read them",
+    ),
     refused(
-        "--rope-type:1 --original-max-position-embeddings:1 --beta-fast:1 --beta-slow:1 --mscale:1 --mscale-all-dim:1 "
-        "--rotary-scaling-factor:1 --yarn-rotary-scaling-factor:1 --yarn-original-max-position-embeddings:1 "
+        "--original-max-position-embeddings:1 --beta-fast:1 --beta-slow:1 --yarn-rotary-scaling-factor:1 --yarn-original-max-position-embeddings:1 "
         "--yarn-correction-range-round-to-int",
         "YaRN here is --use-rope-scaling --rope-scaling-type yarn with --rope-scaling-factor, "
         "--rope-original-max-position, --yarn-beta-fast, --yarn-beta-slow and --yarn-mscale",

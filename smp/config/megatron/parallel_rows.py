@@ -51,7 +51,7 @@ PARALLEL: tuple[Row, ...] = (
     derived(
         "--use-distributed-optimizer --use-torch-fsdp2 --use-megatron-fsdp --use-custom-fsdp "
         "--data-parallel-sharding-strategy:1 --num-distributed-optimizer-instances:1 "
-        "--outer-dp-sharding-strategy:1",
+        "--outer-dp-sharding-strategy:1 --zero-stage:1",
         "--hybrid-shard-degree (1: replicas) and --data-parallel-sharding-strategy, of which "
         "--use-distributed-optimizer is optim",
     ),
@@ -131,9 +131,10 @@ PARALLEL: tuple[Row, ...] = (
         "--recompute-granularity takes none, selective and full",
     ),
     becomes("--recompute-activations", "--recompute-granularity selective"),
+    becomes("--checkpoint-activations --deepspeed-activation-checkpointing", "--recompute-granularity full"),
     left_out(
         "--recompute-method:1 --recompute-num-layers:1 --recompute-modules:+ --distribute-saved-activations "
-        "--checkpoint-activations --checkpoint-num-layers:1",
+        "--checkpoint-num-layers:1",
         "--recompute-granularity covers them: it repeats all blocks alike",
     ),
     same("--optimizer-cpu-offload --min-offloaded-tensor-size:1"),

@@ -65,6 +65,7 @@ TRAINING: tuple[Row, ...] = (
     refused(
         "--decoupled-weight-decay --no-decoupled-weight-decay", "weight decay is decoupled with Adam: leave it out"
     ),
+    left_out("--override-lr-scheduler --use-checkpoint-lr-scheduler", "the schedule is the command's"),
     left_out("--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler", "the schedule is the command's"),
     left_out("--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler", "the schedule is the command's"),
     left_out("--calculate-per-token-loss", "the loss is always a sum over tokens / valid tokens of the global batch"),
@@ -163,9 +164,10 @@ DATA: tuple[Row, ...] = (
 )
 
 CHECKPOINTS: tuple[Row, ...] = (
-    same(
-        "--save-interval:1 --async-save --ckpt-step:1 --no-load-optim --finetune --save-retain-interval:1 "
-        "--exit-on-missing-checkpoint"
+    same("--save-interval:1 --async-save --ckpt-step:1 --no-load-optim --finetune --save-retain-interval:1"),
+    derived(
+        "--exit-on-missing-checkpoint",
+        "the default here; --no-exit-on-missing-checkpoint starts from nothing where --load has none, as Megatron does",
     ),
     derived(
         "--save:1 --load:1 --pretrained-checkpoint:1",
@@ -250,5 +252,10 @@ OTHERS: tuple[Row, ...] = (
         "--export-quant-cfg:1 --export-model-type:1 --export-te-mcore-model --modelopt-enabled "
         "--teacher-model-config:1",
         _OTHER,
+    ),
+    left_out("--enable-gpt-oss --export-force-local-attention", "it is about the export to ModelOpt"),
+    left_out(
+        "--deepspeed --deepspeed_config:1 --deepspeed-config:1 --no-pipeline-parallel --pp-partition-method:1",
+        "it is DeepSpeed's, whose file of settings is not read: the flags say it all",
     ),
 )

@@ -8,6 +8,7 @@ those that depend on others: these are here.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -22,6 +23,7 @@ from smp.config.schema import ConfigError
 
 _WITHOUT_DOCUMENTS = ("packing", "reset_attention_mask", "reset_position_ids", "eod_mask_loss", "data_cache_path")
 _OF_LOADING = ("finetune", "load_optim", "ckpt_step")
+_ZERO = {"0": "no_shard", "1": "optim", "2": "optim_grads", "3": "optim_grads_params"}
 _SOURCES = ("data_path", "data_args_path", "train_data_path", "mock_data")
 
 
@@ -95,6 +97,7 @@ def translate(argv: Sequence[str], processes: int) -> Translation:
         _positions,
         _heads,
         _window,
+        _latent_yarn,
         _virtual_stages,
         _exchange,
         _sharding,
@@ -218,6 +221,29 @@ def _query_norm(line: Line) -> None:
         line.problems.append("--qk-layernorm: here it is RMSNorm; give --normalization RMSNorm")
 
 
+def _latent_yarn(line: Line) -> None:
+    """Megatron's RoPE beside latent attention is YaRN, which with its default factor of 1 changes nothing."""
+    flags = ("--rope-type", "--rotary-scaling-factor", "--mscale", "--mscale-all-dim")
+    given = [f"{flag} {line.one(flag)}" for flag in flags if flag in line.given]
+    latent, kind = "--multi-latent-attention" in line.given, line.one("--rope-type")
+    factor = line.one("--rotary-scaling-factor") or "1.0"
+    if kind not in (None, "rope", "yarn"):
+        line.problems.append(f"--rope-type {kind}: give rope or yarn")
+    elif not latent or kind == "rope" or factor in ("1", "1.0"):
+        why = "YaRN by a factor of 1 changes nothing" if latent and kind != "rope" else "there is no YaRN to set up"
+        line.left_out += [f"{words} ({why})" for words in given]
+    else:
+        line.put("--use-rope-scaling", "--rope-scaling-type", "yarn", "--rope-scaling-factor", factor)
+        line.put("--rope-original-max-position", "4096")  # a constant of Megatron's
+        weight, of_all = (float(line.one(flag) or other) for flag, other in (("--mscale", 1), ("--mscale-all-dim", 0)))
+        if weight and of_all:
+            line.put("--yarn-mscale", str(weight), "--yarn-mscale-all-dim", str(of_all))
+        elif of_all:
+            line.problems.append(f"--mscale 0 beside --mscale-all-dim {of_all}: give both or none")
+        else:
+            line.put("--yarn-attention-factor", repr(0.1 * weight * math.log(max(1.0, float(factor))) + 1.0))
+
+
 def _virtual_stages(line: Line) -> None:
     value = line.one("--num-layers-per-virtual-pipeline-stage")
     if value is None:
@@ -257,7 +283,13 @@ def _sharding(line: Line) -> None:
     """Replicas without a word of sharding, as in Megatron; its distributed optimizer shards the optimizer's state."""
     fsdp = {"--use-torch-fsdp2", "--use-megatron-fsdp", "--use-custom-fsdp"} & line.given.keys()
     strategy = line.one("--data-parallel-sharding-strategy")
-    if not fsdp:
+    stage = line.one("--zero-stage")  # DeepSpeed's
+    if stage is not None:
+        strategy = _ZERO.get(stage)
+        if strategy is None:
+            line.problems.append(f"--zero-stage {stage}: give 0, 1, 2 or 3")
+            return
+    elif not fsdp:
         strategy = "optim" if "--use-distributed-optimizer" in line.given else "no_shard"
     elif strategy is None:
         strategy = "optim_grads_params" if "--use-torch-fsdp2" in fsdp else "no_shard"
@@ -323,6 +355,18 @@ def _folders(line: Line) -> None:
         both = save is not None and os.path.realpath(load) == os.path.realpath(save)
         both = both and "--exit-on-missing-checkpoint" not in line.given
         line.put("--load", "auto" if both else load)
+        if both:
+            _leave(line, ("load_optim",), "--load auto goes on with the optimizer's state")
+        elif {"--exit-on-missing-checkpoint", "--no-exit-on-missing-checkpoint"}.isdisjoint((*line.given, *line.own)):
+            line.notes.append(
+                f"note: it is an error when --load {load} has no checkpoint, where Megatron starts from random weights; "
+                "--no-exit-on-missing-checkpoint does so"
+            )
+    if "--exit-on-missing-checkpoint" in line.given:
+        if load is None:
+            line.left_out.append("--exit-on-missing-checkpoint (without --load)")
+        else:
+            line.put("--exit-on-missing-checkpoint")
     if "--use-checkpoint-args" in line.given and (load is None or line.says("load", "auto")):
         line.problems.append("--use-checkpoint-args needs a --load other than --save: else the flags say the sizes")
 
