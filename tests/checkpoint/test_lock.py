@@ -201,14 +201,14 @@ def race(root: Path, takers: int, seed: int) -> list[bytes]:
 
 
 def slow_down(chance: random.Random) -> None:
-    """Up to a third of a second before and after each call that another job can get in between of."""
+    """Up to a tenth of a second before and after each call that another job can get in between of."""
     for name in ("names", "create", "read", "replace", "delete"):
         plain = getattr(LocalFolder, name)
 
         def slowly(*args: object, plain: Any = plain) -> object:
-            time.sleep(chance.choice((0.0, 0.0, 0.1, 0.3)))
+            time.sleep(chance.choice((0.0, 0.0, 0.03, 0.1)))
             result = plain(*args)
-            time.sleep(chance.choice((0.0, 0.0, 0.1, 0.3)))
+            time.sleep(chance.choice((0.0, 0.0, 0.03, 0.1)))
             return result
 
         setattr(LocalFolder, name, slowly)

@@ -435,12 +435,12 @@ def cover(
     """Of all choices of values a small set in which every pair occurs that one of them has; greedy, cheap ones first,
     the same on every call."""
     draw, made = random.Random(seed), list[dict[str, Any]]()
-    left = set().union(*(pairs_of(values) for values in every))
-    price = {repr(values): cost(case_of(values)) ** 0.3 for values in every}
+    known = [(values, pairs_of(values), cost(case_of(values)) ** 0.3) for values in every]
+    left = set().union(*(pairs for _, pairs, _ in known))
     while left:
-        best = max(every, key=lambda v: (len(pairs_of(v) & left) / price[repr(v)], draw.random()))
-        left -= pairs_of(best)
-        made.append(best)
+        values, pairs, _ = max(known, key=lambda choice: (len(choice[1] & left) / choice[2], draw.random()))
+        left -= pairs
+        made.append(values)
     return made
 
 

@@ -52,12 +52,16 @@ def pipeline_values() -> list[_Values]:
     """
     draw, made = random.Random(1), list[_Values]()
     every = [values for values in map(_named, _product(FACTORS)) if _fits(values)]
+    price = {tuple(values.values()): cost(_case_of(values)) ** 0.3 for values in every}  # once: there are thousands
     left, triples = valid_groups(2), set[_Group]()
     cells = list(itertools.product(FACTORS["schedule"], FACTORS["beside"]))
     wanted = draw.sample(cells, len(cells))
     while left:
         free = every if not wanted else [v for v in every if (v["schedule"], v["beside"]) == wanted[0]]
-        chosen = max(free, key=lambda values: (*_gain(values, left, triples), draw.random()))
+        chosen = max(
+            free,
+            key=lambda v: (*(new / price[tuple(v.values())] for new in _news(v, left, triples)), draw.random()),
+        )
         left -= groups_of(chosen, 2)
         triples |= groups_of(chosen, 3)
         made.append(chosen)
@@ -65,9 +69,9 @@ def pipeline_values() -> list[_Values]:
     return sorted(made, key=lambda values: cells.index((values["schedule"], values["beside"])))
 
 
-def _gain(values: _Values, left: set[_Group], triples: set[_Group]) -> tuple[float, float]:
-    price = cost(_case_of(values)) ** 0.3
-    return len(groups_of(values, 2) & left) / price, len(groups_of(values, 3) - triples) / price
+def _news(values: _Values, left: set[_Group], triples: set[_Group]) -> tuple[int, int]:
+    """How many pairs and triples it has that no case before has."""
+    return len(groups_of(values, 2) & left), len(groups_of(values, 3) - triples)
 
 
 def _named(values: tuple[Any, ...]) -> _Values:
