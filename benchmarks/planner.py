@@ -28,9 +28,9 @@ from smp.planner.machine import (
     host_time,
     kind_of,
     run_processes,
+    small_settings,
     time_calls,
     timed_calls,
-    tiny_settings,
 )
 from smp.planner.measured import Recorded, step_time
 from smp.training.settings import read_settings
@@ -69,19 +69,19 @@ def recorded(flags: str, processes: int) -> Recorded:
     return Recorded.of(config, Layout.from_config(config.parallel, processes))
 
 
-def tiny(kind: str, processes: int) -> Recorded:
-    """That of the model whose step is all the host's time."""
-    config = tiny_settings(kind, processes)
+def small_model(kind: str, processes: int) -> Recorded:
+    """That of the model whose step is largely the host's time."""
+    config = small_settings(kind, processes)
     return Recorded.of(config, Layout.from_config(config.parallel, processes))
 
 
 def measure(
     rank: int, processes: int, wanted: Sequence[Timed], kinds: Sequence[str], flags: Sequence[str], rounds: int
 ) -> tuple[list[Times], dict[str, list[float]], list[list[float]], float]:
-    """In turns: seconds of each call, of steps of the tiny models, and of steps of each layout; and what a calibration
+    """In turns: seconds of each call, of steps of the small models, and of steps of each layout; and what a calibration
     took."""
     configs = [read_settings(shlex.split(MODEL + line), PRESETS, processes) for line in flags]
-    small = {kind: TrainingRun(tiny_settings(kind, processes), rank, processes, kind) for kind in kinds}
+    small = {kind: TrainingRun(small_settings(kind, processes), rank, processes, kind) for kind in kinds}
     runs = [TrainingRun(config, rank, processes, str(i)) for i, config in enumerate(configs)]
     calls, host, steps, took = (
         list[Times](),
@@ -109,7 +109,7 @@ def compare(processes: int, rounds: int, report: Report) -> dict[str, tuple[floa
     """(predicted, measured) seconds of each layout of so many processes."""
     lines = LAYOUTS[processes]
     layouts = {flags: recorded(flags, processes) for flags in lines}
-    small = {kind: tiny(kind, processes) for kind in {kind_of(one.layout) for one in layouts.values()}}
+    small = {kind: small_model(kind, processes) for kind in {kind_of(one.layout) for one in layouts.values()}}
     wanted = timed_calls([rank for one in (*layouts.values(), *small.values()) for rank in one.ranks])
     threads = max(torch.get_num_threads() // processes, 1)
     found = run_processes(measure, processes, threads, wanted, list(small), lines, rounds)[0]

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from smp.training.host_memory import keep_freed_memory
 from smp.training.process import Process
 from smp.training.settings import report, report_own
 
@@ -35,6 +36,8 @@ def start_process_group(process: Process, timeout_minutes: float, deterministic:
     if cuda and not any(name in os.environ for name in ALLOCATOR):  # before anything is allocated
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"  # gathered weights come and go, and would leave holes
     device = torch.device("cuda", process.local_rank) if cuda else torch.device("cpu")
+    if not cuda:
+        keep_freed_memory()
     if deterministic:
         # cuBLAS and NCCL read these when they start; with them sums have one order.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -1,0 +1,31 @@
+"""Memory of a process that trains on a CPU stays the process's.
+
+glibc gives what a step frees back to the system, and the next step's first touch of each page waits for the system to
+clear it: 4,000 to 20,000 page faults a step of a model of 9 million parameters, and 3 to 4 % of its time. A GPU's
+allocator keeps what it has; here the same is asked of glibc.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""Numbers of malloc.h."""
+_LARGEST_KEPT = 32 << 20
+"""glibc takes no larger one: larger blocks are mapped and unmapped each time, as before."""
+
+
+def keep_freed_memory() -> bool:
+    """Have the C library keep what is freed, unless the environment sets its allocator.
+
+    Returns:
+        Whether it does; others than glibc are left as they are.
+    """
+    told = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if told or not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    # Both: with one of them set glibc adapts neither. A trim threshold of -1 is: never.
+    return mallopt is not None and bool(mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT) and mallopt(_TRIM_THRESHOLD, -1))
