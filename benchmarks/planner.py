@@ -28,9 +28,9 @@ from smp.planner.machine import (
     host_time,
     kind_of,
     run_processes,
+    small_settings,
     time_calls,
     timed_calls,
-    small_settings,
 )
 from smp.planner.measured import Recorded, step_time
 from smp.training.settings import read_settings

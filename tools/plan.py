@@ -73,11 +73,6 @@ def asked_for(flags: Sequence[str], gpus: int) -> Config:
     """Settings that were decided, and without a batch size four samples on each GPU."""
     config = load_config([*flags, "--dry-run"], PRESETS)
     data = config.data
-    if config.model.multi_latent_attention:
-        raise ConfigError(
-            "--multi-latent-attention: steps of latent attention are not predicted yet; pretrain_gpt.py --dry-run "
-            "tells what a step takes"
-        )
     if config.model.vocab_size is None:
         raise ConfigError("the size of the vocabulary is missing: give --vocab-size")
     if data.global_batch_size is None:

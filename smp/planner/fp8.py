@@ -43,11 +43,11 @@ class Fp8Costs:
         """
         round_, turn = 2 + 1 + self.amax, 2
         ahead = back = 0.0
-        inputs: dict[tuple[str, int | None], float] = {}
+        inputs: dict[tuple[str, int | None, int], float] = {}
         for p in (p for p in block if p.linear):
             *_, rows, inner = p.local_shape(layout)
             # Query, key and value share their input, as do gate and up.
-            inputs[p.module.rpartition(".")[0], p.shard_dim] = tokens(p) * inner
+            inputs[p.module.rpartition(".")[0], p.shard_dim, inner] = tokens(p) * inner
             weight = math.prod(p.local_shape(layout))
             ahead += weight * round_
             back += weight * turn + tokens(p) * rows * (round_ + (turn if self.all_products else 0))

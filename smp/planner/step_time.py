@@ -204,7 +204,7 @@ class StepModel:
         model, last = self.config.model, self.config.model.num_layers - 1
         fp8 = self.fp8 is not None and last not in layers_in_bf16(self.config.parallel, model.num_layers)
         ahead, back = self._block_passes(self.blocks[last], experts=has_experts(model, last), fp8=fp8)
-        split = self.layout.tp if self.config.parallel.sequence_parallel else 1
+        split = self._slices()
         products = sum(self._product(p) for p in prediction_parameters(model, 0)) / split
         numbers = self.tokens * 10 * model.hidden_size / split  # three norms, and both results side by side
         elementwise = numbers * self.width / (self.device.bandwidth * self.device.memory_share)
@@ -213,7 +213,10 @@ class StepModel:
 
     def _tokens_of(self, parameter: Parameter) -> float:
         """Rows of a product on this rank; of experts, those of all of them."""
-        return self.tokens if parameter.chosen is None else self._tokens_to_experts() * parameter.chosen
+        if parameter.chosen is not None:
+            return self._tokens_to_experts() * parameter.chosen
+        # Down projections of latent attention and routers are whole on each rank, for its slice of the tokens.
+        return self.tokens / self._slices() if parameter.shard_dim is None else self.tokens
 
     def _product(self, parameter: Parameter, *, in_8_bits: bool = False) -> float:
         """Seconds of a linear layer's forward product on one rank, or of all its experts': of whole waves of tiles."""
@@ -235,11 +238,9 @@ class StepModel:
     def _elementwise(self, *, experts: bool) -> float:
         """Seconds that norms, RoPE, activation and residuals of a forward pass read and write memory; with experts also
         what sorts rows by them, and sums what comes back."""
-        model, tp = self.config.model, self.layout.tp
-        split = tp if self.config.parallel.sequence_parallel else 1
-        heads, groups = model.num_attention_heads, model.num_query_groups or model.num_attention_heads
-        assert model.kv_channels is not None and model.ffn_hidden_size is not None, "resolved before"
-        rotated = 2 * (heads + groups) * model.kv_channels // tp
+        model, tp, split = self.config.model, self.layout.tp, self._slices()
+        assert model.ffn_hidden_size is not None, "resolved before"
+        rotated = 2 * self._rotated() // tp
         wide, sorted_ = model.ffn_hidden_size, 0
         if experts:
             wide = (model.moe_shared_expert_intermediate_size or 0) + model.moe_router_topk * (
@@ -249,6 +250,20 @@ class StepModel:
         activation = (3 if model.gated else 2) * wide // tp
         numbers = 10 * model.hidden_size // split + rotated + activation + sorted_  # two norms, two sums: 2 x 2 + 2 x 3
         return self.tokens * numbers * self.width / (self.device.bandwidth * self.device.memory_share)
+
+    def _slices(self) -> int:
+        """Ranks that share a sequence's tokens between attention and the MLP."""
+        return self.layout.tp if self.config.parallel.sequence_parallel else 1
+
+    def _rotated(self) -> int:
+        """Numbers of a token's queries and keys that RoPE reads and writes; those of latent attention are put together
+        from what its projections make, values beside them, after a norm of its latents."""
+        model, heads = self.config.model, self.config.model.num_attention_heads
+        if model.multi_latent_attention:
+            whole = heads * (2 * (model.qk_head_dim + model.qk_pos_emb_head_dim) + model.v_head_dim)
+            return whole + model.kv_lora_rank + (model.q_lora_rank or 0)
+        assert model.kv_channels is not None, "resolved before"
+        return (heads + (model.num_query_groups or heads)) * model.kv_channels
 
     def _tensor_collectives(self, in_8_bits: int = 0) -> float:
         """Seconds of the four of a forward pass, or of two all-reduces, which move as much. Under sequence parallelism
@@ -272,8 +287,10 @@ class StepModel:
         cp, model = self.layout.cp, self.config.model
         if cp == 1:
             return 0.0, 0.0
-        groups = model.num_query_groups or model.num_attention_heads
-        keys = 2 * self.tokens * max(1, groups // self.layout.tp) * (model.kv_channels or 0)
+        groups, width = model.num_query_groups or model.num_attention_heads, 2 * (model.kv_channels or 0)
+        if model.multi_latent_attention:
+            width = model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim
+        keys = self.tokens * max(1, groups // self.layout.tp) * width
         # Backward the keys go round once more, and their gradients in fp32.
         ahead, back = (self._collective(cp * keys * width, "cp") for width in (self.width, self.width + 4))
         return max(0.0, ahead - attention), max(0.0, back - 2.5 / 0.85 * attention)
@@ -394,7 +411,7 @@ class StepModel:
 
     def _message(self) -> float:
         """Seconds of one message between stages."""
-        split = self.layout.tp if self.config.parallel.sequence_parallel else 1
+        split = self._slices()
         size = self.tokens * self.config.model.hidden_size * self.width / split
         return size / (self._link("pp") if self.layout.pp > 1 else math.inf) + self.device.latency
 

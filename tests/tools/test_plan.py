@@ -129,7 +129,7 @@ def test_a_decision_for_the_default_stays(flags: str, capsys: pytest.CaptureFixt
         ("--gpus 8 --gpu h100 --tensor-model-parallel-size 3", "8 is not divisible by 3"),
         ("--gpus 2 --gpu cpu --node-bandwidth 3", "--node-bandwidth has no effect with --gpu cpu"),
         ("--gpus 8 --gpu a100 --fp8-format hybrid", "a100 has no FP8 products; b200, h100, h200, l40s have"),
-        ("--gpus 8 --gpu h100 --fp8-format hybrid --fp8-emulate", "--fp8-emulate: times of emulated products"),
+        ("--gpus 8 --gpu h100 --fp8-format hybrid --fp8-emulate", "--fp8-emulate: its time is not predicted"),
     ],
 )
 def test_what_cannot_be_planned(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,6 +235,29 @@ def test_on_an_ideal_device_experts_take_the_flops_of_those_that_a_token_gets() 
     flops = training_flops_per_token(resolved.model, 4096, 32000)
     shared = time.attention * 3 / (1 + 2.5 / 0.85)
     assert (time.products + shared) * IDEAL.peak == pytest.approx(flops * 2 * 4096, rel=0.01)
+
+
+LATENT = (
+    "--model deepseek-v2-lite --num-layers 4 --moe-layer-freq [0,1,1,1] --vocab-size 32000 --seq-length 4096 "
+    "--global-batch-size 4"
+)
+
+
+@pytest.mark.parametrize("flags", ["", "--tensor-model-parallel-size 2 --sequence-parallel"])
+def test_on_an_ideal_device_latent_attention_takes_its_flops(flags: str) -> None:
+    """Also where each of two processes has the down projections whole, for half of the tokens."""
+    world = 2 if flags else 1
+    resolved, layout = config(f"{LATENT} {flags}", world)
+    time = StepModel(resolved, layout, IDEAL).predict()
+    flops = training_flops_per_token(resolved.model, 4096, 32000)
+    shared = time.attention * 3 / (1 + 2.5 / 0.85)
+    assert (time.products + shared) * IDEAL.peak == pytest.approx(flops * 4 * 4096 / world, rel=0.01)
+
+
+def test_latent_attention_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = f"{LATENT} --pipeline-model-parallel-size 1 --recompute-granularity none --micro-batch-size 1 --top 40"
+    assert main(["--gpus", "4", "--gpu", "h100", *flags.split()]) == 0
+    assert "--expert-model-parallel-size 4" in capsys.readouterr().out
 
 
 LAST = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*6|t*10L"
