@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from smp.config.schema import ConfigError
-from smp.hf import adapters, context, experts, sequence, trainer, weights
+from smp.hf import adapters, context, experts, guards, sequence, trainer, weights
 from smp.hf.loss import GATHERED
 from smp.hf.loss import check as check_loss
 from smp.hf.loss import install as install_loss
@@ -123,6 +123,8 @@ def transform(
         print("\n".join(map(str, model.smp_report)), flush=True)  # type: ignore[arg-type]
     if expected is not None:
         expected.compare(model)
+    if tp.size > 1:
+        guards.install(model, tp)
     context.install(model, cp_comm_type)  # after the comparison, which is of whole sequences
     return model
 
