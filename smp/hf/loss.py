@@ -148,6 +148,7 @@ def install(model: nn.Module, kind: str, group: Group) -> None:
     head.smp_whole = vars(head).get("forward")
     head.forward = MethodType(_head, head)
     base.loss_function = MethodType(_loss, base)
+    base.smp_inner = vars(base).get("forward")  # of a model with parameters of its own, which are plain tensors in it
     base.forward = MethodType(_forward_of(type(base)), base)
 
 
@@ -161,12 +162,13 @@ def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
         arguments = signature.bind(self, *args, **kwargs).arguments
         arguments |= arguments.pop(rest, {})
         loss: ParallelLoss = self.smp_loss
+        inner = self.smp_inner or MethodType(type(self).forward, self)
         if arguments.get("labels") is None or not torch.is_grad_enabled():
-            return type(self).forward(self, *args, **kwargs)
+            return inner(*args, **kwargs)
         wanted = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
         loss.targets = Targets.of(**{name: arguments[name] for name in wanted if arguments.get(name) is not None})
         try:
-            return _with_logits(type(self).forward(self, *args, **kwargs), loss)
+            return _with_logits(inner(*args, **kwargs), loss)
         finally:
             loss.forget()
 

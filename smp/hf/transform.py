@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from smp.config.schema import ConfigError
-from smp.hf import adapters, context, experts, sequence, trainer, weights
+from smp.hf import adapters, attention, context, experts, guards, sequence, trainer, weights
 from smp.hf.loss import GATHERED
 from smp.hf.loss import check as check_loss
 from smp.hf.loss import install as install_loss
@@ -116,13 +116,15 @@ def transform(
     install_loss(model, loss, tp)
     weights.install(model)
     trainer.announce(model)
-    model.smp_report = _report(model, plan)  # type: ignore[assignment]
+    model.smp_report = _report(model, plan, attention.install(model))  # type: ignore[assignment]
     if state.rank == 0:
         exchanged = f", experts over {state.ep_size} data ranks" if state.ep_size > 1 else ""
         print(f"smp.transform: {type(model).__name__} over {tp.size} tensor-parallel ranks{exchanged}", flush=True)
         print("\n".join(map(str, model.smp_report)), flush=True)  # type: ignore[arg-type]
     if expected is not None:
         expected.compare(model)
+    if tp.size > 1:
+        guards.install(model, tp)
     context.install(model, cp_comm_type)  # after the comparison, which is of whole sequences
     return model
 
@@ -157,9 +159,10 @@ def _cut(
                 module._buffers[own] = whole if device is None else whole.to(device)
 
 
-def _report(model: nn.Module, plan: Plan) -> tuple[Done, ...]:
+def _report(model: nn.Module, plan: Plan, attends: str) -> tuple[Done, ...]:
+    whole = (Done("", type(model).__name__, attends, 1, ""),) if attends else ()
     if not plan.steps:
-        return (Done("", type(model).__name__, "tensor_parallel_degree 1: nothing is cut", 1, ""),)
+        return (Done("", type(model).__name__, "tensor_parallel_degree 1: nothing is cut", 1, ""), *whole)
     counted: dict[tuple[str, str, str, str], int] = {}
     for name, step in plan.steps.items():
         kind = type(model.get_submodule(name)).__name__
@@ -170,7 +173,7 @@ def _report(model: nn.Module, plan: Plan) -> tuple[Done, ...]:
         text = ", ".join(f"{attribute} = {value}" for attribute, value in numbers.items())
         key = (pattern_of(name), kind, text, "")
         counted[key] = counted.get(key, 0) + 1
-    return tuple(Done(pattern, kind, style, n, note) for (pattern, kind, style, note), n in counted.items())
+    return (*(Done(pattern, kind, style, n, note) for (pattern, kind, style, note), n in counted.items()), *whole)
 
 
 def _check_device(model: nn.Module, device: torch.device | str | None, from_rank0: bool) -> None:

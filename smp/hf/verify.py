@@ -67,6 +67,13 @@ def _error(found: torch.Tensor, wanted: torch.Tensor, floor: float) -> float:
     return float((found.float() - wanted.to(found.device).float()).norm()) / size
 
 
+def _output_of(result: Any) -> torch.Tensor:
+    """The logits, or the first tensor that the model returns."""
+    if hasattr(result, "keys"):
+        return result["logits"] if "logits" in result else next(iter(result.values()))
+    return result if isinstance(result, torch.Tensor) else result[0]
+
+
 def _run(model: Any) -> torch.Tensor:
     """Forward and backward over two sequences of eight ids, the same on every rank; no dropout, no cache."""
     if not hasattr(model, "get_input_embeddings"):
@@ -78,7 +85,7 @@ def _run(model: Any) -> torch.Tensor:
     model.eval()
     try:
         result = model(input_ids=ids)
-        output = result.logits if hasattr(result, "logits") else result[0]
+        output = _output_of(result)
         weights = torch.linspace(-1, 1, output[0].numel(), device=device, dtype=torch.float32).view(output[0].shape)
         (output.float() * weights).mean().backward()
     finally:

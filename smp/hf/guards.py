@@ -1,0 +1,118 @@
+"""What a loop around a tensor-parallel model may get wrong without an error, refused in one line.
+
+Ranks of one group compute one forward pass together. Other rows on one of them, or another draw while sampling, would
+give numbers that belong to no batch; and what attention returns of its scores is about the heads of one rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from smp.config.schema import ConfigError
+from smp.hf.adapters import base_of
+from smp.hf.state import state
+from smp.parallel.agree import gather
+from smp.parallel.collectives import Group, gather_features
+
+_SCORES = ("attentions", "cross_attentions", "decoder_attentions", "encoder_attentions")
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def install(model: Any, group: Group) -> None:
+    """Watch ``model``, which is cut over ``group``."""
+    model.register_forward_pre_hook(_SameInputs(), with_kwargs=True)
+    base, _ = base_of(model)
+    if hasattr(base, "generate"):
+        base.generate = MethodType(_generate, base)
+    heads = getattr(base.config.get_text_config(), "num_attention_heads", None) if hasattr(base, "config") else None
+    base.register_forward_hook(_WholeScores(group, heads), with_kwargs=True)
+
+
+@dataclass
+class _SameInputs:
+    """Before the first forward pass of each kind, training and evaluation: all ranks of the group were given the same.
+    Later ones are not compared, which would cost a message each."""
+
+    seen: set[bool] = field(default_factory=set)
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if model.training in self.seen or torch.compiler.is_compiling():
+            return
+        self.seen.add(model.training)
+        named = {f"argument {place}": value for place, value in enumerate(args)} | kwargs
+        mine = {name: _mark(value) for name, value in named.items() if isinstance(value, torch.Tensor)}
+        ranks = gather(mine, state.tp_process_group)
+        for place, other in enumerate(ranks):
+            for name in ranks[0].keys() | other.keys():
+                if other.get(name) != ranks[0].get(name):
+                    raise ConfigError(
+                        f"{name} differs between ranks 0 and {place} of one tensor-parallel group: they read the same "
+                        "rows; share a batch out by smp.state.dp_rank of smp.state.dp_size"
+                    )
+
+
+def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Shape and bits, the bits weighed by their place."""
+    if isinstance(tensor, DTensor) or tensor.is_meta:
+        return ()
+    bits = tensor.detach().contiguous().flatten()
+    if bits.dtype.is_complex:
+        bits = torch.view_as_real(bits).flatten()
+    bits = bits.view(_BITS[bits.element_size()]).long()
+    places = torch.arange(1, bits.numel() + 1, device=bits.device)
+    return tuple(tensor.shape), str(tensor.dtype), int((bits * places).sum())
+
+
+def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """As the class's own, whose ranks draw the same tokens."""
+    config = kwargs.get("generation_config") or model.generation_config
+    if kwargs.get("do_sample", getattr(config, "do_sample", False)):
+        numbers = torch.get_rng_state()
+        if state.device_type != "cpu":
+            numbers = torch.cat((numbers, torch.get_device_module(state.device_type).get_rng_state()))
+        if len(set(gather(_mark(numbers), state.tp_process_group))) > 1:
+            raise ConfigError(
+                "generate(do_sample=True): the ranks of a tensor-parallel group would draw different tokens: "
+                "torch.manual_seed() with the same number on all of them before it"
+            )
+    return type(model).generate(model, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _WholeScores:
+    """After a forward pass with ``output_attentions``: the scores of all heads.
+
+    Attributes:
+        group: the ranks that have some heads each.
+        heads: of the whole model, None where its configuration does not say.
+    """
+
+    group: Group
+    heads: int | None
+
+    def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        config = getattr(model, "config", None)
+        if not (kwargs.get("output_attentions") or getattr(config, "output_attentions", False)):
+            return output
+        if not hasattr(output, "keys"):
+            raise ConfigError("output_attentions: call a transformed model without return_dict=False")
+        for name in _SCORES:
+            if output.get(name):
+                output[name] = tuple(self._whole(scores) for scores in output[name])
+        return output
+
+    def _whole(self, scores: Any) -> Any:
+        """(batch, heads/tp, queries, keys) -> (batch, heads, queries, keys)."""
+        if not isinstance(scores, torch.Tensor) or (scores.ndim == 4 and scores.shape[1] == self.heads):
+            return scores  # of attention that every rank computes whole
+        if scores.ndim != 4 or scores.shape[1] * self.group.size != self.heads:
+            raise ConfigError(
+                f"output_attentions: {tuple(scores.shape)} is not of {self.heads} heads, of which a rank has some"
+            )
+        return gather_features(scores.movedim(1, -1), self.group).movedim(-1, 1)

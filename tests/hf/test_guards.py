@@ -1,0 +1,136 @@
+"""Loops and models that are unlike Hugging Face's examples: equal to one process, or refused in one line."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import smp
+from smp.config import ConfigError
+from tests.distributed import run_distributed
+from tests.hf.families import VOCAB, batch, build, whole, worst
+
+pytest.importorskip("transformers")
+
+
+def _custom() -> Any:
+    """A subclass with parameters of its own, at the root too."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    class WithValue(LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.value = nn.Linear(config.hidden_size, 1)
+            self.scale = nn.Parameter(torch.ones(config.hidden_size))
+            self.post_init()
+
+        def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None, **others: Any) -> Any:
+            hidden = self.model(input_ids, attention_mask=attention_mask, **others).last_hidden_state * self.scale
+            logits = self.lm_head(hidden)
+            loss = self.loss_function(logits, labels, vocab_size=VOCAB) + self.value(hidden).square().mean()
+            return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    torch.manual_seed(5)
+    return WithValue(LlamaConfig(**_SIZES))
+
+
+_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+class _Block(nn.Module):
+    """What a script without transformers has: a table, one MLP, a dictionary of outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCAB, 16)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.table
+
+    def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.table(input_ids)
+        return {"hidden": x + self.down(self.up(x).relu())}
+
+
+def _gradients(model: Any) -> dict[str, torch.Tensor]:
+    model(**batch(1)).loss.backward()
+    return {name: whole(p.grad) for name, p in model.named_parameters()}
+
+
+def _losses_of_a_subclass() -> dict[str, float]:
+    errors = {}
+    for loss in ("gathered", "vocab_parallel", "chunked"):
+        alone = _custom()
+        model = smp.transform(copy.deepcopy(alone), loss=loss)
+        errors[loss] = worst(_gradients(copy.deepcopy(model)), _gradients(alone))[0]
+    return errors
+
+
+def _scores(family: str) -> tuple[int, float]:
+    """Layers, and how far the scores of all heads are from those of one process."""
+    alone = build(family)
+    alone.set_attn_implementation("eager")
+    model = smp.transform(copy.deepcopy(alone))
+    ids = batch(1)["input_ids"]
+    wanted, found = (m(input_ids=ids, output_attentions=True).attentions for m in (alone, model))
+    return len(found), max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))
+
+
+def _refused(message: str, action: Callable[[], Any]) -> None:
+    try:
+        action()
+    except ConfigError as error:
+        assert message in str(error) and "\n" not in str(error), error
+        return
+    raise AssertionError(f"not refused: {message}")
+
+
+def _unlike(rank: int, world_size: int) -> dict[str, Any]:
+    smp.init({"tensor_parallel_degree": 2})
+    alone = build("Llama").eval()
+    model = smp.transform(copy.deepcopy(alone)).eval()
+    ids = batch(1)["input_ids"][1:]
+    _refused("input_ids differs between ranks 0 and 1", lambda: copy.deepcopy(model)(input_ids=ids + rank))
+    _refused("labels differs between ranks 0 and 1", lambda: copy.deepcopy(model)(input_ids=ids, labels=ids + rank))
+    sampled = {"input_ids": ids, "max_new_tokens": 6, "do_sample": True, "eos_token_id": None}
+    torch.manual_seed(rank)
+    _refused("would draw different tokens", lambda: model.generate(**sampled))
+    assert model.generate(**sampled | {"do_sample": False}).shape[1] == ids.shape[1] + 6  # nothing is drawn
+    texts = []
+    for one in (alone, model):
+        torch.manual_seed(3)
+        texts.append(one.generate(**sampled))
+    rows = {"up": "colwise", "down": "rowwise"}
+    smp.transform(_seeded(_Block), rows=rows)  # compares itself
+    _refused("without return_dict=False", lambda: model(input_ids=ids, output_attentions=True, return_dict=False))
+    return {
+        "subclass": _losses_of_a_subclass(),
+        "scores": [_scores(family) for family in ("Llama, one key/value head, tied", "Phi 3")],
+        "texts": bool(torch.equal(*texts)),
+    }
+
+
+def _seeded(make: Callable[[], Any]) -> Any:
+    torch.manual_seed(5)
+    return make()
+
+
+def test_unlike_the_examples() -> None:
+    for found in run_distributed(_unlike, 2):
+        assert max(found["subclass"].values()) <= 1e-5, found
+        assert all(layers == 2 and error <= 1e-6 for layers, error in found["scores"]), found
+        assert found["texts"]
