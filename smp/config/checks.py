@@ -27,7 +27,7 @@ _FRACTIONS = {
 # ... and these: at least 0.
 _FROM_ZERO = {
     *("num_workers", "preview", "reward_center_coefficient", "hybrid_shard_degree"),
-    *("lr_warmup_iters", "min_lr", "weight_decay", "clip_grad", "seed", "moe_aux_loss_coeff"),
+    *("lr_warmup_iters", "min_lr", "decoupled_min_lr", "weight_decay", "clip_grad", "seed", "moe_aux_loss_coeff"),
     "moe_router_bias_update_rate",
     *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
     *("position_embedding_offset", "glu_linear_offset"),
@@ -302,6 +302,15 @@ def _check_batch(data: DataConfig, model: ModelConfig, layout: Layout) -> None:
 
 def _check_schedule(optim: OptimizerConfig, train_iters: int | None) -> None:
     require(optim.min_lr <= optim.lr, f"--min-lr {optim.min_lr} is above --lr {optim.lr}")
+    least = optim.min_lr if optim.decoupled_min_lr is None else optim.decoupled_min_lr
+    require(
+        optim.decoupled_lr is None or least <= optim.decoupled_lr,
+        f"--decoupled-lr {optim.decoupled_lr} is below --decoupled-min-lr {least}",
+    )
+    require(
+        optim.decoupled_min_lr is None or optim.lr_decay_style != "constant",
+        "--decoupled-min-lr has no effect with --lr-decay-style constant; leave it out",
+    )
     warmup, decay, final = optim.lr_warmup_iters, optim.lr_decay_iters or train_iters, optim.lr_wsd_decay_iters
     if decay is None or optim.lr_decay_style == "constant":
         return

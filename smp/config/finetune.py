@@ -23,6 +23,10 @@ def fill_in(config: Config) -> Config:
     check_ranges(config)
     _check_source(config)
     _check_lora(lora)
+    require(
+        config.optim.decoupled_lr is None or not config.has_adapters,
+        "--decoupled-lr: the embedding and the output matrix are frozen beside adapters; leave it out",
+    )
     _check_objective(config, objective)
     if objective.objective in ("dpo", "kto"):
         reference = objective.dpo_reference or ("adapters-off" if config.has_adapters else "copy")

@@ -74,14 +74,22 @@ def scale_of(mode: str, out_features: int, in_features: int) -> float:
 
 def matrices_of(model: nn.Module) -> set[nn.Parameter]:
     """Parameters that Muon trains: matrices, and stacks of experts' matrices, but for those of the vocabulary and of
-    positions. (A model of transformers says which its output matrix is.)"""
-    tables = (VocabParallelEmbedding, PositionEmbedding, VocabParallelHead, nn.Embedding)
-    of_tables = {p for m in model.modules() if isinstance(m, tables) for p in m.parameters(recurse=False)}
-    with contextlib.suppress(AttributeError, NotImplementedError):  # a model without one lacks the method, or raises
-        asked: Any = model
-        output = asked.get_output_embeddings()
-        of_tables |= set() if output is None else set(output.parameters())
+    positions."""
+    of_tables = vocabulary_of(model) | {
+        p for m in model.modules() if isinstance(m, PositionEmbedding | nn.Embedding) for p in m.parameters()
+    }
     return {p for p in model.parameters() if p.requires_grad} - of_tables - vectors_of(model)
+
+
+def vocabulary_of(model: nn.Module) -> set[nn.Parameter]:
+    """The embedding of token ids and the output matrix."""
+    tables = (VocabParallelEmbedding, VocabParallelHead)
+    found = {p for m in model.modules() if isinstance(m, tables) for p in m.parameters(recurse=False)}
+    for ask in ("get_input_embeddings", "get_output_embeddings"):  # a model of transformers says which they are
+        with contextlib.suppress(AttributeError, NotImplementedError):  # one without it lacks the method, or raises
+            module = getattr(model, ask)()
+            found |= set() if module is None else set(module.parameters())
+    return found
 
 
 def vectors_of(model: nn.Module) -> set[nn.Parameter]:

@@ -19,7 +19,7 @@ from smp.config import ConfigError, OptimizerConfig
 from smp.kernels.copier import Copier, copier_of
 from smp.optim.host import HostAdamW
 from smp.optim.low_precision import LowPrecisionAdamW
-from smp.optim.muon import Muon, matrices_of, vectors_of
+from smp.optim.muon import Muon, matrices_of, vectors_of, vocabulary_of
 from smp.parallel.boxes import local_part, placed_like
 
 _NONE: Mapping[torch.Tensor, int] = {}
@@ -105,6 +105,8 @@ def _optimizer_of(model: nn.Module, config: OptimizerConfig, copier: Copier | No
     if config.optimizer == "muon":
         by_muon = {"params": [p for p in parameters if p in matrices], "weight_decay": config.weight_decay}
         groups = [by_muon | {"use_muon": True}, *(group | {"use_muon": False} for group in groups)]
+    if config.decoupled_lr is not None:
+        groups = _decoupled(groups, vocabulary_of(model))
     groups = [g for g in groups if g["params"]] or groups[:1]  # an empty pipeline stage has none
     if config.optimizer == "muon":
         return Muon(groups, config)
@@ -126,6 +128,13 @@ def _optimizer_of(model: nn.Module, config: OptimizerConfig, copier: Copier | No
         return HostAdamW(groups, copier or copier_of(device), **options)
     # One kernel for all parameters of a group, and the one that can decide on the device whether there is a step.
     return torch.optim.AdamW(groups, fused=True, **options)
+
+
+def _decoupled(groups: list[dict[str, Any]], vocabulary: set[nn.Parameter]) -> list[dict[str, Any]]:
+    """Each group in two: without and with what belongs to the vocabulary, which is marked."""
+    rest = [group | {"params": [p for p in group["params"] if p not in vocabulary]} for group in groups]
+    own = [group | {"params": [p for p in group["params"] if p in vocabulary], "decoupled": True} for group in groups]
+    return rest + own
 
 
 def _is_sharded(parameter: torch.Tensor, fsdp: DeviceMesh) -> bool:
@@ -224,10 +233,10 @@ def step_on_device_if(wanted: torch.Tensor, optimizer: Any) -> None:
         del optimizer.grad_scale, optimizer.found_inf
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Use ``lr`` for the next step, in every group."""
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float, decoupled_lr: float | None = None) -> None:
+    """Use ``lr`` for the next step, and ``decoupled_lr`` in groups that --decoupled-lr made."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = decoupled_lr if decoupled_lr is not None and group.get("decoupled") else lr
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from smp.config import OptimizerConfig
 
@@ -35,6 +36,14 @@ def learning_rate(optim: OptimizerConfig, iteration: int) -> float:
     if iteration > optim.lr_decay_iters:
         return optim.min_lr
     return optim.min_lr + (optim.lr - optim.min_lr) * _height(optim, iteration, warmup, optim.lr_decay_iters)
+
+
+def decoupled_learning_rate(optim: OptimizerConfig, iteration: int) -> float:
+    """The rate of the embedding and of the output matrix: the same shape between ends of their own."""
+    if optim.decoupled_lr is None:
+        return learning_rate(optim, iteration)
+    least = optim.min_lr if optim.decoupled_min_lr is None else optim.decoupled_min_lr
+    return learning_rate(replace(optim, lr=optim.decoupled_lr, min_lr=least), iteration)
 
 
 def _height(optim: OptimizerConfig, iteration: int, warmup: int, end: int) -> float:

@@ -19,7 +19,7 @@ from smp.models.arithmetic import visible_pairs_of_layers
 from smp.models.beside import beside_names
 from smp.models.gpt import GPT
 from smp.optim.optimizer import clip_gradients, scaling_of, set_learning_rate, step_if
-from smp.optim.schedule import learning_rate
+from smp.optim.schedule import decoupled_learning_rate, learning_rate
 from smp.parallel.agree import any_rank, gather, sum_over_ranks
 from smp.parallel.context import ParallelContext
 from smp.training.forward_backward import (
@@ -173,7 +173,7 @@ class Trainer:
         num_samples = batch.num_samples * self.context.data_size
         # A function of the iteration alone, so a resumed run has nothing to restore.
         lr = learning_rate(self.config.optim, self.progress.iteration + 1)
-        set_learning_rate(self.optimizer, lr)
+        set_learning_rate(self.optimizer, lr, decoupled_learning_rate(self.config.optim, self.progress.iteration + 1))
         # Weights of the losses contain the division by the global batch, so all that follows are plain sums.
         outputs = self.forward_backward.train(self.objective.micro_batches(batch, num_valid))
         loss = self.context.sum_loss(model_loss(outputs, self.device))

@@ -284,10 +284,11 @@ def test_the_8b_line_with_tensor_and_pipeline_parallelism(paths: dict[str, str])
     assert resolved(alone.format(**paths), 8).parallel.data_parallel_sharding_strategy == "optim"
 
 
-def test_decoupled_rates_are_refused_beside_fp8(paths: dict[str, str]) -> None:
-    message = refusal(LLAMA_8B.format(**paths) + FP8 + DECOUPLED, processes=8)
-    assert "--fp8" not in message
-    assert "--decoupled-lr 5.0e-4, --decoupled-min-lr 4.5e-5: embedding and output layer have no" in message
+def test_the_8b_line_as_it_is_in_public(paths: dict[str, str]) -> None:
+    line = LLAMA_8B.format(**paths) + FP8 + DECOUPLED + "--apply-layernorm-1p --split \"'99,1,0'\""
+    config = resolved(line.replace(PIPELINE, ""), processes=8)
+    assert (config.optim.decoupled_lr, config.optim.decoupled_min_lr, config.optim.lr) == (5e-4, 4.5e-5, 0.00015)
+    assert config.parallel.fp8_format == "hybrid" and config.model.apply_layernorm_1p
 
 
 def test_fp8_has_megatrons_defaults(paths: dict[str, str]) -> None:

@@ -18,12 +18,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     yield Runs(tmp_path_factory.mktemp("optim"))
 
 
-def adamw_by_hand(run: Run, beta1: float, beta2: float, eps: float, decay: float) -> Tensors:
+def adamw_by_hand(
+    run: Run, beta1: float, beta2: float, eps: float, decay: float, rates: list[float] | None = None
+) -> Tensors:
     """Final weights after the run's gradients at the run's rates (Loshchilov & Hutter 2019, algorithm 2)."""
     out = {}
     for name, start in run.initial.items():
         w, m, v = start.double(), torch.zeros(()), torch.zeros(())
-        for t, (grads, lr) in enumerate(zip(run.grads, run.rates, strict=True), 1):
+        for t, (grads, lr) in enumerate(zip(run.grads, rates or run.rates, strict=True), 1):
             g = grads[name].double()
             m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
             w = w * (1 - lr * (decay if w.ndim > 1 else 0.0))
@@ -85,6 +87,24 @@ def test_adamw_is_what_its_settings_say(runs: Runs, name: str) -> None:
     run = runs(flags)
     assert distance(run.final, adamw_by_hand(run, *values)) < 2e-6
     assert distance(run.final, adamw_by_hand(run, 0.9, 0.95, 1e-8, 0.1)) > 1e-4
+
+
+@proves("decoupled_lr", "decoupled_min_lr")
+@pytest.mark.parametrize("tie", ["", " --no-untie-embeddings-and-output-weights"])
+def test_the_vocabularys_matrices_have_a_rate_of_their_own(runs: Runs, tie: str) -> None:
+    """Linear from 0.02 to 0.004 where others go from 0.008 to 0, to the same point of the way at each step."""
+    plain = f"{DECAY}--lr-decay-style linear{tie}"
+    run = runs(f"{plain} --decoupled-lr 0.02 --decoupled-min-lr 0.004")
+    others, own = adamw_by_hand(run, 0.9, 0.95, 1e-8, 0.1), run.rates
+    assert own[0] == 0.008 and own[-1] == pytest.approx(0.001)
+    moved = adamw_by_hand(run, 0.9, 0.95, 1e-8, 0.1, [0.004 + 2 * rate for rate in own])
+    names = {name for name in run.final if name.startswith(("embedding.", "head."))}
+    assert len(names) == (1 if tie else 2)
+    assert distance(run.final, others | {name: moved[name] for name in names}) < 2e-6
+    assert distance(run.final, others) > 1e-3
+    least = runs(f"{plain} --decoupled-lr 0.02")  # down to --min-lr, which is 0
+    moved = adamw_by_hand(least, 0.9, 0.95, 1e-8, 0.1, [2.5 * rate for rate in own])
+    assert max((least.final[name].double() - moved[name]).abs().max().item() for name in names) < 2e-6
 
 
 @proves("optimizer", "sgd_momentum")

@@ -182,6 +182,7 @@ def test_the_dry_run_knows_the_bytes(folder: Path) -> None:
 
 REFUSED = {
     "--use-dora": "--use-dora: there are no adapters",
+    "--lora-rank 2 --decoupled-lr 0.1": "--decoupled-lr: the embedding and the output matrix are frozen",
     "--lora-rank 2 --use-dora --lora-dropout 0.1": "--use-dora and --lora-dropout 0.1 exclude each other",
     "--load-in-4bit": "--load-in-4bit: there are no adapters",
     "--lora-rank 2 --no-bnb-4bit-use-double-quant": "--no-bnb-4bit-use-double-quant",

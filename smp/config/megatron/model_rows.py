@@ -89,7 +89,8 @@ MODEL: tuple[Row, ...] = (
         "--yarn-mscale and --yarn-mscale-all-dim; elsewhere Megatron does not read them",
     ),
     refused(
-        "--original-max-position-embeddings:1 --beta-fast:1 --beta-slow:1 --yarn-rotary-scaling-factor:1 --yarn-original-max-position-embeddings:1 "
+        "--original-max-position-embeddings:1 --beta-fast:1 --beta-slow:1 --yarn-rotary-scaling-factor:1 "
+        "--yarn-original-max-position-embeddings:1 "
         "--yarn-correction-range-round-to-int",
         "YaRN here is --use-rope-scaling --rope-scaling-type yarn with --rope-scaling-factor, "
         "--rope-original-max-position, --yarn-beta-fast, --yarn-beta-slow and --yarn-mscale",

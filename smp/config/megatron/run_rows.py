@@ -16,7 +16,8 @@ TRAINING: tuple[Row, ...] = (
     same(
         "--micro-batch-size:1 --global-batch-size:1 --rampup-batch-size:+ --train-iters:1 --train-samples:1 --seed:1 "
         "--eval-interval:1 --eval-iters:1 --exit-interval:1 --exit-duration-in-mins:1 --profile --profile-step-start:1 "
-        "--profile-step-end:1 --lr:1 --min-lr:1 --lr-decay-iters:1 --lr-warmup-iters:1 --lr-warmup-fraction:1 "
+        "--profile-step-end:1 --lr:1 --min-lr:1 --decoupled-lr:1 --decoupled-min-lr:1 "
+        "--lr-decay-iters:1 --lr-warmup-iters:1 --lr-warmup-fraction:1 "
         "--lr-wsd-decay-iters:1 --weight-decay:1 --adam-beta1:1 --adam-beta2:1 --adam-eps:1 --sgd-momentum:1 "
         "--clip-grad:1 --exp-avg-dtype:1 --exp-avg-sq-dtype:1 --muon-momentum:1 "
         "--muon-scale-mode:1 --muon-num-ns-steps:1 --muon-extra-scale-factor:1"
@@ -49,8 +50,8 @@ TRAINING: tuple[Row, ...] = (
     left_out("--use-precision-aware-optimizer", "--exp-avg-dtype and --exp-avg-sq-dtype need nothing else"),
     refused("--lr-warmup-init:1", "the warm-up begins at 0", {"0": "", "0.0": ""}),
     refused(
-        "--decoupled-lr:1 --decoupled-min-lr:1 --embedding-lr:1 --output-lr:1",
-        "embedding and output layer have no learning rate of their own: --lr is for all",
+        "--embedding-lr:1 --output-lr:1",
+        "--decoupled-lr is for both, the embedding and the output matrix",
     ),
     refused(
         "--start-weight-decay:1 --end-weight-decay:1 --weight-decay-incr-style:1",

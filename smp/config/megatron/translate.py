@@ -359,8 +359,8 @@ def _folders(line: Line) -> None:
             _leave(line, ("load_optim",), "--load auto goes on with the optimizer's state")
         elif {"--exit-on-missing-checkpoint", "--no-exit-on-missing-checkpoint"}.isdisjoint((*line.given, *line.own)):
             line.notes.append(
-                f"note: it is an error when --load {load} has no checkpoint, where Megatron starts from random weights; "
-                "--no-exit-on-missing-checkpoint does so"
+                f"note: it is an error when --load {load} has no checkpoint, where Megatron starts from random "
+                "weights; --no-exit-on-missing-checkpoint does so"
             )
     if "--exit-on-missing-checkpoint" in line.given:
         if load is None:
