@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from smp.kernels.attention_core import AttentionCore, AttentionSpec, FusedAttention, MathAttention
+from smp.kernels.attention_core import AttentionCore, AttentionSpec
+from smp.kernels.fused_attention import FusedAttention
+from smp.kernels.math_attention import MathAttention
 from smp.kernels.token_layout import TokenLayout
 from smp.kernels.varlen import VarlenAttention
 from smp.layers.cross_entropy import VocabShard, linear_cross_entropy

@@ -14,7 +14,9 @@ from typing import Any, Literal
 import torch
 
 from smp.config import ConfigError
-from smp.kernels.attention_core import AttentionSpec, BlockCore, FusedAttention, MathAttention
+from smp.kernels.attention_core import AttentionSpec, BlockCore
+from smp.kernels.fused_attention import FusedAttention
+from smp.kernels.math_attention import MathAttention
 from smp.kernels.token_layout import TokenLayout
 from smp.kernels.varlen import VarlenAttention
 

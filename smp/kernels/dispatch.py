@@ -10,7 +10,8 @@ from typing import Any, Literal
 import torch
 
 from smp.config import ConfigError
-from smp.kernels.attention_core import DEFAULT_ATTENTION, AttentionCore
+from smp.kernels.attention_core import AttentionCore
+from smp.kernels.fused_attention import DEFAULT_ATTENTION
 
 Backend = Literal["torch", "triton", "cuda", "apex"]
 Wish = Literal["auto", "torch", "triton", "cuda", "apex"]

@@ -13,16 +13,12 @@ p = exp(s - L) and D = rowsum(dout * out) (see ``sdpa``), and
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from smp.kernels.attention_core import AttentionSpec, BlockCore, Pair
 from smp.kernels.token_layout import TokenLayout
-
-if TYPE_CHECKING:
-    from smp.kernels.attention_core import AttentionSpec, BlockCore
-
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> Pair:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from smp.kernels.attention_core import AttentionSpec, FusedAttention, pad_rows
+from smp.kernels.attention_core import AttentionSpec, pad_rows
+from smp.kernels.fused_attention import FusedAttention
 from smp.kernels.sinks import attend_with_sinks
 from smp.kernels.token_layout import TokenLayout
 

@@ -2,7 +2,8 @@
 ``ParallelContext``) in, no config, no trainer, no global state."""
 
 from smp.data.sample import IGNORE_INDEX
-from smp.kernels.attention_core import DEFAULT_ATTENTION, AttentionSpec
+from smp.kernels.attention_core import AttentionSpec
+from smp.kernels.fused_attention import DEFAULT_ATTENTION
 from smp.kernels.rope import rotate as apply_rope
 from smp.kernels.sequence_cut import SequenceCut, cut_sequences
 from smp.kernels.token_layout import TokenLayout

@@ -22,9 +22,11 @@ from smp.config import Config, Layout
 from smp.config.layer_pattern import hides_tokens, scores_flag
 from smp.config.mtp import further_layers
 from smp.kernels import Kernels
-from smp.kernels.attention_core import AttentionCore, AttentionSpec, FusedAttention, MathAttention, Pair
+from smp.kernels.attention_core import AttentionCore, AttentionSpec, Pair
 from smp.kernels.copier import Copier, HostCopier
 from smp.kernels.dispatch import LONGEST_ROW
+from smp.kernels.fused_attention import FusedAttention
+from smp.kernels.math_attention import MathAttention
 from smp.kernels.sequence_cut import SequenceCut, cut_sequences
 from smp.kernels.token_layout import TokenLayout
 from smp.layers.context_parallel.choose import context_parallel_attention

@@ -82,16 +82,10 @@ def detached(output: ModelOutput) -> ModelOutput:
     return ModelOutput(loss=loss, log_probs=output.log_probs, aux_losses=aux_losses, metrics=output.metrics)
 
 
-def total_loss(outputs: Sequence[ModelOutput], device: torch.device) -> torch.Tensor:
-    """Sum of all losses, auxiliary ones included, 0-dim fp32."""
-    losses = [loss for output in outputs if (loss := output.total) is not None]
-    # Summed on the device in the order of the micro-batches: nothing waits, and the order is fixed.
-    return sum(losses, torch.zeros((), device=device))
-
-
 def model_loss(outputs: Sequence[ModelOutput], device: torch.device) -> torch.Tensor:
     """Sum of the losses without auxiliary ones, 0-dim fp32."""
     losses = [output.loss for output in outputs if output.loss is not None]
+    # Summed on the device in the order of the micro-batches: nothing waits, and the order is fixed.
     return sum(losses, torch.zeros((), device=device))
 
 

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from smp.kernels import sdpa
-from smp.kernels.attention_core import AttentionSpec, DefaultAttention, FusedAttention, MathAttention, merge
+from smp.kernels.attention_core import AttentionSpec, merge
 from smp.kernels.dropout import keyed_keep_mask
+from smp.kernels.fused_attention import DefaultAttention, FusedAttention
+from smp.kernels.math_attention import MathAttention
 from smp.kernels.token_layout import TokenLayout
 from smp.kernels.varlen import VarlenAttention
 from tests.layers.whole import draw, error

@@ -13,8 +13,9 @@ import torch
 from smp.config import ConfigError
 from smp.kernels import TORCH, Kernels, attention, cross_entropy, dispatch, norm
 from smp.kernels.attention import AttentionShape, choose_attention
-from smp.kernels.attention_core import FusedAttention, MathAttention
 from smp.kernels.dispatch import choose_kernels, describe_kernels
+from smp.kernels.fused_attention import FusedAttention
+from smp.kernels.math_attention import MathAttention
 from smp.kernels.varlen import VarlenAttention
 from tests.plain_varlen import plain_varlen
 

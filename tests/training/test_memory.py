@@ -12,7 +12,7 @@ from smp.checkpoint.state import materialize_optimizer_state
 from smp.config import Config, DataConfig, Layout, ModelConfig, OptimizerConfig, ParallelConfig, resolve
 from smp.config.schema import TrainingConfig
 from smp.kernels import Kernels
-from smp.kernels.attention_core import FusedAttention
+from smp.kernels.fused_attention import FusedAttention
 from smp.layers.cross_entropy import VocabShard, linear_cross_entropy
 from smp.models.arithmetic import count_parameters
 from smp.models.gpt import GPT

@@ -52,8 +52,6 @@ from smp.parallel.context import ParallelContext
 ScoreFunction = Literal["softmax", "sigmoid"]
 GroupScore = Literal["sum", "max"]
 Balancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss"]
-MEASURES = ("load balancing", "z", "largest load", "entropy", "dropped")
-"""What :meth:`Router.balance` measures, in its order."""
 
 
 class Routing(NamedTuple):
@@ -90,7 +88,7 @@ class Balance(NamedTuple):
     """What a micro-batch does to the balance.
 
     Attributes:
-        measures: fp32 (5,), see :data:`MEASURES`.
+        measures: fp32 (5,): the load-balancing and the z loss, the largest load, the entropy, the dropped share.
         seen: int64 (experts,), tokens of each expert in this step so far, of all data-parallel ranks.
     """
 

@@ -10,7 +10,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from smp.config import load_config, resolve
-from smp.kernels.attention_core import FusedAttention
+from smp.kernels.fused_attention import FusedAttention
 from smp.kernels.token_layout import TokenLayout
 from smp.layers import context_parallel_attention
 from smp.layers.context_parallel.auto import CPU, H100, Seen, attention_flops, choose_comm_type
