@@ -1,8 +1,8 @@
 """Memory of a process that trains on a CPU stays the process's.
 
 glibc gives what a step frees back to the system, and the next step's first touch of each page waits for the system to
-clear it: 4,000 to 20,000 page faults a step of a model of 9 million parameters, and 3 to 4 % of its time. A GPU's
-allocator keeps what it has; here the same is asked of glibc.
+clear it: up to 20,000 page faults a step of a model of 9 million parameters, and 3 to 5 % of its time where
+micro-batches are small (docs/planning.md). A GPU's allocator keeps what it has; here the same is asked of glibc.
 """
 
 from __future__ import annotations

@@ -239,13 +239,14 @@ def test_on_an_ideal_device_experts_take_the_flops_of_those_that_a_token_gets() 
 
 LATENT = (
     "--model deepseek-v2-lite --num-layers 4 --moe-layer-freq [0,1,1,1] --vocab-size 32000 --seq-length 4096 "
-    "--global-batch-size 4"
+    "--kv-lora-rank 448 --ffn-hidden-size 11264 --moe-ffn-hidden-size 1536 --global-batch-size 4"
 )
 
 
 @pytest.mark.parametrize("flags", ["", "--tensor-model-parallel-size 2 --sequence-parallel"])
 def test_on_an_ideal_device_latent_attention_takes_its_flops(flags: str) -> None:
-    """Also where each of two processes has the down projections whole, for half of the tokens."""
+    """Also where each of two processes has the down projections whole, for half of the tokens. (Widths are whole
+    tiles.)"""
     world = 2 if flags else 1
     resolved, layout = config(f"{LATENT} {flags}", world)
     time = StepModel(resolved, layout, IDEAL).predict()
