@@ -41,11 +41,11 @@ first and the last weights; and every step has to change every parameter that ha
 
 Not compared, with the reason: bf16 (bounds of its own, see above); time and memory. Not seen as a difference: a key's
 bias without RoPE adds the same to all scores of a query, so its gradient is rounding; A of an adapter whose B is still
-zero has none. Left out of the draw: a balancing loss of experts, which depends on the size of a micro-batch
-([moe.md](moe.md)); pairs of DPO that are told apart after two steps, because loss and gradient are then exp(-margin),
-whose relative error is the absolute one of a sum of a hundred log-probabilities (seed 19 on one rank, another attention
-kernel: at a learning rate of 0.01 the loss falls to 0.0058, with errors of 5.7e-6 and, in a gradient, 1.1e-5; at 0.001
-to 0.20, with 1.2e-6 and 3.1e-6).
+zero has none. A balancing loss of experts that depends on the number of a step's micro-batches ([moe.md](moe.md)) is
+compared with as many. Left out of the draw: pairs of DPO that are told apart after two steps, because loss and gradient
+are then exp(-margin), whose relative error is the absolute one of a sum of a hundred log-probabilities (seed 19 on one
+rank, another attention kernel: at a learning rate of 0.01 the loss falls to 0.0058, with errors of 5.7e-6 and, in a
+gradient, 1.1e-5; at 0.001 to 0.20, with 1.2e-6 and 3.1e-6).
 """
 Chain = tuple[Layout, ...]
 Found = dict[str, Any]
@@ -205,9 +205,11 @@ def without_change(got: Found, want: Found, first: int = 0) -> str:
     return ""
 
 
-def run_seeds(seeds: Sequence[int], inputs: Path, report: Report, worlds: tuple[int, ...], chains: int) -> None:
+def run_seeds(
+    seeds: Sequence[int], inputs: Path, report: Report, worlds: tuple[int, ...], chains: int, experts: bool = False
+) -> None:
     """Run, compare and report problems, many runs to a start."""
-    problems = [draw(seed, inputs, worlds, chains) for seed in seeds]
+    problems = [draw(seed, inputs, worlds, chains, experts) for seed in seeds]
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         parts: dict[tuple[int, Chain], list[Found] | str] = {}
@@ -254,6 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4], help="numbers of processes (default: 2 4)")
     parser.add_argument("--problems", type=int, default=8, help="seeds at a time (default: 8)")
     parser.add_argument("--chains", type=int, default=3, help="for each seed (default: 3)")
+    parser.add_argument("--experts", action="store_true", help="only pretraining of models with experts")
     parser.add_argument("--page", action="store_true", help="write the result into docs/parity.md")
     args = parser.parse_args(argv)
     report, seed = Report(), args.seed
@@ -261,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_inputs(Path(folder))
         while not report.seeds or time.monotonic() - report.started < 60 * args.minutes:
             seeds, known = range(seed, seed + args.problems), len(report.failures)
-            run_seeds(seeds, Path(folder), report, tuple(args.worlds), args.chains)
+            run_seeds(seeds, Path(folder), report, tuple(args.worlds), args.chains, args.experts)
             seed += args.problems
             print("\n".join(report.failures[known:]))
             worst = ", ".join(f"{measure} {error:.1e}" for measure, (error, _) in report.worst.items())

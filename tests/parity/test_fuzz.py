@@ -14,7 +14,7 @@ from tests.parity.fuzz_cases import KINDS, draw, write_inputs
 
 pytest.importorskip("transformers")
 
-SEEDS = (4, 6)
+SEEDS = (0, 1)
 """Of the fast suite."""
 
 
