@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from smp.config.mtp import MTP_LOSS
+from smp.models.beside import DROPPED, EXPERT_LOAD, ROUTER_ENTROPY
 from tests.distributed import run_distributed
 from tests.parity.fuzz_cases import STEPS, Layout, Problem, draw, write_inputs
 from tests.parity.result import TOLERANCE, tensor_errors
@@ -31,13 +33,15 @@ from tests.parity.table import FUZZ, PAGE, measured
 from tests.training.tuning_lab import pretrain, together, tune
 
 RUNS_PER_START = 12
+_LOGGED = {"load balancing loss", "z loss", ROUTER_ENTROPY, DROPPED, MTP_LOSS}
 SECTION = """## Random layouts against one process
 
 Written by `make fuzz-parity MINUTES=n`, whose exit code is 1 if a difference has no reason. A seed draws a problem
 (pretraining, SFT, LoRA or DPO; model, data, optimizer, schedule; four steps of eight samples) and chains of layouts; in
 some each layout resumes what the one before has saved after one to three steps. Compared as above, in fp32 and with the
-same bound: losses, gradient norms and all gradients (as the optimizer gets them) of every step, validation losses, the
-first and the last weights; and every step has to change every parameter that has a gradient.
+same bound: losses, gradient norms and all gradients (as the optimizer gets them) of every step, what routers and
+further predictions log, validation losses, the first and the last weights; and every step has to change every parameter
+that has a gradient.
 
 Not compared, with the reason: bf16 (bounds of its own, see above); time and memory. Not seen as a difference: a key's
 bias without RoPE adds the same to all scores of a query, so its gradient is rounding; A of an adapter whose B is still
@@ -171,8 +175,9 @@ class Report:
         return "\n".join(lines)
 
 
-def compare(got: Found, want: Found) -> dict[str, float]:
-    """Errors of a run against one rank's; see ``tests.parity.result``."""
+def compare(got: Found, want: Found, same_micro_batches: bool = False) -> dict[str, float]:
+    """Errors of a run against one rank's; see ``tests.parity.result``. Of what is logged that which routers and further
+    predictions measure, the fullest expert's load with ``same_micro_batches`` only, on whose number it depends."""
     relative = lambda xs, ys: max((abs(x - y) / max(abs(y), 1e-30) for x, y in zip(xs, ys, strict=True)), default=0.0)  # noqa: E731
     errors = {"loss": relative(got["losses"], want["losses"]), "gradient norm": relative(got["norms"], want["norms"])}
     gradients = (
@@ -180,6 +185,9 @@ def compare(got: Found, want: Found) -> dict[str, float]:
         for mine, theirs in zip(got["gradients"], want["gradients"], strict=True)
     )
     errors["gradient"] = max(gradients)
+    names = {*_LOGGED, EXPERT_LOAD} if same_micro_batches else _LOGGED
+    logs = [[step[name] for step in run["more"] for name in sorted(names & step.keys())] for run in (got, want)]
+    errors["log"] = relative(*logs)
     moved = {name: w.double() - want["initial"][name].double() for name, w in want["final"].items()}
     errors["weight"] = max(tensor_errors(got["final"], want["final"], moved).values())
     if want["validation"] is not None:
@@ -245,7 +253,9 @@ def _judge(problem: Problem, parts: dict[tuple[int, Chain], list[Found] | str], 
             report.failures.append(f"seed {problem.seed}, {problem.flags} || {chain}: {found}")
         else:
             got = joined(found)
-            report.note(problem, chain, compare(got, want), without_change(got, want, first))
+            report.note(
+                problem, chain, compare(got, want, problem.micro_batches is not None), without_change(got, want, first)
+            )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
