@@ -73,6 +73,8 @@ BESIDE_EXPERTS = (
     "--mtp-num-layers 1",
     "--no-disable-bias-linear --no-swiglu --quick-geglu --activation-func-clamp-value 7 --softmax-type learnable "
     "--window-size 4 --window-attn-skip-freq 2",
+    "--no-swiglu --squared-relu",
+    "--no-swiglu --no-disable-bias-linear --tanh-gelu",
     "--attention-chunk-size 6 --no-rope-freq 2",
     "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8 --qk-layernorm",
 )
