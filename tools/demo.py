@@ -37,7 +37,7 @@ HEADS = ('def remove_file(path, missing_ok=False):\n    """', 'def is_valid(self
 """Of functions that want a docstring."""
 EXPERTS = shlex.split(
     "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 128 --moe-router-topk-scaling-factor 2 "
-    "--moe-aux-loss-coeff 0.01"
+    "--moe-aux-loss-coeff 0.001"
 )
 """Two of 128 are as wide as the recipe's MLP of 256, and with weights that sum to 2 they give as much at first."""
 LINE = "{:28}{:8.3f} nats per token{:8.3f} bits per byte"

@@ -49,10 +49,6 @@ def check_moe_model(model: ModelConfig) -> None:
     if experts is None:
         return
     require(k <= experts, f"--moe-router-topk {k} is above --num-experts {experts}; change one of them")
-    require(
-        model.swiglu or model.quick_geglu,
-        "--num-experts: experts have SwiGLU or --quick-geglu; leave out --no-swiglu or give that",
-    )
     sigmoid = model.moe_router_score_function == "sigmoid"
     require(
         not (sigmoid and model.moe_router_pre_softmax),

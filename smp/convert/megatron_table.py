@@ -42,13 +42,19 @@ _GATED: dict[str, str | Fused] = {
 _EXPERTS: dict[str, str | Fused] = {
     "mlp_norm": "pre_mlp_layernorm",
     "mlp.router": "mlp.router",
-    "mlp.experts.gate": Fused("mlp.experts.experts.linear_fc1.weight", "halves", "gate"),
-    "mlp.experts.up": Fused("mlp.experts.experts.linear_fc1.weight", "halves", "up"),
     "mlp.experts.down": "mlp.experts.experts.linear_fc2.weight",
-    "mlp.shared_experts.gate": Fused("mlp.shared_experts.linear_fc1", "halves", "gate"),
-    "mlp.shared_experts.up": Fused("mlp.shared_experts.linear_fc1", "halves", "up"),
     "mlp.shared_experts.down": "mlp.shared_experts.linear_fc2",
     "mlp.shared_expert_gate.weight": "mlp.shared_experts.gate_weight",
+}
+_PLAIN_EXPERTS: dict[str, str | Fused] = {
+    "mlp.experts.up": "mlp.experts.experts.linear_fc1.weight",
+    "mlp.shared_experts.up": "mlp.shared_experts.linear_fc1",
+}
+_GATED_EXPERTS: dict[str, str | Fused] = {
+    "mlp.experts.gate": Fused("mlp.experts.experts.linear_fc1.weight", "halves", "gate"),
+    "mlp.experts.up": Fused("mlp.experts.experts.linear_fc1.weight", "halves", "up"),
+    "mlp.shared_experts.gate": Fused("mlp.shared_experts.linear_fc1", "halves", "gate"),
+    "mlp.shared_experts.up": Fused("mlp.shared_experts.linear_fc1", "halves", "up"),
 }
 RENAMED = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
@@ -59,7 +65,10 @@ RENAMED = {
 
 def megatron_links(config: ModelConfig, padded: int) -> list[Link]:
     """Where each of a model's tensors lies, whose vocabulary has ``padded`` rows there."""
-    kind = _EXPERTS if config.num_experts is not None else _GATED if config.swiglu else _PLAIN
+    if config.num_experts is not None:
+        kind = _EXPERTS | (_GATED_EXPERTS if config.swiglu else _PLAIN_EXPERTS)
+    else:
+        kind = _GATED if config.swiglu else _PLAIN
     table = Table("decoder.layers.{}.", _BLOCK | kind, _ENDS)
     vocabulary = ("embedding.weight", "head.weight")
     found = links(table, config)

@@ -20,12 +20,35 @@ GATED = ("swiglu", "geglu", "tanh_geglu")
 """Those with a third matrix: the activation of the gate is multiplied by the up projection."""
 
 
-def _activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """An activation without a gate."""
     if activation == "gelu":
         return F.gelu(x)
     if activation == "tanh_gelu":
         return F.gelu(x, approximate="tanh")
     return F.relu(x) if activation == "relu" else F.relu(x).square()
+
+
+def activate_gated(
+    gate: torch.Tensor, up: torch.Tensor, activation: Activation | QuickGeglu, backend: str
+) -> torch.Tensor:
+    """One with a gate; ``backend`` computes SwiGLU."""
+    if isinstance(activation, QuickGeglu):
+        return activation(gate, up)
+    if activation == "swiglu":
+        return swiglu(gate, up, backend)
+    return F.gelu(gate, approximate="tanh" if activation == "tanh_geglu" else "none") * up
+
+
+def has_gate(activation: Activation | QuickGeglu) -> bool:
+    """Whether there is a third matrix.
+
+    Raises:
+        ValueError: there is no such activation.
+    """
+    if not isinstance(activation, QuickGeglu) and activation not in get_args(Activation):
+        raise ValueError(f"activation {activation!r} is not one of {', '.join(get_args(Activation))}")
+    return isinstance(activation, QuickGeglu) or activation in GATED
 
 
 class MLP(nn.Module):
@@ -62,15 +85,14 @@ class MLP(nn.Module):
         kernels: Kernels = TORCH,
     ) -> None:
         super().__init__()
-        if not isinstance(activation, QuickGeglu) and activation not in get_args(Activation):
-            raise ValueError(f"activation {activation!r} is not one of {', '.join(get_args(Activation))}")
+        gated = has_gate(activation)
         context = ParallelContext.of(parallel)
         self.activation: Activation | QuickGeglu = activation
         self.sequence_parallel = context.sequence_parallel
         self.backend = kernels.swiglu
         self.gate: ColumnParallelLinear | None = None
         # Two matrices with one input, not one matrix: see the class.
-        if isinstance(activation, QuickGeglu) or activation in GATED:
+        if gated:
             self.gate = ColumnParallelLinear(hidden_size, ffn_hidden_size, context, bias=bias, init_std=init_std)
         self.up = ColumnParallelLinear(hidden_size, ffn_hidden_size, context, bias=bias, init_std=init_std)
         self.down = RowParallelLinear(ffn_hidden_size, hidden_size, context, bias=bias, init_std=output_std)
@@ -88,17 +110,12 @@ class MLP(nn.Module):
         """
         if self.gate is None:
             assert not isinstance(self.activation, QuickGeglu), "which has a gate"
-            a = _activate(self.up(x, local_token_index), self.activation)
+            a = activate(self.up(x, local_token_index), self.activation)
             return self.down(a, token_index=token_index)
         # One gather of the input for both.
         gate, up = column_parallel(x, [self.gate, self.up], local_token_index)  # (tokens, ffn/p) each
-        if isinstance(self.activation, QuickGeglu):
-            return self.down(self.activation(gate, up), token_index=token_index)
-        if self.activation != "swiglu":
-            gelu = F.gelu(gate, approximate="tanh" if self.activation == "tanh_geglu" else "none")
-            return self.down(gelu * up, token_index=token_index)
         # an adapter multiplies the activation too, so there it has to be kept
-        if self.backend == "torch" or self.down.add_low_rank is not None:
-            return self.down(swiglu(gate, up, self.backend), token_index=token_index)
+        if self.activation != "swiglu" or self.backend == "torch" or self.down.add_low_rank is not None:
+            return self.down(activate_gated(gate, up, self.activation, self.backend), token_index=token_index)
         # The product of gate and up is not kept for the backward pass, which makes it again from the two.
         return self.down(gate, up, activation=FusedSwiglu(self.backend))

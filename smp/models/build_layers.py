@@ -186,13 +186,12 @@ def _moe(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> MoE
         sinkhorn=kind == "sinkhorn",
         init_std=std,
     )
-    activation = activation_of(config)
     experts = Experts(
         config.num_experts,
         config.hidden_size,
         config.moe_ffn_hidden_size,
         context,
-        activation=activation if isinstance(activation, QuickGeglu) else None,
+        activation=activation_of(config),
         bias=not config.disable_bias_linear,
         init_std=std,
         output_std=output_std,

@@ -201,7 +201,8 @@ def _experts(model: ModelConfig, name: str) -> Iterator[Parameter]:
     if bias:
         yield Parameter(f"{name}.router.bias", (count,))
     for projection, shape, dim in (
-        *(("gate", (ffn, hidden), 1), ("up", (ffn, hidden), 1)),
+        *((("gate", (ffn, hidden), 1),) if model.gated else ()),
+        ("up", (ffn, hidden), 1),
         ("down", (hidden, ffn), 2),
     ):
         yield Parameter(f"{name}.experts.{projection}.weight", (count, *shape), dim, flops=flops, chosen=k)

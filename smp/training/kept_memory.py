@@ -37,8 +37,8 @@ def kept_per_token(
     - full: input h_l.
 
     A layer with experts keeps for each of a token's k experts of width e, instead of the MLP: its row and its result
-    2 h, and 3 e or, not ``fused``, 4 e; selective: the result, with expert parallelism once more for each of both ways,
-    and 2 e. Loads are taken to be even. A shared expert is an MLP beside them.
+    2 h, and 3 e or, not ``fused``, 4 e, without a gate 2 e; selective: the result, with expert parallelism once more
+    for each of both ways, and 2 e, without a gate e. Loads are taken to be even. A shared expert is an MLP beside them.
 
     Latent attention keeps besides what its up projections make, before heads are put together, and its latents, with
     their norms' results if these are not computed again.
@@ -57,13 +57,13 @@ def kept_per_token(
     if recompute == "selective":
         elements = 3 * h_l + 2 * q + 2 * k + (2 if model.gated else 1) * f
         per_position = b
-        wide, results = 2, 1 + 2 * (layout.ep > 1)
+        wide, results = 2 if model.gated else 1, 1 + 2 * (layout.ep > 1)
     else:
         mlp = (2 if fused and model.swiglu else 4) if model.gated else 2
         norms = 6 if model.norm_placement == "sandwich" else 4
         elements = norms * h_l + 2 * q + 2 * k + mlp * f + (q + k if model.qk_layernorm else 0)
         per_position = 4 + 1 + b
-        wide, results = 3 if fused else 4, 2
+        wide, results = (3 if fused and model.swiglu else 4) if model.gated else 2, 2
     if experts:
         rows = results * model.hidden_size * layout.expert_tp // tp  # of the tokens of the ranks that share an expert
         elements += model.moe_router_topk * (rows + wide * (model.moe_ffn_hidden_size or 0) // tp)

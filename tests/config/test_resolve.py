@@ -134,7 +134,6 @@ def test_a_resolved_config_resolves_to_itself(flags, length, tmp_path_factory):
             "--moe-router-enable-expert-bias",
             "--moe-router-load-balancing-type sinkhorn and --moe-router-enable-expert-bias exclude each other",
         ),
-        ("--geglu --no-swiglu --num-experts 4", "experts have SwiGLU or --quick-geglu"),
         ("--kernels apex --apply-layernorm-1p", "--kernels apex and --apply-layernorm-1p exclude each other"),
         ("--geglu", "--geglu has no effect without --no-swiglu"),
         (

@@ -157,6 +157,7 @@ EXPERTS_WRITTEN: dict[str, dict[str, Any]] = {
         **{"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_num_groups": 2},
         **{"moe_router_group_topk": 1, "moe_router_topk_scaling_factor": 2.5, "moe_shared_expert_intermediate_size": 8},
     },
+    "squared relu": {"swiglu": False, "squared_relu": True, "moe_shared_expert_intermediate_size": 16},
 }
 
 

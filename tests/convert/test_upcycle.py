@@ -8,8 +8,12 @@ import pytest
 import torch
 
 from smp.convert.formats import open_checkpoint
+from smp.convert.load import load_weights
 from smp.convert.upcycle import Upcycled
+from smp.models.gpt import GPT
+from smp.models.micro_batch import MicroBatch
 from tests.convert.tiny import VOCAB, save_theirs, their_model
+from tests.fake_group import lone_context
 from tools.convert_checkpoint import main
 
 pytest.importorskip("transformers")
@@ -29,6 +33,21 @@ def test_it_computes_what_the_dense_model_does(tmp_path: Path, capsys: pytest.Ca
     assert (mixture(inputs).logits - want).abs().max() <= 1e-4 and want.abs().max() > 1
 
 
+@torch.no_grad()
+def test_mlps_with_gelu_and_biases_become_experts(tmp_path: Path) -> None:
+    source, made = save_theirs("gpt2", tmp_path / "dense"), tmp_path / "experts"
+    assert main(["--load", str(source), "--save", str(made), "--upcycle", "4"]) == 0
+    inputs = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
+    with lone_context() as context:
+        opened = open_checkpoint(made)
+        mixture = GPT(opened.weights.config, context, device="cpu").eval()
+        load_weights(mixture, lambda: opened.weights)
+        logits = mixture(MicroBatch(inputs)).logits
+    want = their_model("gpt2")(inputs).logits
+    assert mixture.config.num_experts == 4 and want.abs().max() > 1
+    assert (logits - want).abs().max() <= 1e-4
+
+
 def test_experts_are_copies_and_routers_are_drawn(tmp_path: Path) -> None:
     opened = open_checkpoint(save_theirs("llama3", tmp_path / "dense", torch.bfloat16))
     with Upcycled(opened.weights, 4, 2) as made:
@@ -46,7 +65,6 @@ def test_experts_are_copies_and_routers_are_drawn(tmp_path: Path) -> None:
     ("kind", "flags", "message"),
     [
         ("mixtral", "--upcycle 8", "--upcycle 8: the model has 4 experts already"),
-        ("gpt2", "--upcycle 8", "experts have SwiGLU"),
         ("llama3", "--upcycle 2 --moe-router-topk 3", "--moe-router-topk 3 is above --num-experts 2"),
         ("llama3", "--upcycle 2 --moe-router-topk 1", "the router gets no gradient"),
         ("llama3", "--upcycle 0", "--upcycle 0 must be above 0"),

@@ -261,6 +261,14 @@ _EXPERTS: dict[str, dict[str, Any]] = {
         **{"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 8, "moe_router_pre_softmax": True},
         **{"moe_router_load_balancing_type": "sinkhorn", "moe_z_loss_coeff": 0.01},
     },
+    "squared relu": {
+        **{"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 12, "swiglu": False, "squared_relu": True},
+        **{"moe_shared_expert_intermediate_size": 8, **_LOSSES},
+    },
+    "biased gelu": {
+        **{"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 12, "swiglu": False, "tanh_gelu": True},
+        **{"disable_bias_linear": False, **_LOSSES},
+    },
     "qwen2": {
         **{"num_experts": 4, "moe_router_topk": 2, "moe_router_pre_softmax": True, "moe_shared_expert_gate": True},
         **{"moe_shared_expert_intermediate_size": 8, "moe_ffn_hidden_size": 8},

@@ -38,20 +38,46 @@ LLAMA = (
 )
 GPT2 = "--normalization LayerNorm --no-swiglu --position-embedding-type learned_absolute --no-disable-bias-linear"
 GPT2_MORE = ("", "--tanh-gelu", "--window-size 3", "--qk-layernorm", "--parallel-residual --squared-relu")
-EXPERTS = (
-    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24",
-    "--num-experts 8 --moe-router-topk 2 --moe-router-score-function sigmoid --moe-layer-freq 2 --moe-z-loss-coeff .01",
-    "--num-experts 4 --moe-router-topk 1 --moe-router-pre-softmax --moe-shared-expert-intermediate-size 16",
-    "--num-experts 8 --moe-router-topk 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
-    "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5 --mtp-num-layers 1",
-    "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff .01 "
-    "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate",
-    "--num-experts 4 --moe-router-topk 2 --moe-expert-capacity-factor 1.0 --moe-token-drop-policy position",
-    "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type sinkhorn --moe-layer-freq 2",
-    "--num-experts 4 --moe-router-topk 1 --moe-router-score-function sigmoid --moe-apply-probs-on-input "
-    "--attention-chunk-size 6 --no-rope-freq 2 --moe-expert-capacity-factor 1.5 --moe-pad-expert-input-to-capacity",
+ROUTERS = (
+    "--moe-router-topk 2",
+    "--moe-router-topk 3 --moe-router-pre-softmax --moe-router-topk-scaling-factor 1.5",
+    "--moe-router-topk 1 --moe-router-pre-softmax",
+    "--moe-router-topk 2 --moe-router-score-function sigmoid",
+    "--moe-router-topk 1 --moe-router-score-function sigmoid --moe-apply-probs-on-input",
+    "--moe-router-topk 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5",
+    "--moe-router-topk 3 --moe-router-pre-softmax --moe-router-num-groups 4 --moe-router-group-topk 3 "
+    "--moe-router-group-score max --moe-router-topk-scaling-factor 4",
 )
-"""Without the balancing losses that docs/moe.md says depend on the number of micro-batches."""
+BALANCES = (
+    "",
+    "--moe-z-loss-coeff .01",
+    "--moe-aux-loss-coeff .02",
+    "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff .02",
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff .02 --moe-z-loss-coeff .01",
+    "--moe-router-load-balancing-type sinkhorn",
+)
+CAPACITIES = (
+    *("", ""),
+    "--moe-expert-capacity-factor 1.0",
+    "--moe-expert-capacity-factor 0.6 --moe-token-drop-policy position",
+    "--moe-expert-capacity-factor 1.5 --moe-pad-expert-input-to-capacity",
+)
+SHARED = (
+    "",
+    "--moe-shared-expert-intermediate-size 16",
+    "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate",
+)
+BESIDE_EXPERTS = (
+    *("", ""),
+    "--mtp-num-layers 1",
+    "--no-disable-bias-linear --no-swiglu --quick-geglu --activation-func-clamp-value 7 --softmax-type learnable "
+    "--window-size 4 --window-attn-skip-freq 2",
+    "--no-swiglu --squared-relu",
+    "--no-swiglu --no-disable-bias-linear --tanh-gelu",
+    "--attention-chunk-size 6 --no-rope-freq 2",
+    "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8 --qk-layernorm",
+)
 SCHEDULES = (
     "--lr-decay-style constant",
     "--lr-decay-style cosine --min-lr 1e-3",
@@ -104,7 +130,15 @@ class Problem:
     @property
     def alone(self) -> Layout:
         """One rank, few micro-batches, nothing computed twice."""
-        return Layout(1, f"--micro-batch-size {BATCH // (2 if 'rampup' in self.flags else 1)}")
+        return Layout(1, f"--micro-batch-size {BATCH // (self.micro_batches or (2 if 'rampup' in self.flags else 1))}")
+
+    @property
+    def micro_batches(self) -> int | None:
+        """Of a step on each rank, where a balancing loss depends on their number (docs/moe.md)."""
+        words = self.flags.split()
+        if "--moe-aux-loss-coeff" not in words or "seq_aux_loss" in words:
+            return None
+        return 2
 
     def command(self, layout: Layout, save: Path | None, resumed: bool) -> str:
         """The command line of a part of a chain."""
@@ -126,12 +160,12 @@ def write_inputs(folder: Path) -> None:
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
-def draw(seed: int, inputs: Path, worlds: tuple[int, ...] = (2, 4), chains: int = 3) -> Problem:
-    """The problem of a seed, with so many chains."""
+def draw(seed: int, inputs: Path, worlds: tuple[int, ...] = (2, 4), chains: int = 3, experts: bool = False) -> Problem:
+    """The problem of a seed, with so many chains; with ``experts`` one that has some."""
     rng = random.Random(seed)
     while True:
-        kind = rng.choice(KINDS)
-        flags = " ".join(_pretraining(rng, inputs) if kind == "pretrain" else _tuning(rng, kind, inputs))
+        kind = "pretrain" if experts else rng.choice(KINDS)
+        flags = " ".join(_pretraining(rng, inputs, experts) if kind == "pretrain" else _tuning(rng, kind, inputs))
         flags += f" {QUIET} --global-batch-size {BATCH} --train-iters {STEPS} --seed {rng.randrange(1000)}"
         problem = Problem(seed, kind, flags, ())
         if _fits(problem, problem.alone):
@@ -148,12 +182,12 @@ def _chain(rng: random.Random, problem: Problem, worlds: tuple[int, ...]) -> tup
 
 def _layouts(rng: random.Random, problem: Problem, world: int, until: int) -> Iterator[Layout]:
     while True:
-        layout = Layout(world, " ".join(_layout(rng, world, "--num-experts" in problem.flags)), until)
+        layout = Layout(world, " ".join(_layout(rng, world, problem)), until)
         if _fits(problem, layout):
             yield layout
 
 
-def _layout(rng: random.Random, world: int, experts: bool) -> Iterator[str]:
+def _layout(rng: random.Random, world: int, problem: Problem) -> Iterator[str]:
     degrees = {flag: rng.choice(sizes) for flag, sizes in DEGREES.items()}
     yield from (f"{flag} {size}" for flag, size in degrees.items() if size > 1)
     data = max(world // math.prod(degrees.values()), 1)
@@ -165,24 +199,36 @@ def _layout(rng: random.Random, world: int, experts: bool) -> Iterator[str]:
         yield rng.choice(["", "", "--pipeline-reshard"])
     if degrees["--context-parallel-size"] > 1:
         yield rng.choice(["", "--cp-comm-type " + rng.choice(["p2p", "all_gather", "a2a", "a2a+p2p"])])
-    if experts:
+    if "--num-experts" in problem.flags:
         yield f"--expert-model-parallel-size {rng.choice([1, 2, 4])}"
         yield rng.choice(["", f"--expert-tensor-parallel-size {rng.choice([1, 2])}"]) if tensor > 1 else ""
     if data > 1:
         yield rng.choice(["", f"--hybrid-shard-degree {rng.choice([d for d in (1, 2, 4) if data % d == 0])}"])
-    yield f"--micro-batch-size {rng.choice([m for m in (1, 2, 4, 8) if BATCH % (m * data) == 0] or [1])}"
+    sizes = [m for m in (1, 2, 4, 8) if BATCH % (m * data) == 0] or [1]
+    if problem.micro_batches is not None:  # 0, with more ranks than have a sample each, is refused and drawn again
+        sizes = [BATCH // (problem.micro_batches * data)]
+    yield f"--micro-batch-size {rng.choice(sizes)}"
     yield rng.choice(["", "", "--recompute-granularity selective", "--recompute-granularity full"])
     yield rng.choice(["", "", "--attention-backend math"])
     yield f"--make-vocab-size-divisible-by {rng.choice([1, 8, 128])}"
 
 
-def _pretraining(rng: random.Random, inputs: Path) -> Iterator[str]:
-    llama, heads = rng.random() < 0.6, rng.choice([4, 4, 8])
+def _experts(rng: random.Random) -> Iterator[str]:
+    yield f"--num-experts {rng.choice([4, 8])} --moe-ffn-hidden-size {rng.choice([16, 24])}"
+    yield from (rng.choice(kinds) for kinds in (ROUTERS, BALANCES, CAPACITIES, SHARED, BESIDE_EXPERTS))
+    yield f"--moe-layer-freq {rng.choice(['1', '1', '2', '[0]*1+[1]*1', '[0]*1+[1]*3', '[1,0]*2'])}"
+
+
+def _pretraining(rng: random.Random, inputs: Path, experts: bool = False) -> Iterator[str]:
+    llama, heads = experts or rng.random() < 0.6, rng.choice([4, 4, 8])
     groups, length = rng.choice([g for g in (1, 2, 4, 8) if heads % g == 0]), rng.choice([15, 16, 24, 31])
-    yield f"--num-layers {rng.choice([2, 4, 4, 8])} --hidden-size {rng.choice([16, 18, 32])} --kv-channels 8"
+    yield f"--num-layers {rng.choice([2, 4, 4, 8])} --hidden-size {rng.choice([16, 18, 32])}"
     yield f"--num-attention-heads {heads} --num-query-groups {groups} --ffn-hidden-size {rng.choice([36, 64])}"
-    yield rng.choice(LLAMA) if llama else f"{GPT2} {rng.choice(GPT2_MORE)}"
-    yield rng.choice(["", "", *EXPERTS]) if llama else ""
+    if experts or (llama and rng.random() < 0.7):
+        model = " ".join(_experts(rng))
+    else:
+        model = rng.choice(LLAMA) if llama else f"{GPT2} {rng.choice(GPT2_MORE)}"
+    yield model if "latent" in model else f"{model} --kv-channels 8"
     yield rng.choice(["", "--no-untie-embeddings-and-output-weights"])
     yield f"--init-method-std 0.1 --seq-length {length} --max-position-embeddings {length + 2}"
     yield from _course(rng, OPTIMIZERS)

@@ -215,10 +215,10 @@ def attend(
 
 
 def dense(x: torch.Tensor, weights: Weights, name: str, config: ModelConfig) -> torch.Tensor:
-    """SwiGLU, GEGLU, ReLU, squared ReLU or GELU."""
+    """SwiGLU, a clamped QuickGELU, GEGLU, ReLU, squared ReLU or GELU."""
     up = linear(x, weights, f"{name}.up")
-    if config.swiglu:
-        inner = F.silu(linear(x, weights, f"{name}.gate")) * up
+    if config.swiglu or config.quick_geglu:
+        inner = gated(linear(x, weights, f"{name}.gate"), up, config)
     elif config.geglu:
         gate = linear(x, weights, f"{name}.gate")
         inner = F.gelu(gate, approximate="tanh" if config.tanh_gelu else "none") * up
@@ -232,7 +232,7 @@ def dense(x: torch.Tensor, weights: Weights, name: str, config: ModelConfig) -> 
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, config: ModelConfig) -> torch.Tensor:
-    """SwiGLU, or the clamped one of QuickGELU, of experts."""
+    """SwiGLU, or the clamped one of QuickGELU."""
     if config.swiglu:
         return F.silu(gate) * up
     limit = config.activation_func_clamp_value or math.inf
@@ -299,8 +299,7 @@ def experts(
         gate, read = gates[..., e, None], x
         if config.moe_apply_probs_on_input:  # experts without biases make nothing of nothing
             gate, read = torch.ones_like(gate), gate * x
-        inner = gated(*(linear(read, own, f"{name}.experts.{part}") for part in ("gate", "up")), config)
-        y = y + gate * linear(inner, own, f"{name}.experts.down")
+        y = y + gate * dense(read, own, f"{name}.experts", config)
     if config.moe_shared_expert_intermediate_size is not None:
         shared = dense(x, weights, f"{name}.shared_experts", config)
         gate = (x @ weights[f"{name}.shared_expert_gate.weight"].t()).sigmoid() if config.moe_shared_expert_gate else 1

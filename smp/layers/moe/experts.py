@@ -1,4 +1,4 @@
-"""The experts: many gated networks of one shape, each projection of all of them one parameter.
+"""The experts: many networks of one shape, each projection of all of them one parameter.
 
 A parameter (experts, out, in) is cut by experts over the expert-parallel ranks and by its inner width over the ranks of
 expert tensor parallelism, which are the tensor-parallel ones or some of them. FSDP cuts what is left. So a checkpoint
@@ -19,8 +19,8 @@ from torch.distributed.tensor import Shard
 from smp.kernels import TORCH, Kernels
 from smp.kernels.grouped import add_rows_of_groups, counts_where_read, grouped_products
 from smp.kernels.quick_geglu import QuickGeglu
-from smp.kernels.swiglu import swiglu
 from smp.layers.fp8.grouped import scaled_experts
+from smp.layers.mlp import Activation, activate, activate_gated, has_gate
 from smp.layers.parameter import Constant, Initializer, Normal, local, placed_parameter
 from smp.parallel.context import ParallelContext
 
@@ -113,19 +113,20 @@ def expert_layers(model: nn.Module) -> dict[str, ExpertLinear]:
 
 
 class Experts(nn.Module):
-    """``down(SiLU(gate x) * up x)`` for each expert, or another activation of the same two.
+    """``down(SiLU(gate x) * up x)`` for each expert, or another activation of these two or, without a gate, of one.
 
     Args:
         num_experts: of the whole group; this rank has an equal share of them.
         hidden_size, ffn_hidden_size: global widths; ffn must be divisible by the number of TP ranks.
         parallel: a context, or a plain 1-D tensor-parallel mesh: then every rank has its part of all experts.
-        activation: in place of SwiGLU.
+        activation: as of :class:`smp.layers.mlp.MLP`.
         bias: biases on all projections.
         init_std, output_std: standard deviations of the initial weights, inner and last.
         kernels: what computes SwiGLU.
 
     Raises:
-        ValueError: when the ranks do not divide the number of experts or their width, or with ``bias`` that of tokens.
+        ValueError: for an unknown activation; when the ranks do not divide the number of experts or their width, or
+            with ``bias`` that of tokens.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class Experts(nn.Module):
         ffn_hidden_size: int,
         parallel: ParallelContext | DeviceMesh,
         *,
-        activation: QuickGeglu | None = None,
+        activation: Activation | QuickGeglu = "swiglu",
         bias: bool = False,
         init_std: float = 0.02,
         output_std: float = 0.02,
@@ -146,7 +147,7 @@ class Experts(nn.Module):
         self.activation, self.backend = activation, kernels.swiglu
         self.widths = hidden_size, ffn_hidden_size // context.expert_tp_group.size
         inner = num_experts, hidden_size, ffn_hidden_size, context
-        self.gate = ExpertLinear(*inner, tp_dim=1, init_std=init_std, bias=bias)
+        self.gate = ExpertLinear(*inner, tp_dim=1, init_std=init_std, bias=bias) if has_gate(activation) else None
         self.up = ExpertLinear(*inner, tp_dim=1, init_std=init_std, bias=bias)
         outer = num_experts, ffn_hidden_size, hidden_size, context
         self.down = ExpertLinear(*outer, tp_dim=2, init_std=output_std, bias=bias)
@@ -159,8 +160,10 @@ class Experts(nn.Module):
     def compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """(n, hidden) sorted by expert, ``counts`` of each of this rank's -> (n, hidden), on TP ranks parts of a
         sum."""
-        in_loops = self.gate.scaling is not None  # in FP8
+        in_loops = self.up.scaling is not None  # in FP8
         counts = counts.cpu() if in_loops else counts_where_read(counts, rows, *self.widths)
+        if self.gate is None:
+            assert not isinstance(self.activation, QuickGeglu), "which has a gate"
+            return self.down(activate(self.up(rows, counts), self.activation), counts)
         gate, up = apply_experts(rows, [self.gate, self.up], counts)  # (n, ffn/p) each
-        inner = swiglu(gate, up, self.backend) if self.activation is None else self.activation(gate, up)
-        return self.down(inner, counts)
+        return self.down(activate_gated(gate, up, self.activation, self.backend), counts)
