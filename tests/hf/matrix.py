@@ -25,6 +25,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 """Of four processes; FSDP2 shards over the data ranks."""
 NOT_RUN = "not run: "
+NEEDS_IDS = ("deepseek_v4", "gemma4", "gemma4_text", "gemma4_unified")
+"""They look tables up by ``input_ids`` in their layers, and take no embeddings without."""
 WHOLE = ("TP 2", "TP 4")
 """Layouts in which all is compared; the others show the loss and every gradient of their own training forward."""
 
@@ -118,9 +120,10 @@ def _inputs(model: Any) -> dict[str, dict[str, Any]]:
     ways: dict[str, dict[str, Any]] = {"left": left, "right": right, "no labels": {"input_ids": left["input_ids"]}}
     if "position_ids" in takes:
         ways["position_ids"] = ways["no labels"] | {"position_ids": torch.arange(2, 12).expand(2, -1)}
-    if "inputs_embeds" in takes:
-        width = model.get_input_embeddings().embedding_dim
-        ways["inputs_embeds"] = {"inputs_embeds": torch.randn(2, 8, width, generator=torch.Generator().manual_seed(1))}
+    if "inputs_embeds" in takes and model.config.model_type not in NEEDS_IDS:
+        table = model.get_input_embeddings()
+        embeds = torch.randn(2, 8, table.embedding_dim, generator=torch.Generator().manual_seed(1))
+        ways["inputs_embeds"] = {"inputs_embeds": embeds.to(table.weight.dtype)}
     return ways
 
 
