@@ -76,7 +76,10 @@ def write(found: dict[str, dict[str, Any]]) -> None:
         rows[kind], reasons[kind] = lines_of(kind, layouts)
     table = [_BEGIN, "|---|" + "---:|" * len(LAYOUTS), *(rows[kind] for kind in sorted(rows))]
     why = [_WHY, "|---|---|---|", *(line for kind in sorted(rows) for line in reasons.get(kind, []))]
-    PAGE.write_text(HEAD + "\n".join(table) + "\n\n## Why not\n\n" + "\n".join(why) + "\n", encoding="utf-8")
+    left = sorted(architectures().keys() - rows.keys())
+    rest = ["", "Not measured yet: " + " ".join(left) + "."] if left else []
+    page = [*table, *rest, "", "## Why not", "", *why, ""]
+    PAGE.write_text(HEAD + "\n".join(page), encoding="utf-8")
 
 
 def worst_of(ranks: list[dict[str, Any]]) -> dict[str, Any]:
