@@ -21,8 +21,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     Every rank calls this. Returns the norm before, 0-dim fp32, the same on each rank and in every layout.
 
     Raises:
-        ConfigError: ``max_norm`` is not above 0; or several data ranks, and nothing sums the gradients over them.
+        ConfigError: ``model`` is no model; ``max_norm`` is not above 0; or several data ranks, and nothing sums the
+            gradients over them.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"clip_grad_norm_: the model, not its parameters (a {type(model).__name__})")
     if not max_norm > 0:
         raise ConfigError(f"clip_grad_norm_: max_norm {max_norm}: give a number above 0; float('inf') only measures")
     if (root := fsdp1.root_of(model)) is not None:

@@ -328,7 +328,7 @@ def check_untouched(model: nn.Module) -> None:
     if hasattr(model, "smp_report"):
         raise ConfigError(f"{type(model).__name__} was transformed already")
     for name, module in model.named_modules():
-        if type(module).__name__ in ("FullyShardedDataParallel", "DistributedDataParallel"):
+        if type(module).__name__ in ("FullyShardedDataParallel", "DistributedDataParallel", "DataParallel"):
             raise ConfigError(
                 f"{name or 'the model'} is wrapped in {type(module).__name__}: transform the model before"
             )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -82,6 +82,7 @@ def transform(
         ConfigError: in one line with the module's name, before anything is changed, for a model that would not be equal
             to itself before. After a failed ``verify`` the model must not be used.
     """
+    _check_types(model, dtype, rows)
     tp = Group.of(state.tp_mesh)
     verify = bool(rows) if verify is None else verify
 
@@ -174,6 +175,15 @@ def _report(model: nn.Module, plan: Plan, attends: str) -> tuple[Done, ...]:
         key = (pattern_of(name), kind, text, "")
         counted[key] = counted.get(key, 0) + 1
     return (*(Done(pattern, kind, style, n, note) for (pattern, kind, style, note), n in counted.items()), *whole)
+
+
+def _check_types(model: Any, dtype: Any, rows: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"transform: a model (nn.Module), not {type(model).__name__}")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"transform(dtype={dtype!r}): a torch.dtype, such as torch.bfloat16")
+    if rows is not None and not isinstance(rows, Mapping):
+        raise ConfigError(f"transform(rows=): a dictionary of styles by pattern, not {type(rows).__name__}")
 
 
 def _check_device(model: nn.Module, device: torch.device | str | None, from_rank0: bool) -> None:

@@ -24,6 +24,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "EP": {"tensor_parallel_degree": 2, "expert_parallel_degree": 2},
 }
 """Of four processes; FSDP2 shards over the data ranks."""
+NOT_RUN = "not run: "
+NEEDS_IDS = ("deepseek_v4", "gemma4", "gemma4_text", "gemma4_unified")
+"""They look tables up by ``input_ids`` in their layers, and take no embeddings without."""
 WHOLE = ("TP 2", "TP 4")
 """Layouts in which all is compared; the others show the loss and every gradient of their own training forward."""
 
@@ -31,13 +34,16 @@ WHOLE = ("TP 2", "TP 4")
 def measure(
     rank: int, world_size: int, kinds: list[str], layouts: list[str], steps: int
 ) -> dict[str, dict[str, dict[str, float] | str]]:
-    """By model type and layout: relative errors, or the line with which transform refuses."""
+    """By model type and layout: relative errors, or the line with which transform refuses; ``NOT_RUN`` and the reason
+    for a model that fails before smp sees it."""
     found: dict[str, dict[str, dict[str, float] | str]] = {}
     for kind in kinds:
-        fresh = build(kind)
         smp.state.reset()
-        sent: list[Any] = [_alone(copy.deepcopy(fresh), steps) if rank == 0 else None]
+        fresh, sent = _reference(kind, steps, rank)
         dist.broadcast_object_list(sent)
+        if isinstance(sent[0], str):
+            found[kind] = dict.fromkeys(layouts, sent[0])
+            continue
         found[kind] = {}
         for layout in layouts:
             smp.state.reset()
@@ -47,6 +53,15 @@ def measure(
             except ConfigError as refused:
                 found[kind][layout] = str(refused)
     return found
+
+
+def _reference(kind: str, steps: int, rank: int) -> tuple[Any, list[Any]]:
+    """The model, and on rank 0 what it gives in one process, or why it gives nothing."""
+    try:
+        fresh = build(kind)
+        return fresh, [_alone(copy.deepcopy(fresh), steps) if rank == 0 else None]
+    except Exception as error:  # models raise what they like, and the other ranks wait
+        return None, [f"{NOT_RUN}{type(error).__name__}: {' '.join(str(error).split())}"]
 
 
 def _alone(model: Any, steps: int) -> dict[str, Any]:
@@ -105,9 +120,10 @@ def _inputs(model: Any) -> dict[str, dict[str, Any]]:
     ways: dict[str, dict[str, Any]] = {"left": left, "right": right, "no labels": {"input_ids": left["input_ids"]}}
     if "position_ids" in takes:
         ways["position_ids"] = ways["no labels"] | {"position_ids": torch.arange(2, 12).expand(2, -1)}
-    if "inputs_embeds" in takes:
-        width = model.get_input_embeddings().embedding_dim
-        ways["inputs_embeds"] = {"inputs_embeds": torch.randn(2, 8, width, generator=torch.Generator().manual_seed(1))}
+    if "inputs_embeds" in takes and model.config.model_type not in NEEDS_IDS:
+        table = model.get_input_embeddings()
+        embeds = torch.randn(2, 8, table.embedding_dim, generator=torch.Generator().manual_seed(1))
+        ways["inputs_embeds"] = {"inputs_embeds": embeds.to(table.weight.dtype)}
     return ways
 
 

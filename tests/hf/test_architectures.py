@@ -1,5 +1,4 @@
-"""Causal language models of transformers 5.23 with a plan of transformers', tiny: equal to themselves before at TP 2 x
-shard 2, or refused."""
+"""Causal language models of transformers 5.23, tiny: equal to themselves before in every layout, or refused."""
 
 from __future__ import annotations
 
@@ -9,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import run_distributed
-from tests.hf.matrix import measure
+from tests.hf import architecture_table
+from tests.hf.architecture_table import rows_in
+from tests.hf.matrix import LAYOUTS, measure
 
 pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[2]
@@ -30,6 +31,7 @@ _REFUSED = """
 """
 EQUAL, REFUSED = _EQUAL.split(), _REFUSED.split()
 SLICES = [EQUAL[first : first + 8] for first in range(0, len(EQUAL), 8)]
+PAGE = ROOT / architecture_table.PAGE
 
 
 def test_the_documentation_names_them() -> None:
@@ -47,15 +49,37 @@ def test_a_mixer_that_reads_the_weight_of_its_convolution() -> None:
         assert "model.layers.0.altup: Gemma3nTextDecoderLayer calls its " in str(found["gemma3n_text"]["TP 2"])
 
 
+def test_the_table_agrees() -> None:
+    """The generated page says of each type what the lists say, and holds no error above 1e-5."""
+    page = PAGE.read_text(encoding="utf-8")
+    rows, reasons = rows_in(page)
+    for kind, row in rows.items():
+        cells = row.strip("| ").split(" | ")[1:]
+        numbers = [float(text) for text in cells if text[:1].isdigit()]
+        assert all(number <= 1e-5 for number in numbers), row
+        at_tp_2 = "equal" if cells[1][:1].isdigit() else cells[1]
+        listed = "equal" if kind in EQUAL else "refused" if kind in REFUSED else None
+        assert listed in (None, at_tp_2), row
+        assert ("refused" in row or "not run" in row) == bool(reasons.get(kind)), row
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kinds", SLICES, ids=lambda kinds: kinds[0])
-def test_equal_at_tp_2(kinds: list[str]) -> None:
-    for found in run_distributed(measure, 4, kinds, ["TP 2"], 1):
+def test_as_the_table_says(kinds: list[str]) -> None:
+    """In all layouts, with ten steps of training."""
+    rows, _ = rows_in(PAGE.read_text(encoding="utf-8"))
+    for found in run_distributed(measure, 4, kinds, list(LAYOUTS), 10, timeout=3600.0):
         assert list(found) == kinds
         for kind, layouts in found.items():
-            errors = layouts["TP 2"]
-            assert isinstance(errors, dict), (kind, errors)
-            assert max(errors.values()) <= 1e-5, (kind, errors)
+            assert isinstance(layouts["TP 2"], dict), (kind, layouts)
+            errors = [error for value in layouts.values() if isinstance(value, dict) for error in value.values()]
+            assert max(errors) <= 1e-5, (kind, layouts)
+            row = architecture_table.lines_of(kind, layouts)[0]
+            assert _numbers_as_one(row) == _numbers_as_one(rows.get(kind, row))
+
+
+def _numbers_as_one(row: str) -> str:
+    return re.sub(r"\d+e-\d+", "equal", row)
 
 
 @pytest.mark.slow

@@ -114,6 +114,11 @@ def _unlike(rank: int, world_size: int) -> dict[str, Any]:
     for one in (alone, model):
         torch.manual_seed(3)
         texts.append(one.generate(**sampled))
+    _refused("a model (nn.Module), not str", lambda: smp.transform("gpt2"))
+    _refused("a torch.dtype, such as torch.bfloat16", lambda: smp.transform(build("Llama"), dtype="bf16"))
+    _refused("a dictionary of styles", lambda: smp.transform(build("Llama"), rows=["up"]))
+    _refused("wrapped in DataParallel", lambda: smp.transform(nn.DataParallel(build("Llama"))))
+    _refused("the model, not its parameters", lambda: smp.clip_grad_norm_(model.parameters(), 1.0))
     rows = {"up": "colwise", "down": "rowwise"}
     smp.transform(_seeded(_Block), rows=rows)  # compares itself
     _refused("without return_dict=False", lambda: model(input_ids=ids, output_attentions=True, return_dict=False))
