@@ -71,6 +71,22 @@ def test_all_ranks_end_and_say_where(killed: bool, tmp_path: Path) -> None:
         assert f"on rank {rank} ({NODES.name_of(rank)}): rank 3 on right has not" in said[rank][1]
 
 
+FORGETS = """
+import time, torch
+import torch.distributed as dist
+import smp.parallel.backend
+
+dist.init_process_group("smp", store=dist.HashStore(), rank=0, world_size=1)
+dist.group.WORLD.network.in_background(lambda: (time.sleep(0.5), print("done", torch.ones(3).sum().item())))
+"""
+
+
+def test_a_program_that_destroys_no_group_ends_in_order() -> None:
+    """What a group's thread does when the interpreter ends is done first: C++ aborted the process."""
+    done = subprocess.run([sys.executable, "-c", FORGETS], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "done 3.0\n"), done.stderr
+
+
 DIES = """
 import os, signal, sys
 import pretrain_gpt

@@ -27,6 +27,8 @@ from smp.parallel.network.schedules import actions_of
 
 _TAGS = 1 << 14
 _FIRST_TAG = 1 << 16  # above what callers of send and recv use
+AT_EXIT = 10.0
+"""Seconds that collectives have to end when a program does that has not destroyed its groups."""
 _Jobs = queue.SimpleQueue[Callable[[], None] | None]  # None: that was all
 
 
@@ -130,7 +132,8 @@ class NetworkGroup:
         if self._thread is None:
             self._thread = threading.Thread(target=_work, args=(self._jobs,), name="collectives", daemon=True)
             self._thread.start()
-            weakref.finalize(self, self._jobs.put, None)  # a group that nobody closes ends its thread, too
+            # A group that nobody closes ends its thread, too: while the interpreter still lives, or C++ would abort.
+            weakref.finalize(self, _end, self._jobs, self._thread)
         self._jobs.put(job)
 
     def close(self) -> None:
@@ -190,6 +193,13 @@ def _work(jobs: _Jobs) -> None:
     while (job := jobs.get()) is not None:
         job()
         del job  # and with it the group, before the next one comes
+
+
+def _end(jobs: _Jobs, thread: threading.Thread) -> None:
+    """Let a group's thread end; at the exit of a program its jobs get a moment."""
+    jobs.put(None)
+    if thread is not threading.current_thread():
+        thread.join(AT_EXIT)
 
 
 class _Messages:
