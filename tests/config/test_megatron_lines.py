@@ -289,6 +289,8 @@ def test_the_8b_line_as_it_is_in_public(paths: dict[str, str]) -> None:
     config = resolved(line.replace(PIPELINE, ""), processes=8)
     assert (config.optim.decoupled_lr, config.optim.decoupled_min_lr, config.optim.lr) == (5e-4, 4.5e-5, 0.00015)
     assert config.parallel.fp8_format == "hybrid" and config.model.apply_layernorm_1p
+    data = line.replace("--mock-data", "--data-path text_document")
+    assert resolved(data.replace(PIPELINE, ""), processes=8).data.split == "99,1,0"
 
 
 def test_fp8_has_megatrons_defaults(paths: dict[str, str]) -> None:

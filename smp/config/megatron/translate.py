@@ -375,6 +375,8 @@ def _data(line: Line) -> None:
     if not any(name in line.words for name in _SOURCES):
         line.put("--mock-data")
         line.notes.append("note: the line names no data, so it trains on mock data, as Megatron does")
+    if "split" in line.words:  # any characters between the numbers, such as a script's quotes
+        line.put("--split", ",".join(re.findall(r"[.0-9]+", line.words["split"][1])) or line.words["split"][1])
     if line.says("mock_data"):
         _leave(line, _WITHOUT_DOCUMENTS, "with --mock-data")
     if "load" not in line.words:

@@ -21,6 +21,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from smp.data.tuning.shapes import BadSampleError, Conversation
 
 _BEGIN, _END = "\ufdd0", "\ufdd1"  # noncharacters of Unicode: text that holds them is refused
+_MEANINGFUL = ("tools", "tool_calls", "reasoning_content", "thinking")
+"""What a conversation may say beside its messages' content."""
 Span = tuple[int, int]
 
 
@@ -54,6 +56,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template is not valid: {error}") from None
         self.tokens = tokens
+        self._unread = tuple(name for name in _MEANINGFUL if name not in source)
         calls = tree.find_all(nodes.ExtensionAttribute)
         self.marks_assistant = any(call.name == "_mark" for call in calls)
 
@@ -67,6 +70,7 @@ class ChatTemplate:
         # In any of its texts, at any depth.
         if any(mark in json.dumps(messages, ensure_ascii=False, default=str) for mark in (_BEGIN, _END)):
             raise BadSampleError("it holds U+FDD0 or U+FDD1, which are no characters of any text")
+        self._check_read(conversation)
         marked = self._render(messages, conversation.tools, ask=False)
         text, blocks = _unmark(marked)
         wanted = [i for i, trained in enumerate(conversation.trained) if trained]
@@ -84,6 +88,19 @@ class ChatTemplate:
             BadSampleError: the template refuses the messages.
         """
         return _unmark(self._render(messages, None, ask=True))[0]
+
+    def _check_read(self, conversation: Conversation) -> None:
+        """What is said beside the content is in the text: a template that never names it would leave it out."""
+        for name in self._unread:
+            if name == "tools":
+                where = "it has tools" if conversation.tools else None
+            else:
+                found = [i for i, message in enumerate(conversation.messages) if message.get(name)]
+                where = f"message {found[0]} has {name}" if found else None
+            if where:
+                raise BadSampleError(
+                    f"{where}, which the chat template does not show: give --chat-template one that does"
+                )
 
     def _span(self, conversation: Conversation, i: int, text: str) -> Span:
         """What message ``i`` adds after the heading of its turn."""

@@ -6,6 +6,7 @@ of its parts are trained. A sample for preference optimization is two of them: a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -156,6 +157,11 @@ def _conversation(messages: Any, record: dict[str, Any]) -> Conversation:
     checked = tuple(_message(m, i) for i, m in enumerate(messages))
     trained = tuple(m["role"] == "assistant" and _is_trained(m, i) for i, m in enumerate(checked))
     tools = record.get("tools")
+    if isinstance(tools, str) and tools.strip():  # data sets of many sources keep them as JSON
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            raise BadSampleError("tools is text that is not JSON") from None
     # The marks are for this program: a template must not see them.
     said = tuple({key: value for key, value in m.items() if key not in _MARKS} for m in checked)
     return Conversation(said, trained, tools)

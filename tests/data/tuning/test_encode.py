@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from smp.data.tuning.chat_template import ChatTemplate
 from smp.data.tuning.encode import Encoder, marked
-from smp.data.tuning.shapes import Conversation
+from smp.data.tuning.shapes import BadSampleError, Conversation, recognise
 from smp.data.tuning.tokenizer import FolderTokenizer, open_tokenizer
 from tests.training.tiny_hf import TEMPLATE, write_tokenizer
 
@@ -192,3 +193,34 @@ def test_a_preview_marks_what_is_trained(tokenizer: FolderTokenizer) -> None:
     [text] = Encoder(tokenizer, None).sample({"prompt": "what is ", "completion": "it"})
     assert marked(tokenizer, text, colours=True) == "\x1b[2mwhat is \x1b[0m\x1b[1;32mit<|im_end|>\x1b[0m"
     assert marked(tokenizer, text, colours=False) == "what is ⟦it<|im_end|>⟧"
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"tool_calls": [{"function": {"name": "f", "arguments": {}}}]}, "message 1 has tool_calls"),
+        ({"reasoning_content": "because"}, "message 1 has reasoning_content"),
+        ({"thinking": "because"}, "message 1 has thinking"),
+        ({}, "it has tools"),
+    ],
+)
+def test_what_a_template_would_leave_out_is_told(more: dict[str, Any], said: str) -> None:
+    """Else an assistant's call of a tool would be trained as an empty answer."""
+    user, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo", **more}
+    sample = recognise({"messages": [user, answer], "tools": "" if more else '[{"name": "f"}]'}, chat=True)
+    assert isinstance(sample, Conversation)
+    source = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
+    with pytest.raises(BadSampleError, match=f"{said}, which the chat template does not show"):
+        ChatTemplate(source, {}).render(sample)
+    name = next(iter(more), "tools")
+    shown = "{{ tools }}" + source.replace("{% endfor %}", "{{ m." + name + " }};{% endfor %}")
+    text, _ = ChatTemplate(shown, {}).render(sample)
+    assert "because" in text or "'name': 'f'" in text
+
+
+def test_tools_as_text_are_json() -> None:
+    record = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    sample = recognise({**record, "tools": '[{"name": "f"}]'}, chat=True)
+    assert isinstance(sample, Conversation) and sample.tools == [{"name": "f"}]
+    with pytest.raises(BadSampleError, match="tools is text that is not JSON"):
+        recognise({**record, "tools": "f(x)"}, chat=True)
