@@ -31,7 +31,7 @@ run is in [launching.md](launching.md). Memory is predicted, per GPU, for the pr
 several nodes has been run on GPUs yet. The arithmetic behind a layout: the least tensor, pipeline and context
 parallelism and the least recompute that leaves 15% of a GPU's memory free.
 
-| Recipe | Model | GPUs | Tokens per step | Tensor x pipeline x context x expert | Sharded over | Recompute | GiB per GPU |
+| Recipe | Model | GPUs | Tokens per step | Tensor x pipeline x context x expert | Sharded over | Recompute | GiB |
 |---|---|---|---|---|---|---|---|
 """
 SCRIPT = """\

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -172,6 +173,17 @@ def test_the_job_has_its_folder_while_a_stage_runs_and_a_cancelled_stage_ends_it
     wait_for(lambda: (job / "end.json").exists())
     assert "cancelled" in launcher("status", job).stdout
     assert not (job / "metrics.jsonl").exists()
+
+
+def test_one_launcher_at_a_time_works_in_a_folder(tmp_path: Path) -> None:
+    job, words = tmp_path / "debug", [*RUN, f"base_results_dir={tmp_path}", "dry_run=true"]
+    job.mkdir()
+    handle = os.open(job, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    refused = launcher(*words)
+    os.close(handle)
+    assert refused.returncode == 2 and "another launcher works in it" in refused.stderr
+    assert not list(job.iterdir()) and launcher(*words).returncode == 0
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"backend": "lo', '{"backend": "local"}', '{"backend": "x", "name": "a"}'])

@@ -268,7 +268,8 @@ def test_yaml_means_what_flags_mean() -> None:
         ("x: &x {y: *x}", "levels"),
         ("x: &x [*x]", "levels"),
         ("x: " + "[" * 500 + "]" * 500, "levels"),
-        ("a: &a [1,1,1,1,1,1,1,1,1]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a,*a]\nc: &c [*b,*b,*b,*b,*b,*b,*b,*b]\nd: [*c,*c,*c,*c,*c,*c,*c,*c,*c,*c,*c,*c,*c,*c]", "values"),
+        ("a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\nb: &b [*a, *a, *a, *a, *a, *a, *a, *a, *a, *a]\n"
+         "c: &c [*b, *b, *b, *b, *b, *b, *b, *b, *b]\nd: [*c, *c, *c, *c, *c, *c, *c, *c, *c, *c, *c]", "values"),
         ("training_cfg: {entry_script: x, script_args: 'a \"b'}", "training_cfg.script_args: No closing quotation"),
         ("training_cfg: {entry_script: x, script_args: [{--a: {b: 1}}]}", "training_cfg.script_args: {'b': 1}"),
         ("training_cfg: {entry_script: [x]}", "training_cfg.entry_script: ['x']"),
