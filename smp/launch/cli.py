@@ -235,10 +235,17 @@ def _act(action: str, words: list[str]) -> int:
         return backend.logs(folder, facts, bool(options))
     if action == "cancel":
         done = backend.cancel(folder, facts)
-        print(f"{facts['name']}: {done}" + as_called_here(f"; python main.py status {folder} says when it has ended"))
+        print(
+            f"{facts['name']}: {done}"
+            + as_called_here(f"; python main.py status {shlex.quote(str(folder))} says when it has ended")
+        )
         return 0
     state = backend.state(folder, facts)
-    hint = as_called_here(f"; python main.py resume {folder} submits it") if state == NOT_SUBMITTED else ""
+    hint = (
+        as_called_here(f"; python main.py resume {shlex.quote(str(folder))} submits it")
+        if state == NOT_SUBMITTED
+        else ""
+    )
     print(f"{facts['name']}: {state}{hint}")
     return 0
 

@@ -73,6 +73,7 @@ def submit(folder: Path, facts: Facts) -> tuple[int, Facts]:
         )
     if facts["background"]:
         return 0, {"id": process.pid}
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: a container that stops sends it
     try:
         _show(folder, process)
     except KeyboardInterrupt:

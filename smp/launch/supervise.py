@@ -310,7 +310,12 @@ def main(words: list[str]) -> int:
     before, after = (
         tuple(rest[i + 1] for i, word in enumerate(rest) if word == flag) for flag in ("--before", "--after")
     )
-    return job(folder, checkpoints, int(max_tries), "--requeue" in rest, command, before, after)
+    try:
+        return job(folder, checkpoints, int(max_tries), "--requeue" in rest, command, before, after)
+    except OSError as error:  # a full disk; the log may be on it too
+        with contextlib.suppress(OSError):
+            say(f"giving up: {error}")
+        return 1
 
 
 if __name__ == "__main__":
