@@ -31,7 +31,7 @@ run is in [launching.md](launching.md). Memory is predicted, per GPU, for the pr
 several nodes has been run on GPUs yet. The arithmetic behind a layout: the least tensor, pipeline and context
 parallelism and the least recompute that leaves 15% of a GPU's memory free.
 
-| Recipe | Model | GPUs | Tokens per step | Tensor x pipeline x context | Sharded over | Recompute | GiB per GPU |
+| Recipe | Model | GPUs | Tokens per step | Tensor x pipeline x context x expert | Sharded over | Recompute | GiB |
 |---|---|---|---|---|---|---|---|
 """
 SCRIPT = """\
@@ -80,7 +80,8 @@ def row(name: str, recipe: Recipe) -> str:
     sharded = context * (parallel.hybrid_shard_degree or recipe.world_size // (tensor * pipeline * context))
     memory = predicted_memory(config, recipe.world_size).total / 2**30
     tokens = f"{data.global_batch_size * data.seq_length:,}"
-    degrees = f"{tensor} x {pipeline} x {context} | {sharded} | {parallel.recompute_granularity}"
+    experts = parallel.expert_model_parallel_size
+    degrees = f"{tensor} x {pipeline} x {context} x {experts} | {sharded} | {parallel.recompute_granularity}"
     return f"| {link} | {model} | {recipe.world_size} | {tokens} | {degrees} | {memory:.1f} |"
 
 

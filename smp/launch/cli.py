@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib
+import os
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from smp.config import Config, ConfigError, Layout
@@ -83,14 +87,32 @@ def launch(words: list[str]) -> int:
     dry = job.tree.get("dry_run") is True
     if not dry and job.recipe.missing:
         raise ConfigError(f"{job.recipe.name}: {_still_to_give(job)}")
-    if (job.folder / "job.json").is_file():
-        _refuse_busy(job.folder)
-        _refuse_other(job, dry)
-    write_artifacts(job.folder, artifacts)
-    print(without_credentials("\n".join(describe(job, artifacts))), flush=True)
-    if dry:
-        return 0
-    return _submit(job.folder)
+    job.folder.mkdir(parents=True, exist_ok=True)
+    with _alone_in(job.folder):
+        if (job.folder / "job.json").is_file():
+            _refuse_busy(job.folder)
+            _refuse_other(job, dry)
+        write_artifacts(job.folder, artifacts)
+        print(without_credentials("\n".join(describe(job, artifacts))), flush=True)
+        return 0 if dry else _submit(job.folder)
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Keep other launchers out of a folder: two at once would both find it free. Where folders cannot be locked (some
+    network file systems) the first to submit is not known."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise ConfigError(f"{folder}: another launcher works in it; give another run.name, or wait") from None
+    except OSError:
+        pass
+    try:
+        yield
+    finally:
+        os.close(handle)
 
 
 def _refuse_other(job: Job, dry: bool) -> None:
@@ -206,16 +228,24 @@ def _act(action: str, words: list[str]) -> int:
     facts = read_facts(folder)
     backend = backend_of(facts["backend"])
     if action == "resume":
-        _refuse_busy(folder)
-        return _submit(folder)
+        with _alone_in(folder):
+            _refuse_busy(folder)
+            return _submit(folder)
     if action == "logs":
         return backend.logs(folder, facts, bool(options))
     if action == "cancel":
         done = backend.cancel(folder, facts)
-        print(f"{facts['name']}: {done}" + as_called_here(f"; python main.py status {folder} says when it has ended"))
+        print(
+            f"{facts['name']}: {done}"
+            + as_called_here(f"; python main.py status {shlex.quote(str(folder))} says when it has ended")
+        )
         return 0
     state = backend.state(folder, facts)
-    hint = as_called_here(f"; python main.py resume {folder} submits it") if state == NOT_SUBMITTED else ""
+    hint = (
+        as_called_here(f"; python main.py resume {shlex.quote(str(folder))} submits it")
+        if state == NOT_SUBMITTED
+        else ""
+    )
     print(f"{facts['name']}: {state}{hint}")
     return 0
 

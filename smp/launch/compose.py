@@ -72,7 +72,8 @@ def compose(words: list[str]) -> Composed:
         resolved = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or "recipes"
-        raise ConfigError(f"{source}: {key}: {str(error).splitlines()[0]}") from None
+        file = {"recipes": source, "cluster": cluster}.get(re.split(r"[.[]", key, maxsplit=1)[0], base)
+        raise ConfigError(f"{file}: {key}: {str(error).splitlines()[0]}") from None
     assert isinstance(resolved, dict)
     values = {str(key): value for key, value in resolved.items()}
     for section in ("cluster", "recipes"):

@@ -83,6 +83,8 @@ def make_job(composed: Composed, recipe: Recipe) -> Job:
     results = tree.get("base_results_dir")
     if not isinstance(results, str) or not results:
         raise ConfigError("base_results_dir is missing: give the folder that jobs' folders are made in")
+    if not results.isprintable():
+        raise ConfigError(f"base_results_dir: {results!r} has line breaks or other control characters")
     for key in ("setup", "stages"):
         if not isinstance(tree.get(key), list | None):
             raise ConfigError(f"{key}: expected a list, not {tree[key]!r}")

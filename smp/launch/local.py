@@ -25,7 +25,7 @@ from smp.launch.backend import (
     with_request,
 )
 from smp.launch.job import Artifacts, Job, common_artifacts, python_of, render
-from smp.launch.stages import stage_artifacts, stage_names
+from smp.launch.stages import TRAINING, stage_artifacts, stage_names
 
 LOG = "log.txt"
 
@@ -42,6 +42,7 @@ def artifacts(job: Job) -> Artifacts:
         )
     if job.tree.get("container"):
         raise ConfigError(f"container: {job.tree['container']} with cluster=local, which takes what is installed here")
+    names = stage_names(job)
     script = render(
         "local.sh.j2",
         name=job.recipe.name,
@@ -49,7 +50,8 @@ def artifacts(job: Job) -> Artifacts:
         python=python_of(job),
         checkpoints=job.checkpoints,
         max_tries=job.tree["max_tries"],
-        stages=stage_names(job),
+        before=names[: names.index(TRAINING)],
+        after=names[names.index(TRAINING) + 1 :],
     )
     stages = stage_artifacts(job, ".sh", lambda name: "#!/bin/bash")
     facts = facts_artifact(job, background=bool(job.cluster.get("background")))
@@ -71,6 +73,7 @@ def submit(folder: Path, facts: Facts) -> tuple[int, Facts]:
         )
     if facts["background"]:
         return 0, {"id": process.pid}
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: a container that stops sends it
     try:
         _show(folder, process)
     except KeyboardInterrupt:

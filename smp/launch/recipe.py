@@ -176,6 +176,8 @@ def _read_script(section: Mapping[str, Any], stem: str) -> Recipe:
     for key in section:
         if key not in _SCRIPT:
             raise ConfigError(f"training_cfg.{key}: there is no such key{did_you_mean(key, _SCRIPT)}")
+    if not isinstance(section.get("run"), Mapping | None):
+        raise ConfigError(f"training_cfg.run: expected keys and values, not {section['run']!r}")
     run = _section(section, "run")
     for key in run:
         if key not in ("name", "nodes", "ntasks_per_node", "time_limit"):
@@ -183,6 +185,9 @@ def _read_script(section: Mapping[str, Any], stem: str) -> Recipe:
     script, module = section.get("entry_script"), section.get("entry_module")
     if (script is None) == (module is None):
         raise ConfigError("training_cfg: give one of entry_script and entry_module")
+    for key, value in (("entry_script", script), ("entry_module", module)):
+        if value is not None and (not isinstance(value, str) or not value.strip()):
+            raise ConfigError(f"training_cfg.{key}: {value!r} is no name of a script or module")
     sizes = {"num_nodes": run.get("nodes", 1), "devices": run.get("ntasks_per_node", 1)}
     return Recipe(
         name=_name(run.get("name") or stem),
@@ -199,12 +204,17 @@ def _script_words(arguments: Any) -> list[str]:
     if arguments is None:
         return []
     if isinstance(arguments, str):
-        return shlex.split(arguments)
-    words: list[str] = []
+        try:
+            return shlex.split(arguments)
+        except ValueError as error:
+            raise ConfigError(f"training_cfg.script_args: {error} in {arguments!r}") from None
+    words: list[Any] = []
     for item in arguments if isinstance(arguments, list) else [arguments]:
         pairs = item.items() if isinstance(item, Mapping) else [(item, None)]
-        words += [str(word) for pair in pairs for word in pair if word is not None]
-    return words
+        words += [word for pair in pairs for word in pair if word is not None]
+    if nested := [word for word in words if isinstance(word, Mapping | list)]:
+        raise ConfigError(f"training_cfg.script_args: {nested[0]!r} is no word of a command line")
+    return [str(word) for word in words]
 
 
 def _parsed(values: Mapping[str, Any], recipe: Recipe, translated: bool = False) -> dict[str, Any]:

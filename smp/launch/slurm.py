@@ -68,13 +68,18 @@ def _head(job: Job, stage: str) -> str:
     training = stage == TRAINING
     name = f"{cluster.get('job_name_prefix') or ''}{recipe.name}" + ("" if training else f"-{stage}")
     number = "%A_%a" if training and cluster.get("array") is not None else "%j"
+    if "\\" in str(job.folder):
+        raise ConfigError(
+            f"base_results_dir: {job.folder} has a backslash, behind which sbatch fills in no job's number"
+        )
+    log = f"{str(job.folder).replace('%', '%%')}/log-{stage}_{number}"
     options: dict[str, Any] = {
         "job-name": name,
         "nodes": recipe.num_nodes if training else 1,
         "ntasks-per-node": 1,
         "time": recipe.time_limit,
-        "output": f"{job.folder}/log-{stage}_{number}.out",
-        "error": None if cluster.get("stderr_to_stdout", True) else f"{job.folder}/log-{stage}_{number}.err",
+        "output": f"{log}.out",
+        "error": None if cluster.get("stderr_to_stdout", True) else f"{log}.err",
         "open-mode": "append",
         "signal": f"B:USR1@{_seconds(job)}" if training and recipe.time_limit else None,
     }

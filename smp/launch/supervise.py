@@ -1,6 +1,7 @@
 """Runs a job's command again until it is done, has to wait, or makes no progress. A copy is in every job's folder.
 
-    python3 supervise.py job FOLDER CHECKPOINTS MAX_TRIES [--requeue] -- COMMAND...    once per job
+    python3 supervise.py job FOLDER CHECKPOINTS MAX_TRIES [--requeue] [--before SCRIPT] [--after SCRIPT] -- COMMAND...
+                                                                                       once per job
     python3 supervise.py node STATUS_FILE -- COMMAND...                                once per node, around torchrun
 
 Only the standard library, Python >= 3.8, no other file of this project: it runs on hosts that have nothing installed.
@@ -125,8 +126,16 @@ def ignore_usr1() -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
+def to_group(process: Process) -> None:
+    """SIGTERM to a stage and all that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+
+
 def to_nodes(process: Process) -> None:
     """SIGUSR1 to srun, which hands it to every task (it answers SIGTERM with SIGKILL for all), or to the one node."""
+    if process.poll() is not None:  # between two tries
+        return
     os.write(1, b"launcher: asked to stop: every training process gets SIGTERM, on which it saves and ends\n")
     process.send_signal(signal.SIGUSR1)
 
@@ -178,16 +187,55 @@ def lock(folder: str) -> Any:
     return file
 
 
-def job(folder: str, checkpoints: str, max_tries: int, requeue: bool, command: list[str]) -> int:
-    """Run a job to its end. Returns the exit code."""
+def job(
+    folder: str,
+    checkpoints: str,
+    max_tries: int,
+    requeue: bool,
+    command: list[str],
+    before: tuple[str, ...] = (),
+    after: tuple[str, ...] = (),
+) -> int:
+    """Run a job to its end, with the scripts of stages before and after the training. Returns the exit code."""
     os.makedirs(folder, exist_ok=True)
     held = lock(folder)
     if held is None:
         say(f"another job is running in {folder}")
         return 2
-    end_file, status_file = os.path.join(folder, "end.json"), os.path.join(folder, "status.json")
-    if os.path.exists(end_file):  # of a job that its scheduler stopped, and started again
-        os.remove(end_file)
+    if os.path.exists(os.path.join(folder, "end.json")):  # of a job that its scheduler stopped, and started again
+        os.remove(os.path.join(folder, "end.json"))
+    for script in before:
+        if (code := stage(folder, script)) is not None:
+            return code
+    code = train(folder, checkpoints, max_tries, requeue, command)
+    if code != 0 or was_cancelled(folder):
+        return code
+    for script in after:
+        if (failed := stage(folder, script)) is not None:
+            return failed
+    return 0
+
+
+def stage(folder: str, script: str) -> int | None:
+    """Run the script of a stage. Returns None when the next one may follow, else the job's exit code."""
+    name = os.path.splitext(os.path.basename(script))[0]
+    say("stage " + name)
+    child = Child(["bash", script], to_group)
+    code = child.wait()
+    if code == 0 and child.asked is None and not was_cancelled(folder):
+        return None
+    if was_cancelled(folder):
+        return finish(folder, "cancelled")
+    if child.asked is not None:
+        return finish(folder, "requeue")
+    write_json(os.path.join(folder, "end.json"), {"end": f"stage {name} failed with {code}"})
+    say(f"stage {name} failed with {code}")
+    return code if code > 0 else 1
+
+
+def train(folder: str, checkpoints: str, max_tries: int, requeue: bool, command: list[str]) -> int:
+    """Run the training until it ends or gets no further. Returns the exit code."""
+    status_file = os.path.join(folder, "status.json")
     while count_try(folder, checkpoints) <= max_tries:
         if os.path.exists(status_file):
             os.remove(status_file)
@@ -196,23 +244,35 @@ def job(folder: str, checkpoints: str, max_tries: int, requeue: bool, command: l
         status = read_json(status_file, {})
         said = status.get("status", "nothing")
         say(f"the run ended with {code} and says {said}: {status.get('reason', '')}")
-        end = decide(said, code, child.asked, os.path.exists(os.path.join(folder, "cancelled")))
+        end = decide(said, code, child.asked, was_cancelled(folder))
         if end in ("again", "requeue") and taken_back():
             say("Slurm has taken the job back: a node is lost, or somebody requeued it")
-            write_json(end_file, {"end": "requeue"})
+            write_json(os.path.join(folder, "end.json"), {"end": "requeue"})
             return EXIT_REQUEUE
         if end == "again" or (end == "requeue" and child.asked is None and not requeue):
             time.sleep(1)
-            continue
+            if child.asked is None:
+                continue
+            end = "cancelled" if was_cancelled(folder) else "requeue"  # asked to stop between two tries
         if end == "requeue" and requeue and child.asked in (None, "SIGUSR1"):  # SIGTERM: the scheduler takes the job
             say("queueing the job again")
             return subprocess.call(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]])
-        write_json(end_file, {"end": end})
-        say(end)
-        return {"done": 0, "cancelled": 0, "bad_config": 2}.get(end, EXIT_REQUEUE)
+        return finish(folder, end)
     say(f"giving up: {max_tries} tries in a row left no newer checkpoint than {progress(folder, checkpoints)}")
-    write_json(end_file, {"end": "gave up"})
+    write_json(os.path.join(folder, "end.json"), {"end": "gave up"})
     return 1
+
+
+def was_cancelled(folder: str) -> bool:
+    """Whether somebody has cancelled the job."""
+    return os.path.exists(os.path.join(folder, "cancelled"))
+
+
+def finish(folder: str, end: str) -> int:
+    """Write how the job ended. Returns the exit code."""
+    write_json(os.path.join(folder, "end.json"), {"end": end})
+    say(end)
+    return {"done": 0, "cancelled": 0, "bad_config": 2}.get(end, EXIT_REQUEUE)
 
 
 def taken_back() -> bool:
@@ -247,7 +307,15 @@ def main(words: list[str]) -> int:
     if options[0] == "node":
         return node(options[1], command)
     _, folder, checkpoints, max_tries, *rest = options
-    return job(folder, checkpoints, int(max_tries), "--requeue" in rest, command)
+    before, after = (
+        tuple(rest[i + 1] for i, word in enumerate(rest) if word == flag) for flag in ("--before", "--after")
+    )
+    try:
+        return job(folder, checkpoints, int(max_tries), "--requeue" in rest, command, before, after)
+    except OSError as error:  # a full disk; the log may be on it too
+        with contextlib.suppress(OSError):
+            say(f"giving up: {error}")
+        return 1
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 
 import yaml
 
+_MOST_LEVELS, _MOST_VALUES = 32, 10_000
+
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -45,6 +47,20 @@ def load_text(text: str) -> Any:
         ValueError: it is no YAML; one line with the place.
     """
     try:
-        return yaml.load(text, Loader=_Loader)
+        loaded = yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(" ".join(str(error).split())) from None
+    _check_size(loaded)
+    return loaded
+
+
+def _check_size(loaded: Any) -> None:
+    """Raise ValueError for what no configuration is: aliases can make a few lines endless, or larger than memory."""
+    waiting, seen = [(loaded, 0)], 0
+    while waiting:
+        value, depth = waiting.pop()
+        seen += 1
+        if depth > _MOST_LEVELS or seen > _MOST_VALUES:
+            raise ValueError(f"has more than {_MOST_LEVELS} levels, or {_MOST_VALUES:,} values with those of aliases")
+        if isinstance(value, dict | list):
+            waiting += [(item, depth + 1) for item in (value.values() if isinstance(value, dict) else value)]

@@ -206,7 +206,8 @@ def _tuned(config: Config, layout: Layout) -> Tuned:
     in_4_bits = None
     if config.lora is not None and config.lora.load_in_4bit:
         in_4_bits = config.lora.bnb_4bit_use_double_quant
-    return Tuned(adapter_elements(config, layout), in_4_bits, rows=1 + config.has_pairs, copies=int(copies))
+    adapters = adapter_elements(config, replace(layout, ep=1, etp=None))  # ep takes from FSDP what it cuts
+    return Tuned(adapters, in_4_bits, rows=1 + config.has_pairs, copies=int(copies))
 
 
 def adapter_elements(config: Config, layout: Layout) -> int:

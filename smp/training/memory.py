@@ -63,7 +63,7 @@ class MemoryEstimate:
 class Tuned:
     """What is different when a model is fine-tuned."""
 
-    adapters: int = 0  # elements of all adapters on one of the tensor-parallel processes; 0: all weights are trained
+    adapters: int = 0  # elements on one of the tensor-parallel processes, before ep; 0: all weights are trained
     in_4_bits: bool | None = None  # frozen weights of linear layers are; True: with double quantization
     rows: int = 1  # sequences of a sample: 2 when it is a pair
     copies: int = 0  # of the model, frozen
@@ -137,7 +137,7 @@ def estimate_memory(
     frozen_bytes: float = b * frozen
     if adapters:
         state = state_bytes(config.optim, Parameter("layers.0.lora.a", (1, 1))) * adapters
-        frozen_bytes = (tuned.copies + 1) * sum(_frozen_bytes(p, layout, tuned, b) for p in share.parameters)
+        frozen_bytes = (tuned.copies + 1) * sum(_frozen_bytes(p, before_ep, tuned, b) for p in share.parameters)
     at_once = len(share.layers) * held / len(parts)
     if parallel.offload_activations:
         at_once = min(at_once, parallel.activation_loading_horizon)

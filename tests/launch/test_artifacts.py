@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -99,6 +100,20 @@ def test_scripts_are_scripts(recipe: str, backend: str, tmp_path: Path) -> None:
         if name.endswith((".sh", ".sbatch")):
             (tmp_path / name).write_text(text)
             subprocess.run(["bash", "-n", str(tmp_path / name)], check=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_folder_with_a_line_break_is_refused(backend: str) -> None:
+    with pytest.raises(ConfigError, match="base_results_dir: .*line breaks"):
+        artifacts("custom", backend, 'base_results_dir="/fsx/a\\nb"')
+
+
+def test_sbatch_fills_in_nothing_of_the_folder() -> None:
+    script = artifacts("pretrain", "slurm", "base_results_dir='/fsx/90%j it''s'")["submit.sbatch"]
+    output = next(line for line in script.splitlines() if line.startswith("#SBATCH --output="))
+    assert shlex.split(output.partition("=")[2])[0].startswith("/fsx/90%%j it's/")
+    with pytest.raises(ConfigError, match="backslash"):
+        artifacts("pretrain", "slurm", "base_results_dir='/fsx/a\\b'")
 
 
 def test_values_of_the_environment_are_no_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -160,18 +161,29 @@ def test_files_of_a_job_that_ran_are_not_replaced_by_a_dry_run(tmp_path: Path) -
     assert {path.name: path.read_text() for path in folder.iterdir()} == before
 
 
-def test_no_stage_runs_after_a_cancelled_training(tmp_path: Path) -> None:
-    stages = ["stages=[training,evaluation]", "+evaluation.command='touch \"$run_dir/evaluated\"'"]
-    done = launcher(*RUN, *stages, f"base_results_dir={tmp_path}", "dry_run=true")
-    assert done.returncode == 0, done.stderr
+def test_the_job_has_its_folder_while_a_stage_runs_and_a_cancelled_stage_ends_it(tmp_path: Path) -> None:
     job = tmp_path / "debug"
-    (job / "supervise.py").write_text("")  # a training that is done at once
-    subprocess.run(["bash", str(job / "submit.sh")], check=True)
-    assert (job / "evaluated").exists()
-    (job / "evaluated").unlink()
-    (job / "supervise.py").write_text(f"open({str(job / 'cancelled')!r}, 'w')")  # one that is cancelled meanwhile
-    subprocess.run(["bash", str(job / "submit.sh")], check=True)
-    assert not (job / "evaluated").exists()
+    stages = ["stages=[prepare,training]", f"+prepare.command='touch {job}/begun; sleep 60'", "cluster.background=true"]
+    words = [*RUN, *stages, f"base_results_dir={tmp_path}"]
+    assert launcher(*words).returncode == 0
+    wait_for(lambda: (job / "begun").exists())
+    again = launcher(*words)
+    assert again.returncode == 2 and "its job is running" in again.stderr
+    assert "asked to save and end" in launcher("cancel", job).stdout
+    wait_for(lambda: (job / "end.json").exists())
+    assert "cancelled" in launcher("status", job).stdout
+    assert not (job / "metrics.jsonl").exists()
+
+
+def test_one_launcher_at_a_time_works_in_a_folder(tmp_path: Path) -> None:
+    job, words = tmp_path / "debug", [*RUN, f"base_results_dir={tmp_path}", "dry_run=true"]
+    job.mkdir()
+    handle = os.open(job, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    refused = launcher(*words)
+    os.close(handle)
+    assert refused.returncode == 2 and "another launcher works in it" in refused.stderr
+    assert not list(job.iterdir()) and launcher(*words).returncode == 0
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"backend": "lo', '{"backend": "local"}', '{"backend": "x", "name": "a"}'])

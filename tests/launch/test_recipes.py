@@ -262,6 +262,30 @@ def test_yaml_means_what_flags_mean() -> None:
         load_text("a: 1\na: 2")
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x: &x {y: *x}", "levels"),
+        ("x: &x [*x]", "levels"),
+        ("x: " + "[" * 500 + "]" * 500, "levels"),
+        ("a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\nb: &b [*a, *a, *a, *a, *a, *a, *a, *a, *a, *a]\n"
+         "c: &c [*b, *b, *b, *b, *b, *b, *b, *b, *b]\nd: [*c, *c, *c, *c, *c, *c, *c, *c, *c, *c, *c]", "values"),
+        ("training_cfg: {entry_script: x, script_args: 'a \"b'}", "training_cfg.script_args: No closing quotation"),
+        ("training_cfg: {entry_script: x, script_args: [{--a: {b: 1}}]}", "training_cfg.script_args: {'b': 1}"),
+        ("training_cfg: {entry_script: [x]}", "training_cfg.entry_script: ['x']"),
+        ("training_cfg: {entry_script: ''}", "training_cfg.entry_script: ''"),
+        ("training_cfg: {entry_script: x, run: 3}", "training_cfg.run: expected"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_recipe_is_one_line(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "odd.yaml").write_text(text)
+    assert main([f"recipes={tmp_path / 'odd.yaml'}", "dry_run=true", f"base_results_dir={tmp_path}"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {tmp_path / 'odd.yaml'}: ") and error.count("\n") == 1 and message in error
+
+
 def test_a_secret_is_written_nowhere(v1: str) -> None:
     _, artifacts = prepare([v1, "cluster=slurm", "+recipes.model.hf_access_token=hf_secret"])
     assert not [name for name, text in artifacts.items() if "hf_secret" in text and name != "command.txt"]

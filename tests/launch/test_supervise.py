@@ -163,3 +163,43 @@ def test_it_runs_on_old_pythons_alone() -> None:
     imported = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
     imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert {name.partition(".")[0] for name in imported} <= sys.stdlib_module_names
+
+
+def stage(folder: Path, name: str, command: str) -> str:
+    path = folder / f"{name}.sh"
+    path.write_text(f"echo {name} >> $RUN/order; {command}\n")
+    return str(path)
+
+
+def order(folder: Path) -> list[str]:
+    return (folder / "order").read_text().split()
+
+
+def test_stages_run_in_order_around_the_training(tmp_path: Path) -> None:
+    before, after = stage(tmp_path, "prepare", "true"), stage(tmp_path, "export", "true")
+    done = run(tmp_path, "echo training >> $RUN/order; " + says("done"), "--before", before, "--after", after)
+    assert (done.returncode, end(tmp_path)) == (0, "done")
+    assert order(tmp_path) == ["prepare", "training", "export"]
+
+
+@pytest.mark.parametrize(("when", "left"), [("--before", ["broken"]), ("--after", ["training", "broken"])])
+def test_nothing_follows_a_stage_that_failed(tmp_path: Path, when: str, left: list[str]) -> None:
+    broken, export = stage(tmp_path, "broken", "exit 7"), stage(tmp_path, "export", "true")
+    training = "echo training >> $RUN/order; " + says("done")
+    done = run(tmp_path, training, when, broken, "--after", export)
+    assert (done.returncode, end(tmp_path)) == (7, "stage broken failed with 7")
+    assert order(tmp_path) == left
+
+
+def test_no_stage_follows_a_cancelled_training(tmp_path: Path) -> None:
+    export = stage(tmp_path, "export", "true")
+    done = run(tmp_path, "touch $RUN/cancelled; " + says("requeue") + "exit 75", "--after", export)
+    assert (done.returncode, end(tmp_path)) == (0, "cancelled")
+    assert not (tmp_path / "order").exists()
+
+
+def test_a_cancel_between_two_tries_ends_the_job(tmp_path: Path) -> None:
+    """The signal comes when no training runs that it could be passed on to."""
+    late = "(sleep 0.3; touch $RUN/cancelled; kill -USR1 $PPID) > /dev/null 2>&1 & "
+    done = run(tmp_path, late + says("failed") + "exit 1")
+    assert (done.returncode, end(tmp_path), starts(tmp_path)) == (0, "cancelled", 1), done.stdout

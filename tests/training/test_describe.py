@@ -18,6 +18,7 @@ from smp.layers import add_adapters
 from smp.models.gpt import GPT
 from smp.models.presets import PRESETS
 from smp.training.describe import adapter_elements, describe, predicted_memory
+from smp.training.memory import MemoryEstimate
 from tests.fake_group import fake_context
 
 MODEL = resolved(
@@ -46,6 +47,20 @@ def test_an_adapter_from_a_file_is_counted_by_its_size(tmp_path: Path) -> None:
     assert adapter_elements(tuning(tmp_path, load_adapter=str(tmp_path)), Layout()) == 0
     (tmp_path / "adapter_model.safetensors").write_bytes(bytes(4000))
     assert adapter_elements(tuning(tmp_path, load_adapter=str(tmp_path)), Layout()) == 1000
+
+
+def test_frozen_experts_are_shared_by_all_processes_whatever_their_degree(tmp_path: Path) -> None:
+    """ep takes from FSDP what it cuts, so a process holds one eighth of the weights at any degree."""
+
+    def held(ep: int) -> MemoryEstimate:
+        config = tuning(tmp_path, lora_rank=2, hybrid_shard_degree=8, expert_model_parallel_size=ep)
+        config.model = replace(MODEL, num_experts=8, moe_ffn_hidden_size=16, moe_router_topk=2)
+        config.data.seq_length, config.data.global_batch_size = 16, 8
+        return predicted_memory(config, 8)
+
+    estimates = [held(ep) for ep in (1, 2, 8)]
+    assert len({(e.parameters, e.gradients, e.optimizer) for e in estimates}) == 1
+    assert estimates[0].parameters > 0 and estimates[2].gathered < estimates[0].gathered
 
 
 def test_a_dry_run_shows_less_memory_with_adapters_and_more_with_a_copy(tmp_path: Path) -> None:
