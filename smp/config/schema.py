@@ -57,33 +57,35 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = 128
     """Embedding rows per tensor-parallel rank are padded to this multiple. The padding never reaches a checkpoint."""
     position_embedding_type: Literal["rope", "learned_absolute", "alibi", "none"] = "rope"
-    """How positions enter the model. alibi: scores fall with the distance, by a slope of each head's own (BLOOM)."""
+    """Kind of position information. alibi: attention scores fall with the distance, by a slope per head (BLOOM)."""
     position_embedding_offset: int = only_with(0, position_embedding_type="learned_absolute")
-    """Row of the table of learned positions that the first token takes (2 in OPT, whose first rows are not used)."""
+    """Row of the learned position table used by the first token (2 in OPT, which does not use rows 0 and 1)."""
     rotary_base: float = only_with(10000.0, position_embedding_type="rope")
     """RoPE base frequency (theta)."""
     rotary_percent: float = only_with(1.0, position_embedding_type="rope")
     """Fraction of each head that RoPE rotates."""
     rotary_interleaved: bool = only_with(False, position_embedding_type="rope")
-    """RoPE rotates channels 0 and 1, 2 and 3, ... (GLM-4, Cohere), not the two halves of a head."""
+    """RoPE rotates channel pairs (0, 1), (2, 3), ... (GLM-4, Cohere), instead of pairing the two halves of a head."""
     no_rope_freq: str | None = only_with(None, position_embedding_type="rope")
-    """Layers without RoPE: n for every n-th, from the n-th on, or Megatron's list of a 1 for each layer without and a 0
-    for each with it (SmolLM3: 4). Default: none."""
+    """Layers without RoPE. n: every n-th layer, starting with the n-th (SmolLM3: 4). Or Megatron's list, with 1 for a
+    layer without RoPE and 0 for one with it. Default: none."""
     attn_temperature_tuning: bool = only_with(False, no_rope_freq=GIVEN)
-    """Queries of layers without RoPE grow with their position p: they are multiplied by
-    1 + --attn-scale x ln(1 + floor((p + 1) / --floor-scale)) (Llama 4)."""
+    """In layers without RoPE, multiply the query at position p by 1 + --attn-scale x ln(1 + floor((p + 1) /
+    --floor-scale)) (Llama 4)."""
     attn_scale: float = only_with(0.1, attn_temperature_tuning=True)
-    """See --attn-temperature-tuning."""
+    """Strength of --attn-temperature-tuning."""
     floor_scale: int = only_with(8192, attn_temperature_tuning=True)
-    """See --attn-temperature-tuning: tokens from one value to the next; before so many it is 1."""
+    """Number of tokens after which --attn-temperature-tuning takes its next value. The factor is 1 before the first
+    such step."""
     rotary_base_local: float | None = only_with(None, window_size=GIVEN)
-    """RoPE base of the layers with a window, which also go without --use-rope-scaling (Gemma 3). Default: as in all
-    others."""
+    """RoPE base of the layers with a window; --use-rope-scaling does not apply to them (Gemma 3). Default: the same as
+    in all other layers."""
     use_rope_scaling: bool = only_with(False, position_embedding_type="rope")
-    """Scale RoPE's frequencies for sequences longer than the model was trained on, as --rope-scaling-type says."""
+    """Scale RoPE's frequencies for sequences longer than those the model was trained on. --rope-scaling-type says
+    how."""
     rope_scaling_type: Literal["llama3", "linear", "yarn", "longrope"] = only_with("llama3", use_rope_scaling=True)
-    """llama3: Llama 3.1's, which slows down low frequencies; linear: all frequencies alike (position interpolation);
-    yarn: YaRN, which slows down low ones and makes attention sharper; longrope: each by a factor of its own (Phi-3)."""
+    """llama3: slow down low frequencies (Llama 3.1); linear: all frequencies alike (position interpolation); yarn: slow
+    down low frequencies and sharpen attention; longrope: each frequency by its own factor (Phi-3)."""
     rope_scaling_factor: float = only_with(8.0, use_rope_scaling=True)
     """RoPE scaling: how much low frequencies are slowed down; with linear all of them."""
     rope_low_freq_factor: float = only_with(1.0, use_rope_scaling=True)
@@ -93,10 +95,10 @@ class ModelConfig:
     rope_original_max_position: int = only_with(8192, use_rope_scaling=True)
     """Llama 3.1 RoPE scaling, YaRN and LongRoPE: context length before the scaling."""
     longrope_short_factor: Words | None = only_with(None, rope_scaling_type="longrope")  # noqa: RUF009 (text)
-    """LongRoPE: how much each frequency is slowed down in sequences up to --rope-original-max-position, a number for
-    each pair of rotated channels."""
+    """LongRoPE: factor by which each frequency is slowed down in sequences up to --rope-original-max-position, one
+    number per pair of rotated channels."""
     longrope_long_factor: Words | None = only_with(None, rope_scaling_type="longrope")  # noqa: RUF009 (text)
-    """LongRoPE: the same in longer sequences."""
+    """LongRoPE: the factors for longer sequences."""
     longrope_attention_factor: float | None = only_with(None, rope_scaling_type="longrope")
     """LongRoPE: queries and keys are multiplied by this. Default: sqrt(1 + ln(s) / ln(o)), where o is
     --rope-original-max-position and s is --max-position-embeddings / o."""
@@ -105,15 +107,15 @@ class ModelConfig:
     yarn_beta_slow: float = only_with(1.0, rope_scaling_type="yarn")
     """YaRN: frequencies that turn less often than this within the original context are scaled fully."""
     yarn_truncate: bool = only_with(True, rope_scaling_type="yarn")
-    """YaRN: between the two, the ramp begins and ends at whole channels."""
+    """YaRN: round the ends of the ramp between --yarn-beta-slow and --yarn-beta-fast to whole channels."""
     yarn_attention_factor: float | None = only_with(None, rope_scaling_type="yarn")
     """YaRN: queries and keys are multiplied by this. Default: 0.1 x ln(factor) + 1."""
     yarn_mscale: float | None = only_with(None, rope_scaling_type="yarn")
-    """YaRN: instead, with --yarn-mscale-all-dim, the quotient of the default's values in which ln(factor) is multiplied
-    by this and by that (DeepSeek). Default: not used."""
+    """YaRN: multiply queries and keys by m(this) / m(--yarn-mscale-all-dim) instead of the default, where m(a) = 0.1 x
+    a x ln(factor) + 1 (DeepSeek). Default: not used."""
     yarn_mscale_all_dim: float | None = only_with(None, rope_scaling_type="yarn")
-    """YaRN: see --yarn-mscale; with --multi-latent-attention scores are also multiplied by the square of the default's
-    value in which ln(factor) is multiplied by this. Default: not used."""
+    """YaRN: see --yarn-mscale. With --multi-latent-attention, scores are also multiplied by m(this) squared. Default:
+    not used."""
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     """Kind of normalization."""
     norm_epsilon: float = 1e-5
@@ -123,7 +125,7 @@ class ModelConfig:
     layernorm_bias: bool = only_with(True, normalization="LayerNorm")
     """Add a bias in a LayerNorm; --no-layernorm-bias leaves it out (Cohere)."""
     norm_placement: Literal["pre", "post", "sandwich"] = "pre"
-    """pre: attention and MLP read normalized input; post: what they give is normalized before it is added (OLMo 2);
+    """pre: normalize the input of attention and MLP; post: normalize their output before it is added (OLMo 2);
     sandwich: both (Gemma 2 and 3, GLM-4)."""
     embedding_layernorm: bool = False
     """Normalize the embedding (BLOOM)."""
@@ -134,7 +136,7 @@ class ModelConfig:
     quick_geglu: bool = only_with(False, swiglu=False)
     """Gated MLP with x sigmoid(1.702 x), three matrices; also of experts (GPT-OSS; needs --no-swiglu)."""
     activation_func_clamp_value: float | None = only_with(None, quick_geglu=True)
-    """Keep --quick-geglu's gate below this, and its up projection within +- this. Default: as they are."""
+    """Clamp --quick-geglu's gate to at most this, and its up projection to +- this. Default: no clamping."""
     glu_linear_offset: float = only_with(0.0, quick_geglu=True)
     """Added to --quick-geglu's up projection (GPT-OSS: 1)."""
     relu: bool = only_with(False, swiglu=False)
@@ -144,7 +146,7 @@ class ModelConfig:
     tanh_gelu: bool = only_with(False, swiglu=False)
     """GPT-2's tanh approximation of GELU, in the plain MLP or with --geglu (needs --no-swiglu)."""
     untie_embeddings_and_output_weights: bool = True
-    """Give the output layer a matrix of its own; --no-untie-embeddings-and-output-weights shares the embedding's."""
+    """Give the output layer its own matrix; --no-untie-embeddings-and-output-weights shares the embedding's."""
     scalar_head: bool = False
     """A row in place of the output matrix, whose product with a text's last token is its score: a reward model, which
     --objective reward makes. No flag."""
@@ -155,41 +157,42 @@ class ModelConfig:
     qk_layernorm: bool = False
     """Normalize queries and keys per head before RoPE (Qwen 3)."""
     qk_layernorm_across_heads: bool = only_with(False, qk_layernorm=True)
-    """Normalize queries, and keys, of all heads together instead of each head (OLMoE)."""
+    """Normalize queries and keys over all heads together instead of per head (OLMoE)."""
     qk_l2_norm: bool = only_with(False, position_embedding_type="rope")
-    """In layers with RoPE divide each head's queries and keys by the root of their mean square, without a weight
-    (Llama 4 Scout)."""
+    """In layers with RoPE, divide each head's queries and keys by their root mean square, without a weight (Llama 4
+    Scout)."""
     multi_latent_attention: bool = False
-    """Multi-head latent attention: keys and values of all heads are made of a few numbers per token (DeepSeek-V2).
-    --qk-layernorm then normalizes these."""
+    """Multi-head latent attention (DeepSeek-V2): keys and values of all heads are computed from one small latent vector
+    per token. --qk-layernorm then normalizes the latent vectors."""
     q_lora_rank: int | None = only_with(None, multi_latent_attention=True)
-    """Numbers per token that queries are made of. Default: queries are projected at once."""
+    """Size of the latent vector of queries. Default: none, queries are projected directly."""
     kv_lora_rank: int = only_with(32, multi_latent_attention=True)
-    """Numbers per token that keys and values are made of."""
+    """Size of the latent vector of keys and values."""
     qk_head_dim: int = only_with(128, multi_latent_attention=True)
-    """Channels of a head's query and key without RoPE."""
+    """Channels without RoPE in a head's query and key."""
     qk_pos_emb_head_dim: int = only_with(64, multi_latent_attention=True)
-    """Channels of a head's query, and of the one key that all heads share, with RoPE, in neighbouring pairs."""
+    """Channels with RoPE in a head's query, and in the one key that all heads share; rotated in neighbouring pairs."""
     v_head_dim: int = only_with(128, multi_latent_attention=True)
     """Channels of a head's value."""
     window_size: int | None = None
-    """Sliding-window attention: a token sees itself and the window_size - 1 tokens before it. Default: all of them."""
+    """Sliding-window attention: a token attends to itself and the window_size - 1 tokens before it. Default: no
+    window."""
     window_attn_skip_freq: str | None = only_with(None, window_size=GIVEN)
-    """Layers without the window: n for every n-th, from the n-th on (Gemma 2: 2, Gemma 3: 6), or Megatron's list of a 1
-    for each layer with and a 0 for each without it. Default: none."""
+    """Layers without the window. n: every n-th layer, starting with the n-th (Gemma 2: 2, Gemma 3: 6). Or Megatron's
+    list, with 1 for a layer with the window and 0 for one without. Default: none."""
     attention_chunk_size: int | None = only_with(None, position_embedding_type="rope")
-    """Chunked attention: in layers with RoPE a token sees only those before it in its own chunk of so many tokens,
-    counted from the beginning of its document (Llama 4: 8192). Default: all before it."""
+    """Chunked attention: in layers with RoPE a token attends only within its own chunk of this many tokens, counted
+    from the beginning of its document (Llama 4: 8192). Default: no chunks."""
     softmax_scale: float | None = None
-    """Products of queries and keys are multiplied by this. Default: 1 / square root of --kv-channels."""
+    """Factor of attention scores. Default: 1 / square root of --kv-channels."""
     softmax_type: Literal["vanilla", "learnable"] = "vanilla"
-    """learnable: each head has a learned score that takes part in every softmax and belongs to no key, an attention
+    """learnable: each head has a learned score that takes part in every softmax but belongs to no key, an attention
     sink (GPT-OSS)."""
     attn_logit_softcapping: float | None = None
-    """Keep attention's scores s within +-c, by c x tanh(s / c) (Gemma 2). They are materialised then. Default: as they
-    are."""
+    """Limit attention scores s to +-c by c x tanh(s / c) (Gemma 2). The scores are then materialised. Default: no
+    limit."""
     final_logit_softcapping: float | None = None
-    """The same of the logits (Gemma 2)."""
+    """Limit the logits in the same way (Gemma 2)."""
     logit_scale: float = 1.0
     """Logits are multiplied by this (Cohere; Granite's is 1 / logits_scaling)."""
     embedding_multiplier: float = 1.0
@@ -197,47 +200,49 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     """What attention and MLP add to the residual stream is multiplied by this (Granite)."""
     num_experts: int | None = None
-    """Mixture of experts: feed-forward networks of a layer, of which each token gets --moe-router-topk. Default: none,
+    """Mixture of experts: number of experts per layer, of which each token uses --moe-router-topk. Default: none,
     layers are dense."""
     moe_router_topk: int = only_with(2, num_experts=GIVEN)
-    """Experts of a token."""
+    """Experts per token."""
     moe_ffn_hidden_size: int | None = only_with(None, num_experts=GIVEN)
     """Width of one expert. Default: --ffn-hidden-size."""
     moe_shared_expert_intermediate_size: int | None = only_with(None, num_experts=GIVEN)
-    """Width of a further MLP in each layer with experts, which every token gets. Default: none."""
+    """Width of the shared expert, an MLP beside the routed experts that every token uses. Default: none."""
     moe_layer_freq: str = only_with("1", num_experts=GIVEN)
-    """Which layers have experts: n for every n-th, from the first on, or Megatron's list of a 1 for each layer with
-    experts and a 0 for each dense one, such as [0]*1+[1]*3."""
+    """Which layers have experts. n: every n-th, starting with the first. Or Megatron's list, with 1 for a layer with
+    experts and 0 for a dense one, such as [0]*1+[1]*3."""
     moe_router_score_function: Literal["softmax", "sigmoid"] = only_with("softmax", num_experts=GIVEN)
-    """What makes the weights of a token's experts of its logits. sigmoid: each logit's, divided by their sum over the
+    """How router logits become expert weights. sigmoid: the sigmoid of each logit, divided by their sum over the
     token's experts (DeepSeek-V3)."""
     moe_router_pre_softmax: bool = only_with(False, num_experts=GIVEN)
-    """Softmax over all experts, so that the weights of a token's sum to less than 1 (OLMoE, Qwen 2). Else over the
-    token's experts alone (Mixtral, Qwen 3)."""
+    """Softmax over all experts before the top-k, so that a token's weights add up to less than 1 (OLMoE, Qwen 2).
+    Otherwise over the chosen experts only (Mixtral, Qwen 3)."""
     moe_router_topk_scaling_factor: float | None = only_with(None, num_experts=GIVEN)
-    """The weights are multiplied by this. Default: they are not."""
+    """Factor of the expert weights. Default: none."""
     moe_apply_probs_on_input: bool = only_with(False, num_experts=GIVEN)
-    """Multiply what an expert reads by its weight, not what it gives (Llama 4). With --moe-router-topk 1."""
+    """Multiply an expert's input by its weight, instead of its output (Llama 4). Needs --moe-router-topk 1."""
     moe_router_num_groups: int | None = only_with(None, num_experts=GIVEN)
-    """Groups of neighbouring experts; a token's experts are of its --moe-router-group-topk best ones. Default: none."""
+    """Split the experts into this many groups of neighbours; a token's experts come from its best
+    --moe-router-group-topk groups. Default: no groups."""
     moe_router_group_topk: int | None = only_with(None, moe_router_num_groups=GIVEN)
-    """Groups that a token's experts are of; which are best, says --moe-router-group-score."""
+    """Number of groups from which a token's experts come. --moe-router-group-score ranks the groups."""
     moe_router_group_score: Literal["sum", "max"] = only_with("sum", moe_router_num_groups=GIVEN)
-    """What a group is worth. sum: of its topk / --moe-router-group-topk largest scores (DeepSeek-V3); max: its largest
+    """Score of a group. sum: of its topk / --moe-router-group-topk largest scores (DeepSeek-V3); max: its largest score
     (DeepSeek-V2)."""
     moe_router_enable_expert_bias: bool = only_with(False, moe_router_score_function="sigmoid")
-    """Add a bias to each expert's score when experts are chosen, not to their weights. After each step it grows for
+    """Add a bias to each expert's score when experts are chosen, but not to their weights. After each step it grows for
     experts with fewer tokens than the mean and falls for the others: balance without a loss (DeepSeek-V3)."""
     moe_router_bias_update_rate: float = only_with(1e-3, moe_router_enable_expert_bias=True)
-    """How much the expert bias changes after a step. 0: it stays."""
+    """Change of the expert bias per step. 0: it stays."""
     moe_shared_expert_gate: bool = only_with(False, moe_shared_expert_intermediate_size=GIVEN)
-    """Multiply what the shared MLP gives by the sigmoid of one more logit of each token (Qwen 2)."""
+    """Multiply the shared expert's output by the sigmoid of an extra logit of each token (Qwen 2)."""
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"] = (
         only_with("aux_loss", num_experts=GIVEN)
     )
-    """What loads are counted over in the loss of --moe-aux-loss-coeff. aux_loss: the micro-batches that the
-    data-parallel processes compute at the same time; global_aux_loss: those and the step's before; seq_aux_loss: each
-    sequence. none: there is no such loss; sinkhorn: nor then, choices are balanced over each sequence in training."""
+    """How expert loads are balanced. aux_loss: by a loss over the micro-batches that the data-parallel processes
+    compute at the same time; global_aux_loss: over those and the earlier ones of the step; seq_aux_loss: over each
+    sequence; sinkhorn: no loss, choices are balanced over each sequence in training; none: no balancing.
+    --moe-aux-loss-coeff weighs the loss."""
     moe_aux_loss_coeff: float = only_with(0.0, num_experts=GIVEN)
     """Coefficient of the loss that keeps the experts' loads even (Switch), summed over layers; see
     --moe-router-load-balancing-type."""
@@ -246,22 +251,22 @@ class ModelConfig:
     none."""
     moe_expert_capacity_factor: float | None = only_with(None, num_experts=GIVEN)
     """In training an expert takes at most this times its even share of a sequence's choices, rounded up; the others are
-    dropped. Default: none is."""
+    dropped. Default: nothing is dropped."""
     moe_token_drop_policy: Literal["probs", "position"] = only_with("probs", moe_expert_capacity_factor=GIVEN)
-    """Which choices an expert takes then. probs: those with the largest weights; position: those of the first
-    tokens."""
+    """Which choices an expert keeps when it is full. probs: those with the largest weights; position: those of the
+    first tokens."""
     moe_pad_expert_input_to_capacity: bool = only_with(False, moe_expert_capacity_factor=GIVEN)
-    """Compute as many rows of each expert as it may take, so that the host waits for no numbers of rows."""
+    """Pad each expert's input to its capacity, so that the host does not wait for the numbers of rows."""
     mtp_num_layers: int | None = None
-    """Layers behind the last, made as it is, that each predict one token more ahead, with the model's own embedding and
-    output matrix (multi-token prediction, DeepSeek-V3). They train, and are left out of validation and generation.
+    """Multi-token prediction (DeepSeek-V3): extra layers after the last one, each of which predicts one more token
+    ahead with the model's own embedding and output matrix. Used in training only, not in validation or generation.
     Default: none."""
     mtp_loss_scaling_factor: float = only_with(0.1, mtp_num_layers=GIVEN)
-    """The mean of the losses of these layers is multiplied by this and added to the loss."""
+    """Weight of the mean loss of the --mtp-num-layers layers, added to the loss."""
     parallel_residual: bool = False
     """Attention and MLP read the same input and are added together (GPT-NeoX)."""
     parallel_residual_shared_norm: bool = only_with(False, parallel_residual=True)
-    """They also read the same norm of it (Falcon 7B, Cohere)."""
+    """With --parallel-residual, attention and MLP also share one norm (Falcon 7B, Cohere)."""
     init_method_std: float = 0.02
     """Standard deviation of initial weights; matrices that write to the residual stream get it / sqrt(2 x layers)."""
     hidden_dropout: float = 0.0
@@ -288,14 +293,15 @@ class ParallelConfig:
     """Layout over processes, precision, recompute and compilation."""
 
     tensor_model_parallel_size: int = 1
-    """Processes that share every matrix (TP)."""
+    """Tensor parallelism (TP): number of processes over which every matrix is split."""
     sequence_parallel: bool = only_with(False, noted=True, tensor_model_parallel_size=GIVEN)
-    """Split norms, dropout and the residual stream over the TP processes along the tokens."""
+    """Sequence parallelism (SP): split norms, dropout and the residual stream over the TP processes along the
+    tokens."""
     pipeline_model_parallel_size: int = 1
-    """Groups of processes that hold consecutive layers and pass activations on to each other (PP)."""
+    """Pipeline parallelism (PP): number of groups of processes, each with some consecutive layers."""
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] | None = None
     """Order of forward and backward passes. Default: interleaved with several stages per process, else 1f1b. zb-h1 and
-    zb-v fill waiting time with weight gradients."""
+    zb-v (zero bubble) fill waiting time with weight gradients."""
     num_virtual_stages_per_pipeline_rank: int | None = None
     """Stages per process. Default: 2 with interleaved and zb-v, else 1."""
     pipeline_model_parallel_layout: str | None = None
@@ -304,101 +310,104 @@ class ParallelConfig:
     pipeline_reshard: bool = False
     """Free gathered weights after every use by a micro-batch, not once per step: less memory, more communication."""
     context_parallel_size: int = 1
-    """Processes that each hold a part of every sequence (CP): attention exchanges keys and values, or heads.
-    --seq-length has to be divisible by twice this."""
+    """Context parallelism (CP): number of processes over which every sequence is split. --seq-length must be divisible
+    by twice this."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p", "auto"] = "auto"
-    """What attention exchanges between context-parallel processes. p2p: keys and values travel round a ring;
-    all_gather: each process gets all of them; a2a: each gets some heads of all tokens; a2a+p2p: a2a within small groups
-    and p2p between them. auto: by a cost model, which is printed."""
+    """What attention exchanges between context-parallel processes. p2p: keys and values move around a ring; all_gather:
+    each process gets all keys and values; a2a: each process gets some heads of all tokens; a2a+p2p: a2a within small
+    groups and p2p between them; auto: chosen by a cost model, and printed."""
     hierarchical_context_parallel_sizes: Words | None = None
-    """Two numbers for a2a+p2p: processes of an a2a group, and of a ring. Their product is --context-parallel-size."""
+    """Two numbers for a2a+p2p: processes per a2a group and per ring. Their product is --context-parallel-size."""
     expert_model_parallel_size: int = only_with(1, num_experts=GIVEN)
-    """Processes over which the experts of each layer are spread (EP), neighbours among those that shard weights: it has
-    to divide them (--hybrid-shard-degree x --context-parallel-size, and what --expert-tensor-parallel-size leaves of
-    tensor parallelism) and --num-experts."""
+    """Expert parallelism (EP): number of processes over which the experts of each layer are spread. They are neighbours
+    among the processes that shard weights. It must divide --num-experts and the number of those processes
+    (--hybrid-shard-degree x --context-parallel-size x the part of tensor parallelism that --expert-tensor-parallel-size
+    leaves)."""
     expert_tensor_parallel_size: int | None = only_with(None, num_experts=GIVEN)
-    """Processes over which each expert's width is cut (ETP), neighbours among the tensor-parallel ones. Below
-    --tensor-model-parallel-size, with --sequence-parallel, the others have other experts, or shards of them, and tokens
-    go to them by all-to-all. Default: --tensor-model-parallel-size."""
+    """Expert tensor parallelism (ETP): number of processes over which each expert is split, neighbours among the
+    tensor-parallel ones. If it is below --tensor-model-parallel-size, the other TP processes have other experts or
+    other shards of them, and tokens are sent by all-to-all (needs --sequence-parallel). Default:
+    --tensor-model-parallel-size."""
     hybrid_shard_degree: int = 0
     """Processes over which hybrid FSDP shards weights, gradients and optimizer state, times --context-parallel-size.
     0: all data-parallel ones; 1: none (replicas only); n: groups of n, replicated."""
     data_parallel_sharding_strategy: Literal["optim_grads_params", "optim_grads", "optim"] = "optim_grads_params"
-    """What is sharded over data-parallel processes between the micro-batches of a step. Without params, weights are
-    gathered once per step; without grads, too, gradients are reduced once per step: more memory, less communication. A
-    pipeline does both, see --pipeline-reshard."""
+    """What stays sharded over data-parallel processes between the micro-batches of a step. optim_grads_params:
+    everything. optim_grads: weights are gathered once per step. optim: gradients are also reduced once per step. Less
+    sharding takes more memory and less communication. A pipeline gathers and reduces once per step in any case, see
+    --pipeline-reshard."""
     data_parallel_collectives: Literal["auto", "flat", "hierarchical"] = "flat"
-    """How weights are gathered and gradients summed over data-parallel processes. flat: as gloo and NCCL do;
-    hierarchical: once over each node's uplink, then inside of nodes (CPUs only, where a node has several of the
-    processes); auto: by predicted time for each size, from links measured at the start. The choice is printed. Sums are
-    taken in another order than flat ones."""
+    """How weights are gathered and gradients summed over data-parallel processes. flat: by gloo or NCCL; hierarchical:
+    once over each node's uplink, then within nodes (CPU only, with several of the processes on a node); auto: the
+    faster one for each size, predicted from links measured at the start. The choice is printed. hierarchical adds up in
+    another order than flat."""
     network_topology: str | None = only_with(
         None, data_parallel_collectives=("auto", "hierarchical"), zero_hpz_partition_size=GIVEN
     )
-    """JSON file that says which processes are on one node, what links carry, or both. Default: hostnames say it, and
-    auto measures links."""
+    """JSON file with the processes of each node, the speed of links, or both. Default: nodes by hostname; auto measures
+    the links."""
     zero_quantized_weights: bool = only_with(False, data_parallel_collectives="hierarchical")
-    """Round what gathers of weights send to int8, in blocks of 128 numbers with a scale (ZeRO++). Every process then
-    computes with rounded weights; the weights that are trained and saved are exact. The relative error is logged."""
+    """ZeRO++ qwZ: send gathered weights as int8, with a scale per block of 128 numbers. Every process computes with the
+    rounded weights; the weights that are trained and saved stay exact. The relative error is logged."""
     zero_quantized_gradients: bool = only_with(False, data_parallel_collectives="hierarchical")
-    """Round what reductions of gradients send between nodes to int8, in blocks of 128 numbers with a scale, after
-    the sum within each node (ZeRO++). Sums over replicas stay exact. The relative error is logged."""
+    """ZeRO++ qgZ: send gradients between nodes as int8, with a scale per block of 128 numbers, after the sum within
+    each node. Sums over replicas stay exact. The relative error is logged."""
     zero_hpz_partition_size: int = only_with(1, data_parallel_sharding_strategy="optim_grads_params")
-    """Neighbours on one node, among the processes that shard weights, that keep what a forward pass has gathered once
-    more, cut over them; the backward pass gathers within them (ZeRO++): less traffic between nodes, more memory. Has to
-    divide --hybrid-shard-degree x --context-parallel-size. 1: none."""
+    """ZeRO++ hpZ: this many neighbours on a node keep a second copy of the gathered weights, split over them, and the
+    backward pass gathers within them: less traffic between nodes, more memory. It must divide --hybrid-shard-degree x
+    --context-parallel-size. 1: off."""
     bf16: bool = False
-    """Compute in bfloat16; master weights, gradient reduction and optimizer stay in fp32. Without it all is fp32, on
-    CUDA with matrix products in TF32."""
+    """Compute in bfloat16. Master weights, gradient reduction and optimizer stay in fp32. Without it everything is
+    fp32, on CUDA with TF32 matrix products."""
     fp8_format: Literal["hybrid", "e4m3", "e2m1"] | None = None
-    """Compute the linear layers of blocks in FP8. hybrid: inputs and weights in e4m3, gradients in e5m2, which has more
-    range; e4m3: all of them; e2m1: 4 bits, of --fp8-recipe nvfp4. What stays as it is is printed. Default: no FP8."""
+    """Compute the linear layers of blocks in FP8. hybrid: inputs and weights in e4m3, gradients in e5m2 (more range);
+    e4m3: all of them; e2m1: 4 bits, with --fp8-recipe nvfp4. The run prints what stays in higher precision. Default: no
+    FP8."""
     fp8_recipe: Literal["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"] = only_with(
         "delayed", fp8_format=GIVEN
     )
-    """Which numbers share a scale, a power of two. delayed: a tensor, by its maxima in past steps; tensorwise: a
-    tensor of a micro-batch; rowwise: a token or a row of a weight, weight gradients are not in FP8; blockwise: 128
-    numbers of a token, 128 x 128 of a weight; mxfp8: 32 numbers along the dimension that a product sums; nvfp4: 16
-    numbers of a token, 16 x 16 of a weight, a scale in e4m3, weight gradients are not in it. All but tensorwise and
-    nvfp4 do not depend on micro-batches."""
+    """Which numbers share a scale. delayed: a tensor, from its maxima in past steps; tensorwise: a tensor of a
+    micro-batch; rowwise: a token, or a row of a weight (weight gradients not in FP8); blockwise: 128 numbers of a
+    token, 128 x 128 of a weight; mxfp8: 32 numbers along the summed dimension; nvfp4: 16 numbers of a token, 16 x 16 of
+    a weight, with scales in e4m3 (weight gradients not in FP4). Other scales are powers of two. Only tensorwise and
+    nvfp4 depend on the micro-batches."""
     fp8_amax_history_len: int = only_with(1024, fp8_recipe="delayed")
-    """Delayed scaling: steps whose maxima count."""
+    """Delayed scaling: number of past steps whose maxima are kept."""
     fp8_amax_compute_algo: Literal["max", "most_recent"] = only_with("max", fp8_recipe="delayed")
-    """Delayed scaling: the scale is that of the largest maximum of these steps, or of the last step's."""
+    """Delayed scaling: scale from the largest maximum of these steps, or from the last step's."""
     fp8_emulate: bool = only_with(False, fp8_format=GIVEN)
-    """Compute the same 8-bit numbers without tensor cores, on any device: products of what was rounded, in fp32. For
-    tests and to try what FP8 does to a loss; it is slower than no FP8."""
+    """Compute the same 8-bit numbers on any device: operands are rounded, products are in fp32. For tests and to try
+    the effect of FP8 on a loss; slower than without FP8."""
     fp8_param_gather: bool = only_with(False, fp8_recipe=("delayed", "tensorwise"))
-    """FP8: gather weights that are sharded over data-parallel processes as 8-bit numbers, 1 byte each. The result is
-    the same, bit for bit."""
+    """FP8: gather sharded weights as 8-bit numbers, 1 byte each. Same results, bit for bit."""
     first_last_layers_bf16: bool = only_with(False, fp8_format=GIVEN)
-    """FP8: leave the first and the last layers as they are without it."""
+    """FP8: keep the first and the last layers in higher precision."""
     num_layers_at_start_in_bf16: int = only_with(1, first_last_layers_bf16=True)
-    """FP8: how many first layers."""
+    """FP8: number of first layers for --first-last-layers-bf16."""
     num_layers_at_end_in_bf16: int = only_with(1, first_last_layers_bf16=True)
-    """FP8: how many last layers."""
+    """FP8: number of last layers for --first-last-layers-bf16."""
     recompute_granularity: Literal["none", "selective", "full"] = "none"
     """Activations to recompute in the backward pass. selective keeps matrix products, attention and communication
     results; full keeps only each block's input."""
     offload_activations: bool = False
-    """Keep in the host's memory what blocks save for their backward pass: with --recompute-granularity full their
-    inputs, with none all that their operations save. Copies run beside the computation and change no result."""
+    """Keep what blocks save for the backward pass in host memory: with --recompute-granularity full their inputs, with
+    none all saved activations. Copies run beside the computation; results are the same."""
     activation_loading_horizon: int = only_with(2, offload_activations=True)
-    """Blocks that have such activations on the device at most, at any moment. Those of the next backward passes come
-    back ahead; with 1 each waits for its copy."""
+    """With --offload-activations: largest number of blocks whose activations are on the device at the same time. With 1
+    each backward pass waits for its copy."""
     min_offloaded_tensor_size: int = only_with(1048576, offload_activations=True)
-    """Elements from which on a saved tensor leaves the device, with --recompute-granularity none."""
+    """Smallest tensor, in elements, that --offload-activations moves to the host (with --recompute-granularity
+    none)."""
     compile: bool = False
     """Compile each block with torch.compile."""
     kernels: Literal["auto", "torch", "triton", "cuda", "apex"] = "auto"
-    """Implementation of cross-entropy, norms, SwiGLU and RoPE. auto: Triton on CUDA, where --compile does not fuse
-    them, and PyTorch elsewhere. triton, cuda and apex: that one where it has the operation, else as auto. The choice is
-    printed."""
+    """Implementation of cross-entropy, norms, SwiGLU and RoPE. auto: Triton on CUDA where --compile does not fuse them,
+    else PyTorch. triton, cuda, apex: that one where it has the operation, else as auto. The choice is printed."""
     attention_backend: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
-    """Backend of PyTorch's scaled dot-product attention. auto: the first that takes the model's attention, in an order
-    that depends on the device. The choice is printed."""
+    """Backend of PyTorch's scaled dot-product attention. auto: the first that supports the model's attention, in an
+    order that depends on the device. The choice is printed."""
     distributed_timeout_minutes: float = 10.0
-    """A collective that waits longer ends the run; each waiting rank dumps its stack first."""
+    """Time after which a waiting collective ends the run. Each waiting rank prints its stack first."""
 
 
 @dataclass
@@ -410,13 +419,13 @@ class DataConfig:
     .parquet, also .gz or .zst), which is tokenized first. Several are blended, by weights when each has a number before
     it (0.3 wiki 0.7 web), else by their sizes."""
     data_args_path: str | None = None
-    """File that holds the words of --data-path."""
+    """File with the words of --data-path."""
     train_data_path: Words | None = None
-    """Training data, in the form of --data-path, when validation and test data are files of their own."""
+    """Training data, as in --data-path, when validation and test data are separate files."""
     valid_data_path: Words | None = None
-    """Validation data to --train-data-path."""
+    """Validation data, with --train-data-path."""
     test_data_path: Words | None = None
-    """Test data to --train-data-path: evaluated once, at the end of the run."""
+    """Test data, with --train-data-path: evaluated once, at the end of the run."""
     data_cache_path: str | None = None
     """Folder for indices and tokenized text, built once per node. Default: the folder cache beside the data."""
     mock_data: bool = False
@@ -427,7 +436,7 @@ class DataConfig:
     """Sentencepiece model, Hugging Face tokenizer.json or tiktoken file, or a folder with one. Gives the vocabulary
     size and checks it against the model's."""
     tiktoken_pattern: Literal["gpt2", "cl100k", "o200k", "llama3"] | None = only_with(None, tokenizer_model=GIVEN)
-    """How text is cut before a tiktoken file's merges; such a file does not say it."""
+    """How text is split before a tiktoken file's merges; the file itself does not say."""
     seq_length: int | None = None
     """Tokens per sample. Default: --max-position-embeddings, at most 8192."""
     micro_batch_size: int = 1
@@ -435,17 +444,16 @@ class DataConfig:
     global_batch_size: int | None = None
     """Samples per optimizer step. Default: micro batch x data-parallel processes (no accumulation)."""
     rampup_batch_size: Words | None = None
-    """Three numbers: the batch to start with, what is added each time, and the samples over which it grows to
-    --global-batch-size."""
+    """Three numbers: first batch size, increment, and the samples over which it grows to --global-batch-size."""
     packing: Literal["stream", "best-fit", "off"] | None = "stream"
-    """How documents become sequences. stream: laid end to end and cut every --seq-length tokens. best-fit: a document
-    that fits is never cut; sequences are filled by best-fit decreasing and padded."""
+    """How documents become sequences. stream: joined and cut every --seq-length tokens. best-fit: a document that fits
+    is never cut; sequences are filled by best-fit decreasing and padded."""
     reset_attention_mask: bool = False
-    """Tokens do not see other documents in their sequence."""
+    """Tokens do not attend to other documents in their sequence."""
     reset_position_ids: bool = only_with(False, position_embedding_type=("rope", "learned_absolute"))
-    """Positions begin at 0 with every document."""
+    """Positions start at 0 in every document."""
     eod_mask_loss: bool = False
-    """No loss where the last token of a document would have to predict the first one of the next."""
+    """No loss where the last token of a document would predict the first one of the next."""
     num_workers: int = 2
     """Threads that read batches ahead; 0 reads each when it is needed."""
     chat_template: str | None = None
@@ -456,7 +464,8 @@ class DataConfig:
     """Largest fraction of samples that may be broken (not JSON, unknown role, nothing to train on). They are left out
     and named by line number; more are an error."""
     preview: int = 0
-    """Print so many samples as the model would see them, trained tokens in colour (in a pipe: in ⟦ ⟧), and end."""
+    """Print this many samples as the model would see them, with trained tokens in colour (in a pipe: in ⟦ ⟧), and
+    exit."""
 
 
 @dataclass
@@ -470,17 +479,17 @@ class LoraConfig:
     lora_dropout: float | None = None
     """Dropout on the input of adapters. Default: 0, or that of --load-adapter."""
     lora_target_modules: str | None = None
-    """Linear layers that get an adapter: shell patterns with commas in between, of whole names or of their last part
-    (query, key, value, output, gate, up, down). Experts by whole names only, as *.experts.*. Default: all of them but
+    """Linear layers that get an adapter: shell patterns, separated by commas, of whole names or of their last part
+    (query, key, value, output, gate, up, down). Experts only by whole names, such as *.experts.*. Default: all but
     experts."""
     use_dora: bool = False
-    """Adapters also train the norms of a weight's rows (DoRA), as peft's use_dora. Without --lora-dropout, and not on
-    experts. --load-adapter brings it."""
+    """Also train the norms of a weight's rows (DoRA, peft's use_dora). Not with --lora-dropout, not on experts. An
+    adapter in --load-adapter may bring it."""
     load_in_4bit: bool = False
-    """Keep the frozen weights of linear layers in 4 bits, NF4 of bitsandbytes (QLoRA); embedding, output matrix and
-    experts stay as they are. Needs adapters."""
+    """QLoRA: keep the frozen weights of linear layers in 4 bits (NF4, as bitsandbytes). Embedding, output matrix and
+    experts keep their precision. Needs adapters."""
     bnb_4bit_use_double_quant: bool = only_with(True, load_in_4bit=True)
-    """Quantize the scales of 4-bit weights, too."""
+    """Also quantize the scales of 4-bit weights."""
     load_adapter: str | None = None
     """Start from the adapter in this folder of peft's format, which brings rank, alpha and target modules."""
 
@@ -498,18 +507,19 @@ class ObjectiveConfig:
     """sigmoid: DPO's own; hinge: SLiC's, max(0, 1 - beta x margin); ipo: the squared distance of the margin, of means
     over tokens, from 1 / (2 beta)."""
     dpo_beta: float = only_with(0.1, objective="dpo")
-    """How far the policy is held to the reference: scales the difference of log-ratios."""
+    """Strength with which the policy is kept near the reference: factor of the difference of log-ratios."""
     dpo_label_smoothing: float = only_with(0.0, dpo_loss_type="sigmoid")
     """Probability that a preference is the wrong way round, below 0.5 (conservative DPO)."""
     dpo_reference: Literal["adapters-off", "copy", "precomputed"] | None = only_with(None, objective=("dpo", "kto"))
-    """Where log-probabilities of the reference come from: the model without its adapters, a frozen copy, or a table
-    that is computed before training. Default: adapters-off with --lora-rank, else copy."""
+    """Where the reference's log-probabilities come from. adapters-off: the model without its adapters; copy: a frozen
+    copy; precomputed: a table computed before training. Default: adapters-off with --lora-rank, else copy."""
     orpo_beta: float = only_with(0.1, objective="orpo")
     """Weight of the odds beside the cross-entropy (lambda in the paper)."""
     kto_beta: float = only_with(0.1, objective="kto")
-    """How far the policy is held to the reference: scales log-ratios."""
+    """Strength with which the policy is kept near the reference: factor of the log-ratios."""
     kto_desirable_weight: float = only_with(1.0, objective="kto")
-    """Weight of the losses of desirable answers. The paper holds weight x number of both kinds within 1 to 4/3."""
+    """Weight of the losses of desirable answers. The paper keeps weight x number of the two kinds within a ratio of 1
+    to 4/3."""
     kto_undesirable_weight: float = only_with(1.0, objective="kto")
     """Weight of the losses of undesirable answers."""
     reward_center_coefficient: float = only_with(0.0, objective="reward")
@@ -521,8 +531,8 @@ class OptimizerConfig:
     """Optimizer, learning-rate schedule and clipping."""
 
     optimizer: Literal["adam", "apex-adam", "sgd", "muon"] = "adam"
-    """adam is torch's fused AdamW, apex-adam is apex's FusedAdam (must be installed). muon orthogonalizes the updates
-    of the matrices of blocks; embeddings, the output matrix, norms and biases get AdamW beside it."""
+    """adam: torch's fused AdamW; apex-adam: apex's FusedAdam (must be installed); muon: orthogonalized updates for the
+    matrices of blocks, AdamW for embeddings, output matrix, norms and biases."""
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr: float = only_with(0.0, lr_decay_style=("cosine", "linear", "WSD"))
@@ -546,15 +556,15 @@ class OptimizerConfig:
     adam_eps: float = only_with(1e-8, optimizer=("adam", "apex-adam", "muon"))
     """Added to Adam's denominator."""
     exp_avg_dtype: Literal["fp32", "bf16", "fp8"] = only_with("fp32", optimizer="adam")
-    """What Adam's first moment rests in; below fp32 it is rounded stochastically. fp8 has a scale for each 128 elements
-    of a row. Of biases and norms it stays fp32."""
+    """Storage of Adam's first moment. Below fp32 it is rounded stochastically. fp8 has a scale per 128 elements of a
+    row. Biases and norms stay in fp32."""
     exp_avg_sq_dtype: Literal["fp32", "bf16", "fp8"] = only_with("fp32", optimizer="adam")
-    """The same of Adam's second moment, of which fp8 holds the square root."""
+    """Storage of Adam's second moment, in the same way; fp8 stores its square root."""
     sgd_momentum: float = only_with(0.0, optimizer="sgd")
     """Momentum of --optimizer sgd."""
     optimizer_cpu_offload: bool = only_with(False, optimizer="adam")
-    """Keep Adam's moments in the host's memory and compute its steps there: gradients are copied out while the last
-    backward pass runs, and new weights back while the steps of other parameters are computed."""
+    """Keep Adam's moments in host memory and compute its steps there. Gradients are copied out during the last backward
+    pass, new weights back while other parameters are updated."""
     muon_momentum: float = only_with(0.95, optimizer="muon")
     """Decay rate of Muon's momentum."""
     muon_use_nesterov: bool = only_with(True, optimizer="muon")
@@ -562,10 +572,11 @@ class OptimizerConfig:
     muon_num_ns_steps: int = only_with(5, optimizer="muon")
     """Newton-Schulz steps of Muon's orthogonalization."""
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = only_with("spectral", optimizer="muon")
-    """What Muon's update of a matrix (out, in) is scaled by, times --muon-extra-scale-factor. spectral: sqrt(max(out,
-    in)); unit_rms_norm: sqrt(out / in); shape_scaling: sqrt(max(1, out / in))."""
+    """Scale of Muon's update of an (out, in) matrix, times --muon-extra-scale-factor. spectral: sqrt(max(out, in));
+    unit_rms_norm: sqrt(out / in); shape_scaling: sqrt(max(1, out / in))."""
     muon_extra_scale_factor: float = only_with(0.2, optimizer="muon")
-    """See --muon-scale-mode. With spectral, 0.2 makes updates as large as AdamW's, so that its learning rate fits."""
+    """Extra factor of Muon's update, see --muon-scale-mode. With spectral, 0.2 makes updates as large as AdamW's, so
+    its learning rate fits."""
     clip_grad: float = 1.0
     """Largest global L2 norm of the gradient; 0 switches clipping off."""
 
@@ -579,7 +590,7 @@ class TrainingConfig:
     train_samples: int | None = None
     """Samples to train for, instead of --train-iters (rounded up to whole steps)."""
     seed: int = 1234
-    """Initial weights, data order and dropout are functions of it."""
+    """Seed of initial weights, data order and dropout."""
     eval_interval: int | None = None
     """Evaluate on the validation split every so many iterations, and at the end. Default: never."""
     eval_iters: int = only_with(10, eval_interval=GIVEN, test_data_path=GIVEN)
@@ -589,23 +600,24 @@ class TrainingConfig:
     exit_duration_in_mins: float | None = None
     """Save and stop once the run has lasted this long."""
     max_skipped_steps: int = 10
-    """Steps with a NaN or infinite loss or gradient norm are skipped; so many in a row end the run."""
+    """Steps with a NaN or infinite loss or gradient norm are skipped. This many in a row end the run."""
     deterministic_mode: bool = False
     """Use only deterministic algorithms; an operation that has none is an error."""
     profile: bool = False
     """Record a torch profiler trace and a memory snapshot into --log-dir."""
     profile_step_start: int = only_with(3, profile=True, trace_pipeline=True)
-    """First iteration that --profile records, and the one of --trace-pipeline; on a resume behind it the first of the
-    run."""
+    """First iteration of --profile, and the one of --trace-pipeline. If a resume is past it, the first iteration of
+    that run."""
     profile_step_end: int = only_with(5, profile=True)
-    """Iteration before which --profile stops; it records this minus --profile-step-start of them."""
+    """Iteration before which --profile stops."""
     trace_pipeline: bool = False
-    """Write when each action of the pipeline ran in iteration --profile-step-start to <log-dir>/pipeline_trace.json, a
-    Chrome trace that tools/plot_pipeline.py draws."""
+    """Write a Chrome trace of the pipeline's actions in iteration --profile-step-start to
+    <log-dir>/pipeline_trace.json; tools/plot_pipeline.py draws it."""
     dry_run: bool = False
     """Print the resolved settings, the mesh, parameters per rank and a memory estimate, then exit."""
     suggest: float | None = only_with(None, dry_run=True)
-    """Also print which flags that save memory make the run fit into so many GiB on each device, the cheapest first."""
+    """With --dry-run: also print which memory-saving flags make the run fit into this many GiB per device, the cheapest
+    first."""
     train_epochs: int | None = None
     """Passes over the training samples, instead of --train-iters and --train-samples."""
 
@@ -622,28 +634,30 @@ class CheckpointConfig:
     save_interval: int | None = None
     """Save every so many iterations. The end of a run is saved in any case."""
     save_mtbf_hours: float | None = None
-    """Save by the clock instead: given the mean time between failures, every sqrt(2 x measured cost of a save x this)
-    (Young). The first save is after the first iteration, to measure its cost."""
+    """In place of --save-interval: mean time between failures. A checkpoint is saved every sqrt(2 x measured cost of a
+    save x this) (Young). The first save is after the first iteration, to measure the cost."""
     async_save: bool = False
-    """Write checkpoints in the background; training stops only while the state is copied to memory of the host, which
-    needs as much of it again."""
+    """Write checkpoints in the background. Training stops only while the state is copied to host memory, which needs
+    room for one copy."""
     ckpt_step: int | None = None
-    """Load this iteration of --load and not the newest one."""
+    """Load this iteration of --load, not the newest one."""
     finetune: bool = False
     """Take only the weights from --load and start at iteration 0."""
     load_optim: bool = True
-    """--no-load-optim takes weights and counters from --load, but starts the optimizer afresh."""
+    """Load the optimizer too; --no-load-optim takes only weights and counters from --load and starts a new
+    optimizer."""
     exit_on_missing_checkpoint: bool = only_with(True, load=GIVEN)
-    """It is an error when --load holds no checkpoint; --no-exit-on-missing-checkpoint then starts from nothing."""
+    """End with an error when --load has no checkpoint; --no-exit-on-missing-checkpoint starts from scratch instead."""
     keep_last_k: int | None = None
-    """Delete all but so many newest checkpoints (at least 2) and those that the next two settings keep. Default: with
-    one of those 2, else all are kept."""
+    """Keep only this many newest checkpoints (at least 2), and those of --save-retain-interval and --keep-best-k.
+    Default: 2 if one of those is given, else all are kept."""
     save_retain_interval: int | None = None
-    """Keep checkpoints whose iteration is a multiple of this."""
+    """Also keep checkpoints whose iteration is a multiple of this."""
     keep_best_k: int | None = None
-    """Keep so many checkpoints with the lowest validation loss. Needs --eval-interval, which measures it."""
+    """Also keep this many checkpoints with the lowest validation loss. Needs --eval-interval."""
     resume: bool = False
-    """Go on from the newest checkpoint in --save if there is one. The same command line then survives restarts."""
+    """Continue from the newest checkpoint in --save if there is one. The same command line then works for every
+    restart."""
 
 
 @dataclass
@@ -656,8 +670,8 @@ class LoggingConfig:
     log_interval: int = 10
     """Iterations between log lines and records."""
     log_format: Literal["short", "megatron"] = "short"
-    """Log line of an iteration. short: at most 200 characters, with the epoch and the time that is left; megatron:
-    Megatron's, for scripts that parse it, then throughput and memory. metrics.jsonl holds all in any case."""
+    """Log line of an iteration. short: at most 200 characters, with epoch and remaining time; megatron: Megatron's
+    format, for scripts that parse it. metrics.jsonl has everything in both cases."""
     tensorboard: bool = True
     """Write TensorBoard events to <log-dir>/tensorboard."""
     wandb_project: str | None = None
@@ -669,13 +683,13 @@ class LoggingConfig:
     mlflow_run_name: str | None = only_with(None, mlflow_experiment=GIVEN)
     """Name of the run in MLflow."""
     mlflow_tracking_uri: str | None = only_with(None, mlflow_experiment=GIVEN)
-    """MLflow's server, or a folder as file:PATH. Default: what MLFLOW_TRACKING_URI says."""
+    """MLflow server, or file:PATH for a folder. Default: the environment variable MLFLOW_TRACKING_URI."""
     progress_bar: bool = True
     """Show a progress bar on rank 0's stderr."""
     status_file: str | None = None
-    """File that says how the run is: running, then done, requeue, failed or bad_config. Still running although the
-    process is gone means that it was killed. Default: <log-dir>/status.json, where a run that never started writes
-    nothing."""
+    """File with the state of the run: running, then done, requeue, failed or bad_config. If it says running and the
+    process is gone, the process was killed. Default: <log-dir>/status.json (not written by a run that never
+    started)."""
 
 
 @dataclass
