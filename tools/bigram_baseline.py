@@ -113,12 +113,18 @@ def documents(dataset: IndexedDataset, part: range) -> np.ndarray:
 def build_parser() -> CommandParser:
     parser = CommandParser(description=__doc__)
     parser.add_argument("--data-path", required=True, help="prefix of the .bin/.idx pair")
-    parser.add_argument("--split", default=DataConfig.split, help="as of pretrain_gpt.py")
+    parser.add_argument("--split", default=DataConfig.split, help="as for pretrain_gpt.py")
     size = parser.add_mutually_exclusive_group(required=True)
     size.add_argument("--vocab-size", type=int, help="number of token ids")
-    size.add_argument("--tokenizer-model", help="gives the vocabulary size and the bytes per token")
-    parser.add_argument("--tiktoken-pattern", choices=PATTERNS, help="how a tiktoken file's text is cut")
-    parser.add_argument("--bytes-per-token", type=float, help="report bits per byte too (default: from the tokenizer)")
+    size.add_argument("--tokenizer-model", help="tokenizer that gives the vocabulary size and the bytes per token")
+    parser.add_argument(
+        "--tiktoken-pattern", choices=PATTERNS, help="how text is split before a tiktoken file's merges"
+    )
+    parser.add_argument(
+        "--bytes-per-token",
+        type=float,
+        help="mean bytes per token, to report bits per byte too (default: from the tokenizer)",
+    )
     return parser
 
 

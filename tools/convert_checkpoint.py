@@ -6,8 +6,8 @@
     python tools/convert_checkpoint.py --load megatron --to hf --save exported --reference Llama-3.2-1B
     python tools/convert_checkpoint.py --load Llama-3.2-1B --save experts --upcycle 8        # a mixture of 8 experts
 
-A tensor at a time, so memory does not grow with the model. The target appears under its name when it is complete; the
-same command goes on where an interrupted one stopped. Exit code 0: done; 1: something is damaged or cannot be written;
+Works on one tensor at a time, so memory does not grow with the model. The target gets its name when it is complete; the
+same command continues an interrupted conversion. Exit code 0: done; 1: something is damaged or cannot be written;
 2: a mistake in the command, or a model that it cannot convert.
 """
 
@@ -38,27 +38,31 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def parser() -> CommandParser:
     """All flags."""
     out = CommandParser(description=__doc__)
-    out.add_argument("--from", dest="source", choices=FORMATS, help="format of --load (default: found out)")
+    out.add_argument("--from", dest="source", choices=FORMATS, help="format of --load (default: detected)")
     out.add_argument("--to", choices=FORMATS, help="format of --save (default: smp, or hf when --load is smp)")
-    out.add_argument("--load", required=True, type=model_path, help="folder to read; of a run its newest")
+    out.add_argument(
+        "--load", required=True, type=model_path, help="folder to read; a run's folder stands for its newest checkpoint"
+    )
     out.add_argument("--save", required=True, type=Path, help="folder to write; must not exist")
     out.add_argument(
         "--reference",
         type=Path,
-        help="Hugging Face folder, folder with a tokenizer, or checkpoint converted from one, that tokenizer, chat "
-        "template and configuration are taken from, when --load does not have them",
+        help="where tokenizer, chat template and configuration come from when --load lacks them: a Hugging Face "
+        "folder, a folder with a tokenizer, or a checkpoint converted from Hugging Face",
     )
     out.add_argument("--dtype", choices=DTYPES, help="convert all weights to this (default: keep every bit)")
-    out.add_argument("--vocab-size", type=int, help="token ids of a Megatron checkpoint, without its padding")
+    out.add_argument("--vocab-size", type=int, help="vocabulary size of a Megatron checkpoint, without its padding")
+    out.add_argument("--megatron-tp", type=int, help="TP size for which Megatron's vocabulary is padded (default: 1)")
     out.add_argument(
-        "--megatron-tp", type=int, help="TP size that Megatron's padded vocabulary is to suit (default: 1)"
+        "--upcycle", type=int, help="turn a dense model into a mixture of this many experts, copies of its MLP"
     )
-    out.add_argument("--upcycle", type=int, help="make a mixture of this many experts of a dense model, each its MLP")
-    out.add_argument("--moe-router-topk", type=int, help="with --upcycle: experts of a token (default: 2)")
+    out.add_argument("--moe-router-topk", type=int, help="with --upcycle: experts per token (default: 2)")
     out.add_argument("--max-shard-size", type=float, help="largest file in GB (default: hf 5, megatron 2, smp 1)")
-    out.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1), help="files read and written at once")
     out.add_argument(
-        "--allow-pickle", action="store_true", help="read .bin files: tensors only, nothing in them is run"
+        "--workers", type=int, default=min(4, os.cpu_count() or 1), help="files to read and write in parallel"
+    )
+    out.add_argument(
+        "--allow-pickle", action="store_true", help="read .bin files (tensors only, no code in them is run)"
     )
     return out
 

@@ -5,8 +5,8 @@
     python tools/evaluate.py --load Llama-3.2-1B --tasks hellaswag arc_easy --num-fewshot 5 --output results.json
 
 --load is a model in any format that tools/convert_checkpoint.py reads. Each document is scored alone, in windows of
---seq-length tokens that move by --stride; its first token follows what the tokenizer puts in front of a text, or where
-that is nothing the token that begins one, or ends it.
+--seq-length tokens that move by --stride. Its first token is predicted from what the tokenizer puts in front of a text;
+if that is nothing, from the begin-of-text token, or else from the end-of-text token.
 """
 
 from __future__ import annotations
@@ -37,18 +37,26 @@ def build_parser() -> CommandParser:
     out = CommandParser(description=__doc__)
     out.add_argument("--load", required=True, type=model_path, help="the model's folder, or hub:NAME")
     out.add_argument("--adapter", type=Path, help="folder in peft's format, or checkpoints of a LoRA run")
-    out.add_argument("--reference", type=Path, help="Hugging Face folder that says what --load does not")
-    out.add_argument("--tokenizer-model", type=tokenizer_path, help="folder with tokenizer.json, or a file")
-    out.add_argument("--dtype", choices=DTYPES, default="fp32", help="of weights and arithmetic")
+    out.add_argument(
+        "--reference", type=Path, help="Hugging Face folder for what --load lacks (tokenizer, config.json)"
+    )
+    out.add_argument(
+        "--tokenizer-model",
+        type=tokenizer_path,
+        help="tokenizer file, or folder with tokenizer.json (default: the one in --load)",
+    )
+    out.add_argument("--dtype", choices=DTYPES, default="fp32", help="precision of weights and arithmetic")
     out.add_argument("--data-path", nargs="+", help="text: files, folders or glob patterns")
     out.add_argument("--json-key", default="text", help="key or column of the text")
-    out.add_argument("--seq-length", type=int, help="tokens of a window (default: the model's longest sequence)")
-    out.add_argument("--stride", type=int, help="tokens by which windows move (default: half of one; with --tasks one)")
+    out.add_argument("--seq-length", type=int, help="tokens per window (default: the model's longest sequence)")
+    out.add_argument(
+        "--stride", type=int, help="tokens by which the window moves (default: half a window; with --tasks a whole one)"
+    )
     out.add_argument("--tasks", nargs="+", help="names of lm-evaluation-harness's tasks")
-    out.add_argument("--num-fewshot", type=int, help="examples in front of each question of a task")
+    out.add_argument("--num-fewshot", type=int, help="solved examples before each question of a task")
     out.add_argument("--include-path", type=Path, help="folder with more tasks, as YAML files")
-    out.add_argument("--apply-chat-template", action="store_true", help="ask as messages")
-    out.add_argument("--limit", type=int, help="questions of each task")
+    out.add_argument("--apply-chat-template", action="store_true", help="ask each question as a chat message")
+    out.add_argument("--limit", type=int, help="number of questions per task (default: all)")
     out.add_argument("--output", type=Path, help="JSON file for the results")
     return out
 

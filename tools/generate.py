@@ -72,23 +72,34 @@ def stream(ids: Iterable[int], before: list[int], decode: Decode, show: Callable
 def parser() -> CommandParser:
     """All flags."""
     out = CommandParser(description=__doc__)
-    out.add_argument("--load", required=True, type=model_path, help="folder of checkpoints, one of them, or hub:NAME")
+    out.add_argument(
+        "--load",
+        required=True,
+        type=model_path,
+        help="folder of checkpoints, one checkpoint, a Hugging Face folder, or hub:NAME",
+    )
     out.add_argument(
         "--tokenizer-model",
         type=tokenizer_path,
-        help="its file, or folder (default: what lies with --load)",
+        help="tokenizer file or folder (default: the one in --load)",
     )
-    out.add_argument("--tiktoken-pattern", choices=PATTERNS, help="how a tiktoken file's text is cut")
-    out.add_argument("--reference", type=Path, help="Hugging Face folder that says what --load does not")
+    out.add_argument("--tiktoken-pattern", choices=PATTERNS, help="how text is split before a tiktoken file's merges")
+    out.add_argument(
+        "--reference", type=Path, help="Hugging Face folder for what --load lacks (tokenizer, config.json)"
+    )
     out.add_argument("--adapter", type=Path, help="folder in peft's format, or checkpoints of a LoRA run")
     out.add_argument("--prompt", default="", help="text to continue")
-    out.add_argument("--chat", action="store_true", help="answer messages; without --prompt every line of the input")
-    out.add_argument("--max-new-tokens", type=int, default=100, help="tokens to write at most")
-    out.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token")
-    out.add_argument("--top-k", type=int, default=50, help="choose among this many tokens; 0: all")
-    out.add_argument("--top-p", type=float, default=1.0, help="choose among the likeliest that add up to this")
-    out.add_argument("--seed", type=int, default=0, help="of the choices")
-    out.add_argument("--dtype", choices=DTYPES, default="fp32", help="of weights and arithmetic")
+    out.add_argument("--chat", action="store_true", help="answer messages: --prompt, or every line of the input")
+    out.add_argument("--max-new-tokens", type=int, default=100, help="largest number of tokens to write")
+    out.add_argument(
+        "--temperature", type=float, default=0.8, help="sampling temperature; 0 always takes the most likely token"
+    )
+    out.add_argument("--top-k", type=int, default=50, help="sample from this many most likely tokens; 0: all")
+    out.add_argument(
+        "--top-p", type=float, default=1.0, help="sample from the most likely tokens whose probabilities add up to this"
+    )
+    out.add_argument("--seed", type=int, default=0, help="seed of the sampling")
+    out.add_argument("--dtype", choices=DTYPES, default="fp32", help="precision of weights and arithmetic")
     return out
 
 

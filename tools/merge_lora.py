@@ -1,4 +1,4 @@
-"""Add adapters into the weights of their model, as a folder that needs nothing else.
+"""Merge adapters into the weights of their model; writes a folder that needs nothing else.
 
     python tools/merge_lora.py --load HF_FOLDER --adapter runs/chat/adapter --save merged
     python tools/merge_lora.py --load checkpoints --adapter runs/chat --save merged --to smp
@@ -6,7 +6,7 @@
 --load is a model in any format that tools/convert_checkpoint.py reads, --adapter a folder in peft's format or the
 checkpoints of a LoRA run. A Hugging Face folder is written with the tokenizer and chat template of that run, or of the
 model. Tensors are read, merged and written one after the other, so memory does not grow with the model. W + scale x B A
-is computed in fp32 and rounded once, to --dtype or to W's. The same command goes on after an interrupt.
+is computed in fp32 and rounded once, to --dtype or to W's. The same command continues after an interruption.
 """
 
 from __future__ import annotations
@@ -57,13 +57,17 @@ def merge(args: argparse.Namespace) -> None:
 def parser() -> CommandParser:
     """All flags."""
     out = CommandParser(description=__doc__)
-    out.add_argument("--load", required=True, type=model_path, help="the model; of a run its newest checkpoint")
-    out.add_argument("--adapter", required=True, type=Path, help="folder in peft's format, or checkpoints of LoRA")
+    out.add_argument(
+        "--load", required=True, type=model_path, help="the model; a run's folder stands for its newest checkpoint"
+    )
+    out.add_argument(
+        "--adapter", required=True, type=Path, help="folder in peft's format, or checkpoints of a LoRA run"
+    )
     out.add_argument("--save", required=True, type=Path, help="folder to write; must not exist")
     out.add_argument("--to", choices=FORMATS, default="hf", help="format of --save")
     out.add_argument("--dtype", choices=DTYPES, help="convert all weights to this (default: as they are)")
-    out.add_argument("--reference", type=Path, help="Hugging Face folder that tokenizer and config.json come from")
-    out.add_argument("--workers", type=int, default=2, help="files read and written at once")
+    out.add_argument("--reference", type=Path, help="Hugging Face folder to take tokenizer and config.json from")
+    out.add_argument("--workers", type=int, default=2, help="files to read and write in parallel")
     return out
 
 

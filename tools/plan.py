@@ -1,14 +1,14 @@
-"""Which layout to train a model in: flag lines that can be started on some GPUs, ranked by predicted step time.
+"""Find a layout to train a model on some GPUs: command-line flags, ranked by predicted step time.
 
     python tools/plan.py --model llama3-70b --gpus 64 --gpu h100 --seq-length 8192 --global-batch-size 256
     python tools/plan.py --model llama3-8b --gpus 8 --gpu a100 --tensor-model-parallel-size 2 --top 5 --output plan.png
     python tools/plan.py --model debug --vocab-size 512 --gpus 2 --gpu cpu --global-batch-size 8
 
-Flags of pretrain_gpt.py are what was decided already; the rest (tensor, pipeline and context parallelism, schedule,
+Flags of pretrain_gpt.py are kept as given; the rest (tensor, pipeline and context parallelism, schedule,
 sharding, recompute, micro-batch size) is tried. Memory is --dry-run's estimate, time a roofline with stated shares of
 what data sheets promise: docs/planning.md has both, and how far off predictions of published runs are. --output draws
-where the time goes. Nothing is run, and no GPU is needed. --gpu cpu is this machine with --gpus processes: what steps
-call is timed first, call by call, about half a minute.
+where the time goes. Nothing is run, and no GPU is needed. --gpu cpu is this machine with --gpus processes: the
+operators and collectives of a step are timed first, about half a minute.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ WORDS = {
 def read_arguments(argv: Sequence[str] | None) -> tuple[Any, list[str]]:
     """This tool's options, and the flags of training."""
     parser = CommandParser(description=__doc__)
-    parser.add_argument("--gpus", type=int, required=True, help="number of GPUs, or with --gpu cpu of processes")
+    parser.add_argument("--gpus", type=int, required=True, help="number of GPUs (with --gpu cpu: of processes)")
     parser.add_argument("--gpu", choices=[CPU, *sorted(DEVICES)], required=True, help="kind of GPU")
-    parser.add_argument("--gpus-per-node", type=int, help="GPUs that a node has (default: the kind's, 8)")
+    parser.add_argument("--gpus-per-node", type=int, help="GPUs per node (default: 8)")
     parser.add_argument("--node-bandwidth", type=float, help="GB/s that each GPU can send to other nodes")
-    parser.add_argument("--top", type=int, default=10, help="lines of the table")
-    parser.add_argument("--output", help="picture of the table (png, svg, pdf)")
+    parser.add_argument("--top", type=int, default=10, help="number of layouts to show")
+    parser.add_argument("--output", help="file for a picture of where the time goes (png, svg, pdf)")
     return parser.parse_known_args(argv)
 
 

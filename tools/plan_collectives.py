@@ -1,4 +1,4 @@
-"""What the data-parallel collectives of a training step take on 2 to 4,096 nodes, predicted.
+"""Predict the time and the traffic of a training step's data-parallel collectives on 2 to 4,096 nodes.
 
     python tools/plan_collectives.py --model llama3-8b --ranks-per-node 8 --between-gbit 400 --inside-gbit 1600
     python tools/plan_collectives.py --model llama3-70b --between-gbit 3200 --inside-gbit 2800 --nodes 2 16 512
@@ -201,17 +201,27 @@ def measured_table(text: str, links_at: Callable[[float], Links]) -> str:
 def plan(argv: Sequence[str] | None) -> int:
     """Read the command line and print the table."""
     parser = CommandParser(description=__doc__)
-    parser.add_argument("--model", help="named size")
-    parser.add_argument("--measured", type=Path, help="in place of a model: a file of measurements to predict")
+    parser.add_argument("--model", help="named model size")
+    parser.add_argument(
+        "--measured",
+        type=Path,
+        help="in place of --model: file of benchmarks/collectives.py to compare predictions with",
+    )
     parser.add_argument("--nodes", type=int, nargs="+", default=list(NODES), help="numbers of nodes")
     parser.add_argument("--ranks-per-node", type=int, default=8)
-    parser.add_argument("--between-gbit", type=float, help="Gbit/s of a node's uplink; of --measured each run's")
+    parser.add_argument(
+        "--between-gbit", type=float, help="Gbit/s of a node's uplink (with --measured: taken from each run)"
+    )
     parser.add_argument("--between-latency-us", type=float, default=15.0)
     parser.add_argument("--inside-gbit", type=float, required=True, help="Gbit/s of one rank inside of its node")
     parser.add_argument("--inside-latency-us", type=float, default=3.0)
-    parser.add_argument("--call-us", type=float, default=2.0, help="of a process, to post one message")
-    parser.add_argument("--add-gb", type=float, default=500.0, help="GB/s that a rank adds up")
-    parser.add_argument("--flat", choices=("nccl", "gloo"), default="nccl", help="whose rings are compared with")
+    parser.add_argument(
+        "--call-us", type=float, default=2.0, help="microseconds that a process needs to post one message"
+    )
+    parser.add_argument("--add-gb", type=float, default=500.0, help="GB/s at which a rank adds up")
+    parser.add_argument(
+        "--flat", choices=("nccl", "gloo"), default="nccl", help="library whose flat rings are compared with"
+    )
     given = parser.parse_args(argv)
     if (given.measured is None) == (given.model is None) or (given.model is None) != (given.between_gbit is None):
         raise ConfigError("give --model and --between-gbit, or --measured alone")

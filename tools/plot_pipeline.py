@@ -189,7 +189,7 @@ def build_parser() -> CommandParser:
     parser.add_argument("--pipeline-model-parallel-size", type=int, help="pipeline ranks")
     parser.add_argument("--micro-batches", type=int, help="micro-batches per step")
     parser.add_argument("--chunks", type=int, help="stages per rank (default: 2 where the schedule has several)")
-    parser.add_argument("--prefetch", type=int, default=1, help="computations by which receives are ahead")
+    parser.add_argument("--prefetch", type=int, default=1, help="how many computations ahead receives are posted")
     for name, what in (
         ("forward", "a micro-batch in all layers of a rank"),
         ("backward-input", "the gradient of its input"),

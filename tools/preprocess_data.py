@@ -3,10 +3,10 @@ r"""Tokenize text into Megatron's indexed dataset.
     python tools/preprocess_data.py --input corpus.jsonl --tokenizer-model tokenizer.model \
         --output-prefix corpus --append-eod --workers 8
 
-Reads .jsonl, .txt (a document per file) and .parquet; the first two also as .gz or .zst. Writes
+Reads .jsonl, .json, .csv, .txt (a document per file), .parquet and .arrow; text also as .gz or .zst. Writes
 <output-prefix>_<key>_document.bin and .idx for every key; the prefix without .bin is what --data-path takes. The bytes
-do not depend on the number of workers. Datasets that are there already are not overwritten. A job that is killed goes
-on where it was when it is started again.
+do not depend on the number of workers. Existing datasets are not overwritten. The same command continues a job that
+was killed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,16 @@ from smp.data.tokenizer_files import PATTERNS
 def build_parser() -> CommandParser:
     parser = CommandParser(description=__doc__)
     parser.add_argument("--input", nargs="+", required=True, help="files, folders, patterns or URLs, in this order")
-    parser.add_argument("--json-keys", nargs="+", default=["text"], help="keys or columns to tokenize; .txt has one")
+    parser.add_argument(
+        "--json-keys", nargs="+", default=["text"], help="keys or columns with text to tokenize (.txt: give one)"
+    )
     parser.add_argument("--output-prefix", required=True, help="output path without _<key>_document.bin")
     parser.add_argument(
         "--tokenizer-model", required=True, help="file (sentencepiece, tokenizer.json, tiktoken) or folder"
     )
-    parser.add_argument("--tiktoken-pattern", choices=PATTERNS, help="how a tiktoken file's text is cut")
+    parser.add_argument(
+        "--tiktoken-pattern", choices=PATTERNS, help="how text is split before a tiktoken file's merges"
+    )
     parser.add_argument(
         "--backend",
         choices=["reference", "gigatoken"],
@@ -45,9 +49,11 @@ def build_parser() -> CommandParser:
     )
     parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
-    parser.add_argument("--partitions", type=int, help="Megatron's: without effect, because --workers share each file")
     parser.add_argument(
-        "--on-error", choices=["fail", "skip"], default="fail", help="what to do with a record that is no text"
+        "--partitions", type=int, help="accepted for Megatron's sake, no effect: --workers share each file"
+    )
+    parser.add_argument(
+        "--on-error", choices=["fail", "skip"], default="fail", help="what to do with a record that is not text"
     )
     return parser
 

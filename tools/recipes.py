@@ -1,4 +1,4 @@
-"""Write what follows from the recipes: docs/recipes.md, tables of docs/launching.md, and launcher_scripts/.
+"""Write the files generated from the recipes: docs/recipes.md, tables of docs/launching.md, and launcher_scripts/.
 
 python tools/recipes.py
 python tools/recipes.py --check                     # says what is out of step, writes nothing
@@ -173,7 +173,7 @@ def run(argv: Sequence[str] | None) -> int:
     """Write or check all files."""
     parser = CommandParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 when a file is out of step")
-    parser.add_argument("--hyperpod", type=Path, metavar="CHECKOUT", help="of HyperPod's recipes, branch v1")
+    parser.add_argument("--hyperpod", type=Path, metavar="CHECKOUT", help="checkout of HyperPod's recipes, branch v1")
     given = parser.parse_args(argv)
     files = generated(given.hyperpod)
     wrong = out_of_step(files)

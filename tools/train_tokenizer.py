@@ -104,10 +104,10 @@ def build_parser() -> CommandParser:
     parser.add_argument("--input", nargs="+", required=True, help=".jsonl and .txt files or glob patterns")
     parser.add_argument("--json-key", default="text", help="key of the text in a .jsonl record")
     parser.add_argument("--model-prefix", required=True, help="output path without .model")
-    parser.add_argument("--vocab-size", type=int, required=True, help="number of pieces, 256 bytes included")
-    parser.add_argument("--model-type", choices=("bpe", "unigram"), default="bpe", help="how pieces are learned")
+    parser.add_argument("--vocab-size", type=int, required=True, help="number of tokens, including the 256 bytes")
+    parser.add_argument("--model-type", choices=("bpe", "unigram"), default="bpe", help="algorithm")
     parser.add_argument(
-        "--input-sentence-size", type=int, default=0, help="learn from a random sample of so many lines (default: all)"
+        "--input-sentence-size", type=int, default=0, help="learn from a random sample of this many lines (0: all)"
     )
     return parser
 

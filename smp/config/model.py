@@ -33,33 +33,35 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = 128
     """Embedding rows per tensor-parallel rank are padded to this multiple. The padding never reaches a checkpoint."""
     position_embedding_type: Literal["rope", "learned_absolute", "alibi", "none"] = "rope"
-    """How positions enter the model. alibi: scores fall with the distance, by a slope of each head's own (BLOOM)."""
+    """Kind of position information. alibi: attention scores fall with the distance, by a slope per head (BLOOM)."""
     position_embedding_offset: int = only_with(0, position_embedding_type="learned_absolute")
-    """Row of the table of learned positions that the first token takes (2 in OPT, whose first rows are not used)."""
+    """Row of the learned position table used by the first token (2 in OPT, which does not use rows 0 and 1)."""
     rotary_base: float = only_with(10000.0, position_embedding_type="rope")
     """RoPE base frequency (theta)."""
     rotary_percent: float = only_with(1.0, position_embedding_type="rope")
     """Fraction of each head that RoPE rotates."""
     rotary_interleaved: bool = only_with(False, position_embedding_type="rope")
-    """RoPE rotates channels 0 and 1, 2 and 3, ... (GLM-4, Cohere), not the two halves of a head."""
+    """RoPE rotates channel pairs (0, 1), (2, 3), ... (GLM-4, Cohere), instead of pairing the two halves of a head."""
     no_rope_freq: str | None = only_with(None, position_embedding_type="rope")
-    """Layers without RoPE: n for every n-th, from the n-th on, or Megatron's list of a 1 for each layer without and a 0
-    for each with it (SmolLM3: 4). Default: none."""
+    """Layers without RoPE. n: every n-th layer, starting with the n-th (SmolLM3: 4). Or Megatron's list, with 1 for a
+    layer without RoPE and 0 for one with it. Default: none."""
     attn_temperature_tuning: bool = only_with(False, no_rope_freq=GIVEN)
-    """Queries of layers without RoPE grow with their position p: they are multiplied by
-    1 + --attn-scale x ln(1 + floor((p + 1) / --floor-scale)) (Llama 4)."""
+    """In layers without RoPE, multiply the query at position p by 1 + --attn-scale x ln(1 + floor((p + 1) /
+    --floor-scale)) (Llama 4)."""
     attn_scale: float = only_with(0.1, attn_temperature_tuning=True)
-    """See --attn-temperature-tuning."""
+    """Strength of --attn-temperature-tuning."""
     floor_scale: int = only_with(8192, attn_temperature_tuning=True)
-    """See --attn-temperature-tuning: tokens from one value to the next; before so many it is 1."""
+    """Number of tokens after which --attn-temperature-tuning takes its next value. The factor is 1 before the first
+    such step."""
     rotary_base_local: float | None = only_with(None, window_size=GIVEN)
-    """RoPE base of the layers with a window, which also go without --use-rope-scaling (Gemma 3). Default: as in all
-    others."""
+    """RoPE base of the layers with a window; --use-rope-scaling does not apply to them (Gemma 3). Default: the same as
+    in all other layers."""
     use_rope_scaling: bool = only_with(False, position_embedding_type="rope")
-    """Scale RoPE's frequencies for sequences longer than the model was trained on, as --rope-scaling-type says."""
+    """Scale RoPE's frequencies for sequences longer than those the model was trained on. --rope-scaling-type says
+    how."""
     rope_scaling_type: Literal["llama3", "linear", "yarn", "longrope"] = only_with("llama3", use_rope_scaling=True)
-    """llama3: Llama 3.1's, which slows down low frequencies; linear: all frequencies alike (position interpolation);
-    yarn: YaRN, which slows down low ones and makes attention sharper; longrope: each by a factor of its own (Phi-3)."""
+    """llama3: slow down low frequencies (Llama 3.1); linear: all frequencies alike (position interpolation); yarn: slow
+    down low frequencies and sharpen attention; longrope: each frequency by its own factor (Phi-3)."""
     rope_scaling_factor: float = only_with(8.0, use_rope_scaling=True)
     """RoPE scaling: how much low frequencies are slowed down; with linear all of them."""
     rope_low_freq_factor: float = only_with(1.0, use_rope_scaling=True)
@@ -69,10 +71,10 @@ class ModelConfig:
     rope_original_max_position: int = only_with(8192, use_rope_scaling=True)
     """Llama 3.1 RoPE scaling, YaRN and LongRoPE: context length before the scaling."""
     longrope_short_factor: Words | None = only_with(None, rope_scaling_type="longrope")  # noqa: RUF009 (text)
-    """LongRoPE: how much each frequency is slowed down in sequences up to --rope-original-max-position, a number for
-    each pair of rotated channels."""
+    """LongRoPE: factor by which each frequency is slowed down in sequences up to --rope-original-max-position, one
+    number per pair of rotated channels."""
     longrope_long_factor: Words | None = only_with(None, rope_scaling_type="longrope")  # noqa: RUF009 (text)
-    """LongRoPE: the same in longer sequences."""
+    """LongRoPE: the factors for longer sequences."""
     longrope_attention_factor: float | None = only_with(None, rope_scaling_type="longrope")
     """LongRoPE: queries and keys are multiplied by this. Default: sqrt(1 + ln(s) / ln(o)), where o is
     --rope-original-max-position and s is --max-position-embeddings / o."""
@@ -81,15 +83,15 @@ class ModelConfig:
     yarn_beta_slow: float = only_with(1.0, rope_scaling_type="yarn")
     """YaRN: frequencies that turn less often than this within the original context are scaled fully."""
     yarn_truncate: bool = only_with(True, rope_scaling_type="yarn")
-    """YaRN: between the two, the ramp begins and ends at whole channels."""
+    """YaRN: round the ends of the ramp between --yarn-beta-slow and --yarn-beta-fast to whole channels."""
     yarn_attention_factor: float | None = only_with(None, rope_scaling_type="yarn")
     """YaRN: queries and keys are multiplied by this. Default: 0.1 x ln(factor) + 1."""
     yarn_mscale: float | None = only_with(None, rope_scaling_type="yarn")
-    """YaRN: instead, with --yarn-mscale-all-dim, the quotient of the default's values in which ln(factor) is multiplied
-    by this and by that (DeepSeek). Default: not used."""
+    """YaRN: multiply queries and keys by m(this) / m(--yarn-mscale-all-dim) instead of the default, where m(a) = 0.1 x
+    a x ln(factor) + 1 (DeepSeek). Default: not used."""
     yarn_mscale_all_dim: float | None = only_with(None, rope_scaling_type="yarn")
-    """YaRN: see --yarn-mscale; with --multi-latent-attention scores are also multiplied by the square of the default's
-    value in which ln(factor) is multiplied by this. Default: not used."""
+    """YaRN: see --yarn-mscale. With --multi-latent-attention, scores are also multiplied by m(this) squared. Default:
+    not used."""
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     """Kind of normalization."""
     norm_epsilon: float = 1e-5
@@ -99,7 +101,7 @@ class ModelConfig:
     layernorm_bias: bool = only_with(True, normalization="LayerNorm")
     """Add a bias in a LayerNorm; --no-layernorm-bias leaves it out (Cohere)."""
     norm_placement: Literal["pre", "post", "sandwich"] = "pre"
-    """pre: attention and MLP read normalized input; post: what they give is normalized before it is added (OLMo 2);
+    """pre: normalize the input of attention and MLP; post: normalize their output before it is added (OLMo 2);
     sandwich: both (Gemma 2 and 3, GLM-4)."""
     embedding_layernorm: bool = False
     """Normalize the embedding (BLOOM)."""
@@ -110,7 +112,7 @@ class ModelConfig:
     quick_geglu: bool = only_with(False, swiglu=False)
     """Gated MLP with x sigmoid(1.702 x), three matrices; also of experts (GPT-OSS; needs --no-swiglu)."""
     activation_func_clamp_value: float | None = only_with(None, quick_geglu=True)
-    """Keep --quick-geglu's gate below this, and its up projection within +- this. Default: as they are."""
+    """Clamp --quick-geglu's gate to at most this, and its up projection to +- this. Default: no clamping."""
     glu_linear_offset: float = only_with(0.0, quick_geglu=True)
     """Added to --quick-geglu's up projection (GPT-OSS: 1)."""
     relu: bool = only_with(False, swiglu=False)
@@ -120,7 +122,7 @@ class ModelConfig:
     tanh_gelu: bool = only_with(False, swiglu=False)
     """GPT-2's tanh approximation of GELU, in the plain MLP or with --geglu (needs --no-swiglu)."""
     untie_embeddings_and_output_weights: bool = True
-    """Give the output layer a matrix of its own; --no-untie-embeddings-and-output-weights shares the embedding's."""
+    """Give the output layer its own matrix; --no-untie-embeddings-and-output-weights shares the embedding's."""
     scalar_head: bool = False
     """A row in place of the output matrix, whose product with a text's last token is its score: a reward model, which
     --objective reward makes. No flag."""
@@ -131,41 +133,42 @@ class ModelConfig:
     qk_layernorm: bool = False
     """Normalize queries and keys per head before RoPE (Qwen 3)."""
     qk_layernorm_across_heads: bool = only_with(False, qk_layernorm=True)
-    """Normalize queries, and keys, of all heads together instead of each head (OLMoE)."""
+    """Normalize queries and keys over all heads together instead of per head (OLMoE)."""
     qk_l2_norm: bool = only_with(False, position_embedding_type="rope")
-    """In layers with RoPE divide each head's queries and keys by the root of their mean square, without a weight
-    (Llama 4 Scout)."""
+    """In layers with RoPE, divide each head's queries and keys by their root mean square, without a weight (Llama 4
+    Scout)."""
     multi_latent_attention: bool = False
-    """Multi-head latent attention: keys and values of all heads are made of a few numbers per token (DeepSeek-V2).
-    --qk-layernorm then normalizes these."""
+    """Multi-head latent attention (DeepSeek-V2): keys and values of all heads are computed from one small latent vector
+    per token. --qk-layernorm then normalizes the latent vectors."""
     q_lora_rank: int | None = only_with(None, multi_latent_attention=True)
-    """Numbers per token that queries are made of. Default: queries are projected at once."""
+    """Size of the latent vector of queries. Default: none, queries are projected directly."""
     kv_lora_rank: int = only_with(32, multi_latent_attention=True)
-    """Numbers per token that keys and values are made of."""
+    """Size of the latent vector of keys and values."""
     qk_head_dim: int = only_with(128, multi_latent_attention=True)
-    """Channels of a head's query and key without RoPE."""
+    """Channels without RoPE in a head's query and key."""
     qk_pos_emb_head_dim: int = only_with(64, multi_latent_attention=True)
-    """Channels of a head's query, and of the one key that all heads share, with RoPE, in neighbouring pairs."""
+    """Channels with RoPE in a head's query, and in the one key that all heads share; rotated in neighbouring pairs."""
     v_head_dim: int = only_with(128, multi_latent_attention=True)
     """Channels of a head's value."""
     window_size: int | None = None
-    """Sliding-window attention: a token sees itself and the window_size - 1 tokens before it. Default: all of them."""
+    """Sliding-window attention: a token attends to itself and the window_size - 1 tokens before it. Default: no
+    window."""
     window_attn_skip_freq: str | None = only_with(None, window_size=GIVEN)
-    """Layers without the window: n for every n-th, from the n-th on (Gemma 2: 2, Gemma 3: 6), or Megatron's list of a 1
-    for each layer with and a 0 for each without it. Default: none."""
+    """Layers without the window. n: every n-th layer, starting with the n-th (Gemma 2: 2, Gemma 3: 6). Or Megatron's
+    list, with 1 for a layer with the window and 0 for one without. Default: none."""
     attention_chunk_size: int | None = only_with(None, position_embedding_type="rope")
-    """Chunked attention: in layers with RoPE a token sees only those before it in its own chunk of so many tokens,
-    counted from the beginning of its document (Llama 4: 8192). Default: all before it."""
+    """Chunked attention: in layers with RoPE a token attends only within its own chunk of this many tokens, counted
+    from the beginning of its document (Llama 4: 8192). Default: no chunks."""
     softmax_scale: float | None = None
-    """Products of queries and keys are multiplied by this. Default: 1 / square root of --kv-channels."""
+    """Factor of attention scores. Default: 1 / square root of --kv-channels."""
     softmax_type: Literal["vanilla", "learnable"] = "vanilla"
-    """learnable: each head has a learned score that takes part in every softmax and belongs to no key, an attention
+    """learnable: each head has a learned score that takes part in every softmax but belongs to no key, an attention
     sink (GPT-OSS)."""
     attn_logit_softcapping: float | None = None
-    """Keep attention's scores s within +-c, by c x tanh(s / c) (Gemma 2). They are materialised then. Default: as they
-    are."""
+    """Limit attention scores s to +-c by c x tanh(s / c) (Gemma 2). The scores are then materialised. Default: no
+    limit."""
     final_logit_softcapping: float | None = None
-    """The same of the logits (Gemma 2)."""
+    """Limit the logits in the same way (Gemma 2)."""
     logit_scale: float = 1.0
     """Logits are multiplied by this (Cohere; Granite's is 1 / logits_scaling)."""
     embedding_multiplier: float = 1.0
@@ -173,47 +176,49 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     """What attention and MLP add to the residual stream is multiplied by this (Granite)."""
     num_experts: int | None = None
-    """Mixture of experts: feed-forward networks of a layer, of which each token gets --moe-router-topk. Default: none,
+    """Mixture of experts: number of experts per layer, of which each token uses --moe-router-topk. Default: none,
     layers are dense."""
     moe_router_topk: int = only_with(2, num_experts=GIVEN)
-    """Experts of a token."""
+    """Experts per token."""
     moe_ffn_hidden_size: int | None = only_with(None, num_experts=GIVEN)
     """Width of one expert. Default: --ffn-hidden-size."""
     moe_shared_expert_intermediate_size: int | None = only_with(None, num_experts=GIVEN)
-    """Width of a further MLP in each layer with experts, which every token gets. Default: none."""
+    """Width of the shared expert, an MLP beside the routed experts that every token uses. Default: none."""
     moe_layer_freq: str = only_with("1", num_experts=GIVEN)
-    """Which layers have experts: n for every n-th, from the first on, or Megatron's list of a 1 for each layer with
-    experts and a 0 for each dense one, such as [0]*1+[1]*3."""
+    """Which layers have experts. n: every n-th, starting with the first. Or Megatron's list, with 1 for a layer with
+    experts and 0 for a dense one, such as [0]*1+[1]*3."""
     moe_router_score_function: Literal["softmax", "sigmoid"] = only_with("softmax", num_experts=GIVEN)
-    """What makes the weights of a token's experts of its logits. sigmoid: each logit's, divided by their sum over the
+    """How router logits become expert weights. sigmoid: the sigmoid of each logit, divided by their sum over the
     token's experts (DeepSeek-V3)."""
     moe_router_pre_softmax: bool = only_with(False, num_experts=GIVEN)
-    """Softmax over all experts, so that the weights of a token's sum to less than 1 (OLMoE, Qwen 2). Else over the
-    token's experts alone (Mixtral, Qwen 3)."""
+    """Softmax over all experts before the top-k, so that a token's weights add up to less than 1 (OLMoE, Qwen 2).
+    Otherwise over the chosen experts only (Mixtral, Qwen 3)."""
     moe_router_topk_scaling_factor: float | None = only_with(None, num_experts=GIVEN)
-    """The weights are multiplied by this. Default: they are not."""
+    """Factor of the expert weights. Default: none."""
     moe_apply_probs_on_input: bool = only_with(False, num_experts=GIVEN)
-    """Multiply what an expert reads by its weight, not what it gives (Llama 4). With --moe-router-topk 1."""
+    """Multiply an expert's input by its weight, instead of its output (Llama 4). Needs --moe-router-topk 1."""
     moe_router_num_groups: int | None = only_with(None, num_experts=GIVEN)
-    """Groups of neighbouring experts; a token's experts are of its --moe-router-group-topk best ones. Default: none."""
+    """Split the experts into this many groups of neighbours; a token's experts come from its best
+    --moe-router-group-topk groups. Default: no groups."""
     moe_router_group_topk: int | None = only_with(None, moe_router_num_groups=GIVEN)
-    """Groups that a token's experts are of; which are best, says --moe-router-group-score."""
+    """Number of groups from which a token's experts come. --moe-router-group-score ranks the groups."""
     moe_router_group_score: Literal["sum", "max"] = only_with("sum", moe_router_num_groups=GIVEN)
-    """What a group is worth. sum: of its topk / --moe-router-group-topk largest scores (DeepSeek-V3); max: its largest
+    """Score of a group. sum: of its topk / --moe-router-group-topk largest scores (DeepSeek-V3); max: its largest score
     (DeepSeek-V2)."""
     moe_router_enable_expert_bias: bool = only_with(False, moe_router_score_function="sigmoid")
-    """Add a bias to each expert's score when experts are chosen, not to their weights. After each step it grows for
+    """Add a bias to each expert's score when experts are chosen, but not to their weights. After each step it grows for
     experts with fewer tokens than the mean and falls for the others: balance without a loss (DeepSeek-V3)."""
     moe_router_bias_update_rate: float = only_with(1e-3, moe_router_enable_expert_bias=True)
-    """How much the expert bias changes after a step. 0: it stays."""
+    """Change of the expert bias per step. 0: it stays."""
     moe_shared_expert_gate: bool = only_with(False, moe_shared_expert_intermediate_size=GIVEN)
-    """Multiply what the shared MLP gives by the sigmoid of one more logit of each token (Qwen 2)."""
+    """Multiply the shared expert's output by the sigmoid of an extra logit of each token (Qwen 2)."""
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"] = (
         only_with("aux_loss", num_experts=GIVEN)
     )
-    """What loads are counted over in the loss of --moe-aux-loss-coeff. aux_loss: the micro-batches that the
-    data-parallel processes compute at the same time; global_aux_loss: those and the step's before; seq_aux_loss: each
-    sequence. none: there is no such loss; sinkhorn: nor then, choices are balanced over each sequence in training."""
+    """How expert loads are balanced. aux_loss: by a loss over the micro-batches that the data-parallel processes
+    compute at the same time; global_aux_loss: over those and the earlier ones of the step; seq_aux_loss: over each
+    sequence; sinkhorn: no loss, choices are balanced over each sequence in training; none: no balancing.
+    --moe-aux-loss-coeff weighs the loss."""
     moe_aux_loss_coeff: float = only_with(0.0, num_experts=GIVEN)
     """Coefficient of the loss that keeps the experts' loads even (Switch), summed over layers; see
     --moe-router-load-balancing-type."""
@@ -222,22 +227,22 @@ class ModelConfig:
     none."""
     moe_expert_capacity_factor: float | None = only_with(None, num_experts=GIVEN)
     """In training an expert takes at most this times its even share of a sequence's choices, rounded up; the others are
-    dropped. Default: none is."""
+    dropped. Default: nothing is dropped."""
     moe_token_drop_policy: Literal["probs", "position"] = only_with("probs", moe_expert_capacity_factor=GIVEN)
-    """Which choices an expert takes then. probs: those with the largest weights; position: those of the first
-    tokens."""
+    """Which choices an expert keeps when it is full. probs: those with the largest weights; position: those of the
+    first tokens."""
     moe_pad_expert_input_to_capacity: bool = only_with(False, moe_expert_capacity_factor=GIVEN)
-    """Compute as many rows of each expert as it may take, so that the host waits for no numbers of rows."""
+    """Pad each expert's input to its capacity, so that the host does not wait for the numbers of rows."""
     mtp_num_layers: int | None = None
-    """Layers behind the last, made as it is, that each predict one token more ahead, with the model's own embedding and
-    output matrix (multi-token prediction, DeepSeek-V3). They train, and are left out of validation and generation.
+    """Multi-token prediction (DeepSeek-V3): extra layers after the last one, each of which predicts one more token
+    ahead with the model's own embedding and output matrix. Used in training only, not in validation or generation.
     Default: none."""
     mtp_loss_scaling_factor: float = only_with(0.1, mtp_num_layers=GIVEN)
-    """The mean of the losses of these layers is multiplied by this and added to the loss."""
+    """Weight of the mean loss of the --mtp-num-layers layers, added to the loss."""
     parallel_residual: bool = False
     """Attention and MLP read the same input and are added together (GPT-NeoX)."""
     parallel_residual_shared_norm: bool = only_with(False, parallel_residual=True)
-    """They also read the same norm of it (Falcon 7B, Cohere)."""
+    """With --parallel-residual, attention and MLP also share one norm (Falcon 7B, Cohere)."""
     init_method_std: float = 0.02
     """Standard deviation of initial weights; matrices that write to the residual stream get it / sqrt(2 x layers)."""
     hidden_dropout: float = 0.0

@@ -29,13 +29,13 @@ class DataConfig:
     .parquet, also .gz or .zst), which is tokenized first. Several are blended, by weights when each has a number before
     it (0.3 wiki 0.7 web), else by their sizes."""
     data_args_path: str | None = None
-    """File that holds the words of --data-path."""
+    """File with the words of --data-path."""
     train_data_path: Words | None = None
-    """Training data, in the form of --data-path, when validation and test data are files of their own."""
+    """Training data, as in --data-path, when validation and test data are separate files."""
     valid_data_path: Words | None = None
-    """Validation data to --train-data-path."""
+    """Validation data, with --train-data-path."""
     test_data_path: Words | None = None
-    """Test data to --train-data-path: evaluated once, at the end of the run."""
+    """Test data, with --train-data-path: evaluated once, at the end of the run."""
     data_cache_path: str | None = None
     """Folder for indices and tokenized text, built once per node. Default: the folder cache beside the data."""
     mock_data: bool = False
@@ -46,7 +46,7 @@ class DataConfig:
     """Sentencepiece model, Hugging Face tokenizer.json or tiktoken file, or a folder with one. Gives the vocabulary
     size and checks it against the model's."""
     tiktoken_pattern: Literal["gpt2", "cl100k", "o200k", "llama3"] | None = only_with(None, tokenizer_model=GIVEN)
-    """How text is cut before a tiktoken file's merges; such a file does not say it."""
+    """How text is split before a tiktoken file's merges; the file itself does not say."""
     seq_length: int | None = None
     """Tokens per sample. Default: --max-position-embeddings, at most 8192."""
     micro_batch_size: int = 1
@@ -54,17 +54,16 @@ class DataConfig:
     global_batch_size: int | None = None
     """Samples per optimizer step. Default: micro batch x data-parallel processes (no accumulation)."""
     rampup_batch_size: Words | None = None
-    """Three numbers: the batch to start with, what is added each time, and the samples over which it grows to
-    --global-batch-size."""
+    """Three numbers: first batch size, increment, and the samples over which it grows to --global-batch-size."""
     packing: Literal["stream", "best-fit", "off"] | None = "stream"
-    """How documents become sequences. stream: laid end to end and cut every --seq-length tokens. best-fit: a document
-    that fits is never cut; sequences are filled by best-fit decreasing and padded."""
+    """How documents become sequences. stream: joined and cut every --seq-length tokens. best-fit: a document that fits
+    is never cut; sequences are filled by best-fit decreasing and padded."""
     reset_attention_mask: bool = False
-    """Tokens do not see other documents in their sequence."""
+    """Tokens do not attend to other documents in their sequence."""
     reset_position_ids: bool = only_with(False, position_embedding_type=("rope", "learned_absolute"))
-    """Positions begin at 0 with every document."""
+    """Positions start at 0 in every document."""
     eod_mask_loss: bool = False
-    """No loss where the last token of a document would have to predict the first one of the next."""
+    """No loss where the last token of a document would predict the first one of the next."""
     num_workers: int = 2
     """Threads that read batches ahead; 0 reads each when it is needed."""
     chat_template: str | None = None
@@ -75,7 +74,8 @@ class DataConfig:
     """Largest fraction of samples that may be broken (not JSON, unknown role, nothing to train on). They are left out
     and named by line number; more are an error."""
     preview: int = 0
-    """Print so many samples as the model would see them, trained tokens in colour (in a pipe: in ⟦ ⟧), and end."""
+    """Print this many samples as the model would see them, with trained tokens in colour (in a pipe: in ⟦ ⟧), and
+    exit."""
 
 
 @dataclass
@@ -89,17 +89,17 @@ class LoraConfig:
     lora_dropout: float | None = None
     """Dropout on the input of adapters. Default: 0, or that of --load-adapter."""
     lora_target_modules: str | None = None
-    """Linear layers that get an adapter: shell patterns with commas in between, of whole names or of their last part
-    (query, key, value, output, gate, up, down). Experts by whole names only, as *.experts.*. Default: all of them but
+    """Linear layers that get an adapter: shell patterns, separated by commas, of whole names or of their last part
+    (query, key, value, output, gate, up, down). Experts only by whole names, such as *.experts.*. Default: all but
     experts."""
     use_dora: bool = False
-    """Adapters also train the norms of a weight's rows (DoRA), as peft's use_dora. Without --lora-dropout, and not on
-    experts. --load-adapter brings it."""
+    """Also train the norms of a weight's rows (DoRA, peft's use_dora). Not with --lora-dropout, not on experts. An
+    adapter in --load-adapter may bring it."""
     load_in_4bit: bool = False
-    """Keep the frozen weights of linear layers in 4 bits, NF4 of bitsandbytes (QLoRA); embedding, output matrix and
-    experts stay as they are. Needs adapters."""
+    """QLoRA: keep the frozen weights of linear layers in 4 bits (NF4, as bitsandbytes). Embedding, output matrix and
+    experts keep their precision. Needs adapters."""
     bnb_4bit_use_double_quant: bool = only_with(True, load_in_4bit=True)
-    """Quantize the scales of 4-bit weights, too."""
+    """Also quantize the scales of 4-bit weights."""
     load_adapter: str | None = None
     """Start from the adapter in this folder of peft's format, which brings rank, alpha and target modules."""
 
@@ -117,18 +117,19 @@ class ObjectiveConfig:
     """sigmoid: DPO's own; hinge: SLiC's, max(0, 1 - beta x margin); ipo: the squared distance of the margin, of means
     over tokens, from 1 / (2 beta)."""
     dpo_beta: float = only_with(0.1, objective="dpo")
-    """How far the policy is held to the reference: scales the difference of log-ratios."""
+    """Strength with which the policy is kept near the reference: factor of the difference of log-ratios."""
     dpo_label_smoothing: float = only_with(0.0, dpo_loss_type="sigmoid")
     """Probability that a preference is the wrong way round, below 0.5 (conservative DPO)."""
     dpo_reference: Literal["adapters-off", "copy", "precomputed"] | None = only_with(None, objective=("dpo", "kto"))
-    """Where log-probabilities of the reference come from: the model without its adapters, a frozen copy, or a table
-    that is computed before training. Default: adapters-off with --lora-rank, else copy."""
+    """Where the reference's log-probabilities come from. adapters-off: the model without its adapters; copy: a frozen
+    copy; precomputed: a table computed before training. Default: adapters-off with --lora-rank, else copy."""
     orpo_beta: float = only_with(0.1, objective="orpo")
     """Weight of the odds beside the cross-entropy (lambda in the paper)."""
     kto_beta: float = only_with(0.1, objective="kto")
-    """How far the policy is held to the reference: scales log-ratios."""
+    """Strength with which the policy is kept near the reference: factor of the log-ratios."""
     kto_desirable_weight: float = only_with(1.0, objective="kto")
-    """Weight of the losses of desirable answers. The paper holds weight x number of both kinds within 1 to 4/3."""
+    """Weight of the losses of desirable answers. The paper keeps weight x number of the two kinds within a ratio of 1
+    to 4/3."""
     kto_undesirable_weight: float = only_with(1.0, objective="kto")
     """Weight of the losses of undesirable answers."""
     reward_center_coefficient: float = only_with(0.0, objective="reward")
@@ -140,16 +141,12 @@ class OptimizerConfig:
     """Optimizer, learning-rate schedule and clipping."""
 
     optimizer: Literal["adam", "apex-adam", "sgd", "muon"] = "adam"
-    """adam is torch's fused AdamW, apex-adam is apex's FusedAdam (must be installed). muon orthogonalizes the updates
-    of the matrices of blocks; embeddings, the output matrix, norms and biases get AdamW beside it."""
+    """adam: torch's fused AdamW; apex-adam: apex's FusedAdam (must be installed); muon: orthogonalized updates for the
+    matrices of blocks, AdamW for embeddings, output matrix, norms and biases."""
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr: float = only_with(0.0, lr_decay_style=("cosine", "linear", "WSD"))
     """Learning rate at the end of the decay."""
-    decoupled_lr: float | None = None
-    """Peak learning rate of the embedding and of the output matrix, instead of --lr."""
-    decoupled_min_lr: float | None = only_with(None, decoupled_lr=GIVEN)
-    """Their learning rate at the end of the decay. Default: --min-lr."""
     lr_decay_style: Literal["cosine", "linear", "WSD", "constant"] = "cosine"
     """Shape of the decay after the warm-up. WSD stays at the peak and decays at the end."""
     lr_decay_iters: int | None = only_with(None, lr_decay_style=("cosine", "linear", "WSD"), lr_warmup_fraction=GIVEN)
@@ -169,15 +166,15 @@ class OptimizerConfig:
     adam_eps: float = only_with(1e-8, optimizer=("adam", "apex-adam", "muon"))
     """Added to Adam's denominator."""
     exp_avg_dtype: Literal["fp32", "bf16", "fp8"] = only_with("fp32", optimizer="adam")
-    """What Adam's first moment rests in; below fp32 it is rounded stochastically. fp8 has a scale for each 128 elements
-    of a row. Of biases and norms it stays fp32."""
+    """Storage of Adam's first moment. Below fp32 it is rounded stochastically. fp8 has a scale per 128 elements of a
+    row. Biases and norms stay in fp32."""
     exp_avg_sq_dtype: Literal["fp32", "bf16", "fp8"] = only_with("fp32", optimizer="adam")
-    """The same of Adam's second moment, of which fp8 holds the square root."""
+    """Storage of Adam's second moment, in the same way; fp8 stores its square root."""
     sgd_momentum: float = only_with(0.0, optimizer="sgd")
     """Momentum of --optimizer sgd."""
     optimizer_cpu_offload: bool = only_with(False, optimizer="adam")
-    """Keep Adam's moments in the host's memory and compute its steps there: gradients are copied out while the last
-    backward pass runs, and new weights back while the steps of other parameters are computed."""
+    """Keep Adam's moments in host memory and compute its steps there. Gradients are copied out during the last backward
+    pass, new weights back while other parameters are updated."""
     muon_momentum: float = only_with(0.95, optimizer="muon")
     """Decay rate of Muon's momentum."""
     muon_use_nesterov: bool = only_with(True, optimizer="muon")
@@ -185,10 +182,11 @@ class OptimizerConfig:
     muon_num_ns_steps: int = only_with(5, optimizer="muon")
     """Newton-Schulz steps of Muon's orthogonalization."""
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = only_with("spectral", optimizer="muon")
-    """What Muon's update of a matrix (out, in) is scaled by, times --muon-extra-scale-factor. spectral: sqrt(max(out,
-    in)); unit_rms_norm: sqrt(out / in); shape_scaling: sqrt(max(1, out / in))."""
+    """Scale of Muon's update of an (out, in) matrix, times --muon-extra-scale-factor. spectral: sqrt(max(out, in));
+    unit_rms_norm: sqrt(out / in); shape_scaling: sqrt(max(1, out / in))."""
     muon_extra_scale_factor: float = only_with(0.2, optimizer="muon")
-    """See --muon-scale-mode. With spectral, 0.2 makes updates as large as AdamW's, so that its learning rate fits."""
+    """Extra factor of Muon's update, see --muon-scale-mode. With spectral, 0.2 makes updates as large as AdamW's, so
+    its learning rate fits."""
     clip_grad: float = 1.0
     """Largest global L2 norm of the gradient; 0 switches clipping off."""
 
@@ -202,7 +200,7 @@ class TrainingConfig:
     train_samples: int | None = None
     """Samples to train for, instead of --train-iters (rounded up to whole steps)."""
     seed: int = 1234
-    """Initial weights, data order and dropout are functions of it."""
+    """Seed of initial weights, data order and dropout."""
     eval_interval: int | None = None
     """Evaluate on the validation split every so many iterations, and at the end. Default: never."""
     eval_iters: int = only_with(10, eval_interval=GIVEN, test_data_path=GIVEN)
@@ -212,23 +210,24 @@ class TrainingConfig:
     exit_duration_in_mins: float | None = None
     """Save and stop once the run has lasted this long."""
     max_skipped_steps: int = 10
-    """Steps with a NaN or infinite loss or gradient norm are skipped; so many in a row end the run."""
+    """Steps with a NaN or infinite loss or gradient norm are skipped. This many in a row end the run."""
     deterministic_mode: bool = False
     """Use only deterministic algorithms; an operation that has none is an error."""
     profile: bool = False
     """Record a torch profiler trace and a memory snapshot into --log-dir."""
     profile_step_start: int = only_with(3, profile=True, trace_pipeline=True)
-    """First iteration that --profile records, and the one of --trace-pipeline; on a resume behind it the first of the
-    run."""
+    """First iteration of --profile, and the one of --trace-pipeline. If a resume is past it, the first iteration of
+    that run."""
     profile_step_end: int = only_with(5, profile=True)
-    """Iteration before which --profile stops; it records this minus --profile-step-start of them."""
+    """Iteration before which --profile stops."""
     trace_pipeline: bool = False
-    """Write when each action of the pipeline ran in iteration --profile-step-start to <log-dir>/pipeline_trace.json, a
-    Chrome trace that tools/plot_pipeline.py draws."""
+    """Write a Chrome trace of the pipeline's actions in iteration --profile-step-start to
+    <log-dir>/pipeline_trace.json; tools/plot_pipeline.py draws it."""
     dry_run: bool = False
     """Print the resolved settings, the mesh, parameters per rank and a memory estimate, then exit."""
     suggest: float | None = only_with(None, dry_run=True)
-    """Also print which flags that save memory make the run fit into so many GiB on each device, the cheapest first."""
+    """With --dry-run: also print which memory-saving flags make the run fit into this many GiB per device, the cheapest
+    first."""
     train_epochs: int | None = None
     """Passes over the training samples, instead of --train-iters and --train-samples."""
 
@@ -245,28 +244,30 @@ class CheckpointConfig:
     save_interval: int | None = None
     """Save every so many iterations. The end of a run is saved in any case."""
     save_mtbf_hours: float | None = None
-    """Save by the clock instead: given the mean time between failures, every sqrt(2 x measured cost of a save x this)
-    (Young). The first save is after the first iteration, to measure its cost."""
+    """In place of --save-interval: mean time between failures. A checkpoint is saved every sqrt(2 x measured cost of a
+    save x this) (Young). The first save is after the first iteration, to measure the cost."""
     async_save: bool = False
-    """Write checkpoints in the background; training stops only while the state is copied to memory of the host, which
-    needs as much of it again."""
+    """Write checkpoints in the background. Training stops only while the state is copied to host memory, which needs
+    room for one copy."""
     ckpt_step: int | None = None
-    """Load this iteration of --load and not the newest one."""
+    """Load this iteration of --load, not the newest one."""
     finetune: bool = False
     """Take only the weights from --load and start at iteration 0."""
     load_optim: bool = True
-    """--no-load-optim takes weights and counters from --load, but starts the optimizer afresh."""
+    """Load the optimizer too; --no-load-optim takes only weights and counters from --load and starts a new
+    optimizer."""
     exit_on_missing_checkpoint: bool = only_with(True, load=GIVEN)
-    """It is an error when --load holds no checkpoint; --no-exit-on-missing-checkpoint then starts from nothing."""
+    """End with an error when --load has no checkpoint; --no-exit-on-missing-checkpoint starts from scratch instead."""
     keep_last_k: int | None = None
-    """Delete all but so many newest checkpoints (at least 2) and those that the next two settings keep. Default: with
-    one of those 2, else all are kept."""
+    """Keep only this many newest checkpoints (at least 2), and those of --save-retain-interval and --keep-best-k.
+    Default: 2 if one of those is given, else all are kept."""
     save_retain_interval: int | None = None
-    """Keep checkpoints whose iteration is a multiple of this."""
+    """Also keep checkpoints whose iteration is a multiple of this."""
     keep_best_k: int | None = None
-    """Keep so many checkpoints with the lowest validation loss. Needs --eval-interval, which measures it."""
+    """Also keep this many checkpoints with the lowest validation loss. Needs --eval-interval."""
     resume: bool = False
-    """Go on from the newest checkpoint in --save if there is one. The same command line then survives restarts."""
+    """Continue from the newest checkpoint in --save if there is one. The same command line then works for every
+    restart."""
 
 
 @dataclass
@@ -279,8 +280,8 @@ class LoggingConfig:
     log_interval: int = 10
     """Iterations between log lines and records."""
     log_format: Literal["short", "megatron"] = "short"
-    """Log line of an iteration. short: at most 200 characters, with the epoch and the time that is left; megatron:
-    Megatron's, for scripts that parse it, then throughput and memory. metrics.jsonl holds all in any case."""
+    """Log line of an iteration. short: at most 200 characters, with epoch and remaining time; megatron: Megatron's
+    format, for scripts that parse it. metrics.jsonl has everything in both cases."""
     tensorboard: bool = True
     """Write TensorBoard events to <log-dir>/tensorboard."""
     wandb_project: str | None = None
@@ -292,13 +293,13 @@ class LoggingConfig:
     mlflow_run_name: str | None = only_with(None, mlflow_experiment=GIVEN)
     """Name of the run in MLflow."""
     mlflow_tracking_uri: str | None = only_with(None, mlflow_experiment=GIVEN)
-    """MLflow's server, or a folder as file:PATH. Default: what MLFLOW_TRACKING_URI says."""
+    """MLflow server, or file:PATH for a folder. Default: the environment variable MLFLOW_TRACKING_URI."""
     progress_bar: bool = True
     """Show a progress bar on rank 0's stderr."""
     status_file: str | None = None
-    """File that says how the run is: running, then done, requeue, failed or bad_config. Still running although the
-    process is gone means that it was killed. Default: <log-dir>/status.json, where a run that never started writes
-    nothing."""
+    """File with the state of the run: running, then done, requeue, failed or bad_config. If it says running and the
+    process is gone, the process was killed. Default: <log-dir>/status.json (not written by a run that never
+    started)."""
 
 
 @dataclass
