@@ -147,6 +147,10 @@ class OptimizerConfig:
     """Peak learning rate."""
     min_lr: float = only_with(0.0, lr_decay_style=("cosine", "linear", "WSD"))
     """Learning rate at the end of the decay."""
+    decoupled_lr: float | None = None
+    """Peak learning rate of the embedding and of the output matrix, instead of --lr."""
+    decoupled_min_lr: float | None = only_with(None, decoupled_lr=GIVEN)
+    """Their learning rate at the end of the decay. Default: --min-lr."""
     lr_decay_style: Literal["cosine", "linear", "WSD", "constant"] = "cosine"
     """Shape of the decay after the warm-up. WSD stays at the peak and decays at the end."""
     lr_decay_iters: int | None = only_with(None, lr_decay_style=("cosine", "linear", "WSD"), lr_warmup_fraction=GIVEN)
