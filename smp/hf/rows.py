@@ -59,6 +59,10 @@ def _t5(side: str) -> dict[str, str]:
     return rows | {f"{layer}.SelfAttention.relative_attention_bias": EMBEDDING_COLUMNS}  # a column per head
 
 
+def _mlp(up: str, down: str) -> dict[str, str]:
+    return {up: "colwise", down: "rowwise"}
+
+
 def _whisper(layer: str) -> dict[str, str]:
     rows = {f"{layer}.fc1": "colwise", f"{layer}.fc2": "rowwise", f"{layer}.final_layer_norm": REPLICATE}
     for attention in ("self_attn", "encoder_attn"):
@@ -67,19 +71,23 @@ def _whisper(layer: str) -> dict[str, str]:
     return rows
 
 
+def _bert(base: str, head: str) -> dict[str, str]:
+    """The embedding is whole for the head's sake, whose bias another module has as well."""
+    layer = f"{base}.encoder.layer.*"
+    return {
+        **dict.fromkeys((f"{layer}.attention.self.{name}" for name in ("query", "key", "value")), "colwise"),
+        f"{layer}.attention.self.num_attention_heads": DIVIDE,
+        f"{layer}.attention.self.all_head_size": DIVIDE,
+        f"{layer}.attention.output.dense": "rowwise",
+        f"{layer}.intermediate.dense": "colwise",
+        f"{layer}.output.dense": "rowwise",
+        f"{base}.embeddings.word_embeddings": REPLICATE,
+        head: REPLICATE,
+    }
+
+
 OWN: dict[str, dict[str, str]] = {
-    "bert": {
-        "bert.encoder.layer.*.attention.self.query": "colwise",
-        "bert.encoder.layer.*.attention.self.key": "colwise",
-        "bert.encoder.layer.*.attention.self.value": "colwise",
-        "bert.encoder.layer.*.attention.self.num_attention_heads": "divide",
-        "bert.encoder.layer.*.attention.self.all_head_size": "divide",
-        "bert.encoder.layer.*.attention.output.dense": "rowwise",
-        "bert.encoder.layer.*.intermediate.dense": "colwise",
-        "bert.encoder.layer.*.output.dense": "rowwise",
-        "bert.embeddings.word_embeddings": "replicate",  # the head's too, whose bias another module has as well
-        "cls.predictions.decoder": "replicate",
-    },
+    "bert": _bert("bert", "cls.predictions.decoder"),
     "clip_vision_model": {
         **_attention("encoder.layers.*.self_attn", "out_proj", None),
         "encoder.layers.*.mlp.fc1": "colwise",
@@ -103,6 +111,29 @@ OWN: dict[str, dict[str, str]] = {
         "model.decoder.layers.*.final_layer_norm": "replicate",
     },
     "t5": _t5("encoder") | _t5("decoder"),
+    "gpt_neo": {
+        **_attention("transformer.h.*.attn.attention", "out_proj", "num_heads"),
+        **_mlp("transformer.h.*.mlp.c_fc", "transformer.h.*.mlp.c_proj"),
+    },
+    "gptj": {
+        **_attention("transformer.h.*.attn", "out_proj", "num_attention_heads"),
+        **_mlp("transformer.h.*.mlp.fc_in", "transformer.h.*.mlp.fc_out"),
+    },
+    "biogpt": {
+        **_attention("biogpt.layers.*.self_attn", "out_proj", "num_heads"),
+        **_mlp("biogpt.layers.*.fc1", "biogpt.layers.*.fc2"),
+        "biogpt.layers.*.self_attn_layer_norm": REPLICATE,
+        "biogpt.layers.*.final_layer_norm": REPLICATE,
+    },
+    "roberta": _bert("roberta", "lm_head"),
+    "xlm-roberta": _bert("roberta", "lm_head"),
+    "camembert": _bert("roberta", "lm_head"),
+    "data2vec-text": _bert("data2vec_text", "lm_head"),
+    "electra": _bert("electra", "generator_lm_head"),
+    **dict.fromkeys(
+        ("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart"),
+        _whisper("model.decoder.layers.*"),
+    ),
     "vit": {
         **_attention("vit.layers.*.attention", "o_proj", "num_attention_heads"),
         "vit.layers.*.mlp.fc1": "colwise",
