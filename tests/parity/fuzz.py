@@ -45,13 +45,11 @@ that has a gradient.
 
 Not compared, with the reason: bf16 (bounds of its own, see above); time and memory. Not seen as a difference: a key's
 bias without RoPE adds the same to all scores of a query, so its gradient is rounding; A of an adapter whose B is still
-zero has none. A difference that has a reason and is reported: two weights nearly equal where a capacity has room for
-one of them (seed 71010 with --experts, where another attention kernel on one rank makes the same difference, 0.017 in a
-gradient, and without a capacity 6e-7). A balancing loss of experts that depends on the number of a step's micro-batches
-([moe.md](moe.md)) is compared with as many. Left out of the draw: pairs of DPO that are told apart after two steps,
-because loss and gradient are then exp(-margin), whose relative error is the absolute one of a sum of a hundred
-log-probabilities (seed 19 on one rank, another attention kernel: at a learning rate of 0.01 the loss falls to 0.0058,
-with errors of 5.7e-6 and, in a gradient, 1.1e-5; at 0.001 to 0.20, with 1.2e-6 and 3.1e-6).
+zero has none. A balancing loss of experts that depends on the number of a step's micro-batches ([moe.md](moe.md)) is
+compared with as many. Left out of the draw: pairs of DPO that are told apart after two steps, because loss and gradient
+are then exp(-margin), whose relative error is the absolute one of a sum of a hundred log-probabilities (seed 19 on one
+rank, another attention kernel: at a learning rate of 0.01 the loss falls to 0.0058, with errors of 5.7e-6 and, in a
+gradient, 1.1e-5; at 0.001 to 0.20, with 1.2e-6 and 3.1e-6).
 """
 Chain = tuple[Layout, ...]
 Found = dict[str, Any]

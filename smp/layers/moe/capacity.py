@@ -4,9 +4,10 @@ Of a sequence of S tokens with k experts each, every one of E experts takes at m
 
     ceil(factor S k / E)
 
-choices: those with the largest weights, or those of the first tokens. A dropped choice adds nothing to its token; its
-other experts and shared experts stay as they are. With ``pad`` every expert computes as many rows as it may take, some
-of them of nothing, so that numbers of rows are those of the layout and no host has to read them.
+choices: those with the largest weights (to 16 bits, of equal ones the first), or those of the first tokens. A dropped
+choice adds nothing to its token; its other experts and shared experts stay as they are. With ``pad`` every expert
+computes as many rows as it may take, some of them of nothing, so that numbers of rows are those of the layout and no
+host has to read them.
 
 Counting over sequences, and not over what a rank computes at a time as Megatron does, makes it a matter of the sequence
 alone: micro-batches and layouts do not show. Where sequences are cut, ranks tell each other their choices and weights.
@@ -66,9 +67,15 @@ class Capacity:
             back = places[self.group.rank * count :][:count]
         chosen, worth = (x.reshape(layout.batch, -1) for x in (chosen, worth))  # (batch, S x k)
         limit = self.limit(chosen.shape[1] // k, k, num_experts)
-        fitting = _fitting(chosen, worth if self.policy == "probs" else None, limit, num_experts).view(-1, k)
+        fitting = _fitting(chosen, _rounded(worth) if self.policy == "probs" else None, limit, num_experts).view(-1, k)
         fitting = fitting if back is None else fitting[back]
         return torch.cat((fitting, fitting.new_zeros(len(experts) - count, k)))
+
+
+def _rounded(weights: torch.Tensor) -> torch.Tensor:
+    """Positive weights to 16 bits of their mantissa. Tokens that see the same (first ones of a chunk, equal windows)
+    have equal weights but for rounding, which is another in each layout: here they are equal, and the first counts."""
+    return (weights.float().view(torch.int32) + (1 << 6)) >> 7
 
 
 def _fitting(experts: torch.Tensor, worth: torch.Tensor | None, limit: int, num_experts: int) -> torch.Tensor:

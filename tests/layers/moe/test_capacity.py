@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from smp.config import Layout
 from smp.kernels.token_layout import TokenLayout
 from smp.layers.moe import Experts, MoE, Router
-from smp.layers.moe.capacity import Capacity, DropPolicy
+from smp.layers.moe.capacity import Capacity, DropPolicy, _fitting, _rounded
 from smp.layers.moe.dispatch import Dispatch
 from tests.fake_group import fake_context
 
@@ -95,3 +95,11 @@ def test_with_padding_no_host_waits_for_numbers_of_rows() -> None:
             y, _ = run()
             y.sum().backward()
             assert y.shape == x.shape and x.grad is not None
+
+
+def test_weights_that_differ_by_rounding_are_equal_and_the_first_counts() -> None:
+    worth = torch.tensor([[0.3, 0.3, 0.29]])
+    worth[0, 1] = torch.nextafter(worth[0, 1], torch.tensor(1.0))
+    assert _rounded(worth)[0, 0] == _rounded(worth)[0, 1] > _rounded(worth)[0, 2]
+    kept = _fitting(torch.zeros(1, 3, dtype=torch.int64), _rounded(worth), 1, 2)
+    assert kept.tolist() == [[True, False, False]]
