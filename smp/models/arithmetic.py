@@ -10,7 +10,7 @@ import numpy.typing as npt
 from smp.config import ModelConfig, resolve_model
 from smp.config.layer_pattern import layer_attention, layer_attentions
 from smp.config.mtp import further_layers
-from smp.models.inventory import block_parameters, inventory, prediction_parameters
+from smp.models.inventory import inventory, of_each_block, prediction_parameters
 from smp.models.part import ModelPart
 
 
@@ -46,7 +46,7 @@ def count_parameters(model: ModelConfig, vocab_size: int) -> ParameterCount:
     return ParameterCount(
         embedding=embedding,
         non_embedding=sum(p.numel for p in parameters) - embedding,
-        per_layer=max(sum(p.numel for p in block_parameters(model, i)) for i in range(model.num_layers)),
+        per_layer=max(of_each_block(model, range(model.num_layers), lambda block: sum(p.numel for p in block))),
         active=sum(p.active for p in parameters),
     )
 
@@ -78,7 +78,8 @@ def forward_flops(model: ModelConfig, seq_length: int) -> ForwardFlops:
     # Layers that see alike are counted once.
     attention = {of: _pair_flops(model) * int(visible_pairs(seq_length, *of)) / seq_length for of in set(seen)}
     ends = inventory(replace(model, mtp_num_layers=None), [ModelPart(0, 0, embedding=True, head=True)])
-    blocks = [sum(p.flops for p in block_parameters(model, i)) + attention[of] for i, of in enumerate(seen)]
+    products = of_each_block(model, range(model.num_layers), lambda block: sum(p.flops for p in block))
+    blocks = [one + attention[of] for one, of in zip(products, seen, strict=True)]
     head, number = sum(p.flops for p in ends), len(further_layers(model))
     around = sum(p.flops for p in prediction_parameters(model, 0))
     return ForwardFlops(

@@ -7,14 +7,16 @@ and the model that ``smp.models.gpt`` builds is tested against it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from smp.config import Layout, ModelConfig
 from smp.config.moe import has_experts
 from smp.config.mtp import further_layers
 from smp.models.part import ModelPart, whole
+
+T = TypeVar("T")
 
 EXPERT_BIAS = "expert_bias"
 """Last name of a router's buffer that stays as it is, whatever weights are converted to: small differences decide."""
@@ -143,6 +145,15 @@ def block_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
         yield from _mlp(model, f"{mlp}.shared_experts", model.moe_shared_expert_intermediate_size)
         if model.moe_shared_expert_gate:
             yield Parameter(f"{mlp}.shared_expert_gate.weight", (1, hidden), flops=2 * hidden)
+
+
+def of_each_block(model: ModelConfig, layers: Iterable[int], measure: Callable[[Iterator[Parameter]], T]) -> list[T]:
+    """``measure(parameters)`` of each of these layers. Blocks differ in whether they have experts, so that each kind is
+    measured once: a planner asks for hundreds of layouts."""
+    layers = list(layers)
+    kinds = {has_experts(model, layer): layer for layer in layers}
+    measured = {kind: measure(block_parameters(model, layer)) for kind, layer in kinds.items()}
+    return [measured[has_experts(model, layer)] for layer in layers]
 
 
 def _attention(model: ModelConfig, attention: str) -> Iterator[Parameter]:

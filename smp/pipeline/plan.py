@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from smp.config import Config, ConfigError, Layout, ModelConfig, ParallelConfig
 from smp.config.batch import BatchSizes
-from smp.models.arithmetic import count_part, forward_flops
+from smp.models.arithmetic import ForwardFlops, count_part, forward_flops
 from smp.models.part import ModelPart
 from smp.pipeline.actions import Op, Schedule
 from smp.pipeline.placement import FLAG, balance, parse_layout
@@ -61,9 +61,10 @@ def plan_pipeline(config: Config, layout: Layout) -> Plan:
     micro_batches = data.global_batch_size // (data.micro_batch_size * layout.data_parallel)
     sizes = (name, layout.pp, micro_batches, chunks, parallel.pipeline_reshard)
     training, evaluation = _schedule(*sizes, evaluation=False), _schedule(*sizes, evaluation=True)
-    parts = _place(model, parallel, training.stages, data.seq_length or 1)
+    flops, replays = forward_flops(model, data.seq_length or 1), _replays(parallel)
+    parts = _place(model, parallel, training.stages, flops, replays)
     tokens = data.micro_batch_size * (data.seq_length or 1)
-    return Plan(parts, training, evaluation, tuple(_costs(part, config, tokens) for part in parts))
+    return Plan(parts, training, evaluation, tuple(_costs(part, flops, replays, tokens) for part in parts))
 
 
 @lru_cache(maxsize=128)  # a planner asks for the same ones with many models' parts
@@ -73,7 +74,9 @@ def _schedule(name: str, ranks: int, micro_batches: int, chunks: int, reshard: b
     return schedule
 
 
-def _place(model: ModelConfig, parallel: ParallelConfig, stages: int, seq_length: int) -> tuple[ModelPart, ...]:
+def _place(
+    model: ModelConfig, parallel: ParallelConfig, stages: int, flops: ForwardFlops, replays: int
+) -> tuple[ModelPart, ...]:
     """As the user says, or balanced by the FLOPs of a whole step."""
     if parallel.pipeline_model_parallel_layout is not None:
         return parse_layout(parallel.pipeline_model_parallel_layout, model.num_layers, stages)
@@ -83,11 +86,13 @@ def _place(model: ModelConfig, parallel: ParallelConfig, stages: int, seq_length
             f"{model.num_layers} layers (--num-layers), embedding and head: name the empty ones with {FLAG}, or take "
             "fewer"
         )
-    flops, replays = forward_flops(model, seq_length), _replays(parallel)
     # A backward pass costs two forward passes.
     blocks = 1 + replays / 3  # a step is 3 forward passes long, or 4
-    layers = [layer * blocks for layer in flops.layers]
-    return balance(layers, stages, flops.embedding, flops.head + flops.further * blocks + flops.around)
+    layers = tuple(layer * blocks for layer in flops.layers)
+    return _balance(layers, stages, flops.embedding, flops.head + flops.further * blocks + flops.around)
+
+
+_balance = lru_cache(maxsize=128)(balance)  # as above
 
 
 def _replays(parallel: ParallelConfig) -> int:
@@ -95,16 +100,15 @@ def _replays(parallel: ParallelConfig) -> int:
     return 1 if parallel.recompute_granularity == "full" else 0
 
 
-def _costs(part: ModelPart, config: Config, tokens: int) -> StageCosts:
+def _costs(part: ModelPart, flops: ForwardFlops, replays: int, tokens: int) -> StageCosts:
     """A layer's forward pass costs as much as either part of its backward pass; the input part begins with the replay
     of the forward pass, if there is one. The output layer computes its gradients in its forward pass."""
-    flops = forward_flops(config.model, config.data.seq_length or 1)
     layers = sum(flops.layers[i] for i in part.layers) * tokens
     # Further predictions are computed by layers of their own, which lie beside the head.
     layers += part.head * flops.further * tokens
     both = layers + (part.embedding * flops.embedding + part.head * flops.around) * tokens
     head = part.head * flops.head * tokens
-    return StageCosts(both + 3 * head, both + _replays(config.parallel) * layers, both)
+    return StageCosts(both + 3 * head, both + replays * layers, both)
 
 
 def plans_by_size(config: Config, layout: Layout) -> dict[int, Plan]:

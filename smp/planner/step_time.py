@@ -21,8 +21,8 @@ from smp.config.mtp import further_layers
 from smp.models.arithmetic import forward_flops
 from smp.models.inventory import (
     Parameter,
-    block_parameters,
     inventory,
+    of_each_block,
     prediction_parameters,
     vocabulary_matrix,
 )
@@ -135,7 +135,7 @@ class StepModel:
         self.fp8 = Fp8Costs.of(parallel)
         self.gathered_width = 1 if parallel.fp8_param_gather else self.width
         self.offloaded = _offloaded(config, layout) if parallel.offload_activations else 0.0
-        self.blocks = [list(block_parameters(model, layer)) for layer in range(model.num_layers)]
+        self.blocks = of_each_block(model, range(model.num_layers), list)
         self.forward, self.backward = self._mean_passes()
         self.predictions = len(further_layers(model))
 

@@ -20,6 +20,7 @@ from smp.models.inventory import (
     Parameter,
     block_parameters,
     inventory,
+    of_each_block,
     prediction_parameters,
     vocabulary_matrix,
 )
@@ -202,7 +203,7 @@ class _Share:
             layers,
             parameters,
             _elements(parameters, layout),
-            [_elements(block_parameters(model, i), layout) for i in layers],
+            of_each_block(model, layers, lambda block: _elements(block, layout)),
             rows * has_matrix,
             rows * hidden * has_matrix,
             len(further),
@@ -342,7 +343,7 @@ def kept_by_block(config: Config, layout: Layout, tuned: Tuned = Tuned()) -> int
     kinds = {has_experts(model, i) for i in range(model.num_layers)}
     kept = max(kept_per_token(config, layout, b, recompute, fused=fused, experts=kind) for kind in kinds)
     alone = not layout.has_fsdp
-    weights = max(_elements(block_parameters(model, i), layout) for i in range(model.num_layers))
+    weights = max(of_each_block(model, range(model.num_layers), lambda block: _elements(block, layout)))
     cast = b * weights if alone and parallel.bf16 and recompute == "none" and not tuned.adapters else 0
     return tuned.rows * data.micro_batch_size * data.seq_length // layout.cp * kept + cast
 
