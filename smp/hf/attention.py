@@ -22,8 +22,9 @@ def install(model: Any) -> str:
     """Enter Hugging Face's registry of attention functions for ``model``; returns what was done, or nothing."""
     base, _ = base_of(model)
     config = getattr(base, "config", None)
-    known = getattr(config, "model_type", None) in FAMILIES  # others ask whether it is "sdpa"
-    if state.device_type != "cpu" or state.cp_size > 1 or not known or config._attn_implementation != "sdpa":
+    if config is None or getattr(config, "model_type", None) not in FAMILIES:  # others ask whether it is "sdpa"
+        return ""
+    if state.device_type != "cpu" or state.cp_size > 1 or config._attn_implementation != "sdpa":
         return ""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

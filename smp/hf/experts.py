@@ -79,7 +79,7 @@ def check_config(model: Any, config: Any) -> None:
     """``config`` is for ``model``.
 
     Raises:
-        ConfigError: it is no MoEConfig; or a loss is asked for that the model has not.
+        ConfigError: it is no MoEConfig; the model has no experts, or not the loss that is asked for.
     """
     if config is None:
         return
@@ -87,6 +87,9 @@ def check_config(model: Any, config: Any) -> None:
         raise ConfigError(f"transform(config={type(config).__name__}): a smp.MoEConfig, or None")
     if config.moe_load_balancing == "aux_loss" and not hasattr(model, "router_aux_loss_coef"):
         raise ConfigError(f"moe_load_balancing 'aux_loss': {type(model).__name__} has no auxiliary loss")
+    kinds = (f"{name} {type(module).__name__}".lower() for name, module in model.named_modules())
+    if not any("expert" in kind for kind in kinds):
+        raise ConfigError(f"transform(config=MoEConfig(...)): {type(model).__name__} has no experts")
 
 
 def apply_config(model: Any, config: MoEConfig | None) -> None:

@@ -6,6 +6,7 @@ give numbers that belong to no batch; and what attention returns of its scores i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from smp.config.schema import ConfigError
 from smp.hf.adapters import base_of
+from smp.hf.fsdp1 import FSDP2
 from smp.hf.state import state
 from smp.parallel.agree import gather
 from smp.parallel.collectives import Group, gather_features
@@ -32,6 +34,20 @@ def install(model: Any, group: Group) -> None:
         base.generate = MethodType(_generate, base)
     heads = getattr(base.config.get_text_config(), "num_attention_heads", None) if hasattr(base, "config") else None
     base.register_forward_hook(_WholeScores(group, heads), with_kwargs=True)
+
+
+def refuse_ddp(model: Any) -> None:
+    """DistributedDataParallel around ``model``, which is cut, ends in one line: it would average parts of different
+    ranks. Its constructor iterates over this attribute of the module that it is given."""
+    model._ddp_params_and_buffers_to_ignore = _NoDDP()
+
+
+class _NoDDP:
+    def __iter__(self) -> Iterator[str]:
+        raise ConfigError(
+            "DistributedDataParallel does not know of the cut of smp.transform and would average parts of different "
+            f"ranks; instead of it: {FSDP2}"
+        )
 
 
 @dataclass

@@ -210,12 +210,15 @@ def _chunked(hidden: torch.Tensor, weight: torch.Tensor, loss: ParallelLoss) -> 
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
-    weights = (targets.labels != IGNORE_INDEX).float() / targets.divisor
+    counts = targets.labels != IGNORE_INDEX
+    weights = torch.where(counts, 1 / targets.divisor, 0.0).float()  # not a product: without labels it is 0 / 0
     chunk = chunk_tokens(weight)
     with torch.autocast(device, enabled=False):
-        return linear_cross_entropy(
+        value = linear_cross_entropy(
             hidden, weight, targets.labels, weights, loss.shard, chunk_tokens=chunk, backend=loss.backend
         )
+    # Hugging Face's mean of no loss is NaN; its gradients are zero.
+    return torch.where(counts.any() | (targets.divisor != 0), value, value + torch.nan)
 
 
 def _loss(model: Any, logits: torch.Tensor, labels: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:

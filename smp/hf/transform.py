@@ -126,6 +126,8 @@ def transform(
         expected.compare(model)
     if tp.size > 1:
         guards.install(model, tp)
+    if plan.steps:
+        guards.refuse_ddp(model)
     context.install(model, cp_comm_type)  # after the comparison, which is of whole sequences
     return model
 

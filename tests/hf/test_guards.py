@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import smp
 from smp.config import ConfigError
@@ -117,6 +118,7 @@ def _unlike(rank: int, world_size: int) -> dict[str, Any]:
     _refused("a model (nn.Module), not str", lambda: smp.transform("gpt2"))
     _refused("a torch.dtype, such as torch.bfloat16", lambda: smp.transform(build("Llama"), dtype="bf16"))
     _refused("a dictionary of styles", lambda: smp.transform(build("Llama"), rows=["up"]))
+    _refused("DistributedDataParallel does not know of the cut", lambda: DistributedDataParallel(copy.deepcopy(model)))
     _refused("wrapped in DataParallel", lambda: smp.transform(nn.DataParallel(build("Llama"))))
     _refused("the model, not its parameters", lambda: smp.clip_grad_norm_(model.parameters(), 1.0))
     rows = {"up": "colwise", "down": "rowwise"}

@@ -147,6 +147,20 @@ def test_chunks_of_logits_that_a_model_changes_are_refused() -> None:
     check(build("Gemma 3"), "chunked", 2, make_plan(build("Gemma 3"), None, 2, 0))
 
 
+def _without_labels(model: Any) -> None:
+    """A batch without any label gives Hugging Face's loss, 0 or NaN, and zero gradients."""
+    alone = build("Llama")
+    labels = torch.full_like(_data({})["labels"], -100)
+    for arguments in ({}, {"num_items_in_batch": 7}, {"num_items_in_batch": 0}):
+        seen = []
+        for one in (alone, model):
+            one.zero_grad()
+            loss = one(input_ids=_data({})["input_ids"], labels=labels, **arguments).loss
+            loss.backward()
+            seen.append((loss.detach(), *(whole(p.grad) for p in one.parameters())))
+        torch.testing.assert_close(seen[1], seen[0], rtol=0.0, atol=0.0, equal_nan=True)
+
+
 def _memory(rank: int, world_size: int) -> dict[str, int]:
     smp.init({"tensor_parallel_degree": 2})
     largest = {}
@@ -156,6 +170,7 @@ def _memory(rank: int, world_size: int) -> dict[str, int]:
             patch.setattr("smp.layers.head.CHUNK_BYTES", {"cpu": 16 * VOCAB // 2 * 4, "cuda": 1})
             model(**_data({})).loss.backward()
         largest[kind] = mode.elements
+        _without_labels(model)
     for family, kind, message in (
         ("Gemma 2", "chunked", "Gemma2ForCausalLM computes between its head and its loss"),
         ("Phi", "chunked", "the head has a bias; loss='vocab_parallel' takes one"),
