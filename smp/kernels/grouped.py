@@ -16,13 +16,17 @@ which knows no atomics and no layout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from smp.kernels.registry import accumulation_dtype, define
+
+Later = Callable[[Callable[[], torch.Tensor]], None]
+"""Takes the computation of a weight's gradient over from the backward pass, to run it once, later."""
 
 
 def grouped_product(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -34,10 +38,13 @@ def grouped_product(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor)
 
 
 def grouped_products(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], counts: torch.Tensor
+    x: torch.Tensor, weights: Sequence[torch.Tensor], counts: torch.Tensor, later: Sequence[Later] = ()
 ) -> tuple[torch.Tensor, ...]:
-    """:func:`grouped_product` of the same rows with several weights. Gradients of x are summed where they are made."""
-    outputs: tuple[torch.Tensor, ...] = _Products.apply(x, counts, *weights)
+    """:func:`grouped_product` of the same rows with several weights. Gradients of x are summed where they are made.
+
+    ``later``, one for each weight: who computes gradients of those that are trained; empty: the backward pass does.
+    """
+    outputs: tuple[torch.Tensor, ...] = _Products.apply(x, counts, tuple(later), *weights)
     return outputs
 
 
@@ -76,7 +83,9 @@ def combine_rows(rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor,
 
 class _Products(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, counts: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        """x, counts, later, weights."""
+        x, counts, ctx.later, *weights = inputs
         ctx.save_for_backward(x, counts, *weights)
         return tuple(_forward_op(x, weight, counts) for weight in weights)
 
@@ -85,8 +94,21 @@ class _Products(torch.autograd.Function):
         x, counts, *weights = ctx.saved_tensors
         grads = tuple(grad.contiguous() for grad in grads)
         dx = _input_gradient_op(grads, weights, counts) if ctx.needs_input_grad[0] else None
-        wanted = zip(grads, ctx.needs_input_grad[2:], strict=True)
-        return dx, None, *(_weight_gradient_op(grad, x, counts) if needed else None for grad, needed in wanted)
+        computations = [partial(_weight_gradient_op, grad, x, counts) for grad in grads]
+        return dx, None, None, *gradients_now(computations, ctx.needs_input_grad[3:], ctx.later)
+
+
+def gradients_now(
+    computations: Sequence[Callable[[], torch.Tensor]], wanted: Sequence[bool], later: Sequence[Later]
+) -> list[torch.Tensor | None]:
+    """What a backward pass returns for weights: the gradients of those that are wanted, or None for each when
+    ``later`` takes them over."""
+    if not later:
+        return [compute() if needed else None for compute, needed in zip(computations, wanted, strict=True)]
+    for compute, needed, take in zip(computations, wanted, later, strict=True):
+        if needed:
+            take(compute)
+    return [None] * len(computations)
 
 
 class _AddRows(torch.autograd.Function):

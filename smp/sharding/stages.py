@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from smp.config.mtp import further_layers
 from smp.layers.linear import linear_layers
 from smp.layers.linear_functions import WeightGradients
+from smp.layers.moe.experts import expert_layers
 from smp.models.gpt import GPT
 from smp.models.part import ModelPart
 from smp.parallel.boxes import placed_like
@@ -37,7 +38,8 @@ class ShardedStages:
     Args:
         model: after ``parallelize``. From now on it is gathered and reduced only through this object.
         stages: number of each stage of this rank -> its part of ``model``.
-        split_backward: let backward passes leave the gradients of linear layers' weights for :meth:`backward_weight`.
+        split_backward: let backward passes leave the gradients of linear layers' and experts' weights for
+            :meth:`backward_weight`.
     """
 
     def __init__(self, model: GPT, stages: Mapping[int, ModelPart], *, split_backward: bool = False) -> None:
@@ -57,7 +59,8 @@ class ShardedStages:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_modules_to_backward_prefetch([module])  # itself: gathered already, so nothing
-        for layer in linear_layers(model).values() if split_backward else ():
+        deferred = linear_layers(model) | expert_layers(model) if split_backward else {}
+        for layer in deferred.values():
             if layer.weight.requires_grad:  # frozen ones leave nothing for later
                 layer.sink = self._pending.append
 

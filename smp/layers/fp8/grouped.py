@@ -7,17 +7,23 @@ with scales of rows each has its own. A rank without rows takes part in every ex
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from smp.kernels import grouped_scaled
 from smp.kernels.fp8 import Operand, Quantised
+from smp.kernels.grouped import Later, gradients_now
 from smp.layers.fp8.scaling import Scaling
 
 
 def scaled_experts(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], counts: torch.Tensor, scaling: Scaling
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    counts: torch.Tensor,
+    scaling: Scaling,
+    later: Sequence[Later] = (),
 ) -> tuple[torch.Tensor, ...]:
     """Products of the same rows with several projections.
 
@@ -26,11 +32,12 @@ def scaled_experts(
         weights: (experts, out, in) each.
         counts: int64 (experts,), rows of each.
         scaling: of this call.
+        later: as of :func:`smp.kernels.grouped.grouped_products`.
 
     Returns:
         (n, out) for each weight, in the dtype of ``x``.
     """
-    return _Scaled.apply(x, counts, scaling, *weights)
+    return _Scaled.apply(x, counts, scaling, tuple(later), *weights)
 
 
 class _Scaled(torch.autograd.Function):
@@ -38,18 +45,18 @@ class _Scaled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
-        """x, counts, scaling, weights."""
-        x, counts, ctx.scaling, *weights = inputs
+        """x, counts, scaling, later, weights."""
+        x, counts, ctx.scaling, ctx.later, *weights = inputs
         ctx.product = ctx.scaling.product(x.dtype)
         made = ctx.scaling.forward(x, weights)
-        kept = _parts(made.kept) if any(ctx.needs_input_grad[3:]) else [x.new_empty(0)]
+        kept = _parts(made.kept) if any(ctx.needs_input_grad[4:]) else [x.new_empty(0)]
         ctx.kept = len(kept)
         ctx.save_for_backward(counts, *kept, *weights, *made.scales)
         return tuple(grouped_scaled.forward(made.x, weight, counts, ctx.product) for weight in made.weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        trained = ctx.needs_input_grad[3:]
+        trained = ctx.needs_input_grad[4:]
         counts, *tensors = ctx.saved_tensors
         end = ctx.kept + len(trained)
         kept, weights, scales = tensors[: ctx.kept], tensors[ctx.kept : end], tensors[end:]
@@ -60,11 +67,9 @@ class _Scaled(torch.autograd.Function):
             for (grad, _), weight in zip(pairs, ctx.scaling.weights(weights, scales), strict=True):
                 part = grouped_scaled.input_gradient(grad, weight, counts, ctx.product)
                 dx = part if dx is None else dx + part
-        dws = [
-            grouped_scaled.weight_gradient(grad, x, counts, ctx.product) if wanted else None
-            for (_, grad), wanted in zip(pairs, trained, strict=True)
-        ]
-        return dx, None, None, *dws
+        weight_gradient = partial(grouped_scaled.weight_gradient, x=x, counts=counts, product=ctx.product)
+        computations = [partial(weight_gradient, grad) for _, grad in pairs]
+        return dx, None, None, None, *gradients_now(computations, trained, ctx.later)
 
 
 def _parts(operand: Operand) -> list[torch.Tensor]:

@@ -20,6 +20,7 @@ from smp.kernels import TORCH, Kernels
 from smp.kernels.grouped import add_rows_of_groups, counts_where_read, grouped_products
 from smp.kernels.quick_geglu import QuickGeglu
 from smp.layers.fp8.grouped import scaled_experts
+from smp.layers.linear_functions import Sink
 from smp.layers.mlp import Activation, activate, activate_gated, has_gate
 from smp.layers.parameter import Constant, Initializer, Normal, local, placed_parameter
 from smp.parallel.context import ParallelContext
@@ -41,6 +42,7 @@ class ExpertLinear(nn.Module):
     Attributes:
         kind: whether TP ranks have columns of the result, or parts of a sum.
         scaling: in FP8 where scales come from, see ``smp.layers.fp8``.
+        sink: who computes weight gradients later; None: the backward pass does.
     """
 
     add_low_rank: ClassVar[Callable[..., torch.Tensor] | None] = None
@@ -71,10 +73,16 @@ class ExpertLinear(nn.Module):
         self.initializers: dict[str, Initializer] = {"weight": Normal(init_std), "bias": Constant(0.0)}
         self.kind: Literal["column", "row"] = "column" if tp_dim == 1 else "row"
         self.scaling: LayerScaling | None = None
+        self.sink: Sink | None = None
 
     def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """(n, in [/p]) sorted by expert, ``counts`` of each -> (n, out [/p])."""
         return apply_experts(rows, [self], counts)[0]
+
+    def later(self, compute: Callable[[], torch.Tensor]) -> None:
+        """Hand the computation of the weight's gradient to the sink."""
+        assert self.sink is not None
+        self.sink(lambda: [(self, compute())])
 
     def add_bias(self, y: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """(n, out [/p]) sorted by expert, with the bias of each row's expert. Parts of a sum get it in the columns
@@ -93,10 +101,13 @@ def apply_experts(
     """Several projections of the same rows, as :meth:`ExpertLinear.forward`; in FP8 with one exchange of maxima."""
     weights = [local(projection.weight, rows.dtype) for projection in projections]
     scalings = [projection.scaling for projection in projections if projection.scaling is not None]
+    later = (
+        [projection.later for projection in projections] if any(projection.sink for projection in projections) else []
+    )
     if scalings:
-        outputs = scaled_experts(rows, weights, counts, scalings[0].of_call(scalings))
+        outputs = scaled_experts(rows, weights, counts, scalings[0].of_call(scalings), later)
     else:
-        outputs = grouped_products(rows, weights, counts)
+        outputs = grouped_products(rows, weights, counts, later)
     outputs = tuple(
         y if projection.bias is None else projection.add_bias(y, counts)
         for projection, y in zip(projections, outputs, strict=True)
