@@ -208,17 +208,23 @@ def plan(argv: Sequence[str] | None) -> int:
         help="in place of --model: file of benchmarks/collectives.py to compare predictions with",
     )
     parser.add_argument("--nodes", type=int, nargs="+", default=list(NODES), help="numbers of nodes")
-    parser.add_argument("--ranks-per-node", type=int, default=8)
+    parser.add_argument("--ranks-per-node", type=int, default=8, help="ranks on each node")
     parser.add_argument(
         "--between-gbit", type=float, help="Gbit/s of a node's uplink (with --measured: taken from each run)"
     )
-    parser.add_argument("--between-latency-us", type=float, default=15.0)
-    parser.add_argument("--inside-gbit", type=float, required=True, help="Gbit/s of one rank inside of its node")
-    parser.add_argument("--inside-latency-us", type=float, default=3.0)
     parser.add_argument(
-        "--call-us", type=float, default=2.0, help="microseconds that a process needs to post one message"
+        "--between-latency-us", type=float, default=15.0, help="latency of a message between nodes, microseconds"
     )
-    parser.add_argument("--add-gb", type=float, default=500.0, help="GB/s at which a rank adds up")
+    parser.add_argument("--inside-gbit", type=float, required=True, help="Gbit/s of one rank inside its node")
+    parser.add_argument(
+        "--inside-latency-us", type=float, default=3.0, help="latency of a message inside a node, microseconds"
+    )
+    parser.add_argument(
+        "--call-us", type=float, default=2.0, help="time in which a process posts one message, microseconds"
+    )
+    parser.add_argument(
+        "--add-gb", type=float, default=500.0, help="GB/s at which a rank adds up the parts of a reduction"
+    )
     parser.add_argument(
         "--flat", choices=("nccl", "gloo"), default="nccl", help="library whose flat rings are compared with"
     )

@@ -26,10 +26,13 @@ PAGE = ROOT / "docs/launching.md"
 HEAD = """\
 # Recipes
 
-Every recipe of [recipes_collection](../recipes_collection/recipes), written by `python tools/recipes.py`. How they are
-run is in [launching.md](launching.md). Memory is predicted, per GPU, for the process that needs most; no recipe of
-several nodes has been run on GPUs yet. The arithmetic behind a layout: the least tensor, pipeline and context
-parallelism and the least recompute that leaves 15% of a GPU's memory free.
+All recipes of [recipes_collection](../recipes_collection/recipes). [launching.md](launching.md) shows how to run one.
+This page is written by `python tools/recipes.py`.
+
+- Memory (GiB) is predicted, per GPU, for the process that needs most.
+- Each layout is the one with the least tensor, pipeline and context parallelism and the least recompute that leaves 15%
+  of a GPU's memory free.
+- No recipe of several nodes has been run on GPUs yet.
 
 | Recipe | Model | GPUs | Tokens per step | Tensor x pipeline x context x expert | Sharded over | Recompute | GiB |
 |---|---|---|---|---|---|---|---|

@@ -1,5 +1,5 @@
-"""Parallel layers for anyone's ``nn.Module``: a plain 1-D DeviceMesh (or a
-``ParallelContext``) in, no config, no trainer, no global state."""
+"""Parallel layers for any ``nn.Module``. They take a 1-D DeviceMesh or a ``ParallelContext``, and need no config, no
+trainer and no global state."""
 
 from smp.data.sample import IGNORE_INDEX
 from smp.kernels.attention_core import AttentionSpec

@@ -1,4 +1,4 @@
-"""One transformer block: what the pipeline splits between, FSDP shards, recompute repeats and compile compiles."""
+"""One transformer block: the unit of FSDP, recompute and torch.compile. Pipelines split the model between blocks."""
 
 from __future__ import annotations
 

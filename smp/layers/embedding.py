@@ -1,8 +1,8 @@
 """Vocabulary-parallel token embedding and output layer, and learned positions.
 
-The rows of both matrices are cut over the TP ranks. Their number is padded so that every rank holds an aligned, equal
-count: whatever the vocabulary, ranks agree and matrix products run on round sizes. The padding is zero, is left out of
-the loss, gets no gradient, and is cut off in checkpoints (``logical_rows`` says how many rows are real).
+The rows of both matrices are split over the TP ranks. Their number is padded so that every rank has the same, aligned
+number of rows. The padding is zero, is left out of the loss, gets no gradient, and is not in checkpoints
+(``logical_rows`` is the number of rows without padding).
 """
 
 from __future__ import annotations

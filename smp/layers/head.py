@@ -1,4 +1,4 @@
-"""The output layer: hidden states to a loss, or to logits."""
+"""The output layer: from hidden states to a loss or to logits."""
 
 from __future__ import annotations
 

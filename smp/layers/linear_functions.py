@@ -1,9 +1,11 @@
-"""The column- and the row-parallel linear function: collectives, their overlap, and who gets the weight's gradient.
+"""The column- and the row-parallel linear function, with their collectives and the overlap of these.
 
-These two own the communication of every linear layer. *What product* they run is named by the layer (see
-``smp.kernels.product``), and *where the gradient of a weight goes* is a sink: without one autograd gets it at once;
-with one, as zero-bubble schedules want it (Qi et al. 2023, arXiv 2401.10241), the backward pass computes only the
-gradient of the input, which the stage before waits for, and hands the other product over to be computed later.
+These two functions do the communication of every linear layer. The layer says which matrix product they run (see
+``smp.kernels.product``), and where the gradient of its weight goes:
+
+- without a sink, autograd gets it at once;
+- with a sink, as zero-bubble schedules need it (Qi et al. 2023, arXiv 2401.10241), the backward pass computes only the
+  gradient of the input, which the previous stage waits for. The sink computes the weight's gradient later.
 
 Product and collective are one operator for graphs. torch.compile would otherwise keep the gathered input for the
 backward pass and wait for a reduction too early, and selective recompute would keep both the partial products and their

@@ -1,4 +1,4 @@
-"""Normalizations whose weights every TP rank holds."""
+"""Normalizations. Every TP rank has a copy of their weights."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Parameters that rest as DTensors on the tensor-parallel mesh, and their first values.
+"""Parameters as DTensors on the tensor-parallel mesh, and their initialization.
 
-A parameter's global shape and placement go with it, so FSDP2, gradient norms and checkpoints need no bookkeeping of
-ours. Layers compute on plain local tensors: :func:`local` is the one way from the one to the other. It is called for
-each parameter and micro-batch, so it goes around the checks and the dispatch of ``DTensor.to_local`` and
-``DTensor.from_local``; see ``benchmarks/host_time.py``.
+A DTensor carries its global shape and placement, so FSDP2, gradient norms and checkpoints need no other bookkeeping.
+Layers compute on plain local tensors, which they get from :func:`local` only. That is called for each parameter and
+micro-batch, so it avoids the checks and the dispatch of ``DTensor.to_local`` and ``DTensor.from_local``; see
+``benchmarks/host_time.py``.
 """
 
 from __future__ import annotations

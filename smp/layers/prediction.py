@@ -1,6 +1,6 @@
-"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, 2.2): what stands around the block of a further layer.
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, 2.2): the parts around the block of a prediction layer.
 
-With h^0 the model's hidden states behind its final norm, layer k = 1, 2, ... predicts token i + k + 1 at place i:
+With h^0 the model's hidden states after its final norm, layer k = 1, 2, ... predicts token i + k + 1 at position i:
 
     x_i   = W [norm_e(embedding of token i + k); norm_h(h^{k-1}_i)]
     h^k   = norm(block_k(x))

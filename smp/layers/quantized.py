@@ -1,8 +1,8 @@
-"""Frozen linear layers whose weights rest in 4 bits, for adapters on top (QLoRA, ``smp.kernels.nf4``).
+"""Frozen linear layers with weights in 4 bits, for adapters on top (QLoRA, ``smp.kernels.nf4``).
 
-The packed weight stands in the place of the weight and is cut as it is: TP cuts its rows or columns, FSDP its rows, of
-packed bytes. Blocks of 64 elements are those of the whole matrix, so that every layout rounds alike; a layout may cut a
-row only between blocks. Layers widen a weight where they use it, in the forward and once more in the backward pass.
+The packed weight replaces the weight and is split in the same way: TP splits its rows or columns, FSDP its rows of
+packed bytes. Blocks of 64 elements are those of the whole matrix, so every layout rounds alike; a row is split between
+blocks only. Layers dequantize a weight where they use it, in the forward pass and again in the backward pass.
 """
 
 from __future__ import annotations

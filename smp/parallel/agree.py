@@ -1,7 +1,8 @@
-"""Agreements between all ranks of a process group, by default of all; without one, a process agrees with itself.
+"""Share flags, numbers, values and errors between the ranks of a process group, so that all act alike.
 
-An error on one rank must end all of them, or the others wait in the next collective for ever. Errors cross ranks as
-objects: ``wrap`` is the type that callers expect. An error of that type crosses as it is, any other one as text.
+The group is by default that of all ranks; without one a process is alone. An error on one rank must end all of them, or
+the others wait in the next collective for ever, so errors are sent to the other ranks: one of the type ``wrap``, which
+the caller expects, as an object, any other one as text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which part of the whole tensor a rank has."""
+"""Which part of a whole tensor a rank has: offsets and sizes, from its DTensor placements."""
 
 from __future__ import annotations
 

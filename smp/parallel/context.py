@@ -1,10 +1,10 @@
-"""Who shares what: every mesh and process group of a run, as one value.
+"""``ParallelContext``: every mesh and process group of a run, as one value.
 
 Ranks lie on a mesh ``(pp, dp_replicate, dp_shard, cp, tp)``, tp fastest: neighbours share a TP group, so the most
-frequent traffic stays inside a node. From it follow the meshes that the rooms above ask for:
+frequent traffic stays inside a node. These are the meshes that the other packages use:
 
 ===================  ================================================  ==========================================
-field                ranks                                             who asks
+field                ranks                                             used by
 ===================  ================================================  ==========================================
 tp                   share every matrix                                layers
 cp                   hold slices of the same sequences                 attention, the cut of a batch

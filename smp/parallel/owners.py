@@ -1,9 +1,9 @@
-"""Whole tensors, each on one rank: the parts of many tensors travel to owners, and back.
+"""Gather many sharded tensors, each whole on one rank (its owner), and scatter the results.
 
-Some computations need a whole matrix, of which every rank has a part. If all ranks gathered all matrices each would
-receive every byte, and all would compute the same. Here the ranks that share matrices take turns: of n matrices on n
-ranks each gets one, by an all-to-all in which a rank sends and receives about as much as it has. What is computed goes
-back the same way. A tensor that several dimensions of a mesh cut is put together cut by cut, the last one first.
+Some computations (Muon's orthogonalization) need a whole matrix, of which every rank has a part. If all ranks gathered
+all matrices, each would receive every byte, and all would compute the same. Here n ranks share n matrices: each rank
+gets one whole matrix, by an all-to-all in which it sends and receives about as much as it has. Results go back the same
+way. A tensor that several mesh dimensions split is assembled one dimension after the other, the last one first.
 """
 
 from __future__ import annotations

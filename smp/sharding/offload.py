@@ -1,4 +1,4 @@
-"""Activations that wait for the backward pass in the host's memory.
+"""Activation offload: what a block saves for its backward pass waits in host memory.
 
 What a block saves for its backward pass (under full recompute its input, else all that its operations keep) is copied
 to the host while the next block computes, and comes back while the block behind it is in its backward pass:

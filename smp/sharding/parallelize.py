@@ -1,8 +1,7 @@
-"""From a model to a trainable, sharded one, in one order.
+"""Make a model trainable: apply recompute, offload, compile and hybrid FSDP, in this order.
 
-TP and SP come with the layers, and a pipeline's rank builds its parts only -> recompute, offload and compile -> hybrid
-FSDP.
-FSDP comes last, so that its hooks stay outside of both and a replay finds the weights already gathered.
+TP and SP are part of the layers, and a pipeline rank builds only its own stages, so both are done before. FSDP comes
+last: its hooks then run outside of recompute and compile, and recompute finds the weights already gathered.
 """
 
 from __future__ import annotations

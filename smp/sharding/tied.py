@@ -1,4 +1,4 @@
-"""A matrix that the first and the last stage of a pipeline both hold."""
+"""Tied embeddings in a pipeline: the first and the last stage both have a copy of the matrix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run leaves beside its checkpoints: adapters in peft's format, and what goes with the model."""
+"""Files that a run writes beside its checkpoints: adapters in peft's format, tokenizer, config.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model of a run, and how its micro-batches go through it."""
+"""Choose kernels, build the model of a run, and what runs its micro-batches, with or without a pipeline."""
 
 from __future__ import annotations
 

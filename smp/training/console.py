@@ -1,4 +1,4 @@
-"""What a run tells its user: log lines, a progress bar, and records for the metric sinks. Rank 0 speaks."""
+"""Output of a run: log lines, a progress bar, and records for the metric sinks. Only rank 0 prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--dry-run: what a command line resolves to, as a recipe whose comments say what follows from it."""
+"""--dry-run: print the resolved settings as a recipe, with comments on mesh, parameters and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Largest rates of devices, what MFU is a fraction of."""
+"""Peak FLOP/s of devices, for MFU."""
 
 from __future__ import annotations
 

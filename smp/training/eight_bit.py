@@ -1,4 +1,4 @@
-"""FP8 of a run: what the settings ask for, on this device, and what the user should hear of it."""
+"""FP8 of a run: the recipe that the settings ask for, on this device, and the lines to print about it."""
 
 from __future__ import annotations
 

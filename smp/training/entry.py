@@ -1,4 +1,4 @@
-"""What the entry points have in common: the way from a command line to an exit code. Imports no torch."""
+"""Shared by the entry points: from a command line to an exit code. Imports no torch."""
 
 from __future__ import annotations
 

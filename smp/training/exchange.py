@@ -1,4 +1,4 @@
-"""What attention exchanges in a context-parallel run: --cp-comm-type, or what a cost model says is best."""
+"""The exchange of a context-parallel run: --cp-comm-type, or for auto the best one by the cost model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fine-tuning changes of a step on tensors without data: adapters, frozen weights, pairs and their reference."""
+"""Fine-tuning's part of a step on fake tensors: adapters, frozen weights, pairs and their reference model."""
 
 from __future__ import annotations
 

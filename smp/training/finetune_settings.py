@@ -1,4 +1,4 @@
-"""From the command line of a fine-tuning run to settings that can work and the data to train on, before torch."""
+"""From the command line of a fine-tuning run to checked settings and training data, before torch is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a fine-tuning run is made of: other data, a model that comes from somewhere, perhaps adapters, perhaps pairs."""
+"""Parts of a fine-tuning run: its data, the loaded model, and optionally adapters and preference pairs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process around a run: how it starts, what it says when it ends, and its exit code."""
+"""Run a function in a training process: start it, report how it ended, and return the exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a piece of a program allocates, computes and communicates, counted while it runs.
+"""Count what a piece of code allocates, computes and communicates while it runs.
 
 :class:`Meter` watches every operation that PyTorch dispatches. On fake tensors nothing else happens: a step of a model
 of any size runs in seconds and in no memory, and what it would have needed is known to the byte (but for what kernels

@@ -1,4 +1,4 @@
-"""MLflow as a destination of records: settings become parameters, what a start was is tags, scalars are metrics."""
+"""Log to MLflow: settings become parameters, the record of the start becomes tags, scalars become metrics."""
 
 from __future__ import annotations
 

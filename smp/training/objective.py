@@ -1,4 +1,4 @@
-"""What a step minimises: the next token, or a loss of answers, and what those are compared with."""
+"""The loss of a step: next-token cross-entropy or a preference loss, with its reference model."""
 
 from __future__ import annotations
 

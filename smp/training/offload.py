@@ -1,4 +1,4 @@
-"""What offloading means for a run: in words at its start, and in bytes and seconds in a dry run."""
+"""Lines about offloading: a note at the start of a run, bytes and seconds in a dry run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint of a training run holds, and how a run comes back from one."""
+"""Contents of a training checkpoint, and how a run resumes from it."""
 
 from __future__ import annotations
 

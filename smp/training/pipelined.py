@@ -1,4 +1,4 @@
-"""The passes of a step through a pipeline: plan, stages, messages and the runner put together."""
+"""Forward and backward passes of a step through a pipeline: puts plan, stages, messages and runner together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pretraining run is made of."""
+"""Parts of a pretraining run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This process's place among the others, and the status file that launchers read. Imports no torch."""
+"""Rank and world size of this process, and the status file that launchers read. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run was started with: settings, command, versions, commit, machine. A line of ``starts.jsonl`` per start."""
+"""Record of a start: settings, command, versions, commit, machine. Each start adds a line to ``starts.jsonl``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ``extra`` of a checkpoint says of the training run that saved it. Anybody may have written it."""
+"""The training run's own record in the ``extra`` of a checkpoint. It is checked: the file may come from any program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's folder of checkpoints: taken for this run alone, loaded from at the start, saved to on the way."""
+"""The checkpoint folder of a run: locked for this run, loaded from at the start, saved to during training."""
 
 from __future__ import annotations
 

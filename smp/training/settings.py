@@ -1,4 +1,4 @@
-"""From a command line to settings that can work, before torch is imported or anything is written."""
+"""From a command line to checked settings, before torch is imported or anything is written."""
 
 from __future__ import annotations
 

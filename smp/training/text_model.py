@@ -1,4 +1,4 @@
-"""A model to use, of any format, with adapters and tokenizer: for tools that write or read text in one process."""
+"""Load a model of any format with adapters and tokenizer, for tools that generate or score text in one process."""
 
 from __future__ import annotations
 

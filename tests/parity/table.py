@@ -18,25 +18,46 @@ from tests.parity.result import TOLERANCE, Result, compare
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "parity.md"
 INTRODUCTION = f"""# Parallelism never changes the math: measured
 
-Written by `make parity`; `make test-slow` asserts what `make test`, which has about half of these cases, leaves out.
-A *problem* is a model, its data and its optimizer; a *layout* says how it is spread over processes (CPU, gloo). Every
-layout trains ten steps (five in a pipeline; `make test` two) of SGD with weight decay and is compared with one
-process that runs the same problem without accumulation, recompute or compilation; initial weights must be
-bit-identical. One process is compared with plain torch in float64 (`tests/parity/reference.py`: whole tensors,
-autograd, full logits).
+Every way to spread a run over processes gives the result of one process. The tables show how closely, case by case. The
+page is written by `make parity`.
 
-Errors are the worst over steps and tensors. Loss and gradient norm: |x - y| / |y|. Gradients (every full one, of the
-first and the last step) and weights: |x - y| / |y| in the L2 norm per tensor, for weights relative to how far
-training moved them. A difference of eps times the norm of the tensor's layer counts as {TOLERANCE:g}: GPT-2's key
-bias has a gradient of exactly zero in theory, so relative to itself its rounding is never small. In fp32 the bound is
-{TOLERANCE:g}. In bf16 it is twice the distance between bf16 and fp32 of the same problem on one process, in the first
-rows of that table; for the loss, one number in which roundings may cancel, twice the largest of those distances.
+- A *problem* is a model, its data and its optimizer. A *layout* says how it is spread over processes (CPU, gloo).
+- Every layout trains ten steps (five in a pipeline; `make test` two) of SGD with weight decay. It is compared with one
+  process that runs the same problem without accumulation, recompute or compilation. Initial weights must be
+  bit-identical.
+- One process is compared with plain torch in float64 (`tests/parity/reference.py`: whole tensors, autograd, full
+  logits).
+- `make test` runs about half of these cases, `make test-slow` the others.
 
-Names: pp = pipeline ranks and their schedule, tp = tensor parallel (sp: with sequence parallelism), shard and rep =
-hybrid FSDP's two degrees, acc = accumulation, cp = processes that share a sequence and what they exchange, then the
-problem: style, variant, head, vocabulary and what its rows are padded to per rank, key/value heads of heads,
-micro-batches x samples x tokens. `unequal` has ranks and micro-batches with different numbers of valid tokens, also
-none; `clip` clips at every step; `chunks` is the bytes of one chunk of logits.
+Errors are the worst over steps and tensors:
+
+- loss and gradient norm: |x - y| / |y|
+- gradients (all, of the first and the last step): |x - y| / |y| in the L2 norm per tensor
+- weights: the same, relative to how far training moved them
+
+Bounds:
+
+- fp32: {TOLERANCE:g}. A difference of eps times the norm of the tensor's layer counts as {TOLERANCE:g}: GPT-2's key
+  bias has a gradient of exactly zero in theory, so relative to itself its rounding is never small.
+- bf16: twice the distance between bf16 and fp32 of the same problem on one process, which the first rows of that table
+  show. For the loss, one number in which roundings may cancel, it is twice the largest of those distances.
+
+Names of cases:
+
+| part | |
+|---|---|
+| `pp` | pipeline ranks and their schedule |
+| `tp`, `sp` | tensor parallel ranks; with sequence parallelism |
+| `shard`, `rep` | the two degrees of hybrid FSDP |
+| `acc` | accumulation |
+| `cp` | processes that share a sequence, and the exchange |
+| the rest | style, variant, head |
+| `vocabNbyM` | vocabulary of N; its rows are padded to a multiple of M per rank |
+| `kvNofM` | N key/value heads of M heads |
+| `2x3x15` | micro-batches x samples x tokens |
+| `unequal` | ranks and micro-batches have different numbers of valid tokens, also none |
+| `clip` | every step clips |
+| `chunks` | bytes of one chunk of logits |
 """
 FUZZ = "<!-- written by make fuzz-parity -->"
 """From here on the page is that of ``tests.parity.fuzz``."""

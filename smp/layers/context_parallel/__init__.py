@@ -1,6 +1,6 @@
-"""Attention over sequences that are cut over ranks: attention cores around an attention core.
+"""Attention over sequences that are split over ranks. Each exchange is an attention core that wraps another one.
 
-In a module of one's own, on each rank of a 1-D ``mesh``, with ``q`` (tokens, heads, head_dim), ``k`` and ``v`` of this
+In your own module, on each rank of a 1-D ``mesh``, with ``q`` (tokens, heads, head_dim), ``k`` and ``v`` of this
 rank's tokens::
 
     from smp.layers import DEFAULT_ATTENTION, AttentionSpec, TokenLayout, context_parallel_attention, cut_sequences
@@ -24,7 +24,7 @@ partial        those calls, merged, and their gradients                   no
 ring           p2p                                                        one, around the ring
 gather         all_gather                                                 one
 ulysses        a2a; around a ring a2a+p2p                                 one, of neighbours
-cost, auto     bytes by formula; which way costs least                    no
+cost, auto     bytes by formula; which exchange to use                    no
 =============  =========================================================  ====================================
 """
 

@@ -1,4 +1,4 @@
-"""--cp-comm-type auto: the way of exchanging that costs least time by a model, which it prints.
+"""--cp-comm-type auto: choose the exchange that a cost model predicts to be fastest, and print the prediction.
 
 The model knows bytes, links, FLOPs and how many calls a kernel gets, and nothing is measured, so that a run and its
 resume choose alike. Exchanges of a ring hide behind the blocks that are computed meanwhile, those of an all-gather

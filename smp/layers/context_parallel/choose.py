@@ -1,4 +1,4 @@
-"""Which way of exchanging keys, or heads, a run uses."""
+"""Make the attention core for a --cp-comm-type."""
 
 from __future__ import annotations
 

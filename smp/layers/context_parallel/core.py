@@ -1,4 +1,4 @@
-"""What all attention cores over cut sequences have in common."""
+"""Base of all attention cores over split sequences."""
 
 from __future__ import annotations
 

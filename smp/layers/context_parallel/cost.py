@@ -1,4 +1,4 @@
-"""Bytes that each way of exchanging sends, by formula. No torch, so that it runs on a login node."""
+"""Bytes that each exchange sends, by formula. Imports no torch, so it runs on a login node."""
 
 from __future__ import annotations
 

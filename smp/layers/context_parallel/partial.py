@@ -1,4 +1,4 @@
-"""Attention of a rank's queries to some keys after the other, merged, and its gradients.
+"""Attention of a rank's queries to blocks of keys, one block after the other, merged, and its gradients.
 
 Each call gives (out, lse) for its keys. Sums of exponentials add, so out = sum_i out_i exp(lse_i - lse) with
 lse = log sum_i exp(lse_i), kept in fp32 at least. Gradients of a call need out and lse of all keys: probabilities are

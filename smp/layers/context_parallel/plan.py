@@ -1,4 +1,4 @@
-"""What attention cores derive from a cut, once per micro-batch for all layers."""
+"""What attention cores compute from the split of a sequence: once per micro-batch, for all layers."""
 
 from __future__ import annotations
 

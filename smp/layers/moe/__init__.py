@@ -1,11 +1,11 @@
-"""Mixture of experts: a router gives each token some of many feed-forward networks, on whichever rank they are.
+"""Mixture of experts: a router sends each token to some of many feed-forward networks (experts), on any rank.
 
 router.py     scores, the choice of experts and their weights, and the auxiliary losses
 capacity.py   a bound on the tokens of an expert
 sinkhorn.py   choices that are balanced over a sequence
-dispatch.py   rows of tokens to the ranks that have their experts, and back
+dispatch.py   sends rows of tokens to the ranks of their experts, and results back
 experts.py    the networks, one parameter for each projection of all of them
-layer.py      the layer that stands where a dense MLP would
+layer.py      the layer that replaces a dense MLP
 """
 
 from smp.layers.moe.experts import Experts

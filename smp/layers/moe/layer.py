@@ -1,4 +1,4 @@
-"""The layer that stands where a dense MLP would."""
+"""The mixture-of-experts layer, which replaces a dense MLP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--data-parallel-collectives: which collectives of FSDP run by schedules, decided once at the start and said aloud."""
+"""--data-parallel-collectives: choose at the start which collectives of FSDP are hierarchical, and print the choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a collective takes by formula, and which way of running it takes least. No torch, any number of nodes.
+"""Predicted time of a collective by formula, and the fastest way to run it. Imports no torch; any number of nodes.
 
 n nodes of P ranks, N ranks, S bytes of the whole buffer, B an uplink's rate, L a rank's inside of its node:
 
