@@ -106,11 +106,12 @@ class ModelConfig:
     embedding_layernorm: bool = False
     """Normalize the embedding (BLOOM)."""
     swiglu: bool = True
-    """Gated SiLU MLP with three matrices; --no-swiglu is a plain MLP with GELU."""
+    """Gated SiLU MLP with three matrices, also in experts, as all activations below; --no-swiglu is a plain MLP with
+    GELU."""
     geglu: bool = only_with(False, swiglu=False)
     """Gated GELU MLP with three matrices (Gemma, with --tanh-gelu; needs --no-swiglu)."""
     quick_geglu: bool = only_with(False, swiglu=False)
-    """Gated MLP with x sigmoid(1.702 x), three matrices; also of experts (GPT-OSS; needs --no-swiglu)."""
+    """Gated MLP with x sigmoid(1.702 x), three matrices (GPT-OSS; needs --no-swiglu)."""
     activation_func_clamp_value: float | None = only_with(None, quick_geglu=True)
     """Clamp --quick-geglu's gate to at most this, and its up projection to +- this. Default: no clamping."""
     glu_linear_offset: float = only_with(0.0, quick_geglu=True)

@@ -1,8 +1,8 @@
 """Attention of 16-bit models on a CPU, computed in 32 bits.
 
 torch's attention on CPUs takes several times as long backwards in bf16 as in fp32: three tenths of a training step of a
-small Llama. Queries, keys and values are made fp32 before it, and its result 16-bit after it; what comes out is nearer
-to exact. A model in fp32 runs torch's attention as before, to the bit.
+small Llama. Queries, keys and values are made fp32 before it, and its result 16-bit after it. Models in fp32
+and fp64 run torch's attention as before, to the bit.
 """
 
 from __future__ import annotations
@@ -36,10 +36,20 @@ def install(model: Any) -> str:
 
 
 def _attention(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """(batch, heads or groups, length, head_dim) -> (batch, length, heads, head_dim)."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    out, scores = sdpa_attention_forward(module, query.float(), key.float(), value.float(), *args, **kwargs)
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        return sdpa_attention_forward(module, query, key, value, mask, *args, **kwargs)
+    if mask is not None and mask.is_floating_point():
+        mask = mask.float()
+    out, scores = sdpa_attention_forward(module, query.float(), key.float(), value.float(), mask, *args, **kwargs)
     return out.to(query.dtype), scores

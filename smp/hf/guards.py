@@ -6,6 +6,7 @@ give numbers that belong to no batch; and what attention returns of its scores i
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import MethodType
@@ -87,7 +88,8 @@ def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """As the class's own, whose ranks draw the same tokens."""
-    config = kwargs.get("generation_config") or model.generation_config
+    given = inspect.signature(type(model).generate).bind_partial(model, *args, **kwargs).arguments
+    config = given.get("generation_config") or model.generation_config
     if kwargs.get("do_sample", getattr(config, "do_sample", False)):
         numbers = torch.get_rng_state()
         if state.device_type != "cpu":

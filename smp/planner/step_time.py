@@ -32,7 +32,7 @@ from smp.pipeline.simulate import StageCosts, simulate
 from smp.planner.devices import Device
 from smp.planner.fp8 import Fp8Costs
 from smp.planner.update import update_seconds
-from smp.training.memory import kept_by_block
+from smp.training.memory import kept_by_blocks
 
 TILE = 128, 256
 """Rows and columns of a tile of a product's result, as large kernels take them."""
@@ -111,7 +111,8 @@ def _offloaded(config: Config, layout: Layout) -> float:
     """Bytes of a mean block that go to the host, and come back. Without a pipeline the last blocks of a micro-batch
     stay: their backward passes begin at once."""
     stay = min(config.parallel.activation_loading_horizon - 1, config.model.num_layers) if layout.pp == 1 else 0
-    return kept_by_block(config, layout) * (1 - stay / config.model.num_layers)
+    kept = kept_by_blocks(config, layout)
+    return sum(kept) / len(kept) * (1 - stay / config.model.num_layers)
 
 
 class StepModel:

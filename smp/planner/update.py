@@ -33,8 +33,9 @@ def update_seconds(config: Config, layout: Layout, device: Device, owned: Iterab
         if trained_by_muon(optim, parameter):
             flops = elements * orthogonalizing_flops(parameter, optim.muon_num_ns_steps)
             seconds += flops / (device.peak / 2 * device.product_share)
-            if layout.tp * layout.dp_shard * layout.cp > 1:
-                link = device.local_link if layout.tp * layout.dp_shard <= device.devices_per_node else device.node_link
+            ranks = layout.tp * layout.cp * layout.dp_shard
+            if ranks > 1:
+                link = device.local_link if ranks <= device.devices_per_node else device.node_link
                 seconds += 2 * 4 * elements / (link * device.link_share)
     return seconds
 

@@ -334,18 +334,18 @@ def _gathered_in_4_bits(config: Config, layout: Layout, parts: Sequence[ModelPar
     return widened + sum(sizes) + sum(outside)
 
 
-def kept_by_block(config: Config, layout: Layout, tuned: Tuned = Tuned()) -> int:
-    """Bytes that a block keeps of a micro-batch for its backward pass, which --offload-activations takes to the host:
-    of that kind of block which keeps more; without FSDP in bf16 its cast weights, too, if they are trained."""
+def kept_by_blocks(config: Config, layout: Layout, tuned: Tuned = Tuned()) -> list[int]:
+    """Bytes that each block keeps of a micro-batch for its backward pass, which --offload-activations takes to the
+    host; without FSDP in bf16 its cast weights, too, if they are trained."""
     model, data, parallel = config.model, config.data, config.parallel
     assert data.seq_length is not None, "resolved before"
     b, recompute, fused = 2 if parallel.bf16 else 4, parallel.recompute_granularity, is_fused(config)
-    kinds = {has_experts(model, i) for i in range(model.num_layers)}
-    kept = max(kept_per_token(config, layout, b, recompute, fused=fused, experts=kind) for kind in kinds)
-    alone = not layout.has_fsdp
-    weights = max(of_each_block(model, range(model.num_layers), lambda block: _elements(block, layout)))
-    cast = b * weights if alone and parallel.bf16 and recompute == "none" and not tuned.adapters else 0
-    return tuned.rows * data.micro_batch_size * data.seq_length // layout.cp * kept + cast
+    tokens = tuned.rows * data.micro_batch_size * data.seq_length // layout.cp
+    kinds = [has_experts(model, i) for i in range(model.num_layers)]
+    kept = {kind: kept_per_token(config, layout, b, recompute, fused=fused, experts=kind) for kind in set(kinds)}
+    weights = of_each_block(model, range(model.num_layers), lambda block: _elements(block, layout))
+    casts = not layout.has_fsdp and parallel.bf16 and recompute == "none" and not tuned.adapters
+    return [int(tokens * kept[kind]) + b * one * casts for kind, one in zip(kinds, weights, strict=True)]
 
 
 def _activations_per_token(config: Config, layout: Layout, b: int, layers: float, share: _Share) -> float:

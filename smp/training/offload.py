@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from smp.config import Config, Layout
 from smp.models.arithmetic import forward_flops
 from smp.sharding.offload import Offload
-from smp.training.memory import MemoryEstimate, Tuned, kept_by_block
+from smp.training.memory import MemoryEstimate, Tuned, kept_by_blocks
 
 LINK = 55e9
 """Bytes per second between the host and a device, each way: PCIe 5 with 16 lanes, as it is measured."""
@@ -56,7 +56,7 @@ def activation_copies(config: Config, layout: Layout, tuned: Tuned, under_way: f
     layers = config.model.num_layers / layout.pp
     tokens = tuned.rows * data.micro_batch_size * data.seq_length // layout.cp
     return ActivationCopies(
-        block=kept_by_block(config, layout, tuned),
+        block=max(kept_by_blocks(config, layout, tuned)),
         layers=layers,
         away=max(0.0, layers * under_way - parallel.activation_loading_horizon),
         forward=forward_flops(config.model, data.seq_length).layer * tokens / layout.tp,

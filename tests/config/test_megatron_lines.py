@@ -372,6 +372,13 @@ def test_positions_of_deepseeks_and_blooms_lines(flags: str, values: dict[str, o
     assert {name: getattr(model, name) for name in values} == values
 
 
+def test_what_latent_attention_cannot_read_of_yarn_is_refused() -> None:
+    line = f"{BASE} {LATENT} --rotary-scaling-factor"
+    assert "--softmax-scale" in refusal(f"{line} 40 --rope-type rope --mscale-all-dim 1.0")
+    assert "--mscale abc: numbers" in refusal(f"{line} 40 --mscale abc")
+    assert "--rotary-scaling-factor nan: numbers" in refusal(f"{line} nan")
+
+
 @pytest.mark.parametrize(("stage", "strategy"), [("1", "optim"), ("2", "optim_grads"), ("3", "optim_grads_params")])
 def test_a_line_of_deepspeeds(stage: str, strategy: str) -> None:
     flags = f"--deepspeed --deepspeed_config=ds.json --zero-stage={stage} --deepspeed-activation-checkpointing"

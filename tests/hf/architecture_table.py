@@ -72,7 +72,7 @@ def write(found: dict[str, dict[str, Any]]) -> None:
     rows, reasons = rows_in(PAGE.read_text(encoding="utf-8")) if PAGE.exists() else ({}, {})
     for kind, layouts in found.items():
         for value in layouts.values():
-            assert not isinstance(value, dict) or max(value.values()) <= 1e-4, (kind, layouts)
+            assert not isinstance(value, dict) or max(value.values()) <= 1e-5, (kind, layouts)
         rows[kind], reasons[kind] = lines_of(kind, layouts)
     table = [_BEGIN, "|---|" + "---:|" * len(LAYOUTS), *(rows[kind] for kind in sorted(rows))]
     why = [_WHY, "|---|---|---|", *(line for kind in sorted(rows) for line in reasons.get(kind, []))]

@@ -228,7 +228,7 @@ def _settled(kept: Callable[[], int], expected: float) -> int:
     collective is done. More than expected gets more time."""
     last = [kept()]
     deadline = time.monotonic() + 5.0
-    while len(last) < 5 or len(set(last[-5:])) > 1 or (last[-1] > expected * 1.02 and time.monotonic() < deadline):
+    while len(last) < 5 or ((len(set(last[-5:])) > 1 or last[-1] > expected * 1.02) and time.monotonic() < deadline):
         time.sleep(0.02)
         last.append(kept())
     return last[-1]

@@ -86,7 +86,7 @@ MODEL: tuple[Row, ...] = (
     derived(
         "--rope-type:1 --rotary-scaling-factor:1 --mscale:1 --mscale-all-dim:1",
         "YaRN beside --multi-latent-attention: --use-rope-scaling --rope-scaling-type yarn with --rope-scaling-factor, "
-        "--yarn-mscale and --yarn-mscale-all-dim; elsewhere Megatron does not read them",
+        "--yarn-mscale and --yarn-mscale-all-dim; without latent attention Megatron does not read them",
     ),
     refused(
         "--original-max-position-embeddings:1 --beta-fast:1 --beta-slow:1 --yarn-rotary-scaling-factor:1 "

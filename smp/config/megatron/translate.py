@@ -229,7 +229,14 @@ def _latent_yarn(line: Line) -> None:
     factor = line.one("--rotary-scaling-factor") or "1.0"
     if kind not in (None, "rope", "yarn"):
         line.problems.append(f"--rope-type {kind}: give rope or yarn")
-    elif not latent or kind == "rope" or factor in ("1", "1.0"):
+    elif not all(_is_number(line.one(flag) or "1") for flag in flags[1:]):
+        line.problems.append(f"{', '.join(given)}: numbers")
+    elif latent and kind == "rope" and float(factor) > 1 and float(line.one("--mscale-all-dim") or 0):
+        line.problems.append(
+            "--rope-type rope with --rotary-scaling-factor and --mscale-all-dim: Megatron scales attention by them "
+            "although RoPE is not scaled; give --softmax-scale"
+        )
+    elif not latent or kind == "rope" or float(factor) == 1:
         why = "YaRN by a factor of 1 changes nothing" if latent and kind != "rope" else "there is no YaRN to set up"
         line.left_out += [f"{words} ({why})" for words in given]
     else:
@@ -242,6 +249,13 @@ def _latent_yarn(line: Line) -> None:
             line.problems.append(f"--mscale 0 beside --mscale-all-dim {of_all}: give both or none")
         else:
             line.put("--yarn-attention-factor", repr(0.1 * weight * math.log(max(1.0, float(factor))) + 1.0))
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def _virtual_stages(line: Line) -> None:

@@ -9,6 +9,7 @@ with the token that ends its turn and without the heading of the turn, exactly w
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -56,7 +57,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template is not valid: {error}") from None
         self.tokens = tokens
-        self._unread = tuple(name for name in _MEANINGFUL if name not in source)
+        self._unread = tuple(name for name in _MEANINGFUL if not re.search(rf"\b{name}\b", source))
         calls = tree.find_all(nodes.ExtensionAttribute)
         self.marks_assistant = any(call.name == "_mark" for call in calls)
 

@@ -74,7 +74,8 @@ class Capacity:
 
 def _rounded(weights: torch.Tensor) -> torch.Tensor:
     """Positive weights to 16 bits of their mantissa. Tokens that see the same (first ones of a chunk, equal windows)
-    have equal weights but for rounding, which is another in each layout: here they are equal, and the first counts."""
+    have equal weights but for rounding, which differs between layouts. Rounded to fewer bits they are almost always
+    equal (not where a weight lies within that rounding of the border of two values), and the first counts."""
     return (weights.float().view(torch.int32) + (1 << 6)) >> 7
 
 
