@@ -22,6 +22,7 @@ from timing import Clock, Report, copy_bandwidth, product_rate
 
 from smp.kernels import norm, rope, swiglu
 from smp.kernels.cuda.library import library_path
+from smp.kernels.router import choose_experts
 from smp.layers.cross_entropy import VocabShard, vocab_parallel_cross_entropy
 from smp.parallel.collectives import Group
 
@@ -60,6 +61,7 @@ class Case:
         versions: name -> function of the inputs; None is not there.
         forward, backward: bytes in elements of the compute dtype that each pass must move.
         together: the passes cannot be told apart; ``backward`` is then what both must move.
+        dtype: of the inputs and those elements; None: the compute dtype.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Case:
     forward: int
     backward: int
     together: bool = False
+    dtype: torch.dtype | None = None
 
 
 def liger(module: str, function: str) -> Any:
@@ -150,6 +153,7 @@ def moving(s: Sizes, fused: bool) -> Iterator[Case]:
         5 * mlp,
     )
     yield rotation(s, case)
+    yield routing(s, fused)
     yield loss(s, fused)
 
 
@@ -167,6 +171,23 @@ def rotation(s: Sizes, case: Callable[..., Case]) -> Case:
         2 * elements,
         2 * elements,
     )
+
+
+def routing(s: Sizes, fused: bool) -> Case:
+    """Qwen 3's: 8 of 128 experts by softmax. Logits are fp32, experts int64."""
+    experts, k = 128, 8
+    logits, choices = s.tokens * experts, 3 * s.tokens * k
+
+    def plain(z: torch.Tensor) -> torch.Tensor:
+        return choose_experts(z, k, "softmax")[1]
+
+    versions: dict[str, Function | None] = {
+        "smp triton": (lambda z: choose_experts(z, k, "softmax", backend="triton")[1]) if fused else None,
+        "eager": plain,
+        "torch.compile": compiled(plain),
+    }
+    sizes = [(s.tokens, experts)]
+    return Case("router, 8 of 128", sizes, versions, logits + choices, 2 * logits + choices, dtype=torch.float32)
 
 
 def loss(s: Sizes, fused: bool) -> Case:
@@ -211,18 +232,19 @@ class Table:
         )
         self.say(f"\n{'operation':34s}{'version':16s}{'us':>12s}{'GB/s':>10s}{'of copy':>10s}")
 
-    def draw(self, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.randn(shape, device=self.device).to(self.sizes.dtype).requires_grad_()
+    def draw(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(shape, device=self.device).to(dtype).requires_grad_()
 
     def add(self, case: Case) -> None:
         """Rows of one operation; forward and backward pass each have their own."""
+        dtype = case.dtype or self.sizes.dtype
         for name, function in case.versions.items():
             for title, elements, seconds in self.passes(case, function):
                 label = f"{case.name}, {title}"
                 if seconds is None:
                     self.say(f"{label:34s}{name:16s}{NOT_MEASURED:>32s}")
                     continue
-                rate = elements * self.sizes.dtype.itemsize / seconds
+                rate = elements * dtype.itemsize / seconds
                 self.say(f"{label:34s}{name:16s}{seconds * 1e6:12.1f}{rate / 1e9:10.1f}{rate / self.bandwidth:10.2f}")
 
     def passes(self, case: Case, function: Function | None) -> Iterator[tuple[str, int, float | None]]:
@@ -234,7 +256,7 @@ class Table:
         if function is None:
             yield from ((name, elements, None) for name, elements in names)
             return
-        leaves = [self.draw(shape) for shape in case.inputs]
+        leaves = [self.draw(shape, case.dtype or self.sizes.dtype) for shape in case.inputs]
         outputs = as_tuple(function(*leaves))
         grads = [torch.randn_like(y) for y in outputs]
         if case.together:

@@ -185,6 +185,7 @@ def _moe(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> MoE
         bias=not config.disable_bias_linear,
         sinkhorn=kind == "sinkhorn",
         init_std=std,
+        kernels=kernels,
     )
     experts = Experts(
         config.num_experts,

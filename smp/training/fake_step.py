@@ -96,6 +96,7 @@ def gpu_kernels(config: Config) -> Kernels:
         norm="triton" if fused and model.hidden_size <= LONGEST_ROW else "torch",
         swiglu="triton" if fused else "torch",
         rope="triton" if fused else "torch",
+        router="triton" if parallel.kernels == "triton" else "torch",
         attention=MathAttention() if math else FusedAttention("flash", grouped=grouped),
         rope_in_place=fused and parallel.recompute_granularity != "selective",
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from smp.kernels import cross_entropy, norm, rope, swiglu
+from smp.kernels import cross_entropy, norm, rope, router, swiglu
 
 Results = dict[str, tuple[torch.Tensor, torch.Tensor]]  # name -> what a backend gives, what the reference gives
 
@@ -27,6 +27,8 @@ NORMS = [(0, 8), (1, 8), (7, 123), (40, 16), (5, 128), (3, 5000)]  # rows, featu
 MLPS = [(0, 8), (1, 8), (7, 123), (3, 2500)]  # rows, width
 # tokens, query heads, key heads, width, rotated
 HEADS = [(0, 2, 1, 4, 4), (1, 1, 1, 2, 2), (5, 6, 2, 20, 12), (3, 20, 4, 128, 128)]
+# tokens, experts, experts of a token: all of them, no power of two, more experts than threads, several programs
+ROUTERS = [(0, 4, 2), (1, 8, 1), (3, 4, 4), (7, 123, 6), (40, 64, 8), (300, 8, 2), (2, 1500, 5)]
 
 
 def draw(*shape: int, dtype: torch.dtype, device: str, seed: int) -> torch.Tensor:
@@ -110,7 +112,28 @@ def ropes(dtype: torch.dtype, backend: str, device: str = "cpu") -> Iterator[tup
         yield f"{tokens} tokens, {query_heads} + {key_heads} heads of {width}, {rotated} rotated", both
 
 
-OPERATIONS = {"cross_entropy": cross_entropies, "norm": norms, "swiglu": swiglus, "rope": ropes}
+def routers(dtype: torch.dtype, backend: str, device: str = "cpu") -> Iterator[tuple[str, Results]]:
+    for tokens, experts, k in ROUTERS:
+        logits = 3 * draw(tokens, experts, dtype=dtype, device=device, seed=0)
+        logits[1:3] = 0.0  # all are equal
+        logits[2:3, ::2] = 100.0  # half of them, and their sigmoids are 1
+        dweights = draw(tokens, k, dtype=dtype, device=device, seed=1)
+        shift = 0.2 * draw(experts, dtype=torch.float32, device=device, seed=2)
+        other = draw(tokens, experts, dtype=torch.float32, device=device, seed=3)
+        other[:, (experts + 1) // 2 :] = -torch.inf  # of which some are chosen where the finite ones are too few
+        scores: tuple[router.Scores, ...] = ("softmax", "pre_softmax", "sigmoid")
+        for kind in scores:
+            for name, compared, bias in (("", None, None), (", bias", None, shift), (", compared", other, None)):
+                given = logits, compared, bias, k, kind, 2.5
+                got, want = (router._forward_op(*given, b) for b in (backend, "torch"))
+                got += (router._backward_op(dweights, logits, want[0], kind, 2.5, backend),)
+                want += (router._backward_op(dweights, logits, want[0], kind, 2.5, "torch"),)
+                names = ("experts", "weights", "dlogits")
+                title = f"{tokens} x {experts}, {k} each, {kind}{name}"
+                yield title, {n: (g, w) for n, g, w in zip(names, got, want, strict=True)}
+
+
+OPERATIONS = {"cross_entropy": cross_entropies, "norm": norms, "swiglu": swiglus, "rope": ropes, "router": routers}
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:

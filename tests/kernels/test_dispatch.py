@@ -21,6 +21,7 @@ from tests.plain_varlen import plain_varlen
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # choosing touches no device
 FUSED = {"cross_entropy": "triton", "norm": "triton", "swiglu": "triton", "rope": "triton"}
+EVERY = {**FUSED, "router": "triton"}
 
 
 @pytest.fixture(autouse=True)
@@ -34,12 +35,20 @@ def test_auto_is_pytorch_on_a_cpu_and_triton_on_a_gpu() -> None:
     assert choose_kernels("auto", CUDA)[0] == Kernels(**FUSED, rope_in_place=True)  # type: ignore[arg-type]
 
 
+def test_auto_leaves_the_router_to_pytorch_until_its_kernel_is_measured() -> None:
+    kernels, reasons = choose_kernels("auto", CUDA)
+    assert kernels.router == "torch"
+    assert "kernels: torch for router (its kernel was not measured on a GPU; --kernels triton takes it)" in (
+        describe_kernels(kernels, reasons)
+    )
+
+
 def test_auto_leaves_to_the_compiler_what_it_fuses() -> None:
     kernels, reasons = choose_kernels("auto", CUDA, compile=True)
     assert kernels == Kernels(cross_entropy="triton")
     assert describe_kernels(kernels, reasons) == [
         "kernels: triton for cross_entropy (fused on CUDA)",
-        "kernels: torch for norm, swiglu, rope (torch.compile fuses it with its neighbours)",
+        "kernels: torch for norm, swiglu, rope, router (torch.compile fuses it with its neighbours)",
     ]
 
 
@@ -66,9 +75,9 @@ def test_auto_does_not_interpret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_wish_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_kernels("torch", CUDA)[0] == TORCH
-    assert choose_kernels("triton", CUDA, compile=True)[0] == Kernels(**FUSED)  # type: ignore[arg-type]
+    assert choose_kernels("triton", CUDA, compile=True)[0] == Kernels(**EVERY)  # type: ignore[arg-type]
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert choose_kernels("triton", CPU)[0] == Kernels(**FUSED, rope_in_place=True)  # type: ignore[arg-type]
+    assert choose_kernels("triton", CPU)[0] == Kernels(**EVERY, rope_in_place=True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("wish", ["triton", "cuda", "apex"])
@@ -94,7 +103,7 @@ def test_cuda_needs_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) 
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"swiglu": "nonsense"}, {"rope": "cuda"}, {"norm": "cuda"}, {"cross_entropy": "apex"}]
+    "wrong", [{"swiglu": "nonsense"}, {"rope": "cuda"}, {"norm": "cuda"}, {"router": "cuda"}, {"cross_entropy": "apex"}]
 )
 def test_an_operation_has_only_its_own_backends(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(wrong))} runs on torch, triton.*there is no"):

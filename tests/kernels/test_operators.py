@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from smp.kernels import norm, rope, swiglu
+from smp.kernels import norm, rope, router, swiglu
 from smp.layers.cross_entropy import VocabShard, vocab_parallel_cross_entropy
 from smp.layers.linear_functions import Linear, row_parallel_function
 from smp.parallel.collectives import Group
@@ -31,6 +31,9 @@ CALLS = {
     "swiglu_backward": (DY, X, X, True, "torch"),
     "rope": (Q, K, COS, COS, True, "torch"),
     "rope_": (Q, K, COS, COS, False, "torch"),
+    "choose_experts": (X, None, W, 3, "sigmoid", 2.0, "torch"),
+    "choose_experts (compared)": (X, DY, None, 3, "softmax", 1.0, "torch"),
+    "choose_experts_backward": (torch.randn(6, 2), X, torch.arange(12).view(6, 2) % 8, "pre_softmax", 1.0, "torch"),
     "grouped_product": (X, torch.randn(3, 4, 8), COUNTS),
     "grouped_input_gradient": ([torch.randn(6, 4)] * 2, [torch.randn(3, 4, 8)] * 2, COUNTS),
     "combine_rows": (X, torch.rand(3, 2), torch.tensor([[3, 1], [0, 2], [5, 4]])),
@@ -52,6 +55,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], list[torch.Tensor]]] = {
     "add_norm": (lambda x, a, w, b: sum(norm._Norm.apply(x, a, w, b, 1e-5, "torch")), [X, DY, W, BIAS]),
     "swiglu": (lambda g, u: swiglu._Swiglu.apply(g, u, "torch"), [X, DY]),
     "rope": (lambda q, k: sum(y.sum() for y in rope._Rope.apply(q, k, COS, SIN, 4, False, "torch")), [Q, K]),
+    "router": (lambda z: router._ChooseExperts.apply(z, None, W, 3, "sigmoid", 2.0, "torch")[1], [X]),
     "cross_entropy": (lambda z: vocab_parallel_cross_entropy(z, COLUMNS, SHARD), [X]),
 }
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.autograd import gradcheck
 
-from smp.kernels import norm, rope, swiglu
+from smp.kernels import norm, rope, router, swiglu
 from smp.kernels.cross_entropy import combine_stats, softmax_stats
 from smp.kernels.weight_gradient import accumulate_weight_gradient
 from smp.layers import IGNORE_INDEX
@@ -72,6 +73,26 @@ def test_swiglu_is_its_formula_and_has_its_gradient() -> None:
     fused = swiglu.FusedSwiglu("torch")
     again = fused.backward(draw(3, 4, seed=2), gate.detach(), up.detach(), again=True)[2]
     assert torch.equal(again, fused.forward(gate.detach(), up.detach()))
+
+
+@pytest.mark.parametrize("k", [1, 3, 5])
+@pytest.mark.parametrize("scores", ["softmax", "pre_softmax", "sigmoid"])
+def test_the_operator_of_a_router_is_plain_pytorch_and_has_its_gradient(scores: router.Scores, k: int) -> None:
+    logits, bias, compared = leaf(6, 5, seed=0), draw(5, seed=1), draw(6, 5, seed=2)
+    compared[0] = float("-inf")
+    compared[1] = 0.0  # ties
+    for given in ({}, {"bias": bias}, {"compared": compared}):
+        experts, weights = router.choose_experts(logits, k, scores, 2.5, **given)
+
+        def fused(z: torch.Tensor, given: dict[str, torch.Tensor] = given) -> Any:
+            return router._ChooseExperts.apply(z, given.get("compared"), given.get("bias"), k, scores, 2.5, "torch")
+
+        assert torch.equal(fused(logits)[0], experts)
+        close(fused(logits)[1], weights)
+        assert gradcheck(lambda z, fused=fused: fused(z)[1], (logits,))
+        dweights = draw(6, k, seed=3)
+        close(*(torch.autograd.grad(w, logits, dweights)[0] for w in (fused(logits)[1], weights)))
+    assert experts[:2].tolist() == [list(range(k))] * 2
 
 
 def test_swiglu_of_bf16_rounds_once() -> None:

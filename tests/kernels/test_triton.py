@@ -22,7 +22,7 @@ def errors() -> dict[str, float]:
 
 
 @needs_interpreter
-@pytest.mark.parametrize("operation", ["cross_entropy", "norm", "swiglu", "rope"])
+@pytest.mark.parametrize("operation", ["cross_entropy", "norm", "swiglu", "rope", "router"])
 def test_fp32_equals_the_reference(errors: dict[str, float], operation: str) -> None:
     mine = {name: e for name, e in errors.items() if name.startswith(f"{operation}, float32")}
     assert len(mine) >= 18
@@ -30,7 +30,7 @@ def test_fp32_equals_the_reference(errors: dict[str, float], operation: str) -> 
 
 
 @needs_interpreter
-@pytest.mark.parametrize("operation", ["cross_entropy", "norm", "swiglu", "rope"])
+@pytest.mark.parametrize("operation", ["cross_entropy", "norm", "swiglu", "rope", "router"])
 def test_bf16_storage_is_within_a_unit_in_the_last_place(errors: dict[str, float], operation: str) -> None:
     """The interpreter cuts off where a GPU rounds, so half of the values are one unit, 2^-7 of themselves, lower."""
     mine = {name: e for name, e in errors.items() if name.startswith(f"{operation}, bfloat16")}
@@ -45,11 +45,19 @@ def test_numbers_of_8_bits_and_their_transposes() -> None:
     assert not any(wrong.values()), wrong
 
 
-RUNS = ["", "--bf16", "--recompute-granularity selective --num-query-groups 2 --qk-layernorm"]
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.1"
+RUNS = [
+    "",
+    "--bf16",
+    "--recompute-granularity selective --num-query-groups 2 --qk-layernorm",
+    f"{EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-expert-bias --recompute-granularity full",
+]
 MORE_RUNS = [
     "--recompute-granularity full --normalization LayerNorm --rotary-percent 0.5",
     "--no-swiglu --no-disable-bias-linear",
     "--parallel-residual --hidden-dropout 0.1 --compile",
+    f"{EXPERTS} --moe-router-pre-softmax --moe-router-num-groups 2 --moe-router-group-topk 1 --compile",
+    f"{EXPERTS} --bf16 --recompute-granularity selective",
 ]
 
 
@@ -64,7 +72,10 @@ def test_real_runs_learn_alike_with_and_without_kernels(tmp_path: Path, cases: l
         assert losses["triton"] == pytest.approx(losses["torch"], rel=5e-3 if "bf16" in flags else 1e-5), flags
         if "--compile" in flags:
             continue  # there they are not counted
-        assert set(operators["torch"]) == {"smp::softmax_stats", "smp::logits_to_gradient_"}
+        moved = ("smp::grouped_", "smp::combine_rows", "smp::sum_rows")  # of experts, without Triton kernels
+        fused = {name for name in operators["torch"] if not name.startswith(moved)}
+        assert fused == {"smp::softmax_stats", "smp::logits_to_gradient_"}
+        assert operators["triton"].get("smp::choose_experts_backward", 0) == (2 * 2 if "experts" in flags else 0)
         assert flags or operators["triton"] == {
             "smp::softmax_stats": 2,  # a step
             "smp::logits_to_gradient_": 2,
@@ -93,7 +104,7 @@ FEATURES = (128, 4096, 8192)
 
 def compilations() -> list[tuple[str, str, dict[str, str], dict[str, Any], int]]:
     """(file, kernel, types of the arguments, compile-time arguments, warps) of what a run compiles for bf16."""
-    from smp.kernels.triton import cross_entropy, fp8, norm, rope, swiglu
+    from smp.kernels.triton import cross_entropy, fp8, norm, rope, router, swiglu
 
     low, full, size = "*bf16", "*fp32", "i32"
     rows = {"stride": size, "valid": size, "columns": "*i64"}
@@ -153,6 +164,18 @@ def compilations() -> list[tuple[str, str, dict[str, str], dict[str, Any], int]]
             norm.SUM_WARPS,
         )
     )
+    routed = {**dict.fromkeys(("logits", "compared", "bias", "weights", "dweights", "dlogits"), full), "rows": size}
+    routed |= {"experts": "*i64"}
+    for experts, k in ((8, 2), (128, 8), (256, 8), (512, 10)):
+        layout = router.options(experts, k)
+        warps = layout.pop("num_warps")
+        for scores in ("softmax", "pre_softmax", "sigmoid"):
+            flags = {"SCORES": scores, "FACTOR": 2.5, **layout}
+            slots = {"SLOTS": 1 << (k - 1).bit_length()}
+            for given, biased in ((False, scores == "sigmoid"), (True, False)):
+                chosen = {"GIVEN": given, "BIASED": biased, **flags, **slots}
+                out.append(("router", "forward_kernel", routed, chosen, warps))
+            out.append(("router", "backward_kernel", routed, flags, warps))
     for source in (low, full):
         for by_column in (False, True):
             numbers = {"x": source, "inverse": full, "out": "*fp8e4nv", "row_step": size, "stride": size, "width": size}

@@ -42,7 +42,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from smp.kernels import TORCH, Kernels
 from smp.kernels.registry import accumulation_dtype
+from smp.kernels.router import Scores, choose_experts, scores_of
 from smp.kernels.token_layout import TokenLayout
 from smp.layers.moe.sinkhorn import Sinkhorn
 from smp.layers.parameter import REPLICATE, Constant, Initializer, Normal, local, tp_parameter
@@ -112,6 +114,7 @@ class Router(nn.Module):
         bias: logits have a trained bias.
         sinkhorn: balances choices in training; not beside an expert bias or groups.
         init_std: standard deviation of the initial weights.
+        kernels: what chooses experts.
 
     Raises:
         ValueError: when a token cannot get so many experts.
@@ -137,13 +140,15 @@ class Router(nn.Module):
         bias: bool = False,
         sinkhorn: bool = False,
         init_std: float = 0.02,
+        kernels: Kernels = TORCH,
     ) -> None:
         super().__init__()
         if not 1 <= topk <= num_experts:
             raise ValueError(f"{topk} of {num_experts} experts cannot be chosen")
         context = ParallelContext.of(parallel)
         self.num_experts, self.topk = num_experts, topk
-        self.score_function, self.pre_softmax, self.scaling_factor = score_function, pre_softmax, scaling_factor
+        self.score_function, self.scaling_factor, self.backend = score_function, scaling_factor, kernels.router
+        self.scores: Scores = "pre_softmax" if score_function == "softmax" and pre_softmax else score_function
         self.bias_update_rate, self.num_groups, self.group_topk = bias_update_rate, num_groups, group_topk
         self.balancing = balancing
         self.group_summed = topk // group_topk if group_topk is not None and group_score == "sum" else 1
@@ -165,25 +170,29 @@ class Router(nn.Module):
         wide = accumulation_dtype(x.dtype)
         bias = None if self.bias is None else local(self.bias, x.dtype, summed_over=self.shared_by).to(wide)
         logits = F.linear(x.to(wide), weight.to(wide), bias)
-        compared = self._compared(logits.detach())
-        if self.sinkhorn is not None and self.training:
-            assert layout is not None, "which says where sequences begin"
-            compared = compared + self.sinkhorn.bias(compared, layout)
-        experts = compared.sort(dim=-1, descending=True, stable=True).indices[:, : self.topk]
-        return Routing(experts, self._weights(logits, experts), logits)
+        compared = None
+        if self.num_groups is not None or (self.sinkhorn is not None and self.training):
+            compared = self._compared(logits.detach(), layout)
+        experts, weights = choose_experts(
+            logits,
+            self.topk,
+            self.scores,
+            self.scaling_factor,
+            bias=self.expert_bias,
+            compared=compared,
+            backend=self.backend,
+        )
+        return Routing(experts, weights, logits)
 
-    def _compared(self, logits: torch.Tensor) -> torch.Tensor:
-        """Values (tokens, experts) of which the largest are chosen."""
-        if self.expert_bias is None and self.num_groups is None:
-            return logits
-        values = logits
-        if self.score_function == "sigmoid":
-            values = logits.sigmoid()
-        elif self.pre_softmax:
-            values = logits.softmax(-1)
-        if self.expert_bias is not None:
-            values = values + self.expert_bias.to(values.dtype)
-        return values if self.num_groups is None else self._best_groups(values, self.num_groups)
+    def _compared(self, logits: torch.Tensor, layout: TokenLayout | None = None) -> torch.Tensor:
+        """Values (tokens, experts) of which the largest are chosen, with groups or sinkhorn."""
+        if self.num_groups is not None:
+            values = scores_of(logits, self.scores)
+            if self.expert_bias is not None:
+                values = values + self.expert_bias.to(values.dtype)
+            return self._best_groups(values, self.num_groups)
+        assert self.sinkhorn is not None and layout is not None, "which says where sequences begin"
+        return logits + self.sinkhorn.bias(logits, layout)
 
     def _best_groups(self, values: torch.Tensor, groups: int) -> torch.Tensor:
         """``values`` with -inf outside of each token's best groups."""
@@ -193,16 +202,6 @@ class Router(nn.Module):
         best = worth.sort(dim=-1, descending=True, stable=True).indices[:, : self.group_topk]
         kept = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, best, True)
         return grouped.masked_fill(~kept[:, :, None], float("-inf")).view_as(values)
-
-    def _weights(self, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        if self.score_function == "sigmoid":
-            chosen = _of_experts(logits, experts).sigmoid()
-            weights = chosen / (chosen.sum(-1, keepdim=True) + 1e-20) if self.topk > 1 else chosen
-        elif self.pre_softmax:
-            weights = _of_experts(logits.softmax(-1), experts)
-        else:
-            weights = _of_experts(logits, experts).softmax(-1)
-        return weights * self.scaling_factor
 
     def balance(self, routing: Routing, counted: Counted, kept: torch.Tensor | None = None) -> Balance:
         """Both auxiliary losses without their coefficients; the largest load of an expert as a multiple of the mean,
@@ -256,15 +255,6 @@ class Router(nn.Module):
         assert self.expert_bias is not None and self.bias_update_rate is not None
         missing = torch.sign(seen.sum() - self.num_experts * seen)  # whole numbers: exact, and the same everywhere
         self.expert_bias += self.bias_update_rate * missing * apply
-
-
-def _of_experts(values: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    """Of ``values`` (tokens, experts) those of each token's ``experts``, int64 (tokens, k). One column is picked by a
-    product, because torch 2.13 compiles a wrong gradient of its gather."""
-    if experts.shape[1] > 1:
-        return values.gather(1, experts)
-    chosen = torch.zeros_like(values).scatter(1, experts, 1.0)
-    return (values * chosen).sum(-1, keepdim=True)
 
 
 def _load(counts: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,174 @@
+"""What a router makes of its logits z (tokens, experts): each token's k experts C and their weights w.
+
+Chosen are the k largest of what is compared, and of equal ones those with the lowest numbers. With factor f:
+
+    softmax        compared z        w = f softmax(z of C)
+    pre_softmax    compared z        w = f (softmax(z) of C)
+    sigmoid        compared z        w = f s / (sum of s over C + 1e-20), s = sigmoid(z); with k = 1 f s
+
+With a bias per expert, softmax(z) (of pre_softmax), s (of sigmoid) or z (of softmax), plus that bias, is compared. What
+comes from elsewhere, as of groups and of sinkhorn, is given as ``compared``. The choice has no gradient; that of z is,
+with g_e = f dw_e for the chosen experts and 0 for others:
+
+    softmax, pre_softmax    dz = p (g - sum of p g)                p = w / f, or the softmax of all
+    sigmoid                 dz = q (g - sum of q g) (1 - s)        q = w / f; with k = 1 dz = s (1 - s) g
+
+Bytes in fp32: forward 4 for a logit and 12 for a choice, backward 8 for a logit and 12 for a choice: each logit is read
+once, where a sort and its softmax read and write it several times. Logits and experts are kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from smp.kernels.registry import accumulation_dtype, dispatched, register
+
+Scores = Literal["softmax", "pre_softmax", "sigmoid"]
+FLOOR = 1e-20
+"""Added to a sum of sigmoids, which may all be 0."""
+
+
+def choose_experts(
+    logits: torch.Tensor,
+    k: int,
+    scores: Scores,
+    factor: float = 1.0,
+    *,
+    bias: torch.Tensor | None = None,
+    compared: torch.Tensor | None = None,
+    backend: str = "torch",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(experts, weights), (tokens, k) each, in the order of falling values of what is compared.
+
+    Args:
+        logits: (tokens, experts).
+        k: experts of a token.
+        scores, factor: see above.
+        bias: (experts,), without gradient.
+        compared: (tokens, experts), without gradient, in place of what is compared otherwise.
+        backend: torch or triton.
+    """
+    if backend == "torch":
+        experts = _largest(compared_values(logits.detach(), scores, bias) if compared is None else compared, k)
+        return experts, _weights(logits, experts, scores) * factor
+    return _ChooseExperts.apply(logits, compared, bias, k, scores, factor, backend)
+
+
+def compared_values(logits: torch.Tensor, scores: Scores, bias: torch.Tensor | None) -> torch.Tensor:
+    """(tokens, experts), what is compared."""
+    return logits if bias is None else scores_of(logits, scores) + bias.to(logits.dtype)
+
+
+def scores_of(logits: torch.Tensor, scores: Scores) -> torch.Tensor:
+    """(tokens, experts), what a bias is added to."""
+    if scores == "sigmoid":
+        return logits.sigmoid()
+    return logits.softmax(-1) if scores == "pre_softmax" else logits
+
+
+def _largest(compared: torch.Tensor, k: int) -> torch.Tensor:
+    return compared.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+
+
+def _weights(logits: torch.Tensor, experts: torch.Tensor, scores: Scores) -> torch.Tensor:
+    """Without the factor."""
+    if scores == "sigmoid":
+        chosen = _of_experts(logits, experts).sigmoid()
+        return chosen / (chosen.sum(-1, keepdim=True) + FLOOR) if experts.shape[1] > 1 else chosen
+    if scores == "pre_softmax":
+        return _of_experts(logits.softmax(-1), experts)
+    return _of_experts(logits, experts).softmax(-1)
+
+
+def _of_experts(values: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """Of ``values`` (tokens, experts) those of each token's ``experts``, int64 (tokens, k). One column is picked by a
+    product, because torch 2.13 compiles a wrong gradient of its gather."""
+    if experts.shape[1] > 1:
+        return values.gather(1, experts)
+    chosen = torch.zeros_like(values).scatter(1, experts, 1.0)
+    return (values * chosen).sum(-1, keepdim=True)
+
+
+class _ChooseExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        compared: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        k: int,
+        scores: Scores,
+        factor: float,
+        backend: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        compared = None if compared is None else compared.contiguous()
+        experts, weights = _forward_op(logits.contiguous(), compared, bias, k, scores, factor, backend)
+        ctx.save_for_backward(logits, experts)
+        ctx.mark_non_differentiable(experts)
+        ctx.scores, ctx.factor, ctx.backend = scores, factor, backend
+        return experts, weights
+
+    @staticmethod
+    def backward(ctx: Any, _: Any, dweights: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, experts = ctx.saved_tensors
+        given = dweights.contiguous(), logits.contiguous(), experts
+        return _backward_op(*given, ctx.scores, ctx.factor, ctx.backend), *(None,) * 6
+
+
+def forward_reference(
+    logits: torch.Tensor,
+    compared: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    k: int,
+    scores: Scores,
+    factor: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(experts, weights) by the formulas."""
+    z = logits.to(accumulation_dtype(logits.dtype))
+    experts = _largest(compared_values(z, scores, bias) if compared is None else compared, k)
+    return experts.contiguous(), (_weights(z, experts, scores) * factor).to(logits.dtype)
+
+
+def backward_reference(
+    dweights: torch.Tensor, logits: torch.Tensor, experts: torch.Tensor, scores: Scores, factor: float
+) -> torch.Tensor:
+    """dz by the formulas."""
+    z = logits.to(accumulation_dtype(logits.dtype))
+    chosen = torch.zeros_like(z, dtype=torch.bool).scatter_(1, experts, True)
+    g = torch.zeros_like(z).scatter_(1, experts, factor * dweights.to(z.dtype))
+    if scores == "sigmoid":
+        s = z.sigmoid()
+        if experts.shape[1] == 1:
+            return (s * (1 - s) * g).to(logits.dtype)
+        s = s.masked_fill(~chosen, 0)
+        q = s / (s.sum(-1, keepdim=True) + FLOOR)
+        return (q * (g - (q * g).sum(-1, keepdim=True)) * (1 - s)).to(logits.dtype)
+    p = (z if scores == "pre_softmax" else z.masked_fill(~chosen, float("-inf"))).softmax(-1)
+    return (p * (g - (p * g).sum(-1, keepdim=True))).to(logits.dtype)
+
+
+def _forward_fake(
+    logits: torch.Tensor, compared: torch.Tensor | None, bias: torch.Tensor | None, k: int, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = logits.shape[0], k
+    return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape)
+
+
+def _backward_fake(dweights: torch.Tensor, logits: torch.Tensor, *_: Any) -> torch.Tensor:
+    return logits.new_empty(logits.shape)
+
+
+_forward_op = register(
+    "choose_experts(Tensor logits, Tensor? compared, Tensor? bias, int k, str scores, float factor, str backend)"
+    " -> (Tensor, Tensor)",
+    dispatched("router", "forward", forward_reference),
+    _forward_fake,
+)
+_backward_op = register(
+    "choose_experts_backward(Tensor dweights, Tensor logits, Tensor experts, str scores, float factor, str backend)"
+    " -> Tensor",
+    dispatched("router", "backward", backward_reference),
+    _backward_fake,
+)
