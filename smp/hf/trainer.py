@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from smp.config.schema import ConfigError
@@ -65,15 +66,39 @@ def _distributed_config(model: nn.Module, tp_size: int, data_size: int) -> Any:
 
 def parallelism_config() -> Any:
     """What ``TrainingArguments(parallelism_config=...)`` takes on machines without GPUs, where accelerate refuses
-    tensor parallelism. On GPUs it is not needed, and does no harm."""
+    tensor parallelism; and everywhere for evaluation, whose rows the ranks of a tensor-parallel group all have."""
     from accelerate import ParallelismConfig
 
     class OnAnyDevice(ParallelismConfig):  # type: ignore[misc]
         def _validate_accelerator(self, accelerator: Any) -> None:
             if self.total_size != accelerator.num_processes:
                 raise ConfigError(f"{self.total_size} ranks in the layout, {accelerator.num_processes} processes")
+            accelerator.gather_for_metrics = _rows_once(accelerator, self.tp_size)
 
         def __reduce__(self) -> Any:  # Trainer pickles its arguments beside the weights
             return partial(ParallelismConfig, tp_size=self.tp_size, dp_shard_size=self.dp_shard_size), ()
 
     return OnAnyDevice(tp_size=state.tp_size, dp_shard_size=state.dp_size)
+
+
+def _rows_once(accelerator: Any, tp_size: int) -> Any:
+    """``accelerator.gather_for_metrics``, which would give every row ``tp_size`` times and then drop too many of the
+    last batch: it takes what each process has for other rows."""
+    from accelerate.utils import recursively_apply
+
+    def gather(tensors: Any) -> Any:
+        def first(rows: torch.Tensor) -> torch.Tensor:
+            return rows.unflatten(0, (accelerator.num_processes, -1))[::tp_size].flatten(0, 1)
+
+        return recursively_apply(first, type(accelerator).gather(accelerator, tensors))
+
+    def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
+        if use_gather_object:
+            raise ConfigError("gather_for_metrics: a cut model's rows are gathered as tensors: use_gather_object=False")
+        accelerator.gather = gather  # the number of tokens of a batch needs accelerate's own
+        try:
+            return type(accelerator).gather_for_metrics(accelerator, input_data)
+        finally:
+            del accelerator.gather
+
+    return gather_for_metrics

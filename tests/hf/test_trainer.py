@@ -41,6 +41,7 @@ def _trainer(model: Any, folder: str, **options: Any) -> Any:
         transformers.TrainingArguments(
             folder,
             per_device_train_batch_size=ROWS // 2 // ranks,
+            per_device_eval_batch_size=ROWS // ranks,
             gradient_accumulation_steps=2,
             max_grad_norm=0.5,
             learning_rate=1e-2,
@@ -61,7 +62,10 @@ def _trainer(model: Any, folder: str, **options: Any) -> Any:
 def _numbers(trainer: Any) -> dict[str, list[float]]:
     trainer.train()
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return {key: [entry[key] for entry in log] for key in ("loss", "grad_norm")}
+    numbers = {key: [entry[key] for entry in log] for key in ("loss", "grad_norm")}
+    found = trainer.predict(torch.utils.data.Subset(_Rows(), range(11)))  # the last batch is not full
+    assert found.predictions.shape == (11, 10, VOCAB)
+    return numbers | {"evaluation": [found.metrics["test_loss"]], "rows": found.predictions.mean((1, 2)).tolist()}
 
 
 def _alone(rank: int, world_size: int, folder: str) -> tuple[Any, Any]:
@@ -83,8 +87,10 @@ def _parallel(rank: int, world_size: int, folder: str, tp: int, wanted: Any, wei
         fresh, folder, ranks=smp.state.dp_size, parallelism_config=parallelism_config(), save_strategy="epoch"
     )
     numbers = _numbers(trainer)
+    if smp.state.dp_size > 1:
+        del wanted["evaluation"]  # Trainer's own is a mean of the means of data ranks
     for key, values in wanted.items():
-        assert len(numbers[key]) == STEPS
+        assert len(numbers[key]) == len(values)
         assert numbers[key] == pytest.approx(values, rel=1e-5), key
     found = {name: whole(p) for name, p in fresh.named_parameters()}
     assert worst(found, {name: torch.from_numpy(w) for name, w in weights.items()})[0] <= 1e-5
@@ -112,6 +118,7 @@ def test_trainer_trains_and_saves_as_one_process(
     for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": str(ranks)}.items():
         monkeypatch.setenv(name, value)  # as torchrun does, and accelerate wants; the group exists already
     [(numbers, weights)] = run_distributed(_alone, 1, str(tmp_path / "alone"))
-    assert len(numbers["loss"]) == STEPS and min(numbers["grad_norm"]) > 0.5  # so clipping shows
+    assert len(numbers["loss"]) == len(numbers["grad_norm"]) == STEPS
+    assert min(numbers["grad_norm"]) > 0.5  # so clipping shows
     for names in run_distributed(_parallel, ranks, str(tmp_path), tp, numbers, weights):
         assert "model.safetensors" in names and "config.json" in names
