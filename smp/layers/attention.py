@@ -21,7 +21,7 @@ from smp.parallel.context import ParallelContext
 
 
 class KeyValueCache:
-    """Keys and values of the tokens that went through a layer so far, for generating token by token.
+    """KV cache of one layer: keys and values of the tokens so far, for generating token by token.
 
     Args:
         length: most tokens of a sequence.
@@ -218,7 +218,7 @@ class SelfAttention(nn.Module):
 
 
 def dropout_key_of(attention: Any, key: torch.Tensor | None, token_index: torch.Tensor | None) -> torch.Tensor | None:
-    """``key`` if a layer drops probabilities now.
+    """``key`` if this layer applies attention dropout now, else None.
 
     Raises:
         ValueError: it does, and the key or ``TokenLayout.token_index`` is missing.

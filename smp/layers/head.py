@@ -34,8 +34,8 @@ def chunk_tokens(weight: torch.Tensor, chunk_bytes: int | None = None) -> int:
 
 
 class ModelOutput(NamedTuple):
-    """What a model, or a pipeline stage of it, makes of a micro-batch. A NamedTuple, because FSDP looks for the tensors
-    in what a module returns, and dataclasses are opaque to it.
+    """Output of a model, or of a pipeline stage of it, for a micro-batch. A NamedTuple, because FSDP looks for the
+    tensors in what a module returns, and dataclasses are opaque to it.
 
     Attributes:
         loss: 0-dim fp32, equal on all TP ranks: this micro-batch's part of the mean over the global batch.

@@ -40,7 +40,7 @@ gradient of their output. Not for ``torch.compile``: a compiled graph silently d
 
 @dataclass(frozen=True)
 class Linear:
-    """What a call of a linear function is beside its tensors.
+    """Options of a call of a linear function: everything but its tensors.
 
     Attributes:
         group: the tensor-parallel ranks.

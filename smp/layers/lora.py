@@ -267,7 +267,7 @@ def adapters_of(model: nn.Module) -> dict[str, Lora | ExpertLora]:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """The model without its adapters, inside of the ``with``."""
+    """Context manager: inside it the model computes without its adapters."""
     adapters = adapters_of(model).values()
     for adapter in adapters:
         adapter.enabled = False

@@ -32,7 +32,7 @@ def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
 def activate_gated(
     gate: torch.Tensor, up: torch.Tensor, activation: Activation | QuickGeglu, backend: str
 ) -> torch.Tensor:
-    """One with a gate; ``backend`` computes SwiGLU."""
+    """A gated activation; ``backend`` computes SwiGLU."""
     if isinstance(activation, QuickGeglu):
         return activation(gate, up)
     if activation == "swiglu":

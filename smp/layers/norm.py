@@ -22,7 +22,7 @@ Own = Sequence[torch.Tensor]
 
 
 class Norm(nn.Module):
-    """What both kinds share: replicated parameters, whose gradients are summed when each rank sees its own part.
+    """Base of RMSNorm and LayerNorm: replicated parameters; gradients are summed when each rank sees its own part.
 
     Args:
         features: size of the last dimension.

@@ -23,7 +23,7 @@ from smp.parallel.context import ParallelContext
 
 
 class Prediction(nn.Module):
-    """What one further layer has beside its block.
+    """The modules of one prediction layer, except its block.
 
     Args:
         hidden_size: of the residual stream.

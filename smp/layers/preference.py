@@ -45,7 +45,7 @@ PairLoss = Literal["sigmoid", "hinge", "ipo", "orpo"]
 
 @dataclass(frozen=True)
 class Labelled:
-    """What kto knows of the answers of a micro-batch beside their log-probabilities.
+    """KTO's inputs for the answers of a micro-batch, except their log-probabilities.
 
     Attributes:
         desirable: bool (rows,).
@@ -62,7 +62,7 @@ class Labelled:
 
 @dataclass(frozen=True)
 class Preference:
-    """What turns the log-probabilities of a micro-batch's answers into a loss.
+    """Computes a loss from the log-probabilities of a micro-batch's answers.
 
     Attributes:
         rows, length: answers in the micro-batch (chosen, rejected, chosen, rejected, ...) and tokens of each, on this

@@ -17,7 +17,7 @@ _ROWS = (9, 0)
 
 
 def fp8_of(config: Config) -> Fp8 | None:
-    """What layers are to compute with; None: no FP8."""
+    """The FP8 recipe of a run; None without FP8."""
     parallel = config.parallel
     if parallel.fp8_format is None:
         return None
@@ -34,7 +34,7 @@ def layers_without_fp8(config: Config, model: nn.Module) -> set[str]:
 
 
 def choose_fp8(config: Config, device: torch.device) -> list[str]:
-    """What the user should hear; nothing without FP8.
+    """Check that the device can compute in FP8. Returns lines for the user, none without FP8.
 
     Raises:
         ConfigError: the device has no FP8 products, and --fp8-emulate is not given.

@@ -19,7 +19,7 @@ DOCUMENT = 1024
 
 @dataclass(frozen=True)
 class Exchange:
-    """The choice of a run.
+    """The exchange of a run.
 
     Attributes:
         kind: what is exchanged.
@@ -33,7 +33,7 @@ class Exchange:
 
 
 def exchange_of(config: Config, device_type: str) -> Exchange:
-    """The same on every process.
+    """Choose the exchange; the same on every process.
 
     Args:
         config: resolved settings.

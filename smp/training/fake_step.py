@@ -57,7 +57,7 @@ MOST_MICRO_BATCHES = 3
 
 @dataclass(frozen=True)
 class StepMeasures:
-    """Of one rank.
+    """What a step of one rank allocates, computes and communicates.
 
     Attributes:
         parameters, optimizer, gradients: bytes that are there between steps, and after the backward pass.

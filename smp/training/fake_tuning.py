@@ -27,12 +27,12 @@ Build = Callable[[bool], tuple[GPT, ForwardBackward]]
 
 
 def can_be_tried(config: Config) -> bool:
-    """Whether the step of this objective is here."""
+    """Whether the objective's step can run on fake tensors."""
     return config.objective is None or config.objective.objective in ("sft", "dpo", "orpo")
 
 
 def tuned(model: GPT, config: Config, *, trained: bool) -> None:
-    """What a run does to a model before it is sharded; nothing in pretraining."""
+    """Add adapters and freeze weights, as a run does before sharding; nothing in pretraining."""
     if config.objective is not None:
         tune(model, config, _adapters(model, config) if config.has_adapters else None, trainable=trained)
 
@@ -49,7 +49,7 @@ def _adapters(model: GPT, config: Config) -> AdapterPlan:
 
 
 def judged(config: Config, micro_batch: MicroBatch, *, by_reference: bool = False) -> MicroBatch:
-    """Whose loss is that of pairs, if this run's is; ``by_reference``: only log-probabilities are wanted."""
+    """``micro_batch`` with the loss of pairs, if the run has pairs; ``by_reference``: only log-probabilities."""
     objective = config.objective
     if objective is None or not config.has_pairs:
         return micro_batch

@@ -46,7 +46,7 @@ from smp.training.run import RunParts, Say, Trainable
 
 
 def finetuning(config: Config, data: TuningData) -> RunParts:
-    """All weights or adapters, from the model in --load, on samples or on pairs.
+    """Parts of a run that trains all weights or adapters of the model in --load, on samples or on pairs.
 
     Raises:
         ConfigError, CheckpointError: the adapter in --load-adapter cannot be read, or is not of this model.

@@ -76,7 +76,7 @@ def stream_gradients(forward_backward: ForwardBackward, optimizer: torch.optim.O
 
 
 def detached(output: ModelOutput) -> ModelOutput:
-    """What stays after the graph is gone: losses, log-probabilities and metrics."""
+    """The output without its graph: losses, log-probabilities and metrics."""
     loss = None if output.loss is None else output.loss.detach()
     aux_losses = {name: value.detach() for name, value in output.aux_losses.items()}
     return ModelOutput(loss=loss, log_probs=output.log_probs, aux_losses=aux_losses, metrics=output.metrics)

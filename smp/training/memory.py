@@ -62,7 +62,7 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What is different when a model is fine-tuned."""
+    """Settings of a fine-tuning run that change its memory."""
 
     adapters: int = 0  # elements on one of the tensor-parallel processes, before ep; 0: all weights are trained
     in_4_bits: bool | None = None  # frozen weights of linear layers are; True: with double quantization

@@ -52,7 +52,7 @@ Key = tuple[str, str]  # name of the group, kind of collective
 
 @dataclass
 class Counts:
-    """Work and traffic.
+    """Counted FLOPs, bytes and collectives.
 
     Attributes:
         flops: of matrix products and attention; a causal one counts whole.
@@ -78,7 +78,7 @@ class Counts:
 
 
 class Meter(TorchDispatchMode):
-    """Counts while it is entered.
+    """Context manager that counts what runs inside it.
 
     Args:
         groups: names for users, by torch's name of a process group.

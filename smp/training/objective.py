@@ -26,7 +26,7 @@ from smp.training.micro_batches import MicroBatches, token_micro_batch
 
 
 class Objective(Protocol):
-    """Makes the micro-batches of a step, which say what their losses are."""
+    """Makes the micro-batches of a step; each says which loss it has."""
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -65,7 +65,7 @@ class NextToken:
 
 
 class Reference(Protocol):
-    """Where log-probabilities to compare with come from."""
+    """Source of the reference model's log-probabilities."""
 
     def log_probs(self, batch: RankBatch) -> torch.Tensor:
         """fp32 (micro-batches, rows); without a meaning on a pipeline rank that does not have the head."""

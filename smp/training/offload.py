@@ -17,7 +17,7 @@ HOST_ADAM = 1.7e9
 
 @dataclass(frozen=True)
 class ActivationCopies:
-    """Of one micro-batch on one process.
+    """Activation copies of one micro-batch on one process.
 
     Attributes:
         block: bytes of a block that go each way.
@@ -46,7 +46,7 @@ class ActivationCopies:
 
 
 def activation_copies(config: Config, layout: Layout, tuned: Tuned, under_way: float = 1.0) -> ActivationCopies:
-    """What --offload-activations copies.
+    """Compute what --offload-activations copies.
 
     Args:
         under_way: most micro-batches at once that have all of the process's blocks behind them and go backward later.
@@ -64,14 +64,14 @@ def activation_copies(config: Config, layout: Layout, tuned: Tuned, under_way: f
 
 
 def trained_parameters(config: Config, layout: Layout, tuned: Tuned, memory: MemoryEstimate) -> int:
-    """That a process updates: of adapters or of all weights its share."""
+    """Number of parameters that a process updates: its share of the adapters or of all weights."""
     if tuned.adapters:
         return tuned.adapters // layout.pp // (layout.dp_shard * layout.cp)
     return memory.parameters // (4 + tuned.copies * (2 if config.parallel.bf16 else 4))
 
 
 def host_step_seconds(parameters: int) -> float:
-    """Of --optimizer-cpu-offload, behind the backward pass: weights go while the host computes, on one core."""
+    """Seconds of --optimizer-cpu-offload after the backward pass: weights go while the host computes, on one core."""
     return max(4 * parameters / LINK, parameters / HOST_ADAM)
 
 

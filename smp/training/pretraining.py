@@ -16,7 +16,7 @@ from smp.training.run import RunParts, Trainable
 
 
 def pretraining(config: Config) -> RunParts:
-    """All weights, from their start, on the next token of documents."""
+    """Parts of a run that trains all weights from initialization on the next token of documents."""
     return RunParts(
         config=config,
         datasets=partial(_read, config),

@@ -17,7 +17,7 @@ Status = Literal["running", "done", "requeue", "failed", "bad_config"]
 
 @dataclass(frozen=True)
 class Process:
-    """This process's place, as torchrun tells it; alone when torchrun did not start it."""
+    """Rank and world size of this process, from torchrun's environment; without torchrun one process alone."""
 
     rank: int
     world_size: int
@@ -81,7 +81,7 @@ def ended(path: Path) -> bool:
 
 
 def write_status(path: Path, status: Status, reason: str, iteration: int) -> None:
-    """Say how the run is or why it ended, atomically: ``{"status", "reason", "iteration"}``."""
+    """Write the state of the run, or why it ended, atomically: ``{"status", "reason", "iteration"}``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # two ranks may want to say that a third is lost
     word = {"status": status, "reason": without_credentials(reason), "iteration": iteration}

@@ -12,7 +12,7 @@ from smp.training.trainer import Progress
 
 @dataclass(frozen=True)
 class SavedRun:
-    """As far as it is there.
+    """The training run's record in a checkpoint; parts that are missing are empty or None.
 
     Attributes:
         config: settings by name; empty when there are none.

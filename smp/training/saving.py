@@ -35,7 +35,7 @@ Loaded = TypeVar("Loaded")
 
 
 class RunCheckpoints:
-    """Every rank has one and calls the same methods.
+    """Loads, saves and prunes a run's checkpoints. Every rank has one and calls the same methods.
 
     Raises:
         ConfigError: --save cannot be written, or another job uses it.

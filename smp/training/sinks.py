@@ -26,7 +26,7 @@ Curve = tuple[list[int], list[float]]
 
 
 class Sink(Protocol):
-    """One destination of records."""
+    """A destination of metric records."""
 
     def start(self, record: Mapping[str, Any]) -> None:
         """Write what the run was started with, see :func:`smp.training.run_record.start_record`."""

@@ -11,7 +11,7 @@ from smp.training.runtime import StopSignal
 
 
 class StopRules:
-    """Signals, a clock and an interval. Made when the run begins."""
+    """Decides when a run ends early: signals, a time limit and --exit-interval. Made when the run begins."""
 
     def __init__(self, training: TrainingConfig, stop: StopSignal) -> None:
         self.training, self.stop = training, stop

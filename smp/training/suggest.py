@@ -24,7 +24,7 @@ Estimate = Callable[[Config], MemoryEstimate]
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Flags of memory, and what a run with them takes.
+    """Memory-saving flags, and the memory and time of a run with them.
 
     Attributes:
         flags: beside the others of the run.

@@ -43,7 +43,7 @@ class TokenizerFile:
 def find_tokenizer(
     opened: Opened, given: Path | None, pattern: str | None = None
 ) -> tuple[TokenizerFile | Tokenizer, list[int]]:
-    """The tokenizer, and the ids that end a text.
+    """Find the tokenizer and the ids that end a text.
 
     Raises:
         ValueError: there is none.
@@ -119,7 +119,7 @@ def open_model(load: Path, adapter: Path | None = None, reference: Path | None =
 
 @contextmanager
 def alone(device: torch.device) -> Iterator[None]:
-    """A process group of this one process."""
+    """Context manager: a process group of this one process."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -107,7 +107,7 @@ class Step:
 
 
 class HostCopy:
-    """A tensor on its way to the host; on a CPU it is there."""
+    """An asynchronous copy of a tensor to the host; on a CPU the tensor itself."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None

@@ -25,7 +25,7 @@ def heads_at_once(groups: int, bytes_of_one: int) -> int:
 
 @dataclass(frozen=True)
 class Machine:
-    """Round numbers of one process's device and links.
+    """Assumed rates of one process's device and links.
 
     Attributes:
         flops: of attention, per second.
@@ -51,7 +51,7 @@ CPU = Machine(flops=50e9, inside=2e9, between=1e9, message=300e-6, call=50e-6, o
 
 @dataclass(frozen=True)
 class Seen:
-    """What a token of a layer sees of those before it.
+    """How far back a token of a layer attends: window, chunk, documents.
 
     Attributes:
         window: itself and so many before; None: all.
@@ -64,7 +64,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of the mean layer and a micro-batch, forward and backward.
+    """Predicted cost of an exchange, for the mean layer and one micro-batch, forward and backward.
 
     Attributes:
         kind, heads_group: --cp-comm-type, and of a2a+p2p the ranks that exchange heads.
@@ -93,7 +93,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Choice:
-    """What is best, and the table that says why."""
+    """The chosen exchange, and the table of predictions."""
 
     best: Estimate
     lines: tuple[str, ...]

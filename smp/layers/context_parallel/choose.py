@@ -16,7 +16,7 @@ CommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 
 
 def context_parallel_attention(core: BlockCore, mesh: DeviceMesh, comm_type: CommType) -> AttentionCore:
-    """``core`` over sequences that are cut over ``mesh``.
+    """An attention core for sequences that are split over ``mesh``; it computes with ``core``.
 
     Args:
         core: computes blocks of queries and keys on this rank.

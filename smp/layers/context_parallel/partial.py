@@ -22,7 +22,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Layer:
-    """What computes one layer's calls.
+    """Computes the calls of one layer.
 
     Attributes:
         core: computes each call.

@@ -10,7 +10,7 @@ DOCUMENTS = (7, 2, 12, 3)
 
 
 def pictures() -> str:
-    """All of them, as Markdown."""
+    """All pictures, as Markdown."""
     whole, packed = cut_sequences(1, 24, 3), _packed(3)
     parts = [
         ("Who holds which of 24 tokens, 3 processes (digits are processes):", held(whole)),

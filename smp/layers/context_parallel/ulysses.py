@@ -31,7 +31,7 @@ from smp.parallel.collectives import Group, all_to_all, start_all_gather, start_
 
 @dataclass(frozen=True, eq=False)
 class HeadsPlan:
-    """Of a micro-batch, for all layers.
+    """The layout of a micro-batch after the all-to-all, shared by all layers.
 
     Attributes:
         layout: of the tokens of all ranks of the group.

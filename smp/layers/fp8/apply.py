@@ -112,7 +112,7 @@ def _scales(layer: Any, precision: Precision, groups: tuple[Group, ...]) -> Scal
 
 
 def fp8_layers(model: nn.Module) -> dict[str, Any]:
-    """What may compute in FP8, by name."""
+    """Layers that can compute in FP8, by name."""
     return linear_layers(model) | expert_layers(model)
 
 

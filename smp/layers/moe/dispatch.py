@@ -32,13 +32,13 @@ ReadCounts = Callable[[torch.Tensor, int], Any]
 
 
 def read_counts(counts: torch.Tensor, rows: int) -> Any:
-    """What the device counted."""
+    """Copy the device's counts to the host."""
     return counts.tolist()
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """One way of the tokens of a rank to the experts of an expert-parallel group.
+    """Sends the tokens of a rank to the experts of its expert-parallel group, and their results back.
 
     Attributes:
         k: experts of a token.

@@ -57,7 +57,7 @@ Balancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss"]
 
 
 class Routing(NamedTuple):
-    """Where tokens go.
+    """The router's result: the experts of each token and their weights.
 
     Attributes:
         experts: int64 (tokens, k), in the order of falling logits (with expert bias, of what is compared).
@@ -71,7 +71,7 @@ class Routing(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """What a balance is measured with, of the tokens of this rank.
+    """Counts and scores of this rank's tokens, from which the balance is measured.
 
     Attributes:
         weights: fp32 (tokens [/p],), what each token's loss counts; a token of weight 0 does not count.
@@ -87,7 +87,7 @@ class Counted(NamedTuple):
 
 
 class Balance(NamedTuple):
-    """What a micro-batch does to the balance.
+    """The balance that the router measured in a micro-batch, and the tokens of each expert so far.
 
     Attributes:
         measures: fp32 (5,): the load-balancing and the z loss, the largest load, the entropy, the dropped share.

@@ -29,7 +29,7 @@ ROUNDS = 10
 
 @dataclass(frozen=True)
 class Sinkhorn:
-    """What is added to logits when experts are chosen.
+    """Computes the term that is added to logits when experts are chosen.
 
     Attributes:
         shared_by: the tensor-parallel ranks that hold slices of the same tokens; None: tokens are whole.
