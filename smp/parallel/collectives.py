@@ -230,22 +230,46 @@ def sum_gradients(weights: Sequence[torch.Tensor], group: Group) -> list[torch.T
     return list(_SumGradients.apply(group, *weights))
 
 
-class _ExchangeRows(torch.autograd.Function):
+class _StartExchange(torch.autograd.Function):
+    """Its adjoint is the exchange back, which the end's backward pass has begun: here it is waited for."""
+
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, sent: list[int], received: list[int], group: Group) -> torch.Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
+    def forward(ctx: Any, x: torch.Tensor, sent: list[int], received: list[int], group: Group, back: Any) -> Any:
+        ctx.back = back
         return _exchange_rows_op(x, sent, received, group.name)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _exchange_rows_op(grad, ctx.received, ctx.sent, ctx.group.name), None, None, None
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _ops.wait_tensor(ctx.back.pop()), None, None, None, None
 
 
-def exchange_rows(x: torch.Tensor, sent: list[int], received: list[int], group: Group) -> torch.Tensor:
-    """An all-to-all of parts of any sizes: the first ``sent[0]`` rows go to rank 0, the next ``sent[1]`` to rank 1, and
-    so on, (sum of sent, ...) -> (sum of received, ...) in the order of the ranks; gradients go back. An operator of its
-    own, so that selective recompute can keep its result."""
-    return x if group.size == 1 else _ExchangeRows.apply(x, sent, received, group)
+class _EndExchange(torch.autograd.Function):
+    """The identity, once the rows are there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, sent: list[int], received: list[int], group: Group, back: Any) -> Any:
+        ctx.sent, ctx.received, ctx.group, ctx.back = sent, received, group, back
+        return _identity(_ops.wait_tensor(x), group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.back.append(_exchange_rows_op(grad, ctx.received, ctx.sent, ctx.group.name))
+        return grad, None, None, None, None
+
+
+def start_exchange(x: torch.Tensor, sent: list[int], received: list[int], group: Group) -> Callable[[], torch.Tensor]:
+    """Begin an all-to-all of parts of any sizes: the first ``sent[0]`` rows go to rank 0, the next ``sent[1]`` to rank
+    1, and so on. What is returned waits for it and gives the rows, (sum of sent, ...) -> (sum of received, ...) in the
+    order of the ranks; gradients go back. An operator of its own, so that selective recompute can keep its result.
+
+    What is computed before that wait runs while rows travel, and its backward pass while gradients do: autograd runs
+    last what was recorded first.
+    """
+    if group.size == 1:
+        return lambda: x
+    back: list[torch.Tensor] = []  # gradients under way
+    rows = _StartExchange.apply(x, sent, received, group, back)
+    return lambda: _EndExchange.apply(rows, sent, received, group, back)
 
 
 def sum_over(x: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
@@ -263,7 +287,7 @@ def max_over(x: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
 
 
 def _exchange_rows(x: torch.Tensor, sent: list[int], received: list[int], group: str) -> torch.Tensor:
-    return _ops.wait_tensor(_ops.all_to_all_single(x.contiguous(), received, sent, group))
+    return _ops.all_to_all_single(x.contiguous(), received, sent, group)
 
 
 _exchange_rows_op = define(

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from smp.kernels.grouped import combine_rows, permute_rows, repeat_rows
-from smp.parallel.collectives import Group, all_to_all, exchange_rows
+from smp.parallel.collectives import Group, all_to_all, start_exchange
 
 ReadCounts = Callable[[torch.Tensor, int], Any]
 """(counts, this rank's rows) -> the counts as lists; the host waits there."""
@@ -135,21 +135,27 @@ class Dispatch:
 
     def to_experts(self, x: torch.Tensor) -> torch.Tensor:
         """(tokens, h) -> the rows of this rank's experts, (sum of counts, h), sorted by expert."""
+        return self.send(x)()
+
+    def send(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin :meth:`to_experts`; what is returned ends it. Rows travel while something else is computed in between,
+        and gradients during its backward pass."""
         x = F.pad(x, (0, 0, 0, 1)) if self.padded else x
         rows = repeat_rows(x, self.order, self.inverse, self.k)
         rows = rows if self.sent_rows is None else rows[: self.sent_rows]
         if self.group is None:
-            return rows
+            return lambda: rows
         assert self.local_order is not None and self.local_inverse is not None
-        rows = exchange_rows(rows, self.sent, self.received, self.group)
-        return permute_rows(rows, self.local_order, self.local_inverse)
+        order, inverse = self.local_order, self.local_inverse
+        receive = start_exchange(rows, self.sent, self.received, self.group)
+        return lambda: permute_rows(receive(), order, inverse)
 
     def from_experts(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """What experts made of these rows, back and summed by ``weights``, fp32 (tokens, k) -> (tokens, h)."""
         if self.group is not None:
             assert self.local_order is not None and self.local_inverse is not None
             rows = permute_rows(rows, self.local_inverse, self.local_order)
-            rows = exchange_rows(rows, self.received, self.sent, self.group)
+            rows = start_exchange(rows, self.received, self.sent, self.group)()
         rows = rows if self.sent_rows is None else F.pad(rows, (0, 0, 0, 1))
         if self.padded:
             return combine_rows(rows, F.pad(weights, (0, 0, 0, 1)), self.order, self.inverse)[:-1]

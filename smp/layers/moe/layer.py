@@ -113,7 +113,9 @@ class MoE(nn.Module):
             assert layout is not None, "which says where sequences begin"
             kept = self._kept(self.capacity, chosen, weights, layout)
         dispatch = self._dispatch(chosen, kept, layout)
-        rows = self.experts.compute(dispatch.to_experts(tokens), dispatch.counts)
+        receive = dispatch.send(tokens)
+        shared = self._shared(x, token_index, local_token_index)  # here: rows travel meanwhile
+        rows = self.experts.compute(receive(), dispatch.counts)
         y = dispatch.from_experts(rows, torch.ones_like(weights) if self.weighs_input else weights)
         reduce = reduce_scatter_tokens if self.sequence_parallel else reduce_from_group
         y = reduce(y, self.group)
@@ -122,10 +124,16 @@ class MoE(nn.Module):
         if counted is not None:
             own = kept if kept is None or not self.sequence_parallel else split_tokens(kept, self.group)
             measured = self.router.balance(routing, counted, own)
-        if self.shared_experts is not None:
-            shared = self.shared_experts(x, token_index, local_token_index)
-            y = y + (shared if self.shared_expert_gate is None else self.shared_expert_gate(x, shared))
-        return y, measured
+        return y if shared is None else y + shared, measured
+
+    def _shared(
+        self, x: torch.Tensor, token_index: torch.Tensor | None, local_token_index: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """What shared experts make of these tokens; None: there are none."""
+        if self.shared_experts is None:
+            return None
+        y = self.shared_experts(x, token_index, local_token_index)
+        return y if self.shared_expert_gate is None else self.shared_expert_gate(x, y)
 
     def _kept(
         self, capacity: Capacity, chosen: torch.Tensor, weights: torch.Tensor, layout: TokenLayout
