@@ -18,7 +18,8 @@ PAGE = Path("docs/transform-models.md")
 HEAD = """# Causal language models of transformers under `smp.transform`
 
 Written by `python -m tests.hf.architecture_table`; nothing is edited by hand. transformers 5.23; each type as a tiny
-random model in fp32, in four processes, transformed, beside itself in one process.
+random model in fp32 (gemma4_unified_text in fp64, because its own fp32
+gradients are 1.2e-5 from those), in four processes, transformed, beside itself in one process.
 
 A number is the largest relative error. At TP 2 (x shard 2) and TP 4: of logits (padding on the left and on the right,
 `position_ids`, `inputs_embeds`, no labels), the loss, all gradients of two micro-batches, generated tokens (0 differ),
