@@ -111,6 +111,8 @@ def state(folder: Path, facts: Facts) -> str:
 
 def logs(folder: Path, facts: Facts, more: bool) -> int:
     """Show the log."""
+    if not (folder / LOG).exists():
+        raise ConfigError(f"{folder}: it was never submitted")
     follow(lambda: [folder / LOG], lambda: more and _holder(folder) is not None)
     return 0
 

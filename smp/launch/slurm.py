@@ -195,6 +195,8 @@ def state(folder: Path, facts: Facts) -> str:
 
 def logs(folder: Path, facts: Facts, more: bool) -> int:
     """Show the logs of all stages."""
+    if not facts.get("id"):
+        raise ConfigError(f"{folder}: it was never submitted")
     follow(lambda: sorted(folder.glob("log-*.out")), lambda: more and _queued(str(facts.get("id"))) is not None)
     return 0
 

@@ -147,6 +147,10 @@ def test_status_after_a_dry_run_says_what_submits_the_job(tmp_path: Path) -> Non
     done = launcher("status", tmp_path / "debug")
     hint = f"debug: not submitted; python main.py resume {tmp_path}/debug submits it\n"
     assert (done.returncode, done.stdout) == (0, hint), done.stderr
+    for words in (["cluster=local"], ["cluster=slurm"]):
+        assert launcher(*RUN, f"base_results_dir={tmp_path}", "dry_run=true", *words).returncode == 0
+        done = launcher("logs", tmp_path / "debug")
+        assert (done.returncode, done.stdout) == (2, "") and "it was never submitted" in done.stderr
 
 
 def test_files_of_a_job_that_ran_are_not_replaced_by_a_dry_run(tmp_path: Path) -> None:
