@@ -43,7 +43,7 @@ class MathAttention(Masked):
         heads = q.shape[1]
         q, k, v = unfold(q, layout.batch, layout.length), *unfold_keys(k, v, layout, heads)
         scores = _scores(q, k, layout, spec, dtype)  # (batch, heads, length, keys)
-        # The log-sum-exp has no gradient, see this file's beginning.
+        # The log-sum-exp has no gradient, see ``smp.kernels.attention_core``.
         lse = scores.detach().logsumexp(dim=-1)
         blind = None if layout.sees_itself else lse.isneginf()[..., None]
         if blind is not None:
