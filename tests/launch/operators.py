@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from smp.launch.yaml_text import load_text
+import yaml
 
 Schema = dict[str, Any]
 DEFINITIONS = {
@@ -91,7 +91,8 @@ def definition(kind: str) -> tuple[Schema | None, str]:
     path = Path(folder) / f"{name}.yaml"
     if not path.is_file():
         return None, f"{path} is not there: kubectl get crd {name} -o yaml"
-    (version,) = (v for v in load_text(path.read_text())["spec"]["versions"] if v["name"] == "v1")
+    # Not by the launcher's reader, whose limit of 10,000 values is for recipes: a definition with its pods has more.
+    (version,) = (v for v in yaml.safe_load(path.read_text())["spec"]["versions"] if v["name"] == "v1")
     return closed(version["schema"]["openAPIV3Schema"]), ""
 
 
