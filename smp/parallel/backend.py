@@ -107,10 +107,9 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
         opts = _options(dist.AllreduceOptions, opts, more)
         given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         way = self.network.way("all-reduce", given[0])
-        # What no schedule can do is left to gloo and counted there. Small calls are not looked at any further.
-        if way.route is None or not (
-            len(given) == 1 and _alike_on_cpu(given[0]) and _is_summed(given[0], opts.reduceOp)
-        ):
+        # What no schedule can do is left to gloo and counted there.
+        fits = len(given) == 1 and _alike_on_cpu(given[0]) and _is_summed(given[0], opts.reduceOp)
+        if way.route is None or not fits:
             return self._inner("all-reduce", given[0]).allreduce(given, opts)
         self.counts["hierarchical all-reduce"] += 1
         return self._run(self.network.all_reduce(given[0], way), given[0], opts, list(given))
