@@ -193,25 +193,39 @@ def _topology(options: Any) -> tuple[Topology, Any]:
     """Of a group, and links where the file has them. Ranks tell each other through the store what they know.
 
     Raises:
-        ConfigError: ranks have read different files, or only some have one: they would run different schedules.
+        ConfigError: a rank cannot read its file, which all raise, or ranks have read different files, or only some have
+            one: they would run different schedules.
     """
     size, file = options.group_size, os.environ.get(TOPOLOGY)
-    nodes, links, place = None, None, socket.gethostname()
-    if file is not None:
-        ranks = list(options.global_ranks_in_group) or list(range(size))
-        world = dist.get_world_size() if dist.is_initialized() else size
-        nodes, links = read_topology(file, world)
-        if nodes is not None:
-            place = nodes.name_of(ranks[options.group_rank])
+    place, links, read, problem = socket.gethostname(), None, "None None", ""
+    try:
+        if file is not None:
+            nodes, links = read_topology(file, dist.get_world_size() if dist.is_initialized() else size)
+            read = f"{nodes!r} {links!r}"
+            if nodes is not None:
+                place = nodes.name_of((list(options.global_ranks_in_group) or range(size))[options.group_rank])
+    except ConfigError as error:  # the others would wait for what this rank has to say
+        problem = str(error).removeprefix("--network-topology ")
     store = dist.PrefixStore("smp/nodes", options.store)
-    digest = hashlib.sha256(f"{nodes!r} {links!r}".encode()).hexdigest()  # short: every rank reads those of all
-    store.set(str(options.group_rank), json.dumps([place, file is not None, digest]))
+    digest = hashlib.sha256(read.encode()).hexdigest()  # short: every rank reads those of all
+    store.set(str(options.group_rank), json.dumps([place, problem, file is not None, digest]))
     said = [json.loads(store.get(str(rank))) for rank in range(size)]
-    other = next((rank for rank, (_, *read) in enumerate(said) if read != said[0][1:]), None)
-    if other is not None:
-        reads = "has another file" if said[0][1] == said[other][1] else "has a file" if said[other][1] else "has none"
-        raise ConfigError(f"{TOPOLOGY}: rank {other} of a group of {size} {reads}, unlike rank 0; all need the same")
+    _check_alike([problem for _, problem, *_ in said], [read for _, _, *read in said])
     return Topology.of([place for place, *_ in said]), links
+
+
+def _check_alike(problems: Sequence[str], files: Sequence[Sequence[Any]]) -> None:
+    """What each rank failed with, and (has a file, its digest) of each."""
+    failed = next((rank for rank, problem in enumerate(problems) if problem), None)
+    if failed is not None:
+        raise ConfigError(f"{TOPOLOGY} of rank {failed} in a group of {len(files)}: {problems[failed]}")
+    other = next((rank for rank, read in enumerate(files) if read != files[0]), None)
+    if other is not None:
+        first, here = files[0][0], files[other][0]
+        reads = "has another file" if first == here else "has a file" if here else "has none"
+        raise ConfigError(
+            f"{TOPOLOGY}: rank {other} of a group of {len(files)} {reads}, unlike rank 0; all need the same"
+        )
 
 
 def _options(kind: Any, opts: Any, more: dict[str, Any]) -> Any:

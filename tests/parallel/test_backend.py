@@ -280,7 +280,7 @@ def unlike_files(rank: int, topology: str) -> list[str]:
     said = []
     other = Path(f"{topology}.{rank}")
     other.write_text('{"nodes": [[0, 1], [2, 3]]}')
-    for files in ([topology, None], [None, topology], [topology, str(other)]):
+    for files in ([topology, None], [None, topology], [topology, str(other)], [topology, f"{topology}.none"]):
         file = files[rank == 1]
         with pytest.MonkeyPatch.context() as patch:
             patch.delenv("SMP_NETWORK_TOPOLOGY") if file is None else patch.setenv("SMP_NETWORK_TOPOLOGY", file)
@@ -422,9 +422,11 @@ def test_other_dtypes_and_batch_norms(found: list[dict[str, Any]]) -> None:
 
 def test_ranks_with_unlike_files_are_told_so(found: list[dict[str, Any]]) -> None:
     for of in found:
-        assert [text.split(" of 4 ")[1] for text in of["unlike"]] == [
+        *unlike, missing = of["unlike"]
+        assert [text.split(" of 4 ")[1] for text in unlike] == [
             f"{what}, unlike rank 0; all need the same" for what in ("has none", "has a file", "has another file")
         ]
+        assert missing.startswith("SMP_NETWORK_TOPOLOGY of rank 1 in a group of 4: ") and "No such file" in missing
 
 
 def test_it_is_a_backend_of_a_whole_program(found: list[dict[str, Any]]) -> None:

@@ -148,3 +148,30 @@ def test_what_is_measured_is_the_relative_error() -> None:
     assert weights == pytest.approx(float((back - x).norm() / x.norm()), rel=1e-5) and gradients == 0.0
     assert 0.004 < weights < 0.008, "numbers of a bell curve: 0.7 %"
     assert measured.taken().tolist() == [0.0] * 4, "it begins anew"
+
+
+@pytest.mark.parametrize("size", [1e-38, 1e-25, 1.0, 1e25, 1e37])
+def test_the_error_that_is_measured_does_not_depend_on_the_size_of_numbers(size: float) -> None:
+    """Squares of such numbers are 0 or infinite in fp32, and so was the error."""
+    measured = Quantization(gradients=True)
+    measured.encoded(size * torch.randn(1000, generator=torch.Generator().manual_seed(0)), "gradients")
+    measured.encoded(torch.zeros(BLOCK), "gradients")
+    assert 0.004 < float(measured.relative(measured.taken())) < 0.008
+
+
+def test_one_number_that_is_not_finite_shows_in_the_sum_and_in_the_error() -> None:
+    """On one rank of another node than the owner's; blocks without it stay as they are."""
+    topology, size = Topology.even(2, 2), 3 * BLOCK
+    for nasty in (float("nan"), float("inf"), -float("inf")):
+        given = [torch.ones(4 * size) for _ in range(4)]
+        given[3][BLOCK + 5] = nasty  # of rank 0's piece
+        measured = Quantization(gradients=True)
+        found = run_together(
+            reduce_scatter(topology, [1] * 4),
+            given,
+            [size] * 4,
+            lambda rank, wire: CodedBetweenNodes(wire, topology.beyond(rank), measured),
+        )
+        rows = found[0].view(3, BLOCK)
+        assert rows[1].isnan().all() and rows[::2].eq(4).all() and all(x.eq(4).all() for x in found[1:])
+        assert measured.relative(measured.taken()).isnan().all()

@@ -33,6 +33,18 @@ def test_nodes_and_links_are_read(tmp_path: Path) -> None:
 
 WRONG = {
     "no JSON": ("nodes: x", "Expecting value"),
+    "nodes twice": ('{"nodes": [[0, 1], [2, 3]], "nodes": [[0, 1, 2, 3]]}', "one of nodes, nodes is given twice"),
+    "a rate twice": (
+        '{"inside": {"gbit_per_s": 1, "gbit_per_s": 2, "latency_us": 1}}',
+        "one of gbit_per_s, gbit_per_s, latency_us is given twice",
+    ),
+    "too deep": ("[" * 100_000, "recursion"),
+    "of bytes": ("\x00\x01", "Expecting value"),
+    "of more ranks": ({"nodes": [[0, 1, 2, 3], [4, 5, 6, 7]]}, "each of the ranks 0 to 3 of this run once"),
+    "of hosts": ({"nodes": [["left", "right"], ["a", "b"]]}, "each of the ranks 0 to 3 of this run once"),
+    "of a host": ({"nodes": {"left": [0, 1], "right": [2, 3]}}, "each of the ranks 0 to 3 of this run once"),
+    "infinite": ('{"between": {"gbit_per_s": Infinity, "latency_us": 1}, "inside": {}}', "between needs gbit_per_s"),
+    "no number": ('{"between": {"gbit_per_s": NaN, "latency_us": 1}, "inside": {}}', "between needs gbit_per_s"),
     "nothing": ({}, "a JSON object with nodes, or between and inside"),
     "an unknown key": ({"node": [[0, 1, 2, 3]]}, "a JSON object with nodes"),
     "half of the links": ({"between": LINK}, "a JSON object with nodes"),
@@ -56,9 +68,14 @@ def test_what_is_wrong_is_told_in_one_line(name: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_what_is_no_text_file_of_json(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--network-topology .*: .*No such file"):
         read_topology(str(tmp_path / "none.json"), 4)
+    with pytest.raises(ConfigError, match="--network-topology .*: .*Is a directory"):
+        read_topology(str(tmp_path), 4)
+    (tmp_path / "latin.json").write_bytes(b'{"n\xf6des": []}')
+    with pytest.raises(ConfigError, match="--network-topology .*: .*can't decode"):
+        read_topology(str(tmp_path / "latin.json"), 4)
 
 
 def test_groups_are_parts_of_it() -> None:

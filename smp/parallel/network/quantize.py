@@ -86,21 +86,22 @@ class Quantization:
         """:func:`encode`, and note the error."""
         coded, back = encode(x), torch.empty(x.numel())
         decode(coded, back)
-        error = torch.stack([(back - x).norm(), x.float().norm()]).double().square()
-        self._sums[list(NAMES).index(what)] += error
+        # fp64: squares of fp32 numbers overflow and underflow, and the error would read 0.
+        norms = [torch.linalg.vector_norm(y, dtype=torch.float64) for y in (back - x, x)]
+        self._sums[list(NAMES).index(what)] += torch.stack(norms).square()
         return coded
 
     def taken(self) -> torch.Tensor:
-        """(2 per name) fp32: squares of errors and of numbers, which may be added up over ranks; begin anew."""
-        found = torch.stack([self._sums[list(NAMES).index(what)] for what in self._coded()]).float()
+        """(2 per name) fp64: squares of errors and of numbers, which may be added up over ranks; begin anew."""
+        found = torch.stack([self._sums[list(NAMES).index(what)] for what in self._coded()])
         self._sums.zero_()
         return found.view(-1)
 
     @staticmethod
     def relative(taken: torch.Tensor) -> torch.Tensor:
-        """What :meth:`taken` gives -> (1 per name); 0 where nothing was coded."""
+        """What :meth:`taken` gives -> (1 per name) fp32; 0 where nothing was coded."""
         errors, numbers = taken.view(-1, 2).unbind(1)
-        return (errors / numbers.clamp_min(torch.finfo(torch.float32).tiny)).sqrt()
+        return (errors / numbers.clamp_min(torch.finfo(taken.dtype).tiny)).sqrt().float()
 
 
 @dataclass(frozen=True)

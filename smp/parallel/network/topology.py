@@ -128,8 +128,8 @@ def read_topology(path: str, world_size: int) -> tuple[Topology | None, Links | 
     """
     try:
         with open(path, encoding="utf-8") as file:
-            said: Any = json.load(file)
-    except (OSError, ValueError) as error:
+            said: Any = json.load(file, object_pairs_hook=_each_once)
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--network-topology {path}: {error}") from None
     known = {"nodes", "between", "inside"}
     if not isinstance(said, dict) or not said or not set(said) <= known or (("between" in said) != ("inside" in said)):
@@ -141,6 +141,14 @@ def read_topology(path: str, world_size: int) -> tuple[Topology | None, Links | 
         else None
     )
     return nodes, links
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, which Python would else read with the last of several values."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"one of {', '.join(name for name, _ in pairs)} is given twice")
+    return found
 
 
 def _nodes(path: str, said: Any, world_size: int) -> Topology:
