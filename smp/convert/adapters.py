@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from smp.checkpoint import CheckpointError
-from smp.checkpoint.tensor_file import raw_bytes
+from smp.checkpoint.tensor_bytes import raw_bytes
 from smp.config import ModelConfig
 from smp.convert.families import Family
 from smp.convert.hf_config import family_of, to_hf

@@ -15,7 +15,8 @@ import torch
 from smp.checkpoint import CheckpointError
 from smp.checkpoint.latest import ITERATION
 from smp.checkpoint.local import LocalFolder
-from smp.checkpoint.tensor_file import lay_out, write_file
+from smp.checkpoint.tensor_bytes import lay_out
+from smp.checkpoint.tensor_file import write_file
 from smp.config import ModelConfig
 from smp.convert.families import Family
 from smp.convert.fp8_blocks import Fp8BlockStore
