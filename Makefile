@@ -49,9 +49,10 @@ finetune-demo: $(READY)
 moe-demo: $(READY)
 	$(BIN)/python tools/demo.py --experts
 
-# Two workers: a file whose tests start up to eight processes, and one that waits for something else.
+# Two workers: a file whose tests start up to eight processes, and one that waits for something else. Bytecode is kept:
+# programs that tests start import the package hundreds of times.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not slow"
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not slow"
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m "slow and not gpu"

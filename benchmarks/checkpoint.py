@@ -32,10 +32,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from smp import checkpoint
+from smp.checkpoint.commit import commit
 from smp.checkpoint.entries import Manifest, Shard, TensorEntry
 from smp.checkpoint.folder import open_folder
-from smp.checkpoint.storage import commit
-from smp.checkpoint.tensor_file import lay_out, raw_bytes, write_file
+from smp.checkpoint.tensor_bytes import lay_out, raw_bytes
+from smp.checkpoint.tensor_file import write_file
 
 State = dict[str, torch.Tensor]
 WIDTH = 2048

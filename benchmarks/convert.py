@@ -24,7 +24,8 @@ from pathlib import Path
 import torch
 
 from smp.checkpoint.local import LocalFolder, sync_to_disk
-from smp.checkpoint.tensor_file import lay_out, raw_bytes, write_file
+from smp.checkpoint.tensor_bytes import lay_out, raw_bytes
+from smp.checkpoint.tensor_file import write_file
 from smp.convert.hf_config import resolved, to_hf
 from smp.convert.hf_store import INDEX
 from smp.convert.layout import by_external_name, links

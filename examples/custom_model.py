@@ -42,7 +42,9 @@ class Encoder(nn.Module):
 
     @staticmethod
     def block(tp: DeviceMesh) -> nn.Module:
-        attention = layers.SelfAttention(HIDDEN, HEADS, tp, causal=False, bias=True, qkv_bias=True)
+        attention = layers.SelfAttention(
+            HIDDEN, HEADS, tp, spec=layers.AttentionSpec(causal=False), bias=True, qkv_bias=True
+        )
         mlp = layers.MLP(HIDDEN, 4 * HIDDEN, tp, activation="gelu", bias=True)
         return layers.TransformerBlock(attention, mlp, layers.LayerNorm(HIDDEN, tp), layers.LayerNorm(HIDDEN, tp))
 

@@ -29,15 +29,15 @@ from tqdm import tqdm
 
 from smp.checkpoint import CheckpointError, DamagedError, Manifest, find, read_manifest, verify
 from smp.checkpoint.box import read_blocks, read_box
+from smp.checkpoint.commit import OUR_FILES
 from smp.checkpoint.diff import CACHED, diff_tensor
-from smp.checkpoint.entries import DTYPES, TensorEntry
+from smp.checkpoint.entries import ELEMENT_SIZES, TensorEntry
 from smp.checkpoint.folder import Folder, open_folder
 from smp.checkpoint.latest import ITERATION, LATEST, complete, misnamed, other_iteration
 from smp.checkpoint.lock import RunLock
 from smp.checkpoint.manifest import MANIFEST
 from smp.checkpoint.retention import VALIDATION_LOSS, Retention, doomed, prune
 from smp.checkpoint.rewrite import rewrite
-from smp.checkpoint.storage import OUR_FILES
 from smp.config.command import CommandParser, run_tool
 
 _SHOWN_WHOLE = 1000  # elements: of more, torch prints only the first and last ones in each dimension
@@ -55,7 +55,7 @@ def opened(path: str) -> tuple[Folder, Manifest]:
 
 def size_of(entry: TensorEntry) -> int:
     """Bytes of a tensor."""
-    return math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
+    return math.prod(entry.shape) * ELEMENT_SIZES[entry.dtype]
 
 
 def total_size(manifest: Manifest) -> int:

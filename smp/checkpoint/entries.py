@@ -1,30 +1,27 @@
-"""The words of a manifest: tensors, their shards, and the two kinds of errors."""
+"""The words of a manifest: tensors, their shards, and the two kinds of errors. Knows no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from smp.config.command import DamageError, exit_code
 
-DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+ELEMENT_SIZES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
 }
-"""Names of dtypes, the same in the manifest as in safetensors headers."""
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""Bytes of an element by dtype: the names of safetensors headers, the same in the manifest."""
 
 
 class CheckpointError(ValueError):
@@ -59,7 +56,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor: its whole shape, its dtype's name in ``DTYPES``, and the shards that cover it exactly once."""
+    """A tensor: its whole shape, its dtype's name in ``ELEMENT_SIZES``, and the shards that cover it exactly once."""
 
     shape: tuple[int, ...]
     dtype: str

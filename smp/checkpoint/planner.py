@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 
-from smp.checkpoint.entries import DTYPE_NAMES, DTYPES, CheckpointError, TensorEntry
+from smp.checkpoint.entries import ELEMENT_SIZES, CheckpointError, TensorEntry
 from smp.checkpoint.overlap import shared_memory
+from smp.checkpoint.tensor_bytes import DTYPE_NAMES, DTYPES
 from smp.checkpoint.tensor_file import rows_of_a_shard
-from smp.parallel.boxes import Box, local_box, local_part
+from smp.parallel.box import Box
+from smp.parallel.boxes import local_box, local_part
 
 _NAMED_AT_MOST = 8
 
@@ -38,7 +40,7 @@ class LocalShard:
 
 @dataclass(frozen=True)
 class Item:
-    """A box to write, of a tensor of ``shape`` and a dtype by its name in ``DTYPES``. No dimensions are one row."""
+    """A box to write, of a tensor of ``shape`` and a dtype by its name in the file. No dimensions are one row."""
 
     name: str
     shape: tuple[int, ...]
@@ -63,7 +65,7 @@ class Item:
     @property
     def row_size(self) -> int:
         """In bytes."""
-        return math.prod(self.box.sizes[1:]) * DTYPES[self.dtype].itemsize
+        return math.prod(self.box.sizes[1:]) * ELEMENT_SIZES[self.dtype]
 
     def rows(self, first: int, count: int) -> Item:
         """Some rows, from ``first`` of this box on."""

@@ -13,9 +13,9 @@ from itertools import cycle
 import torch
 import xxhash
 
-from smp.checkpoint.entries import DTYPES
 from smp.checkpoint.local import Source
-from smp.checkpoint.tensor_file import Slot, raw_bytes
+from smp.checkpoint.tensor_bytes import DTYPES, raw_bytes
+from smp.checkpoint.tensor_file import Slot
 
 
 @dataclass(frozen=True)

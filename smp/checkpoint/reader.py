@@ -13,7 +13,8 @@ from smp.checkpoint.entries import CheckpointError, DamagedError, Manifest, Shar
 from smp.checkpoint.folder import Folder
 from smp.checkpoint.local import Source
 from smp.checkpoint.read_ahead import Block, Wanted, read_ahead
-from smp.checkpoint.tensor_file import Slot, as_bits, read_header
+from smp.checkpoint.tensor_bytes import as_bits
+from smp.checkpoint.tensor_file import Slot, read_header
 
 
 @dataclass(frozen=True)

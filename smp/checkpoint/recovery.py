@@ -11,12 +11,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
+from smp.checkpoint.commit import discard_unfinished
 from smp.checkpoint.entries import CheckpointError, DamagedError, Manifest
 from smp.checkpoint.folder import Folder
 from smp.checkpoint.latest import ITERATION, LATEST, commit_latest, complete
 from smp.checkpoint.lock import LEFT_BY_TAKERS
 from smp.checkpoint.manifest import MANIFEST, read_manifest
-from smp.checkpoint.storage import discard_unfinished
 from smp.parallel.agree import on_rank_zero
 
 DAMAGED = "damaged_"  # in front, so that no pattern for checkpoints matches

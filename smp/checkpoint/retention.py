@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from smp.checkpoint.commit import discard_unfinished
 from smp.checkpoint.entries import CheckpointError, DamagedError
 from smp.checkpoint.folder import Folder
 from smp.checkpoint.latest import ITERATION, commit_latest, complete, iteration_of
 from smp.checkpoint.manifest import MANIFEST, read_manifest
-from smp.checkpoint.storage import discard_unfinished
 
 VALIDATION_LOSS = "validation_loss"
 """Key of a checkpoint's ``extra``: its validation loss, or null."""

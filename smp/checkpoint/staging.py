@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 import torch
 
-from smp.checkpoint.entries import DTYPES
-from smp.checkpoint.tensor_file import FileLayout, lay_out
+from smp.checkpoint.tensor_bytes import DTYPES, lay_out
+from smp.checkpoint.tensor_file import FileLayout
 
 
 class StagingBuffer:

@@ -2,30 +2,29 @@
 
 The safetensors package knows only paths of a file system, and neither hashes nor reads into memory that is there. The
 format itself is small: 8 bytes with the length of a header, the header in JSON, and the tensors without holes.
+To this file tensors are bytes: the process that writes in the background starts without torch.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import xxhash
 
-from smp.checkpoint.entries import DTYPE_NAMES, DTYPES, CheckpointError, DamagedError
+from smp.checkpoint.entries import ELEMENT_SIZES, CheckpointError, DamagedError
 from smp.checkpoint.folder import Folder
 from smp.checkpoint.local import PIECE, Source
 from smp.checkpoint.manifest import parse_unique
 from smp.checkpoint.validate import require
 
-_METADATA = "__metadata__"  # texts about the file under this key of a header; no tensor may be called so
+METADATA = "__metadata__"  # texts about the file under this key of a header; no tensor may be called so
 _LONGEST_HEADER = 100_000_000  # the limit of the safetensors package
-_ALIGNMENT = 64  # of the first tensor in the file: a cache line
+ALIGNMENT = 64  # of the first tensor in the file: a cache line
 LARGEST_SHARD = 1 << 26
 """Bytes. A checksum covers a shard, so a reader of a part of one reads all of it."""
 
@@ -53,29 +52,6 @@ class FileLayout:
         return self.slots[-1].start + self.slots[-1].size if self.slots else 0
 
 
-def lay_out(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> FileLayout:
-    """Tensors in the order of safetensors, widest elements first, so that every one is aligned.
-
-    Only shapes and dtypes of ``tensors`` are used; ``metadata`` are texts for the header.
-
-    Raises:
-        CheckpointError: a key that a reader could not give back.
-    """
-    slots, start = [], 0
-    for key, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
-        # half of a surrogate pair is no text: readers of JSON refuse it
-        if key in ("", _METADATA) or key.encode(errors="replace").decode() != key:
-            raise CheckpointError(f"no tensor of a safetensors file can be called {key!r}")
-        slots.append(Slot(key, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), start, tensor.nbytes))
-        start += tensor.nbytes
-    entries: dict[str, Any] = {} if metadata is None else {_METADATA: dict(metadata)}
-    entries |= {s.key: {"dtype": s.dtype, "shape": s.shape, "data_offsets": (s.start, s.start + s.size)} for s in slots}
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    # Spaces behind JSON are allowed, and the data begin at a cache line.
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    return FileLayout(struct.pack("<Q", len(text)) + text, tuple(slots))
-
-
 def rows_of_a_shard(row_size: int) -> int:
     """How many rows of ``row_size`` bytes make a shard."""
     return max(1, LARGEST_SHARD // max(row_size, 1))
@@ -95,18 +71,6 @@ def shard_keys(pieces: Sequence[tuple[str, int, int]]) -> list[str]:
         twice = Counter(keys).most_common(1)[0][0]
         raise CheckpointError(f"{twice} would be two tensors in one file: rename the one that is called so")
     return keys
-
-
-def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory and shape, with elements as integers: numpy has not all dtypes, and a NaN is equal to itself."""
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
-
-
-def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
-    assert tensor.is_contiguous(), "other memory would be read or written"
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # of one element any stride is contiguous
-    return flat.view(torch.uint8).numpy().data
 
 
 def write_file(
@@ -147,7 +111,7 @@ def read_header(source: Source) -> dict[str, Slot]:
         text = bytearray(length)
         source.read_into(8, memoryview(text))
         content = parse_unique(bytes(text))
-        slots = {key: _slot(key, entry, 8 + length, source.size) for key, entry in content.items() if key != _METADATA}
+        slots = {key: _slot(key, entry, 8 + length, source.size) for key, entry in content.items() if key != METADATA}
         _refuse_overlaps(slots.values())
         return slots
     except DamagedError:
@@ -163,7 +127,7 @@ def _slot(key: str, entry: dict[str, Any], data_start: int, file_size: int) -> S
     # ``type(...) is``: JSON's true is an int in Python.
     require(all(type(n) is int and n >= 0 for n in numbers), f"tensor {key!r} has impossible numbers")
     require(begin <= end <= file_size - data_start, f"tensor {key!r} lies outside of the file")
-    known = dtype in DTYPES and math.prod(shape) * DTYPES[dtype].itemsize == end - begin
+    known = dtype in ELEMENT_SIZES and math.prod(shape) * ELEMENT_SIZES[dtype] == end - begin
     require(known, f"tensor {key!r} of {dtype!r} {shape} cannot have {end - begin} bytes")
     return Slot(key, dtype, shape, data_start + begin, end - begin)
 

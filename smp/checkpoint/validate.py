@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from smp.checkpoint.entries import DTYPES, DamagedError, Manifest, Shard, TensorEntry
-from smp.parallel.boxes import Box
+from smp.checkpoint.entries import ELEMENT_SIZES, DamagedError, Manifest, Shard, TensorEntry
+from smp.parallel.box import Box
 
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 _LARGEST = 2**63 - 1
@@ -42,7 +42,7 @@ def check_manifest(manifest: Manifest, folder: Path | None) -> None:
 
 
 def _check_tensor(name: str, entry: TensorEntry, manifest: Manifest) -> None:
-    require(entry.dtype in DTYPES, f"tensor {name!r} has an unknown dtype {entry.dtype!r}")
+    require(entry.dtype in ELEMENT_SIZES, f"tensor {name!r} has an unknown dtype {entry.dtype!r}")
     require(all(_is_count(n) for n in entry.shape), f"tensor {name!r} has an impossible shape {entry.shape}")
     require(math.prod(entry.shape) <= _LARGEST, f"tensor {name!r} has an impossible shape {entry.shape}")
     for shard in entry.shards:
@@ -55,7 +55,7 @@ def _check_tensor(name: str, entry: TensorEntry, manifest: Manifest) -> None:
 
 def shard_bytes(shard: Shard, dtype: str) -> int:
     """Size of a shard's data in its file."""
-    return math.prod(shard.sizes) * DTYPES[dtype].itemsize
+    return math.prod(shard.sizes) * ELEMENT_SIZES[dtype]
 
 
 def require(condition: bool, message: str) -> None:

@@ -21,11 +21,11 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any
 
+from smp.checkpoint.commit import commit
 from smp.checkpoint.entries import CheckpointError, Manifest, TensorEntry
 from smp.checkpoint.folder import Folder, open_folder
 from smp.checkpoint.lock import require_lock
 from smp.checkpoint.retention import Retention, publish
-from smp.checkpoint.storage import commit
 from smp.checkpoint.tensor_file import FileLayout, write_file
 
 REPORT = ".json"

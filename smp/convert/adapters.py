@@ -17,9 +17,9 @@ import torch
 import xxhash
 
 from smp.checkpoint import CheckpointError
-from smp.checkpoint.tensor_file import raw_bytes
+from smp.checkpoint.tensor_bytes import raw_bytes
 from smp.config import ModelConfig
-from smp.convert.families import Family
+from smp.convert.family import Family
 from smp.convert.hf_config import family_of, to_hf
 from smp.convert.layout import Link, links
 from smp.convert.more_families import FAMILIES

@@ -15,9 +15,10 @@ import torch
 from smp.checkpoint import CheckpointError
 from smp.checkpoint.latest import ITERATION
 from smp.checkpoint.local import LocalFolder
-from smp.checkpoint.tensor_file import lay_out, write_file
+from smp.checkpoint.tensor_bytes import lay_out
+from smp.checkpoint.tensor_file import write_file
 from smp.config import ModelConfig
-from smp.convert.families import Family
+from smp.convert.family import Family
 from smp.convert.fp8_blocks import Fp8BlockStore
 from smp.convert.hf_config import CONFIG, NEXT_N, block_of, family_of, from_hf, is_hf_folder, read_hf_config, to_hf
 from smp.convert.hf_store import INDEX, SINGLE, keep_text, open_store

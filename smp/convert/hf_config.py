@@ -14,7 +14,8 @@ from smp.config.command import DamageError
 from smp.config.fields import effective
 from smp.config.layer_pattern import layer_attentions, skip_pattern
 from smp.config.positions import longrope_factors
-from smp.convert.families import REASONS, Family
+from smp.convert.families import REASONS
+from smp.convert.family import Family
 from smp.convert.hf_experts import canonical, read_experts, write_experts
 from smp.convert.hf_reader import Reader, is_longrope_family, written_number, written_rope, written_windows
 from smp.convert.more_families import FAMILIES

@@ -6,7 +6,7 @@ from typing import Any
 
 from smp.config import ConfigError, ModelConfig
 from smp.config.moe import has_experts
-from smp.convert.families import ExpertKeys
+from smp.convert.family import ExpertKeys
 from smp.convert.hf_reader import Reader
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from smp.config import ConfigError, ModelConfig
 from smp.config.layer_pattern import layer_attentions, skip_pattern
 from smp.config.moe import has_experts
-from smp.convert.families import Own
+from smp.convert.family import Own
 from smp.convert.hf_reader import Reader
 
 Values = Mapping[str, Any]

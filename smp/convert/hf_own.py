@@ -7,7 +7,7 @@ from typing import Any
 
 from smp.config import ConfigError, ModelConfig
 from smp.config.layer_pattern import layer_attentions, skip_pattern
-from smp.convert.families import Own
+from smp.convert.family import Own
 from smp.convert.hf_reader import Reader, written_scaling
 
 Values = Mapping[str, Any]

@@ -9,7 +9,7 @@ from typing import Any
 from smp.config import ConfigError, ModelConfig
 from smp.config.layer_pattern import layer_attentions, skip_pattern
 from smp.config.positions import longrope_factors
-from smp.convert.families import Factor, Family
+from smp.convert.family import Factor, Family
 
 _FACTOR = {"factor": "rope_scaling_factor"}
 _ORIGINAL = {"original_max_position_embeddings": "rope_original_max_position"}

@@ -21,9 +21,8 @@ from smp.convert.families import (
     NO_BIAS,
     QK_MODULES,
     SIZES,
-    ExpertKeys,
-    Family,
 )
+from smp.convert.family import ExpertKeys, Family
 from smp.convert.hf_llama4 import LLAMA4
 from smp.convert.hf_own import COHERE2, FALCON, GEMMA, GEMMA3, GPT_OSS, OLMO3, SMOLLM3
 from smp.convert.layout import Fused, Table

@@ -15,7 +15,7 @@ import torch
 
 from smp.config import ConfigError, ModelConfig
 from smp.convert.adapters import Adapter
-from smp.convert.families import Family
+from smp.convert.family import Family
 from smp.convert.layout import Link, links
 
 

@@ -23,7 +23,7 @@ from smp.convert.adapters import (
     check_shapes,
     linear_modules,
 )
-from smp.convert.families import Family
+from smp.convert.family import Family
 from smp.convert.hf_config import read_json
 from smp.convert.hf_store import safetensors_store
 from smp.convert.layout import SCORE

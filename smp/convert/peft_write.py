@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from smp.checkpoint.folder import Folder
-from smp.checkpoint.tensor_file import lay_out, raw_bytes, write_file
+from smp.checkpoint.tensor_bytes import lay_out, raw_bytes
+from smp.checkpoint.tensor_file import write_file
 from smp.config import ModelConfig
 from smp.convert.adapters import CONFIG, FRONT, MAGNITUDE, TENSORS, Adapter, Adapters, linear_modules
-from smp.convert.families import Family
+from smp.convert.family import Family
 from smp.convert.layout import SCORE, Link
 from smp.convert.peft_experts import expert_tensors, joined
 

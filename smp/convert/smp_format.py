@@ -14,13 +14,13 @@ import torch
 from smp import __version__
 from smp.checkpoint import CheckpointError, Manifest, read_manifest
 from smp.checkpoint.box import read_box_into
-from smp.checkpoint.entries import DTYPE_NAMES, DTYPES
+from smp.checkpoint.commit import commit
 from smp.checkpoint.folder import Folder, open_folder
 from smp.checkpoint.local import LocalFolder
 from smp.checkpoint.manifest import MANIFEST, parse_tensor
 from smp.checkpoint.planner import Item
 from smp.checkpoint.rewrite import write_shards
-from smp.checkpoint.storage import commit
+from smp.checkpoint.tensor_bytes import DTYPE_NAMES, DTYPES
 from smp.config import ModelConfig
 from smp.config.commands import tool
 from smp.convert.hf import carry

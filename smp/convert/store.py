@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from smp.checkpoint import CheckpointError, DamagedError
-from smp.checkpoint.entries import DTYPES
 from smp.checkpoint.local import LocalFolder, Source
-from smp.checkpoint.tensor_file import Slot, raw_bytes
+from smp.checkpoint.tensor_bytes import DTYPES, raw_bytes
+from smp.checkpoint.tensor_file import Slot
 from smp.checkpoint.validate import covered_once, inside
-from smp.parallel.boxes import Box
+from smp.parallel.box import Box
 
 _SHORT_RUN = 1024  # bytes: shorter stretches of a row are read with what is between them
 _BLOCK = 1 << 22

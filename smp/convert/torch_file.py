@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from smp.checkpoint import CheckpointError, DamagedError
-from smp.checkpoint.entries import DTYPE_NAMES
 from smp.checkpoint.local import Source
+from smp.checkpoint.tensor_bytes import DTYPE_NAMES
 from smp.checkpoint.tensor_file import Slot
 from smp.convert.store import unreadable
 

@@ -18,7 +18,7 @@ from smp.convert.hf_config import resolved
 from smp.convert.store import Stored
 from smp.convert.weights import Weights
 from smp.models.inventory import weights_of
-from smp.parallel.boxes import Box
+from smp.parallel.box import Box
 from smp.parallel.rng import keyed_normal
 
 _SEED = 1234  # of the routers; any number will do

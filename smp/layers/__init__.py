@@ -7,7 +7,7 @@ from smp.kernels.fused_attention import DEFAULT_ATTENTION
 from smp.kernels.rope import rotate as apply_rope
 from smp.kernels.sequence_cut import SequenceCut, cut_sequences
 from smp.kernels.token_layout import TokenLayout
-from smp.layers.attention import SelfAttention
+from smp.layers.attention import QueryKeyOptions, SelfAttention
 from smp.layers.block import MoEBlock, TransformerBlock
 from smp.layers.context_parallel import context_parallel_attention
 from smp.layers.cross_entropy import VocabShard, linear_cross_entropy, vocab_parallel_cross_entropy
@@ -40,6 +40,7 @@ __all__ = [
     "Normal",
     "ParallelContext",
     "PositionEmbedding",
+    "QueryKeyOptions",
     "RMSNorm",
     "RopeScaling",
     "Router",

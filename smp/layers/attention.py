@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -57,6 +57,46 @@ class KeyValueCache:
         return self._keys[:, :filled].flatten(0, 1), self._values[:, :filled].flatten(0, 1), seen
 
 
+@dataclass(frozen=True)
+class QueryKeyOptions:
+    """What becomes of queries and keys between their projections and their product.
+
+    Attributes:
+        norm_eps: when given, queries and keys are RMS-normalized per head with this epsilon, before RoPE.
+        norm_across_heads: all heads together instead.
+        norm_one_plus: these norms multiply by 1 + their weight.
+        rope: which of the layout's tables rotates them: "global", "local", or None.
+        rope_interleaved: channels 0 and 1, 2 and 3, ... are rotated, not the two halves of a head.
+        l2_norm_eps: when given, each head's are divided by sqrt(mean(x^2) + this), after RoPE.
+        query_scaled: queries are multiplied by the layout's ``query_scale``.
+    """
+
+    norm_eps: float | None = None
+    norm_across_heads: bool = False
+    norm_one_plus: bool = False
+    rope: Literal["global", "local"] | None = "global"
+    rope_interleaved: bool = False
+    l2_norm_eps: float | None = None
+    query_scaled: bool = False
+
+    def norm(
+        self, features: int, head_dim: int, context: ParallelContext, kernels: Kernels
+    ) -> RMSNorm | SplitRMSNorm | None:
+        """The norm of queries, or of keys, of this width over all heads."""
+        if self.norm_eps is None:
+            return None
+        if self.norm_across_heads:
+            return SplitRMSNorm(features, context, eps=self.norm_eps)
+        # each rank has its own heads, as elsewhere its own tokens
+        return RMSNorm(
+            head_dim, context, eps=self.norm_eps, one_plus=self.norm_one_plus, split_input=True, kernels=kernels
+        )
+
+
+ROTATED = QueryKeyOptions()
+CAUSAL = AttentionSpec()
+
+
 class SelfAttention(nn.Module):
     """Query, key and value projections, RoPE, scaled dot-product attention and the output projection.
 
@@ -68,21 +108,11 @@ class SelfAttention(nn.Module):
         parallel: a context, or a plain 1-D tensor-parallel mesh. Under its ``sequence_parallel`` input and output are
             split along dim 0.
         bias, qkv_bias: bias on the output projection, on the others.
-        qk_norm_eps: when given, RMS-normalize queries and keys per head with this epsilon before RoPE.
-        qk_norm_across_heads: all heads together instead.
-        qk_norm_one_plus: these norms multiply by 1 + their weight.
-        window: a token sees itself and the window - 1 tokens before it; None: all before it.
-        scale: of products of queries and keys; None: 1 / sqrt(head_dim).
-        softcap: keeps scores s within +-c, by c x tanh(s / c).
-        alibi: scores fall with the distance, by each head's slope.
-        sinks: each head has a learned score beside those of its keys, see :mod:`smp.kernels.sinks`.
-        rope: which of the layout's tables rotates queries and keys: "global", "local", or None.
-        rope_interleaved: channels 0 and 1, 2 and 3, ... are rotated, not the two halves of a head.
-        l2_norm_eps: when given, each head's queries and keys are divided by sqrt(mean(x^2) + this), after RoPE.
-        query_scaled: queries are multiplied by the layout's ``query_scale``.
+        query_key: norms and rotation of queries and keys.
+        spec: what a token sees and how scores are made; with dropout, probabilities are materialised. Its
+            ``first_head`` is set here.
         chunk: a token sees only tokens of its own chunk of so many, those of the layout's ``chunked``.
-        causal: a token does not see later ones.
-        dropout: on attention probabilities; above 0 they are materialised.
+        sinks: each head has a learned score beside those of its keys, see :mod:`smp.kernels.sinks`.
         init_std, output_std: standard deviations of the initial weights, inner and last.
         kernels: what normalizes queries and keys, rotates them and computes attention.
 
@@ -102,21 +132,10 @@ class SelfAttention(nn.Module):
         head_dim: int | None = None,
         bias: bool = False,
         qkv_bias: bool = False,
-        qk_norm_eps: float | None = None,
-        qk_norm_across_heads: bool = False,
-        qk_norm_one_plus: bool = False,
-        window: int | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        alibi: bool = False,
-        sinks: bool = False,
-        rope: Literal["global", "local"] | None = "global",
-        rope_interleaved: bool = False,
-        l2_norm_eps: float | None = None,
-        query_scaled: bool = False,
+        query_key: QueryKeyOptions = ROTATED,
+        spec: AttentionSpec = CAUSAL,
         chunk: int | None = None,
-        causal: bool = True,
-        dropout: float = 0.0,
+        sinks: bool = False,
         init_std: float = 0.02,
         output_std: float = 0.02,
         kernels: Kernels = TORCH,
@@ -129,11 +148,10 @@ class SelfAttention(nn.Module):
         if head_dim is None and hidden_size % num_heads:
             raise ValueError(f"hidden size {hidden_size} is not divisible by {num_heads} heads: give head_dim")
         self.head_dim = head_dim or hidden_size // num_heads
-        if window is not None and not causal:
+        if spec.window is not None and not spec.causal:
             raise ValueError("a sliding window needs causal attention")
         self.sequence_parallel = context.sequence_parallel
-        self.kernels, self.rope, self.rope_interleaved = kernels, rope, rope_interleaved
-        self.l2_norm_eps, self.query_scaled, self.chunk = l2_norm_eps, query_scaled, chunk
+        self.kernels, self.query_key, self.chunk = kernels, query_key, chunk
         width, kv_width = num_heads * self.head_dim, groups * self.head_dim
         self.query = ColumnParallelLinear(hidden_size, width, context, bias=qkv_bias, init_std=init_std)
         self.key, self.value = (
@@ -141,39 +159,19 @@ class SelfAttention(nn.Module):
             for _ in range(2)
         )
         self.output = RowParallelLinear(width, hidden_size, context, bias=bias, init_std=output_std)
-        self.query_norm: RMSNorm | SplitRMSNorm | None = None
-        self.key_norm: RMSNorm | SplitRMSNorm | None = None
-        if qk_norm_eps is not None and qk_norm_across_heads:
-            self.query_norm, self.key_norm = (
-                SplitRMSNorm(features, context, eps=qk_norm_eps) for features in (width, kv_width)
-            )
-        elif qk_norm_eps is not None:
-            # each rank has its own heads, as elsewhere its own tokens
-            self.query_norm, self.key_norm = (
-                RMSNorm(
-                    self.head_dim,
-                    context,
-                    eps=qk_norm_eps,
-                    one_plus=qk_norm_one_plus,
-                    split_input=True,
-                    kernels=kernels,
-                )
-                for _ in range(2)
-            )
+        self.query_norm = query_key.norm(width, self.head_dim, context, kernels)
+        self.key_norm = query_key.norm(kv_width, self.head_dim, context, kernels)
         self.sinks: nn.Parameter | None = None
         if sinks:
             self.sinks = tp_parameter((num_heads,), SHARD_ROWS, context.tp)
             self.initializers: dict[str, Initializer] = {"sinks": Normal(init_std)}
-        self.spec = AttentionSpec(
-            causal=causal,
-            window=window,
-            scale=scale,
-            dropout=dropout,
-            first_head=self.query.group.rank * (num_heads // ranks),
-            softcap=softcap,
-            alibi_heads=num_heads if alibi else None,
-        )
+        self.spec = replace(spec, first_head=self.query.group.rank * (num_heads // ranks))
         self.cache: KeyValueCache | None = None  # set while text is generated
+
+    @property
+    def rope(self) -> Literal["global", "local"] | None:
+        """Which of the layout's tables it needs."""
+        return self.query_key.rope
 
     def forward(self, x: torch.Tensor, layout: TokenLayout, key: torch.Tensor | None = None) -> torch.Tensor:
         """(tokens [/p], hidden) -> (tokens [/p], hidden); ``key`` is the dropout key of this layer's probabilities."""
@@ -189,14 +187,14 @@ class SelfAttention(nn.Module):
             in_place = False  # a norm's output may be a view, which cannot be written over
         table = {"global": layout.rope, "local": layout.local_rope, None: None}[self.rope]
         if table is not None:
-            if self.rope_interleaved:
+            if self.query_key.rope_interleaved:
                 q, k = (deinterleaved(self._heads(y), table[0].shape[-1]) for y in (q, k))
                 in_place = False
             q, k = rope(q, k, *table, self.head_dim, self.kernels.rope, in_place=in_place)
         q, k, v = (self._heads(y) for y in (q, k, v))
-        if self.l2_norm_eps is not None:
-            q, k = (l2_normed(y, self.l2_norm_eps) for y in (q, k))
-        if self.query_scaled:
+        if self.query_key.l2_norm_eps is not None:
+            q, k = (l2_normed(y, self.query_key.l2_norm_eps) for y in (q, k))
+        if self.query_key.query_scaled:
             assert layout.query_scale is not None, "the model gives it to such layers"
             q = (q * layout.query_scale).to(q.dtype)
         token_index = layout.token_index

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from smp.kernels import nf4
 from smp.layers.linear import linear_layers
 from smp.layers.parameter import SHARD_COLUMNS, tp_parameter
-from smp.parallel.boxes import Box, local_box, local_part
+from smp.parallel.box import Box
+from smp.parallel.boxes import local_box, local_part
 from smp.parallel.owners import gathered
 
 PRODUCTS = {False: "nf4", True: "nf4-double"}

@@ -9,8 +9,9 @@ from smp.config import ModelConfig
 from smp.config.layer_pattern import layer_attention
 from smp.config.moe import has_experts
 from smp.kernels import Kernels
+from smp.kernels.attention_core import AttentionSpec
 from smp.kernels.quick_geglu import QuickGeglu
-from smp.layers.attention import SelfAttention
+from smp.layers.attention import QueryKeyOptions, SelfAttention
 from smp.layers.block import MoEBlock, TransformerBlock
 from smp.layers.head import VocabParallelHead
 from smp.layers.latent_attention import LatentAttention
@@ -81,20 +82,24 @@ def _attention(
         head_dim=config.kv_channels,
         bias=bias,
         qkv_bias=bias or config.add_qkv_bias,
-        qk_norm_eps=config.norm_epsilon if config.qk_layernorm else None,
-        qk_norm_across_heads=config.qk_layernorm_across_heads,
-        qk_norm_one_plus=config.apply_layernorm_1p,
-        window=own.window,
-        scale=config.softmax_scale,
-        softcap=config.attn_logit_softcapping,
-        alibi=config.position_embedding_type == "alibi",
-        sinks=config.softmax_type == "learnable",
-        rope=own.rope,
-        rope_interleaved=config.rotary_interleaved,
-        l2_norm_eps=config.norm_epsilon if config.qk_l2_norm and own.rope is not None else None,
-        query_scaled=config.attn_temperature_tuning and own.rope is None,
+        query_key=QueryKeyOptions(
+            norm_eps=config.norm_epsilon if config.qk_layernorm else None,
+            norm_across_heads=config.qk_layernorm_across_heads,
+            norm_one_plus=config.apply_layernorm_1p,
+            rope=own.rope,
+            rope_interleaved=config.rotary_interleaved,
+            l2_norm_eps=config.norm_epsilon if config.qk_l2_norm and own.rope is not None else None,
+            query_scaled=config.attn_temperature_tuning and own.rope is None,
+        ),
+        spec=AttentionSpec(
+            window=own.window,
+            scale=config.softmax_scale,
+            dropout=config.attention_dropout,
+            softcap=config.attn_logit_softcapping,
+            alibi_heads=config.num_attention_heads if config.position_embedding_type == "alibi" else None,
+        ),
         chunk=own.chunk,
-        dropout=config.attention_dropout,
+        sinks=config.softmax_type == "learnable",
         init_std=std,
         output_std=output_std,
         kernels=kernels,

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from smp.parallel.boxes import Box, Cut, box_at, cuts_of
+from smp.parallel.box import Box, Cut, box_at
+from smp.parallel.boxes import cuts_of
 from smp.parallel.collectives import all_gather_flat
 
 Parts = Mapping[int, torch.Tensor]

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from smp.kernels.transfer import to_device
-from smp.parallel.boxes import Box
+from smp.parallel.box import Box
 
 _BLOCK_ELEMENTS = 1 << 18
 _MASK = 0xFFFFFFFF

@@ -1,4 +1,4 @@
-"""Record of a start: settings, command, versions, commit, machine. Each start adds a line to ``starts.jsonl``."""
+"""Record of a start: settings, command, versions, commit, machine. Each start adds one to ``starts.jsonl``."""
 
 from __future__ import annotations
 
@@ -18,9 +18,6 @@ import smp
 from smp.config import Config, Layout
 from smp.config.cli import as_flat_dict
 from smp.config.credentials import without_credentials
-
-STARTS = "starts.jsonl"
-"""Name of the file in --log-dir."""
 
 
 def start_record(config: Config, layout: Layout, device: torch.device, iteration: int) -> dict[str, Any]:

@@ -15,10 +15,11 @@ from smp.config import Config, ConfigError, LoggingConfig
 from smp.config.commands import pip_install
 from smp.config.credentials import without_credentials
 from smp.training.mlflow_sink import MlflowSink
-from smp.training.run_record import STARTS
 
 METRICS = "metrics.jsonl"
 """Name of the file of records in --log-dir."""
+STARTS = "starts.jsonl"
+"""Name of the file there to which each start adds what :func:`smp.training.run_record.start_record` says."""
 
 Scalars = Mapping[str, float]
 Curve = tuple[list[int], list[float]]

@@ -110,6 +110,15 @@ def test_what_cannot_begin_is_said_at_once(tmp_path: Path) -> None:
         assert saver.wait() is not None
 
 
+def test_the_writer_starts_without_torch(tmp_path: Path) -> None:
+    """Which would be a second and a hundred megabytes more beside every rank."""
+    with AsyncSaver() as saver:
+        async_save({"w": torch.ones(3)}, tmp_path / "x", saver=saver, extra={})
+        saver.wait()
+        libraries = Path(f"/proc/{saver.writer_pid}/maps").read_text()
+    assert "libtorch" in Path("/proc/self/maps").read_text() and "libtorch" not in libraries
+
+
 def largest_file(pid: int, size: int) -> None:
     """A disk that is full for one process: writing more than this into a file is an error."""
     _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
@@ -260,7 +269,7 @@ DYING = """
 import datetime, importlib, os, sys
 import torch, torch.distributed as dist
 from smp.checkpoint import AsyncSaver, async_save
-importlib.import_module("smp.checkpoint.async_save").LAST_WAIT = 0.5
+importlib.import_module("smp.checkpoint.async_saver").LAST_WAIT = 0.5
 rank = int(sys.argv[1])
 store = dist.FileStore(sys.argv[2] + "/store", 2)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=300))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from smp import checkpoint
 from smp.checkpoint import (
     CheckpointError,
     Shard,
@@ -27,10 +29,11 @@ from smp.checkpoint import (
     save,
     verify,
 )
-from smp.checkpoint.entries import DTYPES, Manifest
+from smp.checkpoint.entries import ELEMENT_SIZES, Manifest
 from smp.checkpoint.folder import open_folder
 from smp.checkpoint.latest import misnamed
 from smp.checkpoint.manifest import write_manifest
+from smp.checkpoint.tensor_bytes import DTYPES
 from smp.checkpoint.validate import check_manifest
 from tests.checkpoint.plain_reader import read_checkpoint
 
@@ -63,6 +66,18 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], None], sign: bool =
         digest = xxhash.xxh3_64_hexdigest(json.dumps(content).encode())
         content["checksum"] = digest
     (folder / "manifest.json").write_text(json.dumps(content))
+
+
+def test_elements_have_the_sizes_of_torch() -> None:
+    assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == ELEMENT_SIZES
+
+
+def test_what_users_import_is_there_and_typed() -> None:
+    imported = re.search(r"if TYPE_CHECKING:\n(.*?)\n\n", Path(checkpoint.__file__).read_text(), re.DOTALL)
+    assert imported is not None and set(re.findall(r"\w+", imported[1])) >= set(checkpoint.__all__)
+    assert all(getattr(checkpoint, name).__name__ == name for name in checkpoint.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'laod'"):
+        checkpoint.laod  # noqa: B018
 
 
 def test_round_trip_of_every_dtype(folder: Path) -> None:
@@ -360,7 +375,7 @@ def test_crash_before_the_commit(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
     new = folder.parent / "iter_0000020"
     with monkeypatch.context() as patch:
-        patch.setattr("smp.checkpoint.storage.write_manifest", die)
+        patch.setattr("smp.checkpoint.commit.write_manifest", die)
         patch.setattr("smp.checkpoint.api.discard_unfinished", lambda folder: None)  # whoever died cleans nothing
         for target in (new, folder):
             with pytest.raises(CheckpointError, match="OSError: power cut"):
@@ -385,7 +400,7 @@ def test_a_save_that_fails_cleans_up_after_itself(folder: Path, monkeypatch: pyt
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     new = folder.parent / "iter_0000020"
     with monkeypatch.context() as patch:
-        patch.setattr("smp.checkpoint.storage.write_manifest", lambda *_: Path("/nowhere/x").read_bytes())
+        patch.setattr("smp.checkpoint.commit.write_manifest", lambda *_: Path("/nowhere/x").read_bytes())
         for target in (new, folder):
             with pytest.raises(CheckpointError, match="FileNotFoundError"):
                 save({"w": torch.ones(2)}, target, extra={})

@@ -199,7 +199,7 @@ def test_unfinished_saves_are_no_checkpoints_and_are_cleaned(root: str) -> None:
 
 
 def test_a_failed_save_leaves_nothing(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("smp.checkpoint.storage.write_manifest", lambda *_: Path("/nowhere/x").read_bytes())
+    monkeypatch.setattr("smp.checkpoint.commit.write_manifest", lambda *_: Path("/nowhere/x").read_bytes())
     with pytest.raises(CheckpointError):
         save(example(), f"{root}/x", extra={})
     assert open_folder(root).names() == []

@@ -31,7 +31,8 @@ from smp.checkpoint.folder import open_folder
 from smp.checkpoint.local import _LocalSink, _LocalSource
 from smp.checkpoint.read_ahead import Wanted, read_ahead
 from smp.checkpoint.rewrite import rewrite
-from smp.checkpoint.tensor_file import lay_out, raw_bytes, read_header, write_file
+from smp.checkpoint.tensor_bytes import lay_out, raw_bytes
+from smp.checkpoint.tensor_file import read_header, write_file
 from tests.checkpoint.plain_reader import read_checkpoint
 from tests.checkpoint.test_folder import zeros
 

@@ -9,7 +9,6 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from smp.launch.cli import main, prepare
 from smp.launch.job import Job
 from smp.launch.yaml_text import load_text
 from tests.launch.operators import OPERATORS, definition
+from tests.programs import run_program
 
 GOLDEN = Path(__file__).parent / "golden"
 ROLE = "arn:aws:iam::123456789012:role/training"
@@ -356,10 +356,9 @@ def test_a_container_of_sagemaker_runs_what_was_asked(hosts: list[str], tmp_path
     (tmp_path / "settings.yaml").write_text(text)
     assert ("--standalone" in words) == (len(hosts) == 1)
     assert words[words.index("-m", words.index("torch.distributed.run")) + 1] == "pretrain_gpt"
-    command = [sys.executable, "-m", "pretrain_gpt", "--config", str(tmp_path / "settings.yaml"), "--dry-run"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(CODE), os.environ.get("PYTHONPATH", "")])}
-    command += ["--data-path", "none", "--global-batch-size", "none", "--hybrid-shard-degree", "1"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    flags = ["--config", tmp_path / "settings.yaml", "--dry-run"]
+    flags += ["--data-path", "none", "--global-batch-size", "none", "--hybrid-shard-degree", "1"]
+    done = run_program(CODE / "pretrain_gpt.py", flags, tmp_path)
     assert "num_layers: 32" in done.stdout and "save: /opt/ml/checkpoints" in done.stdout, done.stderr
 
 

@@ -13,7 +13,7 @@ from smp.config import Layout
 from smp.kernels import Kernels, sdpa
 from smp.kernels.dropout import keyed_keep_mask
 from smp.kernels.fused_attention import FusedAttention
-from smp.layers import SelfAttention, TokenLayout, rope_frequencies, rope_table
+from smp.layers import AttentionSpec, QueryKeyOptions, SelfAttention, TokenLayout, rope_frequencies, rope_table
 from smp.parallel.context import ParallelContext, build_context
 from tests.distributed import run_distributed
 from tests.fake_group import fake_context
@@ -91,12 +91,26 @@ def padded(x: torch.Tensor, fill: float) -> torch.Tensor:
     return torch.cat((x, torch.full((PADDED - x.shape[0], HIDDEN), fill)))
 
 
+def attention(options: dict[str, Any], context: ParallelContext) -> SelfAttention:
+    """The layer that a case asks for."""
+    names = ("num_groups", "bias", "qkv_bias")
+    return SelfAttention(
+        HIDDEN,
+        HEADS,
+        context,
+        head_dim=WIDTH,
+        query_key=QueryKeyOptions(norm_eps=options.get("qk_norm_eps")),
+        spec=AttentionSpec(
+            causal=options.get("causal", True), window=options.get("window"), dropout=options.get("dropout", 0.0)
+        ),
+        kernels=kernels(options.get("grouped", False)),
+        **{name: options[name] for name in names if name in options},
+    )
+
+
 def errors_of(mesh: Any, options: dict[str, Any], sp: bool, training: bool) -> dict[str, float]:
     """Errors of output and gradients; the padding holds large numbers, which must show nowhere."""
-    arguments = {name: value for name, value in options.items() if name != "grouped"}
-    context = ParallelContext.of(mesh, sequence_parallel=sp)
-    arguments["kernels"] = kernels(options.get("grouped", False))
-    layer = SelfAttention(HIDDEN, HEADS, context, head_dim=WIDTH, **arguments).train(training)
+    layer = attention(options, ParallelContext.of(mesh, sequence_parallel=sp)).train(training)
     wholes = {name: leaf(w.double()) for name, w in load_all(layer).items()}
     x, target = draw(BATCH * LENGTH, HIDDEN, seed=1), draw(BATCH * LENGTH, HIDDEN, seed=2)
     exact = leaf(x.double())
@@ -142,7 +156,7 @@ def test_values_and_gradients_are_those_of_the_formula() -> None:
 
 
 def one_rank_attention(context: Any, dropout: float = DROPOUT) -> SelfAttention:
-    layer = SelfAttention(HIDDEN, HEADS, context.tp, head_dim=WIDTH, dropout=dropout)
+    layer = SelfAttention(HIDDEN, HEADS, context.tp, head_dim=WIDTH, spec=AttentionSpec(dropout=dropout))
     load_all(layer)
     return layer
 
@@ -193,7 +207,7 @@ def test_dropout_keeps_the_mean_over_keys() -> None:
         ((10, 6), {}, "6 heads do not split over 4 ranks and 6 key/value heads"),
         ((16, 8), {"num_groups": 3}, "8 heads do not split over 4 ranks and 3 key/value heads"),
         ((48, 24), {"num_groups": 6}, "12 outputs in 6 parts cannot be shared by 4 ranks"),
-        ((16, 8), {"window": 3, "causal": False}, "a sliding window needs causal attention"),
+        ((16, 8), {"spec": AttentionSpec(window=3, causal=False)}, "a sliding window needs causal attention"),
     ],
 )
 def test_impossible_heads_are_named(arguments: tuple[int, int], options: dict[str, Any], message: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from smp.config import Layout
-from smp.layers import MLP, RMSNorm, SelfAttention, TokenLayout, TransformerBlock, init_weights
+from smp.layers import MLP, AttentionSpec, RMSNorm, SelfAttention, TokenLayout, TransformerBlock, init_weights
 from smp.parallel.context import ParallelContext
 from tests.fake_group import fake_context
 from tests.layers.whole import draw
@@ -20,7 +20,8 @@ NUMBERS, KEYS = torch.arange(TOKENS), torch.arange(3)
 def build(mesh: Any, *, hidden: float = 0.0, attention: float = 0.0, sp: bool = False) -> TransformerBlock:
     context = ParallelContext.of(mesh, sequence_parallel=sp)
     norms = [RMSNorm(HIDDEN, context) for _ in range(2)]
-    parts = SelfAttention(HIDDEN, 2, context, dropout=attention, init_std=1.0), MLP(HIDDEN, 8, context)
+    spec = AttentionSpec(dropout=attention)
+    parts = SelfAttention(HIDDEN, 2, context, spec=spec, init_std=1.0), MLP(HIDDEN, 8, context)
     block = TransformerBlock(*parts, *norms, dropout=hidden)
     init_weights(block, 0)
     return block

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from smp.kernels.dropout import keyed_dropout, keyed_keep_mask
 from smp.parallel import rng
-from smp.parallel.boxes import Box
+from smp.parallel.box import Box
 from smp.parallel.rng import dropout_keys, keyed_normal, stable_hash
 
 CPU = torch.device("cpu")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 
 from smp.data.indexed_dataset import IndexedDatasetWriter
+from tests.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,10 +37,7 @@ sys.exit(pretrain_gpt.main(("--num-layers 1 --hidden-size 32 --num-attention-hea
     + " --log-dir " + folder + "/logs").split()))
 """
     (tmp_path / "run.py").write_text(code)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    words = [*launcher, str(tmp_path / "run.py")]
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250)
+    done = run_program(tmp_path / "run.py", [], tmp_path, processes=2)
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert re.fullmatch(  # rank 1 says it too when the launcher takes its time to stop it

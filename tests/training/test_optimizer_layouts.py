@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from smp.checkpoint import load, read_manifest
-from smp.checkpoint.entries import DTYPES
 from smp.checkpoint.folder import open_folder
+from smp.checkpoint.tensor_bytes import DTYPES
 from smp.models.presets import PRESETS
 from smp.training.pretraining import pretraining
 from smp.training.process import Process

@@ -29,7 +29,7 @@ def settings(root: str, flags: list[str]) -> Config:
 
 
 def main(root: str, steps: int, flags: list[str]) -> None:
-    importlib.import_module("smp.checkpoint.async_save").LAST_WAIT = 1.0  # type: ignore[attr-defined]
+    importlib.import_module("smp.checkpoint.async_saver").LAST_WAIT = 1.0  # type: ignore[attr-defined]
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     store = dist.FileStore(os.environ["STORE"], world_size)

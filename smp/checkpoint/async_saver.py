@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 
 from smp.checkpoint.api import run_save
+from smp.checkpoint.commit import discard_unfinished
 from smp.checkpoint.entries import CheckpointError, Manifest
 from smp.checkpoint.folder import Folder, open_folder
 from smp.checkpoint.lock import RunLock
 from smp.checkpoint.retention import Retention
 from smp.checkpoint.staging import StagingBuffer
-from smp.checkpoint.storage import discard_unfinished
 from smp.checkpoint.tensor_file import FileLayout
 from smp.checkpoint.writer import Answer, Commit, Job
 from smp.checkpoint.writer_process import WriterProcess
