@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -19,16 +19,20 @@ _NOT_ITS_KIND = r"\b(?!\.(?:dtype|device|shape|size|dim|ndim)\b)"
 Borrowed = tuple[tuple[Any, str], ...]
 
 
-def borrowed_parameters(model: nn.Module, wholes: Mapping[str, tuple[str, ...]]) -> dict[str, Borrowed]:
+def borrowed_parameters(
+    model: nn.Module, wholes: Mapping[str, tuple[str, ...]], placed: Collection[str]
+) -> dict[str, Borrowed]:
     """By a module's name: (child, parameter's name) of what its class reads as ``self.child.name``.
 
     Args:
         wholes: modules by their name, with the own parameters that every rank has whole. Modules that are cut are not
             among them: who reads a part of a weight as if it were all of it would be wrong.
+        placed: all modules whose parameters rest as DTensors.
 
     Raises:
-        ConfigError: parameters are read outside of any forward pass.
+        ConfigError: parameters are read outside of any forward pass, or in that of a module further up.
     """
+    _check_depth(model, placed)
     found = {}
     for name, module in model.named_modules():
         own = {child: wholes.get(f"{name}.{child}" if name else child, ()) for child, _ in module.named_children()}
@@ -44,6 +48,19 @@ def borrowed_parameters(model: nn.Module, wholes: Mapping[str, tuple[str, ...]])
                     "forward pass; smp.transform cannot cut such a model"
                 )
     return found
+
+
+def _check_depth(model: nn.Module, placed: Collection[str]) -> None:
+    """No forward pass reads a parameter of its module's grandchildren: it would get a DTensor."""
+    for name, module in model.named_modules():
+        source = _source(type(module).forward)
+        for path, parameter in re.findall(rf"\bself\.(\w+(?:\.\w+)+)\.(\w+){_NOT_ITS_KIND}", source):
+            full = f"{name}.{path}" if name else path
+            if full in placed and parameter in model.get_submodule(full)._parameters:
+                raise ConfigError(
+                    f"{full}: {type(module).__name__} reads its {parameter} from further up; smp.transform cannot cut "
+                    "such a model"
+                )
 
 
 def whole_parameters(steps: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:

@@ -98,7 +98,7 @@ def make_plan(model: nn.Module, given: Mapping[str, str] | None, tp_size: int, t
     _check_regions(modules, rows, whole, plan)
     _check_shared(modules, plan)
     check_dropout(model)
-    plan.borrowed = borrowed_parameters(model, whole_parameters(plan.steps))
+    plan.borrowed = borrowed_parameters(model, whole_parameters(plan.steps), plan.steps)
     return plan
 
 

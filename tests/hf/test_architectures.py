@@ -16,18 +16,19 @@ pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[2]
 _EQUAL = """
     afmoe arcee aria_text axk1 bailing_hybrid bamba cohere cohere2 cohere2_moe cohere_compass_text cwm
-    deepseek_v3 diffllama dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon_h1 flex_olmo flint gemma
-    gemma2 gemma3 gemma3_text glm glm4 glm4_moe got_ocr2 gpt_neox gpt_oss granite granitemoe granitemoehybrid
-    granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax inkling2_text internlm3
-    iquestcoder jais2 jamba kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm3 llama mellum minimax minimax_m2
-    minimax_m3_vl_text ministral ministral3 mistral mixtral moss_transcribe_diarize nanochat nemotron
-    nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe qwen3
-    qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen4_exp_text seed_oss smollm3
-    solar_open starcoder2 vaultgemma youtu
+    deepseek_v3 deepseek_v4 diffllama dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon_h1 flex_olmo
+    flint gemma gemma2 gemma3 gemma3_text glm glm4 glm4_moe got_ocr2 gpt-sw3 gpt_neox gpt_oss granite granitemoe
+    granitemoehybrid granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax
+    inkling2_text internlm3 iquestcoder jais2 jamba kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm3 llama mellum
+    minimax minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral moss_transcribe_diarize nanochat
+    nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe qwen3
+    qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen4_exp qwen4_exp_text seed_oss
+    smollm3 solar_open starcoder2 vaultgemma youtu
 """
 _REFUSED = """
-    apertus axk2 beam deepseek_v2 deepseek_v32 doge dots3_note dots3_note_text gemma3n_text glm4_moe_lite
-    glm_moe_dsa granite_swa granitemoe_swa hy_v4 inkling_text llama4 llama4_text longcat_flash mimo_v2_flash minicpm3
+    apertus axk2 beam deepseek_v2 deepseek_v32 doge dots3_note dots3_note_text gemma3n_text gemma4 glm4_moe_lite
+    glm_moe_dsa granite_swa granitemoe_swa hy_v4 inkling_text llama4 llama4_text longcat_flash mimo_v2_flash
+    minicpm3
 """
 EQUAL, REFUSED = _EQUAL.split(), _REFUSED.split()
 SLICES = [EQUAL[first : first + 8] for first in range(0, len(EQUAL), 8)]

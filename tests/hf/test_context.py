@@ -24,7 +24,7 @@ FAST = [
     ("GPT-NeoX", 1, 2, "p2p", "gathered"),
 ]
 """Family, tp, cp, cp_comm_type, loss; what is left of four processes reads different rows."""
-OTHERS = ("Llama, one", "Llama, vocab", "Gemma 2", "GPT-2", "OPT")
+OTHERS = ("Llama, one", "Llama, vocab", "Gemma 2", "GPT-2", "OPT", "Mixtral", "Qwen2 MoE", "Qwen3 MoE", "OLMoE")
 SLOW = [(family, 2, 2, "p2p", "gathered") for family in FAMILIES if not family.startswith(OTHERS)]
 
 

@@ -101,6 +101,8 @@ def _refused(message: str, action: Callable[[], Any]) -> None:
 
 
 def _unlike(rank: int, world_size: int) -> dict[str, Any]:
+    from transformers import GenerationConfig
+
     smp.init({"tensor_parallel_degree": 2})
     alone = build("Llama").eval()
     model = smp.transform(copy.deepcopy(alone)).eval()
@@ -110,6 +112,8 @@ def _unlike(rank: int, world_size: int) -> dict[str, Any]:
     sampled = {"input_ids": ids, "max_new_tokens": 6, "do_sample": True, "eos_token_id": None}
     torch.manual_seed(rank)
     _refused("would draw different tokens", lambda: model.generate(**sampled))
+    by_place = GenerationConfig(max_new_tokens=6, do_sample=True)
+    _refused("would draw different tokens", lambda: model.generate(ids, by_place))
     assert model.generate(**sampled | {"do_sample": False}).shape[1] == ids.shape[1] + 6  # nothing is drawn
     texts = []
     for one in (alone, model):

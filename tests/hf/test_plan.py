@@ -147,3 +147,14 @@ def test_the_plan_names_every_parameter_once() -> None:
         planned = {f"{name}.{own}" for name, step in plan.steps.items() for own in step.cuts}
         assert planned == {name for name, _ in model.named_parameters(remove_duplicate=False)}, family
         assert any(step.style.startswith("colwise") for step in plan.steps.values())
+
+
+class _ReadsAGrandchild(transformers.LlamaForCausalLM):
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(self.model(input_ids).last_hidden_state + self.model.embed_tokens.weight[0])
+
+
+def test_a_forward_pass_that_reads_a_weight_further_down_is_refused() -> None:
+    model = _ReadsAGrandchild(build("Llama").config)
+    with pytest.raises(ConfigError, match=r"model.embed_tokens: _ReadsAGrandchild reads its weight from further up"):
+        make_plan(model, None, 2, 0)

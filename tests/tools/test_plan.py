@@ -10,6 +10,7 @@ import pytest
 
 from smp.config import Config, Layout, load_config, resolve
 from smp.models.arithmetic import training_flops_per_token
+from smp.models.inventory import inventory
 from smp.models.presets import PRESETS
 from smp.pipeline.plan import plan_pipeline
 from smp.planner import measured
@@ -17,7 +18,9 @@ from smp.planner.devices import DEVICES, Device
 from smp.planner.machine import MachineTimes, timed_calls
 from smp.planner.record import Calls
 from smp.planner.search import candidates, ranked
-from smp.planner.step_time import StepModel, StepTime
+from smp.planner.step_time import StepModel, StepTime, _offloaded
+from smp.planner.update import update_seconds
+from smp.training.memory import kept_by_blocks, trained_by_muon
 from smp.training.offload import HOST_ADAM
 from smp.training.settings import read_settings
 from tools.plan import main
@@ -311,3 +314,22 @@ def test_a_slow_network_keeps_tensor_parallelism_inside_of_a_node() -> None:
     asked = config_of("--global-batch-size 64")
     device = replace(DEVICES["h100"], devices_per_node=2)
     assert {c.layout.tp for c in candidates(asked, 8, device)} == {1, 2}
+
+
+def test_muon_over_context_parallel_ranks_of_two_nodes_takes_the_link_between_them() -> None:
+    """Shards lie over shard 4 x context parallelism 2, on nodes of four."""
+    flags = "--model llama3-8b --num-layers 2 --global-batch-size 8 --optimizer muon --context-parallel-size 2"
+    resolved, layout = config(flags, 8)
+    assert (layout.dp_shard, layout.cp) == (4, 2)
+    nodes = replace(DEVICES["h100"], devices_per_node=4)
+    matrix = next(p for p in inventory(resolved.model) if trained_by_muon(resolved.optim, p))
+    fast, slow = (update_seconds(resolved, layout, d, [(matrix, 1e6)]) for d in (nodes, replace(nodes, node_link=1e9)))
+    assert slow > 2 * fast
+
+
+def test_a_mean_block_is_offloaded_not_the_largest() -> None:
+    flags = "--model llama3-8b --num-layers 4 --num-experts 8 --moe-layer-freq [0,0,0,1] --global-batch-size 1"
+    resolved, layout = config(f"{flags} --offload-activations --activation-loading-horizon 1", 1)
+    kept = kept_by_blocks(resolved, layout)
+    assert len(set(kept)) == 2
+    assert _offloaded(resolved, layout) == pytest.approx(sum(kept) / 4)

@@ -218,6 +218,16 @@ def test_what_a_template_would_leave_out_is_told(more: dict[str, Any], said: str
     assert "because" in text or "'name': 'f'" in text
 
 
+def test_a_template_reads_a_name_only_as_a_word() -> None:
+    """ "thinking" inside another word shows nothing of a message's thinking."""
+    user, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo", "thinking": "because"}
+    sample = recognise({"messages": [user, answer]}, chat=True)
+    assert isinstance(sample, Conversation)
+    source = "{% for m in messages %}{{ m.role }}: {{ m.content }} (enable_thinking);{% endfor %}"
+    with pytest.raises(BadSampleError, match="message 1 has thinking, which the chat template does not show"):
+        ChatTemplate(source, {}).render(sample)
+
+
 def test_tools_as_text_are_json() -> None:
     record = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     sample = recognise({**record, "tools": '[{"name": "f"}]'}, chat=True)
