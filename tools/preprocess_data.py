@@ -21,11 +21,15 @@ import numpy as np
 from smp.config.command import CommandParser, run_tool
 from smp.config.commands import pip_install
 from smp.config.hub import on_this_machine
+from smp.data.contents import count_of
 from smp.data.indexed_dataset import IndexedDataset, check_new
 from smp.data.job_output import is_unfinished
 from smp.data.preprocess import Encoder, preprocess
 from smp.data.text_files import expand_paths
 from smp.data.tokenizer_files import PATTERNS
+
+_MUCH_UNKNOWN = 0.01
+"""Share of the tokens from which on <unk> is warned of."""
 
 
 def build_parser() -> CommandParser:
@@ -80,12 +84,24 @@ def work(args: argparse.Namespace) -> None:
     for line in report.named:
         print(f"dropped: {line}", file=sys.stderr)
     for name, size in zip(names, report.text_bytes, strict=True):
-        dataset = IndexedDataset(name)
-        ratio = f"{size / dataset.num_tokens:.4f}" if dataset.num_tokens else "no"
-        lengths = np.diff(dataset.document_offsets)
+        _say_what_came(name, size, report.dropped, encoder.tokenizer.unk)
+
+
+def _say_what_came(name: str, text_bytes: int, dropped: int, unk: int | None) -> None:
+    dataset = IndexedDataset(name)
+    ratio = f"{text_bytes / dataset.num_tokens:.4f}" if dataset.num_tokens else "no"
+    lengths, unknown = np.diff(dataset.document_offsets), count_of(dataset, unk)
+    share = unknown / max(dataset.num_tokens, 1)
+    print(
+        f"{name}: {dataset.num_documents} documents, {dataset.num_tokens} tokens, {ratio} bytes per token, "
+        f"longest {lengths.max(initial=0)} tokens, {(lengths == 0).sum()} empty, {dropped} dropped"
+        + (f", {unknown} <unk> ({100 * share:.2f} % of the tokens)" if unknown else "")
+    )
+    if share > _MUCH_UNKNOWN:
         print(
-            f"{name}: {dataset.num_documents} documents, {dataset.num_tokens} tokens, {ratio} bytes per token, "
-            f"longest {lengths.max(initial=0)} tokens, {(lengths == 0).sum()} empty, {report.dropped} dropped"
+            f"WARNING: {name}: {100 * share:.2f} % of the tokens are <unk>: the tokenizer cannot spell much of this "
+            "text, and a model learns nothing from it there",
+            file=sys.stderr,
         )
 
 

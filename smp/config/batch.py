@@ -1,14 +1,23 @@
-"""How many samples an optimizer step takes: one number, or one that grows with the samples consumed.
+"""How many samples an optimizer step takes: one number, or one that changes with the samples consumed.
 
-The ramp-up is Megatron's: with n = (final - start) / increment, the batch grows by the increment after every
-samples / n consumed samples.
+Both ways of Megatron's to say so become one table of (samples consumed, size from there on):
+
+- ``--step-batch-size-schedule "0:16 2.4B:320"`` is that table, with tokens in the place of samples.
+- ``--rampup-batch-size`` start increment samples: with n = (final - start) / increment, the batch grows by the
+  increment after every samples / n consumed samples.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import pairwise
 
 from smp.config.schema import ConfigError, DataConfig
+
+_FACTORS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_SHOWN = 6
 
 
 @dataclass(frozen=True)
@@ -16,57 +25,124 @@ class BatchSizes:
     """Samples of a step as a function of the samples consumed before it.
 
     Attributes:
-        final: samples of a step in the end.
-        start: of the first one.
-        increment: what the batch grows by.
-        samples: consumed samples from which on the batch is ``final``.
+        parts: (consumed samples, size of the steps from there on), ascending, the first from 0 on.
     """
 
-    final: int
-    start: int
-    increment: int = 1
-    samples: int = 0
+    parts: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, data: DataConfig) -> BatchSizes:
         """From settings whose global batch is resolved.
 
         Raises:
-            ConfigError: --rampup-batch-size is not three numbers that lead to --global-batch-size.
+            ConfigError: they do not say how the batch gets to --global-batch-size.
         """
-        final, text = data.global_batch_size, data.rampup_batch_size
+        final, ramp, table = data.global_batch_size, data.rampup_batch_size, data.step_batch_size_schedule
         assert final is not None, "resolved before"
-        if text is None:
-            return cls(final, final)
-        words = text.split()
-        if len(words) != 3 or not all(word.isdecimal() and int(word) for word in words):
-            raise ConfigError(f"--rampup-batch-size {text}: give three numbers above 0: start, increment and samples")
-        start, increment, samples = map(int, words)
-        if start >= final or (final - start) % increment:
+        if ramp is not None and table is not None:
+            raise ConfigError("--rampup-batch-size and --step-batch-size-schedule are both given; give one")
+        if table is None:
+            return cls(((0, final),) if ramp is None else _ramp(ramp, final))
+        sizes = scheduled(data)
+        if sizes.largest != final:
             raise ConfigError(
-                f"--rampup-batch-size {text}: steps of {increment} do not lead from {start} up to "
-                f"--global-batch-size {final}"
+                f"--global-batch-size {final} beside --step-batch-size-schedule {table}: its largest batch is "
+                f"{sizes.largest}; leave --global-batch-size out"
             )
-        return cls(final, start, increment, samples)
+        return sizes
 
     def __call__(self, consumed: int) -> int:
         """Samples of the step before which ``consumed`` were."""
-        if consumed >= self.samples:
-            return self.final
-        steps = consumed * ((self.final - self.start) // self.increment) // self.samples
-        return self.start + steps * self.increment
+        return self.parts[bisect_right(self.parts, consumed, key=lambda part: part[0]) - 1][1]
 
     @property
-    def sizes(self) -> range:
-        """Every size, in order."""
-        return range(self.start, self.final + 1, self.increment)
+    def largest(self) -> int:
+        """The largest size."""
+        return max(size for _, size in self.parts)
+
+    @property
+    def constant(self) -> bool:
+        """Whether all steps have one size."""
+        return len(self.parts) == 1
+
+    def ahead(self, consumed: int = 0) -> list[int]:
+        """Every size of the steps before which ``consumed`` samples were, or more."""
+        parts = pairwise((*self.parts, (math.inf, 0)))
+        return list(dict.fromkeys(size for (_, size), (end, _) in parts if consumed < end))
 
     def steps(self, samples: int) -> int:
         """Steps, from the first on, that consume at least so many samples."""
         consumed = count = 0
-        parts = (self.final - self.start) // self.increment
-        for part, size in enumerate(self.sizes[:-1]):
-            end = min(samples, -(-(part + 1) * self.samples // parts))  # from here on the batch is larger
-            steps = -(-max(0, end - consumed) // size)
+        for (_, size), (end, _) in pairwise((*self.parts, (samples, 0))):
+            steps = -(-max(0, min(samples, end) - consumed) // size)
             consumed, count = consumed + steps * size, count + steps
-        return count + -(-max(0, samples - consumed) // self.final)
+        return count
+
+    def samples(self, steps: int) -> int:
+        """What so many steps consume, from the first on."""
+        consumed = 0
+        for (_, size), (end, _) in pairwise(self.parts):
+            taken = min(steps, -(-max(0, end - consumed) // size))
+            consumed, steps = consumed + taken * size, steps - taken
+        return consumed + steps * self.parts[-1][1]
+
+    def in_words(self) -> list[str]:
+        """What to tell the user: a line, or nothing of one size for all steps."""
+        if self.constant:
+            return []
+        texts = [f"{size} from sample {start:,} on" for start, size in self.parts]
+        left_out = texts[_SHOWN - 1 : -1] if len(texts) > _SHOWN else []
+        shown = texts if not left_out else [*texts[: _SHOWN - 1], f"({len(left_out)} more)", texts[-1]]
+        return [f"global batch size: {', '.join(shown)}"]
+
+
+def scheduled(data: DataConfig) -> BatchSizes:
+    """What --step-batch-size-schedule says. As in Megatron, pairs may come in any order, with commas too.
+
+    Raises:
+        ConfigError: it is no such schedule.
+    """
+    text, length = data.step_batch_size_schedule, data.seq_length
+    assert text is not None and length is not None, "asked for, and resolved before"
+    said = f"--step-batch-size-schedule {text}"
+    parts = sorted((_number(tokens, said) // length, _number(size, said)) for tokens, size in _pairs(text, said))
+    starts = [start for start, _ in parts]
+    if not starts or starts[0] != 0:
+        raise ConfigError(f"{said}: the first pair must be 0:SIZE")
+    if len(set(starts)) < len(starts):
+        raise ConfigError(f"{said}: two pairs begin at one sample of --seq-length {length} tokens")
+    if any(size < 1 for _, size in parts):
+        raise ConfigError(f"{said}: a batch has at least one sample")
+    return BatchSizes(tuple(parts))
+
+
+def _pairs(text: str, said: str) -> list[tuple[str, str]]:
+    entries = [entry.partition(":") for entry in text.replace(",", " ").split()]
+    if not all(colon for _, colon, _ in entries):
+        raise ConfigError(f"{said}: give pairs of tokens and samples, such as 0:16 2.4B:320")
+    return [(tokens, size) for tokens, _, size in entries]
+
+
+def _number(text: str, said: str) -> int:
+    """``2.4B`` as 2,400,000,000, in Megatron's arithmetic."""
+    digits, factor = (text[:-1], _FACTORS[text[-1:].upper()]) if text[-1:].upper() in _FACTORS else (text, 1)
+    try:
+        return int(float(digits) * factor)
+    except (ValueError, OverflowError):
+        raise ConfigError(f"{said}: {text!r} is no number, which may end with K, M, B or T") from None
+
+
+def _ramp(text: str, final: int) -> tuple[tuple[int, int], ...]:
+    words = text.split()
+    if len(words) != 3 or not all(word.isdecimal() and int(word) for word in words):
+        raise ConfigError(f"--rampup-batch-size {text}: give three numbers above 0: start, increment and samples")
+    start, increment, samples = map(int, words)
+    if start >= final or (final - start) % increment:
+        raise ConfigError(
+            f"--rampup-batch-size {text}: steps of {increment} do not lead from {start} up to "
+            f"--global-batch-size {final}"
+        )
+    count = (final - start) // increment
+    # A ramp of fewer samples than sizes passes some over: of those that begin at one sample the last one counts.
+    table = {-(-part * samples // count): start + part * increment for part in range(count + 1)}
+    return tuple(table.items())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from smp.config.batch import BatchSizes
 from smp.config.blend import parse_split
 from smp.config.context_parallel import check_context_parallel
@@ -16,6 +18,7 @@ from smp.config.offload import check_offload
 from smp.config.parallel import ParallelConfig
 from smp.config.positions import check_positions
 from smp.config.qlora import check_qlora
+from smp.config.schedule import lengths
 from smp.config.schema import CheckpointConfig, Config, ConfigError, DataConfig, OptimizerConfig, TrainingConfig
 
 # Every number is above zero, except these: at least 0 and below 1 ...
@@ -27,7 +30,8 @@ _FRACTIONS = {
 # ... and these: at least 0.
 _FROM_ZERO = {
     *("num_workers", "preview", "reward_center_coefficient", "hybrid_shard_degree"),
-    *("lr_warmup_iters", "min_lr", "decoupled_min_lr", "weight_decay", "clip_grad", "seed", "moe_aux_loss_coeff"),
+    *("lr_warmup_iters", "lr_warmup_samples", "min_lr", "decoupled_min_lr", "weight_decay", "clip_grad", "seed"),
+    "moe_aux_loss_coeff",
     "moe_router_bias_update_rate",
     *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
     *("position_embedding_offset", "glu_linear_offset"),
@@ -61,7 +65,7 @@ def check_combinations(config: Config, layout: Layout) -> None:
     _check_heads_and_widths(config.model, layout.tp)
     _check_pipeline(config.parallel, config.training)
     _check_data_source(config.data, config.model, config.training)
-    _check_batch(config.data, config.model, layout)
+    _check_batch(config, layout)
     check_context_parallel(config, layout)
     check_moe(config, layout)
     check_mtp(config)
@@ -76,7 +80,7 @@ def check_combinations(config: Config, layout: Layout) -> None:
     )
     _check_rounded_between_nodes(config.parallel, layout)
     _check_secondary_shards(config.parallel, layout)
-    _check_schedule(config.optim, config.training.train_iters)
+    _check_schedule(config.optim)
     _check_training(config.training)
     if config.objective is None:
         _check_loading(config.checkpoint)
@@ -284,23 +288,33 @@ def _check_packing(data: DataConfig) -> None:
     )
 
 
-def _check_batch(data: DataConfig, model: ModelConfig, layout: Layout) -> None:
-    length, batch, micro = data.seq_length, data.global_batch_size, data.micro_batch_size
+def _check_batch(config: Config, layout: Layout) -> None:
+    data, model = config.data, config.model
+    length, batch = data.seq_length, data.global_batch_size
     assert length is not None and batch is not None, "filled in before"
     require(
         length <= model.max_position_embeddings,
         f"--seq-length {length} is above --max-position-embeddings {model.max_position_embeddings}; change one of them",
     )
-    for size in (batch, *BatchSizes.of(data).sizes):
-        flag = "--global-batch-size" if size == batch else f"--rampup-batch-size {data.rampup_batch_size}: a batch of"
+    may_be_behind = config.checkpoint.load is not None and not config.checkpoint.finetune
+    check_batch_sizes(data, layout, [batch] if may_be_behind else [batch, *BatchSizes.of(data).ahead()])
+
+
+def check_batch_sizes(data: DataConfig, layout: Layout, sizes: Iterable[int]) -> None:
+    """Refuse sizes that are no whole number of micro-batches. A run that resumes with more processes may have passed
+    those that are too small for them, so it looks at what is ahead of it once it knows where it is."""
+    changing = given(data, "rampup_batch_size", "step_batch_size_schedule")
+    for size in sizes:
+        flag = "--global-batch-size" if size == data.global_batch_size else f"{''.join(changing)}: a batch of"
+        each = data.micro_batch_size * layout.data_parallel
         require(
-            size % (micro * layout.data_parallel) == 0,
-            f"{flag} {size} is not divisible by --micro-batch-size {micro} x {layout.data_parallel} "
-            f"data-parallel processes = {micro * layout.data_parallel}; change one of them",
+            size % each == 0,
+            f"{flag} {size} is not divisible by --micro-batch-size {data.micro_batch_size} x {layout.data_parallel} "
+            f"data-parallel processes = {each}; change one of them",
         )
 
 
-def _check_schedule(optim: OptimizerConfig, train_iters: int | None) -> None:
+def _check_schedule(optim: OptimizerConfig) -> None:
     require(optim.min_lr <= optim.lr, f"--min-lr {optim.min_lr} is above --lr {optim.lr}")
     least = optim.min_lr if optim.decoupled_min_lr is None else optim.decoupled_min_lr
     require(
@@ -311,13 +325,14 @@ def _check_schedule(optim: OptimizerConfig, train_iters: int | None) -> None:
         optim.decoupled_min_lr is None or optim.lr_decay_style != "constant",
         "--decoupled-min-lr has no effect with --lr-decay-style constant; leave it out",
     )
-    warmup, decay, final = optim.lr_warmup_iters, optim.lr_decay_iters or train_iters, optim.lr_wsd_decay_iters
-    if decay is None or optim.lr_decay_style == "constant":
+    parts = lengths(optim)
+    if parts.decay is None:
         return
-    require(warmup < decay, f"--lr-warmup-iters {warmup} must be below --lr-decay-iters {decay} (the run)")
+    warmup, end = f"{parts.flag('lr_warmup')} {parts.warmup}", f"{parts.flag('lr_decay')} {parts.decay} (the run)"
+    require(parts.warmup < parts.decay, f"{warmup} must be below {end}")
     require(
-        final is None or warmup + final <= decay,
-        f"--lr-warmup-iters {warmup} + --lr-wsd-decay-iters {final} is above --lr-decay-iters {decay} (the run)",
+        parts.final is None or parts.warmup + parts.final <= parts.decay,
+        f"{warmup} + {parts.flag('lr_wsd_decay')} {parts.final} is above {end}",
     )
 
 

@@ -60,7 +60,12 @@ FINETUNE = EntryPoint(
         ),
         "logging": None,
     },
-    leaves_out=frozenset(("init_method_std", "scalar_head")),  # all weights are read; --objective says the other
+    leaves_out=frozenset(
+        (
+            *("init_method_std", "scalar_head"),  # all weights are read; --objective says the other
+            *("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples"),  # a fine-tuning's batch is constant
+        )
+    ),
     titles={
         "data": "What is fine-tuned on, and how samples become sequences.",
         "checkpoint": "Where a run starts from, and saving.",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from smp.config.batch import BatchSizes
+from smp.config.batch import BatchSizes, scheduled
 from smp.config.blend import BlendPart, data_parts, is_remote, is_text
 from smp.config.checks import check_combinations, check_effects, check_model, check_ranges
 from smp.config.commands import tool
@@ -16,14 +16,16 @@ from smp.config.latent import head_width
 from smp.config.layout import Layout
 from smp.config.model import ModelConfig
 from smp.config.parallel import ParallelConfig
-from smp.config.schema import Config, ConfigError, DataConfig, OptimizerConfig, TrainingConfig
+from smp.config.schedule import resolve_schedule
+from smp.config.schema import Config, ConfigError, DataConfig, TrainingConfig
 
 
 def resolve(config: Config, world_size: int) -> Config:
     """A copy of ``config`` with every derived default filled in and every check passed.
 
     Alternatives are brought to one form: ``train_samples`` becomes ``train_iters`` and ``lr_warmup_fraction`` becomes
-    ``lr_warmup_iters`` (the first of each is then ``None``), so a resolved config resolves to itself.
+    ``lr_warmup_iters`` or ``lr_warmup_samples`` (the first of each is then ``None``), so a resolved config resolves to
+    itself.
 
     Args:
         config: what ``load_config`` returned; left as it is.
@@ -35,8 +37,9 @@ def resolve(config: Config, world_size: int) -> Config:
     layout = Layout.from_config(config.parallel, world_size)
     check_ranges(config)
     data = _data(config.data, config.model, layout)
-    training = _training(config.training, data)
-    optim = _optim(config.optim, training.train_iters)
+    sizes = BatchSizes.of(data)
+    training = _training(config.training, sizes)
+    optim = resolve_schedule(config.optim, sizes, training.train_iters, config.training.train_samples)
     parallel = _parallel(config.parallel)
     model = resolve_model(config.model)
     resolved = replace(config, model=model, parallel=parallel, data=data, training=training, optim=optim)
@@ -84,44 +87,22 @@ def _parallel(parallel: ParallelConfig) -> ParallelConfig:
 
 
 def _data(data: DataConfig, model: ModelConfig, layout: Layout) -> DataConfig:
-    return replace(
-        data,
-        seq_length=data.seq_length or min(model.max_position_embeddings, 8192),
-        global_batch_size=data.global_batch_size or data.micro_batch_size * layout.data_parallel,
-    )
+    data = replace(data, seq_length=data.seq_length or min(model.max_position_embeddings, 8192))
+    batch = data.global_batch_size
+    if batch is None and data.step_batch_size_schedule is not None:
+        batch = scheduled(data).largest
+    return replace(data, global_batch_size=batch or data.micro_batch_size * layout.data_parallel)
 
 
-def _training(training: TrainingConfig, data: DataConfig) -> TrainingConfig:
+def _training(training: TrainingConfig, sizes: BatchSizes) -> TrainingConfig:
     iters, samples = training.train_iters, training.train_samples
     if iters is not None and samples is not None:
         raise ConfigError(f"--train-iters {iters} and --train-samples {samples} are both given; give one")
     if iters is None and samples is None and not training.dry_run:
         raise ConfigError("how long to train is missing: give --train-iters or --train-samples (or --dry-run)")
     if samples is not None:
-        iters = BatchSizes.of(data).steps(samples)
+        iters = sizes.steps(samples)
     return replace(training, train_iters=iters, train_samples=None)
-
-
-def _optim(optim: OptimizerConfig, train_iters: int | None) -> OptimizerConfig:
-    """Fill in the schedule's iterations; in a dry run of unknown length they stay unknown."""
-    fraction, decay = optim.lr_warmup_fraction, optim.lr_decay_iters or train_iters
-    if fraction is not None and optim.lr_warmup_iters:
-        raise ConfigError(
-            f"--lr-warmup-iters {optim.lr_warmup_iters} and --lr-warmup-fraction {fraction} are both given; give one"
-        )
-    if decay is None:
-        return optim
-    warmup = optim.lr_warmup_iters if fraction is None else round(fraction * decay)
-    final = optim.lr_wsd_decay_iters
-    if optim.lr_decay_style == "WSD" and final is None:
-        final = max(1, decay // 10)
-    return replace(
-        optim,
-        lr_decay_iters=None if optim.lr_decay_style == "constant" else decay,
-        lr_warmup_iters=warmup,
-        lr_warmup_fraction=None,
-        lr_wsd_decay_iters=final,
-    )
 
 
 def check_files(config: Config) -> None:

@@ -55,6 +55,10 @@ class DataConfig:
     """Samples per optimizer step. Default: micro batch x data-parallel processes (no accumulation)."""
     rampup_batch_size: Words | None = None
     """Three numbers: first batch size, increment, and the samples over which it grows to --global-batch-size."""
+    step_batch_size_schedule: Words | None = None
+    """Batch sizes in steps, as pairs of consumed tokens (--seq-length of each sample) and samples per step from there
+    on: 0:16 2.4B:320, with K, M, B and T for thousands to trillions. --global-batch-size is then the largest of
+    them."""
     packing: Literal["stream", "best-fit", "off"] | None = "stream"
     """How documents become sequences. stream: joined and cut every --seq-length tokens. best-fit: a document that fits
     is never cut; sequences are filled by best-fit decreasing and padded."""
@@ -161,6 +165,13 @@ class OptimizerConfig:
     """Warm-up as a fraction of the decay iterations, instead of --lr-warmup-iters."""
     lr_wsd_decay_iters: int | None = only_with(None, lr_decay_style="WSD")
     """WSD: length of the final decay. Default: a tenth of the decay iterations."""
+    lr_decay_samples: int | None = only_with(None, lr_decay_style=("cosine", "linear", "WSD"), lr_warmup_fraction=GIVEN)
+    """Consumed samples at which the decay ends, instead of --lr-decay-iters: the schedule then counts samples.
+    Default with --train-samples and a batch that changes: these."""
+    lr_warmup_samples: int | None = None
+    """Samples of linear warm-up, instead of --lr-warmup-iters."""
+    lr_wsd_decay_samples: int | None = only_with(None, lr_decay_style="WSD")
+    """WSD: samples of the final decay, instead of --lr-wsd-decay-iters."""
     weight_decay: float = 0.1
     """Weight decay, decoupled with Adam, added to the gradient with sgd; never on biases and norms (one dimension)."""
     adam_beta1: float = only_with(0.9, optimizer=("adam", "apex-adam", "muon"))

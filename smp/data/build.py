@@ -82,13 +82,14 @@ class _Corpus:
 
     def __init__(self, part: BlendPart, data: DataConfig, vocab_size: int, seed: int) -> None:
         self.part, self.data, self.seed = part, data, seed
+        self.notes: list[str] = []
         self.dataset: IndexedDataset
         self.contents: Contents
         self.cache = NodeCache(data.data_cache_path or Path(part.path).parent / "cache")
         if is_remote(part.path) and not is_text(part.path):
             remote = RemoteDataset(part.path, vocab_size, self.cache)
             check_integers(remote)
-            self.dataset, self.contents = remote, remote.contents()
+            self.dataset, self.contents, self.notes = remote, remote.contents(), remote.notes
             return
         prefix = tokenized(part.path, data, self.cache) if is_text(part.path) else part.path
         self.dataset = IndexedDataset(prefix)
@@ -108,7 +109,7 @@ class _Corpus:
 def _blend(corpora: Sequence[_Corpus], ranges: Sequence[range], required: bool = True) -> BlendedDataset | None:
     """Those ranges of documents as one; None when there is nothing. What is not required may lack data sets that are
     too small for a sample."""
-    sources, shares, notes = [], [], []
+    sources, shares, notes = [], [], [line for corpus in corpora for line in corpus.notes]
     for corpus, documents in zip(corpora, ranges, strict=True):
         source = corpus.source(documents)
         if required:

@@ -51,6 +51,11 @@ def scan(dataset: IndexedDataset) -> Contents:
     return Contents(state.hexdigest(), lowest, highest)
 
 
+def count_of(dataset: IndexedDataset, token: int | None) -> int:
+    """How often a token id occurs; None never does."""
+    return 0 if token is None else sum(int(np.count_nonzero(chunk == token)) for _, chunk in _chunks(dataset))
+
+
 def _chunks(dataset: IndexedDataset) -> Iterator[tuple[int, np.ndarray]]:
     for start in range(0, len(dataset.tokens), _CHUNK):
         yield start, dataset.read(start, min(start + _CHUNK, len(dataset.tokens)))

@@ -44,6 +44,10 @@ class GigatokenTokenizer:
         except Exception as error:  # whatever the other library makes of the file
             raise ValueError(f"--backend gigatoken does not take {path}: {error}") from None
 
+    @property
+    def unk(self) -> int | None:
+        return self.reference.unk
+
     def encode_batch(self, texts: Sequence[str]) -> Batch:
         ids = self._fast.encode_batch(list(texts), parallel=False)
         flat = np.asarray(self._awkward.to_numpy(self._awkward.flatten(ids)))

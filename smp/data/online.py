@@ -14,7 +14,7 @@ from smp.config.schema import ConfigError, DataConfig
 from smp.data.cache import NodeCache
 from smp.data.indexed_dataset import dataset_paths
 from smp.data.preprocess import Encoder, preprocess
-from smp.data.remote import file_state, local_or_remote
+from smp.data.remote import file_state, local_or_remote, of_size_only
 from smp.data.tokenizer_files import tokenizer_key
 
 _LARGE = 1 << 24
@@ -48,7 +48,8 @@ def tokenized(path: str, data: DataConfig, cache: NodeCache) -> Path:
         return prefix
     with cache.locked():
         if not finished[1].exists():
-            print(f"tokenizing {source} into {prefix}", file=sys.stderr)
+            for line in [f"tokenizing {source} into {prefix}", *of_size_only({str(source): state})]:
+                print(line, file=sys.stderr)
             # A name of this node: another one that shares the folder works in its own.
             own = str(cache.folder / f".{prefix.name}.{socket.gethostname()}")
             encoder = Encoder(data.tokenizer_model, ("text",), True, data.tiktoken_pattern)

@@ -26,7 +26,7 @@ from smp.data import text_files
 from smp.data.gigatoken_backend import GigatokenTokenizer
 from smp.data.indexed_dataset import dtype_for_vocab
 from smp.data.job_output import PART_CHUNKS, BadRecordError, Encoded, Output, Report
-from smp.data.remote import RemoteFile, file_state
+from smp.data.remote import RemoteFile, file_state, of_size_only
 from smp.data.text_files import Chunk, kind_of, read_chunks, texts_of
 from smp.data.tokenizer import Batch, Tokenizer
 from smp.data.tokenizer_files import load_tokenizer, tokenizer_key
@@ -172,6 +172,8 @@ def preprocess(
     """
     _check_input(paths, encoder.keys)
     _check_backend(encoder, paths, say)
+    for line in of_size_only({str(path): file_state(path)[2] for path in paths}):
+        say(line)
     output = Output(prefix, names, dtype_for_vocab(encoder.tokenizer.vocab_size), _job(paths, names, encoder))
     if output.parts:
         say(f"going on after {output.parts} parts that are in {output.folder}")

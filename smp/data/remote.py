@@ -11,7 +11,7 @@ import errno
 import io
 import json
 import shutil
-import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
@@ -30,7 +30,6 @@ from smp.data.indexed_dataset import IndexedDataset
 _MARKS = ("etag", "md5hash", "contentmd5", "digest", "lfs", "xethash", "blobid", "generation", "sha")
 _TIMES = ("lastmodified", "modificationtime", "mtime", "updated", "modified", "modify", "created")
 """What stores call them, in small letters without - and _."""
-_said_size_only = False
 
 
 class RemoteError(OSError):
@@ -151,15 +150,23 @@ class RemoteFile:
     @property
     def state(self) -> str:
         """A mark of its contents, or else the time of their last change, or else their size."""
-        global _said_size_only
         info = {key.lower().replace("-", "").replace("_", ""): value for key, value in self.info.items()}
         # Marks of contents first: a time may change without the file, and the file within the resolution of a time.
         known = next((str(info[key]) for key in (*_MARKS, *_TIMES) if info.get(key)), "")
-        if not known and not _said_size_only:
-            _said_size_only = True  # not for each file of a store
-            message = "has no ETag or time: a change of the same size is not noticed"
-            print(f"WARNING: {self} {message}", file=sys.stderr)
         return f"{info.get('size')} {known}"
+
+
+def of_size_only(states: Mapping[str, str]) -> list[str]:
+    """What to tell the user of files whose store says only their size: one line for all of them, or nothing.
+
+    Args:
+        states: ``RemoteFile.state``, or what stands for it, of each file by name.
+    """
+    names = [name for name, state in states.items() if state.endswith(" ")]
+    if not names:
+        return []
+    others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return [f"WARNING: {names[0]}{others} has no ETag or time: a change of the same size is not noticed"]
 
 
 class _Stream(io.RawIOBase):
@@ -225,6 +232,7 @@ class RemoteDataset(IndexedDataset):
         self.vocab_size = vocab_size
         try:
             self._state, state = self.bin.state, index.state
+            self.notes = of_size_only({str(self.bin): self._state, str(index): state})
         except OSError as error:
             raise ValueError(f"{error.filename}: {error.strerror}") from error
 

@@ -20,10 +20,14 @@ class Tokenizer(Protocol):
     Attributes:
         vocab_size: ids are below it.
         eod: id of the token that ends a document.
+        unk: id of the token that stands for what the vocabulary cannot spell; None: it spells everything.
     """
 
     vocab_size: int
     eod: int
+
+    @property
+    def unk(self) -> int | None: ...
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``. Raises ValueError for a lone surrogate, which has no UTF-8 form."""
@@ -82,6 +86,10 @@ class SentencePieceTokenizer:
         self.vocab_size: int = self._processor.vocab_size()
         self.eod = self._end_of_document(model_path)
         self._meta_space_ids = self._find_meta_space()
+
+    @property
+    def unk(self) -> int | None:
+        return int(self._processor.unk_id())
 
     def _end_of_document(self, model_path: str | Path) -> int:
         if self._processor.eos_id() >= 0:

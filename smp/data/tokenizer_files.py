@@ -133,6 +133,13 @@ class HuggingFaceTokenizer:
         self.eod = self._end_of_document(Path(path))
         self.end_of_document = str(self._tokenizer.id_to_token(self.eod))
 
+    @property
+    def unk(self) -> int | None:
+        model = json.loads(self._tokenizer.to_str())["model"]  # the library's object does not tell a Unigram's
+        token = model.get("unk_token")
+        found: int | None = model.get("unk_id") if token is None else self._tokenizer.token_to_id(token)
+        return None if found == self.eod else found  # GPT-2's file names one for both, and never needs the first
+
     def _end_of_document(self, path: Path) -> int:
         config = _config_of(path)
         names: Sequence[str] = _ENDS
@@ -183,6 +190,10 @@ class TiktokenTokenizer:
         self._encoding = tiktoken.Encoding(
             pattern, pat_str=kind.regex, mergeable_ranks=ranks, special_tokens={END_OF_DOCUMENT: self.eod}
         )
+
+    @property
+    def unk(self) -> int | None:
+        return None  # its pieces spell all bytes
 
     def encode(self, text: str) -> list[int]:
         check_text(text)

@@ -1,4 +1,5 @@
-"""The learning rate as a function of the iteration: no state, so nothing to save and nothing to lose on a resume."""
+"""The learning rate as a function of the iteration, or of the samples consumed: no state, so nothing to save and
+nothing to lose on a resume."""
 
 from __future__ import annotations
 
@@ -6,9 +7,10 @@ import math
 from dataclasses import replace
 
 from smp.config import OptimizerConfig
+from smp.config.schedule import Lengths, lengths
 
 
-def learning_rate(optim: OptimizerConfig, iteration: int) -> float:
+def learning_rate(optim: OptimizerConfig, iteration: int, consumed: int = 0) -> float:
     """The rate of the step that makes iteration ``iteration``; the first is 1.
 
     Before an iteration i - 1 others are behind, and the rate is that of there, as in Megatron and transformers: the
@@ -22,35 +24,39 @@ def learning_rate(optim: OptimizerConfig, iteration: int) -> float:
       (Megatron's default shape; Hu et al. 2024, arXiv 2404.06395).
     - constant: ``lr`` for ever.
 
+    Where lengths are in samples, ``consumed`` samples are behind in the place of i - 1 iterations.
+
     Args:
         optim: resolved.
         iteration: at least 1.
+        consumed: samples of all steps before it.
     """
     assert iteration >= 1, "iterations count from 1"
-    warmup = optim.lr_warmup_iters
-    if warmup and iteration <= warmup + 1:
-        return optim.lr * ((iteration - 1) / warmup)
+    parts = lengths(optim)
+    done = iteration - 1 if parts.unit == "iters" else consumed
+    if parts.warmup and done <= parts.warmup:
+        return optim.lr * (done / parts.warmup)
     if optim.lr_decay_style == "constant":
         return optim.lr
-    assert optim.lr_decay_iters is not None, "resolved before"
-    if iteration > optim.lr_decay_iters:
+    assert parts.decay is not None, "resolved before"
+    if done >= parts.decay:
         return optim.min_lr
-    return optim.min_lr + (optim.lr - optim.min_lr) * _height(optim, iteration, warmup, optim.lr_decay_iters)
+    return optim.min_lr + (optim.lr - optim.min_lr) * _height(optim.lr_decay_style, parts, parts.decay, done)
 
 
-def decoupled_learning_rate(optim: OptimizerConfig, iteration: int) -> float:
+def decoupled_learning_rate(optim: OptimizerConfig, iteration: int, consumed: int = 0) -> float:
     """The rate of the embedding and of the output matrix: the same shape between ends of their own."""
     if optim.decoupled_lr is None:
-        return learning_rate(optim, iteration)
+        return learning_rate(optim, iteration, consumed)
     least = optim.min_lr if optim.decoupled_min_lr is None else optim.decoupled_min_lr
-    return learning_rate(replace(optim, lr=optim.decoupled_lr, min_lr=least), iteration)
+    return learning_rate(replace(optim, lr=optim.decoupled_lr, min_lr=least), iteration, consumed)
 
 
-def _height(optim: OptimizerConfig, iteration: int, warmup: int, end: int) -> float:
+def _height(style: str, parts: Lengths, end: int, done: int) -> float:
     """Where between ``min_lr`` (0) and ``lr`` (1) the rate is, after the warm-up and before the end."""
-    if optim.lr_decay_style == "WSD":
-        assert optim.lr_wsd_decay_iters is not None, "resolved before"
-        done = 1 - (end - iteration + 1) / optim.lr_wsd_decay_iters
-        return 2 * math.pow(0.5, max(0.0, done)) - 1
-    done = (iteration - 1 - warmup) / (end - warmup)
-    return (1 + math.cos(math.pi * done)) / 2 if optim.lr_decay_style == "cosine" else 1 - done
+    if style == "WSD":
+        assert parts.final is not None, "resolved before"
+        share = 1 - (end - done) / parts.final
+        return 2 * math.pow(0.5, max(0.0, share)) - 1
+    share = (done - parts.warmup) / (end - parts.warmup)
+    return (1 + math.cos(math.pi * share)) / 2 if style == "cosine" else 1 - share

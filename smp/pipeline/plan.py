@@ -112,17 +112,18 @@ def _costs(part: ModelPart, flops: ForwardFlops, replays: int, tokens: int) -> S
 
 
 def plans_by_size(config: Config, layout: Layout) -> dict[int, Plan]:
-    """The plan for each number of micro-batches that a step of the run has: one, or one for each size of a ramp-up.
+    """The plan for each number of micro-batches that a step of the run has: one, or one for each size of its schedule.
+    Sizes that this layout cannot take are behind a run that was resumed, or refused where they are not.
 
     Raises:
         ConfigError: the schedule cannot take one of these sizes.
     """
-    data, plans = config.data, dict[int, Plan]()
-    for size in BatchSizes.of(data).sizes:
-        # A plan is of one batch size, and a ramp-up of several would be refused as not resolved.
-        of_size = replace(config, data=replace(data, global_batch_size=size, rampup_batch_size=None))
-        plans[size // (data.micro_batch_size * layout.data_parallel)] = plan_pipeline(of_size, layout)
-    return plans
+    data, each = config.data, config.data.micro_batch_size * layout.data_parallel
+    sizes = [size for size in BatchSizes.of(data).ahead() if size % each == 0]
+    return {
+        size // each: plan_pipeline(replace(config, data=replace(data, global_batch_size=size)), layout)
+        for size in sizes
+    }
 
 
 def describe_plan(plan: Plan, config: Config) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smp.config import Config, Layout, to_yaml
+from smp.config.batch import BatchSizes
 from smp.config.checks import notes_on_effects
 from smp.config.layer_pattern import hides_tokens, scores_flag
 from smp.config.moe import has_experts
@@ -68,6 +69,7 @@ def describe(config: Config, world_size: int) -> str:
         *([] if config.objective is not None else [f"parameters per rank: {memory.parameters // 4:,}"]),
         f"model FLOPs, which MFU is measured in, without what is computed again: {tflop:.6f} TFLOP per token",
         f"tokens per step: {(config.data.global_batch_size or 0) * length:,}",
+        *BatchSizes.of(config.data).in_words(),
         *(_estimated(memory, plan) if steps is None else [*_measured(steps), *_left_out(config)]),
         *_offload(config, layout, plan, tuned, memory),
     ]

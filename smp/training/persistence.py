@@ -47,7 +47,8 @@ _ORDER = ("seed", "split", "seq_length", "packing", "data_path", "mock_data")
 _COURSE = (
     *(field.name for field in fields(OptimizerConfig)),
     *("hidden_dropout", "attention_dropout", "bf16", "reset_attention_mask", "reset_position_ids", "eod_mask_loss"),
-    *("rampup_batch_size", "moe_aux_loss_coeff", "moe_z_loss_coeff", "mtp_loss_scaling_factor"),
+    *("rampup_batch_size", "step_batch_size_schedule"),
+    *("moe_aux_loss_coeff", "moe_z_loss_coeff", "mtp_loss_scaling_factor"),
     *("moe_router_load_balancing_type", "moe_router_bias_update_rate"),
     *("fp8_format", "fp8_recipe", "fp8_amax_compute_algo", "fp8_emulate", "first_last_layers_bf16"),
     *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),

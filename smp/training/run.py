@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from smp.config import Config, ConfigError, Layout
 from smp.config.batch import BatchSizes
-from smp.config.checks import notes_on_effects
+from smp.config.checks import check_batch_sizes, notes_on_effects
 from smp.config.credentials import without_credentials
 from smp.data.build import Datasets
 from smp.data.loader import BatchLoader, ReadBatch
@@ -113,7 +113,9 @@ class Run:
             on_rank_zero(lambda: refuse_log_dir_in_use(self.config.logging), ConfigError)
             collectives = self.context.collectives
             # What the user has to know comes before what takes long.
-            notes = [*notes_on_effects(self.config, self.layout), *(collectives.lines if collectives else ())]
+            sizes = BatchSizes.of(self.config.data)
+            effects = notes_on_effects(self.config, self.layout)
+            notes = [*sizes.in_words(), *effects, *(collectives.lines if collectives else ())]
             for line in [in_words(self.config.model), *notes]:
                 self.say(line)
             self.checkpoints = RunCheckpoints(self.config, self.say)  # before the data, whose indices may take minutes
@@ -122,7 +124,7 @@ class Run:
             self.place = self._find_place()
             self.trainer = self._build_trainer()
             progress = self.trainer.progress
-            sizes = BatchSizes.of(self.config.data)
+            check_batch_sizes(self.config.data, self.layout, sizes.ahead(progress.consumed_samples))
             self.batches = self._loader(self.datasets.train, progress.consumed_samples, sizes)
             opened.callback(self.batches.close)
             place = self.config, self.layout, process.rank, device, progress.iteration, parts.work

@@ -171,9 +171,10 @@ class Trainer:
         assert isinstance(batch, RankBatch)
         # Every data-parallel rank has a share of the same size, so no rank has to be asked.
         num_samples = batch.num_samples * self.context.data_size
-        # A function of the iteration alone, so a resumed run has nothing to restore.
-        lr = learning_rate(self.config.optim, self.progress.iteration + 1)
-        set_learning_rate(self.optimizer, lr, decoupled_learning_rate(self.config.optim, self.progress.iteration + 1))
+        # A function of what is behind alone, so a resumed run has nothing to restore.
+        behind = self.config.optim, self.progress.iteration + 1, self.progress.consumed_samples
+        lr = learning_rate(*behind)
+        set_learning_rate(self.optimizer, lr, decoupled_learning_rate(*behind))
         # Weights of the losses contain the division by the global batch, so all that follows are plain sums.
         outputs = self.forward_backward.train(self.objective.micro_batches(batch, num_valid))
         loss = self.context.sum_loss(model_loss(outputs, self.device))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from smp.config import Config, ConfigError, ModelConfig, load_config, resolve
+from smp.config.batch import BatchSizes
 from smp.config.cli import read_values
 from smp.config.entry_points import PRETRAIN
 from smp.config.fields import settings
@@ -30,12 +31,14 @@ OTHER_ARITIES = {
     "--moe-aux-loss-coeff": ("1", "+"),
     "--moe-router-load-balancing-type": ("1", "+"),
     "--window-size": ("+", "1"),
+    "--step-batch-size-schedule": ("+", "1"),
 }
-"""One for all layers and kinds; and a window as older versions took it, too."""
+"""One for all layers and kinds; a window as older versions took it, too; and pairs with or without quotes."""
 OTHER_DEFAULTS = {
     "--split": "None",  # becomes 969, 30, 1 where there is --data-path, as here
     "--yarn-beta-fast": "None",  # read beside Megatron's own YaRN, which is refused
     "--yarn-beta-slow": "None",
+    "--lr-warmup-samples": "0",  # read beside --train-samples only
 }
 """Defaults of Megatron's parser that are not what it trains with."""
 LACKING = {
@@ -278,7 +281,7 @@ def test_the_8b_line_with_tensor_and_pipeline_parallelism(paths: dict[str, str])
     assert architecture(config.model) == wanted
     assert (config.parallel.num_virtual_stages_per_pipeline_rank, config.parallel.sequence_parallel) == (2, True)
     assert config.training.train_iters == -(-1953125000 // 128)
-    assert (config.optim.lr_warmup_iters, config.optim.lr_decay_iters) == (30518, 15228271)
+    assert (config.optim.lr_warmup_samples, config.optim.lr_decay_samples) == (3906252, 1949218748)
     assert config.logging.log_dir == "logs"
     alone = LLAMA_8B.replace(PIPELINE, "")
     assert resolved(alone.format(**paths), 8).parallel.data_parallel_sharding_strategy == "optim"
@@ -340,6 +343,37 @@ def test_a_line_that_resumes_from_its_own_folder_without_the_optimizers_state(pa
     assert config.checkpoint.load == "auto" and config.checkpoint.load_optim and config.model.num_experts == 8
     note = translate(line.split(), 64).notes[0]
     assert "--no-load-optim (--load auto goes on with the optimizer's state)" in note
+
+
+GPT_175B = (
+    "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --max-position-embeddings 2048 "
+    "--attention-backend auto --micro-batch-size 1 --global-batch-size 1536 "
+    "--step-batch-size-schedule '0:16 2.4B:320 4.8B:624 7.2B:928 9.6B:1232 12B:1536' --train-iters 500000 "
+    "--weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.006 --clip-grad 1.0 --fp16 --lr 6.0e-5 "
+    "--lr-decay-style cosine --min-lr 6.0e-6 --lr-warmup-fraction .001 --lr-decay-iters 430000 "
+    "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 --data-path text_document --vocab-file {vocab} "
+    "--merge-file merges.txt --split 949,50,1 --log-interval 100 --save-interval 10000 --eval-interval 1000 "
+    "--save {run} --load {run} --eval-iters 10 --tensorboard-dir logs"
+)
+"""Megatron's public example of 175 billion parameters, as of August 2026, but for its paths."""
+
+
+def test_the_175b_line_has_its_schedule_of_batches_and_a_learning_rate_that_follows_samples(
+    paths: dict[str, str],
+) -> None:
+    line = GPT_175B.format(**paths)
+    config, notes = resolved(line, 128), translate(shlex.split(line), 128).notes
+    wanted = megatron_says(
+        num_layers=96, max_position_embeddings=2048, vocab_size=50257, hidden_size=12288, num_attention_heads=96,
+        ffn_hidden_size=49152, kv_channels=128,
+    )  # fmt: skip
+    assert architecture(config.model) == wanted and config.model.tanh_gelu
+    sizes = BatchSizes.of(config.data)
+    assert (sizes(1171874), sizes(1171875), sizes.largest, config.data.global_batch_size) == (16, 320, 1536, 1536)
+    assert (config.optim.lr_decay_samples, config.optim.lr_warmup_samples) == (430000 * 1536, 430 * 1536)
+    assert any("the learning rate follows samples" in note for note in notes)
+    without = line.replace("--global-batch-size 1536 ", "")
+    assert resolved(without, 128).data.global_batch_size == 1536  # which Megatron itself asks to leave out
 
 
 LATENT = "--multi-latent-attention --disable-bias-linear --normalization RMSNorm --position-embedding-type rope "
@@ -449,7 +483,6 @@ def test_how_far_is_sharded(flags: str, degree: int, strategy: str) -> None:
         ("--load a --pretrained-checkpoint b", "--load b --finetune"),
         ("--use-checkpoint-args", "needs a --load other than --save"),
         ("--num-layers-per-virtual-pipeline-stage 3 --pipeline-model-parallel-size 2", "4 layers are not divisible"),
-        ("--rampup-batch-size 2 2 10 --lr-warmup-samples 5", "--lr-warmup-samples beside --rampup-batch-size"),
         ("--outer-dp-sharding-strategy optim", "--outer-dp-sharding-strategy"),
         ("--num-distributed-optimizer-instances 3", "--num-distributed-optimizer-instances 3"),
     ],

@@ -18,7 +18,7 @@ from smp.data import remote
 from smp.data.build import build_datasets
 from smp.data.cache import NodeCache
 from smp.data.indexed_dataset import IndexedDatasetWriter
-from smp.data.remote import RemoteDataset, RemoteError, RemoteFile, expand
+from smp.data.remote import RemoteDataset, RemoteError, RemoteFile, expand, of_size_only
 from smp.data.text_files import expand_paths, read_chunks
 from smp.data.tuning.files import parse, read_records
 
@@ -197,10 +197,7 @@ def test_a_server_that_ignores_ranges_is_named(
         opened.read(0, 2)
 
 
-def test_marks_of_other_stores_tell_contents_apart(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(remote, "_said_size_only", False)
+def test_marks_of_other_stores_tell_contents_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     file = RemoteFile("https://h/x.bin")
 
     def state(**info: object) -> str:
@@ -209,10 +206,25 @@ def test_marks_of_other_stores_tell_contents_apart(
 
     for key in ("etag", "ETag", "blob_id", "xet_hash", "lfs", "generation", "modificationTime", "Last-Modified"):
         assert state(**{key: "a"}) != state(**{key: "b"}), key
-    assert not capsys.readouterr().err
+        assert of_size_only({"x": state(**{key: "a"})}) == []
     assert state(type="file") == state()
-    said = "WARNING: https://h/x.bin has no ETag or time: a change of the same size is not noticed\n"
-    assert capsys.readouterr().err == said
+    said = "has no ETag or time: a change of the same size is not noticed"
+    assert of_size_only({"a": "1 x", "b": state(), "c": "1 "}) == [f"WARNING: b (and 1 more) {said}"]
+    assert of_size_only({"b": state()}) == [f"WARNING: b {said}"]
+
+
+def test_a_store_that_tells_only_sizes_is_warned_of(
+    store: fsspec.AbstractFileSystem, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
+        writer.add_document([1, 2, 3])
+    for ending in ("bin", "idx"):
+        put(store, f"/b/x.{ending}", (tmp_path / f"x.{ending}").read_bytes())
+    told = RemoteDataset("memory://b/x", 50, NodeCache(tmp_path / "cache")).notes
+    of_the_store = type(store).info
+    monkeypatch.setattr(type(store), "info", lambda *a, **k: {"size": of_the_store(*a, **k)["size"]})
+    untold = RemoteDataset("memory://b/x", 50, NodeCache(tmp_path / "cache")).notes
+    assert told == [] and "memory://b/x.bin (and 1 more) has no ETag or time" in untold[0] and len(untold) == 1
 
 
 def test_files_of_a_pattern_have_urls_that_lead_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

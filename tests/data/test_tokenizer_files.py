@@ -95,6 +95,24 @@ def test_the_end_that_the_configuration_names(files: dict[str, tuple[Path, str |
         load_tokenizer(tmp_path / "tokenizer.json")
 
 
+def test_what_stands_for_the_unknown(files: dict[str, tuple[Path, str | None]], tmp_path: Path) -> None:
+    models = tokenizers.models
+    pieces = [("<u>", 0.0), ("<|endoftext|>", 0.0), ("a", -1.0)]
+    kinds = (
+        models.Unigram(pieces, unk_id=0),
+        models.BPE({t: i for i, (t, _) in enumerate(pieces)}, [], unk_token="<u>"),
+    )
+    for model in kinds:
+        tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+        found = load_tokenizer(tmp_path / "tokenizer.json")
+        assert (found.unk, found.encode("ab")[-1]) == (0, 0)
+    same = models.BPE({"<|endoftext|>": 0}, [], unk_token="<|endoftext|>")  # GPT-2's
+    tokenizers.Tokenizer(same).save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path / "tokenizer.json").unk is None
+    unknown = {kind: load_tokenizer(path, pattern).unk for kind, (path, pattern) in files.items()}
+    assert {kind for kind, token in unknown.items() if token is not None} == {"sentencepiece"}
+
+
 def test_what_is_no_tokenizer(files: dict[str, tuple[Path, str | None]], tmp_path: Path) -> None:
     merges, _ = files["tiktoken"]
     with pytest.raises(ValueError, match=r"a tiktoken file needs --tiktoken-pattern \(gpt2, cl100k, o200k, llama3\)"):

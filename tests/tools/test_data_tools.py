@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 
 import smp.data.text_files as text_files
 from smp.data.indexed_dataset import IndexedDataset
@@ -103,6 +104,28 @@ def test_keys_empty_texts_and_several_files(demo: Path, tmp_path: Path) -> None:
         assert [tokenizer.decode(dataset.document(i).tolist()) for i in range(3)] == texts
         assert len(dataset) == 2  # the empty document has no sequence
         assert f"out_{key}_document: 3 documents, {dataset.num_tokens} tokens" in done.stdout
+
+
+def test_tokens_that_the_vocabulary_cannot_spell_are_counted_and_many_are_warned_of(tmp_path: Path) -> None:
+    words = {"<unk>": 0, "<|endoftext|>": 1, "a": 2}
+    model = tokenizers.models.WordLevel(words, unk_token="<unk>")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+
+    def told(text: str) -> Done:
+        (tmp_path / "x.txt").write_text(text)
+        for path in tmp_path.glob("out*"):
+            path.unlink()
+        flags = ("--input", tmp_path / "x.txt", "--tokenizer-model", tmp_path / "tokenizer.json", "--workers", 1)
+        return run("preprocess_data", *flags, "--output-prefix", tmp_path / "out")
+
+    assert "<unk>" not in told("a " * 100).stdout
+    few = told("a " * 199 + "b")
+    assert few.stdout.endswith("0 dropped, 1 <unk> (0.50 % of the tokens)\n") and "WARNING" not in few.stderr
+    many = told("a b c a")
+    assert "2 <unk> (50.00 % of the tokens)" in many.stdout
+    assert "out_text_document: 50.00 % of the tokens are <unk>: the tokenizer cannot spell much" in many.stderr
 
 
 def test_megatrons_partitions_are_taken_with_a_note(demo: Path, tmp_path: Path) -> None:

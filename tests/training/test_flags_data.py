@@ -271,6 +271,43 @@ def test_a_ramp_goes_on_after_a_resume(runs: Runs) -> None:
     assert first.losses[:3] + second.losses[3:] == whole.losses and second.records("consumed samples")[-1] == 20
 
 
+STEPS = "--global-batch-size none --step-batch-size-schedule 0:2 68:6 238:4 "  # 17 tokens in a sample: from 4 and 14 on
+
+
+@proves("step_batch_size_schedule")
+def test_the_batch_follows_a_schedule_of_tokens(runs: Runs) -> None:
+    """2 2 6 6 4 4: the same samples in the same order, also with the number of samples as the length of the run."""
+    run = runs(STEPS + "--train-iters 6")
+    assert run.records("global batch size") == [2, 2, 6, 6, 4, 4]
+    assert "global batch size: 2 from sample 0 on, 6 from sample 4 on, 4 from sample 14 on" in run.out
+    assert torch.equal(torch.cat(run.tokens), torch.cat(runs("--train-iters 6").tokens))
+    assert runs(STEPS + "--train-iters none --train-samples 21").records("consumed samples")[-1] == 24
+    dry = runs.fresh(STEPS + "--dry-run")
+    assert "# global batch size: 2 from sample 0 on" in dry.out and "# tokens per step: 102" in dry.out
+    ramp = runs("--global-batch-size 6 --rampup-batch-size 2 2 8 --train-iters 5")
+    assert runs("--global-batch-size 6 --step-batch-size-schedule 0:2,68:4,136:6 --train-iters 5").losses == ramp.losses
+
+
+def test_a_schedule_goes_on_after_a_resume_bit_for_bit(runs: Runs) -> None:
+    flags = STEPS + "--lr-warmup-samples 3 --lr-decay-samples 30 --train-iters 6 "
+    whole = runs(flags)
+    first = runs.fresh(flags + "--save ckpt --load auto --exit-interval 3")
+    second = run_here(first.folder, flags + "--save ckpt --load auto")
+    assert first.losses[:3] + second.losses[3:] == whole.losses and second.rates == whole.rates
+    assert all(torch.equal(second.final[name], whole.final[name]) for name in whole.final)
+
+
+def test_sizes_that_are_too_small_for_the_processes_may_be_behind_a_resume(runs: Runs) -> None:
+    flags = "--global-batch-size none --step-batch-size-schedule 0:2 68:4 --save ckpt --load auto "
+    first = runs.fresh(flags + "--train-iters 2")
+    grown = "--micro-batch-size 4 --train-iters 3"
+    assert run_here(first.folder, flags + grown).records("global batch size") == [2, 2, 4]
+    early = runs.fresh(flags + "--train-iters 1")
+    refused = run_here(early.folder, flags + grown)
+    assert refused.code == 2
+    assert "--step-batch-size-schedule 0:2 68:4: a batch of 2 is not divisible" in refused.errors[0]
+
+
 def test_a_blend_changed_on_resume_repeats_nothing(runs: Runs, corpora: Path) -> None:
     common = "--no-mock-data --split 1,0,0 --save ckpt --load auto --data-path "
     first = runs.fresh(common + f"{corpora}/low --train-iters 3")

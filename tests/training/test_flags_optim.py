@@ -232,3 +232,21 @@ def test_clipping_bounds_what_is_applied_not_what_is_reported(runs: Runs) -> Non
     assert applied(off) == pytest.approx(off.records("grad norm"), rel=1e-4)
     assert tight.records("grad norm")[0] == off.records("grad norm")[0]
     assert tight.losses != off.losses
+
+
+@proves("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
+def test_the_schedule_counts_samples(runs: Runs) -> None:
+    """Of 2 2 6 6 4 samples: 0, 2, 4, 10 and 16 are behind the steps."""
+    batches = "--global-batch-size none --step-batch-size-schedule 0:2 68:6 238:4 --train-iters 5 --lr 1 "
+    rates = runs(batches + "--lr-decay-style linear --lr-warmup-samples 4 --lr-decay-samples 16").rates
+    assert rates == pytest.approx([0, 0.5, 1, 0.5, 0])
+    wsd = runs(batches + "--lr-decay-style WSD --lr-decay-samples 20 --lr-wsd-decay-samples 8").rates
+    assert wsd == pytest.approx([1, 1, 1, 1, 2 * 0.5**0.5 - 1])
+    length = batches.replace("--train-iters 5", "--train-iters none --train-samples 20")
+    assert runs(length + "--lr-decay-style linear").rates == pytest.approx([1, 0.9, 0.8, 0.5, 0.2])
+    constant = "--train-iters 3 --lr 1 --lr-decay-style linear "
+    assert runs(constant + "--lr-decay-samples 12").rates == runs(constant).rates  # with one size they are the same
+    refused = runs.fresh("--lr-warmup-samples 2 --lr-decay-iters 5")
+    assert refused.code == 2 and "give all in one unit" in refused.errors[0]
+    refused = runs.fresh("--lr-warmup-samples 9 --lr-decay-samples 8")
+    assert refused.code == 2 and "--lr-warmup-samples 9 must be below --lr-decay-samples 8" in refused.errors[0]

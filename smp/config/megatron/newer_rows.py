@@ -113,10 +113,6 @@ NEWER: tuple[Row, ...] = (
         "logits and loss are in fp32 in chunks that fit a cache",
     ),
     refused(
-        "--step-batch-size-schedule:1",
-        "--rampup-batch-size is the one schedule of batches",
-    ),
-    refused(
         "--dump-param-to-param-group-map:1 --freeze-all-layers --head-lr-mult:1",
         "--lr and --weight-decay are for all parameters, and all are trained; finetune.py --lora-rank freezes a model",
     ),

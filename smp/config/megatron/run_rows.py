@@ -17,6 +17,7 @@ TRAINING: tuple[Row, ...] = (
         "--micro-batch-size:1 --global-batch-size:1 --rampup-batch-size:+ --train-iters:1 --train-samples:1 --seed:1 "
         "--eval-interval:1 --eval-iters:1 --exit-interval:1 --exit-duration-in-mins:1 --profile --profile-step-start:1 "
         "--profile-step-end:1 --lr:1 --min-lr:1 --decoupled-lr:1 --decoupled-min-lr:1 "
+        "--step-batch-size-schedule:+ --lr-decay-samples:1 --lr-warmup-samples:1 --lr-wsd-decay-samples:1 "
         "--lr-decay-iters:1 --lr-warmup-iters:1 --lr-warmup-fraction:1 "
         "--lr-wsd-decay-iters:1 --weight-decay:1 --adam-beta1:1 --adam-beta2:1 --adam-eps:1 --sgd-momentum:1 "
         "--clip-grad:1 --exp-avg-dtype:1 --exp-avg-sq-dtype:1 --muon-momentum:1 "
@@ -24,10 +25,6 @@ TRAINING: tuple[Row, ...] = (
     ),
     becomes("--batch-size:1", "--micro-batch-size {}"),
     becomes("--warmup:1", "--lr-warmup-fraction {}"),
-    derived(
-        "--lr-decay-samples:1 --lr-warmup-samples:1 --lr-wsd-decay-samples:1",
-        "--lr-decay-iters, --lr-warmup-iters, --lr-wsd-decay-iters: samples / --global-batch-size, to the nearest",
-    ),
     chosen(
         "--lr-decay-style:1",
         {style: f"--lr-decay-style {style}" for style in ("cosine", "linear", "WSD", "constant")},

@@ -423,21 +423,20 @@ def _defaults(line: Line) -> None:
 
 
 def _samples(line: Line) -> None:
-    """What counts samples in iterations."""
-    batch = line.number("global_batch_size", line.number("micro_batch_size") * _data_parallel(line))
-    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
-        flag = f"--{name.replace('_', '-')}-samples"
-        value = line.one(flag)
-        if value is None or value == "0":
-            continue
-        if not value.isdecimal():
-            line.problems.append(f"{flag}: expected an integer, got {value!r}")
-        elif "rampup_batch_size" in line.words:
-            line.problems.append(
-                f"{flag} beside --rampup-batch-size: the schedule follows iterations; give --lr-*-iters"
-            )
-        else:
-            line.put(f"--{name.replace('_', '-')}-iters", str(max(1, round(int(value) / max(1, batch)))))
+    """Where the batch changes Megatron's schedule counts samples, also where lengths are in iterations: then these are
+    iterations of --global-batch-size."""
+    changing = "rampup_batch_size" in line.words or "step_batch_size_schedule" in line.words
+    if not changing or "train_iters" not in line.words or "global_batch_size" not in line.words:
+        return  # without --global-batch-size Megatron's own count is that of one micro-batch each, which none can mean
+    batch, style = line.number("global_batch_size"), line.words["lr_decay_style"][1]
+    lengths = {f"lr_{part}": line.words.pop(f"lr_{part}_iters", None) for part in ("decay", "warmup", "wsd_decay")}
+    if lengths["lr_decay"] is None and style != "constant":
+        lengths["lr_decay"] = line.words["train_iters"]
+    for part, words in lengths.items():
+        if words is not None:
+            count = settings()["train_iters"].parse(words[1], words[0])
+            line.put(f"--{part.replace('_', '-')}-samples", str(count * batch))
+    line.notes.append("note: the batch changes, so the learning rate follows samples, as in Megatron")
 
 
 def _requirements(line: Line) -> None:
