@@ -128,11 +128,6 @@ def check_moe(config: Config, layout: Layout) -> None:
         f"--hidden-size {model.hidden_size} is not divisible by {among}, over which biases "
         "of experts are cut; change one of them, or leave out --no-disable-bias-linear",
     )
-    require(
-        not (parallel.compile and ep > 1),
-        f"--compile cannot trace --expert-model-parallel-size {ep}, where each step exchanges other numbers of rows; "
-        "leave one of them out",
-    )
     uneven = model.moe_expert_capacity_factor is not None and not model.moe_pad_expert_input_to_capacity
     require(
         not (parallel.compile and uneven),

@@ -257,16 +257,32 @@ class _EndExchange(torch.autograd.Function):
         return grad, None, None, None, None
 
 
+class _Exchange(torch.autograd.Function):
+    """Begin and end in one, for compiled code: a graph has no place for gradients that are under way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, sent: list[int], received: list[int], group: Group) -> torch.Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _ops.wait_tensor(_exchange_rows_op(x, sent, received, group.name))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _ops.wait_tensor(_exchange_rows_op(grad, ctx.received, ctx.sent, ctx.group.name)), None, None, None
+
+
 def start_exchange(x: torch.Tensor, sent: list[int], received: list[int], group: Group) -> Callable[[], torch.Tensor]:
     """Begin an all-to-all of parts of any sizes: the first ``sent[0]`` rows go to rank 0, the next ``sent[1]`` to rank
     1, and so on. What is returned waits for it and gives the rows, (sum of sent, ...) -> (sum of received, ...) in the
     order of the ranks; gradients go back. An operator of its own, so that selective recompute can keep its result.
 
     What is computed before that wait runs while rows travel, and its backward pass while gradients do: autograd runs
-    last what was recorded first.
+    last what was recorded first. (Compiled code waits at once.)
     """
     if group.size == 1:
         return lambda: x
+    if torch.compiler.is_compiling():
+        rows = _Exchange.apply(x, sent, received, group)
+        return lambda: rows
     back: list[torch.Tensor] = []  # gradients under way
     rows = _StartExchange.apply(x, sent, received, group, back)
     return lambda: _EndExchange.apply(rows, sent, received, group, back)
@@ -291,7 +307,7 @@ def _exchange_rows(x: torch.Tensor, sent: list[int], received: list[int], group:
 
 
 _exchange_rows_op = define(
-    "exchange_rows(Tensor x, int[] sent, int[] received, str group) -> Tensor",
+    "exchange_rows(Tensor x, SymInt[] sent, SymInt[] received, str group) -> Tensor",
     lambda x, sent, received, group: x.new_empty(sum(received), *x.shape[1:]),
     CompositeExplicitAutograd=_exchange_rows,
 )

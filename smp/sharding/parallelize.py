@@ -164,7 +164,8 @@ def _wrapped(run: Run, config: ParallelConfig) -> Run:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_expensive)
         run = functools.partial(checkpoint, run, **options)
     if config.compile:
-        run = torch.compile(run, fullgraph=True)
+        # Numbers of rows that the host reads, of experts on several ranks, become sizes of the graph.
+        run = torch._dynamo.config.patch(capture_scalar_outputs=True)(torch.compile(run, fullgraph=True))
     return functools.partial(checkpoint, run, **options) if config.recompute_granularity == "full" else run
 
 

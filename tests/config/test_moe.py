@@ -60,7 +60,6 @@ def test_which_layers_have_experts(text: str, layers: list[int]) -> None:
         ("--moe-router-topk 9", 1, "--moe-router-topk 9 is above --num-experts 8"),
         ("--moe-router-topk 1", 1, "the router gets no gradient"),
         ("--moe-ffn-hidden-size 6 --tensor-model-parallel-size 4", 4, "--moe-ffn-hidden-size 6 is not divisible"),
-        ("--compile --expert-model-parallel-size 2", 2, "--compile cannot trace --expert-model-parallel-size 2"),
         ("--moe-router-score-function sigmoid --moe-router-pre-softmax", 1, "--moe-router-pre-softmax has no effect"),
         ("--moe-router-num-groups 3 --moe-router-group-topk 1", 1, "is not divisible by --moe-router-num-groups 3"),
         ("--moe-router-num-groups 4", 1, "give --moe-router-group-topk"),

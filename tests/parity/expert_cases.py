@@ -193,7 +193,7 @@ def bf16_cases() -> list[Case]:
 
 
 def compiled_cases() -> list[Case]:
-    """Under ``--compile``, which takes experts that are not spread over ranks."""
+    """Under ``--compile``, of which the numbers of rows of experts on several ranks are sizes that graphs read."""
     return [
         _row(1, 1, "qwen2", "tp and sp", compile=True),
         _row(1, 2, "deepseek", "alone", "selective", 3, compile=True),
@@ -204,4 +204,7 @@ def compiled_cases() -> list[Case]:
         _row(1, 2, "padded", "alone", compile=True),
         _row(1, 1, "llama4", "tp and sp", compile=True),
         _row(1, 1, "llama4", "cp", compile=True),
+        _row(2, 2, "qwen2", "alone", compile=True),
+        _row(2, 2, "deepseek", "alone", "selective", 3, compile=True),
+        _row(2, 2, "mixtral", "tp and sp", "full", clip=True, compile=True),
     ]

@@ -172,21 +172,32 @@ MODEL: tuple[Row, ...] = (
         "beside it says --help: weights are those of the router's other flags here",
     ),
     refused("--moe-router-dtype:1", "the router computes in fp32", {"fp32": ""}),
+    chosen(
+        "--moe-token-dispatcher-type:1",
+        {"allgather": "", "alltoall": "", "alltoall_seq": "", "flex": ""},
+        "give allgather, alltoall or flex; tokens are sent in one way here",
+    ),
     left_out(
-        "--moe-token-dispatcher-type:1 --moe-grouped-gemm --moe-use-legacy-grouped-gemm --moe-permute-fusion "
-        "--moe-router-fusion --moe-shared-expert-overlap --moe-per-layer-logging --overlap-moe-expert-parallel-comm",
+        "--moe-grouped-gemm --moe-use-legacy-grouped-gemm --moe-permute-fusion --moe-router-fusion "
+        "--moe-shared-expert-overlap --moe-per-layer-logging --overlap-moe-expert-parallel-comm --delay-wgrad-compute "
+        "--moe-enable-deepep --moe-deepep-num-sms:1 --moe-flex-dispatcher-backend:1 --moe-hybridep-num-sms:1 "
+        "--moe-router-padding-for-fp8 --moe-router-padding-for-quantization",
         "how experts are computed and tokens sent has one way here",
     ),
+    refused("--moe-layer-recompute", "give --recompute-granularity full, which repeats whole blocks"),
     refused(
-        "--moe-pad-experts-for-cuda-graph-inference --moe-token-dropping "
-        "--moe-router-force-load-balancing --moe-router-force-biased:1 "
-        "--moe-router-padding-for-fp8 --moe-router-padding-for-quantization "
-        "--moe-router-topk-limited-devices:1 --moe-input-jitter-eps:1 "
-        "--moe-layer-recompute --moe-extended-tp --moe-use-upcycling --moe-upcycling-granularity:1 "
-        "--moe-enable-deepep --moe-deepep-num-sms:1 --moe-flex-dispatcher-backend:1 --moe-hybridep-num-sms:1 "
-        "--moe-mlp-glu-interleave-size:1 --moe-latent-size:1 --moe-paged-stash "
-        "--enable-routing-replay --delay-wgrad-compute "
-        "--disable-moe-aux-loss-in-first-layers --use-tokens-per-expert-balance",
+        "--moe-use-upcycling --moe-upcycling-granularity:1",
+        "tools/convert_checkpoint.py --upcycle makes experts of a dense checkpoint",
+    ),
+    refused(
+        "--moe-router-force-load-balancing --moe-router-force-biased:1",
+        "experts are not chosen at random; --dry-run measures a step with even loads",
+    ),
+    refused(
+        "--moe-pad-experts-for-cuda-graph-inference --moe-token-dropping --moe-router-topk-limited-devices:1 "
+        "--moe-input-jitter-eps:1 --moe-extended-tp --moe-mlp-glu-interleave-size:1 --moe-latent-size:1 "
+        "--moe-paged-stash --enable-routing-replay --disable-moe-aux-loss-in-first-layers "
+        "--use-tokens-per-expert-balance",
         _MOE,
     ),
 )

@@ -192,6 +192,8 @@ def _heads(line: Line) -> None:
         line.put("--num-query-groups", groups or "1")
     elif groups is not None:
         line.left_out.append(f"--num-query-groups {groups} (without --group-query-attention)")
+    if "--multi-latent-attention" in line.given:
+        _leave(line, ("kv_channels",), "latent attention's heads have widths of their own")
 
 
 def _window(line: Line) -> None:
