@@ -23,8 +23,9 @@ def products(table: Any, fused: bool) -> None:
     passes: 14 FLOPs per pair of tokens and channel (4 in the forward pass, 10 in the backward pass)."""
     s = table.sizes
     table.say(f"\n{'operation':34s}{'version':16s}{'us':>12s}{'TFLOP/s':>10s}{'of product':>11s}")
-    hidden = table.draw((s.tokens, s.hidden))
-    weight = table.draw((s.vocabulary, s.hidden)).detach().mul_(s.hidden**-0.5).requires_grad_()  # logits around 1
+    hidden = table.draw((s.tokens, s.hidden), s.dtype)
+    weight = table.draw((s.vocabulary, s.hidden), s.dtype).detach()
+    weight = weight.mul_(s.hidden**-0.5).requires_grad_()  # logits around 1
     labels = torch.randint(0, s.vocabulary, (s.tokens,), device=table.device)
     weights, shard = (
         torch.full((s.tokens,), 1 / s.tokens, device=table.device),
@@ -59,7 +60,7 @@ def products(table: Any, fused: bool) -> None:
 def attention(table: Any, core: AttentionCore, layout: TokenLayout) -> Callable[[], object]:
     """Both passes of ``core``, prepared."""
     s, spec = table.sizes, AttentionSpec()
-    q, k, v = (table.draw((s.tokens, s.heads, s.head_dim)) for _ in range(3))
+    q, k, v = (table.draw((s.tokens, s.heads, s.head_dim), s.dtype) for _ in range(3))
     grad, prepared = torch.randn_like(q), core.prepare(layout, [spec], s.dtype, q.device)
     return lambda: torch.autograd.grad(core(q, k, v, prepared, spec)[0], (q, k, v), grad)
 
@@ -83,7 +84,7 @@ def block_of_a_ring(table: Any) -> None:
     log-sum-exps, and its backward pass by those of all keys; beside it the same block by torch's function."""
     s, spec = table.sizes, AttentionSpec(causal=False)
     flops = 14 * s.tokens * s.length * s.heads * s.head_dim
-    q, k, v = (table.draw((s.tokens, s.heads, s.head_dim)) for _ in range(3))
+    q, k, v = (table.draw((s.tokens, s.heads, s.head_dim), s.dtype) for _ in range(3))
     grad, layout = torch.randn_like(q), TokenLayout(s.tokens // s.length, s.length)
     for name, kind in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
         core = FusedAttention(name)

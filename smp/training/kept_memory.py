@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from smp.config import Config, Layout
+from smp.config import Config, Layout, ModelConfig
 from smp.config.layer_pattern import scores_flag
 
 
@@ -40,8 +40,7 @@ def kept_per_token(
     2 h, and 3 e or, not ``fused``, 4 e, without a gate 2 e; selective: the result, with expert parallelism once more
     for each of both ways, and 2 e, without a gate e. Loads are taken to be even. A shared expert is an MLP beside them.
 
-    Latent attention keeps besides what its up projections make, before heads are put together, and its latents, with
-    their norms' results if these are not computed again.
+    Latent attention keeps other things for its 2 q + 2 k, see :func:`_latent`.
     """
     model, length, tp = config.model, config.data.seq_length, layout.tp
     head_dim, groups, ffn = model.kv_channels, model.num_query_groups, model.ffn_hidden_size
@@ -50,6 +49,7 @@ def kept_per_token(
         ffn = model.moe_shared_expert_intermediate_size or 0
     heads, f = model.num_attention_heads // tp, ffn // tp
     q, k = heads * head_dim, max(1, groups // tp) * head_dim
+    heads_have_norms = model.qk_layernorm and not model.multi_latent_attention  # latents have them there
     split = tp if config.parallel.sequence_parallel else 1
     h_l = model.hidden_size // split
     if recompute == "full":
@@ -61,16 +61,14 @@ def kept_per_token(
     else:
         mlp = (2 if fused and model.swiglu else 4) if model.gated else 2
         norms = 6 if model.norm_placement == "sandwich" else 4
-        elements = norms * h_l + 2 * q + 2 * k + mlp * f + (q + k if model.qk_layernorm else 0)
+        elements = norms * h_l + 2 * q + 2 * k + mlp * f + (q + k if heads_have_norms else 0)
         per_position = 4 + 1 + b
         wide, results = (3 if fused and model.swiglu else 4) if model.gated else 2, 2
     if experts:
         rows = results * model.hidden_size * layout.expert_tp // tp  # of the tokens of the ranks that share an expert
         elements += model.moe_router_topk * (rows + wide * (model.moe_ffn_hidden_size or 0) // tp)
     if model.multi_latent_attention:
-        low = (model.kv_lora_rank + (model.q_lora_rank or 0)) // split
-        up = heads * (2 * (model.qk_head_dim + model.v_head_dim) + model.qk_pos_emb_head_dim)
-        elements += low + up if recompute == "selective" else 2 * low + up
+        elements += _latent(model, heads, split, recompute) - (2 * q + 2 * k)
     # auto may choose to exchange heads
     by_heads = layout.cp == 1 or config.parallel.cp_comm_type not in ("p2p", "all_gather")
     if not by_heads or (model.attention_dropout == 0 and not scores_flag(model)):
@@ -78,3 +76,16 @@ def kept_per_token(
     if model.attention_dropout == 0:
         per_position = 8 if model.attn_logit_softcapping is not None and recompute == "none" else 4
     return b * elements + heads * per_position * length
+
+
+def _latent(model: ModelConfig, heads: int, split: int, recompute: str) -> int:
+    """Elements per token of latent attention. Heads are filled up to one width: query, key, value and output, and where
+    values are narrower the output once more without what filled it; latents, and their norms' results. selective: the
+    results of attention and of the projections."""
+    key = model.qk_head_dim + model.qk_pos_emb_head_dim
+    width, low = max(key, model.v_head_dim), model.kv_lora_rank + (model.q_lora_rank or 0)
+    if recompute == "selective":
+        up = key + model.qk_head_dim + model.v_head_dim
+        return heads * (width + up) + (low + model.qk_pos_emb_head_dim) // split
+    narrow = model.v_head_dim if model.v_head_dim < width else 0
+    return heads * (4 * width + narrow) + low * (2 if model.qk_layernorm else 1) // split

@@ -318,3 +318,23 @@ def test_windows_and_chunks_choose_the_exchange_of_a_dry_run(flags: str, kind: s
     chosen, told = (settings(f"{flags} {way}", 4) for way in ("auto", kind))
     assert exchange_of(chosen, "cuda").kind == kind
     assert fake(chosen, 4).counts.traffic == fake(told, 4).counts.traffic
+
+
+LATENT = "--multi-latent-attention --kv-lora-rank 128 --q-lora-rank 192 --qk-head-dim 32 --qk-pos-emb-head-dim 16 "
+LATENT += "--v-head-dim 32 --qk-layernorm --normalization RMSNorm --bf16"
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_formula_follows_latent_attention(recompute: str, tp: int) -> None:
+    """What two more blocks keep of each token until the loss."""
+    flags = f"{LATENT} --recompute-granularity {recompute} --tensor-model-parallel-size {tp} "
+    flags += "--sequence-parallel" if tp > 1 else ""
+    steps, estimates = [], []
+    for layers in (2, 4):
+        config = settings(f"{flags} --num-layers {layers}", 2 * tp)
+        layout = Layout.from_config(config.parallel, 2 * tp)
+        step = fake_step(config, layout, gpu_kernels(config), CHUNK_BYTES["cuda"])
+        steps.append(step.peaks["forward"] - step.parameters - step.optimizer)
+        estimates.append(estimate_memory(config, layout, CHUNK_BYTES["cuda"]).activations)
+    assert estimates[1] - estimates[0] == pytest.approx(steps[1] - steps[0], rel=0.02)
