@@ -32,8 +32,8 @@ def reason(error: RuntimeError) -> str:
 
 
 @contextmanager
-def naming(where: str, *, function: bool = True) -> Iterator[None]:
-    """For what several ranks do together: a failure of communication inside becomes a PipelineError that begins with
+def naming(where: str, *, function: bool = True, wrap: type[RuntimeError] = PipelineError) -> Iterator[None]:
+    """For what several ranks do together: a failure of communication inside becomes a ``wrap`` that begins with
     ``where`` and, with ``function``, names the one of this package that failed. Every other error passes as it is."""
     try:
         yield
@@ -41,7 +41,7 @@ def naming(where: str, *, function: bool = True) -> Iterator[None]:
         if not lost_contact(error):
             raise
         what = f"{where}: {_function(error)}" if function else where
-        raise PipelineError(f"{what} failed: {reason(error)}; lost is the rank that says nothing") from error
+        raise wrap(f"{what} failed: {reason(error)}; lost is the rank that says nothing") from error
 
 
 def _function(error: RuntimeError) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,7 +15,7 @@ from smp.config.command import DamageError, exit_code, lacks_memory
 from smp.config.credentials import without_credentials
 from smp.parallel.agree import on_all_or_none
 from smp.parallel.network.group import CollectiveError
-from smp.pipeline.failure import PipelineError
+from smp.pipeline.failure import PipelineError, naming
 from smp.training.describe import describe
 from smp.training.process import Process, ended, leave_status, status_path, write_status
 from smp.training.run import Outcome, Run, RunParts
@@ -36,16 +37,17 @@ def launch(config: Config, process: Process, make_parts: Callable[[], RunParts],
             print(_shown("\n".join([describe(config, process.world_size), *(f"# {line}" for line in notes)])))
         return 0
     parallel = config.parallel
-    device = start_process_group(process, parallel.distributed_timeout_minutes, config.training.deterministic_mode)
-    stop = StopSignal()
+    timeout, deterministic = parallel.distributed_timeout_minutes, config.training.deterministic_mode
     run: Run | None = None
     try:
-        run = Run(make_parts(), process, device, stop)
-        # Before the first step: a file that cannot be written is said now, and not when training is over.
-        path, iteration = status_path(config.logging), _iteration(run)
-        running = (lambda: write_status(path, "running", "", iteration)) if process.rank == 0 else (lambda: None)
-        on_all_or_none(running, ConfigError, f"--status-file {path}")
-        outcome = run.run()
+        with naming(f"rank {process.rank} on {socket.gethostname()}", wrap=CollectiveError):
+            device = start_process_group(process, timeout, deterministic)
+            run = Run(make_parts(), process, device, StopSignal())
+            # Before the first step: a file that cannot be written is said now, and not when training is over.
+            path, iteration = status_path(config.logging), _iteration(run)
+            running = (lambda: write_status(path, "running", "", iteration)) if process.rank == 0 else (lambda: None)
+            on_all_or_none(running, ConfigError, f"--status-file {path}")
+            outcome = run.run()
     # What this rank alone knows: it says it at once, in its own words, for another rank is gone and cannot agree.
     except (PipelineError, CollectiveError) as error:
         report_own(str(error), process.rank)
@@ -74,7 +76,8 @@ def launch(config: Config, process: Process, make_parts: Callable[[], RunParts],
     _write_outcome(config, process, outcome, started=run is not None)
     if outcome.status in ("done", "requeue"):
         dist.barrier()  # gloo may still be handing back the last result, and aborts a process that exits meanwhile
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     return {"done": 0, "requeue": 0, "failed": 1, "bad_config": 2}[outcome.status]
 
 

@@ -159,19 +159,19 @@ def test_the_error_that_is_measured_does_not_depend_on_the_size_of_numbers(size:
     assert 0.004 < float(measured.relative(measured.taken())) < 0.008
 
 
-def test_one_number_that_is_not_finite_shows_in_the_sum_and_in_the_error() -> None:
+@pytest.mark.parametrize("nasty", [float("nan"), float("inf"), -float("inf")])
+def test_one_number_that_is_not_finite_shows_in_the_sum_and_in_the_error(nasty: float) -> None:
     """On one rank of another node than the owner's; blocks without it stay as they are."""
     topology, size = Topology.even(2, 2), 3 * BLOCK
-    for nasty in (float("nan"), float("inf"), -float("inf")):
-        given = [torch.ones(4 * size) for _ in range(4)]
-        given[3][BLOCK + 5] = nasty  # of rank 0's piece
-        measured = Quantization(gradients=True)
-        found = run_together(
-            reduce_scatter(topology, [1] * 4),
-            given,
-            [size] * 4,
-            lambda rank, wire: CodedBetweenNodes(wire, topology.beyond(rank), measured),
-        )
-        rows = found[0].view(3, BLOCK)
-        assert rows[1].isnan().all() and rows[::2].eq(4).all() and all(x.eq(4).all() for x in found[1:])
-        assert measured.relative(measured.taken()).isnan().all()
+    given = [torch.ones(4 * size) for _ in range(4)]
+    given[3][BLOCK + 5] = nasty  # of rank 0's piece
+    measured = Quantization(gradients=True)
+    found = run_together(
+        reduce_scatter(topology, [1] * 4),
+        given,
+        [size] * 4,
+        lambda rank, wire: CodedBetweenNodes(wire, topology.beyond(rank), measured),
+    )
+    rows = found[0].view(3, BLOCK)
+    assert rows[1].isnan().all() and rows[::2].eq(4).all() and all(x.eq(4).all() for x in found[1:])
+    assert measured.relative(measured.taken()).isnan().all()

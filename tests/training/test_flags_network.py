@@ -59,6 +59,8 @@ CASES = {
     "secondary flat": "--zero-hpz-partition-size 2 --network-topology nodes.json",
     "secondary across": "--zero-hpz-partition-size 2 --network-topology crossed.json",
     "secondary on one": "--zero-hpz-partition-size 2",
+    "context flat": "--context-parallel-size 2 --cp-comm-type p2p",
+    "context": f"--context-parallel-size 2 --cp-comm-type p2p {HIERARCHICAL}",
     "replicas flat": "--hybrid-shard-degree 1 --global-batch-size 8",
     "replicas": "--hybrid-shard-degree 1 --data-parallel-collectives hierarchical --network-topology nodes.json "
     "--global-batch-size 8",
@@ -204,10 +206,13 @@ def test_backward_passes_gather_within_nodes(found: list[dict[str, Any]]) -> Non
     ]
 
 
-def test_sums_over_replicas_go_once_over_each_uplink(found: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("name", ["replicas", "context"])
+def test_sums_over_replicas_and_parts_of_sequences_go_once_over_each_uplink(
+    name: str, found: list[dict[str, Any]]
+) -> None:
     for of in found:
-        assert of["replicas flat"]["calls"] == 0 < of["replicas"]["calls"]
-        assert near(of["replicas"]["weights"], of["replicas flat"]["weights"])
+        assert of[f"{name} flat"]["calls"] == 0 < of[name]["calls"]
+        assert near(of[name]["weights"], of[f"{name} flat"]["weights"])
 
 
 @pytest.mark.slow
