@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from types import MethodType
+from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from smp.config.schema import ConfigError
 
@@ -111,16 +112,21 @@ def install(model: nn.Module) -> None:
     for module in model.modules():
         if type(module).__module__.startswith("peft.tuners.") and hasattr(type(module), "merge"):
             layer: Any = module
-            layer.merge = MethodType(_merge, module)
+            layer.merge = partial(_merge, module, model)
 
 
-def _merge(self: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+def _merge(layer: Any, model: nn.Module, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ConfigError(
+            "adapters in a model that fully_shard has sharded are not merged: save_pretrained writes them; merge them "
+            "in a model that is not sharded"
+        )
     if safe_merge:
         raise ConfigError(
             "safe_merge=True puts another tensor under the weight, and the part that a rank has would stay as it was: "
             "merge without it"
         )
-    type(self).merge(self, safe_merge, adapter_names)
+    type(layer).merge(layer, safe_merge, adapter_names)
 
 
 def _is_peft(model: Any) -> bool:

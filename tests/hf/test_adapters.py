@@ -148,6 +148,9 @@ def _merged(rank: int, world_size: int, folder: str) -> tuple[float, float]:
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(scores, wanted, strict=True))  # of all heads
     with pytest.raises(ConfigError, match="merge without it"):  # peft would assign to .data: no error, no change
         model.merge_and_unload(safe_merge=True)
+    sharded = fully_shard(copy.deepcopy(model), mesh=smp.state.data_mesh)
+    with pytest.raises(ConfigError, match="save_pretrained writes them"):  # its root may hold whole copies
+        sharded.merge_adapter()
     model, reference = model.merge_and_unload(), reference.merge_and_unload()
     error, _ = worst(_weights(model), _weights(reference))
     with pytest.raises(ConfigError, match=r"resize the model before smp.transform"):
