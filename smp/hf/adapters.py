@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from smp.config.schema import ConfigError
 
@@ -30,6 +32,13 @@ _KNOWN = {("tuners.lora.model", "LoraModel"), ("tuners.lora.layer", "Linear")}
 def base_of(model: Any) -> tuple[Any, str]:
     """The transformers model that peft has wrapped, and what stands before the names of its modules; or ``model``."""
     return (model.get_base_model(), _PREFIX) if _is_peft(model) else (model, "")
+
+
+def faces_of(model: Any) -> list[Any]:
+    """What a script may call: the model, and inside of peft's the one that ``merge_and_unload`` gives back. (peft calls
+    that one's ``forward``, so its hooks run only after that.)"""
+    base, _ = base_of(model)
+    return [model] if base is model else [model, base]
 
 
 def target_of(name: str) -> str:
@@ -96,6 +105,28 @@ def check(model: Any) -> None:
             raise ConfigError(f"{name}: smp.transform takes plain LoRA, without variants such as use_dora")
         if getattr(module, "merged_adapters", None):
             raise ConfigError(f"{name}: its adapter is merged: unmerge_adapter() before smp.transform")
+
+
+def install(model: nn.Module) -> None:
+    """Adapters of ``model``, which is cut, merge into their layers in place."""
+    for module in model.modules():
+        if type(module).__module__.startswith("peft.tuners.") and hasattr(type(module), "merge"):
+            layer: Any = module
+            layer.merge = partial(_merge, module, model)
+
+
+def _merge(layer: Any, model: nn.Module, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ConfigError(
+            "adapters in a model that fully_shard has sharded are not merged: save_pretrained writes them; merge them "
+            "in a model that is not sharded"
+        )
+    if safe_merge:
+        raise ConfigError(
+            "safe_merge=True puts another tensor under the weight, and the part that a rank has would stay as it was: "
+            "merge without it"
+        )
+    type(layer).merge(layer, safe_merge, adapter_names)
 
 
 def _is_peft(model: Any) -> bool:

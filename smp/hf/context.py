@@ -19,7 +19,7 @@ from torch import nn
 
 from smp.config.schema import ConfigError
 from smp.data.sample import IGNORE_INDEX
-from smp.hf.adapters import base_of
+from smp.hf.adapters import base_of, faces_of
 from smp.hf.plan import check_dropout
 from smp.hf.state import state
 from smp.kernels.attention_core import AttentionCore, AttentionSpec
@@ -133,9 +133,10 @@ def install(model: nn.Module, comm_type: str) -> None:
     context = CutContext(context_parallel_attention(DEFAULT_ATTENTION, mesh, cast(CommType, comm_type)), Group.of(mesh))
     base.config._attn_implementation_internal = NAME
     for module in model.modules():
-        if hasattr(module, "is_causal") or module is model:
+        if hasattr(module, "is_causal") or module in faces_of(model):
             module.smp_context = context  # type: ignore[assignment]
-    model.register_forward_pre_hook(_complete, with_kwargs=True)
+    for face in faces_of(model):
+        face.register_forward_pre_hook(_complete, with_kwargs=True)
     base.generate = _refuse_generate
 
 

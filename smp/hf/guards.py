@@ -17,8 +17,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smp.config.schema import ConfigError
-from smp.hf.adapters import base_of
+from smp.hf.adapters import base_of, faces_of
 from smp.hf.fsdp1 import FSDP2
+from smp.hf.plan import check_dropout
 from smp.hf.state import state
 from smp.parallel.agree import gather
 from smp.parallel.collectives import Group, gather_features
@@ -29,18 +30,20 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def install(model: Any, group: Group) -> None:
     """Watch ``model``, which is cut over ``group``."""
-    model.register_forward_pre_hook(_SameInputs(), with_kwargs=True)
     base, _ = base_of(model)
     if hasattr(base, "generate"):
         base.generate = MethodType(_generate, base)
     heads = getattr(base.config.get_text_config(), "num_attention_heads", None) if hasattr(base, "config") else None
-    base.register_forward_hook(_WholeScores(group, heads), with_kwargs=True)
+    for face in faces_of(model):
+        face.register_forward_pre_hook(_FirstPass(), with_kwargs=True)
+        face.register_forward_hook(_WholeScores(group, heads), with_kwargs=True)
 
 
 def refuse_ddp(model: Any) -> None:
     """DistributedDataParallel around ``model``, which is cut, ends in one line: it would average parts of different
     ranks. Its constructor iterates over this attribute of the module that it is given."""
-    model._ddp_params_and_buffers_to_ignore = _NoDDP()
+    for face in faces_of(model):
+        face._ddp_params_and_buffers_to_ignore = _NoDDP()
 
 
 class _NoDDP:
@@ -52,15 +55,17 @@ class _NoDDP:
 
 
 @dataclass
-class _SameInputs:
-    """Before the first forward pass of each kind, training and evaluation: all ranks of the group were given the same.
-    Later ones are not compared, which would cost a message each."""
+class _FirstPass:
+    """Before the first forward pass of each kind, training and evaluation: all ranks of the group were given the same,
+    and in training nothing is dropped. Later ones are not compared, which would cost a message each."""
 
     seen: set[bool] = field(default_factory=set)
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if model.training in self.seen or torch.compiler.is_compiling():
             return
+        if model.training:
+            check_dropout(model)  # of a model that was in evaluation when it was transformed
         self.seen.add(model.training)
         named = {f"argument {place}": value for place, value in enumerate(args)} | kwargs
         mine = {name: _mark(value) for name, value in named.items() if isinstance(value, torch.Tensor)}

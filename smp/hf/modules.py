@@ -261,7 +261,7 @@ def _all_tokens(cut: Cut, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
 def _check_children(module: nn.Module, before: tuple[nn.Module, ...]) -> None:
     """A layer that something wrapped after it was cut (peft's adapters) would compute with a part as if it were all."""
     for (name, child), known in zip(module._modules.items(), before, strict=False):
-        if child is not known:
+        if child is not known and child is not getattr(known, "base_layer", None):  # peft has merged its adapter
             raise ConfigError(
                 f"{type(module).__name__}.{name} became {type(child).__name__} after smp.transform, and does not know "
                 "of the cut: get_peft_model first, then transform what it returns"

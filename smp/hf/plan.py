@@ -97,7 +97,8 @@ def make_plan(model: nn.Module, given: Mapping[str, str] | None, tp_size: int, t
     _numbers(modules, rows, tp_size, plan)
     _check_regions(modules, rows, whole, plan)
     _check_shared(modules, plan)
-    check_dropout(model)
+    if model.training:  # else before its first forward pass of training (smp.hf.guards)
+        check_dropout(model)
     plan.borrowed = borrowed_parameters(model, whole_parameters(plan.steps), plan.steps)
     return plan
 

@@ -92,7 +92,7 @@ def read(
         if key in _REFUSED:
             raise ConfigError(f"{key}: {_REFUSED[key]}")
         if key not in known:
-            raise ConfigError(f"smp.init knows no key {key}{did_you_mean(key, known, _listed(known))}")
+            raise ConfigError(f"smp.init knows no key {key}{did_you_mean(str(key), known, _listed(known))}")
         _check_type(key, value)
     settings = Settings(**given)
     _check(settings)
@@ -135,6 +135,8 @@ def _keys(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str
         return {}
     if isinstance(config, Mapping):
         return dict(config)
+    if not isinstance(config, str | os.PathLike):
+        raise ConfigError(f"smp.init: a dictionary or the path of a JSON file, not {type(config).__name__}")
     try:
         text = Path(config).read_text(encoding="utf-8")
     except OSError as error:

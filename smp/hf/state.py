@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from smp.config.layout import Layout
 from smp.config.schema import ConfigError
 from smp.hf.settings import DEGREES, NO_EFFECT, Settings, layout_of, read
+from smp.parallel.agree import gather
 from smp.parallel.context import ParallelContext, build_context
 
 
@@ -251,13 +252,15 @@ def init(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> No
             SageMaker's launcher (``SM_HP_MP_PARAMETERS``) override them.
 
     Raises:
-        ConfigError: in one line, for an unknown key, a value that cannot work, or a second call.
+        ConfigError: in one line, for an unknown key, a value that cannot work, keys that differ between ranks, or a
+            second call.
     """
     if is_initialized():
         raise ConfigError("smp.init was called already; smp.state.reset() forgets that")
     settings, unused = read(config, state._set_before)
     if not dist.is_initialized():
         _make_process_group()
+    _check_same(settings)
     layout = layout_of(settings, dist.get_world_size())
     device_type = "cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()) else "cpu"
     state._made = settings, build_context(layout, device_type)
@@ -273,6 +276,15 @@ def init(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> No
         )
         for key in unused:
             print(f"smp.init: {key} changes nothing here: {NO_EFFECT[key]}", flush=True)
+
+
+def _check_same(settings: Settings) -> None:
+    """Ranks that read other keys would divide themselves in another way, and wait for each other for ever."""
+    ranks = gather(vars(settings))
+    for rank, other in enumerate(ranks):
+        for key, value in other.items():
+            if value != ranks[0][key]:
+                raise ConfigError(f"smp.init: {key} is {ranks[0][key]} on rank 0 and {value} on rank {rank}")
 
 
 def _make_process_group() -> None:

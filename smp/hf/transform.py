@@ -116,6 +116,7 @@ def transform(
         sequence.install(model, plan, name, tp)
     install_loss(model, loss, tp)
     weights.install(model)
+    adapters.install(model)
     trainer.announce(model)
     model.smp_report = _report(model, plan, attention.install(model))  # type: ignore[assignment]
     if state.rank == 0:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from smp.config.schema import ConfigError
-from smp.hf.adapters import in_adapter_file
+from smp.hf.adapters import faces_of, in_adapter_file
 from smp.hf.fsdp1 import root_of
 from smp.parallel.agree import gather, on_all_or_none, on_rank_zero
 from smp.parallel.boxes import local_box, placed_like
@@ -105,13 +105,12 @@ def _place_in(mesh: DeviceMesh) -> int:
 
 def install(model: nn.Module) -> None:
     """Give ``model`` a ``load_state_dict`` that takes whole tensors and a ``save_pretrained`` that gathers."""
-    model.register_load_state_dict_pre_hook(_cut_whole_tensors)
-    if hasattr(model, "resize_token_embeddings"):
-        changed: Any = model
-        changed.resize_token_embeddings = _refuse_resize
-    if hasattr(model, "save_pretrained"):
-        anything: Any = model
-        anything.save_pretrained = MethodType(_save_pretrained, model)
+    for face in faces_of(model):
+        face.register_load_state_dict_pre_hook(_cut_whole_tensors)
+        if hasattr(face, "resize_token_embeddings"):
+            face.resize_token_embeddings = _refuse_resize
+        if hasattr(face, "save_pretrained"):
+            face.save_pretrained = MethodType(_save_pretrained, face)
 
 
 def _refuse_resize(*_: Any, **__: Any) -> None:

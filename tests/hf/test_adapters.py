@@ -136,3 +136,35 @@ def _refused(rank: int, world_size: int) -> None:
 
 def test_what_would_be_wrong_is_refused() -> None:
     run_distributed(_refused, 2)
+
+
+def _merged(rank: int, world_size: int, folder: str) -> tuple[float, float]:
+    smp.init({"tensor_parallel_degree": 2})
+    reference = _adapted("Qwen3")
+    reference.get_base_model().set_attn_implementation("eager")
+    model = smp.transform(copy.deepcopy(reference))
+    data = batch(1)
+    scores, wanted = (one(**data, output_attentions=True).attentions for one in (model, reference))
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(scores, wanted, strict=True))  # of all heads
+    with pytest.raises(ConfigError, match="merge without it"):  # peft would assign to .data: no error, no change
+        model.merge_and_unload(safe_merge=True)
+    sharded = fully_shard(copy.deepcopy(model), mesh=smp.state.data_mesh)
+    with pytest.raises(ConfigError, match="save_pretrained writes them"):  # its root may hold whole copies
+        sharded.merge_adapter()
+    model, reference = model.merge_and_unload(), reference.merge_and_unload()
+    error, _ = worst(_weights(model), _weights(reference))
+    with pytest.raises(ConfigError, match=r"resize the model before smp.transform"):
+        model.resize_token_embeddings(100)
+    model.save_pretrained(folder)
+    loaded = type(reference).from_pretrained(folder)
+    assert _weights(loaded).keys() == _weights(reference).keys() and worst(_weights(loaded), _weights(model))[0] == 0
+    return error, float((model(**data).logits - reference(**data).logits).abs().max())
+
+
+def _weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: whole(p) for name, p in model.named_parameters()}
+
+
+def test_adapters_merge_into_the_cut_weights(tmp_path: Path) -> None:
+    for weights, logits in run_distributed(_merged, 2, str(tmp_path)):
+        assert weights <= 1e-6 and logits <= 1e-5

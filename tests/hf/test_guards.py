@@ -91,6 +91,18 @@ def _scores(family: str) -> tuple[int, float]:
     return len(found), max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))
 
 
+def _with_dropout() -> float:
+    """A model that drops in training only, as GPT-2 comes: how far its logits in evaluation are from one process's."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    alone = _seeded(lambda: GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4))).eval()
+    model = smp.transform(copy.deepcopy(alone))
+    ids = batch(1)["input_ids"]
+    error = float((model(ids).logits - alone(ids).logits).abs().max())
+    _refused("transformer.drop.p is 0.1: dropout under", lambda: model.train()(ids))
+    return error
+
+
 def _refused(message: str, action: Callable[[], Any]) -> None:
     try:
         action()
@@ -131,6 +143,7 @@ def _unlike(rank: int, world_size: int) -> dict[str, Any]:
     return {
         "subclass": _losses_of_a_subclass(),
         "scores": [_scores(family) for family in ("Llama, one key/value head, tied", "Phi 3")],
+        "dropout": _with_dropout(),
         "texts": bool(torch.equal(*texts)),
     }
 
@@ -144,4 +157,4 @@ def test_unlike_the_examples() -> None:
     for found in run_distributed(_unlike, 2):
         assert max(found["subclass"].values()) <= 1e-5, found
         assert all(layers == 2 and error <= 1e-6 for layers, error in found["scores"]), found
-        assert found["texts"]
+        assert found["texts"] and found["dropout"] <= 1e-6, found

@@ -61,6 +61,8 @@ def test_keys_that_change_nothing_are_told() -> None:
     ("given", "message"),
     [
         ({"tensor_paralel_degree": 2}, "no key tensor_paralel_degree: did you mean tensor_parallel_degree"),
+        ({1: 2}, "no key 1; there are hybrid_shard_degree"),
+        ([("tensor_parallel_degree", 2)], "a dictionary or the path of a JSON file, not list"),
         ({"zzz": 2}, "no key zzz; there are hybrid_shard_degree"),
         ({"tensor_parallel_degree": "2"}, "tensor_parallel_degree is an integer, not '2'"),
         ({"tensor_parallel_degree": True}, "tensor_parallel_degree is an integer, not True"),
