@@ -110,7 +110,12 @@ MODEL: tuple[Row, ...] = (
         _NO,
     ),
     refused(
-        "--qk-l2-norm",
+        "--moe-router-force-load-balancing",
+        "it routes tokens at random, to measure speed: a model that is to learn something is trained without it",
+    ),
+    becomes("--export-moe-apply-probs-on-input", "--moe-apply-probs-on-input"),
+    refused(
+        "--qk-l2-norm --export-qk-l2-norm",
         "--qk-l2-norm here is Llama 4's, after RoPE and in layers with it only, where Megatron's is in all layers",
     ),
     refused(
@@ -174,16 +179,16 @@ MODEL: tuple[Row, ...] = (
     refused("--moe-router-dtype:1", "the router computes in fp32", {"fp32": ""}),
     left_out(
         "--moe-token-dispatcher-type:1 --moe-grouped-gemm --moe-use-legacy-grouped-gemm --moe-permute-fusion "
-        "--moe-router-fusion --moe-shared-expert-overlap --moe-per-layer-logging --overlap-moe-expert-parallel-comm",
+        "--moe-router-fusion --moe-shared-expert-overlap --moe-per-layer-logging --overlap-moe-expert-parallel-comm "
+        "--moe-enable-deepep --moe-deepep-num-sms:1 --moe-flex-dispatcher-backend:1 --moe-hybridep-num-sms:1",
         "how experts are computed and tokens sent has one way here",
     ),
     refused(
         "--moe-pad-experts-for-cuda-graph-inference --moe-token-dropping "
-        "--moe-router-force-load-balancing --moe-router-force-biased:1 "
+        "--moe-router-force-biased:1 "
         "--moe-router-padding-for-fp8 --moe-router-padding-for-quantization "
         "--moe-router-topk-limited-devices:1 --moe-input-jitter-eps:1 "
-        "--moe-layer-recompute --moe-extended-tp --moe-use-upcycling --moe-upcycling-granularity:1 "
-        "--moe-enable-deepep --moe-deepep-num-sms:1 --moe-flex-dispatcher-backend:1 --moe-hybridep-num-sms:1 "
+        "--moe-extended-tp --moe-use-upcycling --moe-upcycling-granularity:1 "
         "--moe-mlp-glu-interleave-size:1 --moe-latent-size:1 --moe-paged-stash "
         "--enable-routing-replay --delay-wgrad-compute "
         "--disable-moe-aux-loss-in-first-layers --use-tokens-per-expert-balance",
