@@ -30,7 +30,16 @@ _FRACTIONS = {
 # ... and these: at least 0.
 _FROM_ZERO = {
     *("num_workers", "preview", "reward_center_coefficient", "hybrid_shard_degree"),
-    *("lr_warmup_iters", "lr_warmup_samples", "min_lr", "decoupled_min_lr", "weight_decay", "clip_grad", "seed"),
+    *(
+        "lr_warmup_iters",
+        "lr_warmup_samples",
+        "lr_warmup_init",
+        "min_lr",
+        "decoupled_min_lr",
+        "weight_decay",
+        "clip_grad",
+        "seed",
+    ),
     "moe_aux_loss_coeff",
     "moe_router_bias_update_rate",
     *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
@@ -316,6 +325,8 @@ def check_batch_sizes(data: DataConfig, layout: Layout, sizes: Iterable[int]) ->
 
 def _check_schedule(optim: OptimizerConfig) -> None:
     require(optim.min_lr <= optim.lr, f"--min-lr {optim.min_lr} is above --lr {optim.lr}")
+    lowest = min(optim.lr, optim.decoupled_lr or optim.lr)
+    require(optim.lr_warmup_init <= lowest, f"--lr-warmup-init {optim.lr_warmup_init} is above the peak {lowest}")
     least = optim.min_lr if optim.decoupled_min_lr is None else optim.decoupled_min_lr
     require(
         optim.decoupled_lr is None or least <= optim.decoupled_lr,

@@ -161,6 +161,8 @@ class OptimizerConfig:
     """Iteration at which the decay ends. Default: the last one."""
     lr_warmup_iters: int = 0
     """Iterations of linear warm-up."""
+    lr_warmup_init: float = only_with(0.0, lr_warmup_iters=GIVEN, lr_warmup_samples=GIVEN, lr_warmup_fraction=GIVEN)
+    """Learning rate that the warm-up begins at."""
     lr_warmup_fraction: float | None = None
     """Warm-up as a fraction of the decay iterations, instead of --lr-warmup-iters."""
     lr_wsd_decay_iters: int | None = only_with(None, lr_decay_style="WSD")

@@ -14,9 +14,10 @@ def learning_rate(optim: OptimizerConfig, iteration: int, consumed: int = 0) -> 
     """The rate of the step that makes iteration ``iteration``; the first is 1.
 
     Before an iteration i - 1 others are behind, and the rate is that of there, as in Megatron and transformers: the
-    last step is not one at ``min_lr``, which may be 0, and the first of a warm-up is one at rate 0. Linear warm-up over
-    w iterations, lr x (i - 1) / w at the i-th. The next n = ``lr_decay_iters`` - w iterations go down towards
-    ``min_lr``, which is kept after them; at the i-th of these the fraction p = (i - 1) / n of the way is behind:
+    last step is not one at ``min_lr``, which may be 0, and the first of a warm-up is one at ``lr_warmup_init``, which
+    is 0 by default. Linear warm-up over w iterations: (i - 1) / w of the way to ``lr`` at the i-th. The next n =
+    ``lr_decay_iters`` - w iterations go down towards ``min_lr``, which is kept after them; at the i-th of these the
+    fraction p = (i - 1) / n of the way is behind:
 
     - cosine: (1 + cos(pi p)) / 2 of the way back up to ``lr`` (Loshchilov & Hutter 2017).
     - linear: 1 - p.
@@ -35,7 +36,7 @@ def learning_rate(optim: OptimizerConfig, iteration: int, consumed: int = 0) -> 
     parts = lengths(optim)
     done = iteration - 1 if parts.unit == "iters" else consumed
     if parts.warmup and done <= parts.warmup:
-        return optim.lr * (done / parts.warmup)
+        return optim.lr_warmup_init + (optim.lr - optim.lr_warmup_init) * (done / parts.warmup)
     if optim.lr_decay_style == "constant":
         return optim.lr
     assert parts.decay is not None, "resolved before"

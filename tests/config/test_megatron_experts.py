@@ -46,7 +46,7 @@ def test_deepseek_v3s_line() -> None:
     assert (model.kv_lora_rank, model.qk_head_dim, model.v_head_dim, model.mtp_num_layers) == (16, 16, 16, 1)
     assert (model.num_experts, model.moe_router_num_groups, model.moe_router_bias_update_rate) == (16, 4, 1e-3)
     note = translate(DEEPSEEK_V3.split(), 8).notes[0]
-    assert "--kv-channels 16 (latent attention's heads have widths of their own)" in note
+    assert "--kv-channels 16 (--multi-latent-attention has widths of its own)" in note
 
 
 def test_qwen3s_line() -> None:
@@ -77,9 +77,8 @@ def test_how_tokens_are_sent_and_experts_computed_changes_nothing(flags: str) ->
     ("flags", "answer"),
     [
         ("--moe-token-dispatcher-type alltoal", "give allgather, alltoall or flex"),
-        ("--moe-layer-recompute", "--recompute-granularity full"),
         ("--moe-use-upcycling", "tools/convert_checkpoint.py --upcycle"),
-        ("--moe-router-force-load-balancing", "experts are not chosen at random"),
+        ("--moe-router-force-load-balancing", "it routes tokens at random, to measure speed"),
         ("--moe-router-dtype fp64", "the router computes in fp32"),
     ],
 )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from smp.config import Config, ConfigError, ModelConfig, load_config, resolve
+from smp.config import Config, ConfigError, ModelConfig, load_config, resolve, resolve_model
 from smp.config.batch import BatchSizes
 from smp.config.cli import read_values
 from smp.config.entry_points import PRETRAIN
@@ -181,7 +182,8 @@ def test_what_is_translated_or_kept_shows_in_the_line(flag: str, tmp_path: Path)
         except ConfigError as error:
             assert flag in str(error)  # it lacks something, such as --save
             continue
-        left = any(flag in note for note in translation.notes[:-1])
+        names = flag, ROWS[flag].words or flag  # what it becomes may be without effect
+        left = any(name in note for note in translation.notes[:-1] for name in names)
         changed = translation.argv != plain.argv
         default = {"adam", "none", "auto", "linear", "learned_absolute", "no_shard"}
         kept = flag in base or value in default or fate_of(flag) == "derived"
@@ -374,6 +376,93 @@ def test_the_175b_line_has_its_schedule_of_batches_and_a_learning_rate_that_foll
     assert any("the learning rate follows samples" in note for note in notes)
     without = line.replace("--global-batch-size 1536 ", "")
     assert resolved(without, 128).data.global_batch_size == 1536  # which Megatron itself asks to leave out
+
+
+GPT_OSS = (
+    "--no-masked-softmax-fusion --transformer-impl transformer_engine --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --no-rope-fusion --normalization RMSNorm --num-layers 12 --hidden-size 512 "
+    "--ffn-hidden-size 2048 --num-attention-heads 64 --group-query-attention --num-query-groups 8 --seq-length 8192 "
+    "--max-position-embeddings 8192 --use-mcore-models --rotary-percent 1.0 --rope-type rope "
+    "--position-embedding-type rope --rotary-base 10000 --no-bias-gelu-fusion --export-force-local-attention "
+    "--no-bias-dropout-fusion --quick-geglu --glu-linear-offset 1.0 --softmax-type learnable "
+    "--window-attn-skip-freq 2 --activation-func-clamp-value 7.0 --window-size 127,0 --enable-gpt-oss "
+    "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 "
+    "--moe-grouped-gemm --moe-token-dispatcher-type alltoall --overlap-param-gather --overlap-grad-reduce "
+    "--moe-ffn-hidden-size 2048 --moe-router-dtype fp32 --moe-z-loss-coeff 1e-3 --moe-permute-fusion --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 128256 --data-cache-path cache --tiktoken-pattern v2 "
+    "--split '99,1,0' --no-create-attention-mask-in-dataloader --no-mmap-bin-files --num-workers 1 "
+    "--micro-batch-size 1 --global-batch-size 128 --lr 1.0e-5 --train-samples 1953125000 "
+    "--lr-decay-samples 1949218748 --lr-decay-style cosine --min-lr 1.0e-6 --weight-decay 0.1 "
+    "--lr-warmup-fraction 0.05 --clip-grad 1.0 --bf16 --use-flash-attn --attention-softmax-in-fp32 "
+    "--accumulate-allreduce-grads-in-fp32 --disable-bf16-reduced-precision-matmul --recompute-activations "
+    "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 8 --expert-model-parallel-size 1 "
+    "--sequence-parallel --context-parallel-size 1 --use-distributed-optimizer --fp8-format hybrid "
+    "--fp8-param-gather --fp8-amax-compute-algo max --fp8-amax-history-len 1024 --log-interval 1 "
+    "--save-interval 10000 --eval-interval 50000000 --eval-iters 0 --save {run} --tensorboard-dir logs "
+    "--moe-per-layer-logging --no-load-optim --no-load-rng --log-throughput"
+)
+"""Megatron's public example of gpt-oss."""
+
+DEEPSEEK_V3 = (
+    "--distributed-timeout-minutes 60 --tensor-model-parallel-size 1 --expert-model-parallel-size 8 "
+    "--expert-tensor-parallel-size 1 --context-parallel-size 1 --use-distributed-optimizer --overlap-grad-reduce "
+    "--overlap-param-gather --use-mcore-models --sequence-parallel --use-flash-attn --disable-bias-linear "
+    "--micro-batch-size 4 --global-batch-size 2048 --train-samples 585937500 --exit-duration-in-mins 220 "
+    "--no-check-for-nan-in-loss-and-grad --manual-gc --manual-gc-interval 10 --recompute-granularity selective "
+    "--recompute-modules mlp moe mla_up_proj layernorm --transformer-impl transformer_engine --seq-length 4096 "
+    "--data-cache-path cache --tokenizer-type HuggingFaceTokenizer --tokenizer-model {vocab} "
+    "--data-path text_document --split 99,1,0 --no-mmap-bin-files --no-create-attention-mask-in-dataloader "
+    "--num-workers 6 --num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 "
+    "--kv-channels 128 --max-position-embeddings 4096 --position-embedding-type rope --rotary-base 10000 "
+    "--make-vocab-size-divisible-by 3232 --normalization RMSNorm --norm-epsilon 1e-6 --swiglu "
+    "--untie-embeddings-and-output-weights --multi-latent-attention --attention-dropout 0.0 --hidden-dropout 0.0 "
+    "--clip-grad 1.0 --weight-decay 0.1 --qk-layernorm --lr-decay-samples 584765624 --lr-warmup-samples 1536000 "
+    "--lr-warmup-init 3.9e-7 --lr 3.9e-6 --min-lr 3.9e-7 --lr-decay-style cosine --adam-beta1 0.9 "
+    "--adam-beta2 0.95 --num-experts 256 --moe-layer-freq [0]*3+[1]*58 --moe-ffn-hidden-size 2048 "
+    "--moe-shared-expert-intermediate-size 2048 --moe-router-load-balancing-type seq_aux_loss --moe-router-topk 8 "
+    "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-router-pre-softmax "
+    "--moe-grouped-gemm --moe-aux-loss-coeff 1e-4 --moe-router-group-topk 4 --moe-router-num-groups 8 "
+    "--moe-router-topk-scaling-factor 2.5 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-bias-update-rate 1e-3 --moe-router-dtype fp32 --moe-permute-fusion --q-lora-rank 1536 "
+    "--kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --rotary-scaling-factor 40 "
+    "--mscale 1.0 --mscale-all-dim 1.0 --mtp-num-layers 1 --mtp-loss-scaling-factor 0.1 --eval-iters 32 "
+    "--eval-interval 100 --auto-detect-ckpt-format --load {run} --save {run} --save-interval 100 "
+    "--dist-ckpt-strictness log_all --init-method-std 0.02 --log-timers-to-tensorboard "
+    "--log-memory-to-tensorboard --log-num-zeros-in-grad --log-params-norm --log-validation-ppl-to-tensorboard "
+    "--log-throughput --log-interval 1 --logging-level 40 --tensorboard-dir logs --bf16 --enable-experimental "
+    "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --no-gradient-accumulation-fusion "
+    "--calculate-per-token-loss --init-model-with-meta-device --ckpt-format fsdp_dtensor --fsdp-double-buffer "
+    "--use-nccl-ub --megatron-fsdp-grad-comm-dtype bf16 --megatron-fsdp-main-grads-dtype bf16"
+)
+"""Megatron's public example of DeepSeek-V3, but for its tokenizer and --moe-router-force-load-balancing, which only
+measures speed."""
+
+
+def test_the_line_of_gpt_oss(paths: dict[str, str]) -> None:
+    model = resolved(GPT_OSS.format(**paths), 8).model
+    wanted = {
+        "quick_geglu": True, "glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0, "softmax_type": "learnable",
+        "window_size": 128, "window_attn_skip_freq": "2", "num_query_groups": 8, "kv_channels": 8, "num_experts": 4,
+        "moe_router_topk": 2, "moe_ffn_hidden_size": 2048, "disable_bias_linear": True, "normalization": "RMSNorm",
+        "position_embedding_type": "rope", "use_rope_scaling": False, "moe_z_loss_coeff": 1e-3, "hidden_dropout": 0.1,
+        "moe_router_score_function": "softmax", "moe_router_pre_softmax": False,
+    }  # fmt: skip
+    assert {name: getattr(model, name) for name in wanted} == wanted
+    note = translate(shlex.split(GPT_OSS.format(**paths)), 8).notes[0]
+    assert "--fp8-param-gather (no weights are sharded)" in note and "--eval-iters 100" not in note
+
+
+def test_the_line_of_deepseek_v3(paths: dict[str, str]) -> None:
+    line = DEEPSEEK_V3.format(**paths).replace("--data-path text_document", "--mock-data --vocab-size 129280")
+    line = line.replace(f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {paths['vocab']} ", "")
+    config = resolved(line, 256)
+    published = resolve_model(ModelConfig(**PRESETS["deepseek-v3"]))  # type: ignore[arg-type]
+    trained = {"max_position_embeddings": 4096, "init_method_std": config.model.init_method_std}
+    trained |= {name: getattr(config.model, name) for name in vars(published) if name.startswith("mtp_")}
+    assert architecture(config.model) == architecture(replace(published, **trained))
+    assert config.model.mtp_num_layers == 1 and config.optim.lr_warmup_samples == 1536000
+    assert config.optim.lr_warmup_init == 3.9e-7 and config.parallel.expert_model_parallel_size == 8
+    assert "at random, to measure speed" in refusal(line + " --moe-router-force-load-balancing", 256)
 
 
 LATENT = "--multi-latent-attention --disable-bias-linear --normalization RMSNorm --position-embedding-type rope "

@@ -234,6 +234,14 @@ def test_clipping_bounds_what_is_applied_not_what_is_reported(runs: Runs) -> Non
     assert tight.losses != off.losses
 
 
+@proves("lr_warmup_init")
+def test_the_warm_up_begins_at_a_rate(runs: Runs) -> None:
+    rates = runs("--lr 1 --lr-decay-style constant --lr-warmup-iters 4 --lr-warmup-init 0.2 --train-iters 5").rates
+    assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 1])
+    refused = runs.fresh("--lr 0.1 --lr-warmup-iters 2 --lr-warmup-init 0.2")
+    assert refused.code == 2 and "--lr-warmup-init 0.2 is above the peak 0.1" in refused.errors[0]
+
+
 @proves("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
 def test_the_schedule_counts_samples(runs: Runs) -> None:
     """Of 2 2 6 6 4 samples: 0, 2, 4, 10 and 16 are behind the steps."""

@@ -9,7 +9,7 @@ import pytest
 
 from smp.config import ModelConfig, resolve_model
 from smp.models.in_words import in_words
-from tests.config.test_megatron_lines import GPT_345M, LLAMA_8B, PIPELINE
+from tests.config.test_megatron_lines import DEEPSEEK_V3, GPT_175B, GPT_345M, GPT_OSS, LLAMA_8B, MIXTRAL, PIPELINE
 from tests.training.flag_runs import run_here
 
 
@@ -48,6 +48,56 @@ def test_the_8b_line_trains_on_one_process(tmp_path: Path) -> None:
     assert run.code == 0, run.err
     assert "4 heads of 16 on 2 of keys and values, RMSNorm, RoPE (base 1e+06), SwiGLU MLP of 128, no biases" in run.out
     assert "logs/metrics.jsonl" in run.files  # --tensorboard-dir
+
+
+def test_the_175b_line_steps_through_its_schedule_of_batches(tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text(json.dumps({str(i): i for i in range(97)}))
+    line = GPT_175B.replace("--data-path text_document ", "").format(vocab="vocab.json", run="run")
+    line = line.replace("'0:16 2.4B:320 4.8B:624 7.2B:928 9.6B:1232 12B:1536'", "0:2,0.128k:4,256:8")
+    sizes = {"num_layers": "2", "hidden_size": "64", "num_attention_heads": "4", "seq_length": "32"}
+    run = {"global_batch_size": "8", "train_iters": "5", "lr_decay_iters": "5", "lr_warmup_fraction": "0.1"}
+    ranks = {"tensor_model_parallel_size": "1", "pipeline_model_parallel_size": "1", "max_position_embeddings": "32"}
+    found = run_here(tmp_path, shrunk(line, **sizes, **run, **ranks, log_interval="1"), base="--from-megatron")
+    assert found.code == 0, found.err
+    assert found.records("global batch size") == [2, 2, 4, 8, 8]
+    assert found.rates[:3] == pytest.approx([0, 3e-5, 6e-5]) and found.rates[2] > found.rates[3] > found.rates[4]
+
+
+SMALL = {"hidden_size": "64", "num_attention_heads": "4", "seq_length": "32", "max_position_embeddings": "64"}
+ALONE = {"pipeline_model_parallel_size": "1", "num_layers": "2", "global_batch_size": "4", "train_samples": "8"}
+PUBLIC = {
+    "gpt-oss": (
+        GPT_OSS + " --fp8-emulate",  # a CPU has no FP8 products
+        {**ALONE, "ffn_hidden_size": "64", "num_query_groups": "2", "moe_ffn_hidden_size": "32", "vocab_size": "97"},
+        {"layers.0.attention.sinks": (4,), "layers.1.mlp.router.weight": (4, 64)},
+    ),
+    "deepseek-v3": (
+        DEEPSEEK_V3.replace("--data-path text_document", "--mock-data --vocab-size 97")
+        .replace("--tokenizer-type HuggingFaceTokenizer --tokenizer-model {vocab} ", "")
+        .replace("[0]*3+[1]*58", "[0]*1+[1]*1"),
+        {"num_layers": "2", "global_batch_size": "4", "train_samples": "8", "micro_batch_size": "2"}
+        | {"expert_model_parallel_size": "1", "num_experts": "16", "ffn_hidden_size": "64", "moe_router_topk": "4"}
+        | {"moe_ffn_hidden_size": "32", "moe_shared_expert_intermediate_size": "32", "q_lora_rank": "24"}
+        | {"kv_lora_rank": "16", "qk_head_dim": "8", "qk_pos_emb_head_dim": "8", "v_head_dim": "8"}
+        | {"lr_warmup_samples": "4", "eval_iters": "1"},
+        {"layers.1.mlp.router.weight": (16, 64), "layers.0.mlp.up.weight": (64, 64)},
+    ),
+    "mixtral": (
+        MIXTRAL,
+        {"pipeline_model_parallel_size": "1", "expert_model_parallel_size": "1", "num_layers": "2", "train_iters": "2"}
+        | {"global_batch_size": "2", "lr_warmup_iters": "1", "eval_iters": "1", "ffn_hidden_size": "64"},
+        {"layers.0.mlp.router.weight": (8, 64), "layers.0.attention.key.weight": (32, 64)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_lines_of_mixtures_train_on_one_process(tmp_path: Path, name: str) -> None:
+    line, values, shapes = PUBLIC[name]
+    run = run_here(tmp_path, shrunk(line.format(run="run"), **SMALL, **values), base="--from-megatron")
+    assert run.code == 0, run.err
+    assert run.err.count("in this project's flags: ") == 1 and len(run.losses) == 2
+    assert {key: run.shapes.get(key) for key in shapes} == shapes
 
 
 def test_a_line_that_cannot_run_writes_nothing(tmp_path: Path) -> None:

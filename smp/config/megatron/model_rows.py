@@ -109,8 +109,9 @@ MODEL: tuple[Row, ...] = (
         "--attention-output-gate --no-weight-decay-cond-type:1",
         _NO,
     ),
+    becomes("--export-moe-apply-probs-on-input", "--moe-apply-probs-on-input"),
     refused(
-        "--qk-l2-norm",
+        "--qk-l2-norm --export-qk-l2-norm",
         "--qk-l2-norm here is Llama 4's, after RoPE and in layers with it only, where Megatron's is in all layers",
     ),
     refused(
@@ -184,14 +185,13 @@ MODEL: tuple[Row, ...] = (
         "--moe-router-padding-for-fp8 --moe-router-padding-for-quantization",
         "how experts are computed and tokens sent has one way here",
     ),
-    refused("--moe-layer-recompute", "give --recompute-granularity full, which repeats whole blocks"),
     refused(
         "--moe-use-upcycling --moe-upcycling-granularity:1",
         "tools/convert_checkpoint.py --upcycle makes experts of a dense checkpoint",
     ),
     refused(
         "--moe-router-force-load-balancing --moe-router-force-biased:1",
-        "experts are not chosen at random; --dry-run measures a step with even loads",
+        "it routes tokens at random, to measure speed; --dry-run measures a step with even loads",
     ),
     refused(
         "--moe-pad-experts-for-cuda-graph-inference --moe-token-dropping --moe-router-topk-limited-devices:1 "

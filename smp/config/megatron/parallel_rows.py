@@ -57,9 +57,8 @@ PARALLEL: tuple[Row, ...] = (
     ),
     refused(
         "--torch-fsdp2-no-reshard-after-forward --megatron-fsdp-version:1 "
-        "--megatron-fsdp-main-params-dtype:1 --megatron-fsdp-main-grads-dtype:1 --megatron-fsdp-grad-comm-dtype:1 "
         "--use-layer-wise-distributed-optimizer --tensor-parallel-num-weight-shards:1 "
-        "--optimizer-params-dtype:1 --use-nccl-ub --fsdp-manual-registration",
+        "--optimizer-params-dtype:1",
         _FSDP,
     ),
     left_out(
@@ -73,7 +72,8 @@ PARALLEL: tuple[Row, ...] = (
         "--fsdp-double-buffer --keep-fp8-transpose-cache --enable-full-sharding-in-hsdp "
         "--gradient-reduce-div-fusion --no-gradient-reduce-div-fusion --no-scatter-gather "
         "--no-async-tensor-model-parallel-allreduce --async-tensor-model-parallel-allreduce "
-        "--disable-symmetric-registration --nccl-ub --use-sharp --sharp-enabled-group:1 "
+        "--disable-symmetric-registration --nccl-ub --use-nccl-ub --use-sharp --sharp-enabled-group:1 "
+        "--fsdp-manual-registration "
         "--high-priority-stream-groups:+ "
         "--nccl-communicator-config-path:1 --use-tp-pp-dp-mapping --create-all-gather-group "
         "--use-nonuniform-tp --replication --replication-jump:1 --replication-factor:1",
@@ -98,6 +98,7 @@ PARALLEL: tuple[Row, ...] = (
     left_out("--fp16-lm-cross-entropy --fp32-lm-head", "logits and loss are in fp32 in chunks that fit a cache"),
     left_out(
         "--accumulate-allreduce-grads-in-fp32 --no-accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16 "
+        "--megatron-fsdp-main-params-dtype:1 --megatron-fsdp-main-grads-dtype:1 --megatron-fsdp-grad-comm-dtype:1 "
         "--accumulate-bf16 --main-grads-dtype:1 --main-params-dtype:1 --reuse-grad-buf-for-mxfp8-param-ag",
         "gradients are always reduced in fp32, and master weights are fp32",
     ),
@@ -130,7 +131,7 @@ PARALLEL: tuple[Row, ...] = (
         {"full": "--recompute-granularity full", "selective": "--recompute-granularity selective"},
         "--recompute-granularity takes none, selective and full",
     ),
-    becomes("--recompute-activations", "--recompute-granularity selective"),
+    becomes("--recompute-activations --moe-layer-recompute", "--recompute-granularity selective"),
     becomes("--checkpoint-activations --deepspeed-activation-checkpointing", "--recompute-granularity full"),
     left_out(
         "--recompute-method:1 --recompute-num-layers:1 --recompute-modules:+ --distribute-saved-activations "

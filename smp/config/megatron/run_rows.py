@@ -18,7 +18,7 @@ TRAINING: tuple[Row, ...] = (
         "--eval-interval:1 --eval-iters:1 --exit-interval:1 --exit-duration-in-mins:1 --profile --profile-step-start:1 "
         "--profile-step-end:1 --lr:1 --min-lr:1 --decoupled-lr:1 --decoupled-min-lr:1 "
         "--step-batch-size-schedule:+ --lr-decay-samples:1 --lr-warmup-samples:1 --lr-wsd-decay-samples:1 "
-        "--lr-decay-iters:1 --lr-warmup-iters:1 --lr-warmup-fraction:1 "
+        "--lr-decay-iters:1 --lr-warmup-iters:1 --lr-warmup-init:1 --lr-warmup-fraction:1 "
         "--lr-wsd-decay-iters:1 --weight-decay:1 --adam-beta1:1 --adam-beta2:1 --adam-eps:1 --sgd-momentum:1 "
         "--clip-grad:1 --exp-avg-dtype:1 --exp-avg-sq-dtype:1 --muon-momentum:1 "
         "--muon-scale-mode:1 --muon-num-ns-steps:1 --muon-extra-scale-factor:1"
@@ -45,7 +45,6 @@ TRAINING: tuple[Row, ...] = (
         {"duplicated": "", "distributed": ""},
     ),
     left_out("--use-precision-aware-optimizer", "--exp-avg-dtype and --exp-avg-sq-dtype need nothing else"),
-    refused("--lr-warmup-init:1", "the warm-up begins at 0", {"0": "", "0.0": ""}),
     refused(
         "--embedding-lr:1 --output-lr:1",
         "--decoupled-lr is for both, the embedding and the output matrix",

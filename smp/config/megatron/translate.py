@@ -187,6 +187,10 @@ def _positions(line: Line) -> None:
 
 
 def _heads(line: Line) -> None:
+    if "--multi-latent-attention" in line.given:
+        _leave(line, ("kv_channels",), "--multi-latent-attention has widths of its own")
+    if line.says("moe_router_score_function", "sigmoid"):
+        _leave(line, ("moe_router_pre_softmax",), "sigmoid scores have no softmax")
     groups = line.one("--num-query-groups")
     if "--group-query-attention" in line.given:
         line.put("--num-query-groups", groups or "1")
@@ -311,6 +315,8 @@ def _sharding(line: Line) -> None:
         strategy = "optim_grads_params" if "--use-torch-fsdp2" in fsdp else "no_shard"
     if line.one("--outer-dp-sharding-strategy") not in (None, "no_shard"):
         line.problems.append("--outer-dp-sharding-strategy: replicas of --hybrid-shard-degree hold no shards")
+    if (strategy == "no_shard" or _data_parallel(line) == 1) and line.number("context_parallel_size") == 1:
+        _leave(line, ("fp8_param_gather",), "no weights are sharded")
     instances, data = line.one("--num-distributed-optimizer-instances") or "1", _data_parallel(line)
     if not instances.isdecimal() or int(instances) < 1 or data % int(instances):
         line.problems.append(f"--num-distributed-optimizer-instances {instances} does not divide {data} replicas")
@@ -458,7 +464,8 @@ def _drop_what_is_idle(line: Line) -> None:
         idle = [s.name for s in without_effect(build_tree(PRETRAIN, values)) if not s.noted]
         if not idle:
             return
-        told = [name for name in idle if name not in defaults or line.given.keys() & {settings()[name].flag}]
+        given = [name for name in idle if line.given.get(line.words[name][0]) == line.words[name][1:]]
+        told = [name for name in idle if name not in defaults or name in given]
         _leave(line, told, "without effect beside the rest")
         for name in idle:
             line.words.pop(name, None)

@@ -163,5 +163,7 @@ def _check(report: Report, threshold: float) -> None:
             f"{len(report.bad)} of {report.records} samples cannot be used, --bad-sample-threshold allows "
             f"{100 * threshold:g} %: {some}"
         )
+    if report.records == 0:
+        raise ValueError("names files without a single sample")
     if report.used == 0:
         raise ValueError(f"no sample is left of {report.records}" + (f": {some}" if some else ""))

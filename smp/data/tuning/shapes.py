@@ -66,7 +66,7 @@ def recognise(record: dict[str, Any], *, chat: bool) -> Sample:
     if "conversations" in record:
         return _conversation(_from_sharegpt(record["conversations"]), record)
     if "prompt" in record and "completion" in record:
-        if type(record.get("label")) is bool:
+        if str(record.get("label")).lower() in ("true", "false"):  # a .csv file's are text
             raise BadSampleError("its label says whether the answer is desirable: give --objective kto")
         return _answer(record["prompt"], record["completion"], record)
     if "instruction" in record and "output" in record:

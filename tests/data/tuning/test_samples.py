@@ -93,7 +93,7 @@ def test_bad_samples_are_counted_and_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="vocabulary has 5"):
         collect(read_records([str(path)]), encode, threshold=0.8, seq_length=10, vocab_size=5)
     path.write_text("\n")
-    with pytest.raises(ValueError, match="no sample is left of 0"):
+    with pytest.raises(ValueError, match="names files without a single sample"):
         collect(read_records([str(path)]), encode, threshold=1.0, **options)
 
 

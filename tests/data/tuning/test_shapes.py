@@ -133,8 +133,10 @@ def test_broken_pairs_say_why(record: dict[str, Any], why: str) -> None:
 
 def test_labels_and_pairs_ask_for_their_objective() -> None:
     labelled = {"prompt": "a", "completion": "b", "label": True}
-    with pytest.raises(BadSampleError, match="give --objective kto"):
-        recognise(labelled, chat=False)
+    for label in (True, False, "True", "false"):  # the last two are a .csv file's
+        with pytest.raises(BadSampleError, match="give --objective kto"):
+            recognise(labelled | {"label": label}, chat=False)
+    recognise(labelled | {"label": "positive"}, chat=False)
     with pytest.raises(BadSampleError, match="give --objective dpo, orpo or reward"):
         recognise({"prompt": "a", "chosen": "b", "rejected": "c"}, chat=False)
     with pytest.raises(BadSampleError, match="samples with a label are for --objective kto"):
