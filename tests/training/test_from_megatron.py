@@ -9,6 +9,7 @@ import pytest
 
 from smp.config import ModelConfig, resolve_model
 from smp.models.in_words import in_words
+from tests.config.test_megatron_experts import DEEPSEEK_V3
 from tests.config.test_megatron_lines import GPT_345M, LLAMA_8B, PIPELINE
 from tests.training.flag_runs import run_here
 
@@ -48,6 +49,18 @@ def test_the_8b_line_trains_on_one_process(tmp_path: Path) -> None:
     assert run.code == 0, run.err
     assert "4 heads of 16 on 2 of keys and values, RMSNorm, RoPE (base 1e+06), SwiGLU MLP of 128, no biases" in run.out
     assert "logs/metrics.jsonl" in run.files  # --tensorboard-dir
+
+
+def test_deepseek_v3s_line_trains_on_one_process(tmp_path: Path) -> None:
+    one = {"pipeline_model_parallel_size": "1", "expert_model_parallel_size": "1", "global_batch_size": "2"}
+    schedule = {"train_samples": "4", "lr_decay_samples": "4", "lr_warmup_samples": "0", "eval_iters": "1"}
+    layers = {"num_layers": "2", "moe_layer_freq": "([0]*1+[1]*1)"}
+    line = shrunk(DEEPSEEK_V3, **one, **schedule, **layers).replace("--pipeline-model-parallel-layout Et|t|t|tmL", "")
+    run = run_here(tmp_path, f"{line} --tensorboard-dir logs", base="--from-megatron")
+    assert run.code == 0, run.err
+    logged = [json.loads(row) for row in (tmp_path / "logs/metrics.jsonl").read_text().splitlines()]
+    assert {"lm loss", "mtp loss", "load balancing loss"} <= set().union(*logged)
+    assert run.shapes["layers.1.mlp.experts.gate.weight"] == (16, 32, 64)
 
 
 def test_a_line_that_cannot_run_writes_nothing(tmp_path: Path) -> None:
