@@ -47,7 +47,10 @@ def expert_tensors(config: ModelConfig, family: Family, chosen: Callable[[str, l
             counts[link.external_name] = link.leading[0][1]
     names = [name for name, members in found.items() if chosen(name, list(members))]
     if names and family.table.experts_transposed:
-        raise ConfigError(f"adapters of {family.architecture}'s experts are neither read nor written in peft's format")
+        raise ConfigError(
+            f"adapters of {family.architecture}'s experts are neither read nor written in peft's format; leave "
+            "experts out of --lora-target-modules"
+        )
     tensors = []
     for i, name in enumerate(names):
         module = name.rpartition(".")[0]

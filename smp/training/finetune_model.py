@@ -23,6 +23,7 @@ from smp.convert.describe import read_architecture
 from smp.convert.hf import open_hf
 from smp.convert.hf_config import is_hf_folder
 from smp.convert.load import load_weights
+from smp.convert.peft_experts import expert_tensors
 from smp.convert.smp_format import SmpWeights
 from smp.convert.weights import Weights
 from smp.layers import init_weights
@@ -213,8 +214,11 @@ def _chosen_layers(model: GPT, config: Config, lora: LoraConfig) -> list[str]:
         )
     names = [name for names in chosen.values() for name in names]
     refused = f"--lora-dropout {lora.lora_dropout}" if lora.lora_dropout else "--use-dora" if lora.use_dora else ""
-    if refused and any(gather(any(".experts." in name for name in names))):
+    experts = any(gather(any(".experts." in name for name in names)))
+    if refused and experts:
         raise ConfigError(f"{refused}: adapters on experts do not have it; leave it out, or experts")
+    if experts and config.checkpoint.save is not None:  # as the end of the run would, which writes them
+        expert_tensors(config.model, family_for(config.model, reference_config(config)), lambda *_: True)
     if lora.use_dora:
         _check_whole_modules(names, config)
     return names

@@ -66,11 +66,18 @@ def test_qwen3s_line() -> None:
         "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-hybridep-num-sms 16",
         "--overlap-moe-expert-parallel-comm --delay-wgrad-compute",
         "--moe-router-padding-for-fp8",
+        "--moe-expert-capacity-factor -1",
     ],
 )
 def test_how_tokens_are_sent_and_experts_computed_changes_nothing(flags: str) -> None:
     plain, found = (translate(f"{QWEN3} {more}".split(), 8) for more in ("", flags))
     assert found.argv == plain.argv and flags.split(" --")[-1] in found.notes[0]
+
+
+def test_a_coefficient_of_no_loss_is_passed_over() -> None:
+    line = f"{QWEN3} --moe-router-load-balancing-type none"
+    assert resolved(line, 8).model.moe_aux_loss_coeff == 0
+    assert "--moe-aux-loss-coeff 1e-3 (without a loss of balance)" in translate(line.split(), 8).notes[0]
 
 
 @pytest.mark.parametrize(

@@ -207,4 +207,8 @@ def compiled_cases() -> list[Case]:
         _row(2, 2, "qwen2", "alone", compile=True),
         _row(2, 2, "deepseek", "alone", "selective", 3, compile=True),
         _row(2, 2, "mixtral", "tp and sp", "full", clip=True, compile=True),
+        _row(2, 1, "gpt-oss", "tp and etp 1", "selective", compile=True),
+        _row(2, 1, "qwen2", "cp", compile=True),
+        _row(2, 2, "padded", "alone", "full", 3, compile=True),
+        _row(2, 2, "llama4", "1f1b", "full", further=1, compile=True),
     ]

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from finetune import main as finetune
+from tests.convert.tiny import TINY, save_theirs
 from tests.distributed import run_distributed
 from tests.parity.result import TOLERANCE, tensor_errors
+from tests.training.flag_runs import clean_process
 from tests.training.tiny_hf import write_model, write_samples, write_tokenizer
 from tests.training.tuning_lab import together, tune_all
 from tools.merge_lora import main as merge_lora
@@ -116,3 +119,18 @@ def test_peft_computes_what_the_merged_model_does(folder: Path, results: dict[in
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()(ids).logits
     assert (after - before).abs().max() > 1e-3
     assert (after - merged).abs().max() < 1e-5
+
+
+def test_adapters_that_peft_could_not_read_are_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, settings = TINY["gpt-oss"]
+    monkeypatch.setitem(TINY, "gpt-oss", (name, {**settings, "vocab_size": 300}))
+    save_theirs("gpt-oss", tmp_path / "hf")
+    write_tokenizer(tmp_path / "hf")
+    write_samples(tmp_path)
+    flags = f"--load {tmp_path}/hf --data-path {tmp_path}/sft.jsonl --log-dir {tmp_path}/logs {STEPS} --no-progress-bar"
+    with clean_process():
+        assert finetune(f"{flags} --lora-rank 2 --lora-target-modules *.experts.* --save {tmp_path}/run".split()) == 2
+    assert "adapters of GptOssForCausalLM's experts are neither read nor written" in capsys.readouterr().err
+    assert not list(tmp_path.glob("run/iter_*"))

@@ -98,6 +98,7 @@ def translate(argv: Sequence[str], processes: int) -> Translation:
         _heads,
         _window,
         _latent_yarn,
+        _experts,
         _virtual_stages,
         _exchange,
         _sharding,
@@ -196,8 +197,6 @@ def _heads(line: Line) -> None:
         line.put("--num-query-groups", groups or "1")
     elif groups is not None:
         line.left_out.append(f"--num-query-groups {groups} (without --group-query-attention)")
-    if "--multi-latent-attention" in line.given:
-        _leave(line, ("kv_channels",), "latent attention's heads have widths of their own")
 
 
 def _window(line: Line) -> None:
@@ -262,6 +261,14 @@ def _is_number(text: str) -> bool:
         return math.isfinite(float(text))
     except ValueError:
         return False
+
+
+def _experts(line: Line) -> None:
+    """Megatron takes a negative capacity for none, and passes over the coefficient of a loss that there is not."""
+    if (line.one("--moe-expert-capacity-factor") or "").startswith("-"):
+        _leave(line, ("moe_expert_capacity_factor",), "no capacity")
+    if line.says("moe_router_load_balancing_type", "none"):
+        _leave(line, ("moe_aux_loss_coeff",), "without a loss of balance")
 
 
 def _virtual_stages(line: Line) -> None:
