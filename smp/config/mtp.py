@@ -40,7 +40,7 @@ def check_mtp(config: Config) -> None:
     if model.mtp_num_layers is None:
         return
     said = f"--mtp-num-layers {model.mtp_num_layers}"
-    flags = given(parallel, "fp8_format", "offload_activations")
+    flags = given(parallel, "fp8_format")
     require(not flags, f"{said} and {', '.join(flags)} exclude each other; leave out one")
     length = config.data.seq_length
     require(

@@ -16,7 +16,7 @@ Bytes: a rank that has n elements of matrices sends (and receives) about 2 x 4 n
 whole matrix at a time, of which NS holds about four copies. Every replica (dp_replicate) does the same work.
 
 Muon is for the matrices of blocks: query, key, value, each expert's projections, each by itself. Embeddings, the output
-matrix, norms and biases get AdamW, with the same learning rate and --adam-beta1 and so on.
+matrix or a reward model's head, norms and biases get AdamW, with the same learning rate and --adam-beta1 and so on.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from torch import nn
 from smp.config import OptimizerConfig
 from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from smp.layers.head import VocabParallelHead
+from smp.layers.score import ScoreHead
 from smp.parallel.boxes import local_part
 from smp.parallel.owners import on_owners
 
@@ -74,11 +75,10 @@ def scale_of(mode: str, out_features: int, in_features: int) -> float:
 
 def matrices_of(model: nn.Module) -> set[nn.Parameter]:
     """Parameters that Muon trains: matrices, and stacks of experts' matrices, but for those of the vocabulary and of
-    positions."""
-    of_tables = vocabulary_of(model) | {
-        p for m in model.modules() if isinstance(m, PositionEmbedding | nn.Embedding) for p in m.parameters()
-    }
-    return {p for p in model.parameters() if p.requires_grad} - of_tables - vectors_of(model)
+    positions, and a reward model's head, a row in place of the output matrix."""
+    kinds = PositionEmbedding | nn.Embedding | ScoreHead
+    at_the_ends = vocabulary_of(model) | {p for m in model.modules() if isinstance(m, kinds) for p in m.parameters()}
+    return {p for p in model.parameters() if p.requires_grad} - at_the_ends - vectors_of(model)
 
 
 def vocabulary_of(model: nn.Module) -> set[nn.Parameter]:

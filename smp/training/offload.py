@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from smp.config import Config, Layout
+from smp.config.mtp import further_layers
 from smp.models.arithmetic import forward_flops
 from smp.sharding.offload import Offload
 from smp.training.memory import MemoryEstimate, Tuned, kept_by_blocks
@@ -53,7 +54,7 @@ def activation_copies(config: Config, layout: Layout, tuned: Tuned, under_way: f
     """
     data, parallel = config.data, config.parallel
     assert data.seq_length is not None, "resolved before"
-    layers = config.model.num_layers / layout.pp
+    layers = (config.model.num_layers + len(further_layers(config.model))) / layout.pp
     tokens = tuned.rows * data.micro_batch_size * data.seq_length // layout.cp
     return ActivationCopies(
         block=max(kept_by_blocks(config, layout, tuned)),
@@ -101,10 +102,11 @@ def offload_at_work(offload: Offload) -> list[str]:
     """Lines after the first step."""
     if offload.copier.bytes_out:
         return []
-    return [
-        "WARNING: --offload-activations has copied nothing: no block keeps a tensor of --min-offloaded-tensor-size "
-        "elements; give a smaller one"
-    ]
+    nothing = "WARNING: --offload-activations has copied nothing:"
+    if offload.most_live < offload.horizon:  # of a pipeline's process, whose blocks under way its schedule decides
+        held = f"at most {offload.most_live} blocks have activations at once"
+        return [f"{nothing} {held}, and --activation-loading-horizon {offload.horizon} keeps them all; give less"]
+    return [f"{nothing} no block keeps a tensor of --min-offloaded-tensor-size elements; give a smaller one"]
 
 
 def describe_savings(config: Config, layout: Layout, tuned: Tuned, trained: int, under_way: float = 1.0) -> list[str]:

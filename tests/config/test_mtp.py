@@ -17,7 +17,6 @@ RUN = "--mock-data --vocab-size 100 --train-iters 1 --mtp-num-layers 1 "
         ("--hidden-dropout 0.1", "--mtp-num-layers 1 and --hidden-dropout 0.1 exclude each other"),
         ("--position-embedding-type learned_absolute", "take rope or none"),
         ("--fp8-format hybrid --fp8-emulate", "--mtp-num-layers 1 and --fp8-format hybrid exclude each other"),
-        ("--offload-activations", "--mtp-num-layers 1 and --offload-activations exclude each other"),
         ("--seq-length 2 --mtp-num-layers 2", "has no token so far ahead"),
     ],
 )

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from smp.config import ConfigError, Layout, ModelConfig, OptimizerConfig, ParallelConfig
 from smp.layers import init_weights
+from smp.layers.score import ScoreHead
 from smp.models.gpt import GPT
 from smp.optim import optimizer as optimizer_module
 from smp.optim.low_precision import MOMENTS, LowPrecisionAdamW, _rows
@@ -367,3 +368,11 @@ def test_muon_leaves_the_output_matrix_of_a_hugging_face_model_alone() -> None:
     assert model.lm_head.weight not in chosen and model.model.embed_tokens.weight not in chosen
     assert model.model.layers[0].mlp.up_proj.weight in chosen
     assert matrices_of(model.model) == chosen, "without an output matrix"
+
+
+def test_muon_leaves_the_head_of_a_reward_model_alone() -> None:
+    """A row in place of the output matrix: orthogonalized, its update would have one length whatever the gradient."""
+    with fake_context(Layout()) as context:
+        score = ScoreHead(8, context)
+        model = nn.Sequential(nn.Linear(8, 8), score)
+    assert matrices_of(model) == {model[0].weight}

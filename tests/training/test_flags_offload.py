@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from smp.config import Layout
+from smp.kernels.copier import copier_of
 from smp.models.presets import PRESETS
+from smp.sharding.offload import Offload
 from smp.training.describe import predicted_memory
 from smp.training.memory import Tuned
-from smp.training.offload import activation_copies
+from smp.training.offload import activation_copies, offload_at_work
 from smp.training.settings import read_settings
 from smp.training.suggest import suggestions
 from tests.training.flag_runs import Run, Runs, Tensors, Watched, proves, run_here
@@ -166,5 +168,18 @@ def test_bytes_and_seconds_by_hand() -> None:
     assert copies.block == 8192 * 4096 * 2
     assert (copies.layers, copies.away) == (32, 30)
     assert copies.seconds == pytest.approx(67.1e6 / 55e9, rel=0.001)
+    further = read_settings([*LLAMA.split(), "--offload-activations", "--mtp-num-layers", "1"], PRESETS, 8)
+    assert activation_copies(further, Layout(dp_shard=8), Tuned()).layers == 33
     assert copies.exposed(450e12, recompute=True) == 0.0
     assert copies.exposed(450e15, recompute=True) == pytest.approx(64 * copies.seconds, rel=0.02)
+
+
+def test_a_horizon_that_keeps_all_blocks_of_a_pipeline_is_told() -> None:
+    """What has left nothing to copy is then not the size of tensors."""
+    offload = Offload(copier_of(torch.device("cpu")), horizon=9)
+    offload.most_live = 8
+    (line,) = offload_at_work(offload)
+    assert "at most 8 blocks" in line and "--activation-loading-horizon 9 keeps them all" in line
+    offload.most_live = 9
+    (line,) = offload_at_work(offload)
+    assert "give a smaller one" in line
