@@ -88,7 +88,7 @@ def replayed_per_token(config: Config, layout: Layout, b: int, *, fused: bool, e
     with it. Results that selective recompute keeps are let go of as the replay passes them, but for the block's output,
     which it does not reach."""
     model, tp, recompute = config.model, layout.tp, config.parallel.recompute_granularity
-    whole, kept = (kept_per_token(config, layout, b, how, fused=fused, experts=experts) for how in ("none", recompute))  # type: ignore[arg-type]
+    whole, kept = (kept_per_token(config, layout, b, how, fused=fused, experts=experts) for how in ("none", recompute))
     reached = recompute != "selective" or experts
     return whole - kept + (0 if reached else b * model.hidden_size // (tp if config.parallel.sequence_parallel else 1))
 
