@@ -162,7 +162,7 @@ def _left_out(config: Config) -> list[str]:
 
 def _estimated(memory: MemoryEstimate, plan: Plan | None) -> list[str]:
     """The formula's parts as lines."""
-    sizes = {f.name: getattr(memory, f.name) for f in fields(memory) if f.name != "accumulates"}
+    sizes = {f.name: getattr(memory, f.name) for f in fields(memory) if f.name != "most"}
     if not memory.secondary:
         del sizes["secondary"]
     sizes["total"] = memory.total  # less than the sum: they do not all peak at once

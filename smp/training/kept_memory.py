@@ -55,27 +55,65 @@ def kept_per_token(
     if recompute == "full":
         return b * h_l
     if recompute == "selective":
-        elements = 3 * h_l + 2 * q + 2 * k + (2 if model.gated else 1) * f
-        per_position = b
+        own = 2 if experts and not ffn else 3  # their results are counted with their rows
+        elements = own * h_l + 2 * q + 2 * k + (2 if model.gated else 1) * f
         wide, results = 2 if model.gated else 1, 1 + 2 * (layout.ep > 1)
     else:
         mlp = (2 if fused and model.swiglu else 4) if model.gated else 2
         norms = 6 if model.norm_placement == "sandwich" else 4
         elements = norms * h_l + 2 * q + 2 * k + mlp * f + (q + k if heads_have_norms else 0)
-        per_position = 4 + 1 + b
         wide, results = (3 if fused and model.swiglu else 4) if model.gated else 2, 2
     if experts:
         rows = results * model.hidden_size * layout.expert_tp // tp  # of the tokens of the ranks that share an expert
         elements += model.moe_router_topk * (rows + wide * (model.moe_ffn_hidden_size or 0) // tp)
     if model.multi_latent_attention:
         elements += _latent(model, heads, split, recompute) - (2 * q + 2 * k)
+    return b * elements + heads * (_per_position(config, layout, recompute, b) * length or 4)
+
+
+def _per_position(config: Config, layout: Layout, recompute: str, b: int) -> int:
+    """Bytes that attention keeps for each head and pair of positions: none, where a kernel does it."""
+    model = config.model
     # auto may choose to exchange heads
     by_heads = layout.cp == 1 or config.parallel.cp_comm_type not in ("p2p", "all_gather")
     if not by_heads or (model.attention_dropout == 0 and not scores_flag(model)):
-        return b * elements + heads * 4
+        return 0
     if model.attention_dropout == 0:
-        per_position = 8 if model.attn_logit_softcapping is not None and recompute == "none" else 4
-    return b * elements + heads * per_position * length
+        return 8 if model.attn_logit_softcapping is not None and recompute == "none" else 4
+    return b if recompute == "selective" else 4 + 1 + b
+
+
+def replayed_per_token(config: Config, layout: Layout, b: int, *, fused: bool, experts: bool = False) -> int:
+    """Bytes per token that a block's backward pass computes again: what it keeps without recompute, less what it keeps
+    with it. Results that selective recompute keeps are let go of as the replay passes them, but for the block's output,
+    which it does not reach."""
+    model, tp, recompute = config.model, layout.tp, config.parallel.recompute_granularity
+    whole, kept = (kept_per_token(config, layout, b, how, fused=fused, experts=experts) for how in ("none", recompute))
+    reached = recompute != "selective" or experts
+    return whole - kept + (0 if reached else b * model.hidden_size // (tp if config.parallel.sequence_parallel else 1))
+
+
+def in_flight_per_token(config: Config, layout: Layout, b: int, *, experts: bool = False) -> int:
+    """Bytes per token of gradients in a block's backward pass: h_l of its output, with sequence parallelism h of what
+    it gathers, and of its wider half, 2 q + 2 k of attention or of the MLP 4 f (of the product, of gate and up, and the
+    product once more), without a gate 2 f. With experts of each of a token's k the row h, or 3 e when the row of the
+    result has gone."""
+    model, tp, length = config.model, layout.tp, config.data.seq_length
+    assert model.ffn_hidden_size is not None and model.kv_channels is not None and length is not None, "resolved before"
+    split, wide = tp if config.parallel.sequence_parallel else 1, 4 if model.gated else 2
+    heads, groups = model.num_attention_heads // tp, max(1, (model.num_query_groups or 1) // tp)
+    width = model.kv_channels
+    if model.multi_latent_attention:
+        width, groups = max(model.qk_head_dim + model.qk_pos_emb_head_dim, model.v_head_dim), heads
+    mlp = wide * model.ffn_hidden_size // tp
+    if experts:
+        rows = model.hidden_size * layout.expert_tp // tp
+        inner = (3 if model.gated else 2) * (model.moe_ffn_hidden_size or 0) // tp  # they keep the product
+        each = max(rows, inner - rows)
+        mlp = model.moe_router_topk * each + wide * (model.moe_shared_expert_intermediate_size or 0) // tp
+    scores = heads * _per_position(config, layout, "none", b) * length
+    around = model.hidden_size // split + (model.hidden_size if split > 1 else 0)
+    return b * (around + max(mlp, 2 * (heads + groups) * width)) + scores
 
 
 def _latent(model: ModelConfig, heads: int, split: int, recompute: str) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from smp.config import Config, Layout, ModelConfig
 from smp.config.moe import has_experts
@@ -27,7 +28,8 @@ from smp.models.inventory import (
 from smp.models.part import ModelPart, whole
 from smp.pipeline.plan import Plan
 from smp.pipeline.validate import peak_activations, peak_losses
-from smp.training.kept_memory import is_fused, kept_per_token
+from smp.training.kept_memory import in_flight_per_token, is_fused, kept_per_token, replayed_per_token
+from smp.training.moments import Moments
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class MemoryEstimate:
     """Bytes on one process; see :func:`estimate_memory`.
 
     Attributes:
-        accumulates: whether there are gradients in a forward pass, of an earlier micro-batch.
+        most: of gradients and what follows, at the moment at which they are most: not all are there at once.
         secondary: secondary shards of the weights.
     """
 
@@ -47,17 +49,13 @@ class MemoryEstimate:
     activations: int
     backward: int
     logits: int
-    accumulates: bool
+    most: int
     secondary: int = 0
 
     @property
     def total(self) -> int:
-        """What is always there, and the most at one of three moments: at the loss, in the backward pass of the last
-        block, when all activations are still there, and in that of the first, when all gradients are."""
-        waiting = self.gradients if self.accumulates else 0
-        kept, backward = waiting + self.activations + self.gathered, self.backward + self.reduced
-        moments = kept + self.logits, kept + backward, self.gradients + self.gathered + backward
-        return self.parameters + self.optimizer + self.secondary + max(moments)
+        """At that moment, with what is always there."""
+        return self.parameters + self.optimizer + self.secondary + self.most
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ def estimate_memory(
       FSDP on its way to the sum.
     - activations: layers x what a block keeps (``kept_per_token`` x T), and what the output layer takes and gives.
       With --offload-activations of --activation-loading-horizon layers only; cast weights leave with them.
-    - backward: as much as one whole block for the gradients in flight, under recompute one more for the replayed block.
+    - backward: gradients in flight through a block's MLP, and what recompute replays of the block.
     - logits: one chunk, whose gradient replaces it; logits of all tokens never exist. The output matrix's gradient,
       summed over chunks in fp32 and kept in compute precision from the forward pass, where the loss computes it: one
       for each of the ``losses``, with multi-token prediction so many times more as there are predictions.
@@ -142,23 +140,83 @@ def estimate_memory(
     at_once = len(share.layers) * held / len(parts)
     if parallel.offload_activations:
         at_once = min(at_once, parallel.activation_loading_horizon)
+    whole_gradients = layout.pp > 1 or parallel.data_parallel_sharding_strategy == "optim"
+    gradients = 4 * (adapters or share.elements) if whole_gradients else 4 * trained // shards
+    per_token, around = _activations_per_token(config, layout, b, share)
+    backward = tokens * _backward_per_token(config, layout, b, share)
+    logits = _logits(tokens, chunk_bytes, b, losses, share, trained=not adapters)
+    gathered = (
+        b * _gathered(config, layout, share, tuned)
+        if tuned.in_4_bits is None
+        else _gathered_in_4_bits(config, layout, parts, tuned)
+    )
+    moments = Moments(
+        activations=int(tokens * (at_once * per_token + around)),
+        kept_by_block=int(tokens * per_token),
+        kept_behind=share.head * tokens * b * 2 * model.hidden_size // (layout.tp if parallel.sequence_parallel else 1),
+        logits=logits,
+        backward=backward,
+        **_weights_at_moments(config, layout, share, gathered, tuned),
+        **_gradients_at_moments(config, layout, share, gradients, shards, adapters),
+    )
     return MemoryEstimate(
         parameters=int(4 * trained + frozen_bytes) // shards,
-        gradients=4 * trained // shards
-        if layout.pp == 1 and parallel.data_parallel_sharding_strategy != "optim"
-        else 4 * (adapters or share.elements),
+        gradients=gradients,
         optimizer=int(state / shards),
-        gathered=b * _gathered(config, layout, share, tuned)
-        if tuned.in_4_bits is None
-        else _gathered_in_4_bits(config, layout, parts, tuned),
+        gathered=gathered,
         reduced=(4 if b == 4 and not layout.has_fsdp else b + 4)
         * (adapters // len(share.layers) if adapters else share.largest(layout)),
-        activations=int(tokens * _activations_per_token(config, layout, b, at_once, share)),
-        backward=tokens * _backward_per_token(config, layout, b, share),
-        logits=_logits(tokens, chunk_bytes, b, losses, share, trained=not adapters),
-        accumulates=layout.pp > 1 or (data.global_batch_size or 1) > data.micro_batch_size * layout.data_parallel,
+        activations=moments.activations,
+        backward=backward,
+        logits=logits,
+        most=moments.most,
         secondary=_secondary(config, layout, tuned),
     )
+
+
+def _weights_at_moments(
+    config: Config, layout: Layout, share: _Share, gathered: int, tuned: Tuned
+) -> dict[Literal["at_loss", "in_blocks", "in_first"], int]:
+    """Bytes of ``gathered``: FSDP has one block when the loss has the ends (two, if experts are units of their own),
+    and then two without them. Cast weights go with their block."""
+    b = 2 if config.parallel.bf16 else 4
+    if tuned.in_4_bits is not None or layout.pp > 1:
+        return {"at_loss": gathered, "in_blocks": gathered, "in_first": gathered}
+    if not layout.has_fsdp:
+        return {"at_loss": gathered, "in_blocks": gathered, "in_first": min(gathered, b * share.block)}
+    if config.parallel.data_parallel_sharding_strategy != "optim_grads_params":
+        return {"at_loss": gathered, "in_blocks": gathered, "in_first": gathered}
+    # Shards are cast before a gather, those of a root with further layers long ago.
+    ends, cast = b * share.ends, (4 // b - 1) / (layout.dp_shard * layout.cp)
+    blocks = gathered - ends
+    at_loss = (blocks // 2 if layout.ep == 1 else blocks) + ends
+    at_loss += int(cast * (at_loss - (ends if share.further else 0)))
+    blocks += int(cast * blocks)
+    return {"at_loss": at_loss, "in_blocks": blocks, "in_first": blocks}
+
+
+def _gradients_at_moments(
+    config: Config, layout: Layout, share: _Share, gradients: int, shards: int, adapters: int
+) -> dict[Literal["gradients", "waiting", "late", "head", "block", "own", "ends"], int]:
+    """Bytes of gradients that are whole, and of all. A pipeline adds them up in fp32 until its step ends; FSDP has one
+    unit's on its way to its reduction, in fp32, while the next one's comes in compute precision."""
+    b, data = 2 if config.parallel.bf16 else 4, config.data
+    accumulates = (data.global_batch_size or 1) > data.micro_batch_size * layout.data_parallel
+    block = adapters // len(share.layers) if adapters else share.block
+    vocabulary, ends = (0, 0) if adapters else (share.vocabulary, share.ends if share.further else share.vocabulary)
+    found = {"gradients": gradients, "waiting": gradients, "late": 0, "own": b * block}
+    if layout.pp > 1:
+        return found | {"head": b * block, "block": 0, "ends": 4 * max(block, ends)}  # type: ignore[return-value]
+    untied = vocabulary * config.model.untie_embeddings_and_output_weights
+    if not accumulates:
+        # beside two gathered blocks, the gradients of two are still to come
+        two = share.layers[: 2 if shards > 1 else 1]
+        first = sum(_elements(block_parameters(config.model, i), replace(layout, ep=1, etp=None)) for i in two)
+        found |= {"waiting": 0, "late": 0 if adapters else 4 * (first + untied) // shards}
+    if not layout.has_fsdp:
+        return found | {"head": 4 * vocabulary, "block": 0, "ends": (b % 4) * vocabulary}  # type: ignore[return-value]
+    reduced = {"head": 4 * ends, "block": 4 * block, "ends": (b + 4) * max(vocabulary, ends)}
+    return found | reduced  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -348,8 +406,8 @@ def kept_by_blocks(config: Config, layout: Layout, tuned: Tuned = Tuned()) -> li
     return [int(tokens * kept[kind]) + b * one * casts for kind, one in zip(kinds, weights, strict=True)]
 
 
-def _activations_per_token(config: Config, layout: Layout, b: int, layers: float, share: _Share) -> float:
-    """Bytes per token of a micro-batch, of ``layers`` that are as those of ``share`` on average, and the output layer.
+def _activations_per_token(config: Config, layout: Layout, b: int, share: _Share) -> tuple[float, int]:
+    """Bytes per token of a micro-batch that a block of ``share`` keeps on average, and the output layer.
 
     A further layer of multi-token prediction keeps besides its block the embedding and both norms' results, 3 h_l,
     input and output of its own norm (but of the last one's the output), and the gradient of what its loss reads, h.
@@ -361,11 +419,16 @@ def _activations_per_token(config: Config, layout: Layout, b: int, layers: float
     around = share.head * (2 * hidden // split + 2 * hidden)
     if share.further:
         around += share.further * (5 * hidden // split + hidden) - hidden // split
-    return (layers * kept / len(kinds) if kinds else 0) + b * around
+    if layout.pp > 1:
+        around += 2 * hidden // split  # on its way between stages
+    return kept / max(1, len(kinds)), b * around
 
 
 def _backward_per_token(config: Config, layout: Layout, b: int, share: _Share) -> int:
-    """Bytes per token of gradients in flight in the backward pass of a block, and of one that is replayed."""
-    kinds, fused = {has_experts(config.model, i) for i in share.layers} or {False}, is_fused(config)
-    block = max(kept_per_token(config, layout, b, "none", fused=fused, experts=kind) for kind in kinds)
-    return block if config.parallel.recompute_granularity == "none" else 2 * block
+    """Bytes per token of gradients in flight in the backward pass of a block, and of what is replayed of it."""
+    kinds = {has_experts(config.model, i) for i in share.layers} or {False}
+    return max(
+        in_flight_per_token(config, layout, b, experts=kind)
+        + replayed_per_token(config, layout, b, fused=is_fused(config), experts=kind)
+        for kind in kinds
+    )

@@ -32,7 +32,7 @@ from smp.training import run as run_module
 from smp.training.build import choose_backends
 from smp.training.exchange import exchange_of, exchanged
 from smp.training.fake_step import StepMeasures, fake_step, gpu_kernels
-from smp.training.memory import estimate_memory
+from smp.training.memory import estimate_memory, largest_memory
 from smp.training.pretraining import pretraining
 from smp.training.process import Process
 from smp.training.run import Run
@@ -338,3 +338,35 @@ def test_the_formula_follows_latent_attention(recompute: str, tp: int) -> None:
         steps.append(step.peaks["forward"] - step.parameters - step.optimizer)
         estimates.append(estimate_memory(config, layout, CHUNK_BYTES["cuda"]).activations)
     assert estimates[1] - estimates[0] == pytest.approx(steps[1] - steps[0], rel=0.02)
+
+
+BESIDE = "--num-layers 3 --hidden-size 1024 --ffn-hidden-size 2816 --num-attention-heads 8 --bf16 "
+BESIDE += "--seq-length 2048 --micro-batch-size 2 --vocab-size 16000 "
+MODELS = {
+    "dense": "--num-query-groups 2",
+    "latent": LATENT.removesuffix("--bf16"),
+    "experts": "--num-query-groups 2 --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 1408",
+}
+FSDP, EP = (8, ""), (8, "--expert-model-parallel-size 8")
+TP, PP = (2, "--tensor-model-parallel-size 2 --sequence-parallel"), (2, PIPE)
+PAIRS = [(model, layout) for model in MODELS for layout in (FSDP, TP, PP)] + [("experts", EP)]
+QUICK = [("latent", FSDP), ("experts", EP), ("dense", PP)]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"), [pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow) for pair in PAIRS]
+)
+def test_the_formula_is_near_the_step_and_orders_recompute(model: str, layout: tuple[int, str]) -> None:
+    world, flags = layout
+    said, found = [], []
+    for recompute in ("none", "selective", "full"):
+        config = settings(f"{BESIDE} {MODELS[model]} {flags} --recompute-granularity {recompute}", world)
+        mesh = Layout.from_config(config.parallel, world)
+        plan = plan_pipeline(config, mesh) if mesh.pp > 1 else None
+        kernels, chunk = gpu_kernels(config), CHUNK_BYTES["cuda"]
+        said.append(largest_memory(config, mesh, chunk, plan).total)
+        found.append(max(fake_step(config, mesh, kernels, chunk, plan, rank).peak for rank in range(mesh.pp)))
+    errors = [one / truth - 1 for one, truth in zip(said, found, strict=True)]
+    print(model, flags, *(f"{100 * error:+.1f} %" for error in errors))
+    assert all(-0.03 < error < 0.05 for error in errors), errors
+    assert said == sorted(said, reverse=True)

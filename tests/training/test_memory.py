@@ -24,7 +24,8 @@ from smp.parallel.collectives import Group
 from smp.parallel.context import build_context
 from smp.sharding.parallelize import _wrapped
 from smp.training.kept_memory import kept_per_token
-from smp.training.memory import MemoryEstimate, Tuned, estimate_memory
+from smp.training.memory import Tuned, estimate_memory
+from smp.training.moments import Moments
 from tests.distributed import run_distributed
 from tests.fake_group import fake_context
 from tests.models.test_arithmetic import GPT2_LIKE, SMALL
@@ -50,12 +51,13 @@ def test_memory_by_hand() -> None:
     sharded = estimate_memory(_config(SMALL), Layout(dp_shard=2), chunk_bytes=4 * 128 * 10)
     assert (sharded.gathered, sharded.reduced) == (4 * (2 * layer + vocabulary), 8 * max(layer, vocabulary))
     # a block: 4 x 16 around norms, 2 x 16 + 2 x 8 in attention, 2 x 24 in the MLP, fp32; 4 log-sum-exps; 64 tokens;
-    # two blocks, one more for gradients in the backward pass, and 4 x 16 at the output layer
+    # two blocks, and 4 x 16 at the output layer; gradients: 16 of the block's output, and 4 x 24 in the MLP
     block = 4 * (4 * 16 + 2 * 16 + 2 * 8 + 2 * 24) + 4 * 4
-    assert (estimate.activations, estimate.backward) == (64 * (2 * block + 4 * 4 * 16), 64 * block)
+    assert (estimate.activations, estimate.backward) == (64 * (2 * block + 4 * 4 * 16), 64 * 4 * (16 + 4 * 24))
     assert estimate.logits == 10 * 128 * 4 + vocabulary * 4
-    always = estimate.parameters + estimate.optimizer
-    assert estimate.total == always + estimate.activations + estimate.backward + estimate.reduced
+    always, behind = estimate.parameters + estimate.optimizer, 64 * 4 * 2 * 16
+    last = estimate.activations + estimate.backward + 4 * vocabulary - behind
+    assert estimate.total == always + last, "in the last block"
 
 
 @pytest.mark.parametrize(
@@ -82,11 +84,33 @@ def test_the_state_of_an_optimizer_has_the_bytes_of_the_formula(options: dict[st
 
 
 def test_parts_that_do_not_peak_at_once_are_not_added() -> None:
-    parts = MemoryEstimate(1, 2, 4, 8, 16, 32, 64, 128, accumulates=False)
-    assert parts.total == 1 + 4 + 8 + 32 + 128, "at the loss"
-    assert replace(parts, accumulates=True).total == 1 + 2 + 4 + 8 + 32 + 128
-    assert replace(parts, logits=0).total == 1 + 4 + 8 + 16 + 32 + 64, "in the last block"
-    assert replace(parts, logits=0, gradients=1000).total == 1000 + 1 + 4 + 8 + 16 + 64, "in the first"
+    parts = Moments(
+        gradients=1 << 4,
+        waiting=0,
+        late=1 << 1,
+        activations=1 << 5,
+        kept_by_block=1 << 2,
+        kept_behind=0,
+        at_loss=1 << 6,
+        in_blocks=1 << 7,
+        in_first=1 << 8,
+        logits=1 << 9,
+        backward=1 << 10,
+        head=1 << 11,
+        block=1 << 3,
+        own=1 << 0,
+        ends=1 << 12,
+    )
+    assert parts.most == (1 << 4) + (1 << 12), "behind the first block"
+    parts = replace(parts, ends=0)
+    assert parts.most == (1 << 5) + (1 << 7) + (1 << 10) + (1 << 11), "in the last block"
+    assert replace(parts, kept_behind=1 << 3).most == parts.most - (1 << 3)
+    assert replace(parts, waiting=1 << 4).most == parts.most + (1 << 4)
+    parts = replace(parts, head=0)
+    assert parts.most == (1 << 4) - (1 << 1) + (1 << 8) + (1 << 10) + (1 << 3), "in the first"
+    beside = (1 << 5) - (1 << 2) + (1 << 7) + (1 << 10) + (1 << 3)
+    assert replace(parts, in_first=0).most == beside, "beside a reduction"
+    assert replace(parts, logits=1 << 13).most == (1 << 5) + (1 << 6) + (1 << 13), "at the loss"
 
 
 def test_memory_of_fine_tuning_by_hand() -> None:
@@ -267,7 +291,10 @@ def test_memory_of_a_pipeline_rank() -> None:
     assert (one.parameters, one.gradients, one.optimizer) == (2 * n, 4 * n, 4 * n)
     assert (one.gathered, one.reduced, one.logits) == (4 * n, 8 * max(layer, vocabulary), 0)
     block = 4 * (4 * 16 + 2 * 16 + 2 * 8 + 2 * 24) + 4 * 4
-    assert (one.activations, three.activations, one.backward) == (64 * 2 * block, 64 * 6 * block, 64 * block)
+    in_flight = 4 * (16 + 4 * 24)
+    between = 4 * 2 * 16
+    kept = 64 * (2 * block + between), 64 * (6 * block + between)
+    assert (one.activations, three.activations, one.backward) == (*kept, 64 * in_flight)
     freed = replace(config, parallel=replace(config.parallel, pipeline_reshard=True))
     assert estimate_memory(freed, layout, 1, parts).gathered == 4 * (2 * layer + vocabulary)
 
@@ -277,7 +304,8 @@ def test_each_loss_in_flight_keeps_a_gradient_of_the_output_matrix(bf16: bool) -
     """The formula, and what autograd holds for three losses that have not gone backward."""
     config, vocabulary, b = _config(SMALL, bf16=bf16), 128 * 16, 2 if bf16 else 4
     one, three = (estimate_memory(config, Layout(), 1 << 20, losses=losses) for losses in (1, 3))
-    assert three.logits - one.logits == 2 * vocabulary * b and replace(three, logits=one.logits) == one
+    assert three.logits - one.logits == 2 * vocabulary * b
+    assert replace(three, logits=one.logits, most=one.most) == one
     assert run_distributed(_kept_by_losses, 1, bf16) == [3 * vocabulary * b]
 
 
