@@ -87,10 +87,13 @@ def _rows_once(accelerator: Any, tp_size: int) -> Any:
     from accelerate.utils import recursively_apply
 
     def gather(tensors: Any) -> Any:
-        def first(rows: torch.Tensor) -> torch.Tensor:
+        def once(mine: torch.Tensor) -> torch.Tensor:
+            rows = type(accelerator).gather(accelerator, mine)
+            if mine.ndim == 0:  # a count of each process, which TRL divides by the tensor-parallel ranks itself
+                return rows
             return rows.unflatten(0, (accelerator.num_processes, -1))[::tp_size].flatten(0, 1)
 
-        return recursively_apply(first, type(accelerator).gather(accelerator, tensors))
+        return recursively_apply(once, tensors)
 
     def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
         if use_gather_object:

@@ -87,6 +87,8 @@ def _parallel(rank: int, world_size: int, folder: str, tp: int, wanted: Any, wei
         fresh, folder, ranks=smp.state.dp_size, parallelism_config=parallelism_config(), save_strategy="epoch"
     )
     numbers = _numbers(trainer)
+    counts = trainer.accelerator.gather_for_metrics(torch.tensor(rank))  # of each process, as TRL wants them
+    assert counts.tolist() == list(range(world_size))
     if smp.state.dp_size > 1:
         del wanted["evaluation"]  # Trainer's own is a mean of the means of data ranks
     for key, values in wanted.items():
