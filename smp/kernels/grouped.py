@@ -7,7 +7,7 @@ Rows x (n, in) are sorted by expert, ``counts`` rows of each, and every expert h
 An expert without rows costs nothing forward, and its dW is zero. Nothing is padded and nothing is stacked: 2 n in out
 FLOPs each, as one product of n rows. Counts are int64 numbers on the device. On Hopper and Blackwell in bf16, with
 widths that are multiples of 8, each of the three is one kernel (``torch._grouped_mm``), which reads them there;
-elsewhere they are loops over experts, for which the host has to know the counts.
+elsewhere they are loops over experts, for which the host has to know the counts; on a CPU oneDNN multiplies.
 
 A token t has k experts, so k rows. Row j of the sorted rows is the choice ``order[j]`` of tokens x k, and choice c lies
 in row ``inverse[c]``. Both ways, forward and backward, rows are gathered and never scattered: sums have one order,
@@ -252,7 +252,7 @@ def _forward(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> tor
     y, start = x.new_empty(x.shape[0], weight.shape[1]), 0
     # Experts without rows are left out: a product of nothing still costs a launch.
     for expert, count in occupied(x, counts):
-        torch.mm(x.narrow(0, start, count), weight[expert].t(), out=y.narrow(0, start, count))
+        _times(x, start, count, weight[expert].t(), y.narrow(0, start, count))
         start += count
     return y
 
@@ -272,11 +272,7 @@ def _input_gradient(
     for expert, count in occupied(grad, counts):
         own = dx.narrow(0, start, count)
         for i, (g, weight) in enumerate(zip(grads, weights, strict=True)):
-            rows = g.narrow(0, start, count)
-            if i:
-                own.addmm_(rows, weight[expert])
-            else:
-                torch.mm(rows, weight[expert], out=own)
+            _times(g, start, count, weight[expert], own, add=i > 0)
         start += count
     return dx
 
@@ -292,9 +288,48 @@ def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, counts: torch.Tensor) 
     dw, start = x.new_empty(counts.shape[0], grad.shape[1], x.shape[1]), 0
     # All experts here: one without rows has a gradient of zeros, which a product of nothing writes.
     for expert, count in enumerate(counts.tolist()):
-        torch.mm(grad.narrow(0, start, count).t(), x.narrow(0, start, count), out=dw[expert])  # zero without rows
+        _transposed_times(grad.narrow(0, start, count), x.narrow(0, start, count), dw[expert])
         start += count
     return dw
+
+
+_ROWS_AT_ONCE = 32
+"""oneDNN makes code for each number of rows that it meets, and keeps it. Experts have other numbers in each step, so it
+gets multiples of this one only."""
+
+
+def _by_onednn(x: torch.Tensor) -> bool:
+    """Whether oneDNN multiplies: in fp32 on a CPU, where torch.mm takes MKL, on AMD's at half the speed. (In bf16
+    torch.mm takes oneDNN.)"""
+    return x.dtype == torch.float32 and x.device.type == "cpu" and torch.backends.mkldnn.is_available()
+
+
+def _onednn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
+    return product
+
+
+def _times(x: torch.Tensor, start: int, count: int, matrix: torch.Tensor, out: torch.Tensor, add: bool = False) -> None:
+    """Write to ``out``, or add, the product of these rows of x. oneDNN may multiply a few rows behind them too."""
+    if _by_onednn(x):
+        rows = x.narrow(0, start, min(-(-count // _ROWS_AT_ONCE) * _ROWS_AT_ONCE, x.shape[0] - start))
+        y = _onednn(rows, matrix)[:count]
+        out.add_(y) if add else out.copy_(y)
+    elif add:
+        out.addmm_(x.narrow(0, start, count), matrix)
+    else:
+        torch.mm(x.narrow(0, start, count), matrix, out=out)
+
+
+def _transposed_times(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """Write a^T b to ``out``, zeros without rows. Rows that oneDNN does not get are added."""
+    whole = len(a) // _ROWS_AT_ONCE * _ROWS_AT_ONCE if _by_onednn(a) else 0
+    if not whole:
+        torch.mm(a.t(), b, out=out)
+        return
+    out.copy_(_onednn(a[:whole].t(), b[:whole]))
+    if whole < len(a):
+        out.addmm_(a[whole:].t(), b[whole:])
 
 
 def occupied(rows: torch.Tensor, counts: torch.Tensor) -> list[tuple[int, int]]:

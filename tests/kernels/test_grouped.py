@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from smp.kernels.grouped import describe_products, has_kernel
+from smp.kernels import grouped
+from smp.kernels.grouped import describe_products, grouped_products, has_kernel
 
 GPU = torch.device("cuda")
 
@@ -33,3 +34,36 @@ def test_where_the_host_waits_the_run_says_so(
     (line,) = describe_products(GPU, dtype, widths)
     assert ("the host waits" in line) != taken
     assert describe_products(torch.device("cpu"), dtype, widths) == []
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 33, 64, 100], [0, 31, 0, 0, 0], [0, 0, 0, 0, 0]])
+def test_products_of_any_numbers_of_rows_are_those_of_each_expert(counts: list[int]) -> None:
+    x = torch.randn(sum(counts), 48, requires_grad=True)
+    weights = [torch.randn(5, 40, 48, requires_grad=True), torch.randn(5, 48, 40).transpose(1, 2).requires_grad_()]
+    outputs = grouped_products(x, weights, torch.tensor(counts))
+    grads = [torch.randn_like(y) for y in outputs]
+    found = torch.autograd.grad(outputs, [x, *weights], grads)
+    wide, *matrices = (each.detach().double().requires_grad_() for each in (x, *weights))
+    expected = [
+        torch.cat([rows @ own.t() for rows, own in zip(wide.split(counts), matrix, strict=True)]) for matrix in matrices
+    ]
+    gradients = torch.autograd.grad(expected, [wide, *matrices], [grad.double() for grad in grads])
+    for own, reference in zip((*outputs, *found), (*expected, *gradients), strict=True):
+        torch.testing.assert_close(own.double(), reference, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+def test_onednn_gets_few_different_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, multiply = set(), grouped._onednn
+
+    def record(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        seen.add(tuple(a.shape))
+        return multiply(a, b)
+
+    monkeypatch.setattr(grouped, "_onednn", record)
+    x, weight = torch.randn(300, 48, requires_grad=True), torch.randn(4, 40, 48, requires_grad=True)
+    for first in range(33, 64):  # experts of 33 to 63 rows
+        (y,) = grouped_products(x, [weight], torch.tensor([first, 64, 97 - first, 139]))
+        y.sum().backward()
+    # 139: what is left of x. Gradients of weights get 32 at a time, the rest is added.
+    assert seen == {(64, 48), (139, 48), (64, 40), (139, 40), (40, 32), (40, 64), (40, 128)}
