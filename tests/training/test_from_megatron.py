@@ -9,7 +9,7 @@ import pytest
 
 from smp.config import ModelConfig, resolve_model
 from smp.models.in_words import in_words
-from tests.config.test_megatron_experts import DEEPSEEK_V3 as DEEPSEEK_V3_AND_MORE
+from tests.config.test_megatron_experts import DEEPSEEK_V3 as WITH_MTP
 from tests.config.test_megatron_lines import DEEPSEEK_V3, GPT_175B, GPT_345M, GPT_OSS, LLAMA_8B, MIXTRAL, PIPELINE
 from tests.training.flag_runs import run_here
 
@@ -105,7 +105,7 @@ def test_deepseek_v3s_line_with_multi_token_prediction(tmp_path: Path) -> None:
     one = {"pipeline_model_parallel_size": "1", "expert_model_parallel_size": "1", "global_batch_size": "2"}
     schedule = {"train_samples": "4", "lr_decay_samples": "4", "lr_warmup_samples": "0", "eval_iters": "1"}
     layers = {"num_layers": "2", "moe_layer_freq": "([0]*1+[1]*1)"}
-    line = shrunk(DEEPSEEK_V3_AND_MORE, **one, **schedule, **layers).replace("--pipeline-model-parallel-layout Et|t|t|tmL", "")
+    line = shrunk(WITH_MTP, **one, **schedule, **layers).replace("--pipeline-model-parallel-layout Et|t|t|tmL", "")
     run = run_here(tmp_path, f"{line} --tensorboard-dir logs", base="--from-megatron")
     assert run.code == 0, run.err
     logged = [json.loads(row) for row in (tmp_path / "logs/metrics.jsonl").read_text().splitlines()]
