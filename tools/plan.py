@@ -13,6 +13,7 @@ operators and collectives of a step are timed first, about half a minute.
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -75,7 +76,7 @@ def asked_for(flags: Sequence[str], gpus: int) -> Config:
     data = config.data
     if config.model.vocab_size is None:
         raise ConfigError("the size of the vocabulary is missing: give --vocab-size")
-    if data.global_batch_size is None:
+    if data.global_batch_size is None and data.step_batch_size_schedule is None:
         config = replace(config, data=replace(config.data, global_batch_size=4 * gpus))
     if not (data.mock_data or data.data_path or data.data_args_path or data.train_data_path):
         config = replace(config, data=replace(config.data, mock_data=True))
@@ -203,7 +204,7 @@ def command(given: Any, flags: Sequence[str], best: Candidate, device: Device) -
 
         threads = f"OMP_NUM_THREADS={threads_of(each)} "  # as measured; torchrun would set 1
     start = f"{threads}torchrun {several}--nproc-per-node {each} pretrain_gpt.py"
-    return " ".join([start, *flags, *batch, best.flags]).rstrip()
+    return " ".join([start, shlex.join(flags), *batch, best.flags]).rstrip()
 
 
 def plan(argv: Sequence[str] | None) -> None:

@@ -360,6 +360,24 @@ GPT_175B = (
 """Megatron's public example of 175 billion parameters, as of August 2026, but for its paths."""
 
 
+def test_lengths_in_samples_beside_iterations() -> None:
+    line = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 64 --seq-length 64 "
+    line += "--micro-batch-size 1 --global-batch-size 8 --lr 1e-4 --train-iters 100 --vocab-size 100 --mock-data"
+    optim = resolved(f"{line} --lr-decay-iters 50 --lr-warmup-samples 0", 1).optim
+    assert (optim.lr_decay_iters, optim.lr_decay_samples) == (50, None)
+    for ramp in ("", " --rampup-batch-size 2 2 64"):
+        for lengths in ("--lr-decay-samples 500", "--lr-warmup-samples 33 --lr-decay-iters 50"):
+            flag = lengths.split()[0]
+            with pytest.raises(ConfigError, match=f"{flag} beside --train-iters"):
+                resolved(f"{line} {lengths}{ramp}", 1)
+
+
+def test_recompute_of_experts_beside_that_of_blocks() -> None:
+    line = GPT_175B.format(vocab="v", run="r") + " --moe-layer-recompute --recompute-granularity full"
+    with pytest.raises(ConfigError, match="--moe-layer-recompute beside --recompute-granularity full"):
+        translate(shlex.split(line), 128)
+
+
 def test_the_175b_line_has_its_schedule_of_batches_and_a_learning_rate_that_follows_samples(
     paths: dict[str, str],
 ) -> None:
@@ -375,7 +393,9 @@ def test_the_175b_line_has_its_schedule_of_batches_and_a_learning_rate_that_foll
     assert (config.optim.lr_decay_samples, config.optim.lr_warmup_samples) == (430000 * 1536, 430 * 1536)
     assert any("the learning rate follows samples" in note for note in notes)
     without = line.replace("--global-batch-size 1536 ", "")
-    assert resolved(without, 128).data.global_batch_size == 1536  # which Megatron itself asks to leave out
+    config = resolved(without, 128)  # Megatron itself asks to leave it out
+    assert config.data.global_batch_size == 1536
+    assert (config.optim.lr_decay_samples, config.optim.lr_warmup_samples) == (430000 * 1536, 430 * 1536)
 
 
 GPT_OSS = (

@@ -23,7 +23,7 @@ from smp.planner.update import update_seconds
 from smp.training.memory import kept_by_blocks, trained_by_muon
 from smp.training.offload import HOST_ADAM
 from smp.training.settings import read_settings
-from tools.plan import main
+from tools.plan import asked_for, main
 
 EIGHT = "--gpus 8 --gpu h100 --model llama3-8b --seq-length 8192 --global-batch-size 32"
 IDEAL = Device(
@@ -62,6 +62,13 @@ def test_the_printed_command_starts(capsys: pytest.CaptureFixture[str], tmp_path
     started = read_settings([*command[4:], "--mock-data", "--train-iters", "1"], PRESETS, 8)
     assert started.data.micro_batch_size == 2 and started.data.global_batch_size == 32
     assert "<svg" in picture.read_text()
+
+
+def test_a_schedule_of_batches_decides_the_batch() -> None:
+    flags = ["--model", "llama3-8b", "--bf16", "--step-batch-size-schedule", "0:8 1M:4096"]
+    assert asked_for(flags, 8).data.global_batch_size is None
+    found = list(candidates(asked_for(flags, 8), 8, DEVICES["h100"], set()))
+    assert found and {c.config.data.global_batch_size for c in found} == {4096}
 
 
 def test_what_was_decided_stays() -> None:

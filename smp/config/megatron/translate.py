@@ -15,13 +15,15 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from smp.config.batch import scheduled
 from smp.config.cli import FROM_MEGATRON, build_tree, read_values
 from smp.config.entry_points import PRETRAIN
 from smp.config.fields import did_you_mean, settings, without_effect
 from smp.config.megatron.table import DEFAULTS, REQUIRED, ROWS, fate_of
-from smp.config.schema import ConfigError
+from smp.config.schema import ConfigError, DataConfig
 
 _WITHOUT_DOCUMENTS = ("packing", "reset_attention_mask", "reset_position_ids", "eod_mask_loss", "data_cache_path")
+_LENGTHS_IN_SAMPLES = ("--lr-decay-samples", "--lr-warmup-samples", "--lr-wsd-decay-samples")
 _OF_LOADING = ("finetune", "load_optim", "ckpt_step")
 _ZERO = {"0": "no_shard", "1": "optim", "2": "optim_grads", "3": "optim_grads_params"}
 _SOURCES = ("data_path", "data_args_path", "train_data_path", "mock_data")
@@ -110,7 +112,7 @@ def translate(argv: Sequence[str], processes: int) -> Translation:
         derive(line)
     line.put(*line.own)
     _defaults(line)
-    for derive in (_gelu, _query_norm, _samples, _requirements):
+    for derive in (_gelu, _query_norm, _recompute, _samples, _requirements):
         derive(line)
     clauses = [f"{', '.join(flags)}: {answer}" for answer, flags in line.refused.items()] + line.problems
     if clauses:
@@ -439,11 +441,19 @@ def _defaults(line: Line) -> None:
 
 def _samples(line: Line) -> None:
     """Where the batch changes Megatron's schedule counts samples, also where lengths are in iterations: then these are
-    iterations of --global-batch-size."""
-    changing = "rampup_batch_size" in line.words or "step_batch_size_schedule" in line.words
-    if not changing or "train_iters" not in line.words or "global_batch_size" not in line.words:
-        return  # without --global-batch-size Megatron's own count is that of one micro-batch each, which none can mean
-    batch, style = line.number("global_batch_size"), line.words["lr_decay_style"][1]
+    iterations of the largest batch. (Of a schedule of batches without --global-batch-size Megatron takes one
+    micro-batch of each rank, which none can mean.)"""
+    if "train_iters" not in line.words:
+        return
+    if line.one("--lr-warmup-samples") == "0":
+        line.words.pop("lr_warmup_samples", None)  # Megatron's default, beside iterations too
+    said = [flag for flag in _LENGTHS_IN_SAMPLES if flag[2:].replace("-", "_") in line.words]
+    if said:
+        line.problems.append(f"{', '.join(said)} beside --train-iters: give --lr-*-iters, or --train-samples")
+    batch = _largest_batch(line)
+    if said or batch is None:
+        return
+    style = line.words["lr_decay_style"][1]
     lengths = {f"lr_{part}": line.words.pop(f"lr_{part}_iters", None) for part in ("decay", "warmup", "wsd_decay")}
     if lengths["lr_decay"] is None and style != "constant":
         lengths["lr_decay"] = line.words["train_iters"]
@@ -452,6 +462,21 @@ def _samples(line: Line) -> None:
             count = settings()["train_iters"].parse(words[1], words[0])
             line.put(f"--{part.replace('_', '-')}-samples", str(count * batch))
     line.notes.append("note: the batch changes, so the learning rate follows samples, as in Megatron")
+
+
+def _largest_batch(line: Line) -> int | None:
+    """Samples of the largest step, where steps change; None: they do not, or --global-batch-size is missing."""
+    if "step_batch_size_schedule" in line.words:
+        pairs = line.words["step_batch_size_schedule"][1]
+        length = line.number("seq_length") if "seq_length" in line.words else 1
+        return scheduled(DataConfig(step_batch_size_schedule=pairs, seq_length=length)).largest
+    ramp = "rampup_batch_size" in line.words and "global_batch_size" in line.words
+    return line.number("global_batch_size") if ramp else None
+
+
+def _recompute(line: Line) -> None:
+    if "--moe-layer-recompute" in line.given and line.given.get("--recompute-granularity") == ["full"]:
+        line.problems.append("--moe-layer-recompute beside --recompute-granularity full, which repeats experts too")
 
 
 def _requirements(line: Line) -> None:
