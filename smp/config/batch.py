@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
+from smp.config.fields import given, require
+from smp.config.layout import Layout
 from smp.config.schema import ConfigError, DataConfig
 
 _FACTORS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -94,6 +97,21 @@ class BatchSizes:
         left_out = texts[_SHOWN - 1 : -1] if len(texts) > _SHOWN else []
         shown = texts if not left_out else [*texts[: _SHOWN - 1], f"({len(left_out)} more)", texts[-1]]
         return [f"global batch size: {', '.join(shown)}"]
+
+
+def check_batch_sizes(data: DataConfig, layout: Layout, sizes: Iterable[int]) -> None:
+    """Refuse sizes that are no whole number of micro-batches. A run that resumes with more processes may have passed
+    those that do not suit them, so it looks at what is ahead of it once it knows where it is."""
+    table, each = data.step_batch_size_schedule, data.micro_batch_size * layout.data_parallel
+    changing = "".join(given(data, "rampup_batch_size", "step_batch_size_schedule"))
+    for size in sizes:
+        own = size == data.global_batch_size and table is None  # else that flag need not be given
+        require(
+            size % each == 0,
+            f"{'--global-batch-size' if own else f'{changing}: a batch of'} {size} is not divisible by "
+            f"--micro-batch-size {data.micro_batch_size} x {layout.data_parallel} data-parallel processes = {each}; "
+            "change one of them",
+        )
 
 
 def scheduled(data: DataConfig) -> BatchSizes:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from smp.config.batch import BatchSizes
+from smp.config.batch import BatchSizes, check_batch_sizes
 from smp.config.blend import parse_split
 from smp.config.context_parallel import check_context_parallel
 from smp.config.fields import entry_point_of, given, require, said_without_effect, settings, without_effect
@@ -305,22 +303,12 @@ def _check_batch(config: Config, layout: Layout) -> None:
         length <= model.max_position_embeddings,
         f"--seq-length {length} is above --max-position-embeddings {model.max_position_embeddings}; change one of them",
     )
-    may_be_behind = config.checkpoint.load is not None and not config.checkpoint.finetune
-    check_batch_sizes(data, layout, [batch] if may_be_behind else [batch, *BatchSizes.of(data).ahead()])
-
-
-def check_batch_sizes(data: DataConfig, layout: Layout, sizes: Iterable[int]) -> None:
-    """Refuse sizes that are no whole number of micro-batches. A run that resumes with more processes may have passed
-    those that are too small for them, so it looks at what is ahead of it once it knows where it is."""
-    changing = given(data, "rampup_batch_size", "step_batch_size_schedule")
-    for size in sizes:
-        flag = "--global-batch-size" if size == data.global_batch_size else f"{''.join(changing)}: a batch of"
-        each = data.micro_batch_size * layout.data_parallel
-        require(
-            size % each == 0,
-            f"{flag} {size} is not divisible by --micro-batch-size {data.micro_batch_size} x {layout.data_parallel} "
-            f"data-parallel processes = {each}; change one of them",
-        )
+    evaluates = config.training.eval_interval is not None or data.test_data_path is not None
+    if evaluates or layout.pp > 1:  # evaluation and the plan of a pipeline are of the largest batch all the time
+        check_batch_sizes(data, layout, [batch])
+    sizes, may_resume = BatchSizes.of(data), config.checkpoint.load is not None and not config.checkpoint.finetune
+    # The last one is ahead of every run; ``may_resume`` has others checked once it is known whether they are.
+    check_batch_sizes(data, layout, [sizes.parts[-1][1]] if may_resume else sizes.ahead())
 
 
 def _check_schedule(optim: OptimizerConfig) -> None:

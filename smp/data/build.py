@@ -65,8 +65,10 @@ def build_datasets(data: DataConfig, vocab_size: int, seed: int) -> Datasets:
         fractions = parse_split(data.split)
         ranges = [split_documents(corpus.dataset.num_documents, fractions) for corpus in group]
         train, valid = (_blend(group, [split[i] for split in ranges], required=i == 0) for i in range(2))
-        test = None  # the third part of --split is left for after training
+        corpora, test = [group], None  # the third part of --split is left for after training
     assert train is not None
+    # Once, whatever number of parts are of one file.
+    train.notes[:0] = dict.fromkeys(line for group in corpora for corpus in group for line in corpus.notes)
     return Datasets(train, valid, test)
 
 
@@ -91,7 +93,9 @@ class _Corpus:
             check_integers(remote)
             self.dataset, self.contents, self.notes = remote, remote.contents(), remote.notes
             return
-        prefix = tokenized(part.path, data, self.cache) if is_text(part.path) else part.path
+        prefix: Path | str = part.path
+        if is_text(part.path):
+            prefix, self.notes = tokenized(part.path, data, self.cache)
         self.dataset = IndexedDataset(prefix)
         self.contents = contents_of(self.dataset, self.cache)
         check_vocabulary(self.dataset, self.contents, vocab_size)
@@ -109,7 +113,7 @@ class _Corpus:
 def _blend(corpora: Sequence[_Corpus], ranges: Sequence[range], required: bool = True) -> BlendedDataset | None:
     """Those ranges of documents as one; None when there is nothing. What is not required may lack data sets that are
     too small for a sample."""
-    sources, shares, notes = [], [], [line for corpus in corpora for line in corpus.notes]
+    sources, shares, notes = [], [], []
     for corpus, documents in zip(corpora, ranges, strict=True):
         source = corpus.source(documents)
         if required:

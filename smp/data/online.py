@@ -21,8 +21,9 @@ _LARGE = 1 << 24
 """Bytes from which on more than one process is worth its start."""
 
 
-def tokenized(path: str, data: DataConfig, cache: NodeCache) -> Path:
-    """Prefix of the dataset that holds the documents of a text file, each with the end-of-document token.
+def tokenized(path: str, data: DataConfig, cache: NodeCache) -> tuple[Path, list[str]]:
+    """Prefix of the dataset that holds the documents of a text file, each with the end-of-document token; and what to
+    tell the user, of a dataset that was there before, too.
 
     The first process of a node makes it, with all cores; the others wait for it.
 
@@ -43,13 +44,12 @@ def tokenized(path: str, data: DataConfig, cache: NodeCache) -> Path:
     # Everything that the tokens depend on is in the name, so nothing stale is ever found.
     stands_for = f"{name} {size} {state} {key}"
     prefix = cache.folder / f"{source.name}-{xxhash.xxh3_64_hexdigest(stands_for.encode())}"
-    finished = dataset_paths(prefix)
+    finished, notes = dataset_paths(prefix), of_size_only({str(source): state})
     if finished[1].exists():
-        return prefix
+        return prefix, notes
     with cache.locked():
         if not finished[1].exists():
-            for line in [f"tokenizing {source} into {prefix}", *of_size_only({str(source): state})]:
-                print(line, file=sys.stderr)
+            print(f"tokenizing {source} into {prefix}", file=sys.stderr)
             # A name of this node: another one that shares the folder works in its own.
             own = str(cache.folder / f".{prefix.name}.{socket.gethostname()}")
             encoder = Encoder(data.tokenizer_model, ("text",), True, data.tiktoken_pattern)
@@ -62,4 +62,4 @@ def tokenized(path: str, data: DataConfig, cache: NodeCache) -> Path:
             # A node that shares the folder makes the same bytes. Renaming over them takes them away from nobody.
             for made, final in zip(dataset_paths(own), finished, strict=True):
                 made.replace(final)
-    return prefix
+    return prefix, notes

@@ -119,7 +119,8 @@ class SelfAttention(nn.Module):
     Shapes: (tokens [/p], hidden) -> the same.
 
     Raises:
-        ValueError: for sizes that do not divide; on use, where dropout in training mode lacks key or ``token_index``.
+        ValueError: for sizes that do not fit together; on use, where dropout in training mode lacks key or
+            ``token_index``.
     """
 
     def __init__(
@@ -150,6 +151,8 @@ class SelfAttention(nn.Module):
         self.head_dim = head_dim or hidden_size // num_heads
         if spec.window is not None and not spec.causal:
             raise ValueError("a sliding window needs causal attention")
+        if spec.alibi_heads not in (None, num_heads):
+            raise ValueError(f"ALiBi's slopes of {spec.alibi_heads} heads are not those of {num_heads} heads")
         self.sequence_parallel = context.sequence_parallel
         self.kernels, self.query_key, self.chunk = kernels, query_key, chunk
         width, kv_width = num_heads * self.head_dim, groups * self.head_dim

@@ -16,8 +16,8 @@ from torch import nn
 from tqdm import tqdm
 
 from smp.config import Config, ConfigError, Layout
-from smp.config.batch import BatchSizes
-from smp.config.checks import check_batch_sizes, notes_on_effects
+from smp.config.batch import BatchSizes, check_batch_sizes
+from smp.config.checks import notes_on_effects
 from smp.config.credentials import without_credentials
 from smp.data.build import Datasets
 from smp.data.loader import BatchLoader, ReadBatch

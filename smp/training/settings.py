@@ -9,8 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from smp.checkpoint.entries import CheckpointError
+from smp.checkpoint.latest import find
+from smp.checkpoint.manifest import MANIFEST
 from smp.config import Config, ConfigError, Layout, LoggingConfig, check_files, load_config, resolve
+from smp.config.batch import BatchSizes, check_batch_sizes
 from smp.config.cli import FROM_MEGATRON
+from smp.config.command import in_one_line
 from smp.config.credentials import without_credentials
 from smp.config.fields import flag_of, given, require
 from smp.config.megatron.translate import translate
@@ -28,6 +33,7 @@ def read_settings(argv: list[str], presets: Mapping[str, Mapping[str, Any]], wor
     _check_architecture(config)
     require(not config.model.scalar_head, f"--load {config.checkpoint.load} is a reward model: finetune.py trains it")
     layout = Layout.from_config(config.parallel, world_size)
+    _check_first_batches(config, layout)
     if layout.pp > 1:
         # Only to be refused here: a layout that does not fit should not cost the start of a thousand processes.
         plans_by_size(config, layout)
@@ -62,6 +68,21 @@ def _check_architecture(config: Config) -> None:
     for name, value in found.items():
         if asked[name] != value and name != "mtp_num_layers":  # whose weights are read if they are asked for
             raise ConfigError(f"--load {load} is a model with {flag_of(name)} {value}, this run has {asked[name]}")
+
+
+def _check_first_batches(config: Config, layout: Layout) -> None:
+    """Check all sizes of a batch that changes where --load, as that of a first start, finds nothing to go on from."""
+    sizes, load = BatchSizes.of(config.data), config.checkpoint.load
+    if load is None or sizes.constant:
+        return
+    folder = config.checkpoint.save if load == "auto" else load
+    assert folder is not None, "checked before: --load auto needs --save"
+    try:
+        resumes = find(folder).size(MANIFEST) is not None
+    except (CheckpointError, OSError) as error:
+        raise ConfigError(f"--load {load}: {in_one_line(error)}") from error
+    if not resumes:
+        check_batch_sizes(config.data, layout, sizes.ahead())
 
 
 def _with_vocabulary(config: Config) -> Config:

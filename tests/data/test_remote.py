@@ -21,6 +21,7 @@ from smp.data.indexed_dataset import IndexedDatasetWriter
 from smp.data.remote import RemoteDataset, RemoteError, RemoteFile, expand, of_size_only
 from smp.data.text_files import expand_paths, read_chunks
 from smp.data.tuning.files import parse, read_records
+from tests.training.tiny_hf import write_tokenizer
 
 fsspec = pytest.importorskip("fsspec")
 ROWS = [{"text": f"document {i}", "n": str(i)} for i in range(5)]
@@ -225,6 +226,27 @@ def test_a_store_that_tells_only_sizes_is_warned_of(
     monkeypatch.setattr(type(store), "info", lambda *a, **k: {"size": of_the_store(*a, **k)["size"]})
     untold = RemoteDataset("memory://b/x", 50, NodeCache(tmp_path / "cache")).notes
     assert told == [] and "memory://b/x.bin (and 1 more) has no ETag or time" in untold[0] and len(untold) == 1
+
+
+def test_the_text_of_such_a_store_is_warned_of_once_in_every_run(
+    store: fsspec.AbstractFileSystem, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    put(store, "/b/x.jsonl", b"".join(b'{"text": "many words of a text"}\n' for _ in range(40)))
+    write_tokenizer(tmp_path)
+    data = DataConfig(
+        data_path="memory://b/x.jsonl",
+        data_cache_path=str(tmp_path / "cache"),
+        tokenizer_model=str(tmp_path / "tokenizer.json"),
+        split="1,1,0",
+        seq_length=8,
+    )
+    of_the_store = type(store).info
+    monkeypatch.setattr(type(store), "info", lambda *a, **k: {"size": of_the_store(*a, **k)["size"]})
+    for run in ("makes the tokens", "finds the tokens"):
+        train, valid, _ = build_datasets(data, 300, 0)
+        assert valid is not None
+        (line,) = train.notes + valid.notes
+        assert line.startswith("WARNING: memory://b/x.jsonl has no ETag or time"), run
 
 
 def test_files_of_a_pattern_have_urls_that_lead_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,6 +208,7 @@ def test_dropout_keeps_the_mean_over_keys() -> None:
         ((16, 8), {"num_groups": 3}, "8 heads do not split over 4 ranks and 3 key/value heads"),
         ((48, 24), {"num_groups": 6}, "12 outputs in 6 parts cannot be shared by 4 ranks"),
         ((16, 8), {"spec": AttentionSpec(window=3, causal=False)}, "a sliding window needs causal attention"),
+        ((16, 8), {"spec": AttentionSpec(alibi_heads=4)}, "ALiBi's slopes of 4 heads are not those of 8 heads"),
     ],
 )
 def test_impossible_heads_are_named(arguments: tuple[int, int], options: dict[str, Any], message: str) -> None:

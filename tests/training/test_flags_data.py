@@ -9,11 +9,13 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import pretrain_gpt
 from smp.data.indexed_dataset import IndexedDatasetWriter
 from smp.data.mock_dataset import MockDataset
 from tests.training.flag_runs import Run, Runs, Watched, proves, run_here
@@ -306,6 +308,29 @@ def test_sizes_that_are_too_small_for_the_processes_may_be_behind_a_resume(runs:
     refused = run_here(early.folder, flags + grown)
     assert refused.code == 2
     assert "--step-batch-size-schedule 0:2 68:4: a batch of 2 is not divisible" in refused.errors[0]
+
+
+def test_sizes_that_are_too_large_for_the_processes_may_be_behind_a_resume(runs: Runs) -> None:
+    flags = "--global-batch-size none --step-batch-size-schedule 0:6 102:4 --save ckpt --load auto "
+    first = runs.fresh(flags + "--train-iters 1")
+    grown = "--micro-batch-size 4 --train-iters 2"
+    assert run_here(first.folder, flags + grown).records("global batch size") == [6, 4]
+    refused = run_here(first.folder, flags + grown + " --eval-interval 2 --eval-iters 1")  # with batches of 6
+    assert refused.code == 2 and "--step-batch-size-schedule 0:6 102:4: a batch of 6 is not" in refused.errors[0]
+
+
+@pytest.mark.parametrize("load", ["--load auto --save ckpt", "--load nowhere --no-exit-on-missing-checkpoint"])
+@pytest.mark.parametrize(("schedule", "size"), [("0:2,68:4", 2), ("0:6,68:4", 6), ("0:4,68:6", 6)])
+def test_a_first_start_checks_all_sizes_before_it_begins(
+    load: str, schedule: str, size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --vocab-size 9 --seq-length 17 --mock-data"
+    words = f"{model} {load} --step-batch-size-schedule {schedule} --micro-batch-size 4 --dry-run".split()
+    assert pretrain_gpt.main(words) == 2
+    said = f"error: --step-batch-size-schedule {schedule}: a batch of {size} is not divisible by --micro-batch-size 4"
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_blend_changed_on_resume_repeats_nothing(runs: Runs, corpora: Path) -> None:
