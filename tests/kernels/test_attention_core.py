@@ -107,7 +107,7 @@ def check(core: Any, layout: TokenLayout, spec: AttentionSpec, heads: int = 4, g
         assert got.isneginf().any() or got.isfinite().all(), name
         finite = [x.masked_fill(exact.isneginf(), 0.0) for x in (got, exact)]
         # Of one score softmax has no gradient. What is left is rounding, of eps times the norm of what there is.
-        none = spec.window == 1 and name in "qk"
+        none = name in "qk" and bool((seen(layout, spec).sum(-1) <= 1).all())
         floor = torch.finfo(got.dtype).eps * want[4].norm().item() if none else 0.0
         assert error(*finite) < bound + floor, (name, error(*finite))
     assert got.dtype == tensors[0].dtype
