@@ -217,7 +217,7 @@ def plan(argv: Sequence[str] | None) -> None:
     best = fitting[: given.top]
     how = "predicted from times of what they call" if given.gpu == CPU else "predicted, not measured"
     print(f"{len(fitting)} of {tried} layouts fit; {how}:\n{table(best, device)}")
-    print(f"\nThe first one, without data and --train-iters:\n{command(given, flags, best[0], device)}")
+    print(f"\nCommand of the first layout; add data and --train-iters:\n{command(given, flags, best[0], device)}")
     if given.output:
         draw(best, given.output)
 
