@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from smp.config import Config, Layout, ModelConfig
 from smp.config.moe import has_experts
@@ -174,9 +173,7 @@ def estimate_memory(
     )
 
 
-def _weights_at_moments(
-    config: Config, layout: Layout, share: _Share, gathered: int, tuned: Tuned
-) -> dict[Literal["at_loss", "in_blocks", "in_first"], int]:
+def _weights_at_moments(config: Config, layout: Layout, share: _Share, gathered: int, tuned: Tuned) -> dict[str, int]:
     """Bytes of ``gathered``: FSDP has one block when the loss has the ends (two, if experts are units of their own),
     and then two without them. Cast weights go with their block."""
     b = 2 if config.parallel.bf16 else 4
@@ -197,7 +194,7 @@ def _weights_at_moments(
 
 def _gradients_at_moments(
     config: Config, layout: Layout, share: _Share, gradients: int, shards: int, adapters: int
-) -> dict[Literal["gradients", "waiting", "late", "head", "block", "own", "ends"], int]:
+) -> dict[str, int]:
     """Bytes of gradients that are whole, and of all. A pipeline adds them up in fp32 until its step ends; FSDP has one
     unit's on its way to its reduction, in fp32, while the next one's comes in compute precision."""
     b, data = 2 if config.parallel.bf16 else 4, config.data
@@ -206,7 +203,7 @@ def _gradients_at_moments(
     vocabulary, ends = (0, 0) if adapters else (share.vocabulary, share.ends if share.further else share.vocabulary)
     found = {"gradients": gradients, "waiting": gradients, "late": 0, "own": b * block}
     if layout.pp > 1:
-        return found | {"head": b * block, "block": 0, "ends": 4 * max(block, ends)}  # type: ignore[return-value]
+        return found | {"head": b * block, "block": 0, "ends": 4 * max(block, ends)}
     untied = vocabulary * config.model.untie_embeddings_and_output_weights
     if not accumulates:
         # beside two gathered blocks, the gradients of two are still to come
@@ -214,9 +211,9 @@ def _gradients_at_moments(
         first = sum(_elements(block_parameters(config.model, i), replace(layout, ep=1, etp=None)) for i in two)
         found |= {"waiting": 0, "late": 0 if adapters else 4 * (first + untied) // shards}
     if not layout.has_fsdp:
-        return found | {"head": 4 * vocabulary, "block": 0, "ends": (b % 4) * vocabulary}  # type: ignore[return-value]
+        return found | {"head": 4 * vocabulary, "block": 0, "ends": (b % 4) * vocabulary}
     reduced = {"head": 4 * ends, "block": 4 * block, "ends": (b + 4) * max(vocabulary, ends)}
-    return found | reduced  # type: ignore[return-value]
+    return found | reduced
 
 
 @dataclass(frozen=True)
