@@ -1,0 +1,110 @@
+"""Flags of Megatron-LM's that say the model and depend on other flags.
+
+Each function takes a :class:`Line`, reads what was given, and puts this project's flags into the result.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from smp.config.megatron.line import Line, leave
+
+
+def positions(line: Line) -> None:
+    if "--no-position-embedding" in line.given and not line.says("position_embedding_type", "rope"):
+        line.put("--position-embedding-type", "none")
+
+
+def heads(line: Line) -> None:
+    if "--multi-latent-attention" in line.given:
+        leave(line, ("kv_channels",), "--multi-latent-attention has widths of its own")
+    if line.says("moe_router_score_function", "sigmoid"):
+        leave(line, ("moe_router_pre_softmax",), "sigmoid scores have no softmax")
+    groups = line.one("--num-query-groups")
+    if "--group-query-attention" in line.given:
+        line.put("--num-query-groups", groups or "1")
+    elif groups is not None:
+        line.left_out.append(f"--num-query-groups {groups} (without --group-query-attention)")
+
+
+def window(line: Line) -> None:
+    if "--window-size" not in line.given:
+        return
+    text = " ".join(line.given["--window-size"])
+    sides = [int(number) for number in re.findall(r"-?\d+", text)]
+    if len(sides) != 2 or sides[1] not in (0, -1):
+        line.problems.append(f"--window-size {text}: a token sees itself and tokens before it: give Megatron's (n-1,0)")
+    elif sides[0] >= 0:
+        line.put("--window-size", str(sides[0] + 1))
+
+
+def gelu(line: Line) -> None:
+    """Megatron's GELU with a fused bias, which is its default, is the tanh approximation."""
+    plain = line.says("swiglu") is False and not line.says("squared_relu")
+    fused = "--no-bias-gelu-fusion" not in line.given and not line.says("disable_bias_linear")
+    if plain and (fused or "--openai-gelu" in line.given) and "tanh_gelu" not in line.words:
+        line.put("--tanh-gelu")
+
+
+def query_norm(line: Line) -> None:
+    if "--qk-layernorm" not in line.given:
+        return
+    line.put("--qk-layernorm")
+    if not line.says("normalization", "RMSNorm"):
+        line.problems.append("--qk-layernorm: here it is RMSNorm; give --normalization RMSNorm")
+
+
+def latent_yarn(line: Line) -> None:
+    """Megatron's RoPE beside latent attention is YaRN, which with its default factor of 1 changes nothing."""
+    flags = ("--rope-type", "--rotary-scaling-factor", "--mscale", "--mscale-all-dim")
+    given = [f"{flag} {line.one(flag)}" for flag in flags if flag in line.given]
+    latent, kind = "--multi-latent-attention" in line.given, line.one("--rope-type")
+    factor = line.one("--rotary-scaling-factor") or "1.0"
+    if kind not in (None, "rope", "yarn"):
+        line.problems.append(f"--rope-type {kind}: give rope or yarn")
+    elif not all(_is_number(line.one(flag) or "1") for flag in flags[1:]):
+        line.problems.append(f"{', '.join(given)}: numbers")
+    elif latent and kind == "rope" and float(factor) > 1 and float(line.one("--mscale-all-dim") or 0):
+        line.problems.append(
+            "--rope-type rope with --rotary-scaling-factor and --mscale-all-dim: Megatron scales attention by them "
+            "although RoPE is not scaled; give --softmax-scale"
+        )
+    elif not latent or kind == "rope" or float(factor) == 1:
+        why = "YaRN by a factor of 1 changes nothing" if latent and kind != "rope" else "there is no YaRN to set up"
+        line.left_out += [f"{words} ({why})" for words in given]
+    else:
+        line.put("--use-rope-scaling", "--rope-scaling-type", "yarn", "--rope-scaling-factor", factor)
+        line.put("--rope-original-max-position", "4096")  # a constant of Megatron's
+        weight, of_all = (float(line.one(flag) or other) for flag, other in (("--mscale", 1), ("--mscale-all-dim", 0)))
+        if weight and of_all:
+            line.put("--yarn-mscale", str(weight), "--yarn-mscale-all-dim", str(of_all))
+        elif of_all:
+            line.problems.append(f"--mscale 0 beside --mscale-all-dim {of_all}: give both or none")
+        else:
+            line.put("--yarn-attention-factor", repr(0.1 * weight * math.log(max(1.0, float(factor))) + 1.0))
+
+
+def experts(line: Line) -> None:
+    """Megatron takes a negative capacity for none, and passes over the coefficient of a loss that there is not."""
+    if (line.one("--moe-expert-capacity-factor") or "").startswith("-"):
+        leave(line, ("moe_expert_capacity_factor",), "no capacity")
+    if line.says("moe_router_load_balancing_type", "none"):
+        leave(line, ("moe_aux_loss_coeff",), "without a loss of balance")
+
+
+def recompute(line: Line) -> None:
+    if "--moe-layer-recompute" in line.given and line.given.get("--recompute-granularity") == ["full"]:
+        line.problems.append("--moe-layer-recompute beside --recompute-granularity full, which repeats experts too")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+BEFORE_DEFAULTS = (positions, heads, window, latent_yarn, experts)
+AFTER_DEFAULTS = (gelu, query_norm, recompute)
+"""These ask for settings that a line may leave to Megatron's defaults."""
