@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -85,27 +86,10 @@ def transform(
     _check_types(model, dtype, rows)
     tp = Group.of(state.tp_mesh)
     verify = bool(rows) if verify is None else verify
-
-    layers: list[str] = []
-
-    def decide() -> Plan:
-        if verify and (load_state_dict_from_rank0 or any(parameter.is_meta for parameter in model.parameters())):
-            raise ConfigError("verify needs the weights: not with load_state_dict_from_rank0, nor on the meta device")
-        experts.check_config(adapters.base_of(model)[0], config)
-        check_untouched(model)
-        context.check(model, cp_comm_type)
-        _check_optimizers(model)
-        _check_device(model, device, load_state_dict_from_rank0)
-        if tp.size == 1:
-            adapters.check(model)  # saved as with several ranks
-            check_given(model, rows or {}, rows or {})
-        plan = _plan(model, rows, tp)
-        check_loss(model, loss, tp.size, plan)
-        if tp.size > 1 and state.settings.sequence_parallel:
-            layers.append(sequence.check(model, plan))
-        return plan
-
-    plan = on_all_or_none(decide, ConfigError, "smp.transform")
+    check = partial(
+        _decide, model, tp, rows or {}, loss, cp_comm_type, config, device, load_state_dict_from_rank0, verify
+    )
+    plan, layers = on_all_or_none(check, ConfigError, "smp.transform")
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     weights.check_alike(model, compare=not load_state_dict_from_rank0 and not on_meta)
     expected = Expected.of(model) if verify else None
@@ -133,7 +117,36 @@ def transform(
     return model
 
 
-def _plan(model: nn.Module, rows: Mapping[str, str] | None, tp: Group) -> Plan:
+def _decide(
+    model: nn.Module,
+    tp: Group,
+    rows: Mapping[str, str],
+    loss: str,
+    cp_comm_type: str,
+    config: experts.MoEConfig | None,
+    device: torch.device | str | None,
+    from_rank0: bool,
+    verify: bool,
+) -> tuple[Plan, list[str]]:
+    """What will be done to each module, and the name of the stack of layers that takes part of a sequence, if any. All
+    that can be refused is refused here, before anything is changed."""
+    if verify and (from_rank0 or any(parameter.is_meta for parameter in model.parameters())):
+        raise ConfigError("verify needs the weights: not with load_state_dict_from_rank0, nor on the meta device")
+    experts.check_config(adapters.base_of(model)[0], config)
+    check_untouched(model)
+    context.check(model, cp_comm_type)
+    _check_optimizers(model)
+    _check_device(model, device, from_rank0)
+    if tp.size == 1:
+        adapters.check(model)  # saved as with several ranks
+        check_given(model, rows, rows)
+    plan = _plan(model, rows, tp)
+    check_loss(model, loss, tp.size, plan)
+    split = tp.size > 1 and state.settings.sequence_parallel
+    return plan, [sequence.check(model, plan)] if split else []
+
+
+def _plan(model: nn.Module, rows: Mapping[str, str], tp: Group) -> Plan:
     if tp.size > 1:
         return make_plan(model, rows, tp.size, tp.rank, state.ep_size)
     return make_expert_plan(model, rows, state.ep_size) if state.ep_size > 1 else Plan()
