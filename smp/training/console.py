@@ -211,6 +211,7 @@ def short_line(
         metrics: what the objective measures besides.
     """
     last = config.training.train_iters or iteration
+    changing = config.data.rampup_batch_size is not None or config.data.step_batch_size_schedule is not None
     left = timedelta(seconds=round((last - iteration) * record["seconds per iteration"]))
     parts = [
         f" [{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {iteration}/{last}",
@@ -218,6 +219,7 @@ def short_line(
         f"lm loss: {record['lm loss']:.6E}",
         f"grad norm: {record['grad norm']:.3f}",
         f"learning rate: {record['learning rate']:.3E}",
+        *([f"global batch size: {record['global batch size']:.0f}"] if changing else []),
         *([f"skipped: {record['skipped iterations']:.0f}"] if record["skipped iterations"] else []),
         f"left: {left}",
         f"tokens/s: {record['tokens/s']:.0f}",

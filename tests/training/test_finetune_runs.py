@@ -264,7 +264,11 @@ BAD: dict[str, tuple[str, str]] = {
         "without --dpo-loss-type sigmoid",
     ),
     "for orpo": ("--load {0} --data-path x --train-iters 1 --objective orpo --dpo-beta 0.3", "--objective dpo"),
-    "template": ("--load {0} --data-path {0}/sft.jsonl --train-iters 1 --chat-template {0}/gone", "cannot be read"),
+    "template": ("--load {0} --data-path {0}/sft.jsonl --train-iters 1 --chat-template {0}/gone", "error: --chat"),
+    "template's text": (
+        "--load {0} --data-path {0}/sft.jsonl --train-iters 1 --chat-template {0}/broken.jinja",
+        "broken.jinja: the chat template is not valid",
+    ),
     "validation": (f"{ONE} --eval-interval 1 --split 999,1,0", "leaves none of 60 samples for validation"),
     "one to validate kto": (
         "--load {0} --data-path {0}/kto.jsonl --train-iters 1 --objective kto --eval-interval 1 --split 59,1,0",
@@ -278,6 +282,7 @@ BAD: dict[str, tuple[str, str]] = {
 def test_what_cannot_work_is_one_line(folder: Path, case: str) -> None:
     text, why = BAD[case]
     (folder / "logs").mkdir(exist_ok=True)
+    (folder / "broken.jinja").write_text("{% for")
     (folder / "megatron").mkdir(exist_ok=True)
     (folder / "megatron" / "latest_checkpointed_iteration.txt").write_text("10")
     code, _, err = command(folder, text.format(folder) + " --no-tensorboard --no-progress-bar")

@@ -49,6 +49,9 @@ def test_no_line_is_longer_whatever_is_measured() -> None:
     assert "left: 10416 days, 16:00:00 |" in line and "skipped: 1" in line
     usual = short_line(config, 5, RECORD | {"skipped iterations": 0}, 1.0)
     assert len(usual) <= LONGEST and "skipped" not in usual
+    assert "global batch size" not in usual, "it does not change"
+    growing = Config(data=DataConfig(global_batch_size=256, rampup_batch_size="2 2 6"))
+    assert f"global batch size: {RECORD['global batch size']:.0f} |" in short_line(growing, 5, RECORD)
     measured = short_line(config, 5, RECORD | {"skipped iterations": 0}, None, metrics)
     assert "rewards of kind 0: 1.0000" in measured and "tokens/s: " in measured, "speed is in every line"
 

@@ -56,9 +56,8 @@ def read_data(config: Config, tokenizer: TuningTokenizer) -> TuningData:
     data, pairs, labelled = config.data, config.has_pairs, config.has_labels
     assert data.seq_length is not None and config.model.vocab_size is not None and data.data_path is not None
     assert data.packing is not None and data.packing != "stream", "filled in before"
+    encoder = Encoder(tokenizer, _template(data.chat_template, tokenizer), mask_prompt=data.mask_prompt)
     try:
-        template = _template(data.chat_template, tokenizer)
-        encoder = Encoder(tokenizer, template, mask_prompt=data.mask_prompt)
         samples, report = collect(
             read_records(shlex.split(data.data_path)),
             encoder.pair if pairs else encoder.labelled if labelled else encoder.sample,
@@ -90,14 +89,14 @@ def read_data(config: Config, tokenizer: TuningTokenizer) -> TuningData:
 
 
 def _template(path: str | None, tokenizer: TuningTokenizer) -> ChatTemplate | None:
-    if path is None:
-        source = tokenizer.template
-    else:
-        try:
-            source = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--chat-template {path} cannot be read: {error}") from error
-    return None if source is None else ChatTemplate(source, tokenizer.template_tokens)
+    try:
+        source = tokenizer.template if path is None else Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template {path} cannot be read: {error}") from error
+    try:
+        return None if source is None else ChatTemplate(source, tokenizer.template_tokens)
+    except ValueError as error:
+        raise ConfigError(f"--chat-template {path}: {error}" if path else f"the tokenizer's: {error}") from error
 
 
 def _described(name: str, part: Sequences) -> str:

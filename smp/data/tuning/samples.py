@@ -67,6 +67,7 @@ class Report:
         truncated: texts that were cut at the sequence length.
         desirable: samples whose label says so; None: labels are not read.
         labels: samples with a label that is not read.
+        equal: pairs whose two answers are the same.
         bad: (where, why) of samples that were left out.
     """
 
@@ -77,6 +78,7 @@ class Report:
     truncated: int = 0
     desirable: int | None = None
     labels: int = 0
+    equal: int = 0
     bad: list[tuple[str, str]] = field(default_factory=list)
 
     def lines(self) -> list[str]:
@@ -91,6 +93,8 @@ class Report:
             notes = [f"labels: {self.desirable:,} desirable, {self.used - self.desirable:,} undesirable"]
         elif self.labels:
             notes = [f"note: {self.labels:,} samples have a label, which this --objective does not read"]
+        if self.equal:
+            notes.append(f"note: {self.equal:,} pairs have two equal answers: nothing is learned by comparing them")
         more = [f"  and {len(self.bad) - _NAMED:,} more"] if len(self.bad) > _NAMED else []
         return [text, *notes, *(f"  dropped {where}: {why}" for where, why in self.bad[:_NAMED]), *more]
 
@@ -130,6 +134,7 @@ def collect(
         report.used += 1
         report.labels += "label" in content
         report.truncated += cut
+        report.equal += len(found) == 2 and np.array_equal(found[0][0], found[1][0])
         texts += found
     _check(report, threshold)
     lengths = np.array([len(ids) for ids, _ in texts], np.int64)

@@ -97,6 +97,16 @@ def test_bad_samples_are_counted_and_named(tmp_path: Path) -> None:
         collect(read_records([str(path)]), encode, threshold=1.0, **options)
 
 
+def test_pairs_of_equal_answers_are_counted() -> None:
+    def pair(record: dict[str, Any]) -> list[Encoded]:
+        return [*encode({"n": record["a"]}), *encode({"n": record["b"]})]
+
+    records = [(f"a.jsonl:{i}", {"a": a, "b": b}) for i, (a, b) in enumerate([(4, 5), (6, 6), (4, 4)])]
+    _, report = collect(records, pair, seq_length=10, vocab_size=99, threshold=0.0)
+    assert report.used == 3 and report.equal == 2
+    assert "note: 2 pairs have two equal answers: nothing is learned by comparing them" in report.lines()
+
+
 def made(lengths: list[int]) -> Samples:
     """Texts with tokens 100 x text + place, the first two of each not trained."""
     tokens = np.concatenate([100 * i + np.arange(n) for i, n in enumerate(lengths)]).astype(np.int32)
