@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from smp.config.schema import ConfigError
 
@@ -116,17 +117,29 @@ def install(model: nn.Module) -> None:
 
 
 def _merge(layer: Any, model: nn.Module, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
+    fsdp2 = any(isinstance(module, FSDPModule) for module in model.modules())
+    if fsdp2 or not all(_is_whole_matrix(part) for part in _parts(layer)):
         raise ConfigError(
-            "adapters in a model that fully_shard has sharded are not merged: save_pretrained writes them; merge them "
+            "adapters in a model that FSDP has sharded are not merged: save_pretrained writes them; merge them "
             "in a model that is not sharded"
         )
-    if safe_merge:
+    if safe_merge and any(isinstance(parameter, DTensor) for parameter in layer.parameters()):
         raise ConfigError(
             "safe_merge=True puts another tensor under the weight, and the part that a rank has would stay as it was: "
             "merge without it"
         )
     type(layer).merge(layer, safe_merge, adapter_names)
+
+
+def _parts(layer: Any) -> list[Any]:
+    """The linear layers of an adapted one."""
+    return [layer.get_base_layer(), *layer.lora_A.values(), *layer.lora_B.values()]
+
+
+def _is_whole_matrix(linear: Any) -> bool:
+    """FSDP1 leaves a piece of a flat tensor in a weight's place, or no parameter at all: two pieces of equal size would
+    multiply to one number."""
+    return isinstance(linear.weight, nn.Parameter) and linear.weight.ndim == 2
 
 
 def _is_peft(model: Any) -> bool:

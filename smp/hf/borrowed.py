@@ -14,7 +14,8 @@ from torch import nn
 from smp.config.schema import ConfigError
 from smp.hf.rows import REPLICATE, SUMMED
 
-_NOT_ITS_KIND = r"\b(?!\.(?:dtype|device|shape|size|dim|ndim)\b)"
+_KIND = ("dtype", "device", "shape", "size", "dim", "ndim")
+_NOT_ITS_KIND = rf"\b(?!\.(?:{'|'.join(_KIND)})\b)"
 """After a tensor's name: its numbers are wanted, not what is known of it without them."""
 Borrowed = tuple[tuple[Any, str], ...]
 
@@ -54,13 +55,22 @@ def _check_depth(model: nn.Module, placed: Collection[str]) -> None:
     """No forward pass reads a parameter of its module's grandchildren: it would get a DTensor."""
     for name, module in model.named_modules():
         source = _source(type(module).forward)
-        for path, parameter in re.findall(rf"\bself\.(\w+(?:\.\w+)+)\.(\w+){_NOT_ITS_KIND}", source):
-            full = f"{name}.{path}" if name else path
+        for child, parameter in _read_deeper(source):
+            full = f"{name}.{child}" if name else child
             if full in placed and parameter in model.get_submodule(full)._parameters:
                 raise ConfigError(
                     f"{full}: {type(module).__name__} reads its {parameter} from further up; smp.transform cannot cut "
                     "such a model"
                 )
+
+
+def _read_deeper(source: str) -> Iterator[tuple[str, str]]:
+    """(path, attribute) of what may be a grandchild's parameter: each beginning of ``self.a.b.weight.norm``."""
+    for chain in re.findall(r"\bself((?:\.\w+){3,})", source):
+        words = chain.split(".")[1:]
+        for end in range(2, len(words)):
+            if not set(words[end + 1 : end + 2]) & set(_KIND):
+                yield ".".join(words[:end]), words[end]
 
 
 def whole_parameters(steps: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from smp.config.layout import Layout
 from smp.config.schema import ConfigError
 from smp.hf.settings import DEGREES, NO_EFFECT, Settings, layout_of, read
-from smp.parallel.agree import gather
+from smp.parallel.agree import gather, on_all_or_none
 from smp.parallel.context import ParallelContext, build_context
 
 
@@ -257,12 +257,14 @@ def init(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> No
     """
     if is_initialized():
         raise ConfigError("smp.init was called already; smp.state.reset() forgets that")
-    settings, unused = read(config, state._set_before)
     if not dist.is_initialized():
         _make_process_group()
+    device_type = "cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()) else "cpu"
+    if device_type == "cuda" and not torch.cuda.is_initialized():
+        _use_own_gpu()  # NCCL sends what ranks compare from the current one
+    settings, unused = on_all_or_none(lambda: read(config, state._set_before), ConfigError, "smp.init")
     _check_same(settings)
     layout = layout_of(settings, dist.get_world_size())
-    device_type = "cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()) else "cpu"
     state._made = settings, build_context(layout, device_type)
     state._ranker = _make_ranker(layout)
     if dist.get_rank() == 0:
@@ -287,11 +289,15 @@ def _check_same(settings: Settings) -> None:
                 raise ConfigError(f"smp.init: {key} is {ranks[0][key]} on rank 0 and {value} on rank {rank}")
 
 
+def _use_own_gpu() -> None:
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+
+
 def _make_process_group() -> None:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if "RANK" in os.environ:
         if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            _use_own_gpu()
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

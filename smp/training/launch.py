@@ -39,8 +39,9 @@ def launch(config: Config, process: Process, make_parts: Callable[[], RunParts],
     parallel = config.parallel
     timeout, deterministic = parallel.distributed_timeout_minutes, config.training.deterministic_mode
     run: Run | None = None
+    name = f"rank {process.rank} on {socket.gethostname()}"
     try:
-        with naming(f"rank {process.rank} on {socket.gethostname()}", wrap=CollectiveError):
+        with naming(name, wrap=CollectiveError):
             device = start_process_group(process, timeout, deterministic)
             run = Run(make_parts(), process, device, StopSignal())
             # Before the first step: a file that cannot be written is said now, and not when training is over.
@@ -74,11 +75,23 @@ def launch(config: Config, process: Process, make_parts: Callable[[], RunParts],
         if run is not None:
             run.close(failed=outcome.status == "failed")
     _write_outcome(config, process, outcome, started=run is not None)
-    if outcome.status in ("done", "requeue"):
-        dist.barrier()  # gloo may still be handing back the last result, and aborts a process that exits meanwhile
+    if outcome.status in ("done", "requeue") and not _all_arrived(name, process.rank):
+        return 1
     if dist.is_initialized():
         dist.destroy_process_group()
     return {"done": 0, "requeue": 0, "failed": 1, "bad_config": 2}[outcome.status]
+
+
+def _all_arrived(name: str, rank: int) -> bool:
+    """Wait for the other ranks: gloo may still be handing them the last result, and aborts a process that exits
+    meanwhile. False, and said, if one is lost."""
+    try:
+        with naming(name, wrap=CollectiveError):
+            dist.barrier()
+    except CollectiveError as error:
+        report_own(str(error), rank)
+        return False
+    return True
 
 
 def _shown(recipe: str) -> str:

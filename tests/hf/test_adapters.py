@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import smp
 from smp.config import ConfigError
@@ -159,6 +159,23 @@ def _merged(rank: int, world_size: int, folder: str) -> tuple[float, float]:
     loaded = type(reference).from_pretrained(folder)
     assert _weights(loaded).keys() == _weights(reference).keys() and worst(_weights(loaded), _weights(model))[0] == 0
     return error, float((model(**data).logits - reference(**data).logits).abs().max())
+
+
+def _merged_inside_fsdp1(rank: int, world_size: int) -> None:
+    smp.compat.install()
+    smp.init({"tensor_parallel_degree": 1, "hybrid_shard_degree": 2})
+    model = smp.transform(_adapted("Qwen3", target_modules=["up_proj", "q_proj"]))
+    FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    with pytest.raises(ConfigError, match="save_pretrained writes them"):
+        model.merge_adapter()
+    alone = smp.transform(_adapted("Qwen3"))
+    before = alone(**batch(1)).logits
+    after = alone.merge_and_unload(safe_merge=True)(**batch(1)).logits  # nothing is cut, so peft's way works
+    assert float((after - before).abs().max()) <= 1e-5 < float((after - build("Qwen3")(**batch(1)).logits).abs().max())
+
+
+def test_adapters_that_fsdp1_has_flattened_are_not_merged() -> None:
+    run_distributed(_merged_inside_fsdp1, 2)
 
 
 def _weights(model: Any) -> dict[str, torch.Tensor]:

@@ -154,7 +154,26 @@ class _ReadsAGrandchild(transformers.LlamaForCausalLM):
         return self.lm_head(self.model(input_ids).last_hidden_state + self.model.embed_tokens.weight[0])
 
 
-def test_a_forward_pass_that_reads_a_weight_further_down_is_refused() -> None:
-    model = _ReadsAGrandchild(build("Llama").config)
-    with pytest.raises(ConfigError, match=r"model.embed_tokens: _ReadsAGrandchild reads its weight from further up"):
+class _CallsAMethodOfOne(transformers.LlamaForCausalLM):
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(self.model(input_ids).last_hidden_state * self.model.embed_tokens.weight.norm().item())
+
+
+class _TakesItsData(transformers.LlamaForCausalLM):
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(self.model(input_ids).last_hidden_state) + float(
+            self.model.embed_tokens.weight.data.abs().max()
+        )
+
+
+class _OnlyItsKind(transformers.LlamaForCausalLM):
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(self.model(input_ids).last_hidden_state.to(self.model.embed_tokens.weight.dtype))
+
+
+@pytest.mark.parametrize("kind", [_ReadsAGrandchild, _CallsAMethodOfOne, _TakesItsData])
+def test_a_forward_pass_that_reads_a_weight_further_down_is_refused(kind: Any) -> None:
+    model = kind(build("Llama").config)
+    with pytest.raises(ConfigError, match=rf"model.embed_tokens: {kind.__name__} reads its weight from further up"):
         make_plan(model, None, 2, 0)
+    make_plan(_OnlyItsKind(model.config), None, 2, 0)

@@ -132,6 +132,8 @@ def _mistakes(rank: int, world_size: int) -> dict[str, Any]:
     _refused("call smp.init(...) first", lambda: smp.transform(build("Llama")))
     other_keys = {"tensor_parallel_degree": 2 if rank else 1}
     _refused("tensor_parallel_degree is 1 on rank 0 and 2 on rank 1", lambda: smp.init(other_keys))
+    wrong_on_one = {"tensor_parallel_degree": "two" if rank else 1}
+    _refused("tensor_parallel_degree", lambda: smp.init(wrong_on_one))  # all ranks, and none waits
     smp.init({"tensor_parallel_degree": 2, "hybrid_shard_degree": 1, "random_seed": 1})
     assert smp.is_initialized()
     _refused("smp.init was called already", lambda: smp.init({}))

@@ -33,10 +33,10 @@ def test_nodes_and_links_are_read(tmp_path: Path) -> None:
 
 WRONG = {
     "no JSON": ("nodes: x", "Expecting value"),
-    "nodes twice": ('{"nodes": [[0, 1], [2, 3]], "nodes": [[0, 1, 2, 3]]}', "one of nodes, nodes is given twice"),
+    "nodes twice": ('{"nodes": [[0, 1], [2, 3]], "nodes": [[0, 1, 2, 3]]}', "(?<!, )nodes is given twice"),
     "a rate twice": (
         '{"inside": {"gbit_per_s": 1, "gbit_per_s": 2, "latency_us": 1}}',
-        "one of gbit_per_s, gbit_per_s, latency_us is given twice",
+        "(?<!, )gbit_per_s is given twice",
     ),
     "too deep": ("[" * 100_000, "recursion"),
     "of bytes": ("\x00\x01", "Expecting value"),
@@ -50,6 +50,9 @@ WRONG = {
     "half of the links": ({"between": LINK}, "a JSON object with nodes"),
     "a missing rank": ({"nodes": [[0, 1], [2]]}, "each of the ranks 0 to 3 of this run once"),
     "a rank twice": ({"nodes": [[0, 1], [1, 2, 3]]}, "each of the ranks 0 to 3 of this run once"),
+    "a fraction": ({"nodes": [[0.0, 1], [2, 3]]}, "each of the ranks 0 to 3 of this run once"),
+    "a truth": ({"nodes": [[False, True], [2, 3]]}, "each of the ranks 0 to 3 of this run once"),
+    "an empty node": ({"nodes": [[0, 1], [2, 3], []]}, "no empty node"),
     "a name": ({"nodes": [[0, 1], [2, "3"]]}, "each of the ranks 0 to 3 of this run once"),
     "another key": (
         {"between": {**LINK, "latency_ms": 1}, "inside": LINK},

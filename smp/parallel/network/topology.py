@@ -147,15 +147,18 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object, which Python would else read with the last of several values."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError(f"one of {', '.join(name for name, _ in pairs)} is given twice")
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is given twice")
     return found
 
 
 def _nodes(path: str, said: Any, world_size: int) -> Topology:
-    lists = isinstance(said, list) and all(isinstance(node, list) for node in said)
-    if not lists or sorted(_flat(said), key=str) != sorted(range(world_size), key=str):
+    lists = isinstance(said, list) and all(isinstance(node, list) and node for node in said)
+    ranks = _flat(said) if lists else []
+    if not all(type(rank) is int for rank in ranks) or sorted(ranks) != list(range(world_size)):
         raise ConfigError(
-            f"--network-topology {path}: nodes has to name each of the ranks 0 to {world_size - 1} of this run once"
+            f"--network-topology {path}: nodes has to name each of the ranks 0 to {world_size - 1} of this run once, "
+            "and no empty node"
         )
     hosts = {rank: f"node{number}" for number, node in enumerate(said) for rank in node}
     return Topology.of([hosts[rank] for rank in range(world_size)])
