@@ -75,14 +75,14 @@ def launch(config: Config, process: Process, make_parts: Callable[[], RunParts],
         if run is not None:
             run.close(failed=outcome.status == "failed")
     _write_outcome(config, process, outcome, started=run is not None)
-    if outcome.status in ("done", "requeue") and not _all_arrived(name, process.rank):
+    if outcome.status in ("done", "requeue") and not _last_barrier(name, process.rank):
         return 1
     if dist.is_initialized():
         dist.destroy_process_group()
     return {"done": 0, "requeue": 0, "failed": 1, "bad_config": 2}[outcome.status]
 
 
-def _all_arrived(name: str, rank: int) -> bool:
+def _last_barrier(name: str, rank: int) -> bool:
     """Wait for the other ranks: gloo may still be handing them the last result, and aborts a process that exits
     meanwhile. False, and said, if one is lost."""
     try:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from smp.optim.optimizer import clip_gradients
 from smp.pipeline.failure import PipelineError, naming
 from smp.pipeline.recorder import Recorder
+from smp.training import launch
 from smp.training.process import ended, write_status
 from tests.training.flag_runs import TINY
 
@@ -141,3 +142,16 @@ def test_torchs_own_types_of_lost_contact_are_known() -> None:
 
 def torch_fails() -> None:
     raise dist.DistBackendError("NCCL error\nand more")
+
+
+def test_a_rank_lost_at_the_last_barrier_is_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lost() -> None:
+        raise RuntimeError("[/src/gloo/transport/tcp/pair.cc:1] Connection closed by peer [10.0.0.2]:1")
+
+    monkeypatch.setattr(dist, "barrier", lost)
+    assert not launch._last_barrier("rank 0 on host", 0)
+    assert "error: rank 0: rank 0 on host: _last_barrier failed: " in capsys.readouterr().err
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    assert launch._last_barrier("rank 0 on host", 0)
