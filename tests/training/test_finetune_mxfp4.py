@@ -1,4 +1,4 @@
-"""Training of GPT-OSS from a folder with experts in MXFP4: experts that are spread or cut are as those of one process."""
+"""Training of GPT-OSS from experts in MXFP4: spread and cut, as those of one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         write_tokenizer(tmp_path / kind)
     write_samples(tmp_path)
     return tmp_path
-
 
 
 def test_every_layout_trains_as_one_process(folder: Path) -> None:
