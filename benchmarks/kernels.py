@@ -22,6 +22,7 @@ from timing import Clock, Report, copy_bandwidth, product_rate
 
 from smp.kernels import norm, rope, swiglu
 from smp.kernels.cuda.library import library_path
+from smp.kernels.permute import combine_rows, repeat_rows
 from smp.kernels.router import choose_experts
 from smp.layers.cross_entropy import VocabShard, vocab_parallel_cross_entropy
 from smp.parallel.collectives import Group
@@ -154,6 +155,7 @@ def moving(s: Sizes, fused: bool) -> Iterator[Case]:
     )
     yield rotation(s, case)
     yield routing(s, fused)
+    yield from moves_of_rows(s, fused)
     yield loss(s, fused)
 
 
@@ -188,6 +190,31 @@ def routing(s: Sizes, fused: bool) -> Case:
     }
     sizes = [(s.tokens, experts)]
     return Case("router, 8 of 128", sizes, versions, logits + choices, 2 * logits + choices, dtype=torch.float32)
+
+
+def moves_of_rows(s: Sizes, fused: bool) -> Iterator[Case]:
+    """Of experts that are chosen at random, 8 of a token. Weights are fp32; cast they are a part of what is timed."""
+    k, one = 8, s.tokens * s.hidden
+    order = torch.randperm(s.tokens * k, device=s.device)
+    inverse = order.argsort()
+
+    def repeat(backend: str) -> Function:
+        return lambda x: repeat_rows(x, order, inverse, k, backend)
+
+    def combine(backend: str) -> Function:
+        return lambda rows, w: combine_rows(rows, w.float(), order, inverse, backend)
+
+    cases: list[tuple[str, list[tuple[int, ...]], Callable[[str], Function], int]] = [
+        ("8 rows to experts", [(s.tokens, s.hidden)], repeat, (1 + k) * one),
+        ("8 rows from experts", [(s.tokens * k, s.hidden), (s.tokens, k)], combine, (1 + 2 * k) * one),
+    ]
+    for name, sizes, made, backward in cases:
+        versions: dict[str, Function | None] = {
+            "smp triton": made("triton") if fused else None,
+            "smp torch": made("torch"),
+            "torch.compile": compiled(made("torch")),
+        }
+        yield Case(name, sizes, versions, (1 + k) * one, backward)
 
 
 def loss(s: Sizes, fused: bool) -> Case:

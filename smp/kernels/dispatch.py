@@ -17,7 +17,7 @@ Backend = Literal["torch", "triton", "cuda", "apex"]
 Wish = Literal["auto", "torch", "triton", "cuda", "apex"]
 
 
-OPERATIONS = ("cross_entropy", "norm", "swiglu", "rope", "router")
+OPERATIONS = ("cross_entropy", "norm", "swiglu", "rope", "router", "permute")
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Kernels:
         swiglu: SiLU(gate) x up, computed again in the backward pass (:mod:`smp.kernels.swiglu`).
         rope: rotation of queries and keys (:mod:`smp.kernels.rope`).
         router: choice of each token's experts and their weights (:mod:`smp.kernels.router`).
+        permute: rows of tokens to their experts and back (:mod:`smp.kernels.permute`).
         attention: what computes attention (:mod:`smp.kernels.attention_core`).
         rope_in_place: a fused one rotates where the projections' outputs are. Not for a compiler, nor for selective
             recompute, which keeps those.
@@ -43,6 +44,7 @@ class Kernels:
     swiglu: Backend = "torch"
     rope: Backend = "torch"
     router: Backend = "torch"
+    permute: Backend = "torch"
     attention: AttentionCore = DEFAULT_ATTENTION
     rope_in_place: bool = False
 
@@ -59,7 +61,7 @@ TORCH = Kernels()
 LONGEST_ROW = 8192
 """Features that a Triton norm takes: more do not stay in registers (16,384 spill 600 bytes a thread)."""
 # What torch.compile fuses with its neighbours, and an operator keeps it from.
-_FUSIBLE = ("norm", "swiglu", "rope", "router")
+_FUSIBLE = ("norm", "swiglu", "rope", "router", "permute")
 
 
 def interpreted() -> bool:
@@ -126,7 +128,7 @@ def _automatic(name: str, device: torch.device, features: int, compile: bool) ->
         return "torch", "triton is not installed"
     if interpreted():
         return "torch", "TRITON_INTERPRET=1 is set, which is for tests"
-    if name == "router":
+    if name in ("router", "permute"):
         return "torch", "its kernel was not measured on a GPU; --kernels triton takes it"
     if name == "norm" and features > LONGEST_ROW:
         return "torch", f"rows of {features} do not fit into a multiprocessor's registers"

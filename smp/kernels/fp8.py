@@ -53,6 +53,9 @@ Operand = torch.Tensor | Quantised
 def largest(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     """max |x|, fp32: 0-dim, or along ``dim``, which stays with size 1. NaN counts as infinity, which survives a maximum
     over ranks."""
+    if x.device.type == "meta":  # for shapes alone, where experts' rows have no number yet
+        kept = () if dim is None else [1 if i == dim % x.ndim else size for i, size in enumerate(x.shape)]
+        return x.new_empty(kept, dtype=torch.float32)
     if dim is None and not x.numel():  # an expert-parallel rank may have no row
         return x.new_zeros((), dtype=torch.float32)
     if dim is None and x.dtype != torch.float64 and x.is_contiguous() and has_kernels(x.device):
@@ -100,7 +103,7 @@ def quantise(x: torch.Tensor, inverse: torch.Tensor, dtype: torch.dtype) -> Quan
 
     What is too large becomes the largest number (casts of torch before 2.12 would make it NaN).
     """
-    end, blocks = LARGEST[dtype], any(1 < n < size for n, size in zip(inverse.shape, x.shape, strict=False))
+    end, blocks = LARGEST[dtype], any(_of_blocks(n, size) for n, size in zip(inverse.shape, x.shape, strict=False))
     fits = x.dtype != torch.float64 and x.stride(-1) == 1  # the kernel would round fp64 twice
     if fits and not blocks and (x.ndim == 2 or not inverse.ndim) and has_kernels(x.device):
         from smp.kernels.triton import fp8
@@ -173,9 +176,15 @@ def has_kernels(device: torch.device) -> bool:
 def expanded(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """Scales of blocks repeated over their blocks; others broadcast as they are."""
     for dim in range(scales.ndim):
-        if 1 < scales.shape[dim] < shape[dim]:
+        if _of_blocks(scales.shape[dim], shape[dim]):
             scales = scales.repeat_interleave(shape[dim] // scales.shape[dim], dim)
     return scales
+
+
+def _of_blocks(scales: int, size: int) -> bool:
+    """Whether there is more than one scale, and fewer than numbers. Sizes that are equal may be no number yet, in a
+    graph of experts' rows: so that is asked first."""
+    return scales != size and 1 < scales < size
 
 
 _scaled_product_op = define(

@@ -1,4 +1,4 @@
-"""Products and moves of rows that belong to experts, for layers in which each token has experts of its own.
+"""Products of rows that belong to experts, for layers in which each token has experts of its own.
 
 Rows x (n, in) are sorted by expert, ``counts`` rows of each, and every expert has a matrix, W (experts, out, in):
 
@@ -8,10 +8,6 @@ An expert without rows costs nothing forward, and its dW is zero. Nothing is pad
 FLOPs each, as one product of n rows. Counts are int64 numbers on the device. On Hopper and Blackwell in bf16, with
 widths that are multiples of 8, each of the three is one kernel (``torch._grouped_mm``), which reads them there;
 elsewhere they are loops over experts, for which the host has to know the counts; on a CPU oneDNN multiplies.
-
-A token t has k experts, so k rows. Row j of the sorted rows is the choice ``order[j]`` of tokens x k, and choice c lies
-in row ``inverse[c]``. Both ways, forward and backward, rows are gathered and never scattered: sums have one order,
-which knows no atomics and no layout.
 """
 
 from __future__ import annotations
@@ -21,9 +17,8 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from smp.kernels.registry import accumulation_dtype, define
+from smp.kernels.registry import define
 
 Later = Callable[[Callable[[], torch.Tensor]], None]
 """Takes the computation of a weight's gradient over from the backward pass, to run it once, later."""
@@ -62,23 +57,6 @@ def add_rows_of_groups(y: torch.Tensor, bias: torch.Tensor, counts: torch.Tensor
     """(n, out) sorted by expert plus the row of each one's expert, (experts, out). Its gradient is a grouped product
     with ones: summed in fp32 in one order, without atomics (of gradients in TF32, where fp32 products are)."""
     return _AddRows.apply(y, bias, counts)
-
-
-def repeat_rows(x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, k: int) -> torch.Tensor:
-    """The rows of k choices of each token, sorted: (tokens, h) -> (tokens x k, h). Gradients of a token's rows are
-    summed in the order of its choices, in fp32."""
-    return _Repeat.apply(x, order, inverse, k)
-
-
-def permute_rows(x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """Row ``order[j]`` becomes row j; ``inverse`` is the way back, which gradients take."""
-    return _Repeat.apply(x, order, inverse, 1)
-
-
-def combine_rows(rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """The weighted sum of each token's rows: (tokens x k, h), weights fp32 (tokens, k) -> (tokens, h). Summed in the
-    order of the choices, in fp32, and rounded once."""
-    return _Combine.apply(rows, weights, order, inverse)
 
 
 class _Products(torch.autograd.Function):
@@ -126,92 +104,6 @@ class _AddRows(torch.autograd.Function):
             return grad, None, None
         ones = grad.new_ones(len(grad), 8)  # as many as the grouped kernel loads at a time
         return grad, _weight_gradient_op(grad.contiguous(), ones, counts)[..., 0], None
-
-
-class _Repeat(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, k: int) -> torch.Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.k = k
-        # Choice c is of token c // k.
-        return x.index_select(0, order if k == 1 else order // k)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        (inverse,) = ctx.saved_tensors
-        if ctx.k == 1:
-            return grad.index_select(0, inverse), None, None, None
-        choices = inverse.view(-1, ctx.k)
-        # One choice after the other, in a fixed order: a sum over a reshaped dimension may be made in any.
-        if grad.dtype == accumulation_dtype(grad.dtype) and not grad.is_cuda:
-            return _sum_op(grad, choices), None, None, None
-        total = grad.index_select(0, choices[:, 0]).to(accumulation_dtype(grad.dtype))  # (tokens, h)
-        for i in range(1, ctx.k):
-            total += grad.index_select(0, choices[:, i])
-        return total.to(grad.dtype), None, None, None
-
-
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(rows, weights, order, inverse)
-        choices = inverse.view(weights.shape)
-        if not rows.is_cuda:
-            return _combine_op(rows, weights, choices)
-        total = torch.zeros(len(weights), rows.shape[1], dtype=accumulation_dtype(rows.dtype), device=rows.device)
-        for i in range(weights.shape[1]):
-            # Likewise; the weights are fp32, so nothing rounds before the end.
-            total += weights[:, i, None] * rows.index_select(0, choices[:, i])
-        return total.to(rows.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        rows, weights, order, inverse = ctx.saved_tensors
-        if not grad.is_cuda:
-            return *_combine_backward_op(grad, rows, weights, order, inverse), None, None
-        return *_combine_backward(grad, rows, weights, order, inverse), None, None
-
-
-def _combine_backward(
-    grad: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of rows and weights. Each row has one token, so this is a gather."""
-    wide, flat = grad.to(accumulation_dtype(grad.dtype)), weights.flatten()
-    given = wide.index_select(0, order // weights.shape[1])
-    dweights = (given * rows).sum(-1).index_select(0, inverse).view(weights.shape)
-    return (given * flat.index_select(0, order)[:, None]).to(rows.dtype), dweights.to(weights.dtype)
-
-
-_PIECE = 256
-"""Rows at a time on a CPU: what is made on the way stays in a core's cache, and takes no memory that is new."""
-
-
-def _combine_backward_in_pieces(
-    grad: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`_combine_backward`, the same bits."""
-    k, flat, dtype = weights.shape[1], weights.flatten(), accumulation_dtype(grad.dtype)
-    drows, sums = torch.empty_like(rows), flat.new_empty(len(rows), dtype=dtype)
-    pieces = (x.split(_PIECE) for x in (order, rows, drows, sums))
-    for own, part, out, dots in zip(*pieces, strict=True):
-        given = grad.index_select(0, own // k).to(dtype)
-        torch.sum(given * part, -1, out=dots)
-        out.copy_(given.mul_(flat.index_select(0, own)[:, None]))
-    return drows, sums.index_select(0, inverse).view(weights.shape).to(weights.dtype)
-
-
-def _combine(rows: torch.Tensor, weights: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
-    """The sum that :func:`combine_rows` is, in one pass of a kernel that keeps sums in registers."""
-    if rows.dtype == (wide := accumulation_dtype(rows.dtype)):
-        return F.embedding_bag(choices, rows, mode="sum", per_sample_weights=weights.to(wide))
-    y = rows.new_empty(len(weights), rows.shape[1])
-    for own, of_own, out in zip(choices.split(_PIECE), weights.split(_PIECE), y.split(_PIECE), strict=True):
-        gathered = rows.index_select(0, own.flatten()).to(wide)
-        there = torch.arange(own.numel(), device=rows.device).view(own.shape)
-        out.copy_(F.embedding_bag(there, gathered, mode="sum", per_sample_weights=of_own.to(wide)))
-    return y
 
 
 def counts_where_read(counts: torch.Tensor, x: torch.Tensor, *widths: int) -> torch.Tensor:
@@ -314,7 +206,10 @@ def _times(x: torch.Tensor, start: int, count: int, matrix: torch.Tensor, out: t
     if _by_onednn(x):
         rows = x.narrow(0, start, min(-(-count // _ROWS_AT_ONCE) * _ROWS_AT_ONCE, x.shape[0] - start))
         y = _onednn(rows, matrix)[:count]
-        out.add_(y) if add else out.copy_(y)
+        if add:
+            out.add_(y)
+        else:
+            out.copy_(y)
     elif add:
         out.addmm_(x.narrow(0, start, count), matrix)
     else:
@@ -371,19 +266,4 @@ _weight_gradient_op = define(
     lambda grad, x, counts: x.new_empty(counts.shape[0], grad.shape[1], x.shape[1]),
     body=_as_one_expert,
     CompositeExplicitAutograd=_weight_gradient,
-)
-_combine_op = define(
-    "combine_rows(Tensor rows, Tensor weights, Tensor choices) -> Tensor",
-    lambda rows, weights, choices: rows.new_empty(weights.shape[0], rows.shape[1]),
-    CompositeExplicitAutograd=_combine,
-)
-_combine_backward_op = define(
-    "combine_rows_backward(Tensor grad, Tensor rows, Tensor weights, Tensor order, Tensor inverse) -> (Tensor, Tensor)",
-    lambda grad, rows, weights, order, inverse: (torch.empty_like(rows), torch.empty_like(weights)),
-    CompositeExplicitAutograd=_combine_backward_in_pieces,
-)
-_sum_op = define(
-    "sum_rows(Tensor x, Tensor choices) -> Tensor",
-    lambda x, choices: x.new_empty(choices.shape[0], x.shape[1]),
-    CompositeExplicitAutograd=lambda x, choices: F.embedding_bag(choices, x, mode="sum"),
 )

@@ -51,8 +51,7 @@ def choose_experts(
         backend: torch or triton.
     """
     if backend == "torch":
-        experts = _largest(compared_values(logits.detach(), scores, bias) if compared is None else compared, k)
-        return experts, _weights(logits, experts, scores) * factor
+        return _chosen(logits, compared, bias, k, scores, factor)
     return _ChooseExperts.apply(logits, compared, bias, k, scores, factor, backend)
 
 
@@ -68,8 +67,18 @@ def scores_of(logits: torch.Tensor, scores: Scores) -> torch.Tensor:
     return logits.softmax(-1) if scores == "pre_softmax" else logits
 
 
-def _largest(compared: torch.Tensor, k: int) -> torch.Tensor:
-    return compared.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+def _chosen(
+    logits: torch.Tensor,
+    compared: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    k: int,
+    scores: Scores,
+    factor: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(experts, weights) by the formulas, in the dtype of the logits."""
+    values = compared_values(logits.detach(), scores, bias) if compared is None else compared
+    experts = values.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    return experts, _weights(logits, experts, scores) * factor
 
 
 def _weights(logits: torch.Tensor, experts: torch.Tensor, scores: Scores) -> torch.Tensor:
@@ -127,8 +136,8 @@ def forward_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(experts, weights) by the formulas."""
     z = logits.to(accumulation_dtype(logits.dtype))
-    experts = _largest(compared_values(z, scores, bias) if compared is None else compared, k)
-    return experts.contiguous(), (_weights(z, experts, scores) * factor).to(logits.dtype)
+    experts, weights = _chosen(z, compared, bias, k, scores, factor)
+    return experts.contiguous(), weights.to(logits.dtype)
 
 
 def backward_reference(

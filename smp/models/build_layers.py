@@ -218,4 +218,5 @@ def _moe(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> MoE
         gate=gate,
         capacity=capacity,
         weighs_input=config.moe_apply_probs_on_input,
+        kernels=kernels,
     )

@@ -65,8 +65,8 @@ def choose_backends(
         parallel.attention_backend, device, shape, deterministic=config.training.deterministic_mode
     )
     core, exchanged = _over_context_ranks(attention.core, config, context, device)
-    experts = model.num_experts is not None
-    used = {"swiglu": model.swiglu, "rope": model.position_embedding_type == "rope", "router": experts}
+    used = {"swiglu": model.swiglu, "rope": model.position_embedding_type == "rope"}
+    used |= dict.fromkeys(("router", "permute"), model.num_experts is not None)
     # Of an operation that this model does not have the user need not hear.
     shown = {name: reason for name, reason in reasons.items() if used.get(name, True)}
     lines = [*describe_kernels(kernels, shown), str(attention), *exchanged]

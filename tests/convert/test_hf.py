@@ -235,15 +235,16 @@ def test_of_a_model_that_sees_images_the_text_part_is_read(kind: str, tmp_path: 
     assert type(loaded) is type(text) and not any(info.values())
 
 
-def in_mxfp4(theirs: Path, folder: Path) -> dict[str, torch.Tensor]:
-    """A folder like ``theirs`` whose experts are drawn in MXFP4; and what transformers makes of them, by name."""
+def in_mxfp4(theirs: Path, folder: Path, scales_of: tuple[int, int] = (110, 130)) -> dict[str, torch.Tensor]:
+    """A folder like ``theirs`` whose experts are drawn in MXFP4; and what transformers makes of them, by name. The
+    range ``scales_of`` is that of the scales; 127 stands for 1."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     tensors, generator, exact = tensors_of(theirs), torch.Generator().manual_seed(0), {}
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
         experts, columns, rows = tensors.pop(name).shape
         blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8, generator=generator)
-        scales = torch.randint(110, 130, blocks.shape[:-1], dtype=torch.uint8, generator=generator)
+        scales = torch.randint(*scales_of, blocks.shape[:-1], dtype=torch.uint8, generator=generator)
         exact[name] = convert_moe_packed_tensors(blocks, scales)
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
     folder.mkdir()

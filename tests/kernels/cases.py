@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from smp.kernels import cross_entropy, norm, rope, router, swiglu
+from smp.kernels import cross_entropy, norm, permute, rope, router, swiglu
 
 Results = dict[str, tuple[torch.Tensor, torch.Tensor]]  # name -> what a backend gives, what the reference gives
 
@@ -29,6 +29,9 @@ MLPS = [(0, 8), (1, 8), (7, 123), (3, 2500)]  # rows, width
 HEADS = [(0, 2, 1, 4, 4), (1, 1, 1, 2, 2), (5, 6, 2, 20, 12), (3, 20, 4, 128, 128)]
 # tokens, experts, experts of a token: all of them, no power of two, more experts than threads, several programs
 ROUTERS = [(0, 4, 2), (1, 8, 1), (3, 4, 4), (7, 123, 6), (40, 64, 8), (300, 8, 2), (2, 1500, 5)]
+
+# tokens, width, experts of a token out of 8: no tokens, one expert each, narrower than a block, two and a bit, two
+PERMUTES = [(0, 8, 2), (6, 40, 1), (7, 123, 3), (5, 2100, 2), (3, 2048, 6)]
 
 
 def draw(*shape: int, dtype: torch.dtype, device: str, seed: int) -> torch.Tensor:
@@ -133,7 +136,54 @@ def routers(dtype: torch.dtype, backend: str, device: str = "cpu") -> Iterator[t
                 yield title, {n: (g, w) for n, g, w in zip(names, got, want, strict=True)}
 
 
-OPERATIONS = {"cross_entropy": cross_entropies, "norm": norms, "swiglu": swiglus, "rope": ropes, "router": routers}
+def sorted_choices(tokens: int, k: int, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(order, inverse) of choices that are drawn; all of the same expert; or a third of them dropped, whose row is the
+    last one (see ``smp.layers.moe.dispatch``)."""
+    chosen = torch.rand(tokens, 8, generator=torch.Generator().manual_seed(5)).argsort(1)[:, :k].flatten()
+    if kind == "one expert":
+        chosen = torch.zeros_like(chosen)
+    dropped = (torch.arange(len(chosen)) % 3 == 1) & (kind == "dropped")
+    order = chosen.masked_fill(dropped, 8).argsort(stable=True)
+    inverse = order.argsort()
+    if kind == "dropped" and tokens:
+        rows = int((~dropped).sum())
+        order, inverse = torch.cat((order[:rows], order[:1])), inverse.clamp(max=rows)
+    return order, inverse
+
+
+def permutes(dtype: torch.dtype, backend: str, device: str = "cpu") -> Iterator[tuple[str, Results]]:
+    """Beside the definitions in fp64."""
+    for tokens, width, k in PERMUTES:
+        for kind in ("drawn", "one expert", "dropped"):
+            order, inverse = (x.to(device) for x in sorted_choices(tokens, k, kind))
+            x, dy = (draw(tokens, width, dtype=dtype, device=device, seed=i) for i in range(2))
+            rows, drows = (draw(len(order), width, dtype=dtype, device=device, seed=i) for i in (2, 3))
+            weights = draw(tokens, k, dtype=torch.float32, device=device, seed=4)
+            if kind == "dropped":
+                rows[-1:] = 0.0
+            leaves = [t.requires_grad_() for t in (x, rows, weights)]
+            sent = permute.repeat_rows(x, order, inverse, k, backend)
+            back = permute.combine_rows(rows, weights, order, inverse, backend)
+            got = sent, back, *torch.autograd.grad((sent, back), leaves, (drows, dy))
+            x64, rows64, weights64 = (t.detach().double() for t in leaves)
+            choices = inverse.view(tokens, k)
+            exact = [
+                x64[order // k],
+                (weights64[:, :, None] * rows64[choices]).sum(1),
+                drows.double()[choices].sum(1),
+                weights64.flatten()[order][:, None] * dy.double()[order // k],
+                (rows64[choices] * dy.double()[:, None]).sum(-1),
+            ]
+            names = ("rows", "sum", "dx", "drows", "dweights")
+            want = (e.to(g.dtype) for e, g in zip(exact, got, strict=True))
+            title = f"{tokens} x {width}, {k} each, {kind}"
+            yield title, {n: (g.detach(), w) for n, g, w in zip(names, got, want, strict=True)}
+
+
+OPERATIONS = {
+    **{"cross_entropy": cross_entropies, "norm": norms, "swiglu": swiglus, "rope": ropes, "router": routers},
+    "permute": permutes,
+}
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -21,7 +21,7 @@ from tests.plain_varlen import plain_varlen
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # choosing touches no device
 FUSED = {"cross_entropy": "triton", "norm": "triton", "swiglu": "triton", "rope": "triton"}
-EVERY = {**FUSED, "router": "triton"}
+EVERY = {**FUSED, "router": "triton", "permute": "triton"}
 
 
 @pytest.fixture(autouse=True)
@@ -35,10 +35,10 @@ def test_auto_is_pytorch_on_a_cpu_and_triton_on_a_gpu() -> None:
     assert choose_kernels("auto", CUDA)[0] == Kernels(**FUSED, rope_in_place=True)  # type: ignore[arg-type]
 
 
-def test_auto_leaves_the_router_to_pytorch_until_its_kernel_is_measured() -> None:
+def test_auto_leaves_to_pytorch_what_was_not_measured() -> None:
     kernels, reasons = choose_kernels("auto", CUDA)
-    assert kernels.router == "torch"
-    assert "kernels: torch for router (its kernel was not measured on a GPU; --kernels triton takes it)" in (
+    assert kernels.router == kernels.permute == "torch"
+    assert "kernels: torch for router, permute (its kernel was not measured on a GPU; --kernels triton takes it)" in (
         describe_kernels(kernels, reasons)
     )
 
@@ -48,7 +48,7 @@ def test_auto_leaves_to_the_compiler_what_it_fuses() -> None:
     assert kernels == Kernels(cross_entropy="triton")
     assert describe_kernels(kernels, reasons) == [
         "kernels: triton for cross_entropy (fused on CUDA)",
-        "kernels: torch for norm, swiglu, rope, router (torch.compile fuses it with its neighbours)",
+        "kernels: torch for norm, swiglu, rope, router, permute (torch.compile fuses it with its neighbours)",
     ]
 
 

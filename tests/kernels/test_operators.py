@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from smp.kernels import norm, rope, router, swiglu
+from smp.kernels import norm, permute, rope, router, swiglu
 from smp.layers.cross_entropy import VocabShard, vocab_parallel_cross_entropy
 from smp.layers.linear_functions import Linear, row_parallel_function
 from smp.parallel.collectives import Group
@@ -36,9 +36,10 @@ CALLS = {
     "choose_experts_backward": (torch.randn(6, 2), X, torch.arange(12).view(6, 2) % 8, "pre_softmax", 1.0, "torch"),
     "grouped_product": (X, torch.randn(3, 4, 8), COUNTS),
     "grouped_input_gradient": ([torch.randn(6, 4)] * 2, [torch.randn(3, 4, 8)] * 2, COUNTS),
-    "combine_rows": (X, torch.rand(3, 2), torch.tensor([[3, 1], [0, 2], [5, 4]])),
-    "combine_rows_backward": (torch.randn(3, 8), X, torch.rand(3, 2), torch.arange(6), torch.arange(6)),
-    "sum_rows": (X, torch.tensor([[3, 1], [0, 2], [5, 4]])),
+    "gather_rows": (X, torch.tensor([3, 11, 0]), 2, "torch"),
+    "combine_rows": (X, torch.rand(3, 2), torch.tensor([[3, 1], [0, 2], [5, 4]]), "torch"),
+    "combine_rows (of weights 1)": (X, None, torch.tensor([[3, 1], [0, 2], [5, 4]]), "torch"),
+    "combine_rows_backward": (torch.randn(3, 8), X, torch.rand(3, 2), torch.arange(6), torch.arange(6), "torch"),
     "grouped_weight_gradient": (torch.randn(6, 4), X, COUNTS),
 }
 
@@ -56,6 +57,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], list[torch.Tensor]]] = {
     "swiglu": (lambda g, u: swiglu._Swiglu.apply(g, u, "torch"), [X, DY]),
     "rope": (lambda q, k: sum(y.sum() for y in rope._Rope.apply(q, k, COS, SIN, 4, False, "torch")), [Q, K]),
     "router": (lambda z: router._ChooseExperts.apply(z, None, W, 3, "sigmoid", 2.0, "torch")[1], [X]),
+    "permute": (lambda x: permute.permute_rows(x, torch.arange(5, -1, -1), torch.arange(5, -1, -1)), [X]),
+    "combine": (lambda r, w: permute.combine_rows(r, w, torch.arange(6), torch.arange(6)), [X, torch.rand(3, 2)]),
     "cross_entropy": (lambda z: vocab_parallel_cross_entropy(z, COLUMNS, SHARD), [X]),
 }
 

@@ -22,7 +22,7 @@ def errors() -> dict[str, float]:
 
 
 @needs_interpreter
-@pytest.mark.parametrize("operation", ["cross_entropy", "norm", "swiglu", "rope", "router"])
+@pytest.mark.parametrize("operation", ["cross_entropy", "norm", "swiglu", "rope", "router", "permute"])
 def test_fp32_equals_the_reference(errors: dict[str, float], operation: str) -> None:
     mine = {name: e for name, e in errors.items() if name.startswith(f"{operation}, float32")}
     assert len(mine) >= 18
@@ -30,7 +30,7 @@ def test_fp32_equals_the_reference(errors: dict[str, float], operation: str) -> 
 
 
 @needs_interpreter
-@pytest.mark.parametrize("operation", ["cross_entropy", "norm", "swiglu", "rope", "router"])
+@pytest.mark.parametrize("operation", ["cross_entropy", "norm", "swiglu", "rope", "router", "permute"])
 def test_bf16_storage_is_within_a_unit_in_the_last_place(errors: dict[str, float], operation: str) -> None:
     """The interpreter cuts off where a GPU rounds, so half of the values are one unit, 2^-7 of themselves, lower."""
     mine = {name: e for name, e in errors.items() if name.startswith(f"{operation}, bfloat16")}
@@ -57,7 +57,7 @@ MORE_RUNS = [
     "--no-swiglu --no-disable-bias-linear",
     "--parallel-residual --hidden-dropout 0.1 --compile",
     f"{EXPERTS} --moe-router-pre-softmax --moe-router-num-groups 2 --moe-router-group-topk 1 --compile",
-    f"{EXPERTS} --bf16 --recompute-granularity selective",
+    f"{EXPERTS} --bf16 --recompute-granularity selective --moe-expert-capacity-factor 0.6",
 ]
 
 
@@ -72,10 +72,12 @@ def test_real_runs_learn_alike_with_and_without_kernels(tmp_path: Path, cases: l
         assert losses["triton"] == pytest.approx(losses["torch"], rel=5e-3 if "bf16" in flags else 1e-5), flags
         if "--compile" in flags:
             continue  # there they are not counted
-        moved = ("smp::grouped_", "smp::combine_rows", "smp::sum_rows")  # of experts, without Triton kernels
+        moved = ("smp::grouped_", "smp::combine_rows")  # of experts, which a CPU has operators for
         fused = {name for name in operators["torch"] if not name.startswith(moved)}
         assert fused == {"smp::softmax_stats", "smp::logits_to_gradient_"}
         assert operators["triton"].get("smp::choose_experts_backward", 0) == (2 * 2 if "experts" in flags else 0)
+        assert operators["triton"].get("smp::combine_rows_backward", 0) == (2 * 2 if "experts" in flags else 0)
+        assert ("smp::gather_rows" in operators["triton"]) == ("experts" in flags)
         assert flags or operators["triton"] == {
             "smp::softmax_stats": 2,  # a step
             "smp::logits_to_gradient_": 2,
@@ -104,7 +106,7 @@ FEATURES = (128, 4096, 8192)
 
 def compilations() -> list[tuple[str, str, dict[str, str], dict[str, Any], int]]:
     """(file, kernel, types of the arguments, compile-time arguments, warps) of what a run compiles for bf16."""
-    from smp.kernels.triton import cross_entropy, fp8, norm, rope, router, swiglu
+    from smp.kernels.triton import cross_entropy, fp8, norm, permute, rope, router, swiglu
 
     low, full, size = "*bf16", "*fp32", "i32"
     rows = {"stride": size, "valid": size, "columns": "*i64"}
@@ -176,6 +178,14 @@ def compilations() -> list[tuple[str, str, dict[str, str], dict[str, Any], int]]
                 chosen = {"GIVEN": given, "BIASED": biased, **flags, **slots}
                 out.append(("router", "forward_kernel", routed, chosen, warps))
             out.append(("router", "backward_kernel", routed, flags, warps))
+    moved = {**dict.fromkeys(("x", "rows", "out", "grad", "drows"), low), "weights": full, "products": full}
+    moved |= {**dict.fromkeys(("index", "choices", "order"), "*i64"), "width": size}
+    for k in (1, 2, 8, 22):
+        shape = {"K": k, "BLOCK": permute.BLOCK}
+        out.append(("permute", "gather_kernel", moved, shape, permute.WARPS))
+        for weighted in (False, True):
+            out.append(("permute", "combine_kernel", moved, {"WEIGHTED": weighted, **shape}, permute.WARPS))
+        out.append(("permute", "combine_backward_kernel", moved, shape, permute.WARPS))
     for source in (low, full):
         for by_column in (False, True):
             numbers = {"x": source, "inverse": full, "out": "*fp8e4nv", "row_step": size, "stride": size, "width": size}

@@ -189,6 +189,7 @@ def bf16_cases() -> list[Case]:
     """In bf16, where no token of this problem has logits so nearly equal that another rounding sends it elsewhere."""
     return [
         _row(4, 4, "sigmoid", "alone", "full", bf16=True),
+        _row(2, 2, "sigmoid", "alone", bf16=True, compile=True),
     ]
 
 
@@ -211,4 +212,7 @@ def compiled_cases() -> list[Case]:
         _row(2, 1, "qwen2", "cp", compile=True),
         _row(2, 2, "padded", "alone", "full", 3, compile=True),
         _row(2, 2, "llama4", "1f1b", "full", further=1, compile=True),
+        _row(2, 2, "mixtral", "interleaved", compile=True),
+        _row(2, 2, "sigmoid", "replicate", clip=True, compile=True),
+        *(_row(2, 2, "sigmoid", fp8=recipe, compile=True) for recipe in ("tensorwise", "rowwise", "delayed")),
     ]

@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from smp.config import Layout, ModelConfig, ParallelConfig
 from smp.layers.fp8.apply import Fp8, fp8_history, use_fp8
+from smp.layers.fp8.scales import Scales
 from smp.layers.fp8.scaling import Precision, Recipe
 from smp.models.gpt import GPT
 from smp.models.micro_batch import MicroBatch
+from smp.parallel.collectives import Group
 from smp.parallel.context import ParallelContext, build_context
 from smp.sharding.fp8_gather import gather_in_fp8
 from tests.distributed import run_distributed
@@ -105,6 +109,22 @@ def test_blocks_are_one_graph(
         with torch.no_grad():
             model.eval()(micro_batch(3))
         assert counters["stats"]["unique_graphs"] == graphs + 1, "evaluation has one of its own"
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_experts_rows_need_no_number_when_a_graph_is_made(recipe: Recipe) -> None:
+    """As under expert parallelism, where each step has another one."""
+    key = Scales(Precision(recipe, "hybrid", emulate=True), (Group("", 1, 0),)).key
+    ops = torch.ops.smp
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        assert mode.shape_env is not None
+        rows = mode.shape_env.create_unbacked_symint()
+        torch._check(rows >= 0)
+        x, weight, grad = torch.empty(rows, 16), torch.empty(3, 24, 16), torch.empty(rows, 24)
+        numbers, scales, *_ = ops.fp8_operands(x, [weight], [], key)
+        gradient, its_scales = ops.fp8_gradients([grad], [], key)
+    assert numbers.shape == x.shape and gradient.shape == grad.shape
+    assert scales.ndim == its_scales.ndim == (0 if recipe == "tensorwise" else 2)
 
 
 def trained(model: GPT) -> dict[str, torch.Tensor]:

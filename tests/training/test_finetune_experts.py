@@ -74,7 +74,7 @@ def test_adapters_of_cut_experts_are_tuned_like_those_of_one_process(folder: Pat
 
 
 def same_training(want: dict[str, Any], got: dict[str, Any]) -> None:
-    assert len(want["losses"]) == 2 and len(set(want["losses"])) == 2
+    assert len(want["losses"]) > 1 and len(set(want["losses"])) == len(want["losses"])
     for loss, other in zip(got["losses"], want["losses"], strict=True):
         assert abs(loss - other) <= TOLERANCE * abs(other)
     for step, gradients in enumerate(want["gradients"]):

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from smp.kernels.grouped import combine_rows, permute_rows, repeat_rows
+from smp.kernels.permute import combine_rows, permute_rows, repeat_rows
 from smp.parallel.collectives import Group, all_to_all, start_exchange
 
 ReadCounts = Callable[[torch.Tensor, int], Any]
@@ -133,33 +133,34 @@ class Dispatch:
             rows,
         )
 
-    def to_experts(self, x: torch.Tensor) -> torch.Tensor:
-        """(tokens, h) -> the rows of this rank's experts, (sum of counts, h), sorted by expert."""
-        return self.send(x)()
+    def to_experts(self, x: torch.Tensor, backend: str = "torch") -> torch.Tensor:
+        """(tokens, h) -> the rows of this rank's experts, (sum of counts, h), sorted by expert. ``backend``: what moves
+        them on this rank, torch or triton."""
+        return self.send(x, backend)()
 
-    def send(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def send(self, x: torch.Tensor, backend: str = "torch") -> Callable[[], torch.Tensor]:
         """Begin :meth:`to_experts`; what is returned ends it. Rows travel while something else is computed in between,
         and gradients during its backward pass."""
         x = F.pad(x, (0, 0, 0, 1)) if self.padded else x
-        rows = repeat_rows(x, self.order, self.inverse, self.k)
+        rows = repeat_rows(x, self.order, self.inverse, self.k, backend)
         rows = rows if self.sent_rows is None else rows[: self.sent_rows]
         if self.group is None:
             return lambda: rows
         assert self.local_order is not None and self.local_inverse is not None
         order, inverse = self.local_order, self.local_inverse
         receive = start_exchange(rows, self.sent, self.received, self.group)
-        return lambda: permute_rows(receive(), order, inverse)
+        return lambda: permute_rows(receive(), order, inverse, backend)
 
-    def from_experts(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def from_experts(self, rows: torch.Tensor, weights: torch.Tensor, backend: str = "torch") -> torch.Tensor:
         """What experts made of these rows, back and summed by ``weights``, fp32 (tokens, k) -> (tokens, h)."""
         if self.group is not None:
             assert self.local_order is not None and self.local_inverse is not None
-            rows = permute_rows(rows, self.local_inverse, self.local_order)
+            rows = permute_rows(rows, self.local_inverse, self.local_order, backend)
             rows = start_exchange(rows, self.received, self.sent, self.group)()
         rows = rows if self.sent_rows is None else F.pad(rows, (0, 0, 0, 1))
         if self.padded:
-            return combine_rows(rows, F.pad(weights, (0, 0, 0, 1)), self.order, self.inverse)[:-1]
-        return combine_rows(rows, weights, self.order, self.inverse)
+            return combine_rows(rows, F.pad(weights, (0, 0, 0, 1)), self.order, self.inverse, backend)[:-1]
+        return combine_rows(rows, weights, self.order, self.inverse, backend)
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:

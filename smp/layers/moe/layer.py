@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from smp.kernels import TORCH, Kernels
 from smp.kernels.registry import accumulation_dtype
 from smp.kernels.token_layout import TokenLayout
 from smp.layers.mlp import MLP
@@ -63,6 +64,7 @@ class MoE(nn.Module):
         gate: of the shared MLP; None: it counts whole.
         capacity: of each expert in training; None: no choice is dropped.
         weighs_input: experts compute ``expert_e(weight_te x_t)`` instead (Llama 4); a token has one expert.
+        kernels: what moves rows.
 
     Shapes: (tokens [/p], hidden) -> the same.
 
@@ -80,6 +82,7 @@ class MoE(nn.Module):
         gate: SharedExpertGate | None = None,
         capacity: Capacity | None = None,
         weighs_input: bool = False,
+        kernels: Kernels = TORCH,
     ) -> None:
         super().__init__()
         if weighs_input and router.topk != 1:
@@ -88,6 +91,7 @@ class MoE(nn.Module):
         self.sequence_parallel, self.capacity, self.weighs_input = parallel.sequence_parallel, capacity, weighs_input
         self.group, self.ep = parallel.expert_tp_group, parallel.ep_group
         self.all_slices = parallel.tp_group
+        self.backend = kernels.permute
         self.read_counts: ReadCounts = read_counts
 
     def forward(
@@ -113,10 +117,10 @@ class MoE(nn.Module):
             assert layout is not None, "which says where sequences begin"
             kept = self._kept(self.capacity, chosen, weights, layout)
         dispatch = self._dispatch(chosen, kept, layout)
-        receive = dispatch.send(tokens)
+        receive = dispatch.send(tokens, self.backend)
         shared = self._shared(x, token_index, local_token_index)  # here: rows travel meanwhile
         rows = self.experts.compute(receive(), dispatch.counts)
-        y = dispatch.from_experts(rows, torch.ones_like(weights) if self.weighs_input else weights)
+        y = dispatch.from_experts(rows, torch.ones_like(weights) if self.weighs_input else weights, self.backend)
         reduce = reduce_scatter_tokens if self.sequence_parallel else reduce_from_group
         y = reduce(y, self.group)
         # last: the host waits for the counts above, not for this collective

@@ -8,13 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smp.config import Layout
-from smp.kernels.grouped import (
-    _combine_backward,
-    _combine_backward_in_pieces,
-    add_rows_of_groups,
+from smp.kernels.grouped import add_rows_of_groups, grouped_product, grouped_products
+from smp.kernels.permute import (
+    combine_backward,
+    combine_backward_in_pieces,
     combine_rows,
-    grouped_product,
-    grouped_products,
     permute_rows,
     repeat_rows,
 )
@@ -200,8 +198,8 @@ def test_sums_of_many_rows_do_not_notice_the_pieces_they_are_made_in(dtype: torc
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
     rows, grad = (torch.randn(n, 16, generator=generator).to(dtype) for n in (tokens * k, tokens))
     weights = torch.rand(tokens, k, generator=generator)
-    whole = _combine_backward(grad, rows, weights, order, inverse)
-    pieces = _combine_backward_in_pieces(grad, rows, weights, order, inverse)
+    whole = combine_backward(grad, rows, weights, order, inverse)
+    pieces = combine_backward_in_pieces(grad, rows, weights, order, inverse)
     assert all(torch.equal(a, b) for a, b in zip(whole, pieces, strict=True))
     chosen = rows.double().index_select(0, inverse).view(tokens, k, -1)
     wanted = (chosen * weights[:, :, None].double()).sum(1)
