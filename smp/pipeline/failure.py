@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-
 LOST = "lost is the rank that says nothing, or a link if every rank says this"
 
 
