@@ -34,11 +34,15 @@ from smp.config.resolve import resolve_model
 from smp.models.arithmetic import count_parameters
 from smp.models.inventory import block_parameters
 from smp.models.presets import PRESETS
-from smp.parallel.network.cost import Way, flat_ring, least_chunks, two_levels, ways
+from smp.parallel.network.cost import FLAT, Way, flat_ring, least_chunks, two_levels, ways
 from smp.parallel.network.schedule import Kind
 from smp.parallel.network.topology import Link, Links, Topology
 
 NODES = tuple(2**i for i in range(1, 13))
+MOST_RANKS = 1 << 20
+"""Of a prediction that takes seconds."""
+RATES = (1e-6, 1e9)
+"""Gbit/s, and GB/s of sums, between which times have digits to show."""
 BF16, FP32 = 2, 4
 
 
@@ -65,6 +69,8 @@ def flat(units: Sequence[int], network: Topology, links: Links, gloo: bool) -> P
     """Rings over all ranks, in the order of nodes."""
     ranks = network.size
     seconds = _total(calls(units), lambda kind, size: flat_ring(kind, network, links, size, gloo=gloo))
+    if len(network.nodes) == 1:
+        return Predicted(seconds, 0.0)
     rounds = {"all-gather": 1, "reduce-scatter": 1 + gloo}
     return Predicted(seconds, sum(rounds[kind] * size * (ranks - 1) / ranks for kind, size in calls(units)))
 
@@ -73,7 +79,9 @@ def hierarchical(
     units: Sequence[int], network: Topology, links: Links, *, secondary: bool = False, gloo: bool = False
 ) -> tuple[Predicted, Way]:
     """Each size by its best way; also which that is for the largest gather. With ``secondary`` shards the gathers of
-    the backward pass are flat ones within nodes."""
+    the backward pass are flat ones within nodes. On one node, or nodes of one rank, all is flat, as runs are there."""
+    if not network.several_levels:
+        return flat(units, network, links, gloo), FLAT
     nodes, within = len(network.nodes), Topology.even(1, len(network.nodes[0]))
     again: list[tuple[Kind, int]] = [("all-gather", BF16 * unit) for unit in units] if secondary else []
     between = calls(units)[len(again) :]
@@ -134,8 +142,9 @@ def table(given: Any) -> str:
     units = units_of(given.model)
     links = links_of(given, given.between_gbit)
     gloo, local = given.flat == "gloo", given.ranks_per_node
+    each = f"{local} rank{'' if local == 1 else 's'}"
     lines = [
-        f"{given.model}, {sum(units):,} parameters; nodes of {local} ranks, uplink {given.between_gbit:g} Gbit/s, "
+        f"{given.model}, {sum(units):,} parameters; nodes of {each}, uplink {given.between_gbit:g} Gbit/s, "
         f"inside {given.inside_gbit:g} Gbit/s of a rank; seconds of a micro-batch, GB that a node sends",
         "",
         "nodes | ranks  | flat s    GB    | hierarchical s    GB    gain  largest gather           |   hpZ s     GB | "
@@ -232,15 +241,38 @@ def plan(argv: Sequence[str] | None) -> int:
     if (given.measured is None) == (given.model is None) or (given.model is None) != (given.between_gbit is None):
         raise ConfigError("give --model and --between-gbit, or --measured alone")
     given.between_gbit = 1.0 if given.between_gbit is None else given.between_gbit
-    numbers = (*given.nodes, given.ranks_per_node, given.between_gbit, given.inside_gbit, given.add_gb)
-    latencies = (given.between_latency_us, given.inside_latency_us, given.call_us)
-    if not all(0 < n < math.inf for n in numbers) or not all(0 <= n < math.inf for n in latencies):
-        raise ConfigError("numbers of nodes and ranks and rates have to be above 0, latencies at least 0, all finite")
+    _check_numbers(given)
     if given.measured is None:
         print(table(given))
     else:
-        print(measured_table(given.measured.read_text(encoding="utf-8"), lambda rate: links_of(given, rate)))
+        try:
+            text = given.measured.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise ConfigError(f"--measured {given.measured}: this is not a text file") from None
+        print(measured_table(text, lambda rate: links_of(given, rate)))
     return 0
+
+
+def _check_numbers(given: Any) -> None:
+    least, most = RATES
+    for name in ("between_gbit", "inside_gbit", "add_gb"):
+        if not least <= (value := getattr(given, name)) <= most:
+            raise ConfigError(f"{_flag(name)} {value:g}: give a rate of {least:g} to {most:g}")
+    for name in ("between_latency_us", "inside_latency_us", "call_us"):
+        if not 0 <= (value := getattr(given, name)) < math.inf:
+            raise ConfigError(f"{_flag(name)} {value:g}: give at least 0 microseconds")
+    if given.ranks_per_node < 1:
+        raise ConfigError(f"--ranks-per-node {given.ranks_per_node}: give at least 1")
+    for nodes in given.nodes:
+        if not 1 <= nodes <= MOST_RANKS // given.ranks_per_node:
+            raise ConfigError(
+                f"--nodes {nodes}: give 1 to {MOST_RANKS // given.ranks_per_node:,} nodes of "
+                f"{given.ranks_per_node:,} ranks, {MOST_RANKS:,} ranks in all"
+            )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

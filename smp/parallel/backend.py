@@ -29,6 +29,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -108,26 +109,26 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
         given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         way = self.network.way("all-reduce", given[0])
         # What no schedule can do is left to gloo and counted there.
-        fits = len(given) == 1 and _alike_on_cpu(given[0]) and _is_summed(given[0], opts.reduceOp)
-        if way.route is None or not fits:
+        flat = _in_memory_order(given[0]) if len(given) == 1 and _is_summed(given[0], opts.reduceOp) else None
+        if way.route is None or flat is None:
             return self._inner("all-reduce", given[0]).allreduce(given, opts)
         self.counts["hierarchical all-reduce"] += 1
-        return self._run(self.network.all_reduce(given[0], way), given[0], opts, list(given))
+        return self._run(self.network.all_reduce(flat, way), flat, opts, list(given))
 
     def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None, **more: Any) -> Any:
         """(n) of every rank -> (n x ranks)."""
+        opts, given = _options(AllgatherOptions, opts, more), _resolved(given)
         way = self.network.way("all-gather", output)
         fits = _alike_on_cpu(output, given) and output.numel() == self.size() * given.numel()
         if way.route is None or not fits:
-            opts = _options(AllgatherOptions, opts, more)
             return self._inner("all-gather", given)._allgather_base(output, given, opts)
         self.counts["hierarchical all-gather"] += 1
         running = self.network.all_gather(output.view(-1), given.view(-1), way)
-        return running.work([output])
+        return running.work([output], timeout=_limit(opts))
 
     def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None, **more: Any) -> Any:
         """(n x ranks) of every rank -> (n) of the sum."""
-        opts = _options(dist.ReduceScatterOptions, opts, more)
+        opts, given = _options(dist.ReduceScatterOptions, opts, more), _resolved(given)
         way = self.network.way("reduce-scatter", given)
         fits = _alike_on_cpu(output, given) and given.numel() == self.size() * output.numel()
         if way.route is None or not fits or not _is_summed(given, opts.reduceOp):
@@ -163,7 +164,8 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def _run(self, running: Any, result: torch.Tensor, opts: Any, tensors: list[torch.Tensor]) -> CollectiveWork:
         average = opts.reduceOp == dist.ReduceOp.AVG
         # An average is the sum, divided once at the end.
-        return running.work(tensors, (lambda: result.div_(self.size())) if average else (lambda: None))
+        divide = (lambda: result.div_(self.size())) if average else (lambda: None)
+        return running.work(tensors, divide, _limit(opts))
 
     def _inner(self, what: str, tensor: torch.Tensor) -> Any:
         """The backend of the tensor's device; of one without a backend (meta) what torch does there."""
@@ -241,6 +243,11 @@ def _options(kind: Any, opts: Any, more: dict[str, Any]) -> Any:
     return made
 
 
+def _limit(opts: Any) -> timedelta | None:
+    """The timeout of one call; None: that of the group, for which torch has a negative number."""
+    return opts.timeout if opts.timeout > timedelta(0) else None
+
+
 def _is_summed(tensor: torch.Tensor, op: Any) -> bool:
     """Whether a schedule can do it: sums of what can be added, averages of what can be divided."""
     return (op == dist.ReduceOp.SUM and tensor.dtype in _ADDED) or (
@@ -251,18 +258,56 @@ def _is_summed(tensor: torch.Tensor, op: Any) -> bool:
 def _alike_on_cpu(*tensors: torch.Tensor) -> bool:
     """Whether they are contiguous, on the CPU, and of one dtype; gloo refuses several."""
     dtype = tensors[0].dtype
-    return all(t.is_contiguous() and t.device.type == "cpu" and t.dtype == dtype for t in tensors)
+    return all(_is_plain(t) and t.is_contiguous() and t.dtype == dtype for t in tensors)
+
+
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers of a conjugated or negated view, whose memory has others, in memory of their own."""
+    return tensor.resolve_conj().resolve_neg()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is on the CPU, not sparse, and its memory has its numbers, neither conjugated nor negated."""
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
+
+
+def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Its memory, (elements), of any strides without gaps, such as those of channels_last: gloo adds that up, too, and
+    ranks whose strides differ must not go different ways. None: there are gaps, or it is not plain."""
+    if not _is_plain(tensor):
+        return None
+    ordered = tensor.detach().permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
+    return ordered.view(-1) if ordered.is_contiguous() else None
 
 
 def _all_of(works: Sequence[Any], result: list[torch.Tensor]) -> Any:
     """One handle for several."""
-    if len(works) == 1:
-        return works[0]
-    for work in works:
-        work.wait()
-    done = CollectiveWork(result)
-    done.end(None)
-    return done
+    return works[0] if len(works) == 1 else _WorkOfSeveral(works, result)
+
+
+class _WorkOfSeveral(dist.Work):
+    """Waits for all of them, where it is waited for and not before: others may first need something from this rank."""
+
+    def __init__(self, works: Sequence[Any], result: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._works, self._result = works, result
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def result(self) -> list[torch.Tensor]:
+        return self._result
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        self.wait()
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._result)
+        return future
 
 
 def _create(options: Any, _: Any = None) -> NetworkProcessGroup:

@@ -1,7 +1,8 @@
 """What a rank says when it loses contact with another one.
 
 No rank can know which one is lost: it sees that a message or a collective fails, and what is at its other end may have
-ended only because it lost contact too. So each rank says where it stands, and the one that says nothing is lost.
+ended only because it lost contact too. So each rank says where it stands, and the one that says nothing is lost. Where
+all say so, a link between them is.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
+
+LOST = "lost is the rank that says nothing, or a link if every rank says this"
 
 
 class PipelineError(RuntimeError):
@@ -41,7 +44,7 @@ def naming(where: str, *, function: bool = True, wrap: type[RuntimeError] = Pipe
         if not lost_contact(error):
             raise
         what = f"{where}: {_function(error)}" if function else where
-        raise wrap(f"{what} failed: {reason(error)}; lost is the rank that says nothing") from error
+        raise wrap(f"{what} failed: {reason(error)}; {LOST}") from error
 
 
 def _function(error: RuntimeError) -> str:

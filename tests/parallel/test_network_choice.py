@@ -40,7 +40,8 @@ def worst(seeds: range, most: int, least: int = 0) -> tuple[float, str]:
         for kind in KINDS:
             picked = policy.way(kind, size)
             piece = size // topology.size
-            others = {FLAT, *ways(topology, piece), *([Way("mesh", 3)] if piece // 3 >= LEAST_CHUNK else [])}
+            between = {Way("mesh", chunks) for chunks in (3, 6, 12) if piece // chunks >= LEAST_CHUNK}
+            others = {FLAT, *ways(topology, piece), *between}
             best = min(simulated(kind, topology, links, size, way) for way in others)
             ratio = simulated(kind, topology, links, size, picked) / best
             found = max(found, (ratio, f"seed {seed}: {kind} of {size} bytes over {topology}: {picked}"))

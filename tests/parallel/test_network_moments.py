@@ -1,108 +1,104 @@
-"""A rank is killed at each moment of a run with hierarchical collectives: the others end, each with one line that says
-which rank it is and on which node, and the same command goes on to the same bits."""
+"""A rank is killed, or a node's uplink cut, at each moment of a run with hierarchical collectives: all ranks that are
+left end, each with one line that says which it is and where, and the same command goes on to the same bits."""
 
 from __future__ import annotations
 
+import functools
 import re
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.programs import run_program
-
-PROGRAM = """
-import os, signal, sys
-import pretrain_gpt
-from smp.checkpoint import storage
-from smp.parallel.network.group import NetworkGroup
-from smp.training import launch, run, trainer
-
-steps, start_step = [], trainer.Trainer.start_step
-
-def counting(*args, **options):
-    steps.append(1)
-    return start_step(*args, **options)
-
-def dying(owner, name, after):
-    function = getattr(owner, name)
-    def call(*args, **options):
-        if len(steps) == after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(*args, **options)
-    setattr(owner, name, call)
-
-places = {
-    "rendezvous": (launch, "start_process_group", 0),
-    "choice": (run, "choose_collectives", 0),
-    "gather": (NetworkGroup, "all_gather", 2),
-    "reduce": (NetworkGroup, "reduce_scatter", 2),
-    "save": (storage, "write_file", 2),
-}
-trainer.Trainer.start_step = counting
-if os.environ["RANK"] == "3" and (moment := os.environ["MOMENT"]):
-    dying(*places[moment])
-sys.exit(pretrain_gpt.main(sys.argv[1:]))
-"""
-FLAGS = (
-    "--num-layers 1 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 4 --seq-length 16 --vocab-size 1000 "
-    "--mock-data --micro-batch-size 1 --train-iters 4 --no-tensorboard --no-progress-bar --log-dir logs "
-    "--data-parallel-collectives hierarchical --network-topology nodes.json --distributed-timeout-minutes 0.3 "
-    "--save saved --save-interval 1 --load auto"
-)
-IN_A_SCHEDULE = (
-    r"{} of [\d,]+ bytes over 2 nodes of 2 ranks failed after [\d.]+ s on rank {} \(node\d\): rank \d on node\d has not"
-)
-IN_A_FLAT_ONE = r"rank {1} on \S+: {0} failed: .*; lost is the rank that says nothing"
-SAID = {
-    "choice": (IN_A_FLAT_ONE, r"\w+"),
-    "gather": (IN_A_SCHEDULE, "all-gather"),
-    "reduce": (IN_A_SCHEDULE, "reduce-scatter"),
-    "save": (IN_A_FLAT_ONE, r"\w+"),
-}
-"""Each but the first is in the second step since the start."""
+from tests.parallel import fault_lab as lab
+from tests.parallel.netlab import netlab
 
 
-def train(folder: Path, moment: str | None) -> tuple[int, str, str]:
-    """Start, and load what is there; the exit code and what the ranks printed."""
-    (folder / "run.py").write_text(PROGRAM)
-    (folder / "nodes.json").write_text('{"nodes": [[0, 1], [2, 3]]}')
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MOMENT", moment or "")
-        done = run_program(folder / "run.py", FLAGS.split(), folder, processes=4, grace=60.0)
-    return done.returncode, done.stdout, done.stderr
+def check_words(done: subprocess.CompletedProcess[str], moment: str, speaking: list[int]) -> None:
+    """Those ranks, and no others, have ended by themselves, each with the one line that it owes."""
+    text = re.sub(r"^\[node\d\.\d\] ", "", done.stdout + done.stderr, flags=re.MULTILINE)
+    assert done.returncode not in (0, 124) and text.count("ended with 1\n") == len(speaking), text
+    assert "Traceback" not in text, text
+    lines = sorted(line for line in text.splitlines() if line.startswith("error: "))
+    assert len(lines) == len(speaking), text
+    words, what, _ = lab.MOMENTS[moment]
+    for rank, line in zip(speaking, lines, strict=True):
+        assert re.match(f"error: rank {rank}: {words.format(what, rank)}", line), line
 
 
-def lose(folder: Path, moment: str, text: str, what: str) -> str:
-    """A start in which rank 3 is killed; what rank 0 printed, once the others have said what they had to."""
-    code, out, err = train(folder, moment)
-    lines = sorted(line for line in err.splitlines() if line.startswith("error: "))
-    assert code == -9 and len(lines) == 3 and "Traceback" not in err, err
-    for rank, line in enumerate(lines):
-        assert re.match(f"error: rank {rank}: {text.format(what, rank)}", line), line
-    return out
+Whole = Callable[[str], dict[str, bytes]]
 
 
-def last_checkpoint(folder: Path) -> dict[str, bytes]:
-    """Its data files."""
-    return {path.name: path.read_bytes() for path in (folder / "saved" / "iter_0000004").glob("*.safetensors")}
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """(flags) -> the last checkpoint of a run to which nothing happens."""
+
+    @functools.cache
+    def run(flags: str) -> dict[str, bytes]:
+        folder = tmp_path_factory.mktemp("whole")
+        done = lab.on_one_machine(folder, flags)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = lab.last_checkpoint(folder)
+        assert found, "it has data files"
+        return found
+
+    return run
 
 
-def test_the_others_say_where_they_stand_and_new_starts_end_in_the_same_bits(tmp_path: Path) -> None:
-    """Four starts, each ended at another moment, and a fifth."""
-    whole, ended = tmp_path / "whole", tmp_path / "ended"
-    whole.mkdir()
-    ended.mkdir()
-    for iteration, (moment, said) in enumerate(SAID.items()):
-        out = lose(ended, moment, *said)
-        assert (f"saved saved/iter_000000{iteration}" in out) == (iteration > 0), out
-        assert (f"at iteration {iteration - 1}" in out) == (iteration > 1), out
-    for folder in (ended, whole):
-        code, out, err = train(folder, None)
-        assert code == 0 and ("at iteration 3" in out) == (folder is ended), out + err
-    assert last_checkpoint(ended) == last_checkpoint(whole) != {}
+def test_the_others_say_where_they_stand_and_new_starts_end_in_the_same_bits(tmp_path: Path, whole: Whole) -> None:
+    """One start after the other, each ended at another moment, and one that nothing ends."""
+    saved = 0
+    for moment in ("choice", "measurement", "gather", "reduction", "evaluation", "save"):
+        done = lab.on_one_machine(tmp_path, lab.MOMENTS[moment][2], moment)
+        check_words(done, moment, [0, 1, 2])
+        assert done.returncode == -9 and (f"at iteration {saved}" in done.stdout) == (saved > 0), done.stdout
+        # A start that is ended in its second step, or after it, has saved its first.
+        saved += f"saved saved/iter_{saved + 1:07}" in done.stdout
+    assert saved == lab.ITERATIONS - 1
+    done = lab.on_one_machine(tmp_path, "")
+    assert done.returncode == 0 and f"at iteration {saved}" in done.stdout, done.stdout + done.stderr
+    assert lab.last_checkpoint(tmp_path) == whole("")
 
 
 @pytest.mark.slow
-def test_ranks_that_never_meet_say_so(tmp_path: Path) -> None:
-    """The others wait for it until their time is over."""
-    lose(tmp_path, "rendezvous", IN_A_FLAT_ONE, "start_process_group")
+@pytest.mark.parametrize("victim, moment", [(3, "rendezvous"), (3, "replicas' sum"), (0, "gather"), (0, "save")])
+def test_other_moments_and_rank_zero(victim: int, moment: str, tmp_path: Path, whole: Whole) -> None:
+    flags = lab.MOMENTS[moment][2]
+    check_words(lab.on_one_machine(tmp_path, flags, moment, victim), moment, sorted({0, 1, 2, 3} - {victim}))
+    done = lab.on_one_machine(tmp_path, flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert lab.last_checkpoint(tmp_path) == whole(flags)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", lab.MOMENTS)
+def test_a_cut_uplink_ends_all_ranks_with_the_place_and_a_new_start_goes_on(
+    moment: str, tmp_path: Path, whole: Whole
+) -> None:
+    """Needs a network of namespaces, see ``tests.parallel.netlab``; skipped where there is none."""
+    netlab()
+    flags = lab.MOMENTS[moment][2]
+    done = lab.on_two_nodes(tmp_path, flags, moment)
+    check_words(done, moment, [0, 1, 2, 3])
+    said = done.stdout + done.stderr
+    assert "] cut" in said and f"iter_{lab.ITERATIONS:07}" not in said
+    for rank, node, place in re.findall(r"on rank (\d) \(node(\d)\): rank \d on node(\d) has not", said):
+        assert int(node) == int(rank) // 2 and node != place, "each waits for the other side"
+    flags = flags.replace(lab.MEASURED, "")  # whose choice may differ between two starts
+    again = lab.on_two_nodes(tmp_path, flags)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert lab.last_checkpoint(tmp_path) == whole(flags)
+
+
+@pytest.mark.slow
+def test_torchrun_ends_and_goes_on(tmp_path: Path) -> None:
+    """It sends SIGTERM to the others, who have something to say all the same."""
+    done = lab.by_torchrun(tmp_path, "gather")
+    assert done.returncode == 1 and "SIGKILL" in done.stderr, done.stderr
+    logs = [log.read_text() for log in sorted(tmp_path.glob("ranks/*/attempt_0/*/stderr.log"))]
+    errors = [line for log in logs for line in log.splitlines() if line.startswith("error: ")]
+    assert any("over 2 nodes of 2 ranks failed after" in line and "rank 3 on node1" in line for line in errors), errors
+    assert len(logs) == 4 and not any("Traceback" in log for log in logs)
+    again = lab.by_torchrun(tmp_path)
+    assert again.returncode == 0, again.stderr

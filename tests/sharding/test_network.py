@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,6 +73,64 @@ def gather_codes(network: Any, dtype: torch.dtype, rank: int) -> tuple[torch.Ten
     assert way.route is not None
     network.all_gather_quantized(output, given, way, Quantization(weights=True)).wait()
     return given, output
+
+
+def tune_a_strangers_module(rank: int, world: int, file: str) -> dict[str, Any]:
+    """Losses of a module of torch's own, sharded as docs/collectives.md says; calls and bytes of one step, by kind."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from smp.parallel.network.choose import choose_collectives
+    from smp.parallel.network.group import Running
+    from smp.sharding.parallelize import shard
+
+    mesh, counted, losses = init_device_mesh("cpu", (world,)), Counter[str](), {}
+    begin = Running.__init__
+
+    def counting(self: Running, group: Any, kind: Any, execution: Any, size: int) -> None:
+        counted.update({f"{kind}s": 1, f"{kind} bytes": size})
+        begin(self, group, kind, execution, size)
+
+    Running.__init__ = counting  # type: ignore[method-assign]
+    for setting in ("flat", "hierarchical"):
+        torch.manual_seed(1)
+        model = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True), 2)
+        model = nn.Sequential(model, nn.Linear(64, 1024))
+        chosen = choose_collectives({"parameters": mesh}, setting, topology_file=file)  # type: ignore[arg-type]
+        shard(model, list(model[0].layers), mesh, collectives=chosen)  # type: ignore[arg-type]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses[setting] = []
+        for step in range(3):
+            counted.clear()
+            x = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(100 * step + rank))
+            loss = model(x).square().mean()
+            (loss / world).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[setting].append(loss.item())
+        assert bool(counted) == (setting == "hierarchical")
+    held = [sum(4 * p.numel() for p in unit) for unit in units_of(model)]  # fp32; four divides all first dimensions
+    return {"losses": losses, "counted": dict(counted), "bytes": held}
+
+
+def units_of(model: nn.Module) -> list[list[nn.Parameter]]:
+    """Parameters of both layers, and of the rest."""
+    layers = [list(layer.parameters()) for layer in model[0].layers]  # type: ignore[index,union-attr]
+    return [*layers, list(model[1].parameters())]  # type: ignore[index]
+
+
+def test_a_strangers_module_is_sharded_over_nodes(tmp_path: Path) -> None:
+    """Layers are gathered twice, the rest once; all gradients are reduced once."""
+    (tmp_path / "nodes.json").write_text('{"nodes": [[0, 1, 2], [3]]}')
+    for found in run_distributed(tune_a_strangers_module, 4, str(tmp_path / "nodes.json")):
+        first, second, rest = found["bytes"]
+        assert found["counted"] == {
+            "all-gathers": 5,
+            "all-gather bytes": 2 * (first + second) + rest,
+            "reduce-scatters": 3,
+            "reduce-scatter bytes": first + second + rest,
+        }
+        for loss, other in zip(*found["losses"].values(), strict=True):
+            assert abs(loss - other) < 1e-5 * other
 
 
 def test_gathers_change_no_bit_and_sums_repeat() -> None:

@@ -66,12 +66,42 @@ def test_units_are_those_of_each_layer() -> None:
     assert first < second / 5
 
 
-def test_wrong_numbers_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--model", "llama3-8b", "--between-gbit", "0", "--inside-gbit", "1"]) == 2
-    assert main(["--model", "llama3-8b", "--between-gbit", "1", "--inside-gbit", "nan"]) == 2
-    assert main(["--model", "llama9", "--between-gbit", "1", "--inside-gbit", "1"]) == 2
-    errors = capsys.readouterr().err
-    assert "rates have to be above 0" in errors and "--model llama9: give one of" in errors
+WRONG = {
+    "--between-gbit 0": "--between-gbit 0: give a rate of 1e-06 to 1e+09",
+    "--inside-gbit nan": "--inside-gbit nan: give a rate",
+    "--add-gb 1e-320": "--add-gb 9.99989e-321: give a rate",
+    "--call-us -1": "--call-us -1: give at least 0 microseconds",
+    "--between-latency-us inf": "--between-latency-us inf: give at least 0 microseconds",
+    "--ranks-per-node 0": "--ranks-per-node 0: give at least 1",
+    "--nodes 2 0": "--nodes 0: give 1 to 131,072 nodes of 8 ranks, 1,048,576 ranks in all",
+    "--nodes 100000000": "--nodes 100000000: give 1 to 131,072 nodes",
+    "--ranks-per-node 4 8": "unrecognized arguments: 8",
+    "--model llama9": "--model llama9: give one of",
+}
+
+
+@pytest.mark.parametrize("flags", WRONG)
+def test_wrong_numbers_are_told_in_one_line(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--model", "llama3-8b", "--between-gbit", "1", "--inside-gbit", "1", *flags.split()]
+    assert main(given) == 2
+    assert f"error: {WRONG[flags]}" in capsys.readouterr().err
+
+
+def test_what_is_no_text_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bytes").write_bytes(b"\xff\x00")
+    assert main(["--measured", str(tmp_path / "bytes"), "--inside-gbit", "1"]) == 2
+    assert "bytes: this is not a text file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("nodes, local", [(1, 8), (4, 1)])
+def test_one_kind_of_link_is_flat(nodes: int, local: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """As runs are there; on one node nothing crosses an uplink."""
+    flags = f"--model llama3-8b --between-gbit 400 --inside-gbit 1840 --nodes {nodes} --ranks-per-node {local}"
+    assert main(flags.split()) == 0
+    _, ranks, ring, best, kept, _ = capsys.readouterr().out.splitlines()[-1].split("|")
+    assert int(ranks) == nodes * local and best.split()[2:] == ["1.00", "flat"]
+    assert ring.split() == best.split()[:2] == kept.split()
+    assert (float(ring.split()[1]) == 0) == (nodes == 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

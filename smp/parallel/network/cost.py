@@ -26,7 +26,7 @@ from smp.parallel.network.schedules import schedule_of
 from smp.parallel.network.simulate import simulate
 from smp.parallel.network.topology import Links, Topology
 
-CHUNKS = (1, 2, 4, 8, 16)
+CHUNKS = (1, 2, 3, 4, 8, 16)
 """Numbers of chunks that are tried."""
 MESSAGES = 60_000
 """What is simulated to choose a way for a size, in about a second, once: all ways of a group of up to 16 ranks. Of

@@ -26,7 +26,7 @@ from smp.parallel.network.schedule import Kind, Message, even_sizes
 from smp.parallel.network.schedules import actions_of
 
 _TAGS = 1 << 14
-_FIRST_TAG = 1 << 16  # above what callers of send and recv use
+_FIRST_TAG = (1 << 31) - _TAGS  # the last ones that gloo takes: callers of send and recv use small numbers
 AT_EXIT = 10.0
 """Seconds that collectives have to end when a program does that has not destroyed its groups."""
 _Jobs = queue.SimpleQueue[Callable[[], None] | None]  # None: that was all
@@ -79,12 +79,13 @@ class NetworkGroup:
         return self.policy.way("all-gather", len(self.ranks) * coded_bytes(given.numel()))
 
     def all_gather(self, output: torch.Tensor, given: torch.Tensor, way: Way) -> Running:
-        """All ranks' ``given`` into ``output``, in the order of ranks, 1 / ranks of it each; it may be its own part."""
+        """All ranks' ``given`` into ``output``, in the order of ranks, 1 / ranks of it each; it may be a part of it."""
         sizes = [given.numel()] * len(self.ranks)
         pieces = pieces_of(output, sizes)
         own = pieces[self.rank]
         if own.data_ptr() != given.data_ptr():
-            own.copy_(given.detach().reshape(-1))
+            inside = given.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
+            own.copy_((given.clone() if inside else given).detach().reshape(-1))
         return self._start("all-gather", pieces, way)
 
     def all_gather_quantized(
@@ -221,15 +222,18 @@ class Running:
     def __init__(self, group: NetworkGroup, kind: Kind, execution: Execution, size: int) -> None:
         self._group, self._kind, self._execution, self._size = group, kind, execution, size
 
-    def finish(self) -> None:
+    def finish(self, timeout: timedelta | None = None) -> None:
         """Run it here, to its end.
+
+        Args:
+            timeout: of this one alone; None: the group's.
 
         Raises:
             CollectiveError: a rank is gone or late.
         """
         self._group.check_in_order()  # it may have failed since this one was started
         started = time.monotonic()
-        limit = self._group.timeout.total_seconds()
+        limit = (timeout or self._group.timeout).total_seconds()
         for message, posted in self._execution.steps():
             left = max(started + limit - time.monotonic(), 1e-3)
             try:
@@ -238,7 +242,9 @@ class Running:
                 passed = time.monotonic() - started
                 raise self._group.failed(self._kind, self._size, message, passed, error) from error
 
-    def work(self, result: Any, then: Callable[[], object] = lambda: None) -> CollectiveWork:
+    def work(
+        self, result: Any, then: Callable[[], object] = lambda: None, timeout: timedelta | None = None
+    ) -> CollectiveWork:
         """Run it on the group's thread, and ``then``."""
         work = CollectiveWork(result)
         # Both are modes of a thread, and this one's are not the caller's.
@@ -247,7 +253,7 @@ class Running:
         def job() -> None:
             try:
                 with torch.inference_mode() if inference else torch.no_grad():
-                    self.finish()
+                    self.finish(timeout)
                     then()
             except BaseException as error:
                 work.end(error)
@@ -273,11 +279,12 @@ class CollectiveWork(dist.Work):
     def end(self, error: BaseException | None) -> None:
         """Let those that wait go on, with an error where there is one."""
         self._error = error
-        self._done.set()
+        # The future first, as gloo does: who has waited may read it.
         if error is None:
             self._future.set_result(self._result)
         else:
             self._future.set_exception(error)
+        self._done.set()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Until the result is there. The collective has its own timeout; a shorter one may be given here.

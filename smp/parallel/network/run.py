@@ -71,9 +71,9 @@ class Execution:
             for message in needed:
                 yield message, self._messages.pop(message)
             self._act(action)
-        self._store()
         yield from self._messages.items()
         yield from self._leaving
+        self._store()  # last: where it goes may be a part of what is still being sent
 
     def _act(self, action: Action) -> None:
         if action.op is Op.SEND:
