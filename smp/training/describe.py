@@ -27,7 +27,8 @@ from smp.pipeline.plan import Plan, describe_plan, plan_pipeline
 from smp.pipeline.validate import peak_activations
 from smp.training.eight_bit import describe_fp8
 from smp.training.exchange import exchange_of, exchanged
-from smp.training.memory import MemoryEstimate, Tuned, largest_memory
+from smp.training.memory import MemoryEstimate, largest_memory
+from smp.training.model_share import Tuned
 from smp.training.offload import describe_savings, trained_parameters
 from smp.training.suggest import describe_suggestions
 

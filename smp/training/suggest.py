@@ -10,7 +10,8 @@ from typing import Literal
 from smp.config import Config, ConfigError, Layout, resolve
 from smp.config.commands import tool
 from smp.models.arithmetic import forward_flops
-from smp.training.memory import MemoryEstimate, Tuned
+from smp.training.memory import MemoryEstimate
+from smp.training.model_share import Tuned
 from smp.training.offload import activation_copies, host_step_seconds, trained_parameters
 
 RATE = 450e12

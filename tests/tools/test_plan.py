@@ -20,9 +20,10 @@ from smp.planner.record import Calls
 from smp.planner.search import candidates, ranked
 from smp.planner.step_time import StepModel, StepTime, _offloaded
 from smp.planner.update import update_seconds
-from smp.training.memory import kept_by_blocks, trained_by_muon
+from smp.training.memory import kept_by_blocks
 from smp.training.offload import HOST_ADAM
 from smp.training.settings import read_settings
+from smp.training.weight_memory import trained_by_muon
 from tools.plan import asked_for, main
 
 EIGHT = "--gpus 8 --gpu h100 --model llama3-8b --seq-length 8192 --global-batch-size 32"

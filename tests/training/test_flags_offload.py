@@ -14,7 +14,7 @@ from smp.kernels.copier import copier_of
 from smp.models.presets import PRESETS
 from smp.sharding.offload import Offload
 from smp.training.describe import predicted_memory
-from smp.training.memory import Tuned
+from smp.training.model_share import Tuned
 from smp.training.offload import activation_copies, offload_at_work
 from smp.training.settings import read_settings
 from smp.training.suggest import suggestions

@@ -24,7 +24,8 @@ from smp.parallel.collectives import Group
 from smp.parallel.context import build_context
 from smp.sharding.parallelize import _wrapped
 from smp.training.kept_memory import kept_per_token
-from smp.training.memory import Tuned, estimate_memory
+from smp.training.memory import estimate_memory
+from smp.training.model_share import Tuned
 from smp.training.moments import Moments
 from tests.distributed import run_distributed
 from tests.fake_group import fake_context
