@@ -15,7 +15,8 @@ With n = parameters on one of tp processes (vocabulary padding included) and d =
 - secondary: with --zero-hpz-partition-size z the blocks' weights in compute precision, once more, / z.
 - reduced: the gradient of the largest unit, in compute precision and as the fp32 input of its reduction; without
   FSDP on its way to the sum.
-- activations: layers x what a block keeps (``kept_per_token`` x T), and what the output layer takes and gives.
+- activations: layers x what a block keeps (``kept_per_token`` x T), what the output layer takes and gives, and RoPE's
+  tables, in fp32, of each micro-batch.
   With --offload-activations of --activation-loading-horizon layers only; cast weights leave with them.
 - backward: gradients in flight through a block's MLP, and what recompute replays of the block.
 - logits: one chunk, whose gradient replaces it; logits of all tokens never exist. The output matrix's gradient,
@@ -30,14 +31,14 @@ gradients and no optimizer state; those of linear layers in 4 bits take about 0.
 What layers keep is counted as if they were trained: with adapters it is less.
 
 Attention is taken to take key/value heads as they are; where it does not, as behind a window, a block keeps
-2 b (q - k) per token more without recompute. Left out: the CUDA context, NCCL's buffers, fragmentation, RoPE
-tables, and keys of other context-parallel processes while they are used. Activations are those of fused kernels (a
+2 b (q - k) per token more without recompute. Left out: the CUDA context, NCCL's buffers, fragmentation, and
+keys of other context-parallel processes while they are used. Activations are those of fused kernels (a
 GPU).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from smp.config import Config, Layout
@@ -45,8 +46,14 @@ from smp.config.moe import has_experts
 from smp.models.inventory import of_each_block
 from smp.models.part import ModelPart, whole
 from smp.pipeline.plan import Plan
-from smp.pipeline.validate import peak_activations, peak_losses
-from smp.training.kept_memory import in_flight_per_token, is_fused, kept_per_token, replayed_per_token
+from smp.pipeline.validate import peak_activations, peak_losses, split_activations
+from smp.training.kept_memory import (
+    in_flight_per_token,
+    is_fused,
+    kept_per_token,
+    pending_per_token,
+    replayed_per_token,
+)
 from smp.training.model_share import PRETRAINED, Share, Tuned, elements
 from smp.training.moments import Moments
 from smp.training.weight_memory import Weights, gathered_at_moments, gradients_at_moments
@@ -86,6 +93,7 @@ def estimate_memory(
     held: int = 1,
     losses: int = 1,
     tuned: Tuned = PRETRAINED,
+    split: Iterable[tuple[int, int]] = (),
 ) -> MemoryEstimate:
     """Memory of one process of a training run by this file's formula: an estimate to choose a layout by, not a bound,
     for what takes too long to try with :mod:`smp.training.fake_step`.
@@ -98,21 +106,24 @@ def estimate_memory(
         held: most activations that it holds at once, in micro-batches of one part.
         losses: most micro-batches at once between their loss and its backward pass.
         tuned: of fine-tuning.
+        split: of a pipeline whose backward passes have two parts, what :func:`split_activations` says.
     """
     b, parallel = 2 if config.parallel.bf16 else 4, config.parallel
     share = Share.of(config.model, layout, parts or (whole(config.model.num_layers),))
     weights = Weights.of(config, layout, share, tuned)
-    tokens, split = tokens_of(config, layout, tuned), layout.tp if parallel.sequence_parallel else 1
+    tokens, slices = tokens_of(config, layout, tuned), layout.tp if parallel.sequence_parallel else 1
     at_once = len(share.layers) * held / len(share.parts)
     if parallel.offload_activations:
         at_once = min(at_once, parallel.activation_loading_horizon)
     per_token, around = _activations_per_token(config, layout, b, share)
+    backward = _backward_per_token(config, layout, b, share)
     moments = Moments(
-        activations=int(tokens * (at_once * per_token + around)),
+        activations=int(tokens * (at_once * per_token + around + held * _rope_per_token(config))),
         kept_by_block=int(tokens * per_token),
-        kept_behind=share.head * tokens * b * 2 * config.model.hidden_size // split,
+        kept_behind=share.head * tokens * b * 2 * config.model.hidden_size // slices,
+        split=int(tokens * _split(config, layout, b, share, split, per_token, around, backward)),
         logits=_logits(tokens, chunk_bytes, b, losses, share, trained=not weights.adapters),
-        backward=tokens * _backward_per_token(config, layout, b, share),
+        backward=tokens * backward,
         **gathered_at_moments(config, layout, share, tuned, weights),
         **gradients_at_moments(config, layout, share, weights),
     )
@@ -137,8 +148,11 @@ def largest_memory(
     if plan is None:
         return estimate_memory(config, layout, chunk_bytes, tuned=tuned)
     held, losses = peak_activations(plan.training), peak_losses(plan.training)
+    split = split_activations(plan.training)
     ranks = (
-        estimate_memory(config, layout, chunk_bytes, list(plan.stages_of(rank).values()), held[rank], losses, tuned)
+        estimate_memory(
+            config, layout, chunk_bytes, list(plan.stages_of(rank).values()), held[rank], losses, tuned, split[rank]
+        )
         for rank in range(layout.pp)
     )
     return max(ranks, key=lambda estimate: estimate.total)
@@ -188,6 +202,34 @@ def _activations_per_token(config: Config, layout: Layout, b: int, share: Share)
     if layout.pp > 1:
         around += 2 * hidden // split  # on its way between stages
     return kept / max(1, len(kinds)), b * around
+
+
+def _rope_per_token(config: Config) -> int:
+    """Bytes per token of the tables of a micro-batch, cosines and sines."""
+    model = config.model
+    assert model.kv_channels is not None, "resolved before"
+    if model.position_embedding_type != "rope":
+        return 0
+    return 8 * (model.qk_pos_emb_head_dim if model.multi_latent_attention else model.kv_channels)
+
+
+def _split(
+    config: Config,
+    layout: Layout,
+    b: int,
+    share: Share,
+    states: Iterable[tuple[int, int]],
+    kept: float,
+    around: float,
+    backward: int,
+) -> float:
+    """Bytes per token of activations at most, and of gradients beside them, in ``states`` of
+    :func:`split_activations`; a block whose gradients come is not pending yet."""
+    layers = len(share.layers) / len(share.parts)
+    kinds = {has_experts(config.model, i) for i in share.layers} or {False}
+    later = max(pending_per_token(config, layout, b, experts=kind) for kind in kinds)
+    most = max((layers * (waiting * kept + pending * later) for waiting, pending in states), default=0.0)
+    return most + around + max(0, backward - later) if most else 0.0
 
 
 def _backward_per_token(config: Config, layout: Layout, b: int, share: Share) -> int:

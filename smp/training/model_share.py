@@ -36,6 +36,7 @@ class Share:
         parameters: of all of it.
         elements: of them.
         blocks: of each layer.
+        experts: of those of the layer that has most.
         rows: of its part of the vocabulary's matrix; 0: it has none.
         vocabulary: of that.
         further: how many layers of multi-token prediction are its own.
@@ -49,6 +50,7 @@ class Share:
     parameters: list[Parameter]
     elements: int
     blocks: list[int]
+    experts: int
     rows: int
     vocabulary: int
     further: int
@@ -72,6 +74,7 @@ class Share:
             parameters,
             elements(parameters, layout),
             of_each_block(model, layers, lambda block: elements(block, layout)),
+            max(of_each_block(model, layers, lambda block: elements(_experts(block), layout)), default=0),
             rows * has_matrix,
             rows * hidden * has_matrix,
             len(further),
@@ -95,6 +98,10 @@ class Share:
         """What is reduced at once: a block, or a matrix; or with further layers the root's unit, which has the ends."""
         together = self.further and layout.pp == 1 and layout.has_fsdp
         return max(self.block, self.ends if together else self.vocabulary)
+
+
+def _experts(block: Iterable[Parameter]) -> list[Parameter]:
+    return [p for p in block if p.chosen is not None]
 
 
 def elements(parameters: Iterable[Parameter], layout: Layout) -> int:

@@ -65,41 +65,54 @@ class Weights:
 
 
 def gathered_at_moments(config: Config, layout: Layout, share: Share, tuned: Tuned, weights: Weights) -> dict[str, int]:
-    """Bytes of weights that are gathered: FSDP has one block when the loss has the ends (two, if experts are units of
-    their own), and then two without them. Cast weights go with their block."""
+    """Bytes of weights that are gathered. FSDP gathers into one buffer, which stays until the next gather, and copies
+    out of it: at the loss the ends are there twice, in blocks one is there and the next one in that buffer. What is not
+    sharded is only copied. Cast weights go with their block."""
     b, gathered = 2 if config.parallel.bf16 else 4, weights.gathered
+    alike = {"at_loss": gathered, "in_blocks": gathered, "in_first": gathered}
     if tuned.in_4_bits is not None or layout.pp > 1:
-        return {"at_loss": gathered, "in_blocks": gathered, "in_first": gathered}
+        return alike
     if not layout.has_fsdp:
-        return {"at_loss": gathered, "in_blocks": gathered, "in_first": min(gathered, b * share.block)}
+        return alike | {"in_first": min(gathered, b * share.block)}
+    ends, times = b * share.ends, 2 if weights.sharing > 1 else 1
+    accumulates = _accumulates(config, layout)
     if config.parallel.data_parallel_sharding_strategy != "optim_grads_params":
-        return {"at_loss": gathered, "in_blocks": gathered, "in_first": gathered}
-    # Shards are cast before a gather, those of a root with further layers long ago.
-    ends, cast = b * share.ends, (4 // b - 1) / (layout.dp_shard * layout.cp)
-    blocks = gathered - ends
-    at_loss = (blocks // 2 if layout.ep == 1 else blocks) + ends
-    at_loss += int(cast * (at_loss - (ends if share.further else 0)))
-    blocks += int(cast * blocks)
-    return {"at_loss": at_loss, "in_blocks": blocks, "in_first": blocks}
+        # nothing is gathered from the second micro-batch on, which has gradients of the first
+        return alike | {"at_loss": gathered + (0 if accumulates else (times - 1) * ends)}
+    # Shards are cast before a gather.
+    cast = (4 // b - 1) / weights.sharing
+    experts, sharing = b * share.experts * (layout.ep > 1), layout.expert_shard > 1
+    dense = b * share.block - experts
+    blocks = int((times + cast) * dense + (1 + sharing * (1 + cast)) * experts)
+    if share.further:  # the ends are the root's, and stay
+        return {"at_loss": int((1 + cast) * b * share.block) + ends, "in_blocks": blocks, "in_first": blocks}
+    return {"at_loss": times * ends, "in_blocks": blocks, "in_first": blocks}
+
+
+def _accumulates(config: Config, layout: Layout) -> bool:
+    """Whether a step has several micro-batches on a process."""
+    data = config.data
+    return (data.global_batch_size or 1) > data.micro_batch_size * layout.data_parallel
 
 
 def gradients_at_moments(config: Config, layout: Layout, share: Share, weights: Weights) -> dict[str, int]:
     """Bytes of gradients that are whole, and of all. A pipeline adds them up in fp32 until its step ends; FSDP has one
     unit's on its way to its reduction, in fp32, while the next one's comes in compute precision."""
-    b, data, adapters = 2 if config.parallel.bf16 else 4, config.data, weights.adapters
+    b, adapters = 2 if config.parallel.bf16 else 4, weights.adapters
     gradients, sharing = weights.gradients, weights.sharing
-    accumulates = (data.global_batch_size or 1) > data.micro_batch_size * layout.data_parallel
     block = adapters // len(share.layers) if adapters else share.block
     vocabulary, ends = (0, 0) if adapters else (share.vocabulary, share.ends if share.further else share.vocabulary)
-    found = {"gradients": gradients, "waiting": gradients, "late": 0, "own": b * block}
+    found = {"gradients": gradients, "waiting": gradients, "before": 0, "late": 0, "own": b * block}
     if layout.pp > 1:
         return found | {"head": b * block, "block": 0, "ends": 4 * max(block, ends)}
     untied = vocabulary * config.model.untie_embeddings_and_output_weights
-    if not accumulates:
+    if not _accumulates(config, layout):
         # beside two gathered blocks, the gradients of two are still to come
         two = share.layers[: 2 if sharing > 1 else 1]
         first = sum(elements(block_parameters(config.model, i), replace(layout, ep=1, etp=None)) for i in two)
         found |= {"waiting": 0, "late": 0 if adapters else 4 * (first + untied) // sharing}
+    elif layout.has_fsdp and config.parallel.data_parallel_sharding_strategy != "optim":
+        found["before"] = 4 * ends
     if not layout.has_fsdp:
         return found | {"head": 4 * vocabulary, "block": 0, "ends": (b % 4) * vocabulary}
     reduced = {"head": 4 * ends, "block": 4 * block, "ends": (b + 4) * max(vocabulary, ends)}
