@@ -72,6 +72,17 @@ def test_a_schedule_of_batches_decides_the_batch() -> None:
     assert found and {c.config.data.global_batch_size for c in found} == {4096}
 
 
+def test_a_batch_that_suits_no_layout_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not the number of GPUs; and what would suit them is said."""
+    flags = "--gpus 8 --gpu h100 --model llama3-8b --micro-batch-size 8"
+    assert main([*flags.split(), "--global-batch-size", "12"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --global-batch-size 12 suits no layout of 8 GPUs")
+    assert "which is 8 or 16 or 32 or 64 in those" in line
+    assert main([*flags.split(), "--seq-length", "999999"]) == 2
+    assert "no layout of 8 GPUs can train this: --seq-length 999999" in capsys.readouterr().err
+
+
 def test_what_was_decided_stays() -> None:
     asked = load_config(
         ["--model", "llama3-8b", "--mock-data", "--tensor-model-parallel-size", "2", "--bf16", "--dry-run"], PRESETS
