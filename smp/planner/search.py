@@ -12,7 +12,8 @@ from smp.config.fields import flag_of
 from smp.layers.head import CHUNK_BYTES
 from smp.pipeline.plan import plan_pipeline
 from smp.planner.devices import Device
-from smp.planner.step_time import StepModel, StepTime
+from smp.planner.seconds import StepTime
+from smp.planner.step_time import StepModel
 from smp.training.memory import MemoryEstimate, largest_memory
 
 FREE = 0.08

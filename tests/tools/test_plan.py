@@ -18,7 +18,8 @@ from smp.planner.devices import DEVICES, Device
 from smp.planner.machine import MachineTimes, timed_calls
 from smp.planner.record import Calls
 from smp.planner.search import candidates, ranked
-from smp.planner.step_time import StepModel, StepTime, _offloaded
+from smp.planner.seconds import StepTime
+from smp.planner.step_time import StepModel, _offloaded
 from smp.planner.update import update_seconds
 from smp.training.memory import kept_by_blocks
 from smp.training.offload import HOST_ADAM
