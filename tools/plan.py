@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from smp.config import Config, ConfigError, load_config
+from smp.config.batch import BatchSizeError
 from smp.config.cli import read_values
 from smp.config.command import CommandParser, run_tool
 from smp.config.entry_points import PRETRAIN
@@ -160,13 +161,24 @@ def _check_fp8(asked: Config, gpu: str, device: Device) -> None:
         raise ConfigError(f"--fp8-format {parallel.fp8_format}: {gpu} has no FP8 products; {able} have")
 
 
+def why_none(why: Sequence[ConfigError], gpus: int) -> str:
+    """The first reason of the layouts that were tried; the batch, if it is that, with what would suit each of them."""
+    if not isinstance(why[0], BatchSizeError):
+        return f"no layout of {gpus} GPUs can train this: {why[0]}"
+    each = sorted({error.each for error in why if isinstance(error, BatchSizeError)})
+    return (
+        f"{why[0].said} suits no layout of {gpus} GPUs: it has to be a multiple of --micro-batch-size x data-parallel "
+        f"processes, which is {' or '.join(map(str, each))} in those that work otherwise; change one of them"
+    )
+
+
 def predicted(given: Any, flags: Sequence[str]) -> tuple[list[Candidate], int, Device]:
     """Layouts that fit, fastest first; how many were tried; and what was predicted for.
 
     Raises:
         ConfigError: none works, or none fits.
     """
-    on_cpu, why = given.gpu == CPU, list[str]()
+    on_cpu, why = given.gpu == CPU, list[ConfigError]()
     asked, decided = asked_for(flags, given.gpus), set(read_values(flags, PRETRAIN, ""))
     if on_cpu:
         from smp.planner.measured import this_machine, timed
@@ -179,7 +191,7 @@ def predicted(given: Any, flags: Sequence[str]) -> tuple[list[Candidate], int, D
     found = list(candidates(asked, given.gpus, device, decided, why))
     fitting = ranked(found)
     if not found:
-        raise ConfigError(f"no layout of {given.gpus} GPUs can train this: {why[0]}")
+        raise ConfigError(why_none(why, given.gpus))
     if not fitting:
         least = min(found, key=lambda one: one.memory.total)
         raise ConfigError(

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from smp.config.fields import given, require
+from smp.config.fields import given
 from smp.config.layout import Layout
 from smp.config.schema import ConfigError, DataConfig
 
@@ -99,6 +99,19 @@ class BatchSizes:
         return [f"global batch size: {', '.join(shown)}"]
 
 
+class BatchSizeError(ConfigError):
+    """A batch that is no whole number of micro-batches.
+
+    Attributes:
+        said: the batch, by its flag.
+        each: samples of one micro-batch on all data-parallel processes.
+    """
+
+    def __init__(self, said: str, message: str, each: int) -> None:
+        super().__init__(message)
+        self.said, self.each = said, each
+
+
 def check_batch_sizes(data: DataConfig, layout: Layout, sizes: Iterable[int]) -> None:
     """Refuse sizes that are no whole number of micro-batches. A run that resumes with more processes may have passed
     those that do not suit them, so it looks at what is ahead of it once it knows where it is."""
@@ -106,12 +119,14 @@ def check_batch_sizes(data: DataConfig, layout: Layout, sizes: Iterable[int]) ->
     changing = "".join(given(data, "rampup_batch_size", "step_batch_size_schedule"))
     for size in sizes:
         own = size == data.global_batch_size and table is None  # else that flag need not be given
-        require(
-            size % each == 0,
-            f"{'--global-batch-size' if own else f'{changing}: a batch of'} {size} is not divisible by "
-            f"--micro-batch-size {data.micro_batch_size} x {layout.data_parallel} data-parallel processes = {each}; "
-            "change one of them",
-        )
+        said = f"{'--global-batch-size' if own else f'{changing}: a batch of'} {size}"
+        if size % each:
+            raise BatchSizeError(
+                said,
+                f"{said} is not divisible by --micro-batch-size {data.micro_batch_size} x {layout.data_parallel} "
+                f"data-parallel processes = {each}; change one of them",
+                each,
+            )
 
 
 def scheduled(data: DataConfig) -> BatchSizes:

@@ -18,9 +18,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate, groupby
 
-from smp.pipeline.actions import RECEIVE, Action, Op, Schedule, completed, counterpart, needs
+from smp.pipeline.actions import COMPUTE, RECEIVE, SEND, Action, Op, Schedule, completed, counterpart, needs
 
 
 class _Rank:
@@ -127,3 +128,18 @@ def _reduce(rank: _Rank) -> None:
     last = {action.stage: index for index, action in enumerate(rank.compute) if action.op in weights}
     for stage, index in last.items():
         rank.after[index].append(Action(Op.REDUCE, stage))
+
+
+@lru_cache(maxsize=8)
+def known_to_have_arrived(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:
+    """For each message that ``rank`` receives, the sends of its own that have arrived when it is there: those that the
+    other rank's actions read before it was sent."""
+    found = dict[Action, list[Action]]()
+    for other, actions in enumerate(schedule.actions):
+        read: list[Action] = []
+        for action in actions if other != rank else ():
+            inputs = (need for need in needs(schedule, action) if need.op in RECEIVE and action.op in COMPUTE)
+            read += [counterpart(need) for need in inputs if schedule.peer(need) == rank]
+            if action.op in SEND and schedule.peer(action) == rank:
+                found[counterpart(action)], read = read, []
+    return found

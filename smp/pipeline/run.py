@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from smp.parallel.links import Links
 from smp.pipeline.actions import RECEIVE, SEND, Action, Op, Schedule, completed, counterpart, needs
+from smp.pipeline.communication import known_to_have_arrived
 from smp.pipeline.failure import PipelineError, naming, reason
 from smp.pipeline.recorder import Watcher
 
@@ -77,7 +78,8 @@ class _Step:
         # By the receive that brings it. The tensor stays here while the network writes to it.
         self.received: dict[Action, tuple[dist.Work, torch.Tensor]] = {}
         self.results: dict[Action, torch.Tensor] = {}  # by the action that computed it
-        self.sent: list[tuple[Action, dist.Work, torch.Tensor]] = []
+        self.sent: dict[Action, tuple[dist.Work, torch.Tensor]] = {}
+        self.arrived = known_to_have_arrived(schedule, runner.links.rank)
 
     def run(self, action: Action) -> None:
         """Run one action, after waiting for what it reads."""
@@ -120,6 +122,10 @@ class _Step:
             return self.results.pop(source)
         work, tensor = self.received.pop(source)
         self._wait(source, work)
+        # The work of gloo does not know when it is completed, but an answer says it: waiting takes no time.
+        for sent in self.arrived.get(source, ()):
+            if sent in self.sent:
+                self._wait(sent, self.sent.pop(sent)[0])
         if self.recorder is not None:
             self.recorder.arrived(source)
         return tensor
@@ -136,18 +142,18 @@ class _Step:
     def _send(self, action: Action) -> None:
         # A message keeps its tensor alive. Those that have arrived are dropped here, or a step
         # would hold all that it sent.
-        self.sent = [message for message in self.sent if not message[1].is_completed()]
+        self.sent = {sent: message for sent, message in self.sent.items() if not message[0].is_completed()}
         (result,) = needs(self.schedule, action)
         # The network sends memory as it lies, and a stage's result may be a view.
         tensor = self.results.pop(result).contiguous()
         try:
-            self.sent.append((action, self.runner.links.send(tensor, self.schedule.peer(action)), tensor))
+            self.sent[action] = self.runner.links.send(tensor, self.schedule.peer(action)), tensor
         except RuntimeError as error:
             raise self._failure(action, error) from error
 
     def finish(self) -> None:
         """Let every message arrive."""
-        for action, work, _ in self.sent:
+        for action, (work, _) in self.sent.items():
             self._wait(action, work)
         # The validator proved that each result has one reader. Something left over means that
         # the runner and it disagree.

@@ -43,6 +43,22 @@ def peak_activations(schedule: Schedule) -> tuple[int, ...]:
     )
 
 
+def split_activations(schedule: Schedule) -> tuple[frozenset[tuple[int, int]], ...]:
+    """For each rank, how many micro-batches of a stage have activations behind a forward pass or the input part of a
+    backward pass: (those whose backward pass is to come, those whose weight part is). Empty where backward passes are
+    whole."""
+    found = []
+    for actions in schedule.actions:
+        waiting, pending, states = 0, 0, set[tuple[int, int]]()
+        for action in actions:
+            waiting += (action.op is Op.FORWARD) - (action.op in (Op.BACKWARD, Op.BACKWARD_INPUT))
+            pending += (action.op is Op.BACKWARD_INPUT) - (action.op is Op.BACKWARD_WEIGHT)
+            if pending:
+                states.add((waiting, pending))
+        found.append(frozenset(states))
+    return tuple(found)
+
+
 def peak_losses(schedule: Schedule) -> int:
     """Most micro-batches that have gone forward through the last stage and not backward yet: for each of them a loss
     that has its gradients ready is kept, with one for the output matrix."""

@@ -22,7 +22,7 @@ from smp.planner.devices import Device
 from smp.planner.machine import MachineTimes, Timed, calibrate, kind_of
 from smp.planner.record import Calls, Collective, Place, recorded_step
 from smp.planner.search import Candidate
-from smp.planner.step_time import StepTime
+from smp.planner.seconds import StepTime
 
 _PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "aten._grouped_mm.")
 _LINKS = {"tp": "tensor", "cp": "context", "ep": "experts"}

@@ -12,7 +12,8 @@ from smp.config.fields import flag_of
 from smp.layers.head import CHUNK_BYTES
 from smp.pipeline.plan import plan_pipeline
 from smp.planner.devices import Device
-from smp.planner.step_time import StepModel, StepTime
+from smp.planner.seconds import StepTime
+from smp.planner.step_time import StepModel
 from smp.training.memory import MemoryEstimate, largest_memory
 
 FREE = 0.08
@@ -51,7 +52,7 @@ class Candidate:
 
 
 def candidates(
-    asked: Config, world_size: int, device: Device, decided: Collection[str] = (), why: list[str] | None = None
+    asked: Config, world_size: int, device: Device, decided: Collection[str] = (), why: list[ConfigError] | None = None
 ) -> Iterator[Candidate]:
     """Every layout that works with what was asked for, those that do not fit into memory without a time.
 
@@ -70,7 +71,7 @@ def candidates(
             plan = plan_pipeline(shortened(resolved, layout), layout) if layout.pp > 1 else None
         except ConfigError as error:
             if why is not None:
-                why.append(str(error))
+                why.append(error)
             continue
         memory = largest_memory(resolved, layout, CHUNK_BYTES["cuda"], plan)
         # A layout that does not fit is listed all the same, so that the table shows what it would need.

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from smp.config import Config, Layout
 from smp.config.fp8 import layers_in_bf16
@@ -31,6 +30,7 @@ from smp.pipeline.plan import Plan
 from smp.pipeline.simulate import StageCosts, simulate
 from smp.planner.devices import Device
 from smp.planner.fp8 import Fp8Costs
+from smp.planner.seconds import Pass, StepTime
 from smp.planner.update import update_seconds
 from smp.training.memory import kept_by_blocks
 
@@ -38,73 +38,6 @@ TILE = 128, 256
 """Rows and columns of a tile of a product's result, as large kernels take them."""
 OPERATIONS = 24
 """That the host issues for a block's forward pass; twice as many for its backward pass."""
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of a step; the parts add up to ``total``.
-
-    Attributes:
-        products, attention, elementwise: of the device, with what is computed again.
-        tensor: exposed collectives of tensor parallelism.
-        context: exposed transfers of context parallelism.
-        experts: rows on their way to experts of other ranks and back; loads are taken to be even.
-        data: exposed gathers of weights and reductions of gradients.
-        bubble: waiting of a pipeline's slowest rank, messages included.
-        optimizer: clipping and update.
-        host: what the device waits for the host.
-        offload: what it waits for activations on their way to the host's memory and back.
-    """
-
-    products: float
-    attention: float
-    elementwise: float
-    tensor: float
-    context: float
-    experts: float
-    data: float
-    bubble: float
-    optimizer: float
-    host: float
-    offload: float
-
-    @property
-    def total(self) -> float:
-        """Of the step."""
-        return sum(vars(self).values())
-
-
-@dataclass(frozen=True)
-class _Pass:
-    """Seconds of one pass of something."""
-
-    products: float = 0.0
-    attention: float = 0.0
-    elementwise: float = 0.0
-    tensor: float = 0.0
-    context: float = 0.0
-    experts: float = 0.0
-    host: float = 0.0
-    offload: float = 0.0
-
-    def __add__(self, other: _Pass) -> _Pass:
-        return _Pass(*(x + y for x, y in zip(vars(self).values(), vars(other).values(), strict=True)))
-
-    def __mul__(self, times: float) -> _Pass:
-        return _Pass(*(x * times for x in vars(self).values()))
-
-    @property
-    def total(self) -> float:
-        return sum(vars(self).values())
-
-    def issued(self, operations: int, device: Device) -> _Pass:
-        """With the time that the host is behind."""
-        late = max(0.0, operations * device.launch - self.total)
-        return self + _Pass(host=late)
-
-    def copying(self, seconds: float) -> _Pass:
-        """With what copies beside it take longer."""
-        return self + _Pass(offload=max(0.0, seconds - self.total))
 
 
 def _offloaded(config: Config, layout: Layout) -> float:
@@ -144,10 +77,10 @@ class StepModel:
         """The step of the slowest rank."""
         return self._with_pipeline(self.plan) if self.plan else self._without_pipeline()
 
-    def _mean_passes(self) -> tuple[_Pass, _Pass]:
+    def _mean_passes(self) -> tuple[Pass, Pass]:
         """A block's forward and backward pass for one micro-batch; the mean over kinds of blocks, with experts or
         without, in FP8 or not."""
-        model, forward, backward = self.config.model, _Pass(), _Pass()
+        model, forward, backward = self.config.model, Pass(), Pass()
         layers = range(model.num_layers)
         in_bf16 = layers_in_bf16(self.config.parallel, model.num_layers)
         kinds = [(has_experts(model, layer), self.fp8 is not None and layer not in in_bf16) for layer in layers]
@@ -157,7 +90,7 @@ class StepModel:
             forward, backward = forward + ahead * (number / len(layers)), backward + back * (number / len(layers))
         return forward, backward
 
-    def _block_passes(self, block: Sequence[Parameter], *, experts: bool, fp8: bool) -> tuple[_Pass, _Pass]:
+    def _block_passes(self, block: Sequence[Parameter], *, experts: bool, fp8: bool) -> tuple[Pass, Pass]:
         flops = forward_flops(self.config.model, self.config.data.seq_length or 1)
         # What is left of a layer's FLOPs without its matrix products is attention's.
         attended = flops.layer - sum(p.flops for each in self.blocks for p in each) / len(self.blocks)
@@ -167,10 +100,10 @@ class StepModel:
         rounding = self._rounding(block) if fp8 else (0.0, 0.0)
         context = self._context_exchange(attention)
         tensor = self._tensor_collectives(in_8_bits=1 if fp8 else 0)
-        ahead = _Pass(products, attention, elementwise + rounding[0], tensor, context[0], exchange)
+        ahead = Pass(products, attention, elementwise + rounding[0], tensor, context[0], exchange)
         # half of the backward pass's collectives of tensor parallelism run beside products of weight gradients
         tensor = self._tensor_collectives(in_8_bits=1 if fp8 and self.fp8 and self.fp8.all_products else 0) / 2
-        back = _Pass(gradients, 2.5 / 0.85 * attention, 2 * elementwise + rounding[1], tensor, context[1], exchange)
+        back = Pass(gradients, 2.5 / 0.85 * attention, 2 * elementwise + rounding[1], tensor, context[1], exchange)
         ahead, back = ahead.issued(OPERATIONS, self.device), back.issued(2 * OPERATIONS, self.device)
         granularity = self.config.parallel.recompute_granularity
         if granularity == "full":
@@ -178,7 +111,7 @@ class StepModel:
             back += ahead
         elif granularity == "selective":
             # Products and attention are kept; what lies between them is computed again.
-            back += _Pass(elementwise=elementwise)
+            back += Pass(elementwise=elementwise)
         copies = self.offloaded / self.device.host_link
         return ahead.copying(copies), back.copying(copies)
 
@@ -199,7 +132,7 @@ class StepModel:
         bandwidth = self.device.bandwidth * self.device.memory_share
         return ahead / bandwidth, back / bandwidth
 
-    def _further(self) -> tuple[_Pass, _Pass]:
+    def _further(self) -> tuple[Pass, Pass]:
         """Forward and backward pass of the layers of multi-token prediction without their losses: each is the last
         block, and before it a projection between norms, which a rank computes of its own tokens."""
         model, last = self.config.model, self.config.model.num_layers - 1
@@ -209,7 +142,7 @@ class StepModel:
         products = sum(self._product(p) for p in prediction_parameters(model, 0)) / split
         numbers = self.tokens * 10 * model.hidden_size / split  # three norms, and both results side by side
         elementwise = numbers * self.width / (self.device.bandwidth * self.device.memory_share)
-        around = _Pass(products, elementwise=elementwise)
+        around = Pass(products, elementwise=elementwise)
         return (ahead + around) * self.predictions, (back + around * 2) * self.predictions
 
     def _tokens_of(self, parameter: Parameter) -> float:
@@ -340,13 +273,13 @@ class StepModel:
     def _parameters(self, part: ModelPart) -> list[Parameter]:
         return list(inventory(self.config.model, [part]))
 
-    def _head(self) -> _Pass:
+    def _head(self) -> Pass:
         """The output layer and the loss of a micro-batch, forward and backward: three products; logits are read and
         written about six times, in fp32. As often as there are predictions."""
         matrix = vocabulary_matrix(self.config.model, "head", has_product=True)
         rows, _ = matrix.local_shape(self.layout)
         passes = self.tokens * rows * 4 * 6 / (self.device.bandwidth * self.device.memory_share)
-        one = _Pass(products=3 * self._product(matrix), elementwise=passes, tensor=self._tensor_collectives() / 2)
+        one = Pass(products=3 * self._product(matrix), elementwise=passes, tensor=self._tensor_collectives() / 2)
         return one * (1 + self.predictions)
 
     def _without_pipeline(self) -> StepTime:
@@ -404,7 +337,7 @@ class StepModel:
         timeline = simulate(plan.training, costs, self._message())
         busiest = max(range(self.layout.pp), key=lambda rank: timeline.work[rank])
         own = plan.stages_of(busiest)
-        work = _Pass()
+        work = Pass()
         for stage in own:
             work += (passes[stage] + backs[stage]) * self.micro_batches
         held = [p for stage in own for p in parameters[stage]]
@@ -416,6 +349,6 @@ class StepModel:
         size = self.tokens * self.config.model.hidden_size * self.width / split
         return size / (self._link("pp") if self.layout.pp > 1 else math.inf) + self.device.latency
 
-    def _step(self, work: _Pass, data: float, bubble: float, parameters: Sequence[Parameter]) -> StepTime:
+    def _step(self, work: Pass, data: float, bubble: float, parameters: Sequence[Parameter]) -> StepTime:
         update = update_seconds(self.config, self.layout, self.device, [(p, self._owned(p)) for p in parameters])
         return StepTime(**vars(work), data=data, bubble=bubble, optimizer=update)

@@ -27,7 +27,8 @@ from smp.pipeline.plan import Plan, describe_plan, plan_pipeline
 from smp.pipeline.validate import peak_activations
 from smp.training.eight_bit import describe_fp8
 from smp.training.exchange import exchange_of, exchanged
-from smp.training.memory import MemoryEstimate, Tuned, largest_memory
+from smp.training.memory import MemoryEstimate, largest_memory
+from smp.training.model_share import Tuned
 from smp.training.offload import describe_savings, trained_parameters
 from smp.training.suggest import describe_suggestions
 
@@ -74,7 +75,13 @@ def describe(config: Config, world_size: int) -> str:
         *_offload(config, layout, plan, tuned, memory),
     ]
     if config.training.suggest is not None:
-        lines += describe_suggestions(config, world_size, tuned, partial(predicted_memory, world_size=world_size))
+        lines += describe_suggestions(
+            config,
+            world_size,
+            tuned,
+            estimate=partial(predicted_memory, world_size=world_size),
+            measure=partial(tried_memory, world_size=world_size),
+        )
     return "\n".join([recipe, *(f"# {line}" for line in lines)])
 
 
@@ -98,6 +105,13 @@ def predicted_memory(config: Config, world_size: int) -> MemoryEstimate:
     layout = Layout.from_config(config.parallel, world_size)
     plan = plan_pipeline(config, layout) if layout.pp > 1 else None
     return largest_memory(config, layout, CHUNK_BYTES["cuda"], plan, _tuned(config, layout))
+
+
+def tried_memory(config: Config, world_size: int) -> int | None:
+    """The same by a step on tensors without data, as a dry run says; None where none is tried."""
+    layout = Layout.from_config(config.parallel, world_size)
+    steps = _tried_steps(config, layout, plan_pipeline(config, layout) if layout.pp > 1 else None)
+    return None if steps is None else max(step.peak for step in steps)
 
 
 def _tried_steps(config: Config, layout: Layout, plan: Plan | None) -> list[StepMeasures] | None:

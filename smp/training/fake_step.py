@@ -247,10 +247,9 @@ def _measure(config: Config, context: ParallelContext, tried: _Tried, meter: Met
         tried.reference.copy.to_empty(device=_CPU)
     parameters = meter.held
     optimizer = build_optimizer(model, config.optim, context.fsdp, context.expert_fsdp, copier=copier)
-    # An update makes the optimizer's state; and a first use of an operation on DTensors tries it on tensors of global
-    # shapes, which would count, so the sum of two gradients is used here.
+    # An update makes the optimizer's state.
     for parameter in model.parameters():
-        parameter.grad = torch.empty_like(parameter).add_(parameter.detach()) if parameter.requires_grad else None
+        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     clip_gradients(model.parameters(), config.optim.clip_grad, device=_CPU)
     optimizer.step()
     optimizer.zero_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from smp.config import Config, Layout, ModelConfig
+from smp.config.context_parallel import exchange_sizes
 from smp.config.layer_pattern import scores_flag
 
 
@@ -39,8 +40,13 @@ def kept_per_token(
     A layer with experts keeps for each of a token's k experts of width e, instead of the MLP: its row and its result
     2 h, and 3 e or, not ``fused``, 4 e, without a gate 2 e; selective: the result, with expert parallelism once more
     for each of both ways, and 2 e, without a gate e. Loads are taken to be even. A shared expert is an MLP beside them.
+    The router keeps numbers of its own, see :func:`_routing`.
 
-    Latent attention keeps other things for its 2 q + 2 k, see :func:`_latent`.
+    In FP8 with one scale for a tensor, inputs of linear layers are kept in one byte each: results of both norms and of
+    attention (which keeps its own, too), and an expert's rows and the last one's inputs.
+
+    Latent attention keeps other things for its 2 q + 2 k, see :func:`_latent`; context parallelism more, see
+    :func:`_of_exchange`.
     """
     model, length, tp = config.model, config.data.seq_length, layout.tp
     head_dim, groups, ffn = model.kv_channels, model.num_query_groups, model.ffn_hidden_size
@@ -63,12 +69,73 @@ def kept_per_token(
         norms = 6 if model.norm_placement == "sandwich" else 4
         elements = norms * h_l + 2 * q + 2 * k + mlp * f + (q + k if heads_have_norms else 0)
         wide, results = (3 if fused and model.swiglu else 4) if model.gated else 2, 2
+    small = 0  # elements of one byte
+    if recompute == "none" and _keeps_in_8_bits(config):
+        elements -= 2 * h_l
+        small = 2 * h_l + heads * (model.v_head_dim if model.multi_latent_attention else head_dim)
     if experts:
-        rows = results * model.hidden_size * layout.expert_tp // tp  # of the tokens of the ranks that share an expert
-        elements += model.moe_router_topk * (rows + wide * (model.moe_ffn_hidden_size or 0) // tp)
+        row, inner = model.hidden_size * layout.expert_tp // tp, (model.moe_ffn_hidden_size or 0) // tp
+        elements += model.moe_router_topk * (results * row + wide * inner)  # of the tokens of ranks that share experts
+        small += _routing(config, layout, b, h_l, recompute)
+        if recompute == "none" and _keeps_in_8_bits(config):
+            elements -= model.moe_router_topk * (row + inner)
+            small += model.moe_router_topk * (row + inner)
     if model.multi_latent_attention:
         elements += _latent(model, heads, split, recompute) - (2 * q + 2 * k)
-    return b * elements + heads * (_per_position(config, layout, recompute, b) * length or 4)
+    if layout.cp > 1:
+        elements += _of_exchange(config, q, k, max(1, groups // tp), recompute)
+    return b * elements + small + heads * (_per_position(config, layout, recompute, b) * length or 4)
+
+
+def _of_exchange(config: Config, q: int, k: int, groups: int, recompute: str) -> int:
+    """Elements per token that attention keeps more where context parallelism cuts sequences. none: where heads are
+    exchanged, its output as it went back, and key/value heads as often as each rank needs one. selective: results
+    before they are merged, of halves of the own tokens with each other rank's."""
+    parallel = config.parallel
+    kind, (heads_group, ring) = parallel.cp_comm_type, exchange_sizes(parallel)
+    if kind == "auto":
+        from smp.training.exchange import exchange_of  # which brings torch
+
+        chosen = exchange_of(config, "cuda")
+        kind, heads_group = chosen.kind, chosen.heads_group
+        ring = parallel.context_parallel_size // heads_group
+    if recompute == "selective":
+        return 0 if ring == 1 else q * (1 if kind == "all_gather" else ring) // 2
+    return 0 if heads_group == 1 else q + 2 * k * (-(-heads_group // groups) - 1 if heads_group > groups else 0)
+
+
+def _keeps_in_8_bits(config: Config) -> bool:
+    """Whether the inputs of linear layers are, for their weights' gradients."""
+    return config.parallel.fp8_format is not None and config.parallel.fp8_recipe in ("delayed", "tensorwise")
+
+
+def _routing(config: Config, layout: Layout, b: int, h_l: int, recompute: str) -> int:
+    """Bytes per token that a router of E experts keeps: its input in fp32, logits, two tables of scores and the order
+    of all experts, 20 E; where each of k rows goes and comes from, with expert parallelism twice. selective: logits."""
+    model = config.model
+    assert model.num_experts is not None, "asked of a layer with experts"
+    if recompute == "selective":
+        return 4 * model.num_experts
+    ways = 2 if layout.ep > 1 else 1
+    return (4 * h_l if b < 4 else 0) + 20 * model.num_experts + 16 * ways * model.moe_router_topk
+
+
+def pending_per_token(config: Config, layout: Layout, b: int, *, experts: bool = False) -> int:
+    """Bytes per token that one block keeps between both parts of a split backward pass: inputs of its products and
+    gradients of their results, 4 h_l + 2 q + 2 k + 3 f (2 f without a gate), and of an expert's rows 2 h + 3 e."""
+    model, tp = config.model, layout.tp
+    assert model.kv_channels is not None and model.ffn_hidden_size is not None, "resolved before"
+    split, wide = tp if config.parallel.sequence_parallel else 1, 3 if model.gated else 2
+    h_l, heads, groups = model.hidden_size // split, model.num_attention_heads // tp, model.num_query_groups or 1
+    attention = 2 * (heads + max(1, groups // tp)) * model.kv_channels
+    if model.multi_latent_attention:
+        attention = _latent(model, heads, split, "none")
+    f = model.ffn_hidden_size if not experts else model.moe_shared_expert_intermediate_size or 0
+    elements = 4 * h_l + attention + wide * f // tp
+    if not experts:
+        return b * elements
+    rows = 2 * model.hidden_size * layout.expert_tp // tp + wide * (model.moe_ffn_hidden_size or 0) // tp
+    return b * (elements + model.moe_router_topk * rows) + 4 * (h_l * (b < 4) + (model.num_experts or 0))
 
 
 def _per_position(config: Config, layout: Layout, recompute: str, b: int) -> int:
@@ -112,6 +179,8 @@ def in_flight_per_token(config: Config, layout: Layout, b: int, *, experts: bool
         each = max(rows, inner - rows)
         mlp = model.moe_router_topk * each + wide * (model.moe_shared_expert_intermediate_size or 0) // tp
     scores = heads * _per_position(config, layout, "none", b) * length
+    if _keeps_in_8_bits(config):
+        scores += mlp // 4  # the product in 8 bits, which the weight's gradient takes
     around = model.hidden_size // split + (model.hidden_size if split > 1 else 0)
     return b * (around + max(mlp, 2 * (heads + groups) * width)) + scores
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
@@ -33,6 +34,7 @@ _KINDS = (
     | dict.fromkeys(_REDUCE, "all-reduce")
     | {"send": "send", "alltoall_base_": "all-to-all", "all_to_all_single": "all-to-all"}
 )
+_WAITS = {torch.ops._c10d_functional.wait_tensor}
 _FUSED = ("triton", "cuda", "apex")
 FREE = {"view", "t", "transpose", "detach", "permute", "as_strided", "slice", "alias", "expand", "unsqueeze", "split"}
 """Operations that launch nothing."""
@@ -97,7 +99,7 @@ class Meter(TorchDispatchMode):
         self.counts = Counts()
         self._sizes: dict[int, int] = {}
         self._phase: str | None = None
-        self.elsewhere_held, self._is_elsewhere = 0, False
+        self.elsewhere_held, self._is_elsewhere, self._is_trial = 0, False, False
 
     def start(self) -> None:
         """Count anew; what is held stays."""
@@ -125,7 +127,7 @@ class Meter(TorchDispatchMode):
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Enter it, and also see what is resized: FSDP frees gathered weights so."""
+        """Enter it, and also see what is resized (FSDP frees gathered weights so), and not what is only tried."""
         # FSDP frees memory by resizing storages in place, which is no operation that is dispatched.
         resize = torch.UntypedStorage.resize_
 
@@ -134,21 +136,37 @@ class Meter(TorchDispatchMode):
             self._resized(storage)
             return result
 
+        # DTensor tries what is new to it on fake tensors of global shapes, which no device allocates.
+        propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def unseen(*args: Any, **kwargs: Any) -> Any:
+            self._is_trial = True
+            try:
+                return propagate(*args, **kwargs)
+            finally:
+                self._is_trial = False
+
         torch.UntypedStorage.resize_ = watched  # type: ignore[method-assign, assignment]
+        ShardingPropagator._propagate_tensor_meta_non_cached = unseen  # type: ignore[method-assign]
         try:
             with self:
                 yield
         finally:
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+            ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:  # its local operations come by themselves
             return NotImplemented
         kwargs = kwargs or {}
+        if self._is_trial:
+            return func(*args, **kwargs)
         if (body := _body(func, args)) is not None:
             # Inside of a dispatch the mode is off; what the body calls is to be counted.
             with self:
                 return body(*args, **kwargs)
+        if func._overloadpacket in _WAITS:
+            return args[0]  # as on a device; a fake one would be another tensor
         result = func(*args, **kwargs)
         if func.namespace == "prim":
             return result

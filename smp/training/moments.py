@@ -12,10 +12,12 @@ class Moments:
     Attributes:
         gradients: of all its weights, as they are when the backward pass ends.
         waiting: of them in a forward pass, of an earlier micro-batch.
+        before: what an earlier micro-batch's last reduction read, until the next reduction.
         late: of them that come in the first blocks' backward pass or behind it.
         activations: kept for the backward pass when it begins.
         kept_by_block, kept_behind: of them, of one on average, and what is gone when the last one's begins.
         at_loss, in_blocks, in_first: weights in compute precision that are gathered, or kept as they were cast.
+        split: activations and activations' gradients at most, where backward passes have two parts; 0: they are whole.
         logits: of the loss, and the gradients that it leaves.
         backward: activations' gradients, and what is replayed.
         head: the gradient of the output matrix on its way to its reduction.
@@ -26,10 +28,12 @@ class Moments:
 
     gradients: int
     waiting: int
+    before: int
     late: int
     activations: int
     kept_by_block: int
     kept_behind: int
+    split: int
     at_loss: int
     in_blocks: int
     in_first: int
@@ -43,12 +47,13 @@ class Moments:
     @property
     def most(self) -> int:
         """At one of: the loss, the last block's backward pass, the next one's beside the reduction of the last, the
-        first block's, and the end of it."""
+        first block's, the end of it, and where its parts are split."""
         kept = self.waiting + self.activations
         return max(
-            kept + self.at_loss + self.logits,
+            kept + self.before + self.at_loss + self.logits,
             kept - self.kept_behind + self.in_blocks + self.backward + self.head,
             kept - self.kept_by_block + self.in_blocks + max(self.backward, self.own) + self.block,
             self.gradients - self.late + self.in_first + self.backward + self.block,
             self.gradients + self.ends,
+            self.waiting + self.split + self.in_blocks,
         )

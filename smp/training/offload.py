@@ -8,7 +8,8 @@ from smp.config import Config, Layout
 from smp.config.mtp import further_layers
 from smp.models.arithmetic import forward_flops
 from smp.sharding.offload import Offload
-from smp.training.memory import MemoryEstimate, Tuned, kept_by_blocks
+from smp.training.memory import MemoryEstimate, kept_by_blocks
+from smp.training.model_share import Tuned
 
 LINK = 55e9
 """Bytes per second between the host and a device, each way: PCIe 5 with 16 lanes, as it is measured."""

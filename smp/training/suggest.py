@@ -10,7 +10,8 @@ from typing import Literal
 from smp.config import Config, ConfigError, Layout, resolve
 from smp.config.commands import tool
 from smp.models.arithmetic import forward_flops
-from smp.training.memory import MemoryEstimate, Tuned
+from smp.training.memory import MemoryEstimate
+from smp.training.model_share import Tuned
 from smp.training.offload import activation_copies, host_step_seconds, trained_parameters
 
 RATE = 450e12
@@ -20,6 +21,8 @@ BANDWIDTH = 2.7e12
 _RECOMPUTE: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 
 Estimate = Callable[[Config], MemoryEstimate]
+Measure = Callable[[Config], int | None]
+"""Bytes on the device in a step that is tried; None: it takes too long."""
 
 
 @dataclass(frozen=True)
@@ -29,26 +32,32 @@ class Suggestion:
     Attributes:
         flags: beside the others of the run.
         device: bytes on the device.
+        is_tried: they are those of a step on tensors without data, not of the formula.
         seconds: of a step, more than without any of them.
     """
 
     flags: str
     device: int
     seconds: float
+    is_tried: bool = False
 
 
-def suggestions(config: Config, world_size: int, tuned: Tuned, estimate: Estimate) -> list[Suggestion]:
+def suggestions(
+    config: Config, world_size: int, tuned: Tuned, estimate: Estimate, measure: Measure = lambda config: None
+) -> list[Suggestion]:
     """Every combination of recompute and offload that the run can have, the cheapest first.
 
     Args:
         config: resolved. What it says of these flags is left out.
-        estimate: of the rank that needs most memory.
+        estimate: of the rank that needs most memory, by formula.
+        measure: the same, tried.
     """
     found = []
     for tried in _combinations(config, world_size):
-        memory = estimate(tried)
+        memory, device = estimate(tried), measure(tried)
         layout = Layout.from_config(tried.parallel, world_size)
-        found.append(Suggestion(_flags(tried), memory.total, _seconds(tried, layout, tuned, memory)))
+        seconds = _seconds(tried, layout, tuned, memory)
+        found.append(Suggestion(_flags(tried), memory.total if device is None else device, seconds, device is not None))
     return sorted(found, key=lambda suggestion: (suggestion.seconds, suggestion.device))
 
 
@@ -106,7 +115,9 @@ def _seconds(config: Config, layout: Layout, tuned: Tuned, memory: MemoryEstimat
     return seconds * micro_batches + host
 
 
-def describe_suggestions(config: Config, world_size: int, tuned: Tuned, estimate: Estimate) -> list[str]:
+def describe_suggestions(
+    config: Config, world_size: int, tuned: Tuned, estimate: Estimate, measure: Measure
+) -> list[str]:
     """The table as lines; those that fit into --suggest GiB first."""
     limit = config.training.suggest
     assert limit is not None, "asked for"
@@ -114,11 +125,12 @@ def describe_suggestions(config: Config, world_size: int, tuned: Tuned, estimate
     flops = forward_flops(config.model, config.data.seq_length or 1)
     tokens = tuned.rows * (config.data.global_batch_size or 1) * (config.data.seq_length or 1)
     step = 3 * (sum(flops.layers) + flops.head) * tokens / layout.world_size / _rate(config)
-    rows = suggestions(config, world_size, tuned, estimate)
+    rows = suggestions(config, world_size, tuned, estimate, measure)
+    by = "memory in steps on tensors without data, time" if all(row.is_tried for row in rows) else "both"
     fitting = [row for row in rows if row.device <= limit * 2**30]
     lines = [
         f"flags that save memory, the cheapest first of those that fit into {limit:g} GiB (time beside a step's "
-        f"{step:.3f} s of products at {_rate(config) / 1e12:.0f} TFLOP/s; both by formula):",
+        f"{step:.3f} s of products at {_rate(config) / 1e12:.0f} TFLOP/s; {by} by formula):",
         *(
             f"  {row.device / 2**30:9.2f} GiB  {100 * row.seconds / step:+7.1f} %  "
             f"{'fits' if row in fitting else 'too much'}  {row.flags}"

@@ -148,6 +148,9 @@ def compiled_cases() -> list[Case]:
         _row("tensorwise", "shard", "full", compile=True, fp8_gather=True),
         _row("rowwise", "tp", "selective", "plain", compile=True),
         _row("blockwise", "tp and sp", compile=True),
+        _row("delayed", "experts of two ranks", "none", "experts", compile=True),
+        _row("tensorwise", "tp and sp", "full", "shared experts", compile=True),
+        _row("rowwise", "experts of two ranks", "selective", "experts", compile=True),
     ]
 
 

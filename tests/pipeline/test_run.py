@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from smp.parallel.links import Links, _lane
-from smp.pipeline.actions import SEND, Schedule
+from smp.pipeline import run as run_module
+from smp.pipeline.actions import SEND, Action, Schedule
 from smp.pipeline.run import Runner
 from smp.pipeline.schedules import SCHEDULES, build_schedule
 from tests.distributed import run_distributed
@@ -100,6 +101,26 @@ def test_every_schedule_computes_what_its_stages_say(ranks: int) -> None:
                 assert calls.count(("unshard", stage)) == calls.count(("reshard", stage)) >= 1
                 assert calls.count(("reduce", stage)) == (0 if schedule.forward_only else 1)
                 assert calls.count(("weight", stage)) == (0 if schedule.forward_only else MICRO_BATCHES)
+
+
+def most_messages(rank: int, ranks: int) -> int:
+    """That a rank keeps at once of a step of 32 micro-batches."""
+    kept = []
+
+    class Counting(run_module._Step):
+        def _send(self, action: Action) -> None:
+            super()._send(action)
+            kept.append(len(self.sent))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_module, "_Step", Counting)
+        runner(ranks).run(build_schedule("1f1b", ranks, 32), Affine(ranks))
+    return max(kept)
+
+
+def test_messages_that_have_arrived_are_let_go_of() -> None:
+    """gloo's own work never says that it is completed."""
+    assert max(run_distributed(most_messages, 3)) <= 6
 
 
 class Dying(Affine):

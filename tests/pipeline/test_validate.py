@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from smp.pipeline.actions import COMPUTE, SEND, Action, Op, Schedule, completed, needs
 from smp.pipeline.communication import add_communication
 from smp.pipeline.schedules import SCHEDULES, build_schedule
-from smp.pipeline.validate import ScheduleError, peak_activations, peak_losses, validate
+from smp.pipeline.validate import ScheduleError, peak_activations, peak_losses, split_activations, validate
 from tests.pipeline.strategies import Sizes, sizes
 
 F, B, I, W = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT  # noqa: E741
@@ -216,6 +216,14 @@ def test_there_are_as_many_lists_as_ranks(ranks: int) -> None:
     schedule = build_schedule("1f1b", 2, 4)
     with pytest.raises(ScheduleError, match=f"1f1b is for {ranks} ranks but has actions of 2"):
         validate(replace(schedule, ranks=ranks))
+
+
+def test_what_waits_between_both_parts_of_a_backward_pass() -> None:
+    """By hand: the last rank of two puts a weight part off until the next backward pass has run, the first none."""
+    first, last = split_activations(build_schedule("zb-h1", 2, 4))
+    assert first == {(1, 1), (0, 1)}
+    assert max(pending for _, pending in last) == 2 and max(map(sum, last)) == 2
+    assert split_activations(build_schedule("1f1b", 2, 4)) == (frozenset(), frozenset())
 
 
 def test_a_schedule_made_by_hand_is_completed_and_valid() -> None:

@@ -18,11 +18,13 @@ from smp.planner.devices import DEVICES, Device
 from smp.planner.machine import MachineTimes, timed_calls
 from smp.planner.record import Calls
 from smp.planner.search import candidates, ranked
-from smp.planner.step_time import StepModel, StepTime, _offloaded
+from smp.planner.seconds import StepTime
+from smp.planner.step_time import StepModel, _offloaded
 from smp.planner.update import update_seconds
-from smp.training.memory import kept_by_blocks, trained_by_muon
+from smp.training.memory import kept_by_blocks
 from smp.training.offload import HOST_ADAM
 from smp.training.settings import read_settings
+from smp.training.weight_memory import trained_by_muon
 from tools.plan import asked_for, main
 
 EIGHT = "--gpus 8 --gpu h100 --model llama3-8b --seq-length 8192 --global-batch-size 32"
@@ -69,6 +71,17 @@ def test_a_schedule_of_batches_decides_the_batch() -> None:
     assert asked_for(flags, 8).data.global_batch_size is None
     found = list(candidates(asked_for(flags, 8), 8, DEVICES["h100"], set()))
     assert found and {c.config.data.global_batch_size for c in found} == {4096}
+
+
+def test_a_batch_that_suits_no_layout_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not the number of GPUs; and what would suit them is said."""
+    flags = "--gpus 8 --gpu h100 --model llama3-8b --micro-batch-size 8"
+    assert main([*flags.split(), "--global-batch-size", "12"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --global-batch-size 12 suits no layout of 8 GPUs")
+    assert "which is 8 or 16 or 32 or 64 in those" in line
+    assert main([*flags.split(), "--seq-length", "999999"]) == 2
+    assert "no layout of 8 GPUs can train this: --seq-length 999999" in capsys.readouterr().err
 
 
 def test_what_was_decided_stays() -> None:

@@ -52,6 +52,8 @@ CUT = [
     "--context-parallel-size 2 --cp-comm-type all_gather --bf16",
     "--context-parallel-size 2 --cp-comm-type a2a --recompute-granularity full --num-query-groups 2",
 ]
+FINE = "--num-experts 64 --moe-router-topk 6 --moe-ffn-hidden-size 64"
+MANY = "--pipeline-model-parallel-size 2 --global-batch-size 16 "
 LAYOUTS = {
     1: [
         "",
@@ -81,11 +83,27 @@ LAYOUTS = {
         f"{PIPE} --bf16 --pipeline-schedule zb-v",
         f"{PIPE} --recompute-granularity full --offload-activations",
         *CUT,
+        f"{FINE} --expert-model-parallel-size 2 --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity",
+        "--data-parallel-sharding-strategy optim --bf16 --global-batch-size 12",
+        "--data-parallel-sharding-strategy optim_grads --bf16 --global-batch-size 12",
+        "--hybrid-shard-degree 1 --bf16",
+        "--offload-activations --activation-loading-horizon 3 --min-offloaded-tensor-size 4096 --bf16",
+        "--optimizer-cpu-offload --bf16 --global-batch-size 12",
+        "--exp-avg-dtype fp8 --exp-avg-sq-dtype fp8 --bf16 --global-batch-size 12",
+        "--fp8-format hybrid --fp8-emulate --fp8-param-gather --bf16",
+        "--fp8-format hybrid --fp8-emulate --fp8-recipe tensorwise --bf16 --recompute-granularity full",
     ],
     4: [
         "--hybrid-shard-degree 2 --recompute-granularity full",
         "--tensor-model-parallel-size 2 --sequence-parallel --bf16",
         f"{PIPE} --bf16 --pipeline-reshard",
+        MANY,
+        f"{MANY} --bf16 --pipeline-schedule interleaved",
+        f"{MANY} --bf16 --pipeline-schedule zb-h1",
+        "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 --cp-comm-type p2p",
+        "--hybrid-shard-degree 2 --bf16 --global-batch-size 24",
+        "--hybrid-shard-degree 2 --data-parallel-sharding-strategy optim --bf16 --global-batch-size 24",
+        "--tensor-model-parallel-size 2 --sequence-parallel --fp8-format hybrid --fp8-emulate --bf16",
     ],
 }
 
@@ -370,3 +388,55 @@ def test_the_formula_is_near_the_step_and_orders_recompute(model: str, layout: t
     print(model, flags, *(f"{100 * error:+.1f} %" for error in errors))
     assert all(-0.03 < error < 0.05 for error in errors), errors
     assert said == sorted(said, reverse=True)
+
+
+SMALL_EXPERTS = "--num-query-groups 2 --num-experts 64 --moe-router-topk 6 --moe-ffn-hidden-size 256 "
+SHARDED = "--expert-model-parallel-size 2"
+SPLIT = "--pipeline-model-parallel-size 2 --global-batch-size 16 --pipeline-schedule zb-h1"
+UNUSUAL = [
+    (2, f"{SMALL_EXPERTS} {SHARDED}"),
+    (2, f"{SMALL_EXPERTS} {SHARDED} --recompute-granularity full"),
+    (4, f"{SMALL_EXPERTS} {SHARDED} --tensor-model-parallel-size 2 --sequence-parallel"),
+    (2, "--global-batch-size 12"),
+    (4, "--hybrid-shard-degree 2 --global-batch-size 24"),
+    (2, "--hybrid-shard-degree 1 --global-batch-size 12"),
+    (4, "--data-parallel-sharding-strategy optim_grads --global-batch-size 24"),
+    (4, "--data-parallel-sharding-strategy optim --global-batch-size 24"),
+    (2, "--offload-activations"),
+    (2, "--optimizer-cpu-offload"),
+    (2, "--optimizer muon"),
+    (2, "--exp-avg-dtype fp8 --exp-avg-sq-dtype bf16"),
+    (2, "--fp8-format hybrid"),
+    (2, "--fp8-format hybrid --fp8-recipe rowwise --recompute-granularity selective"),
+    (4, "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"),
+    (4, "--context-parallel-size 4 --cp-comm-type p2p --recompute-granularity selective"),
+    (4, SPLIT),
+    (4, f"{SPLIT} --recompute-granularity full"),
+    (4, f"{SPLIT.replace('zb-h1', 'zb-v')} --num-layers 4"),
+]
+
+
+def error_of_the_formula(world: int, flags: str) -> float:
+    """Relative to the step of the rank that needs most."""
+    config = settings(f"{BESIDE} {flags}", world)
+    mesh = Layout.from_config(config.parallel, world)
+    plan = plan_pipeline(config, mesh) if mesh.pp > 1 else None
+    kernels, chunk = gpu_kernels(config), CHUNK_BYTES["cuda"]
+    found = max(fake_step(config, mesh, kernels, chunk, plan, rank).peak for rank in range(mesh.pp))
+    return largest_memory(config, mesh, chunk, plan).total / found - 1
+
+
+@pytest.mark.slow
+def test_the_formula_is_near_the_step_of_unusual_layouts() -> None:
+    errors = {case: error_of_the_formula(*case) for case in UNUSUAL}
+    report = "\n".join(f"{100 * error:+6.2f} % {case}" for case, error in errors.items())
+    print(report)
+    assert all(-0.05 < error < 0.03 for error in errors.values()), report
+    assert statistics.median(map(abs, errors.values())) < 0.015, report
+
+
+@pytest.mark.parametrize("case", [UNUSUAL[1], UNUSUAL[3], UNUSUAL[15], UNUSUAL[17]])
+def test_the_formula_follows(case: tuple[int, str]) -> None:
+    """What it did not know: rows on their way to experts, the reduction of an earlier micro-batch, a ring's results
+    before they are merged, and what waits between both parts of backward passes."""
+    assert -0.045 < error_of_the_formula(*case) < 0.03

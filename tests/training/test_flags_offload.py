@@ -11,10 +11,13 @@ import torch
 
 from smp.config import Layout
 from smp.kernels.copier import copier_of
+from smp.layers.head import CHUNK_BYTES
 from smp.models.presets import PRESETS
+from smp.pipeline.plan import plan_pipeline
 from smp.sharding.offload import Offload
-from smp.training.describe import predicted_memory
-from smp.training.memory import Tuned
+from smp.training.describe import describe, predicted_memory, tried_memory
+from smp.training.fake_step import fake_step, gpu_kernels
+from smp.training.model_share import Tuned
 from smp.training.offload import activation_copies, offload_at_work
 from smp.training.settings import read_settings
 from smp.training.suggest import suggestions
@@ -135,7 +138,43 @@ def test_a_dry_run_suggests_flags_that_save_memory(tmp_path: Path) -> None:
     few, many = (run_here(tmp_path, f"--dry-run --suggest {gib}").out for gib in ("0.0001", "80"))
     assert "none of them fits" in few and "  fits  " not in few
     assert "none of them fits" not in many and "too much" not in many and "  fits  " in many
+    assert "memory in steps on tensors without data, time by formula" in many
     assert "suggest: null" in many, "the recipe trains"
+
+
+TINY = "--num-layers 3 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --seq-length 64 --vocab-size 250 "
+TINY += "--mock-data --micro-batch-size 2 --global-batch-size 8 --dry-run "
+
+
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [
+        (1, "--bf16"),
+        (2, "--recompute-granularity full --offload-activations"),
+        (2, "--tensor-model-parallel-size 2 --sequence-parallel --bf16"),
+        pytest.param(2, "--pipeline-model-parallel-size 2 --bf16", marks=pytest.mark.slow),
+        pytest.param(
+            2, "--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 2 --bf16", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_each_suggestion_says_what_a_dry_run_with_its_flags_says(world: int, flags: str) -> None:
+    """To the byte, on the rank that needs most; and no two need the same."""
+    config = read_settings([*TINY.split(), *flags.split()], PRESETS, world)
+    found = suggestions(
+        config, world, Tuned(), lambda tried: predicted_memory(tried, world), lambda tried: tried_memory(tried, world)
+    )
+    plain = flags.replace("--recompute-granularity full --offload-activations", "")
+    layout = Layout.from_config(config.parallel, world)
+    for row in found:
+        given = "" if row.flags == "none of them" else row.flags
+        with_them = read_settings([*TINY.split(), *plain.split(), *given.split()], PRESETS, world)
+        plan = plan_pipeline(with_them, layout) if layout.pp > 1 else None
+        kernels, chunk = gpu_kernels(with_them), CHUNK_BYTES["cuda"]
+        steps = [fake_step(with_them, layout, kernels, chunk, plan, rank) for rank in range(layout.pp)]
+        assert row.is_tried and row.device == max(step.peak for step in steps), row.flags
+    assert f"  total             {row.device / 2**30:10.3f} GiB" in describe(with_them, world), "the last one"
+    assert len(found) >= 8 and len({row.device for row in found}) > len(found) / 2
 
 
 def test_suggestions_are_ranked_by_what_they_cost() -> None:

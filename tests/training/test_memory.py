@@ -24,7 +24,8 @@ from smp.parallel.collectives import Group
 from smp.parallel.context import build_context
 from smp.sharding.parallelize import _wrapped
 from smp.training.kept_memory import kept_per_token
-from smp.training.memory import Tuned, estimate_memory
+from smp.training.memory import estimate_memory
+from smp.training.model_share import Tuned
 from smp.training.moments import Moments
 from tests.distributed import run_distributed
 from tests.fake_group import fake_context
@@ -51,9 +52,13 @@ def test_memory_by_hand() -> None:
     sharded = estimate_memory(_config(SMALL), Layout(dp_shard=2), chunk_bytes=4 * 128 * 10)
     assert (sharded.gathered, sharded.reduced) == (4 * (2 * layer + vocabulary), 8 * max(layer, vocabulary))
     # a block: 4 x 16 around norms, 2 x 16 + 2 x 8 in attention, 2 x 24 in the MLP, fp32; 4 log-sum-exps; 64 tokens;
-    # two blocks, and 4 x 16 at the output layer; gradients: 16 of the block's output, and 4 x 24 in the MLP
+    # two blocks, 4 x 16 at the output layer, and two tables of 4 for RoPE; gradients: 16 of the block's output, and
+    # 4 x 24 in the MLP
     block = 4 * (4 * 16 + 2 * 16 + 2 * 8 + 2 * 24) + 4 * 4
-    assert (estimate.activations, estimate.backward) == (64 * (2 * block + 4 * 4 * 16), 64 * 4 * (16 + 4 * 24))
+    assert (estimate.activations, estimate.backward) == (
+        64 * (2 * block + 4 * 4 * 16 + 2 * 4 * 4),
+        64 * 4 * (16 + 4 * 24),
+    )
     assert estimate.logits == 10 * 128 * 4 + vocabulary * 4
     always, behind = estimate.parameters + estimate.optimizer, 64 * 4 * 2 * 16
     last = estimate.activations + estimate.backward + 4 * vocabulary - behind
@@ -87,10 +92,12 @@ def test_parts_that_do_not_peak_at_once_are_not_added() -> None:
     parts = Moments(
         gradients=1 << 4,
         waiting=0,
+        before=0,
         late=1 << 1,
         activations=1 << 5,
         kept_by_block=1 << 2,
         kept_behind=0,
+        split=0,
         at_loss=1 << 6,
         in_blocks=1 << 7,
         in_first=1 << 8,
@@ -110,7 +117,11 @@ def test_parts_that_do_not_peak_at_once_are_not_added() -> None:
     assert parts.most == (1 << 4) - (1 << 1) + (1 << 8) + (1 << 10) + (1 << 3), "in the first"
     beside = (1 << 5) - (1 << 2) + (1 << 7) + (1 << 10) + (1 << 3)
     assert replace(parts, in_first=0).most == beside, "beside a reduction"
-    assert replace(parts, logits=1 << 13).most == (1 << 5) + (1 << 6) + (1 << 13), "at the loss"
+    loss = replace(parts, logits=1 << 13)
+    assert loss.most == (1 << 5) + (1 << 6) + (1 << 13), "at the loss"
+    assert replace(loss, before=1 << 2).most == loss.most + (1 << 2)
+    split = replace(parts, split=1 << 14, waiting=1 << 4)
+    assert split.most == (1 << 14) + (1 << 4) + (1 << 7), "between two parts of backward passes"
 
 
 def test_memory_of_fine_tuning_by_hand() -> None:
@@ -293,7 +304,8 @@ def test_memory_of_a_pipeline_rank() -> None:
     block = 4 * (4 * 16 + 2 * 16 + 2 * 8 + 2 * 24) + 4 * 4
     in_flight = 4 * (16 + 4 * 24)
     between = 4 * 2 * 16
-    kept = 64 * (2 * block + between), 64 * (6 * block + between)
+    rope = 2 * 4 * 4  # of each micro-batch
+    kept = 64 * (2 * block + between + rope), 64 * (6 * block + between + 3 * rope)
     assert (one.activations, three.activations, one.backward) == (*kept, 64 * in_flight)
     freed = replace(config, parallel=replace(config.parallel, pipeline_reshard=True))
     assert estimate_memory(freed, layout, 1, parts).gathered == 4 * (2 * layer + vocabulary)

@@ -183,6 +183,25 @@ def test_runs_go_on_bit_for_bit_and_in_another_layout(trained: Any, folder: Path
         assert found == (wanted if layout == source else pytest.approx(wanted, rel=LOSS[kind])), (kind, layout)
 
 
+def test_a_run_of_two_kinds_of_parallelism_goes_on_and_on_half_of_the_ranks(trained: Any, folder: Path) -> None:
+    """TP 2 with sequence parallelism x FSDP 2: the same bits in the same layout, and on two ranks what they trained."""
+    source, kinds = "tp 2 + sp x shard 2", ("muon", "fp8")
+    same = run_distributed(go_on, 4, str(folder), [(kind, source, source) for kind in kinds])[0]
+    fewer = run_distributed(go_on, 2, str(folder), [(kind, "shard 4", source) for kind in kinds])[0]
+    for kind, own, other in zip(kinds, same, fewer, strict=True):
+        wanted = trained[kind, source][SAVED_AT:]
+        assert own == wanted and other == pytest.approx(wanted, rel=LOSS[kind]), kind
+
+
+@pytest.mark.slow
+def test_so_does_one_with_moments_in_bf16(more: Any, folder: Path) -> None:
+    source = "tp 2 + sp x shard 2, more"
+    wanted = more["bf16", source][SAVED_AT:]
+    assert run_distributed(go_on, 4, str(folder), [("bf16", source, source)])[0] == [wanted]
+    (found,) = run_distributed(go_on, 2, str(folder), [("bf16", "shard 4", source)])[0]
+    assert found == pytest.approx(wanted, rel=LOSS["bf16"])
+
+
 def test_moments_of_another_dtype_are_refused(trained: Any, folder: Path, capsys: Any) -> None:
     from smp.config import ConfigError
     from tests.fake_group import lone_context

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import shlex
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from tests.distributed import run_distributed
 from tests.parity.result import TOLERANCE, tensor_errors
 from tests.training.tiny_hf import write_adapter, write_model, write_samples, write_tokenizer
 from tests.training.tuning_lab import QUIET, Recording, together, tune_all
+from tools.merge_lora import main as merge_lora
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -154,6 +157,49 @@ def test_an_adapter_of_peft_s_goes_on(folder: Path) -> None:
     flags = f"--load {folder} --log-dir {folder}/logs {STEPS} --data-path {folder}/sft.jsonl"
     run = run_distributed(tune_all, 1, [f"{flags} --load-in-4bit --load-adapter {folder}/theirs"])[0][0]
     assert {name.split(".")[-3] for name in run["gradients"][0]} == {"query", "down"}
+
+
+def trained(rank: int, world: int, lines: list[str]) -> list[dict[str, Any]]:
+    """Of each command line: its losses, what it said, which layers are in 4 bits, and a weight that is not trained."""
+    found = []
+    for flags in lines:
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            config, data = read_finetune_settings(shlex.split(f"{QUIET} {flags}"), world)
+            assert data is not None
+            run = Recording(finetuning(config, data), Process(rank, world, rank), torch.device("cpu"), StopSignal())
+            run.record().run()
+            model = run.trainer.model
+            up = local_part(model.get_parameter("layers.0.mlp.up.weight")).clone()
+            found.append(
+                {"losses": run.losses, "said": said.getvalue(), "4 bits": set(quantized_layers(model)), "up": up}
+            )
+            run.close()
+    return found
+
+
+def test_a_run_goes_on_in_4_bits_or_says_that_it_does_not(folder: Path, tmp_path: Path) -> None:
+    """The same bits with --load-in-4bit; without it the adapters go on beside the weights of the files, in a line. And
+    tools/merge_lora.py adds them to these."""
+    flags = flags_of(folder, "sft")
+    first = f"{flags} --train-iters 1 --save {tmp_path}"
+    plain = flags.replace("--load-in-4bit", "--no-load-in-4bit")
+    lines = [flags, f"{first}/same", f"{first}/plain"]
+    lines += [f"{flags} --save {tmp_path}/same --resume", f"{plain} --save {tmp_path}/plain --resume"]
+    whole, _, _, same, other = run_distributed(trained, 1, lines)[0]
+    assert same["losses"] == whole["losses"][1:] and same["4 bits"] and "load_in_4bit was" not in same["said"]
+    assert "note: load_in_4bit was True in the checkpoint and is False now" in other["said"]
+    assert not other["4 bits"] and 1e-5 < abs(other["losses"][0] / whole["losses"][1] - 1) < 0.1
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    assert torch.equal(other["up"], base.model.layers[0].mlp.up_proj.weight)
+    run, merged = tmp_path / "same", tmp_path / "merged"
+    assert merge_lora(["--load", str(folder), "--adapter", str(run / "adapter"), "--save", str(merged)]) == 0
+    ids = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        alone = base(input_ids=ids).logits
+        wanted = peft.PeftModel.from_pretrained(base, run / "adapter").eval()(input_ids=ids).logits
+        model = transformers.AutoModelForCausalLM.from_pretrained(merged, attn_implementation="eager").eval()
+        found = model(input_ids=ids).logits
+    assert (found - wanted).norm() / wanted.norm() < 1e-5 < (found - alone).norm() / alone.norm()
 
 
 def bytes_of(rank: int, world: int, flags: list[str]) -> list[tuple[int, int]]:

@@ -119,8 +119,11 @@ class MoE(nn.Module):
         dispatch = self._dispatch(chosen, kept, layout)
         receive = dispatch.send(tokens, self.backend)
         shared = self._shared(x, token_index, local_token_index)  # here: rows travel meanwhile
-        rows = self.experts.compute(receive(), dispatch.counts)
-        y = dispatch.from_experts(rows, torch.ones_like(weights) if self.weighs_input else weights, self.backend)
+        rows = receive()
+        del receive  # it has the rows as they arrived
+        weights = torch.ones_like(weights) if self.weighs_input else weights
+        # No name for the experts' results: they are free once they are sorted for their way back.
+        y = dispatch.from_experts(self.experts.compute(rows, dispatch.counts), weights, self.backend)
         reduce = reduce_scatter_tokens if self.sequence_parallel else reduce_from_group
         y = reduce(y, self.group)
         # last: the host waits for the counts above, not for this collective

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -68,6 +71,29 @@ def layer(context: ParallelContext, **options: object) -> MoE:
     moe = MoE(made, Experts(EXPERTS, HIDDEN, FFN, context, init_std=0.5, output_std=0.5), context)
     init_weights(moe, seed=3)
     return moe
+
+
+def test_rows_as_they_arrived_are_free_while_experts_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ends an exchange has them, and experts get them sorted: both at once would be all rows twice."""
+    arrived, free = list[weakref.ref[torch.Tensor]](), list[bool]()
+
+    def send(dispatch: Dispatch, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        rows = repeat_rows(x, dispatch.order, dispatch.inverse, dispatch.k)
+        arrived.append(weakref.ref(rows))
+        return lambda: rows.clone()
+
+    monkeypatch.setattr(Dispatch, "send", send)
+    with fake_context() as context, torch.no_grad():
+        moe = layer(context)
+        compute = moe.experts.compute
+
+        def computed(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+            free.append(arrived[0]() is None)
+            return compute(rows, counts)
+
+        monkeypatch.setattr(moe.experts, "compute", computed)
+        moe(torch.randn(5, HIDDEN))
+    assert free == [True]
 
 
 def test_equal_logits_go_to_the_lowest_numbers() -> None:

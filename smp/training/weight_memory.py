@@ -1,0 +1,196 @@
+"""Bytes of weights, gradients and optimizer state on one process, by formula. No torch; symbols as in
+:mod:`smp.training.memory`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from smp.config import Config, Layout
+from smp.config.mtp import further_layers
+from smp.config.parallel import ParallelConfig
+from smp.config.qlora import packed_row_bytes
+from smp.config.schema import OptimizerConfig
+from smp.models.inventory import Parameter, block_parameters, inventory
+from smp.training.model_share import Share, Tuned, elements
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Bytes of what belongs to weights; see :func:`smp.training.memory.estimate_memory`.
+
+    Attributes:
+        adapters: elements of adapters on the process, before FSDP.
+        sharing: processes that share a weight.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    reduced: int
+    secondary: int
+    adapters: int
+    sharing: int
+
+    @staticmethod
+    def of(config: Config, layout: Layout, share: Share, tuned: Tuned) -> Weights:
+        """Of the process that has ``share``."""
+        b = 2 if config.parallel.bf16 else 4
+        before_ep = replace(layout, ep=1, etp=None)  # ep takes from FSDP what it cuts
+        n, sharing = elements(share.parameters, before_ep), layout.dp_shard * layout.cp
+        adapters = tuned.adapters * len(share.layers) // config.model.num_layers
+        trained, frozen = adapters or n, float(b * n * tuned.copies)
+        state = sum(state_bytes(config.optim, p) * math.prod(p.local_shape(before_ep)) for p in share.parameters)
+        if adapters:
+            state = state_bytes(config.optim, Parameter("layers.0.lora.a", (1, 1))) * adapters
+            frozen = (tuned.copies + 1) * sum(_frozen_bytes(p, before_ep, tuned, b) for p in share.parameters)
+        whole = layout.pp > 1 or config.parallel.data_parallel_sharding_strategy == "optim"
+        largest = adapters // len(share.layers) if adapters else share.largest(layout)
+        return Weights(
+            parameters=int(4 * trained + frozen) // sharing,
+            gradients=4 * (adapters or share.elements) if whole else 4 * trained // sharing,
+            optimizer=int(state / sharing),
+            gathered=(
+                b * _gathered(config, layout, share, tuned)
+                if tuned.in_4_bits is None
+                else _gathered_in_4_bits(config, layout, share, tuned)
+            ),
+            reduced=(4 if b == 4 and not layout.has_fsdp else b + 4) * largest,
+            secondary=_secondary(config, layout, tuned),
+            adapters=adapters,
+            sharing=sharing,
+        )
+
+
+def gathered_at_moments(config: Config, layout: Layout, share: Share, tuned: Tuned, weights: Weights) -> dict[str, int]:
+    """Bytes of weights that are gathered. FSDP gathers into one buffer, which stays until the next gather, and copies
+    out of it: at the loss the ends are there twice, in blocks one is there and the next one in that buffer. What is not
+    sharded is only copied. Cast weights go with their block."""
+    b, gathered = 2 if config.parallel.bf16 else 4, weights.gathered
+    alike = {"at_loss": gathered, "in_blocks": gathered, "in_first": gathered}
+    if tuned.in_4_bits is not None or layout.pp > 1:
+        return alike
+    if not layout.has_fsdp:
+        return alike | {"in_first": min(gathered, b * share.block)}
+    ends, times = b * share.ends, 2 if weights.sharing > 1 else 1
+    accumulates = _accumulates(config, layout)
+    if config.parallel.data_parallel_sharding_strategy != "optim_grads_params":
+        # nothing is gathered from the second micro-batch on, which has gradients of the first
+        return alike | {"at_loss": gathered + (0 if accumulates else (times - 1) * ends)}
+    # Shards are cast before a gather.
+    cast = (4 // b - 1) / weights.sharing
+    experts, sharing = b * share.experts * (layout.ep > 1), layout.expert_shard > 1
+    dense = b * share.block - experts
+    blocks = int((times + cast) * dense + (1 + sharing * (1 + cast)) * experts)
+    if share.further:  # the ends are the root's, and stay
+        return {"at_loss": int((1 + cast) * b * share.block) + ends, "in_blocks": blocks, "in_first": blocks}
+    return {"at_loss": times * ends, "in_blocks": blocks, "in_first": blocks}
+
+
+def _accumulates(config: Config, layout: Layout) -> bool:
+    """Whether a step has several micro-batches on a process."""
+    data = config.data
+    return (data.global_batch_size or 1) > data.micro_batch_size * layout.data_parallel
+
+
+def gradients_at_moments(config: Config, layout: Layout, share: Share, weights: Weights) -> dict[str, int]:
+    """Bytes of gradients that are whole, and of all. A pipeline adds them up in fp32 until its step ends; FSDP has one
+    unit's on its way to its reduction, in fp32, while the next one's comes in compute precision."""
+    b, adapters = 2 if config.parallel.bf16 else 4, weights.adapters
+    gradients, sharing = weights.gradients, weights.sharing
+    block = adapters // len(share.layers) if adapters else share.block
+    vocabulary, ends = (0, 0) if adapters else (share.vocabulary, share.ends if share.further else share.vocabulary)
+    found = {"gradients": gradients, "waiting": gradients, "before": 0, "late": 0, "own": b * block}
+    if layout.pp > 1:
+        return found | {"head": b * block, "block": 0, "ends": 4 * max(block, ends)}
+    untied = vocabulary * config.model.untie_embeddings_and_output_weights
+    if not _accumulates(config, layout):
+        # beside two gathered blocks, the gradients of two are still to come
+        two = share.layers[: 2 if sharing > 1 else 1]
+        first = sum(elements(block_parameters(config.model, i), replace(layout, ep=1, etp=None)) for i in two)
+        found |= {"waiting": 0, "late": 0 if adapters else 4 * (first + untied) // sharing}
+    elif layout.has_fsdp and config.parallel.data_parallel_sharding_strategy != "optim":
+        found["before"] = 4 * ends
+    if not layout.has_fsdp:
+        return found | {"head": 4 * vocabulary, "block": 0, "ends": (b % 4) * vocabulary}
+    reduced = {"head": 4 * ends, "block": 4 * block, "ends": (b + 4) * max(vocabulary, ends)}
+    return found | reduced
+
+
+def _gathered(config: Config, layout: Layout, share: Share, tuned: Tuned) -> int:
+    """Elements that are gathered, or without FSDP kept as they were cast."""
+    parallel = config.parallel
+    if not layout.has_fsdp:
+        return _cast(parallel, share.blocks) + share.ends if parallel.bf16 and not tuned.adapters else 0
+    freed = parallel.data_parallel_sharding_strategy == "optim_grads_params"
+    if layout.pp > 1:
+        freed = parallel.pipeline_reshard
+    return 2 * share.block + share.ends if freed else share.elements
+
+
+def _secondary(config: Config, layout: Layout, tuned: Tuned) -> int:
+    """Of blocks, which are gathered twice; of experts where several of the neighbours have the same."""
+    model, size = config.model, config.parallel.zero_hpz_partition_size
+    if size == 1:
+        return 0
+    b, whole_layout = 2 if config.parallel.bf16 else 4, replace(layout, ep=1, etp=None)
+    split = layout.tp // layout.expert_tp
+    layers = (*range(model.num_layers), *further_layers(model))
+    blocks = [p for layer in layers for p in block_parameters(model, layer)]
+    kept = [p for p in blocks if p.chosen is None or size * split // layout.ep > 1]
+    return (sum(_frozen_bytes(p, whole_layout, tuned, b) for p in kept) + b * tuned.adapters) // size
+
+
+def _cast(parallel: ParallelConfig, blocks: Sequence[int]) -> int:
+    """Of weights of blocks, without FSDP in bf16, what layers keep in it for the backward pass."""
+    block = max(blocks, default=0)
+    kept = sum(blocks) if parallel.recompute_granularity == "none" else block  # a replay casts its block's again
+    return min(kept, parallel.activation_loading_horizon * block) if parallel.offload_activations else kept
+
+
+def state_bytes(optim: OptimizerConfig, parameter: Parameter) -> float:
+    """Bytes of the optimizer's state for each element, on the device."""
+    if optim.optimizer_cpu_offload:
+        return 0
+    matrix = len(parameter.shape) > 1
+    if optim.optimizer == "sgd":
+        return 4 * (optim.sgd_momentum > 0)
+    if trained_by_muon(optim, parameter):
+        return 4
+    kinds = (optim.exp_avg_dtype, optim.exp_avg_sq_dtype) if matrix else ("fp32", "fp32")
+    return sum({"fp32": 4.0, "bf16": 2.0, "fp8": 1 + 4 / 128}[kind] for kind in kinds)
+
+
+def trained_by_muon(optim: OptimizerConfig, parameter: Parameter) -> bool:
+    """Matrices of blocks; biases of experts are two-dimensional, too."""
+    is_matrix = len(parameter.shape) > 1 and not parameter.name.endswith(".bias")
+    return optim.optimizer == "muon" and is_matrix and parameter.module.startswith("layers.")
+
+
+def _frozen_bytes(parameter: Parameter, layout: Layout, tuned: Tuned, b: int) -> int:
+    """Of a frozen parameter, before FSDP."""
+    shape = parameter.local_shape(layout)
+    if tuned.in_4_bits is None or not parameter.linear:
+        return b * math.prod(shape)
+    return shape[0] * packed_row_bytes(shape[1], double=tuned.in_4_bits)
+
+
+def _gathered_in_4_bits(config: Config, layout: Layout, share: Share, tuned: Tuned) -> int:
+    """What is gathered of weights in 4 bits, as of others, and the largest matrix of a block, which is widened."""
+    model, parallel = config.model, config.parallel
+    b = 2 if parallel.bf16 else 4
+    blocks = [list(block_parameters(model, layer)) for part in share.parts for layer in part.layers]
+    sizes = [sum(_frozen_bytes(p, layout, tuned, b) for p in block) for block in blocks]
+    widened = max((b * math.prod(p.local_shape(layout)) for block in blocks for p in block if p.linear), default=0)
+    if not layout.has_fsdp:
+        return widened
+    ends = [p for p in inventory(model, share.parts) if not p.name.startswith("layers.")]
+    freed = parallel.data_parallel_sharding_strategy == "optim_grads_params"
+    if layout.pp > 1:
+        freed = parallel.pipeline_reshard
+    outside = [_frozen_bytes(p, layout, tuned, b) for p in ends]
+    if freed:
+        return widened + 2 * max(sizes, default=0) + max(outside, default=0)
+    return widened + sum(sizes) + sum(outside)
