@@ -36,6 +36,7 @@ _DROPOUTS = (
     "dropout",
     "hidden_dropout",
     "hidden_dropout_prob",
+    "input_jitter_noise",
     "router_jitter_noise",
 )
 
@@ -313,7 +314,7 @@ def check_dropout(model: nn.Module) -> None:
     found |= {f"config.{key}": getattr(config, key, None) or 0.0 for key in _DROPOUTS}  # some read it in forward
     for where, value in found.items():
         if value > 0:
-            what = "noise" if where.endswith("router_jitter_noise") else "dropout"
+            what = "noise" if where.endswith("jitter_noise") else "dropout"
             raise ConfigError(
                 f"{where} is {value}: {what} under tensor parallelism or context parallelism would not equal one "
                 f"process; set the {what}s of the model's config to 0"

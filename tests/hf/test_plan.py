@@ -82,6 +82,13 @@ def tiny(config: str, **changes: object) -> nn.Module:
         ("ApertusConfig", {}, 2, None, "mlp.act_fn (XIELUActivation) has parameters beside columns that are cut"),
         ("LlamaConfig", {"activation_dropout": 0.2}, 2, None, "config.activation_dropout is 0.2"),
         (
+            "PhimoeConfig",
+            {"router_jitter_noise": 0.0, "input_jitter_noise": 0.1},
+            2,
+            None,
+            "config.input_jitter_noise is 0.1: noise under",
+        ),
+        (
             "BloomConfig",
             {"n_head": 4},
             2,
