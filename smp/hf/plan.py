@@ -174,7 +174,8 @@ def _is_conv1d(module: nn.Module) -> bool:
 def _linear(model: nn.Module, name: str, module: nn.Module, style: str, tp_size: int, tp_rank: int, plan: Plan) -> Step:
     transposed = _is_conv1d(module)
     if type(module) is not nn.Linear and not transposed:
-        raise ConfigError(f"{name}: {style} is for nn.Linear, this is {type(module).__name__}; {_leave_whole(name)}")
+        kind = f"{type(module).__name__} of {type(module).__module__}"
+        raise ConfigError(f"{name}: {style} is for nn.Linear, this is {kind}; {_leave_whole(name)}")
     weight = module.get_parameter("weight")
     out_dim, in_dim = (1, 0) if transposed else (0, 1)
     dim = out_dim if style in COLUMN else in_dim
@@ -329,6 +330,12 @@ def check_untouched(model: nn.Module) -> None:
     """
     if hasattr(model, "smp_report"):
         raise ConfigError(f"{type(model).__name__} was transformed already")
+    base, _ = base_of(model)
+    if getattr(base, "hf_quantizer", None) is not None:
+        raise ConfigError(
+            f"{type(base).__name__} is quantized ({type(base.hf_quantizer).__name__}), and what is packed cannot be "
+            "cut: load it without quantization_config"
+        )
     for name, module in model.named_modules():
         if type(module).__name__ in ("FullyShardedDataParallel", "DistributedDataParallel", "DataParallel"):
             raise ConfigError(

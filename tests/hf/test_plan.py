@@ -139,6 +139,18 @@ def test_a_model_whose_modules_a_wrapper_renamed_is_refused() -> None:
         make_plan(model, None, 2, 0)
 
 
+def test_quantized_models_are_refused() -> None:
+    model = build("Llama")
+    model.hf_quantizer = type("Bnb4BitHfQuantizer", (), {})()  # as from_pretrained(quantization_config=...) leaves it
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM is quantized \(Bnb4BitHfQuantizer\)") as refused:
+        check_untouched(model)
+    assert "\n" not in str(refused.value)
+    model = build("Llama")
+    model.model.layers[0].mlp.up_proj.__class__ = type("Linear", (nn.Linear,), {"__module__": "others.quantized"})
+    with pytest.raises(ConfigError, match="up_proj: colwise is for nn.Linear, this is Linear of others.quantized"):
+        make_plan(model, None, 2, 0)
+
+
 def test_every_kind_of_dropout_is_refused() -> None:
     for kind in (nn.AlphaDropout, nn.Dropout1d):
         model = build("Llama")
