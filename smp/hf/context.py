@@ -110,6 +110,11 @@ def check(model: nn.Module, comm_type: str) -> None:
     what = f"context_parallel_degree {state.cp_size}"
     if kind not in FAMILIES or not hasattr(base, "loss_function"):
         raise ConfigError(f"{what}: not for {type(base).__name__} ({kind}); compared are {', '.join(FAMILIES)}")
+    loss = getattr(base.loss_function, "__name__", None)
+    if loss != "ForCausalLMLoss":
+        raise ConfigError(
+            f"{what}: {type(base).__name__} has {loss}: cut sequences train causal language models (ForCausalLMLoss)"
+        )
     for number in ("attn_logit_softcapping", "attention_chunk_size"):
         if getattr(config, number, None):
             raise ConfigError(f"{what}: config.{number} is {getattr(config, number)}: cut sequences have none")
@@ -135,6 +140,9 @@ def install(model: nn.Module, comm_type: str) -> None:
     for module in model.modules():
         if hasattr(module, "is_causal") or module in faces_of(model):
             module.smp_context = context  # type: ignore[assignment]
+        if _follows_length(module):
+            module.register_forward_pre_hook(_WithLastPosition(context.group), with_kwargs=True)
+            module.register_forward_hook(_without_last_position)
     for face in faces_of(model):
         face.register_forward_pre_hook(_complete, with_kwargs=True)
     base.generate = _refuse_generate
@@ -176,6 +184,8 @@ def _attention(
 def _complete(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a forward pass over cut sequences, with what follows from the cut."""
     group: Group = model.smp_context.group
+    if (chosen := base_of(model)[0].config._attn_implementation) != NAME:
+        raise ConfigError(f"attention became {chosen} after smp.transform, and would see this rank's tokens only")
     signature = inspect.signature(model.forward)
     given: dict[str, Any] = dict(signature.bind(*args, **kwargs).arguments)
     rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
@@ -204,6 +214,30 @@ def _complete(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
             count = wait(start_all_reduce(valid, group), group)
         given["num_items_in_batch"] = count / group.size
     return (), given
+
+
+def _follows_length(module: nn.Module) -> bool:
+    """Whether a rotary embedding takes its frequencies by the longest position that it is given."""
+    kinds = getattr(module, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any("dynamic" in str(kind) or kind == "longrope" for kind in kinds)
+
+
+@dataclass(frozen=True)
+class _WithLastPosition:
+    """Before such an embedding: one more position, the last of whole sequences, which one rank alone has."""
+
+    group: Group
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kwargs = dict(kwargs)
+        given = kwargs.pop("position_ids") if "position_ids" in kwargs else args[1]
+        last = torch.full_like(given[:, :1], given.shape[1] * self.group.size - 1)
+        return (args[0], torch.cat((given, last), 1), *args[2:]), kwargs
+
+
+def _without_last_position(module: nn.Module, args: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(part[:, :-1] for part in output)  # cosines and sines, (batch, length / cp, head_dim)
 
 
 def positions(length: int, group: Group) -> torch.Tensor:

@@ -182,6 +182,8 @@ def _with_logits(output: Any, loss: ParallelLoss) -> Any:
     values = dict(output.items())
     logits = values.pop("logits")
     if loss.kind == VOCAB_PARALLEL and isinstance(loss.weight, DTensor):
+        if torch.compiler.is_compiling():  # compiled code takes a plain zero for the gradient of a DTensor without one
+            logits = logits.detach()
         mesh = loss.weight.device_mesh
         logits = DTensor.from_local(logits, mesh, [Shard(logits.ndim - 1)], run_check=False)
     return type(output)(**values, **({} if loss.kind == CHUNKED else {"logits": logits}))

@@ -36,6 +36,7 @@ _DROPOUTS = (
     "dropout",
     "hidden_dropout",
     "hidden_dropout_prob",
+    "input_jitter_noise",
     "router_jitter_noise",
 )
 
@@ -173,7 +174,8 @@ def _is_conv1d(module: nn.Module) -> bool:
 def _linear(model: nn.Module, name: str, module: nn.Module, style: str, tp_size: int, tp_rank: int, plan: Plan) -> Step:
     transposed = _is_conv1d(module)
     if type(module) is not nn.Linear and not transposed:
-        raise ConfigError(f"{name}: {style} is for nn.Linear, this is {type(module).__name__}; {_leave_whole(name)}")
+        kind = f"{type(module).__name__} of {type(module).__module__}"
+        raise ConfigError(f"{name}: {style} is for nn.Linear, this is {kind}; {_leave_whole(name)}")
     weight = module.get_parameter("weight")
     out_dim, in_dim = (1, 0) if transposed else (0, 1)
     dim = out_dim if style in COLUMN else in_dim
@@ -313,7 +315,7 @@ def check_dropout(model: nn.Module) -> None:
     found |= {f"config.{key}": getattr(config, key, None) or 0.0 for key in _DROPOUTS}  # some read it in forward
     for where, value in found.items():
         if value > 0:
-            what = "noise" if where.endswith("router_jitter_noise") else "dropout"
+            what = "noise" if where.endswith("jitter_noise") else "dropout"
             raise ConfigError(
                 f"{where} is {value}: {what} under tensor parallelism or context parallelism would not equal one "
                 f"process; set the {what}s of the model's config to 0"
@@ -328,6 +330,12 @@ def check_untouched(model: nn.Module) -> None:
     """
     if hasattr(model, "smp_report"):
         raise ConfigError(f"{type(model).__name__} was transformed already")
+    base, _ = base_of(model)
+    if getattr(base, "hf_quantizer", None) is not None:
+        raise ConfigError(
+            f"{type(base).__name__} is quantized ({type(base.hf_quantizer).__name__}), and what is packed cannot be "
+            "cut: load it without quantization_config"
+        )
     for name, module in model.named_modules():
         if type(module).__name__ in ("FullyShardedDataParallel", "DistributedDataParallel", "DataParallel"):
             raise ConfigError(

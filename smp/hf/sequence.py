@@ -98,18 +98,29 @@ def install(model: Any, plan: Plan, layers: str, group: Group) -> None:
         cut.tokens = name in plan.boundaries or cut.step.style in ROW or not inside
         if cut.around is not None:
             cut.around.tokens = True
-    stack[0].register_forward_pre_hook(_Split(group), with_kwargs=True)
+    stack[0].register_forward_pre_hook(_Split(group, tuple(stack.named_modules())[1:]), with_kwargs=True)
     stack[-1].register_forward_hook(_Gather(group))
     model.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
 
 
 @dataclass(frozen=True)
 class _Split:
-    """Before the first layer."""
+    """Before the first of the layers.
+
+    Attributes:
+        parts: all modules of all layers, and their names.
+    """
 
     group: Group
+    parts: tuple[tuple[str, nn.Module], ...]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for name, part in self.parts:
+            if part.training != module.training:  # each decides by itself whether it has some tokens or all
+                raise ConfigError(
+                    f"sequence_parallel: layers.{name} is in {'evaluation' if module.training else 'training'} and the "
+                    "first layer is not: call train() or eval() of the whole model; requires_grad freezes a layer"
+                )
         if not module.training:
             return None
         kwargs = dict(kwargs)

@@ -72,7 +72,11 @@ def parallelism_config() -> Any:
     class OnAnyDevice(ParallelismConfig):  # type: ignore[misc]
         def _validate_accelerator(self, accelerator: Any) -> None:
             if self.total_size != accelerator.num_processes:
-                raise ConfigError(f"{self.total_size} ranks in the layout, {accelerator.num_processes} processes")
+                raise ConfigError(
+                    f"{self.total_size} ranks in the layout of smp.init, and accelerate knows of "
+                    f"{accelerator.num_processes}: start them with torchrun, and without GPUs give "
+                    "TrainingArguments(use_cpu=True)"
+                )
             accelerator.gather_for_metrics = _rows_once(accelerator, self.tp_size)
 
         def __reduce__(self) -> Any:  # Trainer pickles its arguments beside the weights

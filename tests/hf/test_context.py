@@ -15,7 +15,7 @@ from smp.hf.settings import layout_of, read
 from tests.distributed import run_distributed
 from tests.hf.families import FAMILIES, VOCAB, batch, build, whole, worst
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 FAST = [
     ("Llama", 2, 2, "p2p", "gathered"),
     ("Mistral, sliding window", 1, 4, "all_gather", "gathered"),
@@ -77,10 +77,46 @@ def test_more_families_over_cut_sequences() -> None:
 
 
 def _changed(family: str, **changes: Any) -> Any:
-    import transformers
-
     config, values = FAMILIES[family]
     return transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**{**values, **changes}))
+
+
+_THETA = {"rope_theta": 10000.0}
+_ROPES = [
+    ("Llama", {"rope_type": "dynamic", "factor": 2.0}, {"max_position_embeddings": 8}),
+    (
+        "Phi 3",
+        {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4},
+        {"original_max_position_embeddings": 14},
+    ),
+    (
+        "Llama",
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        {"max_position_embeddings": 64},
+    ),
+]
+"""Frequencies that follow from the longest position, of which the first two change between 12 and 16 tokens."""
+
+
+def _long(rank: int, world_size: int) -> list[float]:
+    """Rank 1 of two has positions 4 to 11 of 16."""
+    errors = []
+    for family, rope, changes in _ROPES:
+        rope = rope | _THETA | {key: n for key, n in changes.items() if key.startswith("original")}
+        torch.manual_seed(5)
+        reference = _changed(family, **changes, rope_parameters=rope).train()
+        smp.state.reset()
+        smp.init({"context_parallel_degree": 2})
+        model = fully_shard(smp.transform(copy.deepcopy(reference)), mesh=smp.state.data_mesh)
+        _, gradients = _whole_batch(reference)
+        model(**{key: smp.cut_sequence(value) for key, value in _batch().items()}).loss.backward()
+        errors.append(worst({name: whole(p.grad) for name, p in model.named_parameters()}, gradients)[0])
+    return errors
+
+
+def test_frequencies_that_follow_from_the_length_of_whole_sequences() -> None:
+    for errors in run_distributed(_long, 2):
+        assert len(errors) == 3 and max(errors) <= 1e-5, errors
 
 
 def _refused(rank: int, world_size: int) -> None:
@@ -96,6 +132,11 @@ def _refused(rank: int, world_size: int) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             smp.transform(_changed(family, **changes))
+    config = build("Llama").config
+    for kind, loss in (("SequenceClassification", "ForSequenceClassificationLoss"), ("TokenClassification", "")):
+        classifier = getattr(transformers, f"LlamaFor{kind}")(config)
+        with pytest.raises(ConfigError, match=f"LlamaFor{kind} has {loss}.*train causal language models"):
+            smp.transform(classifier)
     with pytest.raises(ConfigError, match=r"cp_comm_type='a2a'\): there are p2p, all_gather"):
         smp.transform(build("Llama"), cp_comm_type="a2a")
     model = smp.transform(build("Llama"))
@@ -112,6 +153,10 @@ def _refused(rank: int, world_size: int) -> None:
         model.generate(cut["input_ids"])
     with pytest.raises(ConfigError, match="15 tokens cannot be cut into 2 x 2 chunks.*that can is 16"):
         smp.cut_sequence(torch.zeros(1, 15))
+    other = copy.deepcopy(model)
+    other.set_attn_implementation("eager")
+    with pytest.raises(ConfigError, match="attention became eager after smp.transform"):
+        other(**cut)
     model(**cut).loss.backward()
     with pytest.raises(ConfigError, match="is not sharded, so each of the 2 data ranks"):
         smp.clip_grad_norm_(model, 1.0)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 import smp
 from smp.config import ConfigError
@@ -102,3 +104,59 @@ def _compare(rank: int, world_size: int) -> list[tuple[str, int, float, str]]:
 def test_encoders_equal_one_process() -> None:
     for results in run_distributed(_compare, 4):
         assert len(results) == 14 and all(error <= 1e-5 for *_, error, _ in results), results
+
+
+def _texts(model: Any, data: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """By the likeliest token, beams, drawing, and without a cache."""
+    texts = []
+    for way in ({}, {"num_beams": 3}, {"do_sample": True}, {"use_cache": False}):
+        torch.manual_seed(4)
+        prompt = {name: value for name, value in data.items() if name != "labels"}
+        texts.append(model.eval().generate(**prompt, max_new_tokens=8, **{"do_sample": False, **way}))
+    return texts
+
+
+def _steps(model: Any, data: dict[str, torch.Tensor], rows: Any) -> list[float]:
+    """Norms of four steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    norms = []
+    for _ in range(4):
+        model.train()(**{name: rows(value) for name, value in data.items()}).loss.backward()
+        norms.append(float(smp.clip_grad_norm_(model, 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def _encoder_decoders(rank: int, world_size: int, folder: str) -> list[tuple[str, int, float, str]]:
+    results = []
+    for name, make in {"T5": lambda: _t5("relu"), "T5, gated": lambda: _t5("gated"), "Whisper": _whisper}.items():
+        torch.manual_seed(2)
+        reference, data = make()
+        fresh = copy.deepcopy(reference)
+        smp.state.reset()
+        smp.init({"tensor_parallel_degree": 4})  # every rank has all rows
+        texts, norms = _texts(reference, data), _steps(reference, data, lambda rows: rows)
+        weights = {n: p.detach() for n, p in reference.named_parameters()}
+        for tp in (2, 4):
+            smp.state.reset()
+            smp.init({"tensor_parallel_degree": tp})
+            model = smp.transform(copy.deepcopy(fresh))
+            assert all(torch.equal(a, b) for a, b in zip(_texts(model, data), texts, strict=True)), (name, tp)
+            if smp.state.dp_size > 1:
+                fully_shard(model, mesh=smp.state.data_mesh)
+            found = _steps(model, data, lambda rows: rows.chunk(smp.state.dp_size)[smp.state.dp_rank])
+            assert found == pytest.approx(norms, rel=1e-5), (name, tp)
+            trained = {n: whole(p) for n, p in model.named_parameters()}
+            results.append((name, tp, *worst(trained, weights)))
+            model.save_pretrained(f"{folder}/{name} {tp}")
+            torch.distributed.barrier()
+            loaded = type(reference).from_pretrained(f"{folder}/{name} {tp}")
+            assert all(torch.equal(trained[n], p) for n, p in loaded.named_parameters())
+    return results
+
+
+@pytest.mark.slow
+def test_encoder_decoders_write_train_and_are_saved(tmp_path: Path) -> None:
+    for results in run_distributed(_encoder_decoders, 4, str(tmp_path)):
+        assert len(results) == 6 and all(error <= 1e-5 for *_, error, _ in results), results

@@ -19,9 +19,9 @@ from smp.config import ConfigError
 from smp.hf.compat import TransformerLayer
 from smp.hf.sagemaker_checkpoint import AsyncCallsQueue, async_save, init_optim_state, load, save
 from tests.distributed import run_distributed
-from tests.hf.families import VOCAB, build, worst
+from tests.hf.families import FAMILIES, VOCAB, build, whole, worst
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 STEPS, SAVED = 4, 2
 CPU = torch.device("cpu")
 
@@ -173,5 +173,63 @@ def test_fsdp1_equals_one_process(tmp_path: Path) -> None:
         assert len(result["found"]) == 6
         for case, (norms, weights) in result["found"].items():
             assert norms == pytest.approx(result["wanted"], rel=1e-5), case
+            assert weights is not None or rank > 0, case
+            assert weights is None or weights[0] <= 1e-5, (case, weights)
+
+
+SCRIPTS = ["Llama", "Mistral, sliding window", "GPT-NeoX", "Mixtral"]
+"""Those that AWS's own training script was run with."""
+
+
+def _on_meta(family: str, tp: int, shard: int) -> Any:
+    _restart(tp, shard)
+    config, values = FAMILIES[family]
+    with torch.device("meta"):
+        return smp.transform(transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**values)))
+
+
+def _delayed(family: str, tp: int, shard: int, seed: int) -> Any:
+    """The model of an SMP v2 script: on the meta device until FSDP1 wraps it."""
+    model = _on_meta(family, tp, shard)
+    initer = smp.delayed_param.DelayedParamIniter(model, seed)
+    with initer.validate_params_and_buffers_inited():
+        return _wrapped(
+            model, param_init_fn=initer.get_param_init_fn(), post_param_init_fn=initer.get_post_param_init_fn()
+        )
+
+
+def _scripts(rank: int, world_size: int, path: str) -> dict[str, Any]:
+    """Delayed init, recompute, training, a checkpoint, and resuming at the same and another degree."""
+    smp.compat.install()
+    found: dict[str, Any] = {}
+    for family in SCRIPTS:
+        folder = Path(path, family)
+        drawn = _on_meta(family, 4, 0)  # every rank has all rows
+        smp.delayed_param.DelayedParamIniter(drawn, 1).init()
+        alone = build(family)
+        alone.load_state_dict({name: whole(tensor) for name, tensor in drawn.state_dict().items()})
+        wanted = _train(alone, _optimizer(alone), range(STEPS), smp.clip_grad_norm_)
+        weights = {name: p.detach() for name, p in alone.state_dict().items()}
+        model = _delayed(family, 2, 2, seed=1)
+        optimizer = _optimizer(model)
+        norms = _train(model, optimizer, range(SAVED), smp.clip_grad_norm_)
+        _save(model, optimizer, folder)
+        norms += _train(model, optimizer, range(SAVED, STEPS), smp.clip_grad_norm_)
+        found[family] = wanted, norms, _error(model, weights)
+        for tp in (2, 1):
+            model = _delayed(family, tp, 2, seed=2)
+            optimizer = _optimizer(model)
+            step = _resume(model, optimizer, folder)
+            norms = wanted[:step] + _train(model, optimizer, range(step, STEPS), smp.clip_grad_norm_)
+            found[f"{family}, resumed at tp {tp}"] = wanted, norms, _error(model, weights)
+    return found
+
+
+@pytest.mark.slow
+def test_families_of_smp_v2_scripts(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_distributed(_scripts, 4, str(tmp_path))):
+        assert len(found) == 3 * len(SCRIPTS)
+        for case, (wanted, norms, weights) in found.items():
+            assert norms == pytest.approx(wanted, rel=1e-5), case
             assert weights is not None or rank > 0, case
             assert weights is None or weights[0] <= 1e-5, (case, weights)

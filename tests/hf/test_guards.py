@@ -103,6 +103,11 @@ def _with_dropout() -> float:
     return error
 
 
+def _second_derivative(model: Any, ids: torch.Tensor) -> None:
+    model(input_ids=ids, labels=ids).loss.backward()
+    model(input_ids=ids, labels=ids).loss.backward(create_graph=True)
+
+
 def _refused(message: str, action: Callable[[], Any]) -> None:
     try:
         action()
@@ -139,6 +144,9 @@ def _unlike(rank: int, world_size: int) -> dict[str, Any]:
     _refused("the model, not its parameters", lambda: smp.clip_grad_norm_(model.parameters(), 1.0))
     rows = {"up": "colwise", "down": "rowwise"}
     smp.transform(_seeded(_Block), rows=rows)  # compares itself
+    _refused("create_graph=True: a transformed model has first", lambda: _second_derivative(copy.deepcopy(model), ids))
+    chunked = smp.transform(build("Llama"), loss="chunked")
+    _refused("create_graph=True: a transformed model has first", lambda: _second_derivative(chunked, ids))
     _refused("without return_dict=False", lambda: model(input_ids=ids, output_attentions=True, return_dict=False))
     return {
         "subclass": _losses_of_a_subclass(),

@@ -82,6 +82,13 @@ def tiny(config: str, **changes: object) -> nn.Module:
         ("ApertusConfig", {}, 2, None, "mlp.act_fn (XIELUActivation) has parameters beside columns that are cut"),
         ("LlamaConfig", {"activation_dropout": 0.2}, 2, None, "config.activation_dropout is 0.2"),
         (
+            "PhimoeConfig",
+            {"router_jitter_noise": 0.0, "input_jitter_noise": 0.1},
+            2,
+            None,
+            "config.input_jitter_noise is 0.1: noise under",
+        ),
+        (
             "BloomConfig",
             {"n_head": 4},
             2,
@@ -129,6 +136,18 @@ def test_a_model_whose_modules_a_wrapper_renamed_is_refused() -> None:
     model: Any = nn.Sequential(build("Llama"))  # as peft: other names, the same plan
     model.config, model._tp_plan = model[0].config, model[0]._tp_plan
     with pytest.raises(ConfigError, match="transform the model before a wrapper renames"):
+        make_plan(model, None, 2, 0)
+
+
+def test_quantized_models_are_refused() -> None:
+    model = build("Llama")
+    model.hf_quantizer = type("Bnb4BitHfQuantizer", (), {})()  # as from_pretrained(quantization_config=...) leaves it
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM is quantized \(Bnb4BitHfQuantizer\)") as refused:
+        check_untouched(model)
+    assert "\n" not in str(refused.value)
+    model = build("Llama")
+    model.model.layers[0].mlp.up_proj.__class__ = type("Linear", (nn.Linear,), {"__module__": "others.quantized"})
+    with pytest.raises(ConfigError, match="up_proj: colwise is for nn.Linear, this is Linear of others.quantized"):
         make_plan(model, None, 2, 0)
 
 

@@ -89,6 +89,11 @@ def _others(rank: int, world_size: int) -> float:
         model(input_ids=batch(1)["input_ids"][:, :9])
     with pytest.raises(ConfigError, match="output_hidden_states: with sequence_parallel"):
         model(input_ids=batch(1)["input_ids"], output_hidden_states=True)
+    for frozen in (model.model.layers[0], model.model.layers[1].mlp):  # gathers all tokens of some: no error of torch's
+        frozen.eval()
+        with pytest.raises(ConfigError, match=r"sequence_parallel: layers\..* and the first layer is not: call train"):
+            model(input_ids=batch(1)["input_ids"])
+        model.train()
     model.zero_grad()
     return worst(gradients(model, 3), gradients(build("Llama"), 3))[0]
 
