@@ -2,9 +2,9 @@
 
 ``F.linear`` and ``torch.mm`` take MKL in fp32, which gives a processor that is not Intel's about half of its speed
 (docs/kernels.md has the figures); in bf16 they take oneDNN themselves. torch has no public way to oneDNN in fp32: the
-settings of ``torch.backends.mkldnn`` that lead there round to bf16 or TF32, and tensors of the mkldnn layout are copies.
-``mkldnn::_linear_pointwise``, to which Inductor fuses linear layers for inference, takes tensors as they are. It has no
-gradient formula, so there is one here.
+settings of ``torch.backends.mkldnn`` that lead there round to bf16 or TF32, tensors of the mkldnn layout are copies,
+and a convolution takes oneDNN with several threads only. ``mkldnn::_linear_pointwise``, to which Inductor fuses linear
+layers for inference, takes tensors as they are. It has no gradient formula, so there is one here.
 
 Which of the two runs depends on the processor, the dtype and the sizes alone: a product is made in the same way in each
 step, after a resume, and by all processes on such processors. ``torch.backends.mkldnn.enabled = False`` brings MKL back
