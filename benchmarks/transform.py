@@ -3,8 +3,8 @@
     python benchmarks/transform.py                              # one process: the losses beside Hugging Face's own
     torchrun --nproc-per-node 2 benchmarks/transform.py         # TP 2: beside transformers' own tp_plan="auto"
 
-Processor time of the slowest rank, its minimum over rounds: waiting for a busy machine does not count. At TP 2 also wall
-time, medians, beside one process with a thread for each rank, while the other ranks wait.
+Processor time of the slowest rank, its minimum over rounds: waiting for a busy machine does not count. At TP 2 also
+wall time, medians, beside one process with a thread for each rank, while the other ranks wait.
 """
 
 from __future__ import annotations

@@ -165,8 +165,9 @@ def _cut(
 
 
 def _report(model: nn.Module, plan: Plan, linears: int, attends: str) -> tuple[Done, ...]:
-    whole = (Done("", "Linear", "products in fp32 by oneDNN where they are large", linears, ""),) if linears else ()
-    whole += (Done("", type(model).__name__, attends, 1, ""),) if attends else ()
+    products = "products in fp32 by oneDNN where they are large"
+    whole = [Done("", "Linear", products, linears, "")] if linears else []
+    whole += [Done("", type(model).__name__, attends, 1, "")] if attends else []
     if not plan.steps:
         return (Done("", type(model).__name__, "tensor_parallel_degree 1: nothing is cut", 1, ""), *whole)
     counted: dict[tuple[str, str, str, str], int] = {}

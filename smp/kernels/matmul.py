@@ -26,7 +26,7 @@ from smp.kernels.registry import define
 def _mkl_is_slow() -> bool:
     """Whether torch multiplies by MKL on a processor of AMD's: no other has SSE4a. (MKL looks at the maker, too.)"""
     there = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11 may not have it
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11 may not have it
     return there and bool(capabilities.get("sse4a", False))
 
 
@@ -89,7 +89,7 @@ def _taken(*tensors: torch.Tensor) -> bool:
     if not SLOW_MKL or torch.is_autocast_enabled("cpu"):
         return False
     fp32 = all(t.dtype == torch.float32 and t.device.type == "cpu" and type(t) in _PLAIN for t in tensors)
-    return fp32 and (torch.compiler.is_compiling() or torch.backends.mkldnn.enabled)
+    return fp32 and (torch.compiler.is_compiling() or bool(torch.backends.mkldnn.enabled))
 
 
 def _gradient_part(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -43,12 +43,12 @@ def _compare(rank: int, world: int, loss: str) -> dict[str, Any]:
     smp.init({"tensor_parallel_degree": world})
     model = smp.transform(copy.deepcopy(alone), loss=loss)
     (found, ours), (wanted, theirs) = _step(model, ids), _step(alone, ids)
-    low = smp.state.reset() or smp.init({"tensor_parallel_degree": 1}) or AutoModelForCausalLM.from_config(CONFIG)
-    smp.transform(low.bfloat16())
+    smp.state.reset()
+    smp.init({"tensor_parallel_degree": 1})
+    low = smp.transform(AutoModelForCausalLM.from_config(CONFIG).bfloat16())
+    names = [name for name in wanted if "k_proj.bias" not in name]  # 0 but for rounding
     return {
-        "errors": {
-            n: float((found[n] - wanted[n]).norm() / wanted[n].norm()) for n in wanted if "k_proj.bias" not in n
-        },
+        "errors": {name: float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in names},
         "products": (ours, theirs),
         "own forward in bf16": any("forward" in vars(m) for m in low.modules() if type(m) is torch.nn.Linear),
         "report": "\n".join(map(str, model.smp_report)),
