@@ -3,13 +3,15 @@
     python benchmarks/transform.py                              # one process: the losses beside Hugging Face's own
     torchrun --nproc-per-node 2 benchmarks/transform.py         # TP 2: beside transformers' own tp_plan="auto"
 
-Processor time of the slowest rank, its minimum over rounds: waiting for a busy machine does not count.
+Processor time of the slowest rank, its minimum over rounds: waiting for a busy machine does not count. At TP 2 also
+wall time, medians, beside one process with a thread for each rank, while the other ranks wait.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -68,6 +70,46 @@ def step(model: Any, ids: torch.Tensor) -> float:
     return float(seconds)
 
 
+def wall_seconds(model: Any, ids: torch.Tensor, threads: int, alone: bool) -> float:
+    """Seconds of a step, until all ranks are done; ``alone``: of rank 0, for which the others wait."""
+    torch.set_num_threads(threads)
+    dist.barrier()
+    begin = time.perf_counter()
+    if not alone or dist.get_rank() == 0:
+        model.zero_grad(set_to_none=True)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    dist.barrier()
+    seconds = time.perf_counter() - begin
+    torch.set_num_threads(1)
+    return seconds
+
+
+def beside_threads(tp: int, dtype: torch.dtype, folder: str, ids: torch.Tensor, rounds: int) -> None:
+    """Ranks of a thread each beside one process with as many threads, transformed and not."""
+
+    def made(degree: int, **options: Any) -> Any:
+        smp.state.reset()
+        smp.init({"tensor_parallel_degree": degree})
+        return smp.transform(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), **options)
+
+    models = {
+        f"transformed, TP 1, {tp} threads": (made(1), tp, True),
+        f"untransformed, {tp} threads": (AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), tp, True),
+        f"transformed, TP {tp}, gathered": (made(tp), 1, False),
+        f"transformed, TP {tp}, vocab_parallel": (made(tp, loss="vocab_parallel"), 1, False),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(rounds):
+        for name, (model, threads, alone) in models.items():
+            seconds[name].append(wall_seconds(model, ids, threads, alone))
+    median = {name: statistics.median(times[1:]) for name, times in seconds.items()}
+    first = next(iter(median.values()))
+    if dist.get_rank() == 0:
+        print(f"  wall time on {tp} cores, medians", flush=True)
+        for name, value in median.items():
+            print(f"  {name:<36} {value * 1e3:8.1f} ms  {first / value:5.2f} x", flush=True)
+
+
 def main() -> None:
     """A table for each dtype."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -98,6 +140,9 @@ def main() -> None:
             print(f"{args.batch} x {args.length} tokens, {str(dtype).removeprefix('torch.')}, TP {tp}", flush=True)
             for name, value in best.items():
                 print(f"  {name:<36} {value * 1e3:8.1f} ms  {first / value:5.2f} x", flush=True)
+        del models
+        if tp > 1:
+            beside_threads(tp, dtype, folder[0], ids, args.rounds)
     dist.destroy_process_group()
 
 

@@ -37,6 +37,7 @@ from smp.hf.plan import Plan
 from smp.hf.rows import REPLICATE
 from smp.hf.state import state
 from smp.kernels.dispatch import choose_kernels
+from smp.kernels.matmul import linear
 from smp.layers.cross_entropy import VocabShard, linear_cross_entropy, vocab_parallel_cross_entropy
 from smp.layers.head import chunk_tokens
 from smp.parallel.collectives import Group, copy_to_group
@@ -193,12 +194,12 @@ def _head(module: Any, hidden: torch.Tensor) -> torch.Tensor:
     """(..., hidden) -> this rank's columns (..., ids/tp), or what stands for them."""
     loss: ParallelLoss = module.smp_loss
     if loss.targets is None:
-        return type(module).forward(module, hidden) if module.smp_whole is None else module.smp_whole(hidden)
+        return linear(hidden, module.weight, module.bias) if module.smp_whole is None else module.smp_whole(hidden)
     loss.weight = home_of(module, "weight")["weight"] if module.smp_whole else module.weight
     weight, bias = local_weight_and_bias(module) if module.smp_whole else (module.weight, module.bias)
     hidden = copy_to_group(hidden, loss.shard.group)
     if loss.kind == VOCAB_PARALLEL:
-        return F.linear(hidden, weight, bias)
+        return linear(hidden, weight, bias)
     loss.value = _chunked(hidden.flatten(0, -2), weight, loss)
     loss.head = hidden.new_zeros(()).expand(*hidden.shape[:-1], loss.shard.vocab_size)
     return loss.head

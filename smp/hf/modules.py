@@ -13,7 +13,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -24,6 +23,7 @@ from smp.hf.borrowed import Borrowed
 from smp.hf.fsdp1 import FSDP2
 from smp.hf.plan import Plan, Step
 from smp.hf.rows import COLUMN, EMBEDDING, EXPERTS, ROW, SUMMED
+from smp.kernels.matmul import linear
 from smp.layers.parameter import local
 from smp.parallel.collectives import (
     Group,
@@ -167,7 +167,7 @@ def _column(module: Any, input: torch.Tensor) -> torch.Tensor:
     """(..., in) -> (..., out/tp), or (..., out) when the columns are gathered."""
     cut: Cut = module.smp_cut
     weight, bias = local_weight_and_bias(module)
-    out = F.linear(cut.inside.copied(input, cut.group), weight, bias)
+    out = linear(cut.inside.copied(input, cut.group), weight, bias)
     return out if cut.step.style == "colwise" else gather_features(out, cut.group)
 
 
@@ -176,7 +176,7 @@ def _row(module: Any, input: torch.Tensor) -> torch.Tensor:
     cut: Cut = module.smp_cut
     weight, bias = local_weight_and_bias(module)
     part = split_features(input, cut.group) if cut.step.style == "rowwise_split_input" else input
-    out = F.linear(part, weight)
+    out = linear(part, weight)
     if not (cut.tokens and module.training):
         out = reduce_from_group(out, cut.group)
         return out if bias is None else out + bias

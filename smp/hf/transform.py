@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from smp.config.schema import ConfigError
-from smp.hf import adapters, attention, context, experts, guards, sequence, trainer, weights
+from smp.hf import adapters, attention, context, experts, guards, products, sequence, trainer, weights
 from smp.hf.loss import GATHERED
 from smp.hf.loss import check as check_loss
 from smp.hf.loss import install as install_loss
@@ -102,7 +102,8 @@ def transform(
     weights.install(model)
     adapters.install(model)
     trainer.announce(model)
-    model.smp_report = _report(model, plan, attention.install(model))  # type: ignore[assignment]
+    linears = products.install(model) if tp.size == 1 and state.device_type == "cpu" else 0
+    model.smp_report = _report(model, plan, linears, attention.install(model))  # type: ignore[assignment]
     if state.rank == 0:
         exchanged = f", experts over {state.ep_size} data ranks" if state.ep_size > 1 else ""
         print(f"smp.transform: {type(model).__name__} over {tp.size} tensor-parallel ranks{exchanged}", flush=True)
@@ -178,8 +179,10 @@ def _cut(
                 module._buffers[own] = whole if device is None else whole.to(device)
 
 
-def _report(model: nn.Module, plan: Plan, attends: str) -> tuple[Done, ...]:
-    whole = (Done("", type(model).__name__, attends, 1, ""),) if attends else ()
+def _report(model: nn.Module, plan: Plan, linears: int, attends: str) -> tuple[Done, ...]:
+    products = "products in fp32 by oneDNN where they are large"
+    whole = [Done("", "Linear", products, linears, "")] if linears else []
+    whole += [Done("", type(model).__name__, attends, 1, "")] if attends else []
     if not plan.steps:
         return (Done("", type(model).__name__, "tensor_parallel_degree 1: nothing is cut", 1, ""), *whole)
     counted: dict[tuple[str, str, str, str], int] = {}

@@ -7,7 +7,7 @@ Rows x (n, in) are sorted by expert, ``counts`` rows of each, and every expert h
 An expert without rows costs nothing forward, and its dW is zero. Nothing is padded and nothing is stacked: 2 n in out
 FLOPs each, as one product of n rows. Counts are int64 numbers on the device. On Hopper and Blackwell in bf16, with
 widths that are multiples of 8, each of the three is one kernel (``torch._grouped_mm``), which reads them there;
-elsewhere they are loops over experts, for which the host has to know the counts; on a CPU oneDNN multiplies.
+elsewhere they are loops over experts, for which the host has to know the counts.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from smp.kernels.matmul import add_weight_gradient, gradient_by_onednn, linear, linear_by_onednn
 from smp.kernels.registry import define
 
 Later = Callable[[Callable[[], torch.Tensor]], None]
@@ -190,22 +191,11 @@ _ROWS_AT_ONCE = 32
 gets multiples of this one only."""
 
 
-def _by_onednn(x: torch.Tensor) -> bool:
-    """Whether oneDNN multiplies: in fp32 on a CPU, where torch.mm takes MKL, on AMD's at half the speed. (In bf16
-    torch.mm takes oneDNN.)"""
-    return x.dtype == torch.float32 and x.device.type == "cpu" and torch.backends.mkldnn.is_available()
-
-
-def _onednn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
-    return product
-
-
 def _times(x: torch.Tensor, start: int, count: int, matrix: torch.Tensor, out: torch.Tensor, add: bool = False) -> None:
     """Write to ``out``, or add, the product of these rows of x. oneDNN may multiply a few rows behind them too."""
-    if _by_onednn(x):
-        rows = x.narrow(0, start, min(-(-count // _ROWS_AT_ONCE) * _ROWS_AT_ONCE, x.shape[0] - start))
-        y = _onednn(rows, matrix)[:count]
+    rows = x.narrow(0, start, min(-(-count // _ROWS_AT_ONCE) * _ROWS_AT_ONCE, x.shape[0] - start))
+    if linear_by_onednn(rows, matrix.t()):
+        y = linear(rows, matrix.t())[:count]
         if add:
             out.add_(y)
         else:
@@ -218,11 +208,11 @@ def _times(x: torch.Tensor, start: int, count: int, matrix: torch.Tensor, out: t
 
 def _transposed_times(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     """Write a^T b to ``out``, zeros without rows. Rows that oneDNN does not get are added."""
-    whole = len(a) // _ROWS_AT_ONCE * _ROWS_AT_ONCE if _by_onednn(a) else 0
-    if not whole:
+    whole = len(a) // _ROWS_AT_ONCE * _ROWS_AT_ONCE
+    if not gradient_by_onednn(a[:whole], b[:whole]):
         torch.mm(a.t(), b, out=out)
         return
-    out.copy_(_onednn(a[:whole].t(), b[:whole]))
+    add_weight_gradient(out, a[:whole], b[:whole], first=True)
     if whole < len(a):
         out.addmm_(a[whole:].t(), b[whole:])
 
@@ -236,23 +226,23 @@ def occupied(rows: torch.Tensor, counts: torch.Tensor) -> list[tuple[int, int]]:
 def _as_one_expert(grad: torch.Tensor, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """As much work and memory as :func:`_weight_gradient`, whatever the counts."""
     dw = x.new_empty(counts.shape[0], grad.shape[1], x.shape[1])
-    torch.mm(grad.t(), x, out=dw[0])
+    _transposed_times(grad, x, dw[0])
     return dw
 
 
 def _input_gradient_as_of_one_expert(
     grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], counts: torch.Tensor
 ) -> torch.Tensor:
-    dx = grads[0] @ weights[0][0]
-    for grad, weight in zip(grads[1:], weights[1:], strict=True):
-        dx.addmm_(grad, weight[0])
+    dx = grads[0].new_empty(grads[0].shape[0], weights[0].shape[2])
+    for i, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
+        _times(grad, 0, grad.shape[0], weight[0], dx, add=i > 0)
     return dx
 
 
 _forward_op = define(
     "grouped_product(Tensor x, Tensor weight, Tensor counts) -> Tensor",
     lambda x, weight, counts: x.new_empty(x.shape[0], weight.shape[1]),
-    body=lambda x, weight, counts: x @ weight[0].t(),
+    body=lambda x, weight, counts: linear(x, weight[0]),
     CompositeExplicitAutograd=_forward,
 )
 _input_gradient_op = define(

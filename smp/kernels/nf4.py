@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 
 from smp.config.qlora import BLOCK, NESTED, nested_of_row, packed_row_bytes
+from smp.kernels.matmul import linear
 
 _CHUNK = 1 << 22
 """Elements that are widened at once."""
@@ -167,10 +168,10 @@ class Nf4:
         self.double = double
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, widen(weight, x.dtype, double=self.double))
+        return linear(x, widen(weight, x.dtype, double=self.double))
 
     def input_gradient(self, grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return grad @ widen(weight, grad.dtype, double=self.double)
+        return linear(grad, widen(weight, grad.dtype, double=self.double).t())
 
     def weight_gradient(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         raise ValueError("a weight in 4 bits is not trained")

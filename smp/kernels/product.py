@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
-import torch.nn.functional as F
 
 from smp.kernels.fp8 import (
     BLOCK,
@@ -29,6 +28,7 @@ from smp.kernels.fp8 import (
     scaled_product,
     transposed,
 )
+from smp.kernels.matmul import linear, weight_gradient
 from smp.kernels.nf4 import Nf4
 from smp.kernels.registry import define, shapes_of
 
@@ -65,13 +65,13 @@ class Dense:
     differentiable = True
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, weight)
+        return linear(x, weight)
 
     def input_gradient(self, grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return grad @ weight
+        return linear(grad, weight.t())
 
     def weight_gradient(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return grad.flatten(0, -2).t() @ x.flatten(0, -2)
+        return weight_gradient(grad, x)
 
     def in_features(self, weight: torch.Tensor) -> int:
         return weight.shape[1]

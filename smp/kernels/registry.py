@@ -22,10 +22,15 @@ BODIES: dict[Any, Callable[..., Any]] = {}
 
 
 def define(
-    schema: str, fake: Callable[..., Any], *, body: Callable[..., Any] | None = None, **run: Callable[..., Any]
+    schema: str,
+    fake: Callable[..., Any],
+    *,
+    body: Callable[..., Any] | None = None,
+    leaf: bool = False,
+    **run: Callable[..., Any],
 ) -> Any:
     """Define ``smp::<schema>``; ``fake`` makes its outputs' shapes for tracing, and ``run`` computes them, by dispatch
-    key. ``body`` is in place of ``run`` for who counts, where that looks at numbers.
+    key. ``body`` is in place of ``run`` for who counts, where that looks at numbers; a ``leaf`` counts as one call.
 
     Returns:
         The operator, to be bound once and called.
@@ -37,7 +42,8 @@ def define(
         _LIBRARY.impl(name, function, key)
     torch.library.register_fake(f"smp::{name}", fake, lib=_LIBRARY)
     operator = getattr(torch.ops.smp, name).default
-    BODIES[operator] = body or next(iter(run.values()))
+    if not leaf:
+        BODIES[operator] = body or next(iter(run.values()))
     return operator
 
 

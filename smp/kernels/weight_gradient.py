@@ -3,12 +3,14 @@
 On a GPU cuBLAS does it in the product itself: 8 bytes per element of G (read and write), and no bf16 rounding of the
 product on the way. There is nothing left to fuse, so there is no kernel of our own. (apex's
 ``fused_weight_gradient_dense`` predates ``torch.addmm(out_dtype=...)``.) On a CPU that product does not exist; the bf16
-product is rounded and then added.
+product is rounded and then added. fp32 products are made by what :mod:`smp.kernels.matmul` chooses.
 """
 
 from __future__ import annotations
 
 import torch
+
+from smp.kernels.matmul import add_weight_gradient, gradient_by_onednn
 
 
 def accumulate_weight_gradient(total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, *, first: bool = False) -> None:
@@ -22,7 +24,9 @@ def accumulate_weight_gradient(total: torch.Tensor, dy: torch.Tensor, x: torch.T
     """
     # A view: the product reads the transpose as it lies.
     left = dy.t()
-    if x.dtype == total.dtype:
+    if total.dtype == x.dtype and gradient_by_onednn(dy, x):
+        add_weight_gradient(total, dy, x, first=first)
+    elif x.dtype == total.dtype:
         torch.mm(left, x, out=total) if first else torch.addmm(total, left, x, out=total)
     elif x.is_cuda:
         if first:

@@ -14,6 +14,7 @@ import torch
 
 from smp.data.sample import IGNORE_INDEX
 from smp.kernels.cross_entropy import combine_stats, logits_to_gradient, softmax_stats
+from smp.kernels.matmul import linear, linear_by_onednn
 from smp.kernels.registry import accumulation_dtype
 from smp.kernels.weight_gradient import accumulate_weight_gradient
 from smp.parallel.collectives import Group, start_all_gather, wait
@@ -157,7 +158,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         # fp32 in every run: thousands of chunks are added up.
         total = torch.zeros((), device=hidden.device)
-        logits = hidden.new_empty(min(chunk_tokens, hidden.shape[0]), weight.shape[0])  # one buffer for all chunks
+        buffer = hidden.new_empty(0)  # one for all chunks
         dhidden = torch.empty_like(hidden) if with_gradient else None
         dweight = None  # of a frozen matrix there is none
         # A frozen matrix needs no gradient, and its fp32 buffer is the largest here.
@@ -166,14 +167,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dweight = make(weight.shape, dtype=torch.float32, device=weight.device)
         for start in range(0, hidden.shape[0], chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            buffer = logits[: hidden[part].shape[0]]
-            # Into the same buffer each time: at most one chunk of logits exists.
-            torch.mm(hidden[part], weight.t(), out=buffer)
-            total += _chunk_loss(buffer, labels[part], loss_weights[part], shard, with_gradient, backend)
+            # At most one chunk of logits exists: in the same buffer each time, or freed (oneDNN writes to no buffer).
+            if linear_by_onednn(hidden[part], weight):
+                logits = linear(hidden[part], weight)
+            else:
+                buffer = buffer if len(buffer) else hidden.new_empty(hidden[part].shape[0], weight.shape[0])
+                logits = torch.mm(hidden[part], weight.t(), out=buffer[: hidden[part].shape[0]])
+            total += _chunk_loss(logits, labels[part], loss_weights[part], shard, with_gradient, backend)
             if dhidden is not None:
-                torch.mm(buffer, weight, out=dhidden[part])
+                if linear_by_onednn(logits, weight.t()):
+                    dhidden[part] = linear(logits, weight.t())
+                else:
+                    torch.mm(logits, weight, out=dhidden[part])
             if dweight is not None:
-                accumulate_weight_gradient(dweight, buffer, hidden[part], first=start == 0)
+                accumulate_weight_gradient(dweight, logits, hidden[part], first=start == 0)
+            del logits
         # The gradients are ready: the backward pass has only to multiply them by the gradient of the loss.
         ctx.save_for_backward(dhidden, None if dweight is None else dweight.to(weight.dtype))
         return total
@@ -202,7 +210,7 @@ def linear_token_losses(
     losses = torch.empty(hidden.shape[0], device=hidden.device)
     for start in range(0, hidden.shape[0], chunk_tokens):
         part = slice(start, start + chunk_tokens)
-        losses[part] = _losses(shard.capped(hidden[part] @ weight.t()), labels[part], shard, backend)[0]
+        losses[part] = _losses(shard.capped(linear(hidden[part], weight)), labels[part], shard, backend)[0]
     return losses
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from smp.kernels import TORCH, Kernels
+from smp.kernels.matmul import linear
 from smp.layers.cross_entropy import VocabShard, linear_cross_entropy
 from smp.layers.embedding import padded_vocab_size
 from smp.layers.parameter import SHARD_ROWS, Initializer, Normal, local, tp_parameter
@@ -135,7 +135,7 @@ class VocabParallelHead(nn.Module):
         gather = gather_tokens if self.sequence_parallel else copy_to_group
         hidden = gather(x, self.group)  # (tokens, hidden)
         if labels is None or loss_weights is None:
-            logits = gather_features(self.shard.capped(F.linear(hidden, weight)), self.group)  # (tokens, rows)
+            logits = gather_features(self.shard.capped(linear(hidden, weight)), self.group)  # (tokens, rows)
             # Cut after the gather: padding is at the end of the last rank's columns only.
             return ModelOutput(logits=logits[:, : self.vocab_size])
         chunk = chunk_tokens(weight, self.chunk_bytes)

@@ -72,8 +72,8 @@ class Linear:
 
     @property
     def is_plain(self) -> bool:
-        """Whether autograd's own product will do: nothing to communicate. It saves its inputs before it computes, so
-        that a replay for recompute ends before the last product of a block, where a Function would run it."""
+        """Whether autograd's own product will do: nothing to communicate. ``F.linear`` saves its inputs before it
+        computes, so that a replay for recompute ends before the last product of a block, where a Function runs it."""
         return self.group.size == 1 and self.run.differentiable and self.scaling is None
 
     def operands(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Operands:

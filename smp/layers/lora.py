@@ -25,11 +25,11 @@ from fnmatch import fnmatchcase
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smp.kernels.dropout import keyed_dropout
+from smp.kernels.matmul import linear
 from smp.layers.dora import matrix_of, with_magnitude
 from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, linear_layers
 from smp.layers.moe.experts import ExpertLinear, expert_layers
@@ -101,7 +101,7 @@ class Lora(nn.Module):
             if token_index is None:
                 raise ValueError("dropout of adapters needs token_index: its masks are keyed by the token's number")
             x = keyed_dropout(x, self.key, token_index, self.dropout, first_channel=self.first_channel)
-        return F.linear(x, a) * self.scale
+        return linear(x, a) * self.scale
 
 
 class LoraColumnParallelLinear(ColumnParallelLinear):
@@ -147,7 +147,7 @@ def _added_to_column(
 ) -> torch.Tensor:
     """``y`` of a column-parallel layer with its adapter, of which ``a`` is A and ``low`` the low-rank activations."""
     b = layer.own_rows(adapter.b, y.dtype)
-    y = y + F.linear(low, b)
+    y = y + linear(low, b)
     if adapter.magnitude is None:
         return y
     weight = matrix_of(layer, layer.own_rows(layer.weight, y.dtype), y.dtype)
@@ -175,7 +175,7 @@ class LoraRowParallelLinear(RowParallelLinear):
         reduce = reduce_scatter_tokens if self.sequence_parallel else reduce_from_group
         b = local(self.lora.b, output.dtype, summed_over=self.shared_by)
         # Summed before B, when it is (tokens, rank).
-        y = output + F.linear(reduce(low, self.group), b)
+        y = output + linear(reduce(low, self.group), b)
         if self.lora.magnitude is None:
             return y
         weight = matrix_of(self, local(self.weight, output.dtype), output.dtype)

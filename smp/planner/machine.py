@@ -67,9 +67,11 @@ class MachineTimes:
 
     def product_rate(self) -> float:
         """FLOP/s of the fastest matrix product."""
-        products = [c for c in self.calls if isinstance(c, Operator) and c.name == "aten.mm.default"]
+        columns = {"aten.mm.default": 1, "smp.linear.default": 0}  # where the second operand has them
+        products = [c for c in self.calls if isinstance(c, Operator) and c.name in columns]
         rates = [
-            2 * math.prod(c.arguments[0].shape) * c.arguments[1].shape[1] / max(self.calls[c], 1e-9) for c in products
+            2 * math.prod(c.arguments[0].shape) * c.arguments[1].shape[columns[c.name]] / max(self.calls[c], 1e-9)
+            for c in products
         ]
         return max(rates, default=1.0)
 

@@ -24,7 +24,7 @@ from smp.planner.record import Calls, Collective, Place, recorded_step
 from smp.planner.search import Candidate
 from smp.planner.seconds import StepTime
 
-_PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "aten._grouped_mm.")
+_PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "aten._grouped_mm.", "smp.linear.")
 _LINKS = {"tp": "tensor", "cp": "context", "ep": "experts"}
 
 

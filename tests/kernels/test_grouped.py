@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from smp.kernels import grouped
+from smp.kernels import matmul
 from smp.kernels.grouped import describe_products, grouped_products, has_kernel
 
 GPU = torch.device("cuda")
@@ -37,7 +37,12 @@ def test_where_the_host_waits_the_run_says_so(
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 33, 64, 100], [0, 31, 0, 0, 0], [0, 0, 0, 0, 0]])
-def test_products_of_any_numbers_of_rows_are_those_of_each_expert(counts: list[int]) -> None:
+@pytest.mark.parametrize("onednn", [False, True])
+def test_products_of_any_numbers_of_rows_are_those_of_each_expert(
+    counts: list[int], onednn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matmul, "SLOW_MKL", onednn and torch.backends.mkldnn.is_available())
+    monkeypatch.setattr(matmul, "SMALLEST", 1)
     x = torch.randn(sum(counts), 48, requires_grad=True)
     weights = [torch.randn(5, 40, 48, requires_grad=True), torch.randn(5, 48, 40).transpose(1, 2).requires_grad_()]
     outputs = grouped_products(x, weights, torch.tensor(counts))
@@ -54,13 +59,15 @@ def test_products_of_any_numbers_of_rows_are_those_of_each_expert(counts: list[i
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
 def test_onednn_gets_few_different_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, multiply = set(), grouped._onednn
+    seen, multiply = set(), matmul.linear_op
 
-    def record(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        seen.add(tuple(a.shape))
-        return multiply(a, b)
+    def record(x: torch.Tensor, weight: torch.Tensor, bias: None) -> torch.Tensor:
+        seen.add(tuple(x.shape))
+        return multiply(x, weight, bias)
 
-    monkeypatch.setattr(grouped, "_onednn", record)
+    monkeypatch.setattr(matmul, "linear_op", record)
+    monkeypatch.setattr(matmul, "SLOW_MKL", True)
+    monkeypatch.setattr(matmul, "SMALLEST", 1)
     x, weight = torch.randn(300, 48, requires_grad=True), torch.randn(4, 40, 48, requires_grad=True)
     for first in range(33, 64):  # experts of 33 to 63 rows
         (y,) = grouped_products(x, [weight], torch.tensor([first, 64, 97 - first, 139]))

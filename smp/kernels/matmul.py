@@ -1,0 +1,128 @@
+"""Products of linear layers in fp32 on a CPU whose MKL is slow: oneDNN makes them.
+
+``F.linear`` and ``torch.mm`` take MKL in fp32, which gives a processor that is not Intel's about half of its speed
+(docs/kernels.md has the figures); in bf16 they take oneDNN themselves. torch has no public way to oneDNN in fp32: the
+settings of ``torch.backends.mkldnn`` that lead there round to bf16 or TF32, tensors of the mkldnn layout are copies,
+and a convolution takes oneDNN with several threads only. ``mkldnn::_linear_pointwise``, to which Inductor fuses linear
+layers for inference, takes tensors as they are. It has no gradient formula, so there is one here.
+
+Which of the two runs depends on the processor, the dtype and the sizes alone: a product is made in the same way in each
+step, after a resume, and by all processes on such processors. ``torch.backends.mkldnn.enabled = False`` brings MKL back
+(not for compiled graphs).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
+
+from smp.kernels.registry import define
+
+
+def _mkl_is_slow() -> bool:
+    """Whether torch multiplies by MKL on a processor of AMD's: no other has SSE4a. (MKL looks at the maker, too.)"""
+    there = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11 may not have it
+    return there and bool(capabilities.get("sse4a", False))
+
+
+SLOW_MKL = _mkl_is_slow()
+SMALLEST = 1 << 21
+"""Multiplications of a product that oneDNN makes: below about so many its calls take longer (15 us, with gradients 45)
+than it gains."""
+ROWS = 32
+"""Fewest rows of x: with fewer oneDNN may take four times MKL's time."""
+_COLUMNS = 2048
+"""Of an output's gradient that are transposed at once, for oneDNN to read: what that takes is small and in a cache."""
+_PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``F.linear``, also its gradients of any order: (..., in), (out, in) and (out,) -> (..., out)."""
+    if not linear_by_onednn(x, weight) or not (bias is None or _taken(bias)):
+        return F.linear(x, weight, bias)
+    if torch.is_grad_enabled():
+        return _Linear.apply(x, weight, bias)
+    return linear_op(x.contiguous(), weight, bias)
+
+
+def weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """g^T x, with gradients of any order: (..., out) and (..., in) -> (out, in)."""
+    grad, x = grad.flatten(0, -2), x.flatten(0, -2)
+    if not gradient_by_onednn(grad, x):
+        return grad.t() @ x
+    if torch.is_grad_enabled() and (grad.requires_grad or x.requires_grad):
+        return linear(grad.t(), x.t())
+    if grad.shape[1] <= _COLUMNS:
+        return _gradient_part(grad, x).contiguous()
+    total = x.new_empty(grad.shape[1], x.shape[1])
+    add_weight_gradient(total, grad, x, first=True)
+    return total
+
+
+def add_weight_gradient(total: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, *, first: bool) -> None:
+    """``total += g^T x`` by oneDNN, or ``=`` if ``first``: (out, in), (n, out) and (n, in)."""
+    for rows, part in zip(total.split(_COLUMNS), grad.split(_COLUMNS, 1), strict=True):
+        product = _gradient_part(part, x)
+        rows.copy_(product) if first else rows.add_(product)
+
+
+def linear_by_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether oneDNN makes the product of a linear layer with these."""
+    if not _taken(x, weight) or x.ndim < 2 or weight.ndim != 2:
+        return False
+    rows = math.prod(x.shape[:-1])
+    return rows >= ROWS and rows * weight.shape[0] * weight.shape[1] >= SMALLEST
+
+
+def gradient_by_onednn(grad: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether oneDNN makes the product (n, out)^T (n, in)."""
+    return _taken(grad, x) and x.shape[0] * x.shape[1] * grad.shape[1] >= SMALLEST
+
+
+def _taken(*tensors: torch.Tensor) -> bool:
+    """Whether these are fp32 on such a CPU. Autocast changes what ``F.linear`` computes in, and it knows subclasses."""
+    if not SLOW_MKL or torch.is_autocast_enabled("cpu"):
+        return False
+    fp32 = all(t.dtype == torch.float32 and t.device.type == "cpu" and type(t) in _PLAIN for t in tensors)
+    return fp32 and (torch.compiler.is_compiling() or bool(torch.backends.mkldnn.enabled))
+
+
+def _gradient_part(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """g^T x, maybe as a transposed view. The left operand has to be copied: of a wide g it is x."""
+    (n, out), width = grad.shape, x.shape[1]
+    if n * out > 2 * (n + out) * width:
+        return linear_op(x.t().contiguous(), grad.t(), None).t()
+    return linear_op(grad.t().contiguous(), x.t(), None)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        # What a frozen weight, or an input without a gradient, does not need is not kept.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
+        return linear_op(x.contiguous(), weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dx = None if weight is None else linear(grad, weight.t())
+        dweight = None if x is None else weight_gradient(grad, x)
+        return dx, dweight, grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+
+
+def _onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return y
+
+
+linear_op = define(
+    "linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]),
+    leaf=True,
+    CPU=_onednn,
+)

@@ -1,0 +1,243 @@
+"""Products of linear layers in fp32 on a CPU whose MKL is slow: oneDNN's, equal to those of ``F.linear``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from smp.kernels import matmul
+from smp.kernels.matmul import linear, weight_gradient
+from smp.kernels.product import DENSE
+from smp.kernels.weight_gradient import accumulate_weight_gradient
+from smp.layers.cross_entropy import VocabShard, linear_cross_entropy
+from smp.parallel.collectives import Group
+from smp.training.meter import Meter
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+SIZES = [  # rows, in, out: of blocks and heads, and what is narrow on one side
+    (128, 256, 688),
+    (256, 688, 256),
+    (4096, 256, 128),
+    (100, 512, 5000),
+    (512, 2048, 256),
+    (37, 300, 301),
+    (2048, 512, 8),
+    (2048, 8, 512),
+]
+
+
+class Operators(TorchDispatchMode):
+    """What runs, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+    def products(self) -> set[str]:
+        kinds = {"smp.linear.default": "oneDNN", "mkldnn._linear_pointwise.default": "oneDNN"}
+        return {kinds.get(name, "torch") for name in self.names if name in kinds or ".mm." in name or ".addmm." in name}
+
+
+@pytest.fixture(autouse=True)
+def slow_mkl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a processor of AMD's, whatever this one is."""
+    monkeypatch.setattr(matmul, "SLOW_MKL", True)
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+def all_of(run: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> list[torch.Tensor]:
+    """A result and the gradients of its inputs by one gradient of it."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    y = run(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, draw(*y.shape, seed=9).to(y.dtype))]
+
+
+@pytest.mark.parametrize(("rows", "width", "out"), SIZES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_results_and_gradients_are_those_of_float64(rows: int, width: int, out: int, bias: bool) -> None:
+    inputs = [draw(rows, width), draw(out, width), *([draw(out)] if bias else [])]
+    with Operators() as seen:
+        found = all_of(linear, *inputs)
+    assert seen.products() == {"oneDNN"}
+    exact = all_of(F.linear, *(x.double() for x in inputs))
+    plain = all_of(F.linear, *inputs)
+    for own, want, other in zip(found, exact, plain, strict=True):
+        assert relative(own, want) <= 1e-6 and own.shape == other.shape and own.stride() == other.stride()
+
+
+@pytest.mark.parametrize(("rows", "width", "out"), SIZES)
+def test_the_three_products_of_a_layer(rows: int, width: int, out: int) -> None:
+    x, weight, grad = draw(rows, width), draw(out, width), draw(rows, out)
+    want = x.double() @ weight.double().t(), grad.double() @ weight.double(), grad.double().t() @ x.double()
+    with Operators() as seen:
+        found = DENSE.forward(x, weight), DENSE.input_gradient(grad, weight), DENSE.weight_gradient(grad, x)
+    assert seen.products() == {"oneDNN"}
+    total = torch.ones(out, width)
+    accumulate_weight_gradient(total, grad, x)
+    found += (total - 1,)
+    for own, exact in zip(found, (*want, want[2]), strict=True):
+        assert relative(own, exact) <= 2e-6 and own.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.t().contiguous().t(),
+        lambda x: torch.cat([x, x], 1)[:, : x.shape[1]],
+        lambda x: x.repeat_interleave(2, 0)[::2],
+        lambda x: x.repeat_interleave(2, 1)[:, ::2],
+        lambda x: x[:1].expand_as(x),
+    ],
+    ids=["transposed", "cut", "every other row", "every other column", "one row"],
+)
+def test_operands_may_be_any_views(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    inputs = view(draw(128, 256)), view(draw(160, 256))
+    grad = view(draw(128, 160))
+    for own, exact in zip(all_of(linear, *inputs), all_of(F.linear, *(x.double() for x in inputs)), strict=True):
+        assert relative(own, exact) <= 1e-6
+    want = grad.double().t() @ inputs[0].double()
+    assert relative(weight_gradient(grad, inputs[0]), want) <= 1e-6
+
+
+def test_leading_dimensions_are_rows() -> None:
+    x, weight, bias = draw(4, 16, 4, 256), draw(160, 256), draw(160)
+    found, exact = all_of(linear, x, weight, bias), all_of(F.linear, x.double(), weight.double(), bias.double())
+    assert found[0].shape == (4, 16, 4, 160)
+    assert all(relative(own, want) <= 1e-6 for own, want in zip(found, exact, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("x", "weight"),
+    [
+        (draw(256), draw(16384, 256)),
+        (draw(31, 512), draw(512, 512)),
+        (draw(64, 64), draw(64, 64)),
+        (draw(0, 512), draw(512, 512)),
+        (draw(512, 0), draw(512, 0)),
+        (draw(512, 512).double(), draw(512, 512).double()),
+        (draw(512, 512).bfloat16(), draw(512, 512).bfloat16()),
+        (draw(512, 16384), draw(16384)),
+    ],
+    ids=["one row", "few rows", "small", "no rows", "no columns", "fp64", "bf16", "a vector for a matrix"],
+)
+def test_what_stays_torchs(x: torch.Tensor, weight: torch.Tensor) -> None:
+    with Operators() as seen:
+        y = linear(x, weight)
+    assert "oneDNN" not in seen.products() and torch.equal(y, F.linear(x, weight))
+
+
+def test_it_can_be_switched_off_and_autocast_is_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = draw(128, 256), draw(160, 256)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(x, weight).dtype == torch.bfloat16
+    with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None), Operators() as off:
+        linear(x, weight)
+    monkeypatch.setattr(matmul, "SLOW_MKL", False)
+    with Operators() as elsewhere:
+        linear(x, weight)
+    assert off.products() == elsewhere.products() == {"torch"}
+
+
+def test_the_gradient_of_a_gradient() -> None:
+    def penalty(run: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        first = torch.autograd.grad(run(*leaves).square().sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+
+    inputs = draw(128, 256), draw(160, 256)
+    found, exact = penalty(linear, *inputs), penalty(F.linear, *(x.double() for x in inputs))
+    assert all(relative(own, want) <= 2e-6 for own, want in zip(found, exact, strict=True))
+
+
+def test_only_what_a_gradient_needs_is_kept() -> None:
+    x, weight = draw(128, 256), draw(160, 256)
+    for trained, kept in ((x, weight), (weight, x)):
+        seen: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, s=seen: s.append(t) or t, lambda t: t):
+            linear(*(t.detach().requires_grad_(t is trained) for t in (x, weight)))
+        assert [t.data_ptr() for t in seen] == [kept.data_ptr()]
+
+
+def test_recompute_gives_the_same_bits() -> None:
+    inputs = draw(128, 256), draw(160, 256)
+    again = all_of(
+        lambda *given: checkpoint(lambda x, w: linear(x * 1, w).relu(), *given, use_reentrant=False), *inputs
+    )
+    for own, want in zip(again, all_of(lambda x, w: linear(x * 1, w).relu(), *inputs), strict=True):
+        assert torch.equal(own, want)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_compiled_graph_has_the_operator_and_the_same_bits(dynamic: bool) -> None:
+    called: list[int] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        called.append(sum(node.target is torch.ops.smp.linear.default for node in graph.graph.nodes))
+        assert "aten.mm" not in str(graph.graph)
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    run = torch.compile(lambda x, w, b: linear(x, w, b).relu(), fullgraph=True, backend=backend, dynamic=dynamic)
+    for rows in (128, 200):
+        inputs = draw(rows, 256), draw(160, 256), draw(160)
+        for own, want in zip(all_of(run, *inputs), all_of(lambda *g: linear(*g).relu(), *inputs), strict=True):
+            assert torch.equal(own, want)
+    assert called[:2] == [1, 2], "forward, and both gradients"
+
+
+def test_the_operator_traces() -> None:
+    torch.library.opcheck(torch.ops.smp.linear.default, (draw(64, 16), draw(8, 16), draw(8)))
+
+
+def test_work_and_memory_of_tensors_without_data_are_those_of_a_real_step() -> None:
+    def step(meter: Meter, *inputs: torch.Tensor) -> tuple[int, int, int]:
+        leaves = [x.requires_grad_() for x in inputs]
+        with meter.counting(), meter.phase("forward"):
+            linear(*leaves).sum().backward()
+        return meter.counts.flops, meter.peaks["backward"], meter.peaks["forward"]
+
+    real = step(Meter({}), draw(128, 256), draw(5000, 256))
+    with FakeTensorMode():
+        fake = step(Meter({}), torch.empty(128, 256), torch.empty(5000, 256))
+    assert real == fake and real[0] == 3 * 2 * 128 * 256 * 5000
+
+
+@pytest.mark.parametrize("tokens", [256, 300])
+def test_the_loss_of_a_head_takes_it_too(tokens: int) -> None:
+    """300: the last chunk has 44 tokens."""
+    hidden, weight, labels = draw(tokens, 128), draw(2000, 128), torch.arange(tokens)
+    weights, shard = torch.full((tokens,), 1 / tokens), VocabShard.of(Group("", 1, 0), 2000, 2000)
+
+    def loss(h: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [h.detach().requires_grad_(), w.detach().requires_grad_()]
+        value = linear_cross_entropy(*leaves, labels, weights, shard, chunk_tokens=128)
+        return [value.detach(), *torch.autograd.grad(value, leaves)]
+
+    with Operators() as seen:
+        found = loss(hidden, weight)
+    assert seen.products() == {"oneDNN"}
+    wide = [x.double().requires_grad_() for x in (hidden, weight)]
+    value = F.cross_entropy(wide[0] @ wide[1].t(), labels)
+    for own, want in zip(found, [value, *torch.autograd.grad(value, wide)], strict=True):
+        assert relative(own, want.detach()) <= 2e-6
